@@ -245,7 +245,7 @@ def test_a_phase_of_a_life_is_recorded_with_what_it_took(tmp_path, monkeypatch):
     call = cards.Call(
         cards.LIVES["qlora-8b"], tmp_path, tmp_path, time.monotonic() + 100, made, tmp_path / "cards.json", "abc"
     )
-    assert call.environment()["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.150000"
+    assert call.environment("train")["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.150000"
     assert call.run("evaluate", ["--version"])
     assert not call.run("generate", ["generate", str(tmp_path / "nothing"), "--prompt", "Hello"])
     phases = json.loads((tmp_path / "cards.json").read_text())["lives"]["qlora-8b"]["phases"]

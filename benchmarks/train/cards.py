@@ -1,7 +1,7 @@
 """Whole lives of packaged recipes on cards that people have: from the model's folder to a GGUF file, as commands.
 
     python benchmarks/train/cards.py LIFE --material FOLDER --output cards.json [--seconds 460] [--work FOLDER]
-        [--phases train,resume,export]
+        [--phases train,resume,export] [--beside LIFE] [--at-once 2]
 
 A life is the commands that a person types, each a process of its own, on a GPU whose allocator gives out no more than
 the card would: its GiB less 0.6 GB for the CUDA context. Unlike memory.budget_gb, which limits plans alone, such a cap
@@ -19,11 +19,16 @@ ends whatever asks for more, from loading to exporting.
 The record is written after each phase and is added to by the next call; --phases leaves those that are not named as
 they are recorded. Of each phase it holds: the commit, seconds, the exit status, the most device bytes that the
 allocator had given out by its end, the most host bytes that its process held in memory of its own (resident, without
-pages of files: what the kernel takes back when it needs them), and in `problem` the last line of what it said, where it
-failed.
+pages of files: what the kernel takes back when it needs them), the seconds of its `parts` (loading weights, writing a
+model, reading it back), and in `problem` the last line of what it said, where it failed.
+
+A merged model that no later phase reads may be larger than the disk (66 GB of a 32B): such a life's shards are each
+read back and compared with what was made of the model, and then emptied, before the next one is written.
 
 Args: --material has a folder for each tokenizer (llama-3.2, qwen3, gpt-oss) and the files of rows: any JSONL of
-instructions, and one of preferences. --work keeps the model's folder for the next call of the same machine.
+instructions, and one of preferences. --work keeps the model's folder for the next call of the same machine. --beside
+names the life that runs at the same time on the same machine, and --at-once lets so many of the phases after `deliver`
+run side by side, each on a card of its own: memory is what it would be alone, seconds are not, and the record says so.
 """
 
 from __future__ import annotations
@@ -40,6 +45,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +53,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 CONTEXT_BYTES = 0.6e9
-PHASES = ("train", "resume", "evaluate", "generate", "chat", "export")
+PHASES = ("train", "resume", "export", "chat", "generate", "evaluate")
+AFTER = PHASES[2:]  # of which each needs the run alone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,21 +70,23 @@ class Life:
     # Of the recipe's keys, as somebody with such a card would set them.
     overrides: tuple[str, ...] = ()
     rows: str = "alpaca_en_demo.jsonl"
-    # How the folder stores its weights: None, or "nf4" as bitsandbytes writes it.
+    # How the folder stores its weights: None, "nf4" as bitsandbytes writes it, or "mxfp4" as gpt-oss is published.
     stored_in: str | None = None
     # What the run leaves to generate from.
     result: str = "adapter"
+    # Whether shards of the merged model are emptied once they were read back.
+    emptied: bool = False
 
 
 LIVES = {
     "qlora-8b": Life("qlora-8b", 12, "llama-3.1-8b", "llama-3.2"),
-    "qlora-14b": Life("qlora-14b", 16, "qwen3-14b", "qwen3"),
+    "qlora-14b": Life("qlora-14b", 16, "qwen3-14b", "qwen3", emptied=True),
     "qwen3.5-9b-nf4": Life("qwen3.5-9b", 16, "qwen3.5-9b", "qwen3", ("model.load_in=nf4",)),
     "dpo-8b-nf4": Life("qlora-8b", 16, "llama-3.1-8b", "llama-3.2", ("objective=dpo",), rows="dpo_en_demo.jsonl"),
     "lora-8b": Life("lora-8b", 24, "llama-3.1-8b", "llama-3.2"),
-    "qlora-32b": Life("qlora-32b", 24, "qwen3-32b", "qwen3", ("model.load_in=null",), stored_in="nf4"),
+    "qlora-32b": Life("qlora-32b", 24, "qwen3-32b", "qwen3", ("model.load_in=null",), stored_in="nf4", emptied=True),
     "full-1b": Life("full-1b", 24, "llama-3.2-1b", "llama-3.2", result="merged"),
-    "gpt-oss-20b-qlora": Life("gpt-oss-20b-qlora", 24, "gpt-oss-20b", "gpt-oss"),
+    "gpt-oss-20b-qlora": Life("gpt-oss-20b-qlora", 24, "gpt-oss-20b", "gpt-oss", stored_in="mxfp4", emptied=True),
     "full-8b-8bit-adam": Life("full-8b-8bit-adam", 80, "llama-3.1-8b", "llama-3.2", result="merged"),
 }
 STEPS, STOP_AFTER = 8, 4
@@ -86,11 +95,63 @@ STEPS, STOP_AFTER = 8, 4
 # ---- a phase, in a process of its own
 
 
-def child(record: Path, arguments: list[str]) -> int:
+def time_parts(parts: dict[str, float]) -> None:
+    """Adds up what loading, writing and reading back take in this process, in seconds."""
+    from jaxtune.export import gguf_file
+    from jaxtune.models import hf
+
+    def timed(module: Any, function: str, part: str) -> None:
+        inner = getattr(module, function)
+
+        def outer(*given, **named):
+            begun = time.monotonic()
+            try:
+                return inner(*given, **named)
+            finally:
+                parts[part] = round(parts.get(part, 0.0) + time.monotonic() - begun, 1)
+
+        setattr(module, function, outer)
+
+    timed(hf, "_loaded", "load")
+    timed(hf, "write_checkpoint", "write")
+    timed(gguf_file, "write", "write")
+    timed(gguf_file, "verify", "read_back")
+
+
+def empty_shards() -> None:
+    """Has each file of weights that this process writes read back, compared and emptied. Its header and its size stay:
+    the folder is what it would be, but for the numbers in it."""
+    from jaxtune.models import hf
+    from jaxtune.models.files import byte_files, shards
+
+    write_file = shards.write_file
+
+    def emptied(file: Path, *given) -> dict:
+        written = write_file(file, *given)
+        if not file.name.startswith("model"):
+            return written  # of an adapter
+        entries = shards.read_header(file)
+        same = byte_files.all_of(lambda name: shards.is_as_written(entries[name], written[name]), list(written))
+        if entries.keys() != written.keys() or not all(same):
+            raise ArithmeticError(f"{file.name}: read back, not as the model has it")
+        size = file.stat().st_size
+        os.truncate(file, min(entry.offset for entry in entries.values()))
+        os.truncate(file, size)
+        return written
+
+    shards.write_file = emptied
+    hf.require_space = lambda *_: None
+
+
+def child(record: Path, emptied: bool, arguments: list[str]) -> int:
     """Runs a jaxtune command and says what it took; `deliver` is told apart from what came before it."""
     from jaxtune import cli
 
     marks: dict[str, Any] = {}
+    parts: dict[str, float] = {}
+    time_parts(parts)
+    if emptied:
+        empty_shards()
     ended, host = threading.Event(), [0, 0]
 
     def resident() -> int:
@@ -110,6 +171,8 @@ def child(record: Path, arguments: list[str]) -> int:
 
     def mark(name: str) -> None:
         marks[name] = {"seconds": time.time(), "peak_device_bytes": device_peak(), "peak_host_bytes": host[0]}
+        marks[name]["parts"] = dict(parts)
+        parts.clear()
 
     if arguments[0] == "train":
         from jaxtune.train.program.trained_model import TrainedModel
@@ -153,6 +216,9 @@ class Call:
     record: dict[str, Any]
     output: Path
     commit: str
+    beside: str | None = None
+    at_once: int = 1
+    lock: Any = dataclasses.field(default_factory=threading.Lock)
 
     def run(self, phase: str, arguments: list[str], typed: str = "", stop_after: int | None = None) -> bool:
         """A phase; whether the life goes on. typed: its standard input. stop_after: SIGTERM comes then."""
@@ -163,9 +229,15 @@ class Call:
             return False
         begun = time.time()
         with log.open("w", encoding="utf-8") as file:
-            command = [sys.executable, __file__, "--child", str(marks), "--", *arguments]
+            emptied = ["--emptied"] if self.life.emptied and phase == "resume" else []
+            command = [sys.executable, __file__, "--child", str(marks), *emptied, "--", *arguments]
             process = subprocess.Popen(
-                command, env=self.environment(), stdin=subprocess.PIPE, stdout=file, stderr=subprocess.STDOUT, text=True
+                command,
+                env=self.environment(phase),
+                stdin=subprocess.PIPE,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                text=True,
             )
             stopper = threading.Thread(target=self._stop, args=(process, stop_after), daemon=True)
             if stop_after is not None:
@@ -192,6 +264,7 @@ class Call:
                 "peak_device_bytes": mark["peak_device_bytes"],
                 "peak_host_bytes": mark["peak_host_bytes"],
                 "exit": code if name == "ended" else 0,
+                **({"parts": mark["parts"]} if mark["parts"] else {}),
             }
             self.add(own, entry | ({"problem": problem} if problem and name == "ended" else {}))
             previous = mark["seconds"]
@@ -212,14 +285,18 @@ class Call:
         """Writes a phase into the record."""
         from benchmarks.record import write
 
-        self.record["phases"][phase] = {"commit": self.commit, **entry}
-        print(phase, json.dumps(entry), flush=True)
-        whole = json.loads(self.output.read_text(encoding="utf-8")) if self.output.is_file() else {"lives": {}}
-        whole["lives"][self.record["name"]] = self.record
-        write(self.output, {"benchmark": "train/cards", **whole})
+        beside = {"beside": self.beside} if self.beside else {}
+        at_once = {"at_once": self.at_once} if phase in AFTER and self.at_once > 1 else {}
+        print(self.record["name"], phase, json.dumps(entry), flush=True)
+        with self.lock:
+            self.record["phases"][phase] = {"commit": self.commit, **entry, **beside, **at_once}
+            whole = json.loads(self.output.read_text(encoding="utf-8")) if self.output.is_file() else {"lives": {}}
+            whole["lives"][self.record["name"]] = self.record
+            write(self.output, {"benchmark": "train/cards", **whole})
 
-    def environment(self) -> dict[str, str]:
-        """Of a phase's process: the allocator has what the card would have."""
+    def environment(self, phase: str) -> dict[str, str]:
+        """Of a phase's process: the allocator has what the card would have. Where phases share the GPU, it takes that
+        little by little."""
         from benchmarks.record import driver_bytes
 
         total = driver_bytes()
@@ -230,6 +307,7 @@ class Call:
             "PYTHONPATH": str(ROOT) + os.pathsep + os.environ.get("PYTHONPATH", ""),
             "JAXTUNE_COMMIT": self.commit,
             "PYTHONUNBUFFERED": "1",
+            **({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if phase in AFTER and self.at_once > 1 else {}),
         }
 
     def train(self) -> list[str]:
@@ -239,7 +317,8 @@ class Call:
         return ["train", life.recipe, *life.overrides, *given]
 
     def phases(self, chosen: Collection[str]) -> Iterator[bool]:
-        """Makes the chosen phases one after the other; each says whether the next can come."""
+        """Makes the chosen phases, those AFTER the run side by side where that was asked for; says whether the next can
+        come."""
         run, rows = self.work / "run", self.material / self.life.rows
         result = str(run / self.life.result)
         gguf = self.work / "gguf"
@@ -252,10 +331,13 @@ class Call:
             "chat": ["chat", result, "--max-new-tokens", "32"],
             "export": ["export", result, str(gguf), "--to", "gguf", "--outtype", "q8_0"],
         }
-        for name in PHASES:
+        typed = {"chat": "Who are you?\nSay it again.\n/exit\n"}
+        for name in PHASES[:2]:
             if name in chosen:
-                typed = "Who are you?\nSay it again.\n/exit\n" if name == "chat" else ""
-                yield self.run(name, commands[name], typed, STOP_AFTER if name == "train" else None)
+                yield self.run(name, commands[name], stop_after=STOP_AFTER if name == "train" else None)
+        with ThreadPoolExecutor(self.at_once) as pool:
+            after = [name for name in AFTER if name in chosen]
+            yield all(list(pool.map(lambda name: self.run(name, commands[name], typed.get(name, "")), after)))
         shutil.rmtree(gguf, ignore_errors=True)
 
 
@@ -265,10 +347,12 @@ def write_model(life: Life, material: Path, folder: Path) -> None:
         "import sys, jax, jaxtune;"
         "from benchmarks.random_model import random_model; from benchmarks.shapes import SHAPES;"
         "from jaxtune.export.api import export_model; shape, folder, stored = sys.argv[1:];"
-        "model = random_model(SHAPES[shape], jax.random.key(0), stored or None);"
-        "export_model(model, folder, 'bnb-4bit') if stored else jaxtune.save_pretrained(model, folder)"
+        "model = random_model(SHAPES[shape], jax.random.key(0), 'nf4' if stored == 'nf4' else None);"
+        "to = {'nf4': 'bnb-4bit', 'mxfp4': 'mxfp4', '': None}[stored];"
+        "export_model(model, folder, to) if to else jaxtune.save_pretrained(model, folder)"
     )
     variables = os.environ | {"PYTHONPATH": str(ROOT) + os.pathsep + os.environ.get("PYTHONPATH", "")}
+    variables["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # another life may run beside
     command = [sys.executable, "-c", script, life.shape, str(folder), life.stored_in or ""]
     subprocess.run(command, env=variables, check=True)
     for file in (material / life.tokenizer).iterdir():
@@ -277,8 +361,8 @@ def write_model(life: Life, material: Path, folder: Path) -> None:
 
 def main() -> int:
     if "--child" in sys.argv:
-        at = sys.argv.index("--child")
-        return child(Path(sys.argv[at + 1]), sys.argv[at + 3 :])
+        at = sys.argv.index("--")
+        return child(Path(sys.argv[2]), "--emptied" in sys.argv[:at], sys.argv[at + 1 :])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("life", choices=LIVES)
     parser.add_argument("--material", required=True, type=Path)
@@ -286,6 +370,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=460.0)
     parser.add_argument("--work", type=Path)
     parser.add_argument("--phases", default=",".join(PHASES))
+    parser.add_argument("--beside")
+    parser.add_argument("--at-once", type=int, default=1)
     options = parser.parse_args()
     from benchmarks.record import commit_here
 
@@ -310,18 +396,22 @@ def main() -> int:
         "steps": STEPS,
         "phases": before.get("phases", {}),
     }
-    call = Call(life, work, options.material.resolve(), end, record, options.output, commit_here())
+    material, commit = options.material.resolve(), commit_here()
+    call = Call(life, work, material, end, record, options.output, commit, options.beside, options.at_once)
     if not (work / "model").is_dir():
         begun = time.time()
         write_model(life, options.material, work / "model")
         record["written_seconds"] = round(time.time() - begun, 1)
         size = sum(file.stat().st_size for file in (work / "model").iterdir())
         record["model_bytes"] = size
-        begun = time.time()
-        shutil.copytree(work / "model", work / "copy")  # what a merge, an export and a load are held against
-        record["copy_seconds"] = round(time.time() - begun, 1)
-        shutil.rmtree(work / "copy")
-        print(json.dumps({key: record[key] for key in ("written_seconds", "model_bytes", "copy_seconds")}), flush=True)
+        if options.beside is None:
+            begun = time.time()
+            shutil.copytree(work / "model", work / "copy")  # what a merge, an export and a load are held against
+            record["copy_seconds"] = round(time.time() - begun, 1)
+            shutil.rmtree(work / "copy")
+        print(
+            json.dumps({key: record.get(key) for key in ("written_seconds", "model_bytes", "copy_seconds")}), flush=True
+        )
     whole = all(call.phases(options.phases.split(",")))
     over = [name for name, entry in record["phases"].items() if entry.get("peak_device_bytes", 0) > cap]
     print("over the card: " + ", ".join(over) if over else "within the card" if whole else "not whole")
