@@ -1,4 +1,4 @@
-"""Where the time goes: capture a profile, read it in words, compare two.
+"""Profiles of a training step: capture one, read where its time goes, compare two.
 
     with jaxtune.profile.capture("profiles/a", meta={"tokens_per_step": 16384}):
         for _ in range(3):
@@ -7,8 +7,8 @@
     print(jaxtune.profile.show("profiles/a"))
     print(jaxtune.profile.compare("profiles/a", "profiles/b"))
 
-Works on any JAX program, and reads PyTorch's Chrome traces too. Imports nothing else of jaxtune but how text reaches a
-terminal; README.md beside this file says how each number is made.
+The package works on any JAX program and reads PyTorch's Chrome traces too. Of jaxtune it imports only `jaxtune.system`.
+README.md in this folder says how each number is made.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ __all__ = ["capture", "show", "compare", "ceilings", "Report", "Comparison", "Ce
 
 
 def __getattr__(name: str) -> Any:
+    """A public name, imported from its module at first use, so that importing the package costs nothing."""
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f"{__name__}.{_WHERE[name]}")
@@ -46,4 +47,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
+    """The public names."""
     return sorted(__all__)

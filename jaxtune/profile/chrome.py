@@ -1,10 +1,11 @@
-"""Chrome traces of PyTorch's profiler, read into a Trace.
+"""Reader of Chrome traces that PyTorch's profiler writes.
 
-Kernels hang on the CPU call that launched them (by correlation id), and that on the operators and ranges around it.
-Scopes are the ranges that a program marks (torch.profiler.record_function) and the modules of a profile taken with
-with_stack=True; a backward operator has the scope of the forward operator with its sequence number. Without either the
-scope is the outermost aten operator. Shapes need record_shapes=True. On a machine without a GPU operators stand
-for kernels.
+A kernel is joined by its correlation id to the CPU call that launched it, and so to the operators and ranges around
+that call. Its scope is the path of the ranges that the program marks (torch.profiler.record_function) and of the
+modules in a profile taken with with_stack=True. A backward operator gets the scope of the forward operator with the
+same sequence number. Where a program has neither ranges nor modules, the scope is the outermost aten operator. Shapes
+are known in profiles taken with record_shapes=True only. In a trace from a machine without a GPU, operators take the
+place of kernels.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from __future__ import annotations
 import bisect
 import collections
 import dataclasses
-import itertools
 import json
 import math
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from jaxtune.profile.chrome_shapes import ELEMENT_BYTES, FLOATS, SHORT_DTYPES, attention_flops, in_words, operand_arrays
 from jaxtune.profile.scopes import categorise
 from jaxtune.profile.trace import COLLECTIVE, COPY, KERNEL, MEMSET, TO_DEVICE, TO_HOST, Event, Trace, TraceError
 
@@ -35,36 +36,24 @@ _PRODUCTS = {
     "aten::addmm_",
     "aten::linear",
 }
-# The argument is_causal of ATen's attention operators.
-_IS_CAUSAL = {
-    "flash_attention_backward": 11,
-    "flash_attention_for_cpu_backward": 7,
-    "cudnn_attention_backward": 14,
-    "efficient_attention_backward": 11,
-    "flash_attention": 4,
-    "cudnn_attention": 6,
-    "efficient_attention": 6,
-}
-_FLOATS = {"c10::BFloat16": 2, "c10::Half": 2, "float": 4, "double": 8, "c10::Float8_e4m3fn": 1, "c10::Float8_e5m2": 1}
-_BYTES = {**_FLOATS, "int": 4, "long int": 8, "bool": 1, "unsigned char": 1, "signed char": 1}
 # These write their first array without reading it; other operators that end with "_" do both.
 _ONLY_WRITE = ("aten::copy_", "aten::fill_", "aten::zero_")
-_SHORT = {"c10::BFloat16": "bf16", "c10::Half": "f16", "float": "f32", "double": "f64", "long int": "s64", "int": "s32"}
 
 
 @dataclasses.dataclass(slots=True)
 class _Call:
-    """A range on a CPU thread; `parent` is the one around it."""
+    """A range on a CPU thread: an operator, a marked range, a Python function or a call of the CUDA API."""
 
-    start: float
+    start: float  # microseconds, as the trace counts them
     end: float
     name: str
-    category: str
+    category: str  # the trace event's "cat": "cpu_op", "user_annotation", "python_function", "cuda_runtime", ...
     args: dict[str, Any]
-    parent: _Call | None = None
-    main: Event | None = None  # the longest of its kernels so far, which bears its FLOPs and bytes
+    parent: _Call | None = None  # the innermost range around this one on the same thread
+    main: Event | None = None  # the longest kernel seen so far; the operator's FLOPs and bytes are booked on it
 
     def up(self) -> Iterable[_Call]:
+        """This call, then the ranges around it from the inside out."""
         call: _Call | None = self
         while call is not None:
             yield call
@@ -72,7 +61,11 @@ class _Call:
 
 
 def read_chrome(data: bytes, path: str) -> Trace:
-    """Raises TraceError for JSON that is no trace, or a trace without device work."""
+    """The Trace in the bytes of a Chrome trace file; `path` is used in messages.
+
+    Raises:
+      TraceError: the bytes are not JSON, not a trace, or a trace without work on a device.
+    """
     try:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -89,6 +82,7 @@ def read_chrome(data: bytes, path: str) -> Trace:
 
 
 def _read(rows: list[dict], head: dict[str, Any], path: str) -> Trace:
+    """The Trace made of a file's event rows (`traceEvents`) and its other top-level entries (`head`)."""
     device_rows, calls, launches = [], collections.defaultdict(list), {}
     for row in rows:
         if row.get("ph") != "X":
@@ -104,7 +98,7 @@ def _read(rows: list[dict], head: dict[str, Any], path: str) -> Trace:
                 launches[args["correlation"]] = call
     for thread in calls.values():
         _nest(thread)
-    on_cpu = not device_rows and not head.get("deviceProperties")  # which has the GPUs
+    on_cpu = not device_rows and not head.get("deviceProperties")  # deviceProperties lists the GPUs
     if on_cpu:
         device_rows, launches = _operators_as_kernels(calls)
     if not device_rows:
@@ -127,18 +121,19 @@ def _read(rows: list[dict], head: dict[str, Any], path: str) -> Trace:
         event.step = step_of(call.start if call is not None else None)
         events.append(event)
     steps = _steps(events)
-    notes = ["no GPU in it: operators of the CPU stand for kernels"] if on_cpu else []
+    notes = ["the trace has no GPU: CPU operators are shown as kernels"] if on_cpu else []
     if not marks:
         notes.append(
-            "no ProfilerStep ranges: " + ("steps end with the optimizer" if optimizer_ends else "taken as one step")
+            "no ProfilerStep ranges: "
+            + ("a step ends with the optimizer's step" if optimizer_ends else "the trace is read as one step")
         )
     if not any(call.args.get("Input Dims") for thread in calls.values() for call in thread):
-        notes.append("no shapes in it (record_shapes=False): products have no FLOPs")
+        notes.append("the trace has no shapes (record_shapes=False): FLOPs of products are unknown")
     properties = (head.get("deviceProperties") or [{}])[0]
     versions = {
         k: str(head[v]) for k, v in (("torch", "pytorch_version"), ("cuda", "cuda_runtime_version")) if v in head
     }
-    # torch.profiler's add_metadata_json puts what a program says of itself beside the events.
+    # Metadata that the program added with torch.profiler's add_metadata_json are top-level entries.
     meta = {key: head[key] for key in ("what", "tokens_per_step") if key in head}
     return Trace(
         path=path,
@@ -155,7 +150,7 @@ def _read(rows: list[dict], head: dict[str, Any], path: str) -> Trace:
 
 
 def _nest(thread: list[_Call]) -> None:
-    """Finds each range's parent on its thread."""
+    """Sets each call's `parent`; the calls of one thread are sorted in place."""
     thread.sort(key=lambda c: (c.start, -c.end))
     stack: list[_Call] = []
     for call in thread:
@@ -166,8 +161,13 @@ def _nest(thread: list[_Call]) -> None:
 
 
 def _operators_as_kernels(threads: dict[Any, list[_Call]]) -> tuple[list[dict], dict[Any, _Call]]:
-    """Rows as of kernels, and the call of each by its correlation, of a program that ran on the CPU: an operator is
-    the longest stretch of it in which no other runs inside it."""
+    """Stand-ins for kernels in a trace of a CPU program.
+
+    An operator counts as a kernel during the longest stretch in which no other operator runs inside it.
+
+    Returns:
+      (rows like those of kernels, {the row's correlation id: the operator's call})
+    """
     rows, calls = [], {}
     for thread, all_calls in threads.items():
         operators = [call for call in all_calls if call.category == "cpu_op" and "::" in call.name]
@@ -198,6 +198,7 @@ def _operators_as_kernels(threads: dict[Any, list[_Call]]) -> tuple[list[dict], 
 
 
 def _busiest_device(rows: list[dict]) -> tuple[list[dict], int]:
+    """(the rows of the device with the most kernel time, number of devices in the trace)."""
     by_device: dict[Any, list[dict]] = collections.defaultdict(list)
     for row in rows:
         by_device[(row.get("args") or {}).get("device", row.get("pid"))].append(row)
@@ -205,10 +206,11 @@ def _busiest_device(rows: list[dict]) -> tuple[list[dict], int]:
 
 
 class _Forward:
-    """Finds the forward operator of an autograd node, by the sequence number that both bear.
+    """Lookup of the forward operator that belongs to an autograd node, by the sequence number that both have.
 
-    Numbers count by thread: with gradient checkpointing the forward runs again on the autograd engine's thread. A node
-    names its forward's thread by a number of the profiler's own, so that is matched to a thread by operators' names.
+    Sequence numbers count per thread, and with gradient checkpointing the forward runs again on the autograd engine's
+    thread. A node names the thread of its forward by a number of the profiler's own, so that number is matched to a
+    thread by comparing operators' names.
     """
 
     def __init__(self, threads: dict[Any, list[_Call]]):
@@ -221,7 +223,7 @@ class _Forward:
                 if call.name.startswith(_NODE):
                     nodes[call.args.get("Fwd thread id")].append(call)
                 elif not call.args.get("Fwd thread id") and call.args["Sequence number"] >= 0:
-                    # Every operator shows the number that the next node will get: the last one makes it.
+                    # Every operator shows the number that the next node will get; the last one creates the node.
                     self._calls[thread, call.args["Sequence number"]] = call
         self._threads = {
             number: max(
@@ -231,6 +233,7 @@ class _Forward:
         }
 
     def _fits(self, thread: Any, node: _Call) -> bool:
+        """Whether the call with the node's sequence number on `thread` is an operator of the node's name."""
         call = self._calls.get((thread, node.args["Sequence number"]))
         if call is None:
             return False
@@ -238,18 +241,19 @@ class _Forward:
         return any(_bare(around.name) == name for around in call.up())
 
     def of(self, node: _Call) -> _Call | None:
+        """The forward operator of an autograd node, or None where the trace has none."""
         number = node.args.get("Sequence number")
         thread = self._threads.get(node.args.get("Fwd thread id"))
         return None if number is None else self._calls.get((thread, number))
 
 
 def _bare(operator: str) -> str:
-    """ "aten::_softmax" as autograd writes it: "softmax"."""
+    """An operator's name as autograd writes it: "aten::_softmax" becomes "softmax"."""
     return operator.removeprefix("aten::").replace("_", "").lower()
 
 
 def _backward_call(call: _Call) -> _Call | None:
-    """The innermost autograd node around a call; None in the forward."""
+    """The innermost autograd node around a call; None for a call in the forward."""
     return next((around for around in call.up() if around.name.startswith(_NODE)), None)
 
 
@@ -257,10 +261,14 @@ def _backward_call(call: _Call) -> _Call | None:
 
 
 def _step_finder(marks: Sequence[tuple[float, float]], optimizer_ends: Sequence[float]):
-    """Step number by the moment of the launch on the CPU; -1 outside."""
+    """A function from the time of a launch on the CPU (None: unknown) to its step number, -1 outside of all steps.
+
+    Steps are the `marks` (start, end) where there are any, else they end at `optimizer_ends`.
+    """
     starts = [start for start, _ in marks]
 
     def find(moment: float | None) -> int:
+        """The step number of a launch at `moment`."""
         if marks:
             if moment is None:
                 return -1
@@ -275,7 +283,8 @@ def _step_finder(marks: Sequence[tuple[float, float]], optimizer_ends: Sequence[
 
 
 def _steps(events: list[Event]) -> list[tuple[float, float]]:
-    """On the device: from a step's first kernel to the next one's first, or to its own end."""
+    """(start_ns, end_ns) of each step on the device, from its first kernel to the first kernel of the next step or to
+    its own end. Renumbers the events' steps from 0."""
     numbers = sorted({e.step for e in events if e.step >= 0})
     if not numbers:
         for event in events:
@@ -293,6 +302,8 @@ def _steps(events: list[Event]) -> list[tuple[float, float]]:
 
 
 def _event(row: dict, call: _Call | None, forward: _Forward, origin: float) -> Event:
+    """The Event of a device row; `call` is the CPU call that launched it, `origin` the trace's first time in
+    microseconds."""
     args = row.get("args") or {}
     name = str(row["name"])
     start = (float(row["ts"]) - origin) * 1e3
@@ -318,6 +329,7 @@ def _event(row: dict, call: _Call | None, forward: _Forward, origin: float) -> E
 
 
 def _kind(row: dict, name: str) -> str:
+    """The engine that ran a row, as one of trace.py's kinds."""
     if row["cat"] == "gpu_memset":
         return MEMSET
     if row["cat"] == "gpu_memcpy":
@@ -328,7 +340,8 @@ def _kind(row: dict, name: str) -> str:
 
 
 def _category(event: Event, around: Sequence[_Call]) -> str:
-    """As `categorise`, by the operators and the program's own ranges around the launch."""
+    """The event's category, as `categorise` gives it, with the operators and marked ranges around the launch taken into
+    account."""
     operators = [c.name for c in around if c.category == "cpu_op"]
     words = " ".join(operators)
     is_gemm = True if event.flops and not _PRODUCTS.isdisjoint(operators) else None
@@ -338,7 +351,7 @@ def _category(event: Event, around: Sequence[_Call]) -> str:
     elif re.search(r"cross_?entropy|nll_?loss|log_?softmax", words, re.IGNORECASE):
         scope = "loss"
     elif any(_OPTIMIZER_STEP.match(c.name) for c in around) or "aten::_foreach_" in words:
-        scope = "optimizer"  # _foreach_ outside of it: the gradient's norm and clip
+        scope = "optimizer"  # _foreach_ outside of the optimizer's range: gradient norm and clipping
     found = categorise(event.kind, event.name, scope, is_gemm=is_gemm)
     if found == "elementwise and norms" and event.op in ("aten::copy_", "aten::cat", "aten::fill_"):
         types = next((c.args.get("Input type", []) for c in around if c.name == "aten::copy_"), [])
@@ -347,7 +360,7 @@ def _category(event: Event, around: Sequence[_Call]) -> str:
 
 
 def _scope(call: _Call, forward: _Forward) -> tuple[str, str]:
-    """(scope, phase) from the marked ranges and modules around the launch, or around its forward operator."""
+    """(scope, phase) of a launch, from the marked ranges and modules around it or around its forward operator."""
     node = _backward_call(call)
     if node is None:
         return _path(call), "forward"
@@ -365,11 +378,13 @@ def _scope(call: _Call, forward: _Forward) -> tuple[str, str]:
 
 
 def _names_a_place(call: _Call) -> bool:
+    """Whether a call is a marked range or a module, and so part of a scope."""
     return call.category == "user_annotation" or _MODULE.match(call.name) is not None
 
 
 def _path(call: _Call, inside: _Call | None = None) -> str:
-    """Marked ranges and modules around a call, the outermost first; else its outermost aten operator."""
+    """Marked ranges and modules around a call, joined by slashes with the outermost first, up to the call `inside`.
+    Without any, the outermost aten operator."""
     parts: list[str] = []
     for around in call.up():
         if around is inside:
@@ -396,19 +411,20 @@ def _operator(call: _Call) -> str:
 
 
 def _add_work(event: Event, operators: list[_Call]) -> None:
-    """FLOPs and bytes of the innermost operator that has shapes, on the longest kernel that it launches."""
+    """Sets an event's shapes, dtype, FLOPs and bytes from the innermost operator that has shapes. FLOPs and bytes are
+    booked on the longest kernel that the operator launches."""
     shaped = [c for c in operators if c.args.get("Input Dims")]
     attention = [c for c in shaped if c.name.startswith("aten::_scaled_dot_product_")]
     operator = next(iter(attention or shaped), None)
     if operator is None:
         return
-    arrays = _arrays(operator.args)
+    arrays = operand_arrays(operator.args)
     if not arrays:
         return
     dims = [own for own, _, _ in arrays]
     dtype = result = arrays[0][1]
-    event.dtype = _SHORT.get(dtype, dtype)
-    event.shape = ", ".join(_words(own, kind) for own, kind, _ in arrays[:3])
+    event.dtype = SHORT_DTYPES.get(dtype, dtype)
+    event.shape = ", ".join(in_words(own, kind) for own, kind, _ in arrays[:3])
     if operator.main is not None and event.duration_ns <= operator.main.duration_ns:
         return
     if operator.main is not None:
@@ -423,49 +439,22 @@ def _add_work(event: Event, operators: list[_Call]) -> None:
         event.flops, out = 2.0 * math.prod(dims[1]) * dims[2][-1], (*dims[1][:-1], dims[2][-1])
     elif name == "aten::gather" and len(dims) >= 2:  # what an embedding launches on a GPU
         out = dims[1]
-        read = arrays[1][2] + _BYTES[dtype] * math.prod(out)  # of the table, what is looked up
+        read = arrays[1][2] + ELEMENT_BYTES[dtype] * math.prod(out)  # only the looked-up rows of the table are read
     elif attention:
-        event.flops = _attention_flops(name, dims, operator.args)
+        event.flops = attention_flops(name, dims, operator.args)
     if out:
-        event.shape += f" -> {_words(out, dtype)}"
+        event.shape += f" -> {in_words(out, dtype)}"
     elif name.endswith("_"):
         out = () if name in _ONLY_WRITE else dims[0]
     else:
         out = max(dims, key=math.prod)
-        result = max((kind for _, kind, _ in arrays if kind in _FLOATS), key=_BYTES.__getitem__, default=dtype)
-    event.moved_bytes = float(read + _BYTES[result] * math.prod(out) * bool(out))
-
-
-def _arrays(args: dict[str, Any]) -> list[tuple[list[int], str, int]]:
-    """(dimensions, type, bytes) of an operator's arrays; an expanded dimension, whose stride is 0, takes nothing."""
-    given = (args.get(name, []) for name in ("Input Dims", "Input type", "Input Strides"))
-    out = []
-    for dims, kind, strides in itertools.zip_longest(*given):
-        if kind in _BYTES and isinstance(dims, list) and dims and all(isinstance(x, int) for x in dims):
-            held = [size for size, stride in zip(dims, strides or [1] * len(dims)) if stride]
-            out.append((dims, kind, _BYTES[kind] * math.prod(held)))
-    return out
-
-
-def _words(dims: Sequence[int], kind: str) -> str:
-    return f"{_SHORT.get(kind, kind)}[{','.join(map(str, dims))}]"
-
-
-def _attention_flops(name: str, dims: list[list[int]], args: dict[str, Any]) -> float:
-    """2 products forward, 5 backward; half of them where the call says that it is causal. Tensors are [B, H, T, D]."""
-    backward = name.endswith("_backward")
-    query, key = (dims[1], dims[2]) if backward else (dims[0], dims[1])
-    if len(query) != 4 or len(key) != 4:
-        return 0.0
-    flops = (5 if backward else 2) * 2.0 * math.prod(query) * key[2]
-    concrete = args.get("Concrete Inputs", [])
-    place = next((i for part, i in _IS_CAUSAL.items() if part in name), None)
-    causal = place is not None and place < len(concrete) and str(concrete[place]) == "True"
-    return flops / 2 if causal else flops
+        result = max((kind for _, kind, _ in arrays if kind in FLOATS), key=ELEMENT_BYTES.__getitem__, default=dtype)
+    event.moved_bytes = float(read + ELEMENT_BYTES[result] * math.prod(out) * bool(out))
 
 
 def _peak_memory(rows: list[dict]) -> int:
-    """From the allocator's events of a profile taken with profile_memory=True; 0 without."""
+    """Largest number of bytes allocated on the device, from the allocator's events of a profile taken with
+    profile_memory=True; 0 without them."""
     peak = 0
     for row in rows:
         if row.get("name") == "[memory]":

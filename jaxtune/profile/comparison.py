@@ -1,4 +1,5 @@
-"""Two profiles side by side: what got faster or slower, beyond what steps of one run differ by."""
+"""Comparison of two profiles: what became faster or slower by more than the steps of one run differ among
+themselves."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from jaxtune.profile.scopes import CATEGORIES
 from jaxtune.profile.tables import Change, ComparisonData, KernelRow, ReportData, Share
 from jaxtune.profile.text import comparison_text
 
-# Scopes of programs that name their parts differently meet in these; the first that matches.
+# Parts of a model, for programs that name their scopes differently; a scope belongs to the first that matches.
 _REGIONS = (
     ("idle", re.compile(r"^idle$")),
     ("host link", re.compile(r"^host link$")),
@@ -26,19 +27,20 @@ _REGIONS = (
 )
 # A change below this share of the step is not worth a line, whatever the spread.
 _NEGLIGIBLE = 0.0005
-# With a single captured step the spread is unknown; this much is taken for it.
+# The relative spread that is assumed where a single captured step leaves it unknown.
 _UNKNOWN_SPREAD = 0.01
 
 
 @dataclasses.dataclass
 class Comparison(ComparisonData):
-    """What `compare` found, which can be read as text or as a page."""
+    """The result of `compare`, which can be read as text or as an HTML page."""
 
     def to_text(self, width: int = 120) -> str:
+        """The tables for a terminal of `width` columns."""
         return comparison_text(self, width)
 
     def to_html(self) -> str:
-        """One self-contained page."""
+        """The comparison as one self-contained HTML page."""
         return comparison_page(self)
 
     def __str__(self) -> str:
@@ -48,7 +50,8 @@ class Comparison(ComparisonData):
 def compare(a: Report | str | Path, b: Report | str | Path) -> Comparison:
     """Compares two reports, or the profiles in two folders or files; A is the base.
 
-    Raises TraceError where one cannot be read.
+    Raises:
+      TraceError: one of them cannot be read.
     """
     a = a if isinstance(a, Report) else show(a)
     b = b if isinstance(b, Report) else show(b)
@@ -88,7 +91,8 @@ def region(scope: str) -> str:
 
 
 def _change(name: str, phase: str, a: Sequence[float], b: Sequence[float], step_ms: float, detail: str = "") -> Change:
-    """Compares per-step times; an empty list is a row that the side lacks."""
+    """The row that compares a name's per-step times (ms) on both sides; an empty list means that the side lacks the
+    name."""
     mean_a = sum(a) / len(a) if a else 0.0
     mean_b = sum(b) / len(b) if b else 0.0
     diff = mean_b - mean_a
@@ -104,23 +108,26 @@ def _change(name: str, phase: str, a: Sequence[float], b: Sequence[float], step_
 
 
 def _spread(values: Sequence[float], mean: float) -> float:
+    """Largest minus smallest of the per-step times `values`; an assumed share of `mean` where there is only one."""
     if not values:
         return 0.0
     return max(values) - min(values) if len(values) > 1 else _UNKNOWN_SPREAD * mean
 
 
 def _scaled(row: Share | KernelRow | None, scale: float) -> list[float]:
+    """A row's per-step times multiplied by `scale`; no times for a missing row."""
     return [] if row is None else [ms * scale for ms in row.per_step_ms]
 
 
 def _categories(a: ReportData, b: ReportData, scale: float) -> list[Change]:
+    """One row for each category that either profile has."""
     of_a, of_b = ({row.name: row for row in r.categories} for r in (a, b))
     names = [name for name in CATEGORIES if name in of_a or name in of_b]
     return [_change(n, "", _scaled(of_a.get(n), 1.0), _scaled(of_b.get(n), scale), a.step_ms) for n in names]
 
 
 def _named_alike(a: ReportData, b: ReportData) -> bool:
-    """Whether most of each side's time stands in scopes that the other has too."""
+    """Whether most of each side's time is in scopes that the other side has too."""
     names_a, names_b = ({row.name for row in r.scopes if row.name != "idle"} for r in (a, b))
     for report, others in ((a, names_b), (b, names_a)):
         rows = [row for row in report.scopes if row.name != "idle"]
@@ -131,6 +138,8 @@ def _named_alike(a: ReportData, b: ReportData) -> bool:
 
 
 def _scopes(a: ReportData, b: ReportData, scale: float, by_scope: bool) -> list[Change]:
+    """One row for each (scope, phase), or for each (region, phase) where `by_scope` is false; the largest first."""
+
     def grouped(report: ReportData, factor: float) -> dict[tuple[str, str], list[float]]:
         out: dict[tuple[str, str], list[float]] = {}
         for row in report.scopes:
@@ -145,14 +154,15 @@ def _scopes(a: ReportData, b: ReportData, scale: float, by_scope: bool) -> list[
 
 
 def _add(total: list[float] | None, values: list[float]) -> list[float]:
+    """Element-wise sum of two lists of per-step times; `total` None counts as zero."""
     return values if total is None else [x + y for x, y in zip(total, values, strict=True)]
 
 
 def _kernels(a: ReportData, b: ReportData, scale: float) -> list[Change]:
-    """Kernels that do the same on both sides, the largest difference first.
+    """One row for each kernel of either side, kernels that do the same work paired, the largest difference first.
 
-    A product is told by its scope and shape, whatever kernel the library chose; another kernel by its name without
-    the number that the compiler gave it.
+    Matrix products are paired by scope and shape, whatever kernel the library chose; other kernels by their name
+    without the number that the compiler appended.
     """
 
     def grouped(report: ReportData, factor: float):
@@ -179,18 +189,20 @@ def _kernels(a: ReportData, b: ReportData, scale: float) -> list[Change]:
 
 
 def _without_number(name: str) -> str:
+    """A kernel's name without the compiler's number at its end: "fusion_12" becomes "fusion"."""
     return re.sub(r"([_.]\d+)+$", "", name)
 
 
 def _identity(row: KernelRow) -> str:
+    """The name by which a kernel is paired across profiles; empty for products, which scope and shape identify."""
     return "" if row.category in ("GEMM", "attention") and row.shape and row.tflops else _without_number(row.name)
 
 
-# ---- in words
+# ---- sentences
 
 
 def _sentences(comparison: ComparisonData) -> list[str]:
-    """The step first, then each category that changed, the largest difference first."""
+    """Sentences on the step, then on each category that changed, the largest difference first."""
     a, b, step = comparison.a, comparison.b, comparison.step
     if step.verdict == "same":
         out = [f"No change of the step beyond noise: {step.a_ms:.2f} and {step.b_ms:.2f} ms (± {step.noise_ms:.2f})."]
@@ -215,7 +227,7 @@ def _sentences(comparison: ComparisonData) -> list[str]:
 
 
 def _one_sided(comparison: ComparisonData) -> list[str]:
-    """What one side does and the other does not: it runs the forward again for the backward."""
+    """A sentence where one side recomputes the forward for the backward and the other does not; else none."""
     a, b = (
         scale * sum(row.ms for row in report.scopes if row.phase == "recompute")
         for report, scale in ((comparison.a, 1.0), (comparison.b, comparison.scale))
@@ -226,7 +238,7 @@ def _one_sided(comparison: ComparisonData) -> list[str]:
 
 
 def _where(comparison: ComparisonData, change: Change) -> str:
-    """The kernel, or the part of the model, that most of a category's change stands in."""
+    """Words on the kernel, or the part of the model, that accounts for most of a category's change."""
     if change.name == "idle":
         before, after = comparison.a.idle, comparison.b.idle
         return f", {before.launch_gaps:.0f} and {after.launch_gaps:.0f} launch gaps a step"

@@ -1,9 +1,9 @@
-"""What vendors state of devices, and which devices are refused.
+"""Vendors' figures of devices, and the devices that jaxtune refuses.
 
-Sources: NVIDIA's data sheets of the data-centre and RTX professional cards, and its architecture papers (GA102, AD102,
-GB202, GA100, GH100) for the GeForce cards, whose 16-bit products summed in fp32 run at twice their fp32 rate. Memory is
-what nvidia-smi shows where error correction takes a part of it. A chip of one name with two sizes of memory has the
-smaller one under its name.
+Sources are NVIDIA's data sheets of the data-centre and RTX professional cards, and its architecture papers (GA102,
+AD102, GB202, GA100, GH100) for the GeForce cards, whose 16-bit products with fp32 sums run at twice their fp32 rate.
+Memory is what nvidia-smi shows where error correction takes a part of it. Where a chip is sold under one name with two
+sizes of memory, the name stands for the smaller one.
 """
 
 from __future__ import annotations
@@ -17,26 +17,22 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True)
 class DataSheet:
-    """Rates of a device without sparsity, and what is around it.
+    """Rates of a device, without sparsity, and figures of the machine around it."""
 
-    bf16_tflops, fp8_tflops: products summed in fp32 (None: the chip has no FP8). copy_tbps, memory_gib: of its memory.
-    link_gbps: each way to the host; 0 where device and host share one memory. fp32_tflops: without TF32. host_gb: of a
-    machine's memory, for each such device, as such machines are usually sold or rented. nvlink_gbps: each way to the
-    others of its host; None: they talk through the host.
-    """
-
-    bf16_tflops: float
-    fp8_tflops: float | None
-    copy_tbps: float
-    memory_gib: float
-    link_gbps: float
-    fp32_tflops: float
-    host_gb: float
+    bf16_tflops: float  # products with fp32 sums
+    fp8_tflops: float | None  # products with fp32 sums; None: the chip has no FP8
+    copy_tbps: float  # bandwidth of the device's memory, reads plus writes
+    memory_gib: float  # size of the device's memory
+    link_gbps: float  # host link, each way; 0 where device and host share one memory
+    fp32_tflops: float  # products in fp32, without TF32
+    host_gb: float  # host memory for each such device, in machines as they are usually sold or rented
+    # each way to the other devices of the host; None: they communicate through the host
     nvlink_gbps: float | None = None
 
 
 def _data_sheets() -> dict[str, DataSheet]:
-    """Those of data_sheets.csv: data centres', workstations', GeForce's. A link of 63 is PCIe 5, 31.5 PCIe 4."""
+    """The rows of data_sheets.csv by device name: data-centre, workstation and GeForce cards. A link of 63 GB/s is PCIe
+    5, one of 31.5 PCIe 4."""
     text = Path(__file__).with_name("data_sheets.csv").read_text(encoding="utf-8")
     rows = csv.DictReader(text.splitlines())
     return {row.pop("device"): DataSheet(**{k: json.loads(v or "null") for k, v in row.items()}) for row in rows}
@@ -44,7 +40,7 @@ def _data_sheets() -> dict[str, DataSheet]:
 
 DATA_SHEETS = _data_sheets()
 
-# Compute capability 6.x and 7.x.
+# Devices of compute capability 6.x and 7.x, which are refused.
 _TOO_OLD = (
     "T4",
     "V100",
@@ -64,16 +60,17 @@ _TOO_OLD = (
 
 
 def data_sheet(device: str) -> DataSheet | None:
-    """The data sheet of the device whose name (jax.Device.device_kind, or "RTX 4090") holds one that is known.
+    """The data sheet of a device, by its name (jax.Device.device_kind, or a card's name such as "RTX 4090"); None if
+    unknown.
 
-    A laptop's chip bears the name of another one, and a slice of a GPU has a part of its rates: both are unknown.
+    A laptop's chip has the name of a larger one, and a slice of a GPU has only a part of its rates: both are unknown.
     """
     name = _name_in(device, DATA_SHEETS)
     return None if name is None or re.search(r"\b(Laptop|MIG)\b", device, re.IGNORECASE) else DATA_SHEETS[name]
 
 
 def refusal(device: str) -> str | None:
-    """Why no run on a device of this name is planned, where the name says it; None for all others."""
+    """The reason why no run is planned on a device that is too old, recognised by its name; None for all others."""
     if (name := _name_in(device, _TOO_OLD)) is not None:
         return (
             f"{name} is older than compute capability 8.0 (Ampere): it has no bfloat16 products, and none of the "
@@ -83,11 +80,12 @@ def refusal(device: str) -> str | None:
 
 
 def known_devices() -> tuple[str, ...]:
-    """Names that `data_sheet` knows."""
+    """The names for which there is a data sheet."""
     return tuple(DATA_SHEETS)
 
 
 def _name_in(device: str, names) -> str | None:
+    """The longest of `names` that occurs in a device's name as a whole word; None where none does."""
     # "H200" is in "GH200" too: the longest name that the device bears is the right one.
     found = [n for n in names if re.search(rf"(?<![A-Z0-9]){re.escape(n)}(?![0-9])", device, re.IGNORECASE)]
     return max(found, key=len) if found else None

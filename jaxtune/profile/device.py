@@ -1,4 +1,4 @@
-"""What a device can do: measured once and cached, or from its data sheet."""
+"""Rates that a device can reach: measured once and cached, or taken from its data sheet."""
 
 from __future__ import annotations
 
@@ -19,37 +19,39 @@ from jaxtune.system.invocation import spelled
 
 @dataclasses.dataclass(frozen=True)
 class Ceilings:
-    """Rates of one device; 0 where unknown.
-
-    gemm_*: TFLOP/s of a large product. copy_tbps: bytes read plus bytes written. to_device_gbps, to_host_gbps: pinned
-    host memory, while all devices of the machine copy, as they do in a step over a mesh. launch_us: between the starts
-    of small programs launched back to back. power: what nvidia-smi said under load. source: "measured" or "data sheet".
-    """
+    """Highest rates of one device; 0 where a rate is unknown."""
 
     device: str
-    gemm_bf16_tflops: float
-    gemm_fp8_tflops: float
-    copy_tbps: float
+    gemm_bf16_tflops: float  # of one large matrix product
+    gemm_fp8_tflops: float  # of one large matrix product
+    copy_tbps: float  # bytes read plus bytes written
+    # from pinned host memory, while all devices of the machine copy, as in a step over a mesh
     to_device_gbps: float = 0.0
-    to_host_gbps: float = 0.0
-    launch_us: float = 0.0
+    to_host_gbps: float = 0.0  # to pinned host memory, under the same condition
+    launch_us: float = 0.0  # between the starts of small programs that are launched back to back
+    # power, clocks and temperature under load, as nvidia-smi names them
     power: dict[str, str] = dataclasses.field(default_factory=dict)
-    source: str = "data sheet"
-    versions: dict[str, str] = dataclasses.field(default_factory=dict)
-    measured_at: str = ""
+    source: str = "data sheet"  # "measured" or "data sheet"
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)  # of jax and jaxlib, where measured
+    measured_at: str = ""  # UTC time, where measured
 
     def to_dict(self) -> dict[str, Any]:
+        """The fields as plain JSON, which the cache file stores."""
         return dataclasses.asdict(self)
 
 
 def cache_file(device: str) -> Path:
-    """Where a device's measured ceilings stand; JAXTUNE_CACHE moves the folder."""
+    """The file that caches a device's measured ceilings. The environment variable JAXTUNE_CACHE moves its folder."""
     root = os.environ.get("JAXTUNE_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "jaxtune")
     return Path(root) / "ceilings" / f"{re.sub(r'[^A-Za-z0-9._-]+', '_', device)}.json"
 
 
 def known_ceilings(device: str) -> Ceilings | None:
-    """The cached measurement of this kind of device, else its data sheet, else None. Measures nothing."""
+    """The ceilings of this kind of device from the cache, else from its data sheet, else None. Nothing is measured.
+
+    Raises:
+      ValueError: the cache file is damaged.
+    """
     file = cache_file(device)
     if file.is_file():
         try:
@@ -80,6 +82,7 @@ def ceilings(*, remeasure: bool = False) -> Ceilings:
 
 
 def _measure(device) -> Ceilings:
+    """Measures all ceilings of a device and returns them."""
     import jax
     import jax.numpy as jnp
     import jaxlib
@@ -121,7 +124,7 @@ def _seconds(run, *, repeats: int = 5) -> float:
 
 
 def _gemm_tflops(device, dtype, size: int, *, sample_power: bool = False) -> tuple[float, dict[str, str]]:
-    """TFLOP/s of size x size products, one after the other, and the power state under them."""
+    """(TFLOP/s of consecutive size x size products, power state under them; empty without sample_power)."""
     import jax
     import jax.numpy as jnp
 
@@ -147,6 +150,7 @@ def _gemm_tflops(device, dtype, size: int, *, sample_power: bool = False) -> tup
 
 
 def _copy_tbps(device, num_bytes: int) -> float:
+    """TB/s, read plus written, of a pass over `num_bytes` of device memory."""
     import jax
     import jax.numpy as jnp
 
@@ -159,7 +163,8 @@ def _copy_tbps(device, num_bytes: int) -> float:
 
 
 def _host_link_gbps(devices, num_bytes: int) -> tuple[float, float]:
-    """(to device, to host) of pinned memory, for each device while all copy; (0, 0) where the backend has none."""
+    """(GB/s to the device, GB/s to the host) of pinned memory, for each device while all copy; (0, 0) where the backend
+    has no pinned host memory."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import SingleDeviceSharding
@@ -177,6 +182,7 @@ def _host_link_gbps(devices, num_bytes: int) -> tuple[float, float]:
 
 
 def _launch_us(device) -> float:
+    """Microseconds between the starts of dependent tiny programs that are launched back to back."""
     import jax
     import jax.numpy as jnp
 
@@ -195,15 +201,18 @@ def _launch_us(device) -> float:
 
 
 def _power_state() -> dict[str, str]:
-    """Empty where there is no nvidia-smi that answers."""
+    """nvidia-smi's readings of power, clocks and temperature; empty where nvidia-smi is missing or fails."""
     keys = ("power.draw", "power.limit", "clocks.sm", "clocks.max.sm", "clocks.mem", "temperature.gpu", "pstate")
     found = nvidia_smi(*keys)
     return {} if found is None or "error" in found else found
 
 
 def nvidia_smi(*fields: str, units: bool = True) -> dict[str, str] | None:
-    """What nvidia-smi reads of the first GPU, by field; nothing is set. {"error": why} where it fails; None where there
-    is no nvidia-smi."""
+    """Readings of the first GPU by nvidia-smi, by field name. Nothing is changed on the device.
+
+    Returns:
+      {field: value}; {"error": reason} where nvidia-smi fails; None where it is not installed.
+    """
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None

@@ -1,6 +1,6 @@
-"""The optimised HLO of a traced program: instructions in launch order, their shapes, scopes, FLOPs and bytes.
+"""The optimised HLO of a traced program: its instructions in launch order, with shapes, scopes, FLOPs and bytes.
 
-An XPlane file holds the HloProto of every module that ran; nothing else is needed.
+An XPlane file contains the HloProto of every module that ran; nothing else is needed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-# xla_data.proto, PrimitiveType: (name, bits)
+# PrimitiveType of xla_data.proto, by number: (name, bits of an element).
 _TYPES = {
     1: ("pred", 8),
     2: ("s8", 8),
@@ -68,20 +68,21 @@ SILENT = frozenset(
         "collective-permute-done",
     )
 )
-_LAST_COMPILED = 63  # of HloInstructionProto: fields with a larger number change no kernel
+_LAST_COMPILED = 63  # fields of HloInstructionProto with a larger number do not change the kernel
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """An array, or a tuple of shapes."""
+    """The shape of an array, or of a tuple of shapes."""
 
     dtype: str
     dims: tuple[int, ...] = ()
-    bits: int = 0
-    parts: tuple[Shape, ...] | None = None
+    bits: int = 0  # of one element
+    parts: tuple[Shape, ...] | None = None  # the shapes of a tuple; None for an array
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the array, or of all arrays of the tuple."""
         if self.parts is not None:
             return sum(part.num_bytes for part in self.parts)
         return math.ceil(math.prod(self.dims) * self.bits / 8)
@@ -94,55 +95,67 @@ class Shape:
 
 @dataclasses.dataclass(eq=False)
 class Instruction:
+    """One instruction of an optimised HLO module, with the fields of its HloInstructionProto that are used here."""
+
     name: str
     opcode: str
     shape: Shape
-    id: int
-    scope: str = ""  # metadata op_name
-    operands: tuple[int, ...] = ()
-    called: tuple[int, ...] = ()
-    target: str = ""  # custom_call_target
-    config: bytes = b""
-    contracting: tuple[int, ...] = ()  # of a dot's left side
-    parameter: int = -1
-    computation: Computation | None = None
+    id: int  # unique within the module
+    scope: str = ""  # the op_name of its metadata: named scopes, transformations and the JAX primitive
+    operands: tuple[int, ...] = ()  # ids of the instructions whose results it takes
+    called: tuple[int, ...] = ()  # ids of the computations that it calls: a fusion's body, a loop's body and condition
+    target: str = ""  # custom_call_target; "" for other instructions
+    config: bytes = b""  # backend_config, JSON in bytes
+    contracting: tuple[int, ...] = ()  # contracting dimensions of a dot's left side
+    parameter: int = -1  # a parameter's number; -1 for other instructions
+    computation: Computation | None = None  # the computation that it is part of
 
     @property
     def operand_shapes(self) -> list[Shape]:
+        """Shapes of the operands that are in the same computation."""
         assert self.computation is not None
         by_id = self.computation.by_id
         return [by_id[i].shape for i in self.operands if i in by_id]
 
     @property
     def is_gemm(self) -> bool:
+        """Whether it is a dot or a library's matrix product."""
         return self.opcode == "dot" or "matmul" in self.target or "gemm" in self.target.lower()
 
     @property
     def is_mosaic(self) -> bool:
-        """A Pallas kernel, whose name alone says what it does."""
+        """Whether it is a Pallas Mosaic kernel, about which only its name says what it does."""
         return "mosaic_gpu" in self.target
 
 
 @dataclasses.dataclass(eq=False)
 class Computation:
+    """One computation of a module: the entry, a loop's body or a fusion's body."""
+
     name: str
     id: int
     instructions: list[Instruction]  # in schedule order where the module is scheduled
-    module: Module | None = None
+    module: Module | None = None  # the module that it is part of
 
     @functools.cached_property
     def by_id(self) -> dict[int, Instruction]:
+        """The instructions by id."""
         return {i.id: i for i in self.instructions}
 
     @functools.cached_property
     def fingerprint(self) -> int:
-        """Equal for computations that differ in names and metadata only: XLA compiles one kernel for them."""
+        """A hash that is equal for computations that differ in names and metadata only, for which XLA compiles one
+        kernel."""
         assert self.module is not None
         return self.module.fingerprint(self.id)
 
 
 class Module:
-    """One HloProto (messages.py), of which a computation becomes ours on demand."""
+    """One HloProto (messages.py), whose computations are converted when they are asked for.
+
+    Raises:
+      ValueError: the proto has no module.
+    """
 
     def __init__(self, proto: Any):
         if not proto.HasField("hlo_module"):
@@ -158,11 +171,13 @@ class Module:
             self.entry_id = named[module.entry_computation_name]
 
     def computation(self, id: int) -> Computation:
+        """The computation with this id, converted once."""
         if id not in self._made:
             self._made[id] = _computation(self._protos[id], self._schedule.get(id), self)
         return self._made[id]
 
     def fingerprint(self, id: int) -> int:
+        """See Computation.fingerprint; works on the proto, without converting the computation."""
         place, rows = {}, []
         for proto in self._protos[id].instructions:
             called = tuple(self.fingerprint(inner) for inner in proto.called_computation_ids)
@@ -173,13 +188,15 @@ class Module:
 
     @property
     def entry(self) -> Computation:
+        """The computation that the program starts with."""
         return self.computation(self.entry_id)
 
     def launches(self) -> list[Instruction]:
-        """Instructions that put work on the device, in the order of the schedule, loop bodies repeated."""
+        """Instructions that put work on the device, in the order of the schedule, with loop bodies repeated."""
         return list(self._launches(self.entry, 0))
 
     def _launches(self, computation: Computation, depth: int) -> Iterator[Instruction]:
+        """The launches of one computation and of what it calls; `depth` bounds nesting."""
         for instruction in computation.instructions:
             opcode = instruction.opcode
             if opcode in SILENT or depth > 16:
@@ -197,7 +214,7 @@ class Module:
 
     @functools.cached_property
     def by_name(self) -> dict[str, Instruction]:
-        """Every instruction that launches something, of the entry and of loop bodies."""
+        """Every instruction of the entry and of loop bodies that launches something, by name."""
         out, seen = {}, set()
         queue = [self.entry_id]
         while queue:
@@ -219,10 +236,12 @@ class Module:
 
     @functools.cached_property
     def _every_instruction(self) -> dict[int, Instruction]:
+        """All instructions of all computations, by id."""
         return {i.id: i for id in self._protos for i in self.computation(id).instructions}
 
 
 def trip_count(loop: Instruction) -> int:
+    """How often a while loop runs, where the compiler knows it; else 1."""
     try:
         return int(json.loads(loop.config)["known_trip_count"]["n"])
     except (ValueError, KeyError, TypeError):
@@ -230,7 +249,8 @@ def trip_count(loop: Instruction) -> int:
 
 
 def _compiled(proto: Any) -> tuple:
-    """What a kernel depends on of an instruction, but for what it calls and takes: neither names nor metadata."""
+    """The fields of an instruction that its kernel depends on, without names, metadata, operands and called
+    computations."""
     known = (proto.opcode, proto.parameter_number, proto.custom_call_target, proto.backend_config)
     parts = (proto.shape, proto.dot_dimension_numbers)
     others = [(field.field_number, field.data) for field in UnknownFieldSet(proto)]
@@ -238,6 +258,7 @@ def _compiled(proto: Any) -> tuple:
 
 
 def _computation(proto: Any, order: Any, module: Module) -> Computation:
+    """A Computation from its proto; `order` is its schedule, a list of instruction ids, or None."""
     instructions = [_instruction(one) for one in proto.instructions]
     if order:
         by_id = {i.id: i for i in instructions}
@@ -249,6 +270,7 @@ def _computation(proto: Any, order: Any, module: Module) -> Computation:
 
 
 def _instruction(proto: Any) -> Instruction:
+    """An Instruction from its proto, not yet part of a computation."""
     return Instruction(
         name=proto.name,
         opcode=proto.opcode,
@@ -265,6 +287,7 @@ def _instruction(proto: Any) -> Instruction:
 
 
 def _shape(proto: Any) -> Shape:
+    """A Shape from its proto."""
     number = proto.element_type
     if number == 13:
         return Shape("tuple", parts=tuple(map(_shape, proto.tuple_shapes)))
@@ -276,11 +299,11 @@ def _shape(proto: Any) -> Shape:
 
 
 def flops(instruction: Instruction) -> int:
-    """Multiply-adds times two of the products in an instruction; 0 where it has none that shapes tell.
+    """FLOPs of the products in an instruction, two for each multiply-add; 0 where shapes do not tell.
 
-    cuDNN attention counts as causal over whole rows: 2 products forward, 5 backward, each half of seq x seq. Of Pallas
-    kernels `grouped_matmul` and `fp8_matmul` count: x [., K] is the first operand, [rows, N] the result, with the rows
-    that fill up tiles; what packed attention computes, shapes do not tell.
+    cuDNN attention counts as causal over whole rows: 2 products forward, 5 backward, each half of length x length. Of
+    Pallas kernels only `grouped_matmul` and `fp8_matmul` count: x [., K] is the first operand and [rows, N] the result,
+    rows that fill up tiles included. The work of packed attention cannot be read from shapes.
     """
     operands = instruction.operand_shapes
     if instruction.is_mosaic:
@@ -303,10 +326,12 @@ def flops(instruction: Instruction) -> int:
 
 
 def _first(shape: Shape) -> Shape:
+    """The first part of a tuple; an array as it is."""
     return shape.parts[0] if shape.parts else shape
 
 
 def _dot_flops(out: Shape, operands: list[Shape], contracting: tuple[int, ...]) -> int:
+    """FLOPs of a product with this result, these operands and these contracting dimensions of the left one."""
     if not operands:
         return 0
     lhs = operands[0].dims
@@ -316,6 +341,7 @@ def _dot_flops(out: Shape, operands: list[Shape], contracting: tuple[int, ...]) 
 
 
 def _cublas_contracting(instruction: Instruction) -> tuple[int, ...]:
+    """Contracting dimensions of a cuBLAS call's left side, from its config; none where the config does not say."""
     try:
         numbers = json.loads(instruction.config)["gemm_backend_config"]["dot_dimension_numbers"]
         return tuple(int(i) for i in numbers["lhs_contracting_dimensions"])
@@ -324,6 +350,8 @@ def _cublas_contracting(instruction: Instruction) -> tuple[int, ...]:
 
 
 def _attention_flops(instruction: Instruction, operands: list[Shape]) -> int:
+    """FLOPs of a cuDNN attention call on [B, T, heads, D] operands; half of the dense count where its mask is
+    causal."""
     query, key = operands[0].dims, operands[1].dims
     if len(query) != 4 or len(key) != 4:
         return 0
@@ -332,20 +360,19 @@ def _attention_flops(instruction: Instruction, operands: list[Shape]) -> int:
         causal = "CAUSAL" in config.get("mask_type", "")
     except (ValueError, KeyError, TypeError):
         causal = False
-    rows, length, heads, head_dim = query  # [B, T, heads, D] as jax.nn hands them over
+    rows, length, heads, head_dim = query  # [B, T, heads, D], the layout of jax.nn's call
     products = 5 if "Backward" in instruction.target else 2
     dense = products * 2 * rows * heads * length * key[1] * head_dim
     return dense // 2 if causal else dense
 
 
 def moved_bytes(instruction: Instruction) -> int:
-    """Bytes read and written, each operand and output once.
+    """Bytes read and written by an instruction, each operand and output counted once.
 
-    An operand that a fusion only slices counts what is sliced; one that the output updates in place counts the
-    update.
+    Of an operand that a fusion only slices, the slice counts; of one that the output updates in place, the update.
     """
     if instruction.opcode in ("all-gather-start", "collective-permute-start", "copy-start", "async-start"):
-        return instruction.shape.num_bytes  # their operands are a part of the result
+        return instruction.shape.num_bytes  # the result of these includes their operands
     workspace = 0
     if instruction.shape.parts and "matmul" in instruction.target:
         workspace = instruction.shape.parts[-1].num_bytes  # cuBLASLt's scratch, declared as an s8 output
@@ -378,8 +405,12 @@ def moved_bytes(instruction: Instruction) -> int:
 
 
 def _peak_buffers(assignment: Any, module: Module) -> list[tuple[int, Instruction | None, str]]:
-    """Replays the compiler's buffer assignment: for an allocation that values share over time, the values live when it
-    is fullest (by the heap simulator's trace), with what it holds unused; its largest value where there is no trace."""
+    """The buffers live at the peak, found by replaying the compiler's buffer assignment; see Module.peak_buffers.
+
+    Values that share an allocation over time are replayed by the heap simulator's trace, and those live when the
+    allocation is fullest are listed, followed by its unused rest. Without a trace the allocation's largest value stands
+    for it.
+    """
     sizes = {buffer.id: buffer.size for buffer in assignment.logical_buffers}
     defined = {buffer.id: buffer.defined_at.instruction_id for buffer in assignment.logical_buffers}
     traces = [
@@ -389,7 +420,7 @@ def _peak_buffers(assignment: Any, module: Module) -> list[tuple[int, Instructio
     out: list[tuple[int, Instruction | None, str]] = []
     instructions = module._every_instruction
     for allocation in assignment.buffer_allocations:
-        if allocation.color:  # another memory space: host
+        if allocation.color:  # a memory space other than the device's: the host
             continue
         size = allocation.size
         assigned = [one.logical_buffer_id for one in allocation.assigned]
@@ -412,12 +443,17 @@ def _peak_buffers(assignment: Any, module: Module) -> list[tuple[int, Instructio
             largest = max(assigned, key=lambda b: sizes.get(b, 0), default=-1)
             known = min(size, sizes.get(largest, size))
             out.append((known, instructions.get(defined.get(largest, -1)), kind))
-            out.append((size - known, None, kind))  # what shares the allocation with it
+            out.append((size - known, None, kind))  # smaller values that share the allocation
     return sorted(out, key=lambda row: -row[0])
 
 
 def _fullest(events: list[tuple[int, int, int]], sizes: dict[int, int]) -> list[int]:
-    """Buffers live at the peak. Events are (kind, buffer, shared with): 0 alloc, 1 free, 2 share."""
+    """Ids of the buffers that are live at the peak of a trace.
+
+    Args:
+      events: (kind, buffer, the buffer it shares memory with); kind 0 allocates, 1 frees, 2 shares.
+      sizes: bytes by buffer.
+    """
     live: dict[int, int] = {}
     canonical: dict[int, int] = {}
     total = best_total = 0

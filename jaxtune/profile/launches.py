@@ -1,11 +1,11 @@
-"""Which HLO instruction launched each kernel.
+"""The join of a trace's kernels with the HLO instructions that launched them.
 
-A trace names the instruction of a kernel, except inside CUDA graphs ("command buffers"), where every kernel bears the
-graph's name. XLA also compiles one kernel for all fusions that are alike, named after the first. So: instructions and
-kernels are put into classes of what could have launched what, and within a class the n-th kernel of a program's
-execution belongs to the n-th instruction of its schedule. The trace may lack the beginning of the first execution and
-the end of the last. Where the counts of a class do not fit, only the stretch between two kernels that are known is
-searched.
+A trace names the instruction of a kernel, except inside CUDA graphs ("command buffers"), where every kernel has the
+graph's name. XLA also compiles one kernel for all equal fusions and names it after the first. The join therefore sorts
+instructions and kernels into classes that say which kind of instruction can launch which kernel. Within a class, the
+n-th kernel of a program's execution belongs to the n-th instruction of its schedule. The trace may lack the beginning
+of the first execution and the end of the last one. Where the counts of a class do not match, only the stretch between
+two kernels that are already assigned is searched.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from collections.abc import Hashable, Iterator, Sequence
 from jaxtune.profile.hlo import Instruction, Module
 from jaxtune.profile.scopes import is_attention_kernel, is_gemm_kernel
 
-_TRIED = 16  # places of a cut that explain equally well how many launches of each class there are
+_TRIED = 16  # how many cuts of the trace are tried that explain the number of launches of each class equally well
 _Counts = collections.Counter[Hashable]
 _MANGLED = re.compile(r"[^A-Za-z0-9_]")
-# Kernels that a library launches beside its main one: (pattern, whether the main one comes after).
+# Helper kernels that a library launches with its main one: (pattern of the name, whether the main kernel comes after).
 _SATELLITES = (
     (re.compile(r"splitKreduce|convert_dq|fmha_reduce_head|cublasLt.*(reduce|epilogue)", re.I), False),
     (re.compile(r"^memset|compute_dot_do_o|cudnn::fusion", re.I), True),
@@ -33,18 +33,18 @@ _SATELLITES = (
 
 @dataclasses.dataclass(slots=True)
 class Launch:
-    """One kernel or copy of a trace; `hlo_op` as the trace names it. The join fills the rest."""
+    """One kernel or copy of a trace, and what the join finds out about it."""
 
-    name: str
-    hlo_op: str
+    name: str  # of the kernel
+    hlo_op: str  # the HLO instruction that the trace names, or a CUDA graph's name
     is_copy: bool
-    instruction: Instruction | None = None
-    execution: int = 0
-    main: bool = True  # not a satellite: carries the instruction's FLOPs
+    instruction: Instruction | None = None  # set by the join: the instruction that launched it; None if not found
+    execution: int = 0  # set by the join: the number of the program's execution in the trace
+    main: bool = True  # False for a helper kernel; FLOPs of the instruction are booked on its main kernel
 
 
 def join(module: Module, launches: Sequence[Launch]) -> None:
-    """Finds the instruction and the execution of each launch, given in order of their starts."""
+    """Sets the instruction and the execution of each launch. `launches` are one program's, in order of their starts."""
     schedule = module.launches()
     known = module.by_name
     kernel_owner = {_MANGLED.sub("_", name): instruction for name, instruction in known.items()}
@@ -66,11 +66,13 @@ def join(module: Module, launches: Sequence[Launch]) -> None:
             seen[key].append(index)
 
     guesses = _guesses(wanted, seen, len(schedule))
-    if all(launch.hlo_op in known for launch in launches):  # on a CPU, whose own order says nothing of the schedule
+    if all(launch.hlo_op in known for launch in launches):  # a CPU's trace, which names every instruction
         guesses = itertools.islice(guesses, 1)
     executions, placed = max(guesses, key=lambda guess: len(_in_order(guess[1])), default=(1, {}))
     rest += [index for indices in seen.values() for index in indices if index not in placed]
-    position = [placed.get(index, -1) for index in range(len(launches))]  # in the schedule repeated `executions` times
+    position = [
+        placed.get(index, -1) for index in range(len(launches))
+    ]  # index in the schedule repeated `executions` times
     _drop_disorder(position)
     _fill(position, sorted(rest), launches, schedule, executions, known, kernel_owner, classes)
     _attach_satellites(position, launches, schedule)
@@ -85,17 +87,20 @@ def join(module: Module, launches: Sequence[Launch]) -> None:
 
 
 class _Classes:
-    """Instructions that may share kernels, by a key."""
+    """The class of an instruction: a key that is equal for instructions that may share kernels."""
 
     def __init__(self):
         self._keys: dict[int, Hashable] = {}
 
     def of(self, instruction: Instruction) -> Hashable:
+        """The class of an instruction, computed once."""
         if id(instruction) not in self._keys:
             self._keys[id(instruction)] = self._key(instruction)
         return self._keys[id(instruction)]
 
     def _key(self, instruction: Instruction) -> Hashable:
+        """The class of an instruction: a fusion's fingerprint, "gemm", "attention forward", "copy" and the like, or
+        opcode and name."""
         if instruction.opcode in ("async-start", "fusion") and instruction.called:
             assert instruction.computation is not None and instruction.computation.module is not None
             called = instruction.computation.module.computation(instruction.called[0])
@@ -118,7 +123,7 @@ class _Classes:
 
 
 def _satellite(name: str) -> bool | None:
-    """None: a main kernel. Otherwise whether its main kernel comes after it."""
+    """None for a main kernel; for a helper kernel, whether its main kernel comes after it."""
     for pattern, before in _SATELLITES:
         if pattern.search(name):
             return before
@@ -126,6 +131,8 @@ def _satellite(name: str) -> bool | None:
 
 
 def _class_of_launch(launch: Launch, known, kernel_owner, classes: _Classes) -> Hashable | None:
+    """The class that a launch belongs to, by the instruction the trace names or by the kernel's name; None if
+    unknown."""
     if launch.hlo_op in known:
         return classes.of(known[launch.hlo_op])
     if launch.is_copy:
@@ -143,7 +150,15 @@ def _class_of_launch(launch: Launch, known, kernel_owner, classes: _Classes) -> 
 
 
 def _guesses(wanted, seen, size: int) -> Iterator[tuple[int, dict[int, int]]]:
-    """How often the program may have run, a cut run counted, and the positions of launches whose classes fit that."""
+    """Candidates for the number of executions, and how the launches would be placed.
+
+    Args:
+      wanted: {class: its positions in the schedule}.
+      seen: {class: indices of its launches in the trace}.
+      size: instructions in the schedule.
+    Yields:
+      (executions, the cut ones included; {index of a launch: its position}) for the classes whose counts match.
+    """
     votes: collections.Counter[int] = collections.Counter()
     for key, indices in seen.items():
         votes[math.ceil(len(indices) / len(wanted[key]))] += len(indices)
@@ -162,7 +177,7 @@ def _guesses(wanted, seen, size: int) -> Iterator[tuple[int, dict[int, int]]]:
 
 
 def _first_place(lacks: dict[Hashable, int], order: list[Hashable], seen: dict[Hashable, list[int]]) -> int:
-    """Where in `order` the trace begins, as the classes say that stand in it once."""
+    """The position in the schedule at which the trace begins, judged by the classes that occur once in the schedule."""
     launched = {index: rank for rank, index in enumerate(sorted(index for key in lacks for index in seen[key]))}
     often = collections.Counter(order)
     votes = collections.Counter(
@@ -172,8 +187,16 @@ def _first_place(lacks: dict[Hashable, int], order: list[Hashable], seen: dict[H
 
 
 def _cuts(lacks: dict[Hashable, int], order: list[Hashable], first: int) -> Iterator[tuple[_Counts, _Counts]]:
-    """How many launches of each class the trace may lack at its beginning and at its end: none, or stretches of the
-    schedule that explain best what each lacks. order: the classes as scheduled; first: where it may begin."""
+    """How many launches of each class may be missing at the beginning and at the end of the trace.
+
+    Args:
+      lacks: {class: how many of its launches are missing in all}.
+      order: the classes in the order of the schedule.
+      first: the position at which the trace may begin.
+    Yields:
+      (missing at the beginning, missing at the end): first the case of nothing missing, then the stretches of the
+        schedule that explain `lacks` best.
+    """
     total, size = sum(lacks.values()), len(order)
     yield collections.Counter(), collections.Counter()
     if not 0 < total < 2 * size:
@@ -194,7 +217,7 @@ def _cuts(lacks: dict[Hashable, int], order: list[Hashable], first: int) -> Iter
 
 
 def _in_order(position: dict[int, int]) -> list[int]:
-    """The launches of a longest run of positions that increase."""
+    """The launches of a longest subsequence whose positions increase."""
     tails: list[int] = []
     tail_index: list[int] = []
     before: dict[int, int] = {}
@@ -215,13 +238,13 @@ def _in_order(position: dict[int, int]) -> list[int]:
 
 
 def _drop_disorder(position: list[int]) -> None:
-    """Keeps a longest increasing run of positions and forgets the rest, which contradict it."""
+    """Keeps a longest increasing subsequence of the positions, and sets those that contradict it to -1."""
     places = _in_order({index: place for index, place in enumerate(position) if place >= 0})
     keep = set(places)
     kept = [position[i] for i in places]
     for index, place in enumerate(position):
         if place >= 0 and index not in keep:
-            # Concurrent kernels of a graph change places with near neighbours: only what is far off is forgotten.
+            # Concurrent kernels of a graph swap places with near neighbours, so only positions far off are dropped.
             near = bisect.bisect_left(places, index)
             around = [kept[i] for i in (near - 1, near) if 0 <= i < len(kept)]
             if all(abs(place - other) > 64 for other in around):
@@ -229,7 +252,7 @@ def _drop_disorder(position: list[int]) -> None:
 
 
 def _fill(position, rest, launches, schedule, executions, known, kernel_owner, classes) -> None:
-    """Assigns what is left, in order, to instructions of its class between its known neighbours."""
+    """Assigns each remaining launch to an instruction of its class between its assigned neighbours, in order."""
     taken = {place for place in position if place >= 0}
     before = list(position)
     for index in range(1, len(before)):
@@ -246,7 +269,7 @@ def _fill(position, rest, launches, schedule, executions, known, kernel_owner, c
             instruction = schedule[place % len(schedule)]
             if key is None:
                 fits = instruction.opcode == "custom-call"
-            elif key == "copy":  # XLA runs fusions that only move data as copies too
+            elif key == "copy":  # XLA also runs fusions that only move data as copies
                 fits = instruction.opcode.startswith(("copy", "async-start")) or "dynamic" in instruction.name
             else:
                 fits = classes.of(instruction) == key
@@ -257,6 +280,7 @@ def _fill(position, rest, launches, schedule, executions, known, kernel_owner, c
 
 
 def _attach_satellites(position, launches, schedule) -> None:
+    """Gives each helper kernel the instruction of the nearest library call before or after it."""
     main = [i for i, launch in enumerate(launches) if launch.main and position[i] >= 0]
     for index, launch in enumerate(launches):
         if launch.main:

@@ -1,7 +1,8 @@
-"""The protobuf messages of XPlane and HLO files, as far as they are read here.
+"""Protobuf messages of XPlane and HLO files: the fields that are read here.
 
 Names and numbers are those of tsl/profiler/protobuf/xplane.proto, xla/service/hlo.proto and xla/xla_data.proto. A map
-is a repeated message with a key and a value, which is how it is written. The protobuf package comes with orbax.
+is declared as a repeated message with a key and a value, which is its encoding. The protobuf package is installed with
+orbax.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-# message: {field: (number, type)}; a type with a star is repeated.
+# {message: {field: (number, type)}}; a type that ends with a star is repeated.
 _MESSAGES = {
     "XSpace": {"planes": (1, "XPlane*")},
     "XPlane": {
@@ -75,6 +76,7 @@ _MESSAGES = {
 
 
 def _pool() -> descriptor_pool.DescriptorPool:
+    """The descriptors of all messages."""
     kinds = descriptor_pb2.FieldDescriptorProto
     file = descriptor_pb2.FileDescriptorProto(name="jaxtune/profile.proto", package="jaxtune")
     for message, fields in _MESSAGES.items():

@@ -1,4 +1,4 @@
-"""A report or a comparison as one self-contained HTML page: nothing is fetched, all numbers are in it."""
+"""HTML pages of a report and of a comparison. A page is one file that contains all numbers and loads nothing."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ _HERE = Path(__file__).parent
 
 
 def report_page(report: ReportData) -> str:
+    """The HTML page of one profile."""
     losses = [loss.text for loss in report.losses[:3]]
     kernels = {
         "sort": "ms",
@@ -60,6 +61,7 @@ def report_page(report: ReportData) -> str:
 
 
 def comparison_page(comparison: ComparisonData) -> str:
+    """The HTML page of two profiles side by side."""
     kernels = {
         "sort": "diff",
         "sums": ["a", "b", "diff"],
@@ -91,6 +93,7 @@ def comparison_page(comparison: ComparisonData) -> str:
 
 
 def _column(key: str, title: str, digits: int | None = None) -> dict[str, Any]:
+    """A column of the kernel table for page.js; a column without `digits` holds text."""
     return {"key": key, "title": title, "number": digits is not None, "digits": digits or 0}
 
 
@@ -102,6 +105,16 @@ def _page(
     kernels: dict[str, Any],
     scales: dict[str, float] | None = None,
 ) -> str:
+    """The whole HTML document.
+
+    Args:
+      title: its heading.
+      sides: (label, report) of the one or two profiles.
+      notes: remarks below the heading.
+      body: HTML of the sections.
+      kernels: the kernel table for page.js: columns, rows, and how it is sorted.
+      scales: factors on a side's times, by label; 1 where missing.
+    """
     heads, data_sides = [], []
     for label, report in sides:
         scale = (scales or {}).get(label, 1.0)
@@ -118,7 +131,7 @@ def _page(
             }
         )
     data = {"categories": list(CATEGORIES), "sides": data_sides, "kernels": kernels}
-    # "<" could end the script element; in JSON strings it may be written as an escape
+    # "<" could end the script element, so JSON strings contain its escape instead.
     payload = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     notes_html = "".join(f'<p class="soft">note: {html.escape(note)}</p>' for note in notes)
     return f"""<!doctype html>
@@ -146,6 +159,7 @@ def _page(
 
 
 def _words(title: str, lines: Sequence[str], ordered: bool = False) -> str:
+    """A titled list of sentences; nothing without sentences."""
     if not lines:
         return ""
     tag = "ol" if ordered else "ul"
@@ -154,16 +168,19 @@ def _words(title: str, lines: Sequence[str], ordered: bool = False) -> str:
 
 
 def _bars() -> str:
+    """The empty section in which page.js draws a step by category."""
     return '<h2>One step, by category</h2>\n<div id="bars"></div>\n<ul class="legend" id="legend"></ul>\n'
 
 
 def _timelines() -> str:
+    """The empty section in which page.js draws a step by stream."""
     return (
         '<h2>One step, by stream</h2>\n<p class="soft">The wheel zooms, dragging moves.</p><div id="timelines"></div>\n'
     )
 
 
 def _kernel_table() -> str:
+    """The empty table that page.js fills with kernels."""
     return (
         '<h2>Kernels</h2>\n<div class="tools"><input type="search" id="filter" aria-label="filter" '
         'placeholder="filter: words of name, scope, category, shape"><span class="soft" id="found"></span></div>\n'
@@ -172,6 +189,7 @@ def _kernel_table() -> str:
 
 
 def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], id: str) -> str:
+    """A titled HTML table; columns that are not words are aligned to the right."""
     words = {"category", "scope", "phase", "", "what", "kind", "longest wait"}
     kinds = ["" if name in words else ' class="n"' for name in head]
     cells = "".join(f"<th{kind}>{html.escape(name)}</th>" for name, kind in zip(head, kinds))
@@ -186,11 +204,13 @@ def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], id: s
 
 
 def _shares(title: str, shares: Sequence[Share], id: str) -> str:
+    """The table of categories or of scopes."""
     rows = [(row.name, row.phase, f"{row.ms:.2f}", percent(row.share)) for row in shares]
     return _table(title, ("scope" if id == "scopes" else "category", "phase", "ms/step", "share"), rows, id)
 
 
 def _changes(title: str, rows: Sequence[Change], id: str) -> str:
+    """The table of a comparison's rows, coloured by verdict."""
     head = ("", "", "A ms", "B ms", "B - A", "noise", "")
     table = _table(title, head, [], id)
     lines = []
@@ -206,9 +226,10 @@ def _changes(title: str, rows: Sequence[Change], id: str) -> str:
 
 
 def _transfers(report: ReportData) -> str:
+    """The table of transfers, and a sentence on idle time."""
     idle = report.idle
     text = (
-        f"<p>Idle {idle.ms:.2f} ms a step: {idle.launch_gaps:.0f} launch gaps of {idle.launch_gap_ms:.2f} ms together, "
+        f"<p>Idle {idle.ms:.2f} ms a step: {idle.launch_gaps:.0f} launch gaps of {idle.launch_gap_ms:.2f} ms in all, "
         f"waits of {idle.wait_ms:.2f} ms.</p>"
     )
     if not report.transfers:
@@ -231,6 +252,7 @@ def _transfers(report: ReportData) -> str:
 
 
 def _memory(report: ReportData) -> str:
+    """The table of the buffers that are live at the peak; nothing where they are unknown."""
     if not report.buffers:
         return ""
     rows = [(r["what"], r["kind"], str(r["count"]), f"{r['bytes'] / 1e9:.3f}") for r in report.buffers]

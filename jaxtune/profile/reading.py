@@ -1,4 +1,4 @@
-"""Finds the trace in a folder or file, whoever wrote it, and reads it."""
+"""Finds the trace in a folder or file, whichever profiler wrote it, and reads it."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from typing import Any
 from jaxtune.profile.record import RECORD_FILE, TRACE_FILE
 from jaxtune.profile.trace import Trace, TraceError
 
-# In the order of preference: jax.profiler writes a poorer Chrome trace beside its XPlane file.
+# Traces by preference: the Chrome trace that jax.profiler writes in addition to its XPlane file says less.
 _PATTERNS = ("*.xplane.pb", "*.xplane.pb.gz", "*.pt.trace.json", "*.pt.trace.json.gz", "*.json.gz", "*.json")
 
-# Traces unpack to 5 to 30 times their size. A file made to fill the memory grows 1,000 times.
+# The largest expansion that is accepted. Traces unpack to 5 to 30 times their size, a malicious file to 1,000 times.
 _MOST_EXPANSION = 200
 _SMALL_BYTES = 16 << 20
 
 
 def read(path: str | Path) -> Trace:
-    """Reads a folder that capture, jax.profiler or PyTorch's profiler wrote, or one file of theirs.
+    """Reads a folder that capture, jax.profiler or PyTorch's profiler wrote, or one file of it.
 
-    Raises TraceError, with what is wrong and what would do.
+    Raises:
+      TraceError: no trace can be read; the message says why and what would help.
     """
     path = Path(path)
     file = _find(path)
@@ -34,7 +35,7 @@ def read(path: str | Path) -> Trace:
     except TraceError:
         raise
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        # The bytes come from outside, and what is asked of them is asked in many places.
+        # A damaged file can make any of the readers fail, in many ways.
         what = f"{type(error).__name__}: {error}".splitlines()[0]
         raise TraceError(f"{file} is damaged ({what}); record it again") from error
     trace.path = str(path)
@@ -43,6 +44,7 @@ def read(path: str | Path) -> Trace:
 
 
 def _parse(file: Path, data: bytes) -> Trace:
+    """The Trace in a file's unpacked bytes, by the reader for its format."""
     name = file.name.removesuffix(".gz")
     if name.endswith(".json") or data[:1] in (b"{", b"["):
         from jaxtune.profile.chrome import read_chrome
@@ -56,6 +58,7 @@ def _parse(file: Path, data: bytes) -> Trace:
 
 
 def _find(path: Path) -> Path:
+    """The file of the newest trace in a folder; a file itself."""
     if path.is_file():
         return path
     if not path.exists():
@@ -65,13 +68,19 @@ def _find(path: Path) -> Path:
     for pattern in _PATTERNS:
         found = [p for p in path.rglob(pattern) if p.is_file() and p.name != RECORD_FILE]
         if found:
-            return max(found, key=lambda p: (p.stat().st_mtime, str(p)))  # the latest, as jax.profiler adds folders
+            return max(
+                found, key=lambda p: (p.stat().st_mtime, str(p))
+            )  # the latest, as jax.profiler adds a folder for each capture
     inside = ", ".join(sorted(p.name for p in path.iterdir())[:4]) or "nothing"
     raise TraceError(f"{path} holds no trace (*.xplane.pb, *.json), but {inside}")
 
 
 def _bytes(file: Path) -> bytes:
-    """The file's bytes, unpacked; no more of them than a trace of that size holds."""
+    """The unpacked bytes of a file.
+
+    Raises:
+      TraceError: it is damaged, or it expands further than any trace.
+    """
     with file.open("rb") as source:
         packed = source.read(2) == b"\x1f\x8b"
     if not packed:
@@ -91,7 +100,7 @@ def _bytes(file: Path) -> bytes:
 
 
 def _add_record(trace: Trace, file: Path) -> None:
-    """What capture wrote beside the trace."""
+    """Adds to a trace what `capture` wrote beside it: meta, versions, device and peak memory."""
     if not file.is_file():
         return
     try:

@@ -1,4 +1,4 @@
-"""Records what the devices do inside a `with` block into one folder."""
+"""Captures a profile: records what the devices do inside a `with` block into a folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-# The folder: the trace with the optimised HLO of every program that ran, its HLO as text, and everything else.
+# Files of a profile's folder: the trace, which contains the optimised HLO of every program that ran; versions, device
+# and
+# meta as JSON; and the HLO of the given programs as text.
 TRACE_FILE = "trace.xplane.pb.gz"
 RECORD_FILE = "profile.json"
 HLO_FOLDER = "hlo"
@@ -25,16 +27,16 @@ def capture(
 ) -> Iterator[None]:
     """Traces the block: `with capture("profiles/a"): run_three_steps()`.
 
-    Waits for the devices before and after, so that the trace holds the block's work and no other. Python frames are not
-    traced: they would slow the block. An earlier capture in the folder is replaced.
+    The devices are waited for before and after the block, so that the trace contains the block's work only. Python
+    frames are not traced, because tracing them would slow the block. An earlier capture in the folder is replaced.
 
     Args:
-      folder: where to write; made where missing.
-      meta: anything JSON can hold, kept with the trace. "tokens_per_step" gives times per token.
-      programs: compiled programs (jax.stages.Compiled) by name: their HLO text and memory analysis are written too.
+      folder: where to write; created if missing.
+      meta: any JSON values, stored with the trace. "tokens_per_step" gives times per token.
+      programs: compiled programs (jax.stages.Compiled) by name; their HLO text and memory analysis are written too.
 
     Raises:
-      ValueError: the folder holds other files, meta is not JSON, or another trace is running.
+      ValueError: the folder has other files, meta is not JSON, or another trace is running.
     """
     import jax
 
@@ -72,6 +74,11 @@ def capture(
 
 
 def _check_folder(folder: Path) -> None:
+    """Removes an earlier capture from the folder.
+
+    Raises:
+      ValueError: it is a file, or has files of other origin.
+    """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: give a folder for the profile")
     foreign = (
@@ -87,7 +94,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _settle() -> None:
-    """Waits until the devices have nothing left to do."""
+    """Waits until the devices have finished all work."""
     import jax
 
     jax.effects_barrier()
@@ -95,6 +102,7 @@ def _settle() -> None:
 
 
 def _environment() -> dict[str, Any]:
+    """Versions, devices and peak memory of this process, as JSON values."""
     import platform
     from importlib import metadata
 
@@ -116,7 +124,7 @@ def _environment() -> dict[str, Any]:
 
 
 def _write_program(folder: Path, name: str, program: Any) -> dict[str, int]:
-    """Writes hlo/NAME.txt.gz; returns the compiler's memory analysis, in bytes."""
+    """Writes hlo/NAME.txt.gz; returns the compiler's memory analysis in bytes."""
     (folder / HLO_FOLDER).mkdir(exist_ok=True)
     with gzip.open(folder / HLO_FOLDER / f"{name}.txt.gz", "wt", encoding="utf-8", compresslevel=6) as sink:
         sink.write(program.as_text())

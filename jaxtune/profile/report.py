@@ -1,4 +1,4 @@
-"""One trace as tables: where the step's time went, how well it was used, what it waited for."""
+"""The report of one trace: where the step's time went, how well it was used, what it waited for."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ _TOP_BUFFERS = 12
 
 @dataclasses.dataclass
 class Report(ReportData):
-    """What `show` found, which can be read as text or as a page."""
+    """The result of `show`, which can be read as text or as an HTML page."""
 
     def to_text(self, width: int = 120) -> str:
+        """The tables for a terminal of `width` columns."""
         return report_text(self, width)
 
     def to_html(self) -> str:
-        """One self-contained page."""
+        """The report as one self-contained HTML page."""
         return report_page(self)
 
     def __str__(self) -> str:
@@ -43,12 +44,14 @@ class Report(ReportData):
 def show(path: str | Path) -> Report:
     """Reads the profile in a folder or file: capture's, jax.profiler's, or a Chrome trace of PyTorch's profiler.
 
-    Raises TraceError where there is none that can be read.
+    Raises:
+      TraceError: there is none that can be read.
     """
     return make_report(read(path))
 
 
 def make_report(trace: Trace) -> Report:
+    """The report of a trace; sets the events' `self_ns`."""
     charge(trace.events)
     num_steps = len(trace.steps)
     inside = [event for event in trace.events if event.step >= 0]
@@ -87,6 +90,7 @@ def make_report(trace: Trace) -> Report:
 
 
 def _own_notes(trace: Trace, ceilings: Ceilings | None) -> list[str]:
+    """Remarks on kernels that were not found in the HLO and on unknown ceilings."""
     notes = []
     busy = sum(e.duration_ns for e in trace.events) or 1.0
     if trace.unmatched_ns > 0.02 * busy:
@@ -97,11 +101,13 @@ def _own_notes(trace: Trace, ceilings: Ceilings | None) -> list[str]:
 
 
 def _share(name: str, per_step: list[float], step_ms: float, phase: str = "") -> Share:
+    """A row of a table, from a name's ms in each step."""
     ms = statistics.fmean(per_step)
     return Share(name, ms, ms / step_ms if step_ms else 0.0, per_step, phase)
 
 
 def _sums(events: Iterable[Event], num_steps: int, key) -> dict[Any, list[float]]:
+    """{key of an event: ms in each step}, summed over the events."""
     out: dict[Any, list[float]] = collections.defaultdict(lambda: [0.0] * num_steps)
     for event in events:
         out[key(event)][event.step] += event.self_ns * _MS
@@ -109,12 +115,14 @@ def _sums(events: Iterable[Event], num_steps: int, key) -> dict[Any, list[float]
 
 
 def _categories(events, num_steps: int, step_ms: float, idle: list[float]) -> list[Share]:
+    """A row for each category that occurs, idle time last."""
     sums = _sums(events, num_steps, lambda e: e.category)
     rows = [_share(name, sums[name], step_ms) for name in CATEGORIES if name in sums and name != "idle"]
     return [*rows, _share("idle", idle, step_ms)]
 
 
 def _scopes(events, num_steps: int, step_ms: float, idle: list[float]) -> list[Share]:
+    """A row for each (scope, phase), the largest first and idle time last."""
     sums = _sums(events, num_steps, lambda e: (e.scope, e.phase))
     rows = [_share(scope or "(no scope)", per_step, step_ms, phase) for (scope, phase), per_step in sums.items()]
     rows.sort(key=lambda row: -row.ms)
@@ -122,6 +130,7 @@ def _scopes(events, num_steps: int, step_ms: float, idle: list[float]) -> list[S
 
 
 def _kernels(events, num_steps: int, ceilings: Ceilings | None) -> list[KernelRow]:
+    """A row for each kernel with one scope, phase and shape, the largest first."""
     groups: dict[tuple, list[Event]] = collections.defaultdict(list)
     for event in events:
         groups[readable(event.name), event.category, event.scope, event.phase, event.shape].append(event)
@@ -135,7 +144,7 @@ def _kernels(events, num_steps: int, ceilings: Ceilings | None) -> list[KernelRo
             name, category, scope, phase, shape, len(members) / num_steps, total_ns * _MS / num_steps, per_step
         )
         flops, moved = sum(e.flops for e in members), sum(e.moved_bytes for e in members)
-        if members[0].kind in TRANSFERS:  # most of their time may lie under compute
+        if members[0].kind in TRANSFERS:  # compute may hide most of their time
             row.tbps = moved / (sum(e.duration_ns for e in members) or 1.0) / 1e3
         elif total_ns:
             row.tflops, row.tbps = flops / total_ns / 1e3, moved / total_ns / 1e3
@@ -147,6 +156,7 @@ def _kernels(events, num_steps: int, ceilings: Ceilings | None) -> list[KernelRo
 
 
 def _transfers(events: Sequence[Event], num_steps: int) -> list[Transfer]:
+    """A row for copies to the device, copies to the host and collectives, of those that occur."""
     rows = []
     busy = union([(e.start_ns, e.end_ns) for e in events if e.kind not in TRANSFERS])
     names = {"to_device": "copies to device", "to_host": "copies to host", "collective": "collectives"}
@@ -154,7 +164,7 @@ def _transfers(events: Sequence[Event], num_steps: int) -> list[Transfer]:
         members = [e for e in events if e.kind == kind]
         if not members:
             continue
-        # Transfers run beside each other: each is exposed where no kernel runs, though a category counts that once.
+        # Transfers overlap: each is exposed where no kernel runs, although a category counts that time once.
         took = union([(e.start_ns, e.end_ns) for e in members])
         whole, exposed = length(took), length(union(took + busy)) - length(busy)
         moved = sum(e.moved_bytes for e in members)
@@ -177,22 +187,23 @@ def _transfers(events: Sequence[Event], num_steps: int) -> list[Transfer]:
 
 
 def _idle(events: Sequence[Event], steps: Sequence[tuple[float, float]]) -> Idle:
+    """Launch gaps and waits between the events of all steps, as means per step."""
     short = long = 0.0
     count = 0
     waits = []
     ends = {e.end_ns: e for e in events}
     starts = {e.start_ns: e for e in events}
     for index, (start, end) in enumerate(steps):
-        for begun, done in gaps(events, start, end):
-            if done - begun < LAUNCH_GAP_NS:
-                short += done - begun
+        for began, ended in gaps(events, start, end):
+            if ended - began < LAUNCH_GAP_NS:
+                short += ended - began
                 count += 1
             else:
-                long += done - begun
-                before, after = ends.get(begun), starts.get(done)
+                long += ended - began
+                before, after = ends.get(began), starts.get(ended)
                 waits.append(
                     {
-                        "ms": (done - begun) * _MS,
+                        "ms": (ended - began) * _MS,
                         "step": index,
                         "after": "" if before is None else before.op or readable(before.name),
                         "before": "" if after is None else after.op or readable(after.name),
@@ -204,6 +215,7 @@ def _idle(events: Sequence[Event], steps: Sequence[tuple[float, float]]) -> Idle
 
 
 def _wait_words(idle: Idle) -> str:
+    """Words on the longest wait; none if it is short."""
     if not idle.longest or idle.longest[0]["ms"] < 0.05:
         return ""
     wait = idle.longest[0]
@@ -211,10 +223,10 @@ def _wait_words(idle: Idle) -> str:
 
 
 def _buffers(trace: Trace) -> list[dict[str, Any]]:
-    """Live buffers at the peak, alike ones of different layers together, the largest groups first."""
+    """Live buffers at the peak, equal ones of different layers as one row, the largest rows first."""
     groups: dict[tuple[str, str], list[int]] = collections.defaultdict(list)
     for buffer in trace.buffers:
-        # A parameter's path, "layers[3]['mlp']", and not a shape
+        # An index in a parameter's path, "layers[3]['mlp']", and not one in a shape.
         what = re.sub(r"\[\d+\]", "[*]", buffer.what) if "['" in buffer.what else buffer.what
         groups[what, buffer.kind].append(buffer.num_bytes)
     rows = [{"bytes": sum(s), "count": len(s), "what": what, "kind": kind} for (what, kind), s in groups.items()]
@@ -222,9 +234,10 @@ def _buffers(trace: Trace) -> list[dict[str, Any]]:
 
 
 def _timeline(events: Sequence[Event], steps: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """One step in the middle, a row of [start us, length us, category, kernel, scope] a stream.
+    """One step for the page, the one in the middle: {"step", "length_us", "streams": {stream: rows}}.
 
-    Neighbours of one kind and place that touch are drawn as one where there are many."""
+    A row is [start us, length us, category, kernel, scope]. Neighbours of one category and scope that touch are merged.
+    """
     step = len(steps) // 2
     origin, end = steps[step]
     streams: dict[str, list[list[Any]]] = {}

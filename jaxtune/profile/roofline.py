@@ -1,4 +1,4 @@
-"""What the step loses against what the device can do, in plain words."""
+"""What a step loses compared with the device's ceilings, as sentences."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from jaxtune.profile.trace import Event
 
 EIGHT_BIT = ("f8", "s8", "u8", "float8", "c10::Float8")
 TRANSFER_CATEGORIES = ("copies to device", "copies to host", "collectives")
-# Idle stretches below this are launches that came late; longer ones are waits for the host.
+# Idle stretches shorter than this are late launches; longer ones are waits for the host.
 LAUNCH_GAP_NS = 20_000
 
 
 @dataclasses.dataclass
 class Loss:
-    """`won_ms` a step would be won if `text`'s cause were gone."""
+    """One reason why a step takes longer than it could."""
 
-    what: str
-    won_ms: float
-    text: str
+    what: str  # the loss's short name
+    won_ms: float  # milliseconds a step that would be saved without it
+    text: str  # a sentence with its size and its remedy
 
 
 def floor_ns(flops: float, moved_bytes: float, dtype: str, ceilings: Ceilings) -> tuple[float, str]:
-    """(least time, "compute" or "memory") of an operator on this device."""
+    """(least time of an operator on this device, "compute" or "memory": which ceiling sets it)."""
     peak = ceilings.gemm_fp8_tflops if dtype.startswith(EIGHT_BIT) else ceilings.gemm_bf16_tflops
     compute = flops / (peak * 1e3) if peak else 0.0
     memory = moved_bytes / (ceilings.copy_tbps * 1e3) if ceilings.copy_tbps else 0.0
@@ -36,9 +36,16 @@ def floor_ns(flops: float, moved_bytes: float, dtype: str, ceilings: Ceilings) -
 def losses(
     events: Sequence[Event], num_steps: int, idle_ms: float, ceilings: Ceilings, *, wait: str = ""
 ) -> list[Loss]:
-    """Every loss, the largest first; a moment counts in one of them only. wait: words on the longest wait.
+    """Every loss, the largest first. A moment of the step counts in one loss only.
 
-    Without ceilings (rates of 0) what a product could win is unknown and left out.
+    Without ceilings (rates of 0), what a product could save is unknown and left out.
+
+    Args:
+      events: those of the captured steps, with `self_ns` set.
+      num_steps: how many steps they come from.
+      idle_ms: idle time per step.
+      ceilings: the device's rates.
+      wait: words on the longest wait, appended to the sentence on idle time.
     """
     per_step = 1e-6 / num_steps
     kinds: dict[str, list[Event]] = collections.defaultdict(list)
@@ -78,12 +85,13 @@ _PRODUCTS = {"GEMM": "The large matrix products take", "attention": "Attention t
 
 
 def _kind(event: Event, ceilings: Ceilings) -> str:
+    """The loss that an event's time counts in."""
     if event.phase == "recompute":
         return "recompute"
     if event.category in TRANSFER_CATEGORIES or event.category in ("attention", "MoE"):
         return event.category
     if event.category == "GEMM":
-        # Helpers of a product (a split's reduction, its memset) have no FLOPs of their own.
+        # A product's helper kernels (the reduction of a split, a memset) have no FLOPs of their own.
         thin = event.flops and floor_ns(event.flops, event.moved_bytes, event.dtype, ceilings)[1] == "memory"
         return "thin products" if thin else "GEMM"
     if event.category in ("loss", "optimizer"):
@@ -94,9 +102,10 @@ def _kind(event: Event, ceilings: Ceilings) -> str:
 
 
 def _slow_products(kind: str, events: Sequence[Event], ms: float, per_step: float, ceilings: Ceilings) -> Loss:
+    """The loss of products, attention or experts that run below the device's ceiling."""
     flops = sum(e.flops for e in events)
     rate = flops / sum(e.self_ns for e in events) / 1e3
-    # A kernel can beat a ceiling that was measured on another shape: then nothing is lost in it.
+    # A kernel can be faster than a ceiling measured on another shape; then it loses nothing.
     least = sum(min(e.self_ns, floor_ns(e.flops, 0.0, e.dtype, ceilings)[0]) for e in events)
     won = ms - least * per_step
     text = f"{_PRODUCTS[kind]} {ms:.1f} ms at {rate:.0f} TFLOP/s, where the device's ceiling is "
@@ -107,6 +116,7 @@ def _slow_products(kind: str, events: Sequence[Event], ms: float, per_step: floa
 
 
 def _passes(place: str, events: Sequence[Event], ms: float, per_step: float, ceilings: Ceilings) -> Loss:
+    """The loss of element-wise passes over memory in one part of the model."""
     moved = sum(e.moved_bytes for e in events)
     text = f"Passes over memory in {place} take {ms:.1f} ms"
     if moved:

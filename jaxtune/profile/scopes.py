@@ -1,4 +1,4 @@
-"""Names to meaning: op_name to (scope, phase), kernels and scopes to categories."""
+"""What names in a trace mean: the scope and phase of an op_name, and the category of a kernel."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 from jaxtune.profile.trace import COLLECTIVE, COPY, MEMSET, TO_DEVICE, TO_HOST
 
-# In the order of the tables.
+# All categories, in the order of the tables.
 CATEGORIES = (
     "GEMM",
     "attention",
@@ -43,9 +43,9 @@ _SILENT = frozenset((*_CONTROL, *_TRANSFORMS, *_PHASES))
 def scope_of(op_name: str) -> tuple[str, str]:
     """(scope, phase) of an HLO op_name.
 
-    JAX writes "jit(step)/transpose(jvp(layer))/mlp/dot_general": transformations wrap the scope that they met, the last
-    part is the primitive. The phase is "recompute" under jax.checkpoint's second run or a scope named so, "backward"
-    under a transpose or a scope named so, also of what ran in a recompute, and "forward" elsewhere.
+    JAX writes "jit(step)/transpose(jvp(layer))/mlp/dot_general": transformations wrap the scope around them, and the
+    last part is the primitive. The phase is "recompute" in the second run of jax.checkpoint or in a scope of that name;
+    "backward" under a transpose or in a scope of that name, unless it is a recompute; and "forward" elsewhere.
     """
     if not op_name:
         return "", ""
@@ -57,7 +57,7 @@ def scope_of(op_name: str) -> tuple[str, str]:
             phase = "backward" if phase != "recompute" else phase
         if part in ("recompute", "rematted_computation") and "backward" not in parts[:index]:
             phase = "recompute"
-        if name and name not in _SILENT and "->" not in name:  # an einsum's formula is no scope
+        if name and name not in _SILENT and "->" not in name:  # an einsum's formula is not a scope
             out.append(name)
             # Scopes entered again by a transformation of what is in them, alone or together.
             for size in range(1, len(out) // 2 + 1):
@@ -68,7 +68,7 @@ def scope_of(op_name: str) -> tuple[str, str]:
 
 
 def _split(path: str) -> list[str]:
-    """Parts between the slashes that stand outside parentheses and brackets."""
+    """The parts between the slashes of a path, ignoring slashes within parentheses and brackets."""
     parts, depth, current = [], 0, ""
     for char in path:
         depth += (char in "([") - (char in ")]")
@@ -81,7 +81,8 @@ def _split(path: str) -> list[str]:
 
 
 def _unwrap(part: str) -> tuple[str, bool]:
-    """The scope inside wrappers ("" for a jitted function's own name), and whether one of them is a transpose."""
+    """(the scope inside the transformations, "" for a jitted function's own name; whether one of them is a
+    transpose)."""
     transposed = False
     while match := _WRAPPER.match(part):
         wrapper, part = match.groups()
@@ -124,14 +125,22 @@ _DEVICE_COPY = re.compile(
 
 
 def is_collective(name: str) -> bool:
+    """Whether a kernel's name is that of a collective."""
     return bool(_COLLECTIVE.search(name))
 
 
 def categorise(kind: str, kernel: str, scope: str, *, is_gemm: bool | None = None, target: str = "") -> str:
-    """Category of an event.
+    """The category of an event, one of CATEGORIES.
 
-    What a kernel does comes first: a product is "GEMM" in the loss as in a layer, so that frameworks that cut their
-    work differently still align. Then where it stands. is_gemm: what the HLO says; None where only the name is known.
+    What a kernel computes comes first: a product is "GEMM" in the loss as in a layer, so that frameworks that divide
+    their work differently can be compared. The scope decides the rest.
+
+    Args:
+      kind: the event's kind (trace.py).
+      kernel: its name.
+      scope: its named scope.
+      is_gemm: whether the HLO says that it is a product; None where only the name is known.
+      target: the custom call's target, where there is one.
     """
     if kind == TO_HOST:
         return "copies to host"
@@ -157,10 +166,12 @@ def categorise(kind: str, kernel: str, scope: str, *, is_gemm: bool | None = Non
 
 
 def is_gemm_kernel(name: str) -> bool:
+    """Whether a kernel's name is that of a matrix product."""
     return bool(_GEMM_KERNEL.search(name))
 
 
 def is_attention_kernel(name: str) -> bool:
+    """Whether a kernel's name is that of attention."""
     return bool(_ATTENTION_KERNEL.search(name))
 
 

@@ -14,15 +14,17 @@ from jaxtune.system import terminal
 if TYPE_CHECKING:
     from rich.console import Console
 
-_SHOWN = 15
-_WIDE = 110  # columns of a terminal in which the kernels' shapes have room too
+_SHOWN = 15  # rows of a long table
+_WIDE = 110  # a terminal with at least this many columns shows the kernels' shapes too
 
 
 def _console(width: int) -> Console:
+    """A console of `width` columns that writes into a string."""
     return terminal.console(file=io.StringIO(), width=width, soft_wrap=False)
 
 
 def _table(title: str, *columns: str) -> Table:
+    """An empty table; a column whose name begins with "<" holds text and is aligned to the left."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, title_style="bold")
     for column in columns:
         name = column.lstrip("<")
@@ -36,21 +38,24 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _text(console: Console) -> str:
+    """What was printed to the console, without spaces at the ends of lines."""
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
 def percent(value: float) -> str:
+    """A fraction as text: 0.5 gives "50.0 %"."""
     return f"{100 * value:.1f} %"
 
 
 def bar(share: float, width: int = 24) -> str:
+    """A bar of `width` characters at share 1."""
     return "█" * round(share * width)
 
 
 def _short(shape: str) -> str:
-    """Two operands and the first result: what tells one product from another."""
+    """Two operands and the first result of a kernel's shape, which identify a product."""
     operands, _, result = shape.partition(" -> ")
     parts = re.findall(r"[a-z]\w*\[[\d,]*\]", operands)[:2]
     results = re.findall(r"[a-z]\w*\[[\d,]*\]", result)[:1]
@@ -58,7 +63,8 @@ def _short(shape: str) -> str:
 
 
 def headline(report: ReportData) -> list[str]:
-    """The lines above every table: what was recorded where, what it ran (if its meta says so), and the step."""
+    """The lines above all tables: what was recorded on which device, what it ran (if its meta says so), and the step's
+    time."""
     spread = (max(report.steps_ms) - min(report.steps_ms)) / 2
     line = f"step {report.step_ms:.2f} ms"
     if len(report.steps_ms) > 1:
@@ -78,6 +84,7 @@ def headline(report: ReportData) -> list[str]:
 
 
 def report_text(report: ReportData, width: int) -> str:
+    """The tables of one profile for a terminal of `width` columns."""
     console = _console(width)
     for line in headline(report):
         console.print(line)
@@ -103,7 +110,7 @@ def report_text(report: ReportData, width: int) -> str:
         table.add_row(row.name, row.phase, f"{row.ms:.2f}", percent(row.share))
     if rest:
         table.add_row(f"({len(rest)} more)", "", f"{sum(r.ms for r in rest):.2f}", percent(sum(r.share for r in rest)))
-    for row in idle_rows:  # whatever its share: it is what nobody works in
+    for row in idle_rows:  # idle time is shown whatever its share
         table.add_row(row.name, row.phase, f"{row.ms:.2f}", percent(row.share))
     console.print(table)
 
@@ -137,7 +144,7 @@ def report_text(report: ReportData, width: int) -> str:
         console.print(table)
 
     idle = report.idle
-    gaps = f"{idle.launch_gaps:.0f} launch gaps of {idle.launch_gap_ms:.2f} ms together, waits of {idle.wait_ms:.2f} ms"
+    gaps = f"{idle.launch_gaps:.0f} launch gaps of {idle.launch_gap_ms:.2f} ms in all, waits of {idle.wait_ms:.2f} ms"
     console.print(f"\nIdle: {idle.ms:.2f} ms/step: {gaps}")
     for wait in idle.longest[:3]:
         console.print(f"  {wait['ms']:.3f} ms after {wait['after'] or '?'}, before {wait['before'] or '?'}")
@@ -159,6 +166,7 @@ def report_text(report: ReportData, width: int) -> str:
 
 
 def comparison_text(comparison: ComparisonData, width: int) -> str:
+    """The tables of two profiles for a terminal of `width` columns."""
     console = _console(width)
     for name, report in (("A", comparison.a), ("B", comparison.b)):
         console.print(f"{name}: " + "\n   ".join(headline(report)))

@@ -1,4 +1,4 @@
-"""Device time: whose each moment is, what ran under compute, and where nothing ran."""
+"""Intervals of device time: which event each moment is booked on, what ran under compute, and where nothing ran."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ TRANSFERS = (TO_HOST, TO_DEVICE, COLLECTIVE)
 
 
 def charge(events: Sequence[Event]) -> None:
-    """Sets every event's self_ns so that they sum to the busy time of the device: no moment counts twice.
+    """Sets every event's self_ns such that they sum to the busy time of the device: no moment counts twice.
 
-    Kernels launched dependently, or on several streams, overlap. A moment belongs to the kernel that began first among
-    those running (a dependent launch waits for it); to a copy or collective only where no kernel ran.
+    Kernels overlap when they are launched dependently or on several streams. A moment is booked on the kernel that
+    started first among those running, because a dependent launch waits for it. It is booked on a copy or a collective
+    only where no kernel ran.
     """
     compute = sorted((e for e in events if e.kind not in TRANSFERS), key=lambda e: (e.start_ns, e.end_ns))
     reached = float("-inf")
@@ -31,7 +32,7 @@ def charge(events: Sequence[Event]) -> None:
 
 
 def union(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same moments as disjoint intervals in order."""
+    """Disjoint intervals in order that cover the same moments."""
     out: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
         if out and start <= out[-1][1]:
@@ -43,10 +44,12 @@ def union(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def length(intervals: Sequence[tuple[float, float]]) -> float:
+    """The sum of the intervals' lengths."""
     return sum(end - start for start, end in intervals)
 
 
 def _overlap(start: float, end: float, busy: list[tuple[float, float]], starts: list[float]) -> float:
+    """How much of [start, end] the disjoint intervals `busy` cover; `starts` are their starts."""
     total, index = 0.0, max(0, bisect.bisect_right(starts, start) - 1)
     while index < len(busy) and busy[index][0] < end:
         total += max(0.0, min(end, busy[index][1]) - max(start, busy[index][0]))
@@ -60,17 +63,17 @@ def gaps(events: Sequence[Event], start: float, end: float) -> list[tuple[float,
         [(max(e.start_ns, start), min(e.end_ns, end)) for e in events if e.end_ns > start and e.start_ns < end]
     )
     out, at = [], start
-    for begun, done in busy:
-        if begun > at:
-            out.append((at, begun))
-        at = max(at, done)
+    for began, ended in busy:
+        if began > at:
+            out.append((at, began))
+        at = max(at, ended)
     if end > at:
         out.append((at, end))
     return out
 
 
 def find_period(names: Sequence[str]) -> int:
-    """The shortest length after which a sequence repeats itself throughout; its own length if it never does."""
+    """The shortest period with which a sequence repeats throughout; its length if it never does."""
     for period in range(1, len(names) // 2 + 1):
         if all(names[i] == names[i + period] for i in range(len(names) - period)):
             return period

@@ -1,7 +1,7 @@
-"""Which linear a product belongs to: the parameter of the program that one of its operands comes from.
+"""The name of the linear that a product belongs to, found from the program's parameter that is one of its operands.
 
-XLA keeps the path of every argument, "frozen['layers'][3]['mlp']['up_proj']['weight'].value", so a product can be told
-by its weight in any program, whether or not that names its parts.
+XLA keeps the path of every argument, such as "frozen['layers'][3]['mlp']['up_proj']['weight'].value". A product can
+therefore be identified by its weight in any program, whether or not the program names its parts.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 
 from jaxtune.profile.hlo import Instruction
 
-# What XLA does to a weight on its way into a product.
+# Opcodes that XLA puts between a weight and its product.
 _PASSING = frozenset(
     (
         "bitcast",
@@ -28,7 +28,7 @@ _PASSING = frozenset(
     )
 )
 _KEY = re.compile(r"\['?([A-Za-z_]\w*)'?\]|\.([A-Za-z_]\w*)")
-# Keys below the linear itself.
+# Keys in a path that come after the linear's own name.
 _LEAVES = frozenset(
     ("weight", "kernel", "bias", "value", "raw_value", "w", "lora", "a", "b", "lora_a", "lora_b", "scale")
 )
@@ -37,7 +37,8 @@ _DEPTH = 5
 
 
 def linear_of(product: Instruction) -> str:
-    """ "up_proj"; "q_proj+k_proj" for a product that serves several; "" where no operand is a weight."""
+    """The linear whose weight a product multiplies by: "up_proj", or "q_proj+k_proj" for a product of several; "" where
+    no operand is a weight."""
     computation = product.computation
     if computation is None:
         return ""
@@ -54,7 +55,8 @@ def linear_of(product: Instruction) -> str:
 
 
 def _names(instruction: Instruction, depth: int) -> list[str]:
-    """Linears whose parameters `instruction` is made of; none if anything else goes into it."""
+    """Names of the linears whose parameters `instruction` is computed from; none if anything else goes into it. `depth`
+    counts the instructions between it and the product."""
     if instruction.opcode == "parameter":
         if len(instruction.shape.dims) < 2 or instruction.shape.dtype in _INDICES:
             return []

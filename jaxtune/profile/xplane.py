@@ -1,7 +1,7 @@
-"""XPlane files, what jax.profiler writes, read into a Trace.
+"""Reader of XPlane files, which jax.profiler writes.
 
-Events come through jax.profiler.ProfileData; the HLO of every program that ran stands in the plane "/host:metadata",
-which ProfileData does not show, so that plane is read by its message.
+Events are read through jax.profiler.ProfileData. The HLO of every program that ran is in the plane "/host:metadata",
+which ProfileData does not show; that plane is read as a protobuf message.
 """
 
 from __future__ import annotations
@@ -24,24 +24,31 @@ from jaxtune.profile.trace import COLLECTIVE, COPY, KERNEL, MEMSET, TO_DEVICE, T
 from jaxtune.profile.weights import linear_of
 
 _COPY_KINDS = {"MemcpyD2H": TO_HOST, "MemcpyH2D": TO_DEVICE, "MemcpyD2D": COPY, "MemcpyP2P": COPY}
-# A program below such a share of the device time is no part of the step's rhythm; the first that gives one is taken.
+# Programs below such a share of the device time are left out when the period of the steps is looked for; the first
+# share that gives a period is taken.
 _MINOR = (0.0002, 0.002, 0.02)
 
 
 @dataclasses.dataclass(slots=True)
 class _Raw:
+    """An event as ProfileData gives it."""
+
     start_ns: float
     end_ns: float
     name: str
     stream: str
-    stats: dict[str, Any]
+    stats: dict[str, Any]  # the event's statistics by name
 
 
 def read_xplane(data: bytes, path: str) -> Trace:
-    """Raises TraceError for bytes that are no XPlane, or hold nothing that ran."""
+    """The Trace in the bytes of an XPlane file; `path` is used in messages.
+
+    Raises:
+      TraceError: the bytes are not an XPlane, or nothing ran on a device in it.
+    """
     import warnings
 
-    with warnings.catch_warnings():  # jaxlib 0.11's stats lack a __module__
+    with warnings.catch_warnings():  # jaxlib 0.11 warns that its stats lack a __module__
         warnings.simplefilter("ignore", DeprecationWarning)
         from jax.profiler import ProfileData
 
@@ -74,7 +81,7 @@ def read_xplane(data: bytes, path: str) -> Trace:
     notes = []
     steps = _steps(events, runs, marks, notes)
     if not modules:
-        notes.append("the trace holds no HLO: kernels are told by their names, without scopes, FLOPs or bytes")
+        notes.append("the trace has no HLO: kernels are known by their names only, without scopes, FLOPs or bytes")
     used = {event.module for event in events}
     buffers = _buffers([module for key, module in modules.items() if key in used or module.name in used])
     return Trace(
@@ -93,7 +100,7 @@ def read_xplane(data: bytes, path: str) -> Trace:
 
 
 def _metadata(data: bytes, path: str) -> tuple[dict[str, Module], dict[str, str]]:
-    """Modules by program id (or by name), and the versions that the file records."""
+    """(modules by program id or by name, versions that the file records)."""
     modules: dict[str, Module] = {}
     versions: dict[str, str] = {}
     try:
@@ -117,8 +124,9 @@ def _metadata(data: bytes, path: str) -> tuple[dict[str, Module], dict[str, str]
 
 
 def _device_events(plane) -> list[_Raw]:
+    """All events of a GPU's streams, or of a TPU's operations."""
     lines = list(plane.lines)
-    if any(line.name == "XLA Ops" for line in lines):  # TPU: the other lines repeat the same time
+    if any(line.name == "XLA Ops" for line in lines):  # a TPU, whose other lines repeat the same time
         lines = [line for line in lines if line.name == "XLA Ops"]
     else:
         lines = [line for line in lines if line.name.startswith("Stream")]
@@ -140,7 +148,7 @@ def _cpu_events(plane) -> list[_Raw]:
             if "hlo_op" in stats and "hlo_module" in stats and event.duration_ns > 0:
                 rows.append(_Raw(event.start_ns, event.end_ns, event.name, line.name.split("/")[0], stats))
         rows.sort(key=lambda row: (row.start_ns, -row.end_ns))
-        # The time of a loop or a branch is that of what runs inside it.
+        # The time of a loop or a branch is the time of the instructions inside it.
         out += [row for row, after in zip(rows, [*rows[1:], None]) if after is None or after.start_ns >= row.end_ns]
     return out
 
@@ -159,6 +167,7 @@ def _step_marks(plane) -> list[tuple[float, int]]:
 
 
 def _peak_memory(plane) -> int:
+    """The GPU allocator's peak, in bytes; 0 where the plane has no allocations."""
     peak = 0
     for line in plane.lines:
         for event in line.events:
@@ -173,6 +182,7 @@ def _peak_memory(plane) -> int:
 
 
 def _kind(raw: _Raw) -> str:
+    """The kind of an event, as trace.py names it."""
     details = str(raw.stats.get("memcpy_details", ""))
     if raw.name in _COPY_KINDS or details:
         if "kind_src:device kind_dst:device" in details:
@@ -190,8 +200,12 @@ def _kind(raw: _Raw) -> str:
 
 
 def _events(raw: list[_Raw], modules: dict[str, Module], origin: float):
-    """(events, runs, ns not found in the HLO); a run is (start, program, its function)."""
-    # A function that is compiled for several shapes is several programs of one name, told apart by their numbers.
+    """The trace's events with scope, category and work, from the raw ones in order of their starts.
+
+    Returns:
+      (events; runs, each (start_ns, program, the program's function); ns of kernels not found in the HLO)
+    """
+    # A function compiled for several shapes is several programs of one name, which differ in their numbers.
     programs = [
         str(event.stats.get("program_id") or event.stats["hlo_module"]) if event.stats.get("hlo_module") else ""
         for event in raw
@@ -256,24 +270,26 @@ def _events(raw: list[_Raw], modules: dict[str, Module], origin: float):
 
 
 def _is_copy(raw: _Raw) -> bool:
+    """Whether an event is a copy."""
     return raw.name.startswith(("Memcpy", "memcpy"))
 
 
 class _WorkCache:
-    """Work of each instruction, computed once however often it runs."""
+    """Shapes, FLOPs and bytes of instructions, computed once per instruction."""
 
     def __init__(self):
         self._work: dict[int, tuple[float, float, str, str]] = {}
         self._linears: dict[int, str] = {}
 
     def linear(self, instruction: Instruction) -> str:
-        """Whose weight a product multiplies by; "" for anything else."""
+        """The linear whose weight a product multiplies by; "" for any other instruction."""
         if id(instruction) not in self._linears:
             product = instruction.is_gemm or (instruction.opcode == "fusion" and self.of(instruction)[0] > 0)
             self._linears[id(instruction)] = linear_of(instruction) if product else ""
         return self._linears[id(instruction)]
 
     def of(self, instruction: Instruction) -> tuple[float, float, str, str]:
+        """(FLOPs, bytes moved, operands and result in words, dtype of the operands) of an instruction."""
         if id(instruction) not in self._work:
             shapes = instruction.operand_shapes
             result = instruction.shape
@@ -286,7 +302,8 @@ class _WorkCache:
         return self._work[id(instruction)]
 
     def scope(self, instruction: Instruction) -> str:
-        """The instruction's op_name; for a fusion or an asynchronous call without one, that of what it calls."""
+        """The instruction's op_name. A fusion or an asynchronous call without one has that of the instructions it
+        calls."""
         if instruction.scope or not instruction.called or instruction.computation is None:
             return instruction.scope
         module = instruction.computation.module
@@ -303,8 +320,15 @@ class _WorkCache:
 
 
 def _steps(events: list[Event], runs, marks, notes: list[str]) -> list[tuple[float, float]]:
-    """Steps from the rhythm in which the programs run; from that of their functions, where shapes change without one.
-    Work before the first program belongs to none."""
+    """(start_ns, end_ns) of each step, from the period with which programs run, or with which functions run where
+    programs change with their shapes. Work before the first program belongs to no step.
+
+    Args:
+      events: get their step number.
+      runs: the programs' runs, as `_events` gives them.
+      marks: the steps that the program annotated.
+      notes: gets remarks on how steps were found.
+    """
     busy: dict[str, float] = collections.defaultdict(float)
     for event in events:
         busy[event.module] += event.duration_ns
@@ -324,12 +348,12 @@ def _steps(events: list[Event], runs, marks, notes: list[str]) -> list[tuple[flo
     elif count:
         notes.append(f"{count} marked steps, but {len(names)} program runs: steps follow the runs")
     elif period == len(names) > 1:
-        notes.append(f"{len(names)} program runs without a rhythm, and no step is marked: they are taken as one step")
+        notes.append(f"{len(names)} program runs without a period, and no step is marked: they are read as one step")
     starts = [major[index][0] for index in range(0, len(names) - period + 1, period)]
     end = max(event.end_ns for event in events if event.module in names)
     if len(names) % period:
         end = major[len(starts) * period][0]
-        notes.append("the last step is cut by the end of the capture and is left out")
+        notes.append("the capture ended within the last step, which is left out")
     steps = list(zip(starts, [*starts[1:], end]))
     for event in events:
         index = bisect.bisect_right(starts, event.start_ns) - 1
@@ -341,7 +365,8 @@ def _steps(events: list[Event], runs, marks, notes: list[str]) -> list[tuple[flo
 def _whole(
     steps: list[tuple[float, float]], events: list[Event], programs: set[str], notes: list[str]
 ) -> list[tuple[float, float]]:
-    """The steps without a first or last one that has clearly fewer kernels than any other: the capture cut it."""
+    """The steps without a first or last one that has clearly fewer kernels than any other, because the capture cut
+    it."""
     counts = collections.Counter(event.step for event in events if event.module in programs)
     cut = []
     for index in {0, len(steps) - 1}:
@@ -351,7 +376,8 @@ def _whole(
             cut.append(index)
             which = "last" if index else "first"
             notes.append(
-                f"the {which} step has {counts[index]} kernels, others {fewest} or more: it is left out as cut"
+                f"the {which} step has {counts[index]} kernels, others {fewest} or more: the capture cut it, and it is "
+                "left out"
             )
     for event in events:
         event.step = -1 if event.step in cut else max(-1, event.step - (0 in cut))
@@ -359,7 +385,7 @@ def _whole(
 
 
 def _buffers(modules: list[Module]) -> list[Buffer]:
-    """Buffers live at the peak of the program that needs most."""
+    """Buffers live at the peak of the program that needs the most memory."""
     best: list[Buffer] = []
     for module in modules:
         peak = module.peak_buffers()
@@ -370,6 +396,7 @@ def _buffers(modules: list[Module]) -> list[Buffer]:
 
 
 def _what(instruction: Instruction | None, kind: str) -> str:
+    """Words on a buffer: its argument's path, or the scope and shape of the instruction whose value it is."""
     if instruction is None:
         return "between buffers" if kind == "fragmentation" else "smaller values in the same place"
     if instruction.opcode == "parameter" and instruction.scope:

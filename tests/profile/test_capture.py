@@ -152,7 +152,7 @@ def test_programs_without_a_rhythm_are_said_to_be(tmp_path):
             function(x, x).block_until_ready()
     report = show(tmp_path / "a")
     assert len(report.steps_ms) == 1
-    assert report.notes == ["3 program runs without a rhythm, and no step is marked: they are taken as one step"]
+    assert report.notes == ["3 program runs without a period, and no step is marked: they are read as one step"]
 
 
 def test_small_programs_which_a_cpu_runs_on_the_calling_thread_count_too(tmp_path):

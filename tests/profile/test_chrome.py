@@ -175,7 +175,7 @@ def test_without_profiler_steps_they_end_with_the_optimizer(tmp_path):
     trace.rows = [row for row in trace.rows if not row["name"].startswith("ProfilerStep")]
     report = show(trace.write(tmp_path / "run.json"))
     assert len(report.steps_ms) == 2
-    assert any("end with the optimizer" in note for note in report.notes)
+    assert any("ends with the optimizer" in note for note in report.notes)
 
 
 @pytest.mark.parametrize(

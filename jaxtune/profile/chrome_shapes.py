@@ -1,0 +1,61 @@
+"""Shapes, bytes and FLOPs of operators in a Chrome trace of PyTorch's profiler taken with record_shapes=True."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+# Position of the argument is_causal in ATen's attention operators.
+_IS_CAUSAL = {
+    "flash_attention_backward": 11,
+    "flash_attention_for_cpu_backward": 7,
+    "cudnn_attention_backward": 14,
+    "efficient_attention_backward": 11,
+    "flash_attention": 4,
+    "cudnn_attention": 6,
+    "efficient_attention": 6,
+}
+# Bytes of an element, by the name that ATen gives a dtype: floating-point types, then all types.
+FLOATS = {"c10::BFloat16": 2, "c10::Half": 2, "float": 4, "double": 8, "c10::Float8_e4m3fn": 1, "c10::Float8_e5m2": 1}
+ELEMENT_BYTES = {**FLOATS, "int": 4, "long int": 8, "bool": 1, "unsigned char": 1, "signed char": 1}
+SHORT_DTYPES = {
+    "c10::BFloat16": "bf16",
+    "c10::Half": "f16",
+    "float": "f32",
+    "double": "f64",
+    "long int": "s64",
+    "int": "s32",
+}
+
+
+def operand_arrays(args: dict[str, Any]) -> list[tuple[list[int], str, int]]:
+    """(dimensions, dtype, bytes) of each array argument of an operator. An expanded dimension, whose stride is 0, takes
+    no bytes."""
+    given = (args.get(name, []) for name in ("Input Dims", "Input type", "Input Strides"))
+    out = []
+    for dims, kind, strides in itertools.zip_longest(*given):
+        if kind in ELEMENT_BYTES and isinstance(dims, list) and dims and all(isinstance(x, int) for x in dims):
+            stored = [size for size, stride in zip(dims, strides or [1] * len(dims)) if stride]
+            out.append((dims, kind, ELEMENT_BYTES[kind] * math.prod(stored)))
+    return out
+
+
+def in_words(dims: Sequence[int], kind: str) -> str:
+    """An array in a table's notation: "bf16[8,128]"."""
+    return f"{SHORT_DTYPES.get(kind, kind)}[{','.join(map(str, dims))}]"
+
+
+def attention_flops(name: str, dims: list[list[int]], args: dict[str, Any]) -> float:
+    """FLOPs of attention on [B, H, T, D] tensors: 2 products forward and 5 backward, half of that when the call is
+    causal; 0 where the shapes are not of that form."""
+    backward = name.endswith("_backward")
+    query, key = (dims[1], dims[2]) if backward else (dims[0], dims[1])
+    if len(query) != 4 or len(key) != 4:
+        return 0.0
+    flops = (5 if backward else 2) * 2.0 * math.prod(query) * key[2]
+    concrete = args.get("Concrete Inputs", [])
+    place = next((i for part, i in _IS_CAUSAL.items() if part in name), None)
+    causal = place is not None and place < len(concrete) and str(concrete[place]) == "True"
+    return flops / 2 if causal else flops
