@@ -11,10 +11,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtune.models.config import DecoderConfig
+from jaxtune.models.fitted import ATTENTION_BYTES, ATTENTION_STAGE
 from jaxtune.models.layers.segment import INPUT, OUTPUT, Context, Residual, Segment, Sizes
 from jaxtune.models.linear import Linear, apply_together
 from jaxtune.models.norm import norm_of
 from jaxtune.models.rope import rotate, scaled_by_position
+from jaxtune.pallas import dispatch
 from jaxtune.pallas.attention import attention_backward, attention_forward, decode_attention
 
 
@@ -73,8 +75,9 @@ class Attention(nnx.Module):
         gates = (Residual("output_gate"),) if self.config.attention_gate else ()
 
         def multiplications(tokens: int, length: int, backward: bool) -> float:
-            # Our attention is slower than a product, by this factor on an H200.
-            return 1.15 * (1 + 1150 / length) * tokens * width * length * (2.9 if backward else 1.0)
+            fit = ATTENTION_STAGE.of("cudnn", dispatch.device_kind() or "")
+            whole = fit.slower * (1 + fit.half_tokens / length) * tokens * width * length
+            return whole * (fit.backward if backward else 1.0)
 
         return (
             Segment(
@@ -190,22 +193,22 @@ class Attention(nnx.Module):
         out = decode_attention(query, keys, values, at + 1, **self.options(context.spec.window))
         return self.output(out, *gates), (keys, values)
 
-    # ---- what the planner asks. Factors were fitted to programs compiled for an H200 (benchmarks/train).
+    # ---- what the planner asks
 
     def waiting_bytes(self, sizes: Sizes) -> float:
-        return 0.7 * sizes["query"]
+        return ATTENTION_BYTES.of("cudnn", sizes.device).waiting * sizes["query"]
 
     def backward_bytes(self, sizes: Sizes) -> float:
         """Gradients of query, key and value, those two as attention reads them, and what of the residual stream is
         beside them."""
-        stream = 2.2 * sizes["layer_input"]
+        fit = ATTENTION_BYTES.of("cudnn", sizes.device)
+        stream = fit.stream * sizes["layer_input"]
         if self.config.qk_norm is not None:
             stream += sizes["query"] + sizes["key"]
         if sizes.tiles == 1:
             return 2 * sizes["query"] + sizes["key"] + sizes["value"] + stream
-        # cuDNN's work space, which counts where nothing is larger: gradients of query in float32, and of key and value
-        # for each of its heads. By one step of 350,208 tokens on an H200, 3.5 to 3.9 times the query.
-        return 6 * sizes["query"] + sizes["key"] + sizes["value"] + stream - sizes["layer_input"]
+        own = (2 + fit.work_space) * sizes["query"]
+        return own + sizes["key"] + sizes["value"] + stream - sizes["layer_input"]
 
 
 def _attend_backward(module_of, trainable, context: Context, inputs, outputs, gradients):

@@ -15,9 +15,11 @@ from flax import nnx
 
 from jaxtune.models import values
 from jaxtune.models.config import DecoderConfig
+from jaxtune.models.fitted import DELTA_NET_BYTES, DELTA_RULE_TIME
 from jaxtune.models.layers.segment import INPUT, OUTPUT, Context, Residual, Segment, Sizes
 from jaxtune.models.linear import Linear, apply_together
 from jaxtune.models.norm import RMSNorm
+from jaxtune.pallas import dispatch
 from jaxtune.pallas.attention import packed_layout
 from jaxtune.pallas.delta_rule import (
     delta_rule_state,
@@ -121,7 +123,7 @@ class DeltaNet(nnx.Module):
         self.out_proj = linear(keys[6], shape.value_size, hidden)
 
     def segments(self) -> tuple[Segment, ...]:
-        shape = self.shape
+        shape, time = self.shape, DELTA_RULE_TIME.of("triton", dispatch.device_kind() or "")
         # Of a token and head: the state read twice and written, two triangles of a chunk, of which halves count.
         products = shape.heads * (3 * shape.key_dim * shape.value_dim + CHUNK * (shape.key_dim + shape.value_dim))
         apart = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
@@ -143,9 +145,7 @@ class DeltaNet(nnx.Module):
                 (Residual("remembered"),),
                 DeltaNet._remember,
                 token_flops=2.0 * products,
-                # By the kernels' times on an H200 (benchmarks/results/delta_rule.json): of 16,384 tokens of a 9B, 0.52
-                # ms forward and 1.42 ms for the derivative alone.
-                kernel_bytes=(26.0 * shape.value_size, 82.0 * shape.value_size),
+                kernel_bytes=(time.forward * shape.value_size, time.backward * shape.value_size),
                 held_bytes=shape.held_bytes,
             ),
             Segment(
@@ -224,7 +224,7 @@ class DeltaNet(nnx.Module):
     # ---- what the planner asks: counted from chunked.py and triton.py; no GPU has measured their memory yet.
 
     def waiting_bytes(self, sizes: Sizes) -> float:
-        return 0.7 * sizes["remembered"]
+        return DELTA_NET_BYTES.of("triton", sizes.device).waiting * sizes["remembered"]
 
     def backward_bytes(self, sizes: Sizes) -> float:
         """Queries, keys and values after the convolution and their gradients, cut into groups and not. Then the larger
@@ -239,4 +239,5 @@ class DeltaNet(nnx.Module):
         wide = shape.heads * (8 * CHUNK + 6 * shape.value_dim) + 6 * shape.key_size
         kernels = 2 * tokens * shape.heads * (CHUNK + state / CHUNK + shape.value_dim) * sizes.dtype.itemsize
         beside = max(states + 4.0 * group * wide, kernels)
-        return 4 * sizes["qkv"] + 2 * sizes["remembered"] + beside + 2.2 * sizes["layer_input"]
+        stream = DELTA_NET_BYTES.of("triton", sizes.device).stream * sizes["layer_input"]
+        return 4 * sizes["qkv"] + 2 * sizes["remembered"] + beside + stream

@@ -16,6 +16,7 @@ from flax import nnx
 from jax.lax import optimization_barrier
 
 from jaxtune.models.config import DecoderConfig, MoEConfig
+from jaxtune.models.fitted import EXPERTS_BYTES
 from jaxtune.models.layers.mlp import MLP
 from jaxtune.models.layers.segment import INPUT, OUTPUT, BackwardOrder, Context, Residual, Scratch, Segment, Sizes
 from jaxtune.models.linear import Linear
@@ -323,10 +324,10 @@ class MoE(nnx.Module):
         # As an array of its own: else XLA keeps the whole sort for the backward, of which it is a part.
         return (optimization_barrier(self.choose(x, real)),)
 
-    # ---- what the planner asks. Factors were fitted to programs compiled for an H200 (benchmarks/train).
+    # ---- what the planner asks
 
     def forward_bytes(self, sizes: Sizes) -> float:
-        return 2.9 * sizes["layer_input"]
+        return EXPERTS_BYTES.of("mosaic" if sizes.hopper else "reference", sizes.device).forward * sizes["layer_input"]
 
     def backward_bytes(self, sizes: Sizes) -> Scratch:
         """Twice gate_up, for the activation and its gradients; or gradients of gate_up and of rows, which are as many
@@ -343,11 +344,13 @@ class MoE(nnx.Module):
         packed = [linear for linear in linears if isinstance(linear.stored_weight, Stored)]
         packed = [linear.stored_weight.size for linear in packed if not (linear.fp8 and sizes.hopper)]
         decoded = max(packed, default=0) * sizes.dtype.itemsize
-        if sizes.hopper and not decoded:  # grouped_matmul's `gathers`
-            work = max(2 * gate_up, gate_up + 1.3 * rows)
+        gathers = sizes.hopper and not decoded  # as grouped_matmul's `gathers`
+        fit = EXPERTS_BYTES.of("mosaic" if gathers else "reference", sizes.device)
+        if gathers:
+            work = max(2 * gate_up, gate_up + fit.rows * rows)
             work += codes + max(gate_up, rows) / sizes.dtype.itemsize if codes else 0.0
         else:
-            again = 2.05 * rows if "gate_up" in sizes.recomputed else gate_up + rows
-            work = max(2 * gate_up + 1.25 * rows, again + 1.1 * decoded)
+            again = fit.rows_again * rows if "gate_up" in sizes.recomputed else gate_up + fit.rows * rows
+            work = max(2 * gate_up + fit.rows_beside * rows, again + fit.decoded * decoded)
         shared = 2.0 * (sizes["shared_gate"] + sizes["shared_up"])
-        return Scratch(0.6 * sizes["layer_input"] + shared, work, covers_mixer=True)
+        return Scratch(fit.own * sizes["layer_input"] + shared, work, covers_mixer=True)

@@ -10,6 +10,7 @@ import jax
 from flax import nnx
 
 from jaxtune.models.config import DecoderConfig
+from jaxtune.models.fitted import MLP_BYTES, MLPBytes
 from jaxtune.models.layers.segment import INPUT, OUTPUT, BackwardOrder, Residual, Scratch, Segment, Sizes
 from jaxtune.models.linear import Linear, apply_together
 from jaxtune.pallas.gated import ACTIVATIONS, gated_backward, mosaic
@@ -83,20 +84,24 @@ class MLP(nnx.Module):
             ),
         )
 
-    # ---- what the planner asks. Factors were fitted to programs compiled for an H200 (benchmarks/train).
+    # ---- what the planner asks
 
     def forward_bytes(self, sizes: Sizes) -> float:
         """The activation, and what is not kept of gate and up."""
         dropped = sum(sizes[name] for name in ("gate", "up") if name in sizes.recomputed)
-        return sizes["gate"] + dropped + 2.9 * sizes["layer_input"]
+        return sizes["gate"] + dropped + self._fitted(sizes).forward * sizes["layer_input"]
 
     def backward_bytes(self, sizes: Sizes) -> Scratch:
         gate, up, stream = sizes["gate"], sizes["up"], sizes["layer_input"]
+        fit = self._fitted(sizes)
+        around = (fit.around if sizes.tiles == 1 else fit.around_tiles) * stream
         if self._in_place(sizes):  # the activation's gradient, and what becomes of gate and up takes their place
-            return Scratch((gate + up) / 2, (1.6 if sizes.tiles == 1 else 2.0) * stream, covers_mixer=False)
+            return Scratch((gate + up) / 2, around, covers_mixer=False)
         # The activation, its gradient, and those of gate and up; half-ready gradients around it.
-        around = 0.0 if sizes.tiles == 1 else 0.2 * stream
-        return Scratch(2 * (gate + up) + 0.6 * stream, around, covers_mixer=True)
+        return Scratch(2 * (gate + up) + fit.own * stream, around, covers_mixer=True)
+
+    def _fitted(self, sizes: Sizes) -> MLPBytes:
+        return MLP_BYTES.of("mosaic" if self._in_place(sizes) else "reference", sizes.device)
 
     def _in_place(self, sizes: Sizes) -> bool:
         """Whether pallas/gated writes the gradients of gate and up over them."""

@@ -159,7 +159,7 @@ class Sizes:
     Args:
       residuals: {name: bytes}, for tiled segments those of a tile. recomputed: names of those that are.
       tiles: that tokenwise segments run over. dtype: of the compute. length: tokens of a row.
-      hopper: the device runs kernels for compute capability 9.0.
+      hopper: the device runs kernels for compute capability 9.0. device: its name, for models/fitted.py.
     """
 
     residuals: Mapping[str, float]
@@ -168,6 +168,7 @@ class Sizes:
     dtype: jnp.dtype
     length: int
     hopper: bool
+    device: str
 
     def __getitem__(self, name: str) -> float:
         return self.residuals.get(name, 0.0)

@@ -26,7 +26,7 @@ from jaxtune.train.data.preview import MARKS, preview
 from jaxtune.train.display.metrics import duration
 from jaxtune.train.planning.cost import StepCost
 from jaxtune.train.planning.devices import Device
-from jaxtune.train.planning.forecasts import EXPERT_SHARE, Forecast, state_seconds
+from jaxtune.train.planning.forecasts import Forecast, product_time, state_seconds
 from jaxtune.train.planning.plan import residuals_text
 from jaxtune.train.program.loss import RouterLosses
 from jaxtune.train.program.step import trainable_names
@@ -234,8 +234,9 @@ def plan_lines(forecast: Forecast, parts: StepCost, device: Device, budget_bytes
             "  it is the smallest plan, over what is left when the allocator loses as much as it may: it may fit"
         )
     if parts.has_experts:
+        share = product_time(device).experts
         lines.append(
-            f"  experts are taken to run at {EXPERT_SHARE:.0%} of the speed of dense products, as measured on a H200"
+            f"  experts are taken to run at {share:.0%} of the speed of dense products, as measured on an H200"
         )
     return lines
 

@@ -21,9 +21,9 @@ from jaxtune.train.config import TrainConfig
 from jaxtune.train.planning.cost import StepCost
 from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.forecasts import (
-    GAPS,
     Forecast,
     LayerForecast,
+    bytes_with_gaps,
     forecast,
     gathered_bytes,
     head_forecast,
@@ -286,7 +286,7 @@ def _best_pair(
     count = parts.num_layers
     plans, of = table
     head = head_forecast(parts, chunk_tokens, tokens_of(parts, micro), device)
-    kept, hosted, leaving, arriving = of.kept, of.hosted, GAPS * of.leaving, of.arriving
+    kept, hosted, leaving, arriving = of.kept, of.hosted, bytes_with_gaps(of.leaving, device), of.arriving
     seconds = of.forward + of.backward
     at_loss, at_forward, at_backward = gathered_bytes(parts, 0, resident)
     loss = head[0] + at_loss

@@ -19,6 +19,7 @@ from flax import nnx
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import compute_in_fp8, quantize
+from jaxtune.models.fitted import ALLOCATOR_BYTES, PRODUCT_TIME
 from jaxtune.models.layers.block import LAYER_INPUT, LAYER_OUTPUT, Block
 from jaxtune.models.layers.segment import Residual, Segment, Sizes, matrix_of, numbers_met
 from jaxtune.models.layers.tiles import tiled_residuals
@@ -42,12 +43,6 @@ from jaxtune.train.optimizer.schedule import learning_rate_schedule
 COMPUTE_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
 _PROBE_TOKENS = 128
 _ADAM8_STATES = 2 + 8 / 256  # bytes for an element
-# Of a product in FP8, what is rounded for it included, against one in 16 bits: scales by rows, and of 128 x 128. By two
-# steps of the 8B shape on an H200.
-_FP8_TIME = (0.56, 0.72)
-# Of weights in four bits and in FP8: what the allocator loses on them, as their 16-bit originals leave holes of other
-# sizes. For 8B on an H200 0.36 and 0.84 GB.
-_PACKED_SLACK = {FourBit: 0.09, FP8: 0.12}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -313,10 +308,13 @@ def _whole_layer_bytes(trees, layers: int, fsdp: int) -> float:
 def packed_slack(frozen) -> float:
     """Device bytes that the allocator loses on a model's packed weights: the 16-bit originals leave holes of other
     sizes where they lay."""
-    leaves = jax.tree.leaves(frozen, is_leaf=_is_stored)
-    return sum(
-        share * nbytes(leaf) for kind, share in _PACKED_SLACK.items() for leaf in leaves if isinstance(leaf, kind)
-    )
+    leaves, fit = jax.tree.leaves(frozen, is_leaf=_is_stored), ALLOCATOR_BYTES.of("xla", _device_here())
+    shares = {FourBit: fit.four_bit, FP8: fit.fp8}
+    return sum(share * nbytes(leaf) for kind, share in shares.items() for leaf in leaves if isinstance(leaf, kind))
+
+
+def _device_here() -> str:
+    return dispatch.device_kind() or ""
 
 
 def _exchange(trained, frozen, data: int, fsdp: int) -> Exchange:
@@ -458,6 +456,7 @@ def _kind_of(graph, spec, shape, length: int, dtype, leaves, structure) -> Layer
 
 
 def _segment_work(segment: Segment, block: Block, residuals, seen_keys: float, hidden: int, dtype) -> Work:
+    fit = PRODUCT_TIME.of("mosaic", _device_here())
     sums = dict.fromkeys((f.name for f in dataclasses.fields(Work)), 0.0)
     for name in segment.matrices:
         matrix = matrix_of(block, name)
@@ -467,7 +466,8 @@ def _segment_work(segment: Segment, block: Block, residuals, seen_keys: float, h
             # To and from the rows sorted by expert.
             sums["moved_bytes"] += segment.experts_per_token * hidden * dtype.itemsize
         in_fp8 = matrix.fp8 and isinstance(weight, FP8)
-        sums["flops"] += 2.0 * used * (_FP8_TIME[weight.block == TILE] if in_fp8 else 1.0)
+        fp8_time = fit.fp8_blocks if in_fp8 and weight.block == TILE else fit.fp8_rows
+        sums["flops"] += 2.0 * used * (fp8_time if in_fp8 else 1.0)
         sums["weight_bytes"] += nbytes(weight)
         # Codes of experts are transposed in one direction of two: as many bytes as decoding moves.
         passes = (0.5 if matrix.num_experts else 0.0) if in_fp8 else 1.0

@@ -12,17 +12,13 @@ import socket
 import sys
 from pathlib import Path
 
+from jaxtune.models.fitted import DEVICE_SHARES
 from jaxtune.profile.data_sheets import DATA_SHEETS, data_sheet, known_devices, refusal
 from jaxtune.profile.device import known_ceilings
 from jaxtune.system import processes
 from jaxtune.system.invocation import spelled
 from jaxtune.train.config import TrainConfig
 
-# Shares of the data sheet that an H200 reaches for long: products 680 of 989 TFLOP/s, copies 4.2 of 4.8 TB/s, pinned
-# host memory 55 of 63 GB/s. Other devices are taken to reach the same shares until somebody measures them.
-_GEMM_SHARE, _COPY_SHARE, _LINK_SHARE = 680 / 989, 4.2 / 4.8, 55 / 63
-_PEER_SHARE = 0.75  # of NVLink's or the host link's rate, that collectives are taken to reach
-_SUSTAINED = 0.93  # of a product's speed in a short measurement, for a whole step: power limits
 # A card's size, here and wherever a config, a recipe, a document or an error says one ("a 24 GB card",
 # memory.budget_gb=24): the GB that it is sold with are GiB, and of them the CUDA context with its libraries takes so
 # many bytes outside of the allocator. Bytes of arrays and of plans are said in GB of 1e9.
@@ -135,6 +131,7 @@ def find_device(
         raise ValueError(f"{'this GPU' if here else 'plan.device'} = {name!r}: {reason}")
     sheet, known = data_sheet(name), known_ceilings(name)
     rated = sheet or DATA_SHEETS[_STAND_IN]
+    shares = DEVICE_SHARES.of("xla", name)
     if sheet is None and not here:
         near = difflib.get_close_matches(name, known_devices(), 3, 0.85)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
@@ -142,13 +139,13 @@ def find_device(
             f"plan.device = {name!r}: not a device that is known; {hint}known: {', '.join(known_devices())}"
         )
     if known is not None and known.source == "measured":
-        rates = (known.gemm_bf16_tflops * 1e12 * _SUSTAINED, known.copy_tbps * 1e12, known.to_host_gbps * 1e9)
+        rates = (known.gemm_bf16_tflops * 1e12 * shares.sustained, known.copy_tbps * 1e12, known.to_host_gbps * 1e9)
         note = "rates measured on this machine"
     else:
         rates = (
-            rated.bf16_tflops * 1e12 * _GEMM_SHARE,
-            rated.copy_tbps * 1e12 * _COPY_SHARE,
-            rated.link_gbps * 1e9 * _LINK_SHARE,
+            rated.bf16_tflops * 1e12 * shares.products,
+            rated.copy_tbps * 1e12 * shares.copies,
+            rated.link_gbps * 1e9 * shares.link,
         )
         note = "not measured: its data sheet, at the shares that an H200 reaches"
         if sheet is None:
@@ -158,7 +155,7 @@ def find_device(
     if sheet is not None and sheet.link_gbps == 0:
         rates = (*rates[:2], 0.0)
     hopper = "H100" in name or "H200" in name
-    peer = (rated.nvlink_gbps or rated.link_gbps or _ONE_MEMORY_GBPS) * 1e9 * _PEER_SHARE
+    peer = (rated.nvlink_gbps or rated.link_gbps or _ONE_MEMORY_GBPS) * 1e9 * shares.peers
     if memory_bytes is not None:
         return Device(name, memory_bytes, *rates, _pinnable_bytes(*sharing), note, hopper, peer=peer)
     assert sheet is not None

@@ -22,7 +22,7 @@ from jaxtune.train.planning.choice import (
 )
 from jaxtune.train.planning.cost import StepCost, abstract_model, step_cost
 from jaxtune.train.planning.devices import Device, card_gb
-from jaxtune.train.planning.forecasts import GAPS, forecast, gathered_bytes, head_forecast, layer_forecasts
+from jaxtune.train.planning.forecasts import bytes_with_gaps, forecast, gathered_bytes, head_forecast, layer_forecasts
 from jaxtune.train.planning.plan import StepPlan
 
 
@@ -103,7 +103,7 @@ def _surely_fits(parts: StepCost, config: TrainConfig, device: Device, budget: f
     for tile in dict.fromkeys((tile_tokens_of(parts, config), None)):
         of = layer_forecasts(parts, plans.placed, tokens_of(parts, 1), device, tile)
         own = np.maximum(np.maximum(head, of.work_forward) + of.hosted, of.work + parts.head_gradient_bytes)
-        alike = count * of.kept + np.maximum(own, of.hosted + of.work_forward + GAPS * of.leaving)
+        alike = count * of.kept + np.maximum(own, of.hosted + of.work_forward + bytes_with_gaps(of.leaving, device))
         plan = plans[int(np.where(count * of.hosted <= device.host_bytes, alike, np.inf).argmin())]
         uniform = StepPlan(ResidualPlan.uniform(plan, count, tile), 1, chunk)
         if forecast(parts, uniform, device).peak_bytes <= budget:

@@ -1,8 +1,7 @@
 """What a plan costs: the bytes and seconds of a step under it, predicted.
 
-Bytes of residuals are exact, from the shapes of the segments; what the compiler adds around them, and the rates, were
-fitted to programs compiled for an H200 and to steps measured on it. How well they hold is what
-tests/gpu/aot/test_memory.py checks and benchmarks/train/memory.py records.
+Bytes of residuals are exact, from the shapes of the segments; what the compiler adds around them, and the rates, are
+fitted (models/fitted.py).
 """
 
 from __future__ import annotations
@@ -15,33 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from jaxtune.models.fitted import ALLOCATOR_BYTES, ATTENTION_TIME, PRODUCT_TIME, STEP_TIME, ProductTime, StepTime
 from jaxtune.models.layers.segment import Sizes
 from jaxtune.models.residual_plan import KEEP, PLACEMENTS, LayerPlan
 from jaxtune.pallas.linear_cross_entropy import chunk_length
 from jaxtune.train.planning.cost import LayerKind, StepCost, Work
 from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.plan import StepPlan
-
-# Fitted to steps of the 8B shape on an H200: everything that is not a product moves each segment's inputs and outputs
-# this many times, forward and backward.
-_PASSES_FORWARD, _PASSES_BACKWARD = 2.0, 2.2
-# Four bits to 16: bytes moved for an element, at the speed of our kernel.
-_DECODE_BYTES, _DECODE_SHARE = 2.5, 0.8
-EXPERT_SHARE = 0.75  # experts' products and what sorts their rows, against dense ones; by three steps of gpt-oss-20b
-# Attention against large products, and the tokens at which it reaches half of that; its backward against it.
-_ATTENTION_SHARE, _ATTENTION_HALF = 0.936, 1090
-_ATTENTION_BACKWARD, _ATTENTION_HALF_BACKWARD = 2.87, 1365
-_HALF_SPEED_TOKENS = 64  # tokens at which a product reaches half of its speed
-# The share of a layer's time in one direction under which transfers (models/placement/transfers.py) can hide, and the
-# share of the transfers' time that is lost even then.
-_COVER, _CARRY_LOSS = 0.9, 0.03
-GAPS = 1.4  # what leaves takes with the gaps that it leaves
-_LAYER_PASS_SECONDS = 40e-6  # launches and gaps of a layer, one direction
-_MICRO_BATCH_SECONDS = 6e-3
-# Of a collective's time under products, what these lose to it: NCCL's kernels take multiprocessors that they fill. By
-# fsdp over two H200s, 8B LoRA: 44 ms more a step than one alone, for 15 GB gathered (44 ms at 0.75 of NVLink's rate).
-_COLLECTIVE_LOSS = 0.95
-
 
 type Figure = Any  # a float, or an array of one for each plan
 
@@ -99,23 +78,37 @@ class Forecast:
         return self.tokens / self.step_seconds
 
 
+def product_time(device: Device) -> ProductTime:
+    return PRODUCT_TIME.of("mosaic", device.name)
+
+
+def _step_time(device: Device) -> StepTime:
+    return STEP_TIME.of("xla", device.name)
+
+
+def bytes_with_gaps(leaving: Figure, device: Device) -> Figure:
+    """Bytes that values on their way to the host take, with the gaps that they leave."""
+    return ALLOCATOR_BYTES.of("xla", device.name).leaving * leaving
+
+
 def _decode_seconds(work: Work, device: Device) -> float:
-    return work.decoded * _DECODE_BYTES / (device.copy * _DECODE_SHARE)
+    fit = product_time(device)
+    return work.decoded * fit.decoded_bytes / (device.copy * fit.decoded_share)
 
 
 def _segment_seconds(work: Work, tokens: float, length: int, device: Device) -> tuple[float, float]:
     """(forward, backward) of one segment over `tokens` tokens in documents of `length`."""
-    rate = device.gemm * tokens / (tokens + _HALF_SPEED_TOKENS)
+    fit, attend = product_time(device), ATTENTION_TIME.of("cudnn", device.name)
+    rate = device.gemm * tokens / (tokens + fit.half_tokens)
     weights = work.weight_bytes / device.copy
     product = max(work.flops * tokens / rate, weights) + work.empty_flops / device.gemm
-    product = product / (EXPERT_SHARE if work.empty_flops else 1.0) + _decode_seconds(work, device)
-    attention = work.attention_flops * tokens / (device.gemm * _ATTENTION_SHARE)
+    product = product / (fit.experts if work.empty_flops else 1.0) + _decode_seconds(work, device)
+    attention = work.attention_flops * tokens / (device.gemm * attend.share)
     passes = work.moved_bytes * tokens / device.copy
-    forward = product + attention * (1 + _ATTENTION_HALF / length) + _PASSES_FORWARD * passes
+    forward = product + attention * (1 + attend.half_tokens / length) + fit.passes_forward * passes
     forward += work.kernel_forward * tokens / device.copy
-    backward = (
-        product + _ATTENTION_BACKWARD * attention * (1 + _ATTENTION_HALF_BACKWARD / length) + _PASSES_BACKWARD * passes
-    )
+    attention = attend.backward * attention * (1 + attend.half_tokens_backward / length)
+    backward = product + attention + fit.passes_backward * passes
     backward += work.kernel_backward * tokens / device.copy
     return forward, backward + work.weight_flops * tokens / rate
 
@@ -176,13 +169,15 @@ def layer_forecasts(
     again, at_feed_forward, at_mixer, work_forward, tiles = of_sets(dropped | rounded << count, remade).T
     leaving, arriving = of_sets(offloaded | (tiles > 1).astype(int) << count, travelling).T
     hosted, in_fp8 = of_sets(offloaded, size), of_sets(rounded, size)
-    rounding = in_fp8 * (1 + 1 / parts.dtype.itemsize) / (device.copy * _DECODE_SHARE)  # or reading it again
+    rounding = in_fp8 * (1 + 1 / parts.dtype.itemsize)
+    rounding = rounding / (device.copy * product_time(device).decoded_share)  # or reading it again
+    fit = _step_time(device)
     once = {number: [sum(column) for column in zip(*seconds, strict=True)] for number, seconds in seconds_of.items()}
     forward, backward = (np.where(tiles > 1, once[most_tiles][i], once[1][i]) for i in (0, 1))
-    forward = forward + rounding + _LAYER_PASS_SECONDS
-    backward = backward + again + rounding + 2 * _LAYER_PASS_SECONDS
+    forward = forward + rounding + fit.layer_seconds
+    backward = backward + again + rounding + 2 * fit.layer_seconds
     link = hosted / (device.link or device.copy)
-    waits = [np.maximum(link - _COVER * seconds, 0.0) for seconds in (forward, backward)]
+    waits = [np.maximum(link - fit.hidden * seconds, 0.0) for seconds in (forward, backward)]
     return LayerForecast(
         kept=of_sets(kept, size) + in_fp8 / parts.dtype.itemsize,  # a scale a token beside it is nothing
         hosted=hosted,
@@ -191,8 +186,8 @@ def layer_forecasts(
         work_forward=work_forward,
         work=np.maximum(np.maximum(at_feed_forward + (hosted + arriving), at_mixer + 2 * hosted), 0.0)
         + parts.dropout_bytes * tokens,
-        forward=forward + waits[0] + _CARRY_LOSS * link,
-        backward=backward + waits[1] + _CARRY_LOSS * link,
+        forward=forward + waits[0] + fit.lost * link,
+        backward=backward + waits[1] + fit.lost * link,
         recompute=again,
         wait=waits[0] + waits[1],
     )
@@ -228,6 +223,7 @@ def _remade(parts: StepCost, dropped, rounded, whole, of_kinds, seconds, device,
             dtype=parts.dtype,
             length=parts.length,
             hopper=device.hopper,
+            device=device.name,
         )
         moments = _backward_bytes(kind, facts)
         at_feed_forward, at_mixer = max(at_feed_forward, moments[0]), max(at_mixer, moments[1])
@@ -248,7 +244,7 @@ def _travelling(parts: StepCost, offloaded, whole, hosted: float, seconds, devic
             for segment, times in zip(parts.segments, seconds, strict=True)
             if segment.in_mixer and not (direction and segment.first)
         ]
-        room = _COVER * sum(stages) * (device.link or device.copy)
+        room = _step_time(device).hidden * sum(stages) * (device.link or device.copy)
         for name in offloaded:
             if whole[name] > room:
                 break
@@ -315,11 +311,13 @@ def head_forecast(parts: StepCost, chunk_tokens: int, tokens: float, device: Dev
     logits = (chunk + -chunk % 8) * parts.vocab_size * (4.0 + parts.dtype.itemsize)  # XLA fills products up
     products = 3 if parts.head_trains else 2
     flops = 2.0 * products * parts.vocab_size * parts.hidden_size * tokens
-    passes = tokens * parts.vocab_size * 18.0 / device.copy
+    fit = _step_time(device)
+    passes = tokens * parts.vocab_size * fit.logit_bytes / device.copy
     if parts.head_trains:  # the gradient's sum is read and written for every chunk
-        passes += tokens / chunk * parts.vocab_size * parts.hidden_size * 8.0 / device.copy
-    seconds = flops / (device.gemm * chunk / (chunk + _HALF_SPEED_TOKENS)) + passes
-    return logits + 3.5 * hidden + parts.head_bytes, seconds
+        passes += tokens / chunk * parts.vocab_size * parts.hidden_size * fit.head_gradient_bytes / device.copy
+    seconds = flops / (device.gemm * chunk / (chunk + product_time(device).half_tokens)) + passes
+    around = ALLOCATOR_BYTES.of("xla", device.name).loss * hidden
+    return logits + around + parts.head_bytes, seconds
 
 
 def _reference_seconds(parts: StepCost, tokens: float, head_seconds: float, device: Device) -> float:
@@ -335,7 +333,7 @@ def state_seconds(parts: StepCost, device: Device) -> float:
 
 def _collective_seconds(parts: StepCost, plan, forward: float, backward: float, device) -> tuple[float, float]:
     """(all, exposed) of a step's collectives; forward, backward: seconds of all layers in a micro-batch."""
-    of, rate, micro = parts.exchange, device.peer, plan.micro_batches
+    of, rate, micro, fit = parts.exchange, device.peer, plan.micro_batches, _step_time(device)
     resident, trained = plan.residuals.resident, of.weights - of.frozen
     divided, whole = 1 - resident / parts.num_layers, max(plan.residuals.whole_weights, 1) / parts.num_layers
     weights = trained + of.frozen * divided
@@ -344,7 +342,7 @@ def _collective_seconds(parts: StepCost, plan, forward: float, backward: float, 
     total = micro * (weights + again + of.gradients + around) / rate + of.sums / rate
     exposed = 0.0
     for size, above in ((weights, forward), (again + of.gradients, backward)):
-        exposed += max(size / rate - _COVER * above, _COLLECTIVE_LOSS * size / rate)
+        exposed += max(size / rate - fit.hidden * above, fit.collective_lost * size / rate)
     return total, micro * (exposed + around / rate) + of.sums / rate
 
 
@@ -356,9 +354,10 @@ def _forecast(parts: StepCost, plan, groups: list[tuple[LayerForecast, int]], he
     last, before = groups[-1][0], groups[-1 if groups[-1][1] > 1 else max(len(groups) - 2, 0)][0]
     resident = plan.residuals.resident
     gathered = gathered_bytes(parts, plan.residuals.whole_weights, resident)
+    leaving = bytes_with_gaps(before.leaving, device)
     moments = [
         ("the loss: logits of a chunk, hidden states", kept, head_bytes + last.hosted, gathered[0]),
-        ("the forward of a layer", kept, last.hosted + last.work_forward + GAPS * before.leaving, gathered[1]),
+        ("the forward of a layer", kept, last.hosted + last.work_forward + leaving, gathered[1]),
     ]
     below = arriving = 0.0
     for layer, count in groups:
@@ -395,7 +394,7 @@ def _forecast(parts: StepCost, plan, groups: list[tuple[LayerForecast, int]], he
     return Forecast(
         plan=plan,
         parts={name: value for name, value in bytes_.items() if value},
-        step_seconds=micro * (step + _MICRO_BATCH_SECONDS) + update + exposed,
+        step_seconds=micro * (step + _step_time(device).micro_batch_seconds) + update + exposed,
         recompute_seconds=micro * sum(layer.recompute * count for layer, count in groups),
         wait_seconds=micro * sum(layer.wait * count for layer, count in groups),
         host_bytes=sum(layer.hosted * count for layer, count in groups) + parts.hosted_bytes,
