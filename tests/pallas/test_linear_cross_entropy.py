@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtune.pallas.linear_cross_entropy import chunk_length, linear_cross_entropy, linear_token_losses
+from jaxtune.pallas.linear_cross_entropy import (
+    chunk_length,
+    fills_up,
+    linear_cross_entropy,
+    linear_log_probs,
+    linear_token_losses,
+)
 
 ROWS, LENGTH, DIM, VOCAB = 2, 13, 16, 50
 
@@ -246,3 +254,55 @@ def test_a_head_in_16_bits_takes_the_cotangent_in_32():
     one, third = (value_and_gradients(arguments, dloss=dloss)[3] for dloss in (1.0, 1 / 3))
     sizes = [np.abs(np.asarray(dhead, np.float64)).sum() for dhead in (one, third)]
     np.testing.assert_allclose(sizes[1] / sizes[0], 1 / 3, rtol=5e-4)
+
+
+def whole_log_probs(hidden, head, targets, temperature, soft_cap, logit_scale):
+    """(log-probabilities, entropies) from whole logits."""
+    logits = jnp.einsum("btd,vd->btv", hidden, head, precision="highest") * logit_scale
+    logits = (logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)) / temperature
+    logps = jax.nn.log_softmax(logits)
+    return jnp.take_along_axis(logps, targets[..., None], -1)[..., 0], -(jnp.exp(logps) * logps).sum(-1)
+
+
+@pytest.mark.parametrize("temperature, soft_cap, logit_scale", [(1.0, None, 1.0), (0.6, None, 0.5), (1.7, 2.0, 1.5)])
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+@pytest.mark.parametrize("head_gradient", [False, True])
+@pytest.mark.parametrize("chunk_tokens", [None, 10])
+@pytest.mark.gpu
+def test_log_probs_and_entropies(temperature, soft_cap, logit_scale, entropy_gradient, head_gradient, chunk_tokens):
+    hidden, head, targets, factors = operands()
+    options = dict(temperature=temperature, soft_cap=soft_cap, logit_scale=logit_scale)
+
+    def loss(function, entropy_gradient, hidden, head):
+        logps, entropies = function(hidden, head)
+        entropies = entropies if entropy_gradient else jax.lax.stop_gradient(entropies)
+        return (factors * logps).sum() + (jnp.cos(jnp.arange(LENGTH)) * entropies).sum(), (logps, entropies)
+
+    def ours(hidden, head):
+        more = dict(entropy_gradient=entropy_gradient, head_gradient=head_gradient, chunk_tokens=chunk_tokens)
+        return linear_log_probs(hidden, head, targets, **options, **more)
+
+    def whole(hidden, head):
+        return whole_log_probs(hidden, head if head_gradient else jax.lax.stop_gradient(head), targets, **options)
+
+    want = jax.value_and_grad(functools.partial(loss, whole, entropy_gradient), (0, 1), has_aux=True)(hidden, head)
+    got = jax.value_and_grad(functools.partial(loss, ours, True), (0, 1), has_aux=True)(hidden, head)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+def test_a_vocabulary_that_is_filled_up_changes_no_entropy():
+    hidden, head, targets, _ = operands(jnp.bfloat16)
+    assert fills_up(len(head), head.dtype)
+    logps, entropies = linear_log_probs(hidden, head, targets, entropy_gradient=True)
+    want = whole_log_probs(hidden.astype(jnp.float32), head.astype(jnp.float32), targets, 1.0, None, 1.0)
+    np.testing.assert_allclose(logps, want[0], atol=2e-2)
+    np.testing.assert_allclose(entropies, want[1], atol=2e-2)
+    gradient = jax.grad(lambda h: linear_log_probs(h, head, targets, entropy_gradient=True)[1].sum())(hidden)
+    assert jnp.isfinite(gradient.astype(jnp.float32)).all()
+
+
+def test_a_temperature_must_be_above_zero():
+    hidden, head, targets, _ = operands()
+    with pytest.raises(ValueError, match="temperature"):
+        linear_log_probs(hidden, head, targets, temperature=0.0)

@@ -1,6 +1,11 @@
 """Cross entropy of hidden states against a vocabulary head, without the whole logits."""
 
-from jaxtune.pallas.linear_cross_entropy.api import chunk_length, linear_cross_entropy, linear_token_losses
+from jaxtune.pallas.linear_cross_entropy.api import (
+    chunk_length,
+    linear_cross_entropy,
+    linear_log_probs,
+    linear_token_losses,
+)
 from jaxtune.pallas.linear_cross_entropy.reference import filled_up, fills_up
 
-__all__ = ["chunk_length", "filled_up", "fills_up", "linear_cross_entropy", "linear_token_losses"]
+__all__ = ["chunk_length", "filled_up", "fills_up", "linear_cross_entropy", "linear_log_probs", "linear_token_losses"]

@@ -18,11 +18,11 @@ CHUNK_LOGITS = 1 << 27  # that exist at a time by default
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _loss(hidden, head, targets, weights, static):
     # One sum over all tokens: the same whatever the chunks.
-    return (weights * reference.forward(hidden, head, targets, weights, **dict(static), gradients=False)[0]).sum()
+    return (weights * reference.forward(hidden, head, targets, weights, **dict(static), gradients=False).losses).sum()
 
 
 def _loss_fwd(hidden, head, targets, weights, static):
-    losses, dhidden, dhead = reference.forward(hidden, head, targets, weights, **dict(static), gradients=True)
+    losses, _, dhidden, dhead = reference.forward(hidden, head, targets, weights, **dict(static), gradients=True)
     return (weights * losses).sum(), (dhidden, dhead, losses)
 
 
@@ -37,13 +37,13 @@ _loss.defvjp(_loss_fwd, _loss_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _token_losses(hidden, head, targets, weights, static):
-    return weights * reference.forward(hidden, head, targets, weights, **dict(static), gradients=False)[0]
+    return weights * reference.forward(hidden, head, targets, weights, **dict(static), gradients=False).losses
 
 
 def _token_losses_fwd(hidden, head, targets, weights, static):
     if dict(static)["head_gradient"]:  # the head's is a sum over tokens, whose shares are only known in the backward
         return _token_losses(hidden, head, targets, weights, static), (hidden, head, targets, weights)
-    losses, dhidden, _ = reference.forward(hidden, head, targets, weights, **dict(static), gradients=True)
+    losses, _, dhidden, _ = reference.forward(hidden, head, targets, weights, **dict(static), gradients=True)
     return weights * losses, (dhidden, losses)
 
 
@@ -51,13 +51,43 @@ def _token_losses_bwd(static, residuals, dlosses):
     if dict(static)["head_gradient"]:
         hidden, head, targets, weights = residuals
         shares = weights * dlosses
-        losses, dhidden, dhead = reference.forward(hidden, head, targets, shares, **dict(static), gradients=True)
+        losses, _, dhidden, dhead = reference.forward(hidden, head, targets, shares, **dict(static), gradients=True)
         return dhidden, dhead, None, losses * dlosses
     dhidden, losses = residuals
     return (dhidden.astype(jnp.float32) * dlosses[..., None]).astype(dhidden.dtype), None, None, losses * dlosses
 
 
 _token_losses.defvjp(_token_losses_fwd, _token_losses_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _log_probs(hidden, head, targets, entropy_gradient, static):
+    ones = jnp.ones(targets.shape, jnp.float32)
+    results = reference.forward(hidden, head, targets, ones, **dict(static), gradients=False, entropies=True)
+    return -results.losses, results.entropies
+
+
+def _log_probs_fwd(hidden, head, targets, entropy_gradient, static):
+    # The factors of the two gradients of a hidden state, and of the tokens in the head's gradient, are known in the
+    # backward only.
+    if entropy_gradient or dict(static)["head_gradient"]:
+        return _log_probs(hidden, head, targets, entropy_gradient, static), (hidden, head, targets)
+    ones = jnp.ones(targets.shape, jnp.float32)
+    results = reference.forward(hidden, head, targets, ones, **dict(static), gradients=True, entropies=True)
+    return (-results.losses, results.entropies), (results.dhidden,)
+
+
+def _log_probs_bwd(entropy_gradient, static, residuals, gradients):
+    dlogps, dentropies = gradients
+    if entropy_gradient or dict(static)["head_gradient"]:
+        options = dict(entropies=True, entropy_weights=dentropies) if entropy_gradient else {}
+        results = reference.forward(*residuals, -dlogps, **dict(static), gradients=True, **options)
+        return results.dhidden, results.dhead, None
+    [dhidden] = residuals
+    return (dhidden.astype(jnp.float32) * -dlogps[..., None]).astype(dhidden.dtype), None, None
+
+
+_log_probs.defvjp(_log_probs_fwd, _log_probs_bwd)
 
 
 @on_any_mesh
@@ -123,15 +153,64 @@ def linear_token_losses(
     return _token_losses(hidden, head, targets.astype(jnp.int32), weights.astype(jnp.float32), static)
 
 
+@on_any_mesh
+def linear_log_probs(
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    *,
+    temperature: float = 1.0,
+    soft_cap: float | None = None,
+    logit_scale: float = 1.0,
+    entropy_gradient: bool = False,
+    head_gradient: bool = True,
+    chunk_tokens: int | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probabilities of targets, and entropies, under softmax(logits / temperature); [B, T, V] logits never exist.
+
+    The logits are those of linear_cross_entropy, with soft cap and scale. A sampler without filters draws from this
+    distribution at that temperature, so policy gradients need its log-probabilities.
+
+    Args:
+      hidden: [B, T, D] bfloat16, float16 or float32, finite everywhere. head: [V, D], of these dtypes.
+      targets: int[B, T] in [0, V), at padding too.
+      temperature: above 0.
+      entropy_gradient: whether the entropies are differentiable. Without it their gradient is zero, and a frozen head's
+        logits are computed once; with it the backward computes the logits once more.
+      head_gradient, chunk_tokens: as in linear_cross_entropy.
+    Returns:
+      (log_probs, entropies): float32[B, T] each, in nats.
+    Raises:
+      TypeError, ValueError: an argument is not as described here.
+    """
+    options = (soft_cap, logit_scale, 0.0, 0.0, head_gradient, chunk_tokens, temperature)
+    static = _checked("linear_log_probs", hidden, head, targets, None, *options)
+    logps, entropies = _log_probs(hidden, head, targets.astype(jnp.int32), entropy_gradient, static)
+    return logps, entropies if entropy_gradient else jax.lax.stop_gradient(entropies)
+
+
 def _checked(
-    name, hidden, head, targets, weights, soft_cap, logit_scale, label_smoothing, z_loss, head_gradient, chunk_tokens
+    name,
+    hidden,
+    head,
+    targets,
+    weights,
+    soft_cap,
+    logit_scale,
+    label_smoothing,
+    z_loss,
+    head_gradient,
+    chunk_tokens,
+    temperature=1.0,
 ):
     """What a call is specialised on, hashable."""
     check = Arguments(name)
     check.array("hidden", hidden, "B T D", FLOATS)
     check.array("head", head, "V D", FLOATS)
     check.array("targets", targets, "B T", INTEGERS)
-    check.array("weights", weights, "B T", FLOATS)
+    if weights is not None:
+        check.array("weights", weights, "B T", FLOATS)
+    check.number("temperature", temperature, above=0)
     check.number("soft_cap", soft_cap, above=0, optional=True)
     check.number("logit_scale", logit_scale)
     check.number("label_smoothing", label_smoothing, least=0, below=1)
@@ -143,6 +222,7 @@ def _checked(
     return (
         ("soft_cap", soft_cap),
         ("logit_scale", logit_scale),
+        ("temperature", temperature),
         ("label_smoothing", label_smoothing),
         ("z_loss", z_loss),
         ("head_gradient", head_gradient),

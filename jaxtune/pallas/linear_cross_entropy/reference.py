@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -19,11 +21,38 @@ def filled_up(head: jax.Array) -> jax.Array:
     return jnp.pad(head, ((0, -len(head) % _MULTIPLE), (0, 0))) if fills_up(len(head), head.dtype) else head
 
 
+class Results(NamedTuple):
+    """What a chunk of tokens, or all of them, gives."""
+
+    # float32[B, t], without the weights.
+    losses: jax.Array
+    # float32[B, t], entropies of the distributions in nats; None where they are not asked for.
+    entropies: jax.Array | None
+    # [B, t, D] in hidden's dtype: gradient of sum(weights * losses + entropy_weights * entropies); or None.
+    dhidden: jax.Array | None
+    # [V, D], the head's gradient, or None: float32 for a chunk, in the head's dtype for all tokens.
+    dhead: jax.Array | None
+
+
 def _chunk(
-    hidden, head, targets, weights, gradients, *, size, soft_cap, logit_scale, label_smoothing, z_loss, head_gradient
-):
-    """(losses [B, t], dhidden, dhead) of one chunk [B, t, ...]; losses and dhead are fp32. size: of the vocabulary,
-    behind which the head [V, D] is filled up."""
+    hidden,
+    head,
+    targets,
+    weights,
+    entropy_weights,
+    *,
+    gradients,
+    entropies,
+    size,
+    soft_cap,
+    logit_scale,
+    temperature,
+    label_smoothing,
+    z_loss,
+    head_gradient,
+) -> Results:
+    """The results of one chunk of tokens, whose arrays are [B, t, ...]. size: the vocabulary's, which `head` [V, D] may
+    exceed by rows of zeros. entropy_weights: [B, t], or None if the entropies have no gradient."""
     precision = jax.lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     logits = jnp.einsum("btd,vd->btv", hidden, head, preferred_element_type=jnp.float32, precision=precision)
     if logit_scale != 1.0:
@@ -32,6 +61,8 @@ def _chunk(
     if soft_cap is not None:
         capped = jnp.tanh(logits / soft_cap)
         logits, slope = capped * soft_cap, logit_scale * (1.0 - capped * capped)
+    if temperature != 1.0:
+        logits, slope = logits / temperature, slope / temperature
     real = None if len(head) == size else jnp.arange(len(head)) < size
     if real is not None:
         logits = jnp.where(real, logits, -jnp.inf)
@@ -40,46 +71,63 @@ def _chunk(
     if label_smoothing:
         hit = (1.0 - label_smoothing) * hit + label_smoothing * logits.mean(-1, where=real)
     losses = lse - hit + z_loss * lse * lse if z_loss else lse - hit
+    found = None
+    if entropies:
+        logps = logits - lse[..., None]
+        found = -jnp.where(logps == -jnp.inf, 0.0, jnp.exp(logps) * logps).sum(-1)
     if not gradients:
-        return losses, None, None
+        return Results(losses, found, None, None)
     chosen = (jnp.arange(len(head), dtype=targets.dtype) == targets[..., None]).astype(jnp.float32)
     wanted = chosen * (1.0 - label_smoothing) + label_smoothing / size if label_smoothing else chosen
     probabilities = jnp.exp(logits - lse[..., None])
     if z_loss:
         probabilities = probabilities * (1.0 + 2.0 * z_loss * lse[..., None])
-    dlogits = (probabilities - wanted) * weights[..., None] * slope
+    dlogits = (probabilities - wanted) * weights[..., None]
+    if found is not None and entropy_weights is not None:
+        slopes = jnp.where(logps == -jnp.inf, 0.0, probabilities * (logps + found[..., None]))
+        dlogits = dlogits - entropy_weights[..., None] * slopes
+    dlogits = dlogits * slope
     dlogits = dlogits.astype(hidden.dtype)  # behind the vocabulary they multiply zeros, and the head's are cut off
     dhidden = jnp.einsum("btv,vd->btd", dlogits, head, precision=precision)
     dhead = None
     if head_gradient:
         dhead = jnp.einsum("btv,btd->vd", dlogits, hidden, preferred_element_type=jnp.float32, precision=precision)
-    return losses, dhidden, dhead
+    return Results(losses, found, dhidden, dhead)
 
 
-def forward(hidden, head, targets, weights, *, chunk_length, gradients, **options):
-    """(losses float32[B, T] without their weights, dhidden in hidden's dtype or None, dhead in head's dtype or None):
-    gradients of the weighted losses' sum; see api.linear_cross_entropy."""
+def forward(
+    hidden, head, targets, weights, *, chunk_length, gradients, entropies=False, entropy_weights=None, **options
+) -> Results:
+    """The results of all tokens, hidden [B, T, D]; see api.linear_cross_entropy and api.linear_log_probs.
+
+    gradients: whether they are computed. entropy_weights: float32[B, T] if entropies have gradients."""
     rows, length, _ = hidden.shape
     size = len(head)
     cast = filled_up(head.astype(hidden.dtype))
+    options |= dict(size=size, gradients=gradients, entropies=entropies)
+
+    def finished(results: Results) -> Results:
+        return results._replace(dhead=None if results.dhead is None else results.dhead[:size].astype(head.dtype))
+
     if chunk_length >= length:
-        losses, dhidden, dhead = _chunk(hidden, cast, targets, weights, gradients, size=size, **options)
-        return losses, dhidden, None if dhead is None else dhead[:size].astype(head.dtype)
+        return finished(_chunk(hidden, cast, targets, weights, entropy_weights, **options))
     count = -(-length // chunk_length)
-    pad = ((0, 0), (0, count * chunk_length - length))
-    hidden, targets, weights = jnp.pad(hidden, (*pad, (0, 0))), jnp.pad(targets, pad), jnp.pad(weights, pad)
+
+    def padded(array):
+        return jnp.pad(array, ((0, 0), (0, count * chunk_length - length), (0, 0))[: array.ndim])
+
+    arrays = jax.tree.map(padded, (hidden, targets, weights, entropy_weights))
 
     def one(dhead, index):
         at = index * chunk_length
-        h, t, w = (jax.lax.dynamic_slice_in_dim(a, at, chunk_length, 1) for a in (hidden, targets, weights))
-        losses, dh, dw = _chunk(h, cast, t, w, gradients, size=size, **options)
-        return None if dhead is None else dhead + dw, (losses, dh)
+        h, *others = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, at, chunk_length, 1), arrays)
+        results = _chunk(h, cast, *others, **options)
+        return None if dhead is None else dhead + results.dhead, results._replace(dhead=None)
 
     def whole(chunks):  # [count, B, t, ...] -> [B, T, ...]
         chunks = jnp.moveaxis(chunks, 0, 1)
         return chunks.reshape(rows, -1, *chunks.shape[3:])[:, :length]
 
     dhead = jnp.zeros(cast.shape, jnp.float32) if gradients and options["head_gradient"] else None
-    dhead, (losses, dhidden) = jax.lax.scan(one, dhead, jnp.arange(count))
-    dhidden = None if dhidden is None else whole(dhidden)
-    return whole(losses), dhidden, None if dhead is None else dhead[:size].astype(head.dtype)
+    dhead, results = jax.lax.scan(one, dhead, jnp.arange(count))
+    return finished(jax.tree.map(whole, results)._replace(dhead=dhead))
