@@ -1,0 +1,410 @@
+"""The losses of learning from rewards: GRPO, its variants and RLOO, as functions of arrays [answers, tokens].
+
+The functions know no model. `group_advantages` and `rloo_advantages` turn rewards into advantages on the host;
+`importance_ratio` corrects for a sampler whose probabilities differ from the trainer's; `grpo_loss` is the loss of a
+batch of answers. Names, defaults and values are TRL 1.16's.
+
+Papers: GRPO arXiv 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, GSPO 2507.18071, CISPO 2506.13585, SAPO 2511.20347,
+RLOO 2402.14740, entropy masks 2506.01939.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+LossType = Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo"]
+Level = Literal["token", "sequence"]
+Scale = Literal["group", "batch", "none"]
+Correction = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+_SMALL = 1e-4  # added to a standard deviation before a division by it
+
+# ---- advantages, on the host
+
+
+def total_rewards(rewards: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
+    """float32[answers]: the weighted sum of each answer's rewards, NaN if no function gave it one.
+
+    Args:
+      rewards: [answers, functions], NaN where a function does not apply to an answer.
+      weights: [functions]; None: all 1.
+    """
+    rewards = np.asarray(rewards, np.float32)
+    weights = np.ones(rewards.shape[1], np.float32) if weights is None else np.asarray(weights, np.float32)
+    total = np.nansum(rewards * weights, axis=1, dtype=np.float32)
+    return np.where(np.isnan(rewards).all(axis=1), np.float32(np.nan), total)
+
+
+def group_advantages(
+    rewards: np.ndarray,
+    num_generations: int,
+    *,
+    weights: np.ndarray | None = None,
+    scale_rewards: Scale = "group",
+    aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize",
+) -> np.ndarray:
+    """float32[answers]: how much better each answer's reward is than its group's mean, in units of a deviation.
+
+    An answer without any reward has advantage 0 and does not count in its group's mean. Deviations are the unbiased
+    estimates (divided by n - 1), plus 1e-4.
+
+    Args:
+      rewards: [answers, functions], NaN where a function does not apply. The answers of a group follow each other.
+      num_generations: answers in a group.
+      weights: [functions], of the functions' rewards; None: all 1.
+      scale_rewards: whose deviation divides: the group's, the whole batch's, or none.
+      aggregation: "sum_then_normalize" adds the functions' rewards up first. "normalize_then_sum" scales each one's
+        rewards within a group, adds them up, and scales the sums over the batch (GDPO, arXiv 2601.05242).
+    Raises:
+      ValueError: the answers do not divide into groups, or an option is none of those above.
+    """
+    rewards = _in_groups("group_advantages", rewards, num_generations)
+    if scale_rewards not in get_args(Scale):
+        raise ValueError(f"scale_rewards = {scale_rewards!r}: must be one of {', '.join(get_args(Scale))}")
+    if aggregation == "sum_then_normalize":
+        total = total_rewards(rewards, weights).reshape(-1, num_generations)
+        found = total - _mean(total, 1)
+        if scale_rewards != "none":
+            found = found / (_deviation(total, 1 if scale_rewards == "group" else None) + _SMALL)
+    elif aggregation == "normalize_then_sum":
+        grouped = rewards.reshape(-1, num_generations, rewards.shape[1])
+        scaled = (grouped - _mean(grouped, 1)) / (_deviation(grouped, 1) + _SMALL)
+        total = total_rewards(scaled.reshape(rewards.shape), weights)
+        total = np.where(np.isnan(rewards).all(axis=1), np.float32(np.nan), total)
+        found = (total - _mean(total, None)) / (_deviation(total, None) + _SMALL)
+    else:
+        raise ValueError(f"aggregation = {aggregation!r}: must be 'sum_then_normalize' or 'normalize_then_sum'")
+    return np.nan_to_num(found.reshape(-1), nan=0.0).astype(np.float32)
+
+
+def rloo_advantages(
+    rewards: np.ndarray,
+    num_generations: int,
+    *,
+    weights: np.ndarray | None = None,
+    kl: np.ndarray | None = None,
+    beta: float = 0.0,
+    normalize: bool = False,
+) -> np.ndarray:
+    """float32[answers]: each answer's reward less the mean of the other answers of its group (leave one out).
+
+    Args:
+      rewards, num_generations, weights: as for group_advantages.
+      kl: float32[answers], sums over an answer's tokens of log p - log p_ref; beta times it is taken from the reward.
+      normalize: scale the advantages by their mean and deviation over the batch.
+    Raises:
+      ValueError: the answers do not divide into groups.
+    """
+    rewards = _in_groups("rloo_advantages", rewards, num_generations)
+    total = total_rewards(rewards, weights)
+    if kl is not None and beta:
+        total = total - np.float32(beta) * np.asarray(kl, np.float32)
+    total = total.reshape(-1, num_generations)
+    scored = (~np.isnan(total)).sum(axis=1, keepdims=True)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        others = (np.nansum(total, axis=1, keepdims=True) - total) / (scored - 1)
+    found = total - others if num_generations > 1 else np.zeros_like(total)
+    found = np.where(np.isfinite(found), found, np.float32(np.nan))
+    if normalize:
+        found = (found - _mean(found, None)) / (_deviation(found, None) + _SMALL)
+    return np.nan_to_num(found.reshape(-1), nan=0.0).astype(np.float32)
+
+
+def _in_groups(name: str, rewards: np.ndarray, num_generations: int) -> np.ndarray:
+    rewards = np.asarray(rewards, np.float32)
+    if rewards.ndim != 2:
+        raise ValueError(f"{name}: rewards has shape {rewards.shape}; it must be [answers, functions]")
+    if num_generations < 1 or len(rewards) % num_generations:
+        raise ValueError(
+            f"{name}: {len(rewards)} answers are not groups of num_generations = {num_generations}; "
+            "give every prompt the same number of answers"
+        )
+    return rewards
+
+
+def _mean(values: np.ndarray, axis: int | None) -> np.ndarray:
+    """The mean of what is not NaN, with the axis kept; NaN if there is nothing."""
+    count = (~np.isnan(values)).sum(axis=axis, keepdims=True)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.nansum(values, axis=axis, keepdims=True, dtype=np.float32) / count
+
+
+def _deviation(values: np.ndarray, axis: int | None) -> np.ndarray:
+    """The unbiased standard deviation of what is not NaN, with the axis kept; NaN for fewer than two values."""
+    count = (~np.isnan(values)).sum(axis=axis, keepdims=True)
+    squares = np.nansum((values - _mean(values, axis)) ** 2, axis=axis, keepdims=True, dtype=np.float32)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(count > 1, np.sqrt(squares / (count - 1)), np.nan).astype(np.float32)
+
+
+# ---- losses, on the device
+
+
+def importance_ratio(
+    logps: jax.Array,
+    sampled_logps: jax.Array,
+    mask: jax.Array,
+    *,
+    mode: Correction = "sequence_mask",
+    clip_max: float | None = 3.0,
+    clip_min: float | None = None,
+) -> jax.Array:
+    """How much likelier the trainer's model makes what was sampled than the sampler did, bounded; without gradient.
+
+    It multiplies the policy's loss and so corrects for a sampler that computes with other roundings.
+
+    Args:
+      logps: float32[answers, tokens], log-probabilities under the trainer's model when the answers were sampled.
+      sampled_logps: float32[answers, tokens], under the sampler, NaN where it gave none: those tokens count as equal.
+      mask: [answers, tokens], 1 at tokens of answers.
+      mode: "token_..." makes a ratio for each token, "sequence_..." one for an answer (of the probabilities of all its
+        tokens). "..._truncate" clips ratios to the bounds; "..._mask" sets those beyond them to 0.
+      clip_max, clip_min: the bounds; None: none.
+    Returns:
+      float32[answers, tokens] or float32[answers, 1].
+    Raises:
+      ValueError: an unknown mode.
+    """
+    if mode not in get_args(Correction):
+        raise ValueError(f"importance_sampling_mode = {mode!r}: must be one of {', '.join(get_args(Correction))}")
+    difference = jnp.nan_to_num((logps - sampled_logps) * mask, nan=0.0)
+    if mode.startswith("sequence"):
+        difference = difference.sum(-1, keepdims=True)
+    ratio = jnp.exp(difference)
+    if mode.endswith("truncate"):
+        return jax.lax.stop_gradient(jnp.clip(ratio, clip_min, clip_max))
+    outside = jnp.zeros(ratio.shape, bool)
+    if clip_min is not None:
+        outside |= ratio < clip_min
+    if clip_max is not None:
+        outside |= ratio > clip_max
+    return jax.lax.stop_gradient(jnp.where(outside, 0.0, ratio))
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyLoss:
+    """What the loss of answers is made of.
+
+    Raises:
+      ValueError: an option out of its range, by name.
+    """
+
+    loss_type: LossType = "dapo"
+    """How losses of tokens become one number. Means over all tokens of a batch: "dapo", "bnpo", "cispo"; means of the
+    answers' means: "grpo", "sapo"; the sum over answers x max_completion_length: "dr_grpo"."""
+
+    importance_sampling_level: Level = "token"
+    """Whether each token has a ratio of probabilities, new over old, or each answer one, the geometric mean (GSPO)."""
+
+    epsilon: float = 0.2
+    """The ratio is clipped below at 1 - epsilon."""
+
+    epsilon_high: float | None = None
+    """The ratio is clipped above at 1 + epsilon_high; of "cispo", at epsilon_high itself. None: epsilon."""
+
+    delta: float | None = None
+    """A bound of the unclipped ratio, for answers with a negative advantage (two-sided clipping). None: none."""
+
+    beta: float = 0.0
+    """The factor of the divergence from the reference model."""
+
+    use_bias_correction_kl: bool = True
+    """Multiply the divergence by the ratio, through which it is differentiated too."""
+
+    top_entropy_quantile: float = 1.0
+    """The share of tokens, those of largest entropy, that the policy's loss counts."""
+
+    entropy_coef: float = 0.0
+    """The factor of the mean entropy, which is taken from the loss."""
+
+    sapo_temperature_pos: float = 1.0
+    """The slope of "sapo"'s soft clipping for positive advantages."""
+
+    sapo_temperature_neg: float = 1.05
+    """The same for other advantages."""
+
+    max_completion_length: int = 512
+    """The tokens by which "dr_grpo" divides for each answer."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("loss_type", get_args(LossType)), ("importance_sampling_level", get_args(Level))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} = {getattr(self, name)!r}: must be one of {', '.join(allowed)}")
+        if not 0.0 < self.top_entropy_quantile <= 1.0:
+            raise ValueError(f"top_entropy_quantile = {self.top_entropy_quantile}: must be above 0 and at most 1")
+        for name in ("epsilon", "epsilon_high", "delta", "beta", "max_completion_length"):
+            value = getattr(self, name)
+            if value is not None and (value < 0 or (value == 0 and name in ("delta", "max_completion_length"))):
+                raise ValueError(f"{name} = {value}: must not be negative, nor is 0 a bound or a length")
+
+    @property
+    def bound_above(self) -> float:
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+
+@dataclasses.dataclass(frozen=True)
+class Answers:
+    """A batch of sampled answers, [answers, tokens] each but where said; padding is behind an answer.
+
+    Attributes:
+      logps: float32, log-probabilities under the model that trains; differentiable.
+      mask: float32, 1 at tokens that the loss counts.
+      advantages: float32[answers].
+      entropies: float32, of the model's distributions.
+      old_logps: float32, under the model that sampled; None: `logps` without its gradient, as in the first step after
+        sampling.
+      ref_logps: float32, under the reference model; needed where beta is not 0.
+      ratio: as importance_ratio gives it, float32[answers, tokens or 1]; None: no correction.
+      present: float32[answers], 0 where a row of the arrays holds no answer; None: all do. An answer whose mask is all
+        zeros, because it was cut off, is present.
+    """
+
+    logps: jax.Array
+    mask: jax.Array
+    advantages: jax.Array
+    entropies: jax.Array
+    old_logps: jax.Array | None = None
+    ref_logps: jax.Array | None = None
+    ratio: jax.Array | None = None
+    present: jax.Array | None = None
+
+    @property
+    def counted(self) -> jax.Array:
+        """float32[answers]: 1 for each answer."""
+        return jnp.ones(len(self.mask), jnp.float32) if self.present is None else self.present
+
+
+def grpo_loss(answers: Answers, options: PolicyLoss = PolicyLoss()) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """(loss, {metric: mean}) of a batch of answers: float32 scalars, the first differentiable by the log-probabilities.
+
+    ```python
+    answers = Answers(logps, mask, jnp.asarray(group_advantages(rewards, num_generations=8)), entropies)
+    loss, metrics = grpo_loss(answers, PolicyLoss(loss_type="dr_grpo", max_completion_length=256))
+    ```
+    """
+    loss, count, sums = grpo_sums(answers, options)
+    return loss / jnp.maximum(count, 1.0), means_of(sums)
+
+
+def means_of(sums: dict[str, Any]) -> dict[str, Any]:
+    """{metric: mean} of what grpo_sums gives, which may be added up over batches before. Of no tokens all are 0."""
+    counts = {name: sums[name] for name in ("tokens", "ratios")}
+    return {
+        name: value / (count + (count == 0))
+        for name, value in sums.items()
+        if name not in counts
+        for count in [counts["ratios" if name in _BY_RATIO else "tokens"]]
+    }
+
+
+_CLIPPED = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
+# Metrics that have a value for each ratio, of a token or of an answer; the others are means over tokens.
+_BY_RATIO = (*_CLIPPED, "cispo_clip_ratio")
+
+
+def metric_names(options: PolicyLoss) -> tuple[str, ...]:
+    """The names of the sums that grpo_sums gives."""
+    clipped = {"cispo": ("cispo_clip_ratio",), "sapo": ()}.get(options.loss_type, _CLIPPED)
+    return ("tokens", "ratios", "entropy", *(("kl",) if options.beta else ()), *clipped)
+
+
+def grpo_sums(answers: Answers, options: PolicyLoss) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """(sum of losses, count, {name: sum}) of a batch of answers, float32 scalars.
+
+    The loss of several batches is the sum of the first over the sum of the second, and so for metrics (see means_of).
+    The count is one of tokens, or of answers ("grpo", "sapo").
+    """
+    mask, advantages = answers.mask.astype(jnp.float32), answers.advantages[:, None]
+    old = jax.lax.stop_gradient(answers.logps) if answers.old_logps is None else answers.old_logps
+    log_ratio = answers.logps - old
+    per_answer = jnp.maximum(mask.sum(-1, keepdims=True), 1.0)
+    if options.importance_sampling_level == "sequence":
+        log_ratio = (log_ratio * mask).sum(-1, keepdims=True) / per_answer
+    ratio = jnp.exp(log_ratio)
+    losses, clipped = _policy_losses(answers.logps, ratio, advantages, options)
+    counted = mask
+    if options.top_entropy_quantile < 1.0:
+        counted = mask * _of_high_entropy(answers.entropies, mask, options.top_entropy_quantile)
+        losses = losses * counted
+    if answers.ratio is not None:
+        losses = losses * answers.ratio
+    losses = jnp.broadcast_to(losses, mask.shape)
+    ratio_mask = mask if options.importance_sampling_level == "token" else answers.counted[:, None]
+    sums = {"tokens": mask.sum(), "ratios": ratio_mask.sum(), "entropy": (answers.entropies * mask).sum()}
+    if options.beta:
+        if answers.ref_logps is None:
+            raise ValueError(
+                f"beta = {options.beta}: the divergence needs ref_logps, the reference's log-probabilities"
+            )
+        apart = answers.ref_logps - answers.logps
+        kl = jnp.exp(apart) - apart - 1.0
+        kl = kl * ratio if options.use_bias_correction_kl else kl
+        losses = losses + options.beta * kl
+        sums["kl"] = (kl * mask).sum()
+    sums |= {name: (value * ratio_mask).sum() for name, value in clipped.items()}
+    loss, count = _aggregated(losses * mask, per_answer, answers, options)
+    if options.entropy_coef:
+        mean = (answers.entropies * counted).sum() / jnp.maximum(counted.sum(), 1.0)
+        loss = loss - options.entropy_coef * mean * count
+    return loss, count, jax.lax.stop_gradient(sums)
+
+
+def _aggregated(losses, per_answer, answers: Answers, options: PolicyLoss) -> tuple[jax.Array, jax.Array]:
+    """(sum, count) of the losses of tokens [answers, tokens], which are 0 outside of the mask."""
+    if options.loss_type in ("grpo", "sapo"):
+        return (losses / per_answer).sum(), answers.counted.sum()
+    if options.loss_type == "dr_grpo":
+        return losses.sum(), answers.counted.sum() * options.max_completion_length
+    return losses.sum(), answers.mask.astype(jnp.float32).sum()
+
+
+def rloo_sums(answers: Answers, options: PolicyLoss) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """As grpo_sums, of RLOO: an answer is one action, whose ratio is that of the probabilities of all its tokens.
+
+    Only epsilon and epsilon_high of the options count. Advantages are rloo_advantages.
+    """
+    mask = answers.mask.astype(jnp.float32)
+    old = jax.lax.stop_gradient(answers.logps) if answers.old_logps is None else answers.old_logps
+    ratio = jnp.exp(((answers.logps - old) * mask).sum(-1, keepdims=True))
+    losses, clipped = _policy_losses(
+        answers.logps, ratio, answers.advantages[:, None], dataclasses.replace(options, loss_type="grpo", delta=None)
+    )
+    if answers.ratio is not None:
+        losses = losses * answers.ratio
+    counted = answers.counted[:, None]
+    sums = {"tokens": mask.sum(), "ratios": counted.sum(), "entropy": (answers.entropies * mask).sum()}
+    sums |= {name: (value * counted).sum() for name, value in clipped.items()}
+    return (losses * counted).sum(), counted.sum(), jax.lax.stop_gradient(sums)
+
+
+def rloo_loss(answers: Answers, options: PolicyLoss = PolicyLoss()) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """As grpo_loss, of RLOO."""
+    loss, count, sums = rloo_sums(answers, options)
+    return loss / jnp.maximum(count, 1.0), means_of(sums)
+
+
+def _policy_losses(logps, ratio, advantages, options: PolicyLoss) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """(losses [answers, tokens or 1], {metric: [answers, tokens or 1]}) of ratios [answers, tokens or 1]."""
+    low, high = options.epsilon, options.bound_above
+    if options.loss_type == "cispo":
+        held = jax.lax.stop_gradient(jnp.minimum(ratio, high))
+        return -held * advantages * logps, {"cispo_clip_ratio": (ratio > high) & (advantages > 0)}
+    if options.loss_type == "sapo":
+        slope = jnp.where(advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg)
+        return -jax.nn.sigmoid(slope * (ratio - 1.0)) * 4.0 / slope * advantages, {}
+    clipped = jnp.clip(ratio, 1.0 - low, 1.0 + high)
+    ratio = ratio if options.delta is None else jnp.minimum(ratio, options.delta)
+    below, above = (ratio < 1.0 - low) & (advantages < 0), (ratio > 1.0 + high) & (advantages > 0)
+    shares = dict(zip(_CLIPPED, (below, above, below | above), strict=True))
+    return -jnp.minimum(ratio * advantages, clipped * advantages), shares
+
+
+def _of_high_entropy(entropies: jax.Array, mask: jax.Array, share: float) -> jax.Array:
+    """[answers, tokens]: 1 at the share of the batch's tokens that have the largest entropies."""
+    entropies = jax.lax.stop_gradient(entropies)
+    bound = jnp.nanquantile(jnp.where(mask > 0, entropies, jnp.nan), 1.0 - share)
+    return ((entropies * mask >= bound) & (mask > 0)).astype(jnp.float32)
