@@ -60,34 +60,51 @@ def _token_losses_bwd(static, residuals, dlosses):
 _token_losses.defvjp(_token_losses_fwd, _token_losses_bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _log_probs(hidden, head, targets, entropy_gradient, static):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _log_probs(hidden, head, targets, static):
     ones = jnp.ones(targets.shape, jnp.float32)
     results = reference.forward(hidden, head, targets, ones, **dict(static), gradients=False, entropies=True)
     return -results.losses, results.entropies
 
 
-def _log_probs_fwd(hidden, head, targets, entropy_gradient, static):
-    # The factors of the two gradients of a hidden state, and of the tokens in the head's gradient, are known in the
-    # backward only.
-    if entropy_gradient or dict(static)["head_gradient"]:
-        return _log_probs(hidden, head, targets, entropy_gradient, static), (hidden, head, targets)
+def _log_probs_fwd(hidden, head, targets, static):
+    # The factors of the tokens in the head's gradient are known in the backward only.
+    if dict(static)["head_gradient"]:
+        return _log_probs(hidden, head, targets, static), (hidden, head, targets)
     ones = jnp.ones(targets.shape, jnp.float32)
     results = reference.forward(hidden, head, targets, ones, **dict(static), gradients=True, entropies=True)
     return (-results.losses, results.entropies), (results.dhidden,)
 
 
-def _log_probs_bwd(entropy_gradient, static, residuals, gradients):
-    dlogps, dentropies = gradients
-    if entropy_gradient or dict(static)["head_gradient"]:
-        options = dict(entropies=True, entropy_weights=dentropies) if entropy_gradient else {}
-        results = reference.forward(*residuals, -dlogps, **dict(static), gradients=True, **options)
+def _log_probs_bwd(static, residuals, gradients):
+    dlogps, _ = gradients
+    if dict(static)["head_gradient"]:
+        hidden, head, targets = residuals
+        results = reference.forward(hidden, head, targets, -dlogps, **dict(static), gradients=True)
         return results.dhidden, results.dhead, None
     [dhidden] = residuals
     return (dhidden.astype(jnp.float32) * -dlogps[..., None]).astype(dhidden.dtype), None, None
 
 
 _log_probs.defvjp(_log_probs_fwd, _log_probs_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _log_probs_and_entropies(hidden, head, targets, static):
+    return _log_probs(hidden, head, targets, static)
+
+
+def _log_probs_and_entropies_bwd(static, residuals, gradients):
+    (hidden, head, targets), (dlogps, dentropies) = residuals, gradients
+    more = dict(gradients=True, entropies=True, entropy_weights=dentropies)
+    results = reference.forward(hidden, head, targets, -dlogps, **dict(static), **more)
+    return results.dhidden, results.dhead, None
+
+
+_log_probs_and_entropies.defvjp(
+    lambda hidden, head, targets, static: (_log_probs(hidden, head, targets, static), (hidden, head, targets)),
+    _log_probs_and_entropies_bwd,
+)
 
 
 @on_any_mesh
@@ -185,8 +202,9 @@ def linear_log_probs(
     """
     options = (soft_cap, logit_scale, 0.0, 0.0, head_gradient, chunk_tokens, temperature)
     static = _checked("linear_log_probs", hidden, head, targets, None, *options)
-    logps, entropies = _log_probs(hidden, head, targets.astype(jnp.int32), entropy_gradient, static)
-    return logps, entropies if entropy_gradient else jax.lax.stop_gradient(entropies)
+    if entropy_gradient:
+        return _log_probs_and_entropies(hidden, head, targets.astype(jnp.int32), static)
+    return _log_probs(hidden, head, targets.astype(jnp.int32), static)
 
 
 def _checked(

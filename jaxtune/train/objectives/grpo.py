@@ -301,7 +301,7 @@ def means_of(sums: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-_CLIPPED = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
+_CLIPPED: tuple[str, ...] = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
 # Metrics that have a value for each ratio, of a token or of an answer; the others are means over tokens.
 _BY_RATIO = (*_CLIPPED, "cispo_clip_ratio")
 
