@@ -391,8 +391,8 @@ def _policy_losses(logps, ratio, advantages, options: PolicyLoss) -> tuple[jax.A
     """(losses [answers, tokens or 1], {metric: [answers, tokens or 1]}) of ratios [answers, tokens or 1]."""
     low, high = options.epsilon, options.bound_above
     if options.loss_type == "cispo":
-        held = jax.lax.stop_gradient(jnp.minimum(ratio, high))
-        return -held * advantages * logps, {"cispo_clip_ratio": (ratio > high) & (advantages > 0)}
+        capped = jax.lax.stop_gradient(jnp.minimum(ratio, high))
+        return -capped * advantages * logps, {"cispo_clip_ratio": (ratio > high) & (advantages > 0)}
     if options.loss_type == "sapo":
         slope = jnp.where(advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg)
         return -jax.nn.sigmoid(slope * (ratio - 1.0)) * 4.0 / slope * advantages, {}
