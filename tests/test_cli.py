@@ -421,7 +421,7 @@ def test_export_merges_an_adapter_into_its_base(tmp_path, capsys):
     assert "note: PEFT, vLLM, SGLang and TGI load this adapter" in capsys.readouterr().out
     for arguments, message in (
         (["--to", "onnx"], "to = 'onnx' is unknown; it can be merged,"),
-        (["--outtype", "q8_0"], "outtype = 'q8_0' is of gguf"),
+        (["--outtype", "q8_0"], "outtype = 'q8_0' is an option of gguf"),
     ):
         assert cli.main(["export", adapter, str(tmp_path / "no"), *arguments]) == 2
         assert message in capsys.readouterr().err

@@ -1,1 +1,1 @@
-"""Models in the formats of other programs; see README.md."""
+"""Exports of trained models in the formats of other programs; README.md in this folder describes them."""

@@ -1,8 +1,10 @@
-"""An adapter in PEFT's files, checked by merging it as PEFT does, and which servers can load it.
+"""Export of an adapter in PEFT's format, and which servers can load it.
 
-PEFT 0.21 keeps adapters of experts as one pair of matrices for all experts of a layer (its target_parameters). Servers
-that took such files for the older layout, of a linear for each expert, loaded them and answered wrongly; those that
-know no experts' adapters refuse them. What is said of servers here is what their releases of 2026 do.
+The files are read back, and the merged weights that PEFT would compute from them are compared with the model's.
+
+PEFT 0.21 stores an adapter of experts as one pair of matrices for all experts of a layer (`target_parameters`). Servers
+that expect the older layout, one linear per expert, loaded such files and answered wrongly; servers without support for
+experts' adapters refuse them. Notes on servers describe their releases of 2026.
 """
 
 from __future__ import annotations
@@ -23,7 +25,13 @@ from jaxtune.models.lora import experts, linears
 
 
 def write(model: Decoder, folder: Path, tokenizer: Any) -> list[str]:
-    """Writes the adapter into an empty folder, with the tokenizer if given, and reads it back; returns notes."""
+    """Writes the adapter into an empty folder, with the tokenizer if given, and reads it back.
+
+    Returns:
+      notes for the user, a sentence each.
+    Raises:
+      ArithmeticError: what was read back differs from the model; see `verify`.
+    """
     config, arrays, metadata = adapter_content(model)
     require_space(folder, sum(array.nbytes for array in arrays.values()) + (16 << 20))
     write_adapter(folder, config, arrays, metadata)
@@ -33,15 +41,15 @@ def write(model: Decoder, folder: Path, tokenizer: Any) -> list[str]:
 
 
 def servers(model: Decoder) -> list[str]:
-    """Which servers can load the model's adapter as it is, a sentence each."""
+    """Notes on which servers can load the model's adapter as it is, a sentence each."""
     adapted = [matrix.lora for _, matrix in linears(model) if matrix.lora is not None]
     of_experts = [matrix for _, matrix in experts(model) if matrix.lora is not None]
     notes = []
     if model.source is not None and model.source.carried is not None and model.source.carried.config is not None:
         notes.append(
-            "modules are named as in the base's text model, which AutoModelForCausalLM makes of its folder. vLLM and "
-            "AutoModelForImageTextToText make the whole model, in which the adapter does nothing, and vLLM does not "
-            "say so: serve the merged model there (--to merged)"
+            "modules are named as in the base's text model, which AutoModelForCausalLM loads. vLLM and "
+            "AutoModelForImageTextToText load the model with its vision tower, in which the adapter does nothing, and "
+            "vLLM does not say so: serve the merged model there (--to merged)"
         )
     if of_experts:
         return [
@@ -52,9 +60,9 @@ def servers(model: Decoder) -> list[str]:
         ]
     if config_of(model)["target_parameters"]:
         return [
-            "linears called gate_proj, up_proj or down_proj are named in target_parameters, for PEFT takes those names "
-            "among target_modules for experts': PEFT loads it so, without DoRA and with lora_dropout 0. "
-            "Servers that go by target_modules leave them out: serve the merged model there (--to merged)"
+            "linears called gate_proj, up_proj or down_proj are named in target_parameters, because PEFT reads those "
+            "names in target_modules as experts: PEFT loads this adapter, without DoRA and with lora_dropout 0. "
+            "Servers that read only target_modules leave these linears out: serve the merged model there (--to merged)"
         ]
     if is_nested(model):
         notes.append(
@@ -72,9 +80,14 @@ def servers(model: Decoder) -> list[str]:
 
 
 def verify(model: Decoder, found: Mapping[str, np.ndarray], meant: Mapping[str, np.ndarray]) -> None:
-    """Compares what was read with what was meant, bit for bit, and what PEFT would add to each weight with what the
-    model adds, by PEFT's layout and in numpy.
+    """Checks that an adapter was read back bit for bit, and that PEFT would compute the model's weights from it.
 
+    The second check multiplies the matrices in numpy, in PEFT's layout.
+
+    Args:
+      model: the model with the adapter.
+      found: the tensors that were read back, by name.
+      meant: the tensors that were written.
     Raises:
       ArithmeticError: they differ.
     """
@@ -84,7 +97,9 @@ def verify(model: Decoder, found: Mapping[str, np.ndarray], meant: Mapping[str, 
         if key not in found or key not in meant or found[key].tobytes() != meant[key].tobytes()
     ]
     if wrong:
-        raise ArithmeticError(f"{WEIGHTS_NAME}: read back, not as it was written: {', '.join(wrong[:8])}")
+        raise ArithmeticError(
+            f"{WEIGHTS_NAME}: what was read back differs from what was written: {', '.join(wrong[:8])}"
+        )
     for name, matrix in (*linears(model), *experts(model)):
         if matrix.lora is None:
             continue
@@ -96,7 +111,7 @@ def verify(model: Decoder, found: Mapping[str, np.ndarray], meant: Mapping[str, 
 
 
 def _peft_product(name: str, tensors: Mapping[str, np.ndarray], count: int) -> np.ndarray:
-    """B A as PEFT computes it, without its scale: [out, in], or [E, out, in] of experts."""
+    """The product B A as PEFT computes it, without its scale: [out, in], or [E, out, in] for experts."""
     if not count:
         a, b = (tensors[f"base_model.model.{name}.lora_{part}.weight"].astype(np.float64) for part in "AB")
         return b @ a

@@ -1,4 +1,5 @@
-"""Exporting: a model in, a folder out that another program loads, written whole and read back before it is there."""
+"""Export of a model into a folder that another program loads. The folder is complete and verified before it gets its
+name."""
 
 from __future__ import annotations
 
@@ -18,17 +19,17 @@ from jaxtune.models.files.folders import new_folder, require_new, require_space
 from jaxtune.models.files.weights import Weights
 from jaxtune.models.lora import has_adapter
 
-_METADATA_BYTES = 64 << 20  # tokenizer, template and headers take less
+_METADATA_BYTES = 64 << 20  # room reserved for tokenizer, template and headers
 _DEFAULT_OUTTYPE = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Exported:
-    """What an export wrote. files: names in the folder. notes: what its reader should know, a sentence each."""
+    """The result of an export."""
 
     folder: Path
-    files: tuple[str, ...]
-    notes: tuple[str, ...] = ()
+    files: tuple[str, ...]  # names of the files in the folder
+    notes: tuple[str, ...] = ()  # what users of the folder should know, a sentence each
 
 
 def export_model(
@@ -43,30 +44,33 @@ def export_model(
 ) -> Exported:
     """Writes a model, or its adapter, in the format of another program.
 
-    The folder appears whole or not at all: it is written beside, read back and compared with the model, and then gets
-    its name. Nothing is fetched from anywhere.
+    The folder appears complete or not at all: it is written under another name, read back, compared with the model, and
+    then renamed. Nothing is downloaded.
 
     Args:
+      model: the model, with or without an adapter.
       path: a folder that does not exist or is empty.
-      to: of FORMATS. An adapter is merged first, but for those that hold the adapter alone.
-      tokenizer: goes with the model; gguf needs it.
-      outtype: of gguf: f32, f16, bf16, q8_0 or q4_0; None: the model's own dtype.
-      name: general.name of a GGUF file; None: the folder's.
-      max_shard_bytes: of folders with safetensors: above this the weights are cut into shards.
+      to: one of FORMATS. An adapter is merged first, except in formats that contain the adapter alone.
+      tokenizer: written with the model; gguf needs it.
+      outtype: for gguf: f32, f16, bf16, q8_0 or q4_0; None: the model's own dtype.
+      name: general.name of a GGUF file; None: the folder's name.
+      max_shard_bytes: for safetensors folders: weights above this size are divided into shards.
+    Returns:
+      the folder, its files and notes for the user.
     Raises:
-      ValueError: a format, or a model that the format cannot hold, such as weights that QAT put on another grid; a
-        folder in use; a disk without room.
-      ArithmeticError: what was read back is not what was meant; nothing is left of it.
+      ValueError: an unknown format; a model that the format cannot represent, such as weights that QAT rounded to
+        another grid; a folder in use; a disk without room.
+      ArithmeticError: what was read back differs from the model; the folder is removed.
     """
     if to not in FORMATS:
         raise ValueError(f"export: to = {to!r} is unknown; it can be {', '.join(FORMATS)}")
     if outtype is not None and not to.startswith("gguf"):
-        raise ValueError(f"export: outtype = {outtype!r} is of gguf; {to} has none")
+        raise ValueError(f"export: outtype = {outtype!r} is an option of gguf; {to} has none")
     if outtype is not None and outtype not in gguf_file.OUTTYPES:
         raise ValueError(f"export: outtype = {outtype!r} is unknown; it can be {', '.join(gguf_file.OUTTYPES)}")
     job = _Job(require_new(path, "export"), tokenizer, outtype, name or Path(path).name, max_shard_bytes)
     if to.startswith("gguf") and model.config.num_labels is not None:
-        raise ValueError(f"export: to = {to!r}: GGUF has no model that scores texts (a reward model); take merged")
+        raise ValueError(f"export: to = {to!r}: GGUF has no reward models (this model scores texts); take merged")
     grids.require_held(model, to, (outtype or _DEFAULT_OUTTYPE[model.dtype]) if to == "gguf" else None)
     done = FORMATS[to](model, job)
     alone = to in ("adapter", "gguf-adapter")
@@ -75,6 +79,8 @@ def export_model(
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
+    """The arguments of `export_model` that all formats share."""
+
     path: Path
     tokenizer: Any
     outtype: str | None
@@ -83,10 +89,12 @@ class _Job:
 
 
 def _whole(model: Decoder) -> Weights:
+    """The model's weights, made one at a time, with an adapter merged into them."""
     return merged_weights(model) if has_adapter(model) else Weights(model)
 
 
 def _gguf(model: Decoder, job: _Job) -> Exported:
+    """Writes a model as one GGUF file."""
     gguf_file.require_gguf()
     arch = architecture(model.config)
     outtype = job.outtype or _DEFAULT_OUTTYPE[model.dtype]
@@ -96,8 +104,8 @@ def _gguf(model: Decoder, job: _Job) -> Exported:
     if bool(named) != strips:
         name = f"{name} (Phi-3)" if strips else re.sub("(phi)-?3", r"\1_3", name, flags=re.IGNORECASE)
         notes.append(
-            f"general.name is {name!r}: where it has phi-3 or phi3 in it llama.cpp drops line breaks after marks and "
-            f"needs Phi-3's tokens, and this tokenizer is {'' if strips else 'not '}such a one"
+            f"general.name is {name!r}: if it contains phi-3 or phi3, llama.cpp drops line breaks after special tokens "
+            f"and needs Phi-3's tokens, and this tokenizer is {'' if strips else 'not '}of that kind"
         )
     fields = {
         "general.type": "model",
@@ -116,6 +124,7 @@ def _gguf(model: Decoder, job: _Job) -> Exported:
 
 
 def _gguf_adapter(model: Decoder, job: _Job) -> Exported:
+    """Writes a model's LoRA adapter as a GGUF file for llama.cpp's --lora."""
     gguf_file.require_gguf()
     if job.outtype not in (None, "f32"):
         raise ValueError(f"export: outtype = {job.outtype!r}: adapters are written in f32, as they were trained")
@@ -132,6 +141,7 @@ def _gguf_adapter(model: Decoder, job: _Job) -> Exported:
 
 
 def _write_gguf(job: _Job, file: str, arch: str, fields, sources, outtype: str, notes: list[str]) -> Exported:
+    """Writes one GGUF file into the job's new folder and verifies it."""
     size = gguf_file.size_bytes(gguf_tensors.all_tensors(sources), outtype)
     require_space(job.path.parent, size + _METADATA_BYTES)
     with new_folder(job.path, "export") as folder:
@@ -141,6 +151,8 @@ def _write_gguf(job: _Job, file: str, arch: str, fields, sources, outtype: str, 
 
 
 def _folder(write: Callable) -> Callable[[Decoder, _Job], Exported]:
+    """An export function for a format that is a Hugging Face folder, from the function that writes its files."""
+
     def export(model: Decoder, job: _Job) -> Exported:
         with new_folder(job.path, "export") as folder:
             notes = write(model, folder, job.tokenizer, job.max_shard_bytes)

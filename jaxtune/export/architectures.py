@@ -1,8 +1,9 @@
-"""What llama.cpp knows of our families: its name for each, what it computes, and the metadata that it asks for.
+"""Families that llama.cpp knows: its name for each, what it computes, and the metadata that it needs.
 
-llama.cpp hard-codes much of an architecture that Hugging Face's configs can vary. What it would compute otherwise than
-the model does is refused here, by key and value; what is exact in a shorter context only is written with that context.
-The rules are those of the oldest llama.cpp that reads the architecture, so that every later one does.
+llama.cpp hard-codes much of an architecture that Hugging Face's configs can vary. A model that it would compute
+differently is refused here, with the key and the value. A model that it computes correctly in a shorter context only is
+written with that context. The rules are those of the oldest llama.cpp that reads the architecture, so that every later
+one reads it too.
 """
 
 from __future__ import annotations
@@ -17,39 +18,31 @@ from jaxtune.models.config import DecoderConfig, RopeConfig
 from jaxtune.models.rope import rotary_frequencies
 
 _QKV, _OUT, _MLP = "q/k/v", "attention output", "MLP"
-# What llama.cpp computes with, whatever the file says.
+# Constants that llama.cpp uses whatever the file says.
 _OSS_LIMIT, _OSS_ALPHA = 7.0, 1.702
 _GEMMA3_LOCAL_THETA = 10_000.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """How llama.cpp runs a family.
+    """How llama.cpp computes a family."""
 
-    name: general.architecture. permuted: it rotates neighbours (2i, 2i + 1) of a head, so that rows of q and k are
-    reordered. biases: those that it reads. period: every period-th layer has full attention and the others a window;
-    None: it knows no windows. split_heads: it takes heads to be hidden_size / num_attention_heads wide. ropes: kinds of
-    RopeConfig that it computes. own_output: the head must be a tensor of its own, even where it is tied; tied_output:
-    it must be tied. wide_scale_layers: with so many layers queries are scaled by the hidden size a head, not the
-    head's size (Gemma's 27B). nope_period: every such layer has no position encoding. partial: it rotates a part of
-    each head. factors: it reads the model's factors on embedding, scores, layers and logits, and divides by the last.
-    gemma: it scales the embedding by the root of its size, and has GELU in place of SiLU. ends: (its name of what the
-    token ends, the token) of tokens that end a text and that it does not know by theirs.
-    """
-
-    name: str
-    permuted: bool = False
-    biases: frozenset[str] = frozenset()
+    name: str  # general.architecture of the file
+    permuted: bool = False  # rotary pairs are the neighbours (2i, 2i + 1) of a head, so rows of q and k are reordered
+    biases: frozenset[str] = frozenset()  # projections whose biases it reads
+    # every period-th layer has full attention and the others a window; None: it has no windows
     period: int | None = None
-    split_heads: bool = False
-    ropes: tuple[str, ...] = ("default", "linear", "yarn")
-    own_output: bool = False
-    tied_output: bool = False
+    split_heads: bool = False  # it assumes that a head has hidden_size / num_attention_heads dimensions
+    ropes: tuple[str, ...] = ("default", "linear", "yarn")  # kinds of RopeConfig that it computes
+    own_output: bool = False  # the file must contain the head as a tensor, even if it is tied to the embedding
+    tied_output: bool = False  # the head must be tied to the embedding
+    # with this number of layers, queries are scaled by hidden_size / heads in place of head_dim (Gemma's 27B)
     wide_scale_layers: int | None = None
-    nope_period: int | None = None
-    partial: bool = False
-    factors: bool = False
-    gemma: bool = False
+    nope_period: int | None = None  # every nope_period-th layer has no position encoding
+    partial: bool = False  # rotary embedding covers a part of each head
+    factors: bool = False  # it reads factors on embedding, scores, layers and logits (the logits are divided by theirs)
+    gemma: bool = False  # the embedding is scaled by the square root of its size, and the activation is GELU, not SiLU
+    # (llama.cpp's key of an end token, the token's text), for end tokens it does not recognise by text
     ends: tuple[tuple[str, str], ...] = ()
 
 
@@ -81,16 +74,16 @@ ARCHITECTURES = {
 
 
 def architecture(config: DecoderConfig) -> Architecture:
-    """llama.cpp's architecture of a model.
+    """llama.cpp's architecture for a model.
 
     Raises:
-      ValueError: llama.cpp has none, or computes something else than the model does; every reason, one a line.
+      ValueError: llama.cpp has none, or would compute something other than the model does; every reason is a line.
     """
     arch = ARCHITECTURES.get(config.family)
     if arch is None:
         raise ValueError(
-            f"gguf: llama.cpp's files of the family {config.family!r} are not written; those of "
-            f"{', '.join(ARCHITECTURES)} are"
+            f"gguf: models of the family {config.family!r} cannot be written for llama.cpp; these can: "
+            f"{', '.join(ARCHITECTURES)}"
         )
     if problems := _problems(config, arch):
         raise ValueError("\n".join(f"gguf: {config.family}: {problem}" for problem in problems))
@@ -98,7 +91,7 @@ def architecture(config: DecoderConfig) -> Architecture:
 
 
 def _problems(config: DecoderConfig, arch: Architecture) -> list[str]:
-    """What llama.cpp would compute otherwise."""
+    """Everything that llama.cpp would compute differently from the model, a clause each."""
     found = []
 
     def check(right: bool, what: str) -> None:
@@ -135,7 +128,7 @@ def _problems(config: DecoderConfig, arch: Architecture) -> list[str]:
         check(config.final_soft_cap is None, f"final_logit_softcapping = {config.final_soft_cap}")
     check(config.tie_embeddings or not arch.tied_output, "tie_word_embeddings = false")
     if config.moe is not None:
-        normed = config.family != "qwen2_moe"  # where llama.cpp makes a token's weights sum to one
+        normed = config.family != "qwen2_moe"  # llama.cpp normalises a token's expert weights in all other families
         check(config.moe.renormalize == normed, f"norm_topk_prob = {str(not normed).lower()}")
         clamped = (_OSS_LIMIT, _OSS_ALPHA) if config.family == "gpt_oss" else (None, config.moe.swiglu_alpha)
         limits = (config.moe.swiglu_limit, config.moe.swiglu_alpha)
@@ -153,7 +146,7 @@ def _problems(config: DecoderConfig, arch: Architecture) -> list[str]:
 
 
 def _layer_problems(config: DecoderConfig, arch: Architecture) -> list[str]:
-    """Windows and rotary bases that do not follow llama.cpp's pattern of layers."""
+    """Windows and rotary bases that do not follow llama.cpp's pattern of layers, a clause each."""
     found = []
     if arch.period is not None:
         windows = {layer.window for layer in config.layers if layer.window is not None}
@@ -184,7 +177,11 @@ def _layer_problems(config: DecoderConfig, arch: Architecture) -> list[str]:
 
 
 def hyperparameters(config: DecoderConfig, arch: Architecture) -> tuple[dict[str, Any], list[str]]:
-    """({key without the architecture's name: value}, notes for the user); ints are uint32, floats float32."""
+    """The metadata of a model.
+
+    Returns:
+      ({key without the architecture's name: value}, notes for the user); ints are stored as uint32, floats as float32.
+    """
     notes = []
     context = config.context_length
     windows = {layer.window for layer in config.layers if layer.window is not None}
@@ -211,7 +208,7 @@ def hyperparameters(config: DecoderConfig, arch: Architecture) -> tuple[dict[str
             f"{context} tokens, within which the model is the same"
         )
     if config.family == "phi3":
-        keys["attention.sliding_window"] = 0  # older versions ask for it
+        keys["attention.sliding_window"] = 0  # older versions require the key
     if config.attention_soft_cap is not None:
         keys["attn_logit_softcapping"] = float(config.attention_soft_cap)
     if config.final_soft_cap is not None:
@@ -234,6 +231,7 @@ def hyperparameters(config: DecoderConfig, arch: Architecture) -> tuple[dict[str
 
 
 def _rope_keys(config: DecoderConfig, rope: RopeConfig, notes: list[str]) -> dict[str, Any]:
+    """Metadata of the rotary embedding; what users should know of it is appended to `notes`."""
     original = rope.original_max_position_embeddings or config.max_position_embeddings
     if rope.kind == "linear":
         return {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope.factor)}
@@ -247,8 +245,8 @@ def _rope_keys(config: DecoderConfig, rope: RopeConfig, notes: list[str]) -> dic
     if rope.kind == "yarn":
         if not rope.truncate:
             notes.append(
-                "llama.cpp rounds the bounds of yarn's ramp, which this model does not (truncate = false): "
-                "its logits differ a little"
+                "llama.cpp rounds the bounds of yarn's ramp, and this model does not (truncate = false): "
+                "logits differ slightly"
             )
         return {
             "rope.scaling.type": "yarn",
@@ -261,7 +259,7 @@ def _rope_keys(config: DecoderConfig, rope: RopeConfig, notes: list[str]) -> dic
 
 
 def rope_factors(config: DecoderConfig) -> dict[str, np.ndarray]:
-    """{tensor: float32[rotary dims / 2]} by which llama.cpp divides the rotary frequencies."""
+    """{tensor name: float32[rotary dims / 2]} of factors by which llama.cpp divides the rotary frequencies."""
     rope = config.rotary[0]
     if rope.kind == "longrope":
         return {

@@ -1,6 +1,8 @@
-"""Hugging Face folders for other programs: merged, in NF4, in FP8, in MXFP4; read back byte for byte.
+"""Export as Hugging Face folders for other programs: merged, in NF4, in FP8 and in MXFP4.
 
-Each takes a model whose tensors are made one at a time (models/files/weights.py), merged where there is an adapter."""
+Each function takes weights that are made one tensor at a time (models/files/weights.py), merged where the model has an
+adapter, and reads what it wrote back byte for byte.
+"""
 
 from __future__ import annotations
 
@@ -23,21 +25,24 @@ from jaxtune.models.registry import config_from_hf, text_config
 from jaxtune.pallas.formats import MXFP4, dense
 from jaxtune.system import terminal
 
-# Linears that vLLM multiplies in 16 bits whatever a file says, or that have too few outputs for its kernels. Published
-# models in few bits leave them as they are.
+# Linears that stay in 16 bits: vLLM multiplies them in 16 bits whatever a file says, or they have too few outputs for
+# its kernels. Published quantised models leave them in 16 bits too.
 KEPT = ("shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba")
 
 
 def write_merged(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
-    """The model in its own dtype, what is in four bits too."""
+    """Writes the model in its own dtype; weights in four bits are decoded."""
     return write_planned(weights.dequantized(), folder, tokenizer, max_shard_bytes)
 
 
 def write_bnb(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
-    """Linears in NF4 with double quantisation, as bitsandbytes writes them.
+    """Writes linears in NF4 with double quantisation, as bitsandbytes stores them.
 
-    What is not in NF4 is made twice: the lengths of quant_states, which hold a mean of each matrix as text, stand in
-    the headers of files.
+    Weights that are not yet in NF4 are made twice: files' headers contain the lengths of the quant_states, which
+    contain a mean of each matrix as text.
+
+    Raises:
+      ValueError: the model has experts, which transformers 5 cannot load in four bits.
     """
     if weights.model.config.moe is not None:
         raise ValueError("bnb-4bit: transformers 5 has no experts in four bits, so it could not load the result")
@@ -45,16 +50,20 @@ def write_bnb(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: i
 
 
 def write_fp8(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
-    """Linears and experts in FP8 with a scale for each row, in compressed-tensors' layout, which vLLM loads; but for
-    KEPT."""
+    """Writes linears and experts in FP8 with a scale for each row, in compressed-tensors' layout, which vLLM loads.
+    Linears of KEPT stay in 16 bits."""
     return write_planned(weights.quantized("fp8").dequantized(KEPT), folder, tokenizer, max_shard_bytes)
 
 
 def write_mxfp4(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
-    """gpt-oss with its experts in MXFP4, as it is published."""
+    """Writes gpt-oss with its experts in MXFP4, as it is published.
+
+    Raises:
+      ValueError: a model of another family.
+    """
     model = weights.model
     if model.config.family != "gpt_oss":
-        raise ValueError(f"mxfp4: only gpt-oss is stored so, and this model is of the family {model.config.family!r}")
+        raise ValueError(f"mxfp4: only gpt-oss can be written, and this model is of the family {model.config.family!r}")
     planned, variables = hf.checkpoint_tensors(weights), tensors_of(model)
     for name, matrix in experts(model):
         make = functools.partial(_in_mxfp4, weights.maker(name, variables[name]), model.dtype)
@@ -73,12 +82,12 @@ def write_mxfp4(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes:
 
 
 def _in_mxfp4(make: Callable[[], Any], dtype: str) -> MXFP4:
-    """An experts' matrix [E, in, out], which files hold as [E, out, in]."""
+    """An experts' matrix in MXFP4; `make` gives it as [E, in, out], files store it as [E, out, in]."""
     return MXFP4.encode(dense(make(), dtype).swapaxes(1, 2))
 
 
 def _mxfp4_tensors(name: str, sizes: tuple[int, int, int]) -> dict[str, FileTensor]:
-    """Blocks and scales of what _in_mxfp4 gives."""
+    """The blocks and scales that a file stores for a matrix from `_in_mxfp4`, by name."""
     count, out_size, in_size = sizes
     byte, blocks = np.dtype(np.uint8), (count, out_size, in_size // 32, 16)
     return {
@@ -96,8 +105,19 @@ def write_planned(
     extra: dict | None = None,
     loads: bool = True,
 ) -> list[str]:
-    """Writes the folder and reads it back. planned: what is in it, by default what checkpoint_tensors says. extra: of
-    config.json. loads: see verify."""
+    """Writes a folder and reads it back.
+
+    Args:
+      weights: the model's weights.
+      folder: an empty folder.
+      tokenizer: written with the model, if given.
+      max_shard_bytes: weights above this size are divided into shards.
+      planned: the files' tensors; None: what checkpoint_tensors gives for the model.
+      extra: entries that are added to config.json.
+      loads: see `verify`.
+    Returns:
+      notes for the user.
+    """
     planned = hf.checkpoint_tensors(weights) if planned is None else planned
     model = weights.model
     require_space(folder, file_plan.size_bytes(planned))
@@ -109,14 +129,16 @@ def write_planned(
 
 
 def verify(folder: Path, written: Mapping[str, shards.Written], config: DecoderConfig, loads: bool = True) -> None:
-    """Reads a folder and compares what config.json says, and every byte of every tensor, with what was made of the
-    model: what is computed of them, and so its logits, are the same.
+    """Reads a folder back and compares config.json, and every byte of every tensor by checksum, with what was made of
+    the model. Equal files compute equal logits.
 
     Args:
-      written: what write_checkpoint gave. Bytes are compared by checksums of what was made.
-      loads: whether jaxtune loads such folders itself, so that tensors are compared with config.json.
+      folder: the folder.
+      written: what write_checkpoint returned, with the checksums of what was made.
+      config: the model's.
+      loads: whether jaxtune can load such folders itself, so that tensors are also compared with config.json.
     Raises:
-      ArithmeticError: something is not as it was meant.
+      ArithmeticError: something differs.
     """
     try:
         said = text_config(read_config(folder))
@@ -125,7 +147,7 @@ def verify(folder: Path, written: Mapping[str, shards.Written], config: DecoderC
         else:
             said.pop("quantization_config")
         if config_from_hf(said) != config:
-            raise ArithmeticError("config.json, read back, says another model than this one")
+            raise ArithmeticError("config.json, read back, describes another model than this one")
         entries = weight_entries(folder)
         there = [name for name in written if name in entries]
         with terminal.progress("reading it back", sum(entries[name].size_bytes for name in there)) as advanced:
@@ -136,4 +158,4 @@ def verify(folder: Path, written: Mapping[str, shards.Written], config: DecoderC
     wrong += [name for name, as_written in zip(there, same, strict=True) if not as_written]
     if wrong:
         more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
-        raise ArithmeticError(f"{folder.name}: read back, not as the model has it: {', '.join(wrong[:8])}{more}")
+        raise ArithmeticError(f"{folder.name}: what was read back differs from the model: {', '.join(wrong[:8])}{more}")

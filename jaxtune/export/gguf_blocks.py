@@ -1,7 +1,8 @@
-"""The types that a GGUF file keeps numbers in, encoded and checked where a tensor lies: bytes as gguf's quantize makes
-them, which computes the same in numpy, one array of float32 for each operation.
+"""Encoders for the number types of GGUF files, which run and check themselves on the tensor's device.
 
-F32, F16 and BF16 are numbers. In Q8_0 and Q4_0 each 32 numbers of a row share a scale in f16, of 34 and 18 bytes.
+Their bytes equal those of the gguf package's quantize, which computes the same in numpy with one float32 array for each
+operation. F32, F16 and BF16 are plain numbers. In Q8_0 and Q4_0 each 32 numbers of a row share a scale in f16; such a
+block has 34 or 18 bytes.
 """
 
 from __future__ import annotations
@@ -20,21 +21,28 @@ from jaxtune.pallas.formats.division import divide
 
 BLOCK = 32  # numbers of a row that share a scale in q8_0 and q4_0
 LARGEST_F16 = 65504.0
-# Numbers that are encoded at a time. The encoders are compiled for these alone, whatever the shapes of the tensors.
+# Sizes of the runs that are encoded at a time. The encoders are compiled for these sizes only, whatever the tensors'
+# shapes.
 _RUNS = (1 << 24, 1 << 22, 1 << 16)
-_SAMPLED_BLOCKS = 2048  # of a run
-_PART = 1 << 30  # numbers of a tensor of which runs are cut: their places are 32-bit integers
+_SAMPLED_BLOCKS = 2048  # blocks of a run that are also decoded with gguf's own reader
+_PART = 1 << 30  # a larger tensor is divided into parts of this size, because positions are 32-bit integers
 
 
 def encode(name: str, array: Any, kind: str) -> Iterator[Callable[[], np.ndarray]]:
-    """Encodes an array [..., columns] of floats in the type `kind`, in runs that lie one after the other in a file. Of
-    each a function fetches the bytes, uint8[n] in host memory; a thread may call it while the device does the next.
+    """Encodes an array [..., columns] of floats in the type `kind`, run by run in the order of the file.
 
-    Every value is compared with what its bytes stand for; for some blocks gguf's own reader says what that is.
+    Every value is compared with what its bytes decode to; for some blocks gguf's own reader decodes them.
 
+    Args:
+      name: of the tensor, for messages.
+      array: the values.
+      kind: gguf's name of the type.
+    Yields:
+      for each run a function that returns its bytes, uint8[n] in host memory. A thread may call it while the device
+        encodes the next run.
     Raises:
       ArithmeticError: by that function: values that are not finite, too large for f16, or further off than the type's
-        rounding.
+        rounding explains.
     """
     array = jnp.asarray(array)
     for part in _parts(array):
@@ -48,15 +56,15 @@ def encode(name: str, array: Any, kind: str) -> Iterator[Callable[[], np.ndarray
 
 
 def _parts(array: jax.Array) -> Iterator[jax.Array]:
-    """The array, cut along its first axis into parts of about _PART numbers."""
+    """The array divided along its first axis into parts of about _PART numbers."""
     rows = max(1, _PART // (array.size // len(array)))
     for at in range(0, len(array), rows):
         yield array if rows >= len(array) else array[at : at + rows]
 
 
 def _runs(numbers: int) -> Iterator[tuple[int, int, int]]:
-    """(where it begins, its size, how many numbers of it are there) of each run of so many numbers: the largest, then
-    the smallest of which four hold what is left."""
+    """(start, size, numbers that it contains) of each run that `numbers` values are divided into: runs of the largest
+    size, then of the smallest size of which four are enough for the rest."""
     at = 0
     while at < numbers:
         size = min((size for size in _RUNS if 4 * size > numbers - at), default=max(_RUNS))
@@ -67,35 +75,41 @@ def _runs(numbers: int) -> Iterator[tuple[int, int, int]]:
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _cut(array: jax.Array, at: int, size: int, own: int) -> jax.Array:
-    """`own` of the array's numbers from `at`, and zeros up to `size`: [size / BLOCK, BLOCK]."""
+    """The `own` numbers of the array from position `at`, padded with zeros to `size`: [size / BLOCK, BLOCK]."""
     run = lax.dynamic_slice(array.reshape(-1), (at,), (own,))
     return jnp.pad(run, (0, size - own)).reshape(-1, BLOCK)
 
 
 @jax.jit
 def _sampled(blocks: jax.Array, coded: jax.Array, places: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The blocks at `places`, and their encoded bytes."""
     return blocks[places], coded[places]
 
 
 def _fetched(
     name: str, kind: str, coded: jax.Array, own: int, answers: Sequence[jax.Array], sampled: Sequence[jax.Array]
 ) -> np.ndarray:
-    """The bytes of a run's first `own` numbers."""
+    """The bytes of a run's first `own` numbers, after the checks of `encode`.
+
+    Args:
+      answers: what `_checked` returned.
+      sampled: what `_sampled` returned.
+    """
     finite, fits, near = jax.device_get(answers)
     if not finite:
-        raise ArithmeticError(f"gguf: {name} holds values that are not finite")
+        raise ArithmeticError(f"gguf: {name} has values that are not finite")
     if not fits:
         raise ArithmeticError(f"gguf: {name} has values above {LARGEST_F16:g}, too large for f16: use bf16")
     wide, read = (partition.on_host(each) for each in sampled)
     if not near or not _reader_agrees(wide.astype(np.float32), np.ascontiguousarray(read), kind):
-        raise ArithmeticError(f"gguf: {name}: {kind} is further from the model's values than it rounds")
+        raise ArithmeticError(f"gguf: {name}: in {kind} its values are further off than that type's rounding explains")
     found = np.ascontiguousarray(partition.on_host(coded)).reshape(-1).view(np.uint8)
     return found[: found.size * own // (len(coded) * BLOCK)]
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _encoded(array: jax.Array, kind: str) -> jax.Array:
-    """array [rows, columns] as a file has it: numbers of the type, or uint8[rows, bytes]."""
+    """The array [rows, columns] as a file stores it: numbers of the type, or uint8[rows, bytes]."""
     if kind == "BF16":
         return array.astype(jnp.bfloat16)
     wide = array.astype(jnp.float32)
@@ -110,11 +124,12 @@ def _encoded(array: jax.Array, kind: str) -> jax.Array:
 
 
 def _inverse(scales: jax.Array) -> jax.Array:
+    """1 / scales, and 0 where a scale is 0."""
     return jnp.where(scales == 0, 0, divide(jnp.ones_like(scales), jnp.where(scales == 0, 1, scales)))
 
 
 def _q8_0(blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(scales float32[rows, n], codes uint8[rows, n, 32])"""
+    """(scales float32[rows, n], codes uint8[rows, n, 32]) of blocks [rows, n, 32]."""
     largest = jnp.abs(blocks).max(-1)
     scales = divide(largest, jnp.full_like(largest, 127))
     numbers = blocks * _inverse(scales)[..., None]
@@ -125,10 +140,10 @@ def _q8_0(blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _q4_0(blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(scales float32[rows, n], codes uint8[rows, n, 16])"""
+    """(scales float32[rows, n], codes uint8[rows, n, 16]) of blocks [rows, n, 32]; a byte contains two codes."""
     at = jnp.abs(blocks).argmax(-1, keepdims=True)
     scales = jnp.take_along_axis(blocks, at, -1)[..., 0] / -8
-    # The barrier keeps the sum from being contracted into the product: gguf rounds between them.
+    # The barrier prevents a fused multiply-add, because gguf rounds between product and sum.
     numbers = lax.optimization_barrier(blocks * _inverse(scales)[..., None]) + jnp.float32(8.5)
     codes = jnp.clip(jnp.trunc(numbers), 0, 15).astype(jnp.uint8)
     return scales, codes[..., :16] | (codes[..., 16:] << 4)
@@ -136,7 +151,7 @@ def _q4_0(blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @functools.partial(jax.jit, static_argnums=2)
 def _checked(array: jax.Array, coded: jax.Array, kind: str) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(is all finite, does it fit into the type, is what the bytes stand for as near as the type's rounding)"""
+    """(all values are finite, all fit into the type, all decode to within the type's rounding) as scalars."""
     wide = array.astype(jnp.float32)
     if kind.startswith("Q"):
         blocks = coded.reshape(len(wide), wide.shape[1] // BLOCK, -1)
@@ -153,7 +168,7 @@ def _checked(array: jax.Array, coded: jax.Array, kind: str) -> tuple[jax.Array, 
 
 
 def _reader_agrees(wide: np.ndarray, coded: np.ndarray, kind: str) -> bool:
-    """Whether gguf reads rows of a file, float32[rows, columns] before, as what they were but for the rounding."""
+    """Whether gguf's reader decodes the bytes of float32[rows, columns] to these values within the type's rounding."""
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
@@ -162,12 +177,14 @@ def _reader_agrees(wide: np.ndarray, coded: np.ndarray, kind: str) -> bool:
 
 
 def _allowed(wide: Any, kind: str, numpy: Any) -> Any:
-    """The largest error that a type's rounding explains, for each value [rows, columns]. numpy: or jax.numpy."""
+    """The largest error that a type's rounding explains, for each value [rows, columns]. `numpy` is numpy or
+    jax.numpy."""
     if kind == "F32":
         return numpy.zeros_like(wide)
     if kind in ("F16", "BF16"):
         return numpy.abs(wide) * np.float32(2.0**-11 if kind == "F16" else 2.0**-8) + np.float32(2.0**-25)
-    # A block's scale is its largest value over 127, or over 8 (whose mirror image is cut off by a whole step), in f16.
+    # A block's scale is its largest value over 127 (q8_0) or over 8 (q4_0), in f16. Codes of q4_0 end at 7, so the
+    # negative of the largest value is clipped by a whole step.
     largest = numpy.abs(wide).reshape(len(wide), -1, BLOCK).max(-1, keepdims=True)
     steps, worst = (127, 0.5) if kind == "Q8_0" else (8, 1.0)
     bound = largest * np.float32(worst * 1.001 / steps + 2.0**-11) + np.float32(steps * 2.0**-25)

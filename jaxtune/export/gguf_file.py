@@ -1,4 +1,4 @@
-"""A GGUF file: written one tensor at a time, and read back."""
+"""Writer of GGUF files, one tensor at a time, and the check that reads them back."""
 
 from __future__ import annotations
 
@@ -18,25 +18,24 @@ from jaxtune.models.files import byte_files
 from jaxtune.system import terminal
 from jaxtune.system.files import writing
 
-# What weights can be kept in -> (gguf's name of it, the number of general.file_type).
+# {outtype: (gguf's name of the type, the number of general.file_type)}
 OUTTYPES = {"f32": ("F32", 0), "f16": ("F16", 1), "bf16": ("BF16", 32), "q8_0": ("Q8_0", 7), "q4_0": ("Q4_0", 2)}
-_ALIGNMENT = 32  # of where tensors begin, in bytes
-_FETCHED_AHEAD = 3  # runs of numbers on their way to the host while the device makes and encodes the next
+_ALIGNMENT = 32  # a tensor begins at a multiple of this, in bytes
+_FETCHED_AHEAD = 3  # runs that are copied to the host while the device makes and encodes the next
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A tensor as it was written, from `offset` of the file. sums: checksums of its bytes, of parts that lie one after
-    the other."""
+    """A tensor as it was written."""
 
-    shape: tuple[int, ...]
-    kind: str
-    offset: int
-    sums: tuple[byte_files.Sums, ...]
+    shape: tuple[int, ...]  # as numpy has it
+    kind: str  # gguf's name of the type
+    offset: int  # first byte in the file
+    sums: tuple[byte_files.Sums, ...]  # checksums of consecutive parts of its bytes
 
 
 def require_gguf() -> None:
-    """Raises ValueError, with what to install, where the gguf package is missing."""
+    """Raises ValueError, which says what to install, if the gguf package is missing."""
     try:
         import gguf  # noqa: F401
     except ImportError:
@@ -44,10 +43,10 @@ def require_gguf() -> None:
 
 
 def stored_type(tensor: Tensor, outtype: str) -> str:
-    """gguf's name of the type that a tensor is kept in.
+    """gguf's name of the type in which a tensor is stored.
 
-    Rows that are not whole blocks are kept in f16. Embedding and head are kept in q8_0 where the others are in q4_0:
-    they are read once a token, and their errors reach the logits undamped.
+    A tensor whose rows are not whole blocks is stored in f16. Embedding and head are stored in q8_0 where the others
+    are in q4_0: they are read once a token, and their errors reach the logits undamped.
     """
     if tensor.plain:
         return "F32"
@@ -62,6 +61,7 @@ def size_bytes(tensors: Sequence[Tensor], outtype: str) -> int:
 
 
 def _tensor_bytes(tensor: Tensor, kind: str) -> int:
+    """Bytes of one tensor's data in a type."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
@@ -71,12 +71,15 @@ def _tensor_bytes(tensor: Tensor, kind: str) -> int:
 def write(
     file: Path, architecture: str, fields: Mapping[str, Any], sources: Sequence[Source], outtype: str
 ) -> dict[str, Stored]:
-    """Writes a GGUF file. What one Source makes is there at a time; beside it the bytes that wait to be written are in
-    host memory.
+    """Writes a GGUF file. Only what one Source makes is on the device at a time, and only bytes that wait to be written
+    are in host memory.
 
     Args:
-      fields: metadata; an int is stored as uint32, a float as float32, a list as an array of what it holds.
-      outtype: of OUTTYPES.
+      file: its path.
+      architecture: general.architecture.
+      fields: metadata; an int is stored as uint32, a float as float32, a list as an array of its elements' type.
+      sources: make the tensors, in the order of the file.
+      outtype: one of OUTTYPES.
     Returns:
       what was written, by tensor, for `verify`.
     """
@@ -85,7 +88,7 @@ def write(
     header = _header(file, architecture, fields, tensors, kinds)
     offsets: dict[str, int] = {}
     sums: dict[str, list[byte_files.Sums]] = {}
-    waiting: deque[tuple[str, Future[np.ndarray]]] = deque()  # as they lie in the file
+    waiting: deque[tuple[str, Future[np.ndarray]]] = deque()  # in the order of the file
     with (
         writing(file, size_bytes(tensors, outtype)),
         terminal.progress(f"writing {file.name}", size_bytes(tensors, outtype)) as advanced,
@@ -94,6 +97,7 @@ def write(
     ):
 
         def write_one() -> None:
+            """Writes the run that has waited longest."""
             name, fetched = waiting.popleft()
             if name not in sums:
                 _fill(out)
@@ -119,13 +123,14 @@ def write(
 
 
 def _planned(tensor: Tensor, array: Any) -> Any:
+    """The array, if it has the shape that was planned for its tensor."""
     if tuple(array.shape) != tensor.shape:
         raise ArithmeticError(f"gguf: {tensor.name} is {list(array.shape)}, and was planned as {list(tensor.shape)}")
     return array
 
 
 def _fill(out: byte_files.Writer) -> None:
-    """Zeros up to where the next tensor begins."""
+    """Writes zeros up to the position at which the next tensor begins."""
     if short := -out.size_bytes % _ALIGNMENT:
         out.append(bytes(short))
 
@@ -133,7 +138,7 @@ def _fill(out: byte_files.Writer) -> None:
 def _header(
     file: Path, architecture: str, fields: Mapping[str, Any], tensors: Sequence[Tensor], kinds: Mapping[str, str]
 ) -> bytes:
-    """What stands before the tensors; `file` is used for it."""
+    """The bytes before the tensors; `file` is used as a temporary file."""
     import gguf
 
     writer = gguf.GGUFWriter(file, architecture)
@@ -157,11 +162,13 @@ def _header(
 
 
 def verify(file: Path, architecture: str, fields: Mapping[str, Any], written: Mapping[str, Stored]) -> None:
-    """Reads a file with gguf's reader and compares every key, where every tensor lies, and every byte of it by its
-    checksums. The bytes are read while the reader goes over the keys, which takes seconds for a large vocabulary.
+    """Reads a file back with gguf's reader and compares every key, the position of every tensor, and every byte by
+    checksums.
+
+    The bytes are read while the reader processes the keys, which takes seconds for a large vocabulary.
 
     Raises:
-      ArithmeticError: something is not as it was written.
+      ArithmeticError: something differs from what was written.
     """
     total = sum(sums.size_bytes for stored in written.values() for sums in stored.sums)
     try:
@@ -172,20 +179,27 @@ def verify(file: Path, architecture: str, fields: Mapping[str, Any], written: Ma
             found = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
             tensors = {tensor.name: tensor for tensor in reader.tensors}
             same = dict(zip(written, reading.result(), strict=True))
-    except Exception as error:  # a damaged file can be anything to the reader
-        raise ArithmeticError(f"{file.name}: read back, it is no GGUF file: {type(error).__name__}: {error}") from error
+    except Exception as error:  # a damaged file can make the reader fail in any way
+        raise ArithmeticError(
+            f"{file.name}: what was read back is not a GGUF file: {type(error).__name__}: {error}"
+        ) from error
     wanted = {"general.architecture": architecture, **fields}
     wrong = [key for key in sorted(wanted.keys() | found.keys()) if not _same(wanted.get(key), found.get(key))]
     wrong += [name for name in tensors if not (same.get(name) and _is_described(tensors[name], written[name]))]
     wrong += sorted(written.keys() - tensors.keys())
     if wrong:
         more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
-        raise ArithmeticError(f"{file.name}: read back, not as it was written: {', '.join(wrong[:8])}{more}")
+        raise ArithmeticError(
+            f"{file.name}: what was read back differs from what was written: {', '.join(wrong[:8])}{more}"
+        )
 
 
 def _reader(file: Path) -> Any:
-    """gguf's reader of a file. It slices the file's memory map for each token and merge of a vocabulary. Numpy takes a
-    quarter of the time for that where the map is a plain array: 2.7 s in place of 11 for Llama 3's."""
+    """gguf's reader of a file, made faster.
+
+    The reader slices the file's memory map for each token and each merge of a vocabulary. Slicing a plain array takes
+    numpy a quarter of the time of slicing a memory map: 2.7 s in place of 11 s for Llama 3's vocabulary.
+    """
     from gguf import GGUFReader
 
     class Reader(GGUFReader):
@@ -201,7 +215,8 @@ def _reader(file: Path) -> Any:
 
 
 def _has_bytes(file: Path, advanced: Callable[[int], Any], meant: Stored) -> bool:
-    """Whether a file has a tensor's bytes where they were written."""
+    """Whether a file has a tensor's bytes at the position at which they were written; `advanced` is told the bytes
+    read."""
     at = meant.offset
     for sums in meant.sums:
         if not byte_files.is_as_written(file, at, sums, advanced):
@@ -211,7 +226,7 @@ def _has_bytes(file: Path, advanced: Callable[[int], Any], meant: Stored) -> boo
 
 
 def _is_described(found: Any, meant: Stored) -> bool:
-    """Whether a tensor of gguf's reader has the shape and type, and lies, as it was written."""
+    """Whether gguf's reader found a tensor with the shape, type and position that were written."""
     shape = tuple(int(size) for size in found.shape[::-1])
     place = int(found.data_offset), int(found.n_bytes)
     size = sum(sums.size_bytes for sums in meant.sums)
@@ -219,6 +234,7 @@ def _is_described(found: Any, meant: Stored) -> bool:
 
 
 def _same(meant: Any, found: Any) -> bool:
+    """Whether a metadata value is what was written; floats are compared in float32."""
     if isinstance(meant, list) and isinstance(found, list):
         if meant and isinstance(meant[0], float):
             return np.array_equal(np.asarray(meant, np.float32), np.asarray(found, np.float32))

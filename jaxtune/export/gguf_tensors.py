@@ -1,4 +1,4 @@
-"""A model's tensors, and an adapter's, under llama.cpp's names and in its order of rows."""
+"""The tensors of a model or an adapter under llama.cpp's names and in its order of rows."""
 
 from __future__ import annotations
 
@@ -26,32 +26,29 @@ HEADS = ("token_embd.weight", "output.weight")
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor of a GGUF file. shape: as numpy has it, the reverse of what the file says.
+    """One tensor of a GGUF file."""
 
-    of: gives it, of what its Source makes, as an array of floats. plain: it stays in float32 whatever the others are
-    kept in, as llama.cpp wants of vectors and routers.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    of: Callable[[Any], Any]
-    plain: bool
+    name: str  # llama.cpp's name
+    shape: tuple[int, ...]  # as numpy has it; the file lists the dimensions in reverse
+    of: Callable[[Any], Any]  # computes the tensor, as an array of floats, from what its Source makes
+    plain: bool  # it is stored in float32 whatever the outtype, which llama.cpp requires for vectors and routers
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """What tensors of a file are made of, together: `make` gives it when their turn comes, and it is let go then."""
+    """Tensors of a file that are computed from one value of the model, such as gate and up from a fused matrix."""
 
-    make: Callable[[], Any]
+    make: Callable[[], Any]  # makes the value when the tensors' turn comes; the value is freed after them
     tensors: tuple[Tensor, ...]
 
 
 def all_tensors(sources: Iterable[Source]) -> list[Tensor]:
+    """The tensors of all sources in order."""
     return [tensor for source in sources for tensor in source.tensors]
 
 
 class _Names:
-    """Hugging Face's names -> llama.cpp's, by the gguf package's own tables."""
+    """The map from Hugging Face's tensor names to llama.cpp's, by the gguf package's own tables."""
 
     def __init__(self, arch: Architecture, layers: int):
         import gguf
@@ -60,7 +57,11 @@ class _Names:
         self._map = gguf.get_tensor_name_map(known[arch.name], layers)
 
     def __call__(self, name: str) -> str:
-        """The name of a tensor; a name that does not end in .weight or .bias is a weight's."""
+        """llama.cpp's name of a tensor; a name that does not end in .weight or .bias is that of a weight.
+
+        Raises:
+          ValueError: llama.cpp has no name for it.
+        """
         suffix = next((end for end in (".weight", ".bias") if name.endswith(end)), "")
         module = name.removesuffix(suffix)
         found = self._map.get_name(module)
@@ -70,16 +71,17 @@ class _Names:
 
 
 def interleaved(array: Any, heads: int) -> Any:
-    """Rows [heads * D, ...] of q or k with the halves of each head taken in turn: llama.cpp rotates neighbours."""
+    """Rows [heads * D, ...] of q or k with the two halves of each head interleaved, because llama.cpp rotates
+    neighbours."""
     halves = array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
     return halves.swapaxes(1, 2).reshape(array.shape)
 
 
-_interleaved = jax.jit(interleaved, static_argnums=1)  # one program in place of three
+_interleaved = jax.jit(interleaved, static_argnums=1)
 
 
 def _heads(config: DecoderConfig, arch: Architecture, name: str) -> int | None:
-    """Heads of a projection whose rows are reordered; None of any other tensor."""
+    """The number of heads of a projection whose rows are reordered; None for any other tensor."""
     match = _QUERY_OR_KEY.search(name)
     if match is None or not arch.permuted:
         return None
@@ -87,10 +89,10 @@ def _heads(config: DecoderConfig, arch: Architecture, name: str) -> int | None:
 
 
 def of_model(weights: Weights, arch: Architecture) -> list[Source]:
-    """Every tensor of a model without adapters, which are made one at a time.
+    """Every tensor of a model without adapters, made one at a time.
 
     Raises:
-      ValueError: a tensor that llama.cpp has no place for.
+      ValueError: a tensor that llama.cpp has no name for.
     """
     model = weights.model
     config, names = model.config, _Names(arch, model.config.num_layers)
@@ -115,12 +117,14 @@ def of_model(weights: Weights, arch: Architecture) -> list[Source]:
 
 
 def _dense(make: Callable[[], Any], dtype: str) -> jax.Array:
+    """A weight decoded to `dtype`."""
     return dense(make(), dtype)
 
 
 def _dense_tensor(
     name: str, shape: tuple[int, ...], config: DecoderConfig, arch: Architecture, names: _Names
 ) -> Tensor:
+    """The tensor for a weight [out, in] or a vector; a norm's weight gets the model's offset added."""
     heads = _heads(config, arch, name)
     offset = np.float32(config.norm_offset if name.endswith("norm.weight") else 0.0)
 
@@ -133,7 +137,7 @@ def _dense_tensor(
 
 
 def _expert_tensors(name: str, shape: tuple[int, ...], config: DecoderConfig, names: _Names) -> list[Tensor]:
-    """Those of an experts' matrix or bias; gate and up are tensors of their own."""
+    """The tensors for a matrix or bias of experts; gate and up are separate tensors."""
     moe = config.moe
     assert moe is not None
     bias = name.endswith("_bias")
@@ -157,17 +161,21 @@ def _expert_tensors(name: str, shape: tuple[int, ...], config: DecoderConfig, na
 
 
 def _gate_and_up(alternating: bool, half: int) -> tuple[slice, slice]:
-    """Which rows of gate_up_proj are gate's and which up's."""
+    """(rows of gate, rows of up) in gate_up_proj, which has them alternating or in halves."""
     return (slice(0, None, 2), slice(1, None, 2)) if alternating else (slice(None, half), slice(half, None))
 
 
 def of_adapter(model: Decoder, arch: Architecture) -> tuple[list[Source], float]:
-    """(lora_a and lora_b of every adapted tensor; alpha, of which llama.cpp takes alpha / rank as the scale of each).
+    """The tensors of an adapter, and its alpha.
 
-    Where adapters differ in what alpha / rank must be, B is scaled.
+    llama.cpp scales every adapter by alpha / rank; where the model's adapters need different scales, B is multiplied by
+    the rest.
 
+    Returns:
+      (sources of lora_a and lora_b of every adapted tensor, alpha)
     Raises:
-      ValueError: no adapter; DoRA, or a trained embedding or head, which llama.cpp's adapters cannot hold.
+      ValueError: there is no adapter; or it has DoRA, or a trained embedding or head, which llama.cpp's adapters do not
+        have.
     """
     config, names = model.config, _Names(arch, model.config.num_layers)
     adapted = [(name, linear, linear.lora) for name, linear in (*linears(model), *experts(model)) if linear.lora]
@@ -175,10 +183,10 @@ def of_adapter(model: Decoder, arch: Architecture) -> tuple[list[Source], float]
         raise ValueError("gguf-adapter: this model has no adapter; export the model itself with gguf")
     for name, _, lora in adapted:
         if lora.magnitude is not None:
-            raise ValueError(f"gguf-adapter: {name} has use_dora, which llama.cpp's adapters have not; export gguf")
+            raise ValueError(f"gguf-adapter: {name} has use_dora, which llama.cpp does not support; export gguf")
     for what, module in (("embed_tokens", model.embedding), ("lm_head", model.head)):
         if module is not None and module.original is not None:
-            raise ValueError(f"gguf-adapter: modules_to_save has {what}, which llama.cpp's adapters cannot hold")
+            raise ValueError(f"gguf-adapter: modules_to_save has {what}, which llama.cpp's adapters cannot contain")
     alpha = float(adapted[0][2].scale * adapted[0][2].rank)
     found = []
     for name, _, lora in adapted:
@@ -197,7 +205,15 @@ def of_adapter(model: Decoder, arch: Architecture) -> tuple[list[Source], float]
 def _lora_tensors(
     name: str, lora: Any, factor: np.float32, heads: int | None = None, rows: slice | None = None
 ) -> Source:
-    """lora_a [.., r, in] and lora_b [.., out, r] of a tensor, or of some rows of it; B is multiplied by factor."""
+    """lora_a [.., r, in] and lora_b [.., out, r] of a tensor, or of some of its rows.
+
+    Args:
+      name: llama.cpp's name of the adapted tensor.
+      lora: the model's adapter.
+      factor: B is multiplied by it.
+      heads: heads whose rows are interleaved; None: rows keep their order.
+      rows: the rows of the tensor; None: all.
+    """
 
     def b_of(lora: Any) -> np.ndarray:
         b = np.asarray(lora.b[...], np.float32) * factor

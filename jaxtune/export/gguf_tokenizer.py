@@ -1,8 +1,8 @@
-"""A Hugging Face tokenizer in GGUF's metadata.
+"""A Hugging Face tokenizer as GGUF metadata.
 
-llama.cpp has tokenizers of its own: "gpt2", which merges bytes within words, and "llama", which merges characters by
-scores as SentencePiece does. How "gpt2" cuts text into words it knows by name only; a tokenizer is written where its
-way of cutting is one of those, and refused where not: with another one's words a model would read other tokens.
+llama.cpp implements tokenizers itself: "gpt2", which merges bytes within words, and "llama", which merges characters by
+scores as SentencePiece does. For "gpt2" it knows a fixed set of word patterns, by name. A tokenizer is written if its
+pattern is one of them, and refused otherwise: with another pattern a model would read other tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _O200K_WORDS = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*" + _CONTRACTED + "|"
     r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# (how text is cut, whether whole words of the vocabulary are taken before merging) -> tokenizer.ggml.pre
+# {(how text is divided into words, whether a word that is in the vocabulary is not merged): tokenizer.ggml.pre}
 _NAMES = {
     (("split", _GPT4_WORDS % "{1,3}"), True): "llama-bpe",
     (("split", _GPT4_WORDS % "{1,3}"), False): "dbrx",
@@ -32,28 +32,31 @@ _NAMES = {
 }
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
-_SPACE = "\u2581"  # SentencePiece's sign of a space
-_NOT_STRIPPED = {"<unk>", "<s>", "<|endoftext|>"}  # after which Phi-3's tokenizer keeps whitespace
+_SPACE = "\u2581"  # SentencePiece writes a space so
+_NOT_STRIPPED = {"<unk>", "<s>", "<|endoftext|>"}  # Phi-3's tokenizer keeps whitespace after these
 
 
 def strips_as_phi3(tokenizer: Any) -> bool:
     """Whether the tokenizer drops whitespace after its added tokens as Phi-3's does, and has the tokens that llama.cpp
-    then asks for. It does both where general.name has "phi-3" or "phi3" in it, and nowhere else."""
+    then needs. llama.cpp drops whitespace so if and only if general.name contains "phi-3" or "phi3"."""
     marks = [token for token in tokenizer.added_tokens_decoder.values() if token.content not in _NOT_STRIPPED]
     return {"</s>", *_NOT_STRIPPED} <= tokenizer.get_vocab().keys() and all(token.rstrip for token in marks)
 
 
 def tokenizer_fields(tokenizer: Any, vocab_size: int, ends: Iterable[tuple[str, str]] = ()) -> dict[str, Any]:
-    """GGUF's metadata of a tokenizer and its chat template.
+    """GGUF metadata of a tokenizer and its chat template.
 
     Args:
+      tokenizer: a fast Hugging Face tokenizer.
       vocab_size: rows of the model's embedding; those past the tokenizer's last token become unused tokens.
-      ends: see architectures.Architecture.
+      ends: see Architecture.ends.
+    Returns:
+      {key: value}
     Raises:
-      ValueError: no tokenizer, or one that llama.cpp does not have.
+      ValueError: there is no tokenizer, or llama.cpp has no equal one.
     """
     if tokenizer is None:
-        raise ValueError("gguf: the model has no tokenizer, and llama.cpp needs one: put its files into the folder")
+        raise ValueError("gguf: the model has no tokenizer, and llama.cpp needs one: copy its files into the folder")
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ValueError(f"gguf: {type(tokenizer).__name__} has no tokenizer.json: save it as a fast tokenizer")
@@ -89,7 +92,7 @@ def tokenizer_fields(tokenizer: Any, vocab_size: int, ends: Iterable[tuple[str, 
 
 
 def _tokens(parts: dict[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:
-    """(the text of each token, its type)"""
+    """(the text of each token, its type as llama.cpp numbers it)"""
     model = parts["model"]
     texts = {number: text for text, number in model["vocab"].items()}
     added = {token["id"]: token for token in parts["added_tokens"]}
@@ -110,14 +113,18 @@ def _tokens(parts: dict[str, Any], vocab_size: int) -> tuple[list[str], list[int
 
 
 def _sequence(part: dict[str, Any] | None, kinds: str) -> list[dict[str, Any]]:
-    """A normalizer or pre-tokenizer as the list of its steps."""
+    """The steps of a normalizer or pre-tokenizer as a list; `kinds` is the key under which a sequence lists them."""
     if part is None:
         return []
     return part[kinds] if part["type"] == "Sequence" else [part]
 
 
 def _words(parts: dict[str, Any]) -> str:
-    """tokenizer.ggml.pre of a tokenizer over bytes."""
+    """tokenizer.ggml.pre of a byte-level tokenizer.
+
+    Raises:
+      ValueError: llama.cpp does not have its word pattern.
+    """
     steps = []
     for step in _sequence(parts["pre_tokenizer"], "pretokenizers"):
         if step["type"] == "Split" and step["behavior"] == "Isolated" and not step["invert"]:
@@ -132,9 +139,9 @@ def _words(parts: dict[str, Any]) -> str:
     way = (tuple(steps), bool(parts["model"].get("ignore_merges")))
     if normalizers or way not in _NAMES:
         raise ValueError(
-            f"gguf: llama.cpp has no tokenizer that cuts text as this one does (pre_tokenizer "
+            f"gguf: llama.cpp has no tokenizer that divides text into words as this one does (pre_tokenizer "
             f"{json.dumps(parts['pre_tokenizer'])[:200]}, normalizer {json.dumps(parts['normalizer'])[:100]}); "
-            f"it has {', '.join(_NAMES.values())}. Other formats, such as --to merged, carry any tokenizer"
+            f"it has {', '.join(_NAMES.values())}. Other formats, such as --to merged, can have any tokenizer"
         )
     return _NAMES[way]
 
@@ -150,7 +157,9 @@ def _space_prefix(parts: dict[str, Any]) -> bool:
             replaced = True
         elif step["type"] == "Metaspace" and step["replacement"] == _SPACE:
             prefixed, replaced = step["prepend_scheme"] != "never", True
-        elif not (step["type"] == "Split" and step["pattern"] == {"String": " "}):  # Gemma's, after all were replaced
+        elif not (
+            step["type"] == "Split" and step["pattern"] == {"String": " "}
+        ):  # Gemma's, which splits nothing, as all spaces were replaced before
             raise ValueError(f"gguf: llama.cpp has no tokenizer with {json.dumps(step)[:200]}")
     if not replaced:
         raise ValueError(f"gguf: llama.cpp's tokenizer writes spaces as {_SPACE}, and this one does not")
@@ -158,7 +167,7 @@ def _space_prefix(parts: dict[str, Any]) -> bool:
 
 
 def _scores(tokens: list[str], merges: list[str]) -> list[float]:
-    """Scores by which llama.cpp merges in the order of `merges`: what is merged first has the highest."""
+    """Token scores with which llama.cpp merges in the order of `merges`: the first merge has the highest score."""
     ranks: dict[str, int] = {}
     for merge in merges:
         ranks.setdefault(merge.replace(" ", ""), len(ranks))
@@ -166,6 +175,7 @@ def _scores(tokens: list[str], merges: list[str]) -> list[float]:
 
 
 def _templates(template: str | dict[str, str] | None) -> dict[str, Any]:
+    """The metadata of a chat template, or of several named ones."""
     if template is None or isinstance(template, str):
         return {"tokenizer.chat_template": template} if template else {}
     fields: dict[str, Any] = {f"tokenizer.chat_template.{name}": t for name, t in template.items() if name != "default"}

@@ -1,4 +1,5 @@
-"""Weights that quantisation-aware training put on a grid: which formats hold them as they are."""
+"""Which formats represent the weights of quantisation-aware training exactly, on the grid that training rounded them
+to."""
 
 from __future__ import annotations
 
@@ -7,20 +8,22 @@ from jaxtune.models.fake_quant import FakeQuant
 from jaxtune.models.files.quant import qat_spec
 from jaxtune.models.lora import has_adapter
 
-_GGUF_DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # of outtypes
+_GGUF_DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # by outtype
 
 
 def grid_of_export(model: Decoder) -> FakeQuant | None:
-    """The grid on which the weights lie once an adapter is merged; None where there is none."""
+    """The grid on which weights are once an adapter is merged; None without quantisation-aware training."""
     return qat_spec(model) if has_adapter(model) else model.qat
 
 
 def require_held(model: Decoder, to: str, outtype: str | None) -> None:
-    """Raises ValueError where a format would round weights again that QAT put on a grid: what was trained for would be
-    lost.
+    """Raises ValueError if a format would round the weights of quantisation-aware training again, which would lose what
+    was trained for.
 
     Args:
-      to, outtype: of export_model; the outtype of a GGUF file is known.
+      model: the model to export.
+      to: as in export_model.
+      outtype: as in export_model, resolved for GGUF files; None for other formats.
     """
     grid = grid_of_export(model)
     if grid is None or to in ("adapter", "gguf-adapter"):
@@ -28,20 +31,21 @@ def require_held(model: Decoder, to: str, outtype: str | None) -> None:
     what = f"{to} in {outtype}" if outtype else to
     if to in ("bnb-4bit", "fp8", "mxfp4") or outtype in ("q8_0", "q4_0"):
         raise ValueError(
-            f"export: to = {what!r} rounds weights to a grid of its own, and quantisation-aware training put this "
-            f"model's on another ({grid}): take w4a16, which holds that grid, or merged, or gguf in bf16 or f32"
+            f"export: to = {what!r} rounds weights to a grid of its own, and quantisation-aware training rounded this "
+            f"model's to another ({grid}): take w4a16, which stores that grid, or merged, or gguf in bf16 or f32"
         )
     dtype = _GGUF_DTYPES[outtype] if outtype else model.dtype
-    exactly = to == "w4a16"  # which multiplies codes and scales in the model's dtype
+    exactly = to == "w4a16"  # its readers multiply codes and scales in the model's dtype
     if dtype != grid.dtype and (exactly or not grid.held_by(dtype)):
         raise ValueError(
-            f"export: to = {what!r} in {dtype} does not hold weights that quantisation-aware training rounded to "
+            f"export: to = {what!r} in {dtype} cannot represent weights that quantisation-aware training rounded to "
             f"{grid}: take {grid.dtype} ({'outtype, --outtype' if outtype else 'dtype, --dtype'})"
         )
 
 
 def notes_on_adapter(model: Decoder) -> tuple[str, ...]:
-    """What the reader of an adapter alone should know."""
+    """Notes for users of the adapter alone: after quantisation-aware training, other programs do not round the merged
+    weights."""
     grid = grid_of_export(model)
     if grid is None:
         return ()

@@ -1,4 +1,4 @@
-"""A folder to the Hugging Face hub."""
+"""Upload of a folder to the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from typing import Any
 
 
 def push(folder: Path, repository: str, *, private: bool = False, api: Any = None) -> str:
-    """Uploads a folder as a model repository, which is made if it is not there; returns its address.
+    """Uploads a folder as a model repository, which is created if it does not exist.
 
     Args:
-      repository: owner/name. private: of a repository that is made.
-      api: huggingface_hub.HfApi, or what acts like it; None: one with the login of this machine.
+      folder: the folder.
+      repository: owner/name.
+      private: whether a created repository is private.
+      api: huggingface_hub.HfApi or an object with its methods; None: one with this machine's login.
+    Returns:
+      the repository's address.
     Raises:
-      ValueError: nobody is logged in, the hub refuses, or cannot be reached.
+      ValueError: nobody is logged in, or the hub refuses or cannot be reached.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
@@ -28,7 +32,7 @@ def push(folder: Path, repository: str, *, private: bool = False, api: Any = Non
             f"push: {repository}: this machine is not logged in to the hub; log in (hf auth login), or set HF_TOKEN"
         ) from None
     except HFValidationError as error:
-        raise ValueError(f"push: {repository}: is no name of a repository: {error}") from None
+        raise ValueError(f"push: {repository}: not a repository's name: {error}") from None
     except HfHubHTTPError as error:
         status = getattr(error.response, "status_code", "nothing")
         raise ValueError(

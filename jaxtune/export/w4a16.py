@@ -1,9 +1,9 @@
-"""Weights in four bits, activations in 16, for vLLM: compressed-tensors' `pack-quantized`.
+"""Weights in four bits with activations in 16, for vLLM: compressed-tensors' `pack-quantized` format.
 
-The numbers of a group of a row are codes of -8..7 times its scale, as quantisation-aware training rounds them
-(fake_quant.int4): a model that was trained so is stored as it is. Beside `X.weight_packed` int32[out, in / 8], each of
-which holds eight codes plus 8, the first in its lowest bits, lie `X.weight_scale` [out, in / group] and
-`X.weight_shape` int64[2].
+The numbers of a group within a row are codes of -8..7 times the group's scale, as quantisation-aware training rounds
+them (fake_quant.int4). Weights that were trained so are stored exactly. The format has three tensors for a linear X:
+`X.weight_packed` int32[out, in / 8], each of which contains eight codes plus 8, the first in its lowest bits;
+`X.weight_scale` [out, in / group]; and `X.weight_shape` int64[2].
 """
 
 from __future__ import annotations
@@ -29,10 +29,14 @@ _PACKED = 8  # codes in an int32
 
 
 def write(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
-    """Linears and experts in int4; folders.KEPT stay in 16 bits, and what does not fit whole groups, as a note says.
+    """Writes linears and experts in int4. Linears of folders.KEPT stay in 16 bits, as do linears whose rows are not
+    whole groups; a note says how many.
 
+    Returns:
+      notes for the user.
     Raises:
-      ValueError: a model that the format does not hold; weights that are not on the grid on which QAT put the model's.
+      ValueError: a model that the format cannot represent; weights that are not on the grid that QAT rounded the
+        model's to.
     """
     weights = weights.dequantized()
     model = weights.model
@@ -49,7 +53,7 @@ def write(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) 
             )
         pieces = []
         for piece in planned[name].pieces:
-            ((key, tensor),) = piece.tensors.items()  # one linear, or one of an expert
+            ((key, tensor),) = piece.tensors.items()  # one linear, or one expert's
             linear = key.removesuffix(".weight")
             if tensor.shape[1] % group:
                 left.append(linear)
@@ -70,7 +74,7 @@ def write(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) 
 
 
 def quantization_config(group: int, ignored: list[str]) -> dict[str, Any]:
-    """What config.json says. ignored: modules that stay in 16 bits."""
+    """The quantization_config of config.json; `ignored` are the modules that stay in 16 bits."""
     weights = {
         "num_bits": 4,
         "type": "int",
@@ -101,17 +105,20 @@ def quantization_config(group: int, ignored: list[str]) -> dict[str, Any]:
 
 
 def _piece(name: str, tensor: FileTensor, group: int, dtype: str, exact: bool) -> Piece:
-    """What files hold of a linear [out, in], which `tensor` gives in 16 bits. exact: whether its numbers are said to
-    lie on the grid."""
+    """The tensors that files store for a linear [out, in]; `tensor` gives it in 16 bits.
+
+    Args:
+      exact: whether its numbers are expected to be on the grid, so that others are refused.
+    """
 
     def cut(whole: Any) -> tuple[np.ndarray, np.ndarray]:
         weight = jnp.asarray(tensor.of(whole))
         codes, scales, off = _encode(weight, group, dtype)
         if exact and off:
             raise ValueError(
-                f"w4a16: {off} groups of {name} do not lie on the grid (int4 in groups of {group}, {dtype}) that the "
-                'model says its weights are on ("qat" in config.json): they were changed since; remove "qat" to have '
-                "them rounded"
+                f"w4a16: {off} groups of {name} are not on the grid (int4 in groups of {group}, {dtype}) to which the "
+                'model says its weights were rounded ("qat" in config.json): they were changed since; remove "qat" to '
+                "have them rounded"
             )
         found = _pack(np.asarray(codes)), np.asarray(scales)
         _check(name, *found, weight, group, exact)
@@ -128,11 +135,11 @@ def _piece(name: str, tensor: FileTensor, group: int, dtype: str, exact: bool) -
 
 
 def _encode(weight: jax.Array, group: int, dtype: str) -> tuple[jax.Array, jax.Array, int]:
-    """(codes int8[out, in], scales [out, in / group] in dtype, how many groups are not what these give).
+    """(codes int8[out, in], scales [out, in / group] in dtype, number of groups that these do not represent exactly).
 
-    Of weights that lie on such a grid, 7 times a scale is rounded, and a seventh of that may be the scale's neighbour:
-    where a neighbour gives the very weights, it is taken. Not jitted: in one program XLA would leave out the rounding
-    to 16 bits that this is about.
+    For weights that are on such a grid already, the scale is recovered as a seventh of the largest value, which was
+    itself rounded; the result may be a neighbour of the scale. Where a neighbour gives the exact weights, it is taken.
+    The function is not jitted, because XLA would remove the rounding to 16 bits within one program.
     """
     groups = weight.astype(jnp.float32).reshape(len(weight), -1, group)
     first = int4_scales(groups, dtype)
@@ -155,29 +162,28 @@ def _encode(weight: jax.Array, group: int, dtype: str) -> tuple[jax.Array, jax.A
 
 
 def _pack(codes: np.ndarray) -> np.ndarray:
-    """int8[out, in] of -8..7 -> int32[out, in / 8]."""
+    """int8[out, in] of -8..7 packed as int32[out, in / 8]."""
     places = (codes.astype(np.int32) + 8).astype(np.uint32).reshape(len(codes), -1, _PACKED)
     return (places << (4 * np.arange(_PACKED, dtype=np.uint32))).sum(-1, dtype=np.uint32).view(np.int32)
 
 
 def unpack(packed: np.ndarray, scales: np.ndarray, shape: np.ndarray) -> np.ndarray:
-    """float32[out, in] of what a file holds of a linear."""
+    """A linear, float32[out, in], from the three tensors that a file has for it."""
     codes = (packed.view(np.uint32)[..., None] >> (4 * np.arange(_PACKED, dtype=np.uint32))) & 15
     codes = codes.reshape(len(packed), -1)[:, : int(shape[1])].astype(np.float32) - 8
     return codes * np.repeat(scales.astype(np.float32), codes.shape[1] // scales.shape[1], axis=1)
 
 
 def _check(name: str, packed: np.ndarray, scales: np.ndarray, weight: jax.Array, group: int, exact: bool) -> None:
-    """Unpacks a linear as its readers do and compares it with the model's weight; what files have of it is compared
-    with these bytes.
+    """Unpacks a linear as the format's readers do and compares it with the model's weight.
 
     Raises:
-      ArithmeticError: a number is further from the weight than half a step of its group, and rounding of the scale; if
-        `exact`, than nothing.
+      ArithmeticError: a number is further from the weight than half a step of its group plus the rounding of the scale;
+        with `exact`, any difference.
     """
     found = unpack(packed, scales, np.asarray(weight.shape))
     steps = np.repeat(scales.astype(np.float32), group, axis=1)
-    # The least and the largest of a group lie off the grid by what the scale was rounded by, 8 times.
+    # The extreme numbers of a group can be off by 8 times the rounding error of the scale.
     allowed = 0.0 if exact else (0.5 + 8 * float(jnp.finfo(scales.dtype).eps)) * steps + 1e-12
     found = found.astype(scales.dtype).astype(np.float32) if exact else found
     if (np.abs(found - partition.on_host(weight).astype(np.float32)) > allowed).any():

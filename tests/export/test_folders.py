@@ -188,7 +188,7 @@ def test_a_flipped_bit_is_noticed_and_nothing_is_left(to, tmp_path, monkeypatch)
 def test_a_config_of_another_model_is_noticed(to, tmp_path, monkeypatch):
     real = hf.hf_config_of
     monkeypatch.setattr(hf, "hf_config_of", lambda *rest: real(*rest) | {"rms_norm_eps": 0.5})
-    with pytest.raises(ArithmeticError, match=r"config.json, read back, says another model"):
+    with pytest.raises(ArithmeticError, match=r"config.json, read back, describes another model"):
         api.export_model(made("qwen2", hidden_size=128, intermediate_size=256), tmp_path / "out", to)
     assert not any(tmp_path.iterdir())
 
@@ -210,9 +210,9 @@ def test_no_room(to, tmp_path, monkeypatch):
             dict(to="onnx"),
             "to = .onnx. is unknown; it can be merged, bnb-4bit, fp8, w4a16, mxfp4, adapter, gguf",
         ),
-        (dict(to="merged", outtype="q8_0"), "outtype = 'q8_0' is of gguf; merged has none"),
+        (dict(to="merged", outtype="q8_0"), "outtype = 'q8_0' is an option of gguf; merged has none"),
         (dict(to="gguf", outtype="q3"), "outtype = 'q3' is unknown; it can be f32, f16, bf16, q8_0, q4_0"),
-        (dict(to="mxfp4"), "only gpt-oss is stored so, and this model is of the family 'qwen2'"),
+        (dict(to="mxfp4"), "only gpt-oss can be written, and this model is of the family 'qwen2'"),
     ],
 )
 def test_what_cannot_be_is_refused(arguments, message, tmp_path):
@@ -245,7 +245,10 @@ def test_which_servers_load_an_adapter():
         model.source = carried
         assert "vLLM does not say so: serve the merged model" in adapters.servers(model)[0]
     assert "DoRA" in adapters.servers(adapted_model(made("qwen2"), r=2, use_dora=True))[0]
-    assert "go by target_modules leave them out" in adapters.servers(adapted_model(made("qwen3_next"), r=2))[0]
+    assert (
+        "read only target_modules leave these linears out"
+        in adapters.servers(adapted_model(made("qwen3_next"), r=2))[0]
+    )
 
 
 # ---- the hub
@@ -295,7 +298,7 @@ def test_verify_names_what_is_missing(tmp_path):
     norm = written["model.norm.weight"]
     others = [dataclasses.replace(norm, shape=(1,)), dataclasses.replace(norm, dtype=np.dtype(np.uint8))]
     for wrong in (*others, dataclasses.replace(norm, sums=written["model.embed_tokens.weight"].sums)):
-        with pytest.raises(ArithmeticError, match="not as the model has it: model.norm.weight"):
+        with pytest.raises(ArithmeticError, match="differs from the model: model.norm.weight"):
             folders.verify(tmp_path, written | {"model.norm.weight": wrong}, model.config)
-    with pytest.raises(ArithmeticError, match="not as the model has it: another"):
+    with pytest.raises(ArithmeticError, match="differs from the model: another"):
         folders.verify(tmp_path, written | {"another": norm}, model.config)

@@ -226,7 +226,9 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(name, changes, messag
 
 
 def test_an_unknown_family_is_refused():
-    with pytest.raises(ValueError, match="files of the family 'toy' are not written; those of llama, mistral"):
+    with pytest.raises(
+        ValueError, match="models of the family 'toy' cannot be written for llama.cpp; these can: llama, mistral"
+    ):
         architecture(tiny_model(family="toy").config)
 
 
@@ -266,7 +268,7 @@ def test_an_encoder_that_errs_is_caught(kind, monkeypatch):
     array = np.random.default_rng(0).standard_normal((8, 64)).astype(np.float32)
     for checked in (gguf_blocks._checked, lambda *_: (True, True, True)):
         monkeypatch.setattr(gguf_blocks, "_checked", checked)
-        with pytest.raises(ArithmeticError, match=f"{kind} is further from the model's values than it rounds"):
+        with pytest.raises(ArithmeticError, match=f"in {kind} its values are further off than that type's rounding"):
             encoded(array, kind)
 
 
@@ -311,7 +313,7 @@ def test_a_value_that_is_not_finite_ends_the_writing(tmp_path):
     model = made("qwen2")
     weight = model.layers[0].mlp.down_proj.weight
     weight.set_value(weight.get_value().at[-1, -1].set(jnp.nan))
-    with pytest.raises(ArithmeticError, match=r"blk\.0\.ffn_down\.weight holds values that are not finite"):
+    with pytest.raises(ArithmeticError, match=r"blk\.0\.ffn_down\.weight has values that are not finite"):
         written(model, tmp_path, "q8_0")
 
 
@@ -438,7 +440,7 @@ def test_an_adapter_adds_what_merging_adds(name, settings, tmp_path):
     ("settings", "message"),
     [
         (None, "this model has no adapter"),
-        (dict(use_dora=True), "use_dora, which llama.cpp's adapters have not"),
+        (dict(use_dora=True), "use_dora, which llama.cpp does not support"),
         (dict(modules_to_save=["lm_head"]), "modules_to_save has lm_head"),
     ],
 )

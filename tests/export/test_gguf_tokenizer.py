@@ -91,10 +91,16 @@ def changed(tokenizer, change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda p: p["pre_tokenizer"]["pretokenizers"].pop(0), "no tokenizer that cuts text as this one does"),
-        (lambda p: p["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex=r"\d|\D+"), "cuts text as this one"),
+        (
+            lambda p: p["pre_tokenizer"]["pretokenizers"].pop(0),
+            "no tokenizer that divides text into words as this one does",
+        ),
+        (
+            lambda p: p["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex=r"\d|\D+"),
+            "divides text into words as this one",
+        ),
         (lambda p: p.update(normalizer={"type": "Lowercase"}), "Lowercase"),
-        (lambda p: p["model"].update(ignore_merges=True), "cuts text as this one does"),
+        (lambda p: p["model"].update(ignore_merges=True), "divides text into words as this one does"),
         (lambda p: p["model"].update(byte_fallback=True), r"llama.cpp has no tokenizer with \{"),
         (
             lambda p: p.update(model={"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": 0}, added_tokens=[]),

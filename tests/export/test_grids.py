@@ -78,14 +78,17 @@ def test_a_folder_of_an_older_version_names_its_grid_without_a_dtype(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--to", "bnb-4bit"], "'bnb-4bit' rounds weights to a grid of its own, and quantisation-aware training put"),
-        (["--to", "fp8"], r"\(int4 in groups of 32, bfloat16\): take w4a16, which holds that grid"),
+        (
+            ["--to", "bnb-4bit"],
+            "'bnb-4bit' rounds weights to a grid of its own, and quantisation-aware training rounded",
+        ),
+        (["--to", "fp8"], r"\(int4 in groups of 32, bfloat16\): take w4a16, which stores that grid"),
         (["--to", "gguf", "--outtype", "q4_0"], "'gguf in q4_0' rounds weights"),
         (["--to", "gguf", "--outtype", "q8_0"], "'gguf in q8_0' rounds weights"),
-        (["--to", "gguf", "--outtype", "f16"], "in float16 does not hold weights .*: take bfloat16"),
-        (["--to", "gguf", "--dtype", "float16"], "in float16 does not hold weights .*: take bfloat16"),
-        (["--to", "w4a16", "--dtype", "float16"], "does not hold weights .*: take bfloat16"),
-        (["--to", "w4a16", "--dtype", "float32"], "does not hold weights .*: take bfloat16"),
+        (["--to", "gguf", "--outtype", "f16"], "in float16 cannot represent weights .*: take bfloat16"),
+        (["--to", "gguf", "--dtype", "float16"], "in float16 cannot represent weights .*: take bfloat16"),
+        (["--to", "w4a16", "--dtype", "float16"], "cannot represent weights .*: take bfloat16"),
+        (["--to", "w4a16", "--dtype", "float32"], "cannot represent weights .*: take bfloat16"),
     ],
 )
 def test_what_cannot_hold_the_grid_is_refused(tmp_path, capsys, how, arguments, message):
@@ -98,7 +101,7 @@ def test_what_cannot_hold_the_grid_is_refused(tmp_path, capsys, how, arguments, 
 def test_another_dtype_is_refused_by_merged_too(tmp_path, capsys):
     folder, _ = trained(tmp_path, "adapter", 32)
     assert cli.main(["export", str(folder), str(tmp_path / "out"), "--dtype", "float16"]) == 2
-    assert "to = 'merged' in float16 does not hold weights" in capsys.readouterr().err
+    assert "to = 'merged' in float16 cannot represent weights" in capsys.readouterr().err
     model, _ = jaxtune.from_pretrained(tmp_path / "merged", dtype="float16")
     with pytest.raises(ValueError, match="the model is in float16, which does not hold weights"):
         jaxtune.save_pretrained(model, tmp_path / "other")
@@ -112,7 +115,7 @@ def test_weights_that_left_their_grid_are_not_exported_on_it(tmp_path):
     model, _ = jaxtune.from_pretrained(folder)
     _, linear = next(linears(model))
     linear.weight.set_value(linear.weight[...].at[0, :32].mul(jnp.linspace(0.5, 1.5, 32).astype("bfloat16")))
-    with pytest.raises(ValueError, match=r"w4a16: 1 groups of model.layers.0.self_attn.q_proj do not lie on the grid"):
+    with pytest.raises(ValueError, match=r"w4a16: 1 groups of model.layers.0.self_attn.q_proj are not on the grid"):
         jaxtune.export_model(model, tmp_path / "out", "w4a16")
     assert not (tmp_path / "out").exists()
 

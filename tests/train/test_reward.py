@@ -167,7 +167,7 @@ def test_what_does_not_go_together(tmp_path):
         jaxtune.generate(reward_model(tiny_model()), [[1, 2]])
     with pytest.raises(ValueError, match="reward_model: this model has adapters"):
         reward_model(get_peft_model(tiny_model(), r=4))
-    with pytest.raises(ValueError, match="to = 'gguf': GGUF has no model that scores"):
+    with pytest.raises(ValueError, match="to = 'gguf': GGUF has no reward models"):
         jaxtune.export_model(reward_model(tiny_model()), tmp_path / "gguf", to="gguf")
     with pytest.raises(ValueError, match=r"objective\.beta = 0\.1: reward has no such option"):
         ObjectiveConfig("reward", beta=0.1)
