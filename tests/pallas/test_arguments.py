@@ -7,14 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxtune.pallas import adam8
-from jaxtune.pallas.attention import (
-    PackedLayout,
-    attention,
-    attention_backward,
-    attention_forward,
-    decode_attention,
-    packed_layout,
-)
+from jaxtune.pallas.attention import PackedLayout, attention, attention_backward, attention_forward, packed_layout
+from jaxtune.pallas.decode_attention import cache_capacity, cache_of, decode_attention, written
 from jaxtune.pallas.delta_rule import (
     delta_rule_state,
     delta_rule_step,
@@ -57,6 +51,8 @@ CODES, ABSMAX = zeros(2, 256, dtype=jnp.uint8), zeros(2)
 WEIGHT = jax.jit(NF4.encode)(zeros(6, 64))
 HEADS = dict(query=zeros(2, 8, 4, 16), key=zeros(2, 8, 2, 16), value=zeros(2, 8, 2, 16))
 ATTENTION = dict(HEADS, layout=packed_layout((2, 8)), scale=0.3)
+CACHES = dict(keys=zeros(2, 2, 9, 16), values=zeros(2, 2, 9, 16))
+DECODE = dict(query=zeros(2, 4, 16), **CACHES, lengths=ints(2), scale=0.3)
 SAVED = dict(out=zeros(2, 8, 4, 16), lse=zeros(2, 4, 8), dout=zeros(2, 8, 4, 16))
 MOMENTS = dict(m=CODES, m_absmax=ABSMAX, v=CODES, v_absmax=ABSMAX, correction1=1.0, correction2=1.0, scale=1.0)
 ADAM = dict(gradient=zeros(2, 200), **MOMENTS, finite=True, betas=(0.9, 0.99), eps=1e-8)
@@ -102,16 +98,28 @@ OPS = {
         ("out", zeros(2, 8, 4, 16, dtype=jnp.float16), TypeError, "out is float16.*must be float32"),
     ),
     decode_attention: (
-        dict(
-            query=zeros(2, 1, 4, 16),
-            key_cache=zeros(2, 9, 2, 16),
-            value_cache=zeros(2, 9, 2, 16),
-            lengths=ints(2),
-            scale=0.3,
-        ),
-        ("key_cache", zeros(3, 9, 2, 16), ValueError, "key_cache is .* with B = 2"),
+        DECODE,
+        ("keys", zeros(3, 2, 9, 16), ValueError, "keys is .* with B = 2"),
+        ("query", zeros(2, 3, 16), ValueError, "3 query heads are not a multiple of 2 key/value heads"),
+        ("values", zeros(2, 2, 8, 16), ValueError, "values is .* with B = 2.* capacity = 9"),
+        ("values", zeros(2, 2, 9, 16, dtype=jnp.float8_e4m3fn), TypeError, "values is float8_e4m3fn.*must be float32"),
         ("lengths", ints(2, 1), ValueError, r"lengths is int32\[2, 1\]; its shape must be \[B\]"),
         ("lengths", zeros(2), TypeError, "lengths is float32.*; its dtype must be an integer dtype"),
+        ("window", 0, ValueError, "window = 0: must be at least 1"),
+        ("soft_cap", -1.0, ValueError, "soft_cap = -1.0: must be above 0"),
+        ("sinks", zeros(3), ValueError, r"sinks is float32\[3\]; its shape must be \[heads\] with heads = 4"),
+    ),
+    cache_capacity: (dict(tokens=9, window=4), ("window", 1.5, TypeError, "window is a float")),
+    cache_of: (
+        dict(tokens=zeros(2, 9, 2, 16), lengths=ints(2), capacity=16),
+        ("lengths", ints(3), ValueError, r"lengths is int32\[3\]"),
+        ("capacity", 0, ValueError, "capacity = 0: must be at least 1"),
+    ),
+    written: (
+        dict(cache=zeros(2, 2, 9, 16), new=zeros(2, 2, 16), positions=ints(2)),
+        ("new", zeros(2, 3, 16), ValueError, "new is .* with B = 2"),
+        ("new", zeros(2, 2, 16, dtype=jnp.float16), TypeError, "new is float16.*must be float32"),
+        ("positions", ints(3), ValueError, r"positions is int32\[3\]"),
     ),
     packed_layout: (
         dict(shape=(2, 8), segment_ids=IDS),

@@ -18,7 +18,6 @@ from jaxtune.pallas.attention import (
     attention_backward,
     attention_forward,
     cudnn,
-    decode_attention,
     packed_layout,
     reference,
 )
@@ -263,25 +262,6 @@ def test_layout_bounds_and_positions():
     np.testing.assert_array_equal(layout.doc_end, [[0, 3, 3, 3, 4, 6, 9, 9, 9]])
     np.testing.assert_array_equal(layout.positions(), [[0, 0, 1, 0, 0, 0, 0, 1, 2]])
     assert not layout.full and layout.max_documents is None
-
-
-# ---- decoding
-
-
-@pytest.mark.parametrize("new", [1, 3])
-@pytest.mark.parametrize("features", FEATURES)
-@pytest.mark.gpu
-def test_decoding_equals_the_last_rows_of_the_whole(features, new):
-    lengths = np.asarray([9, 20])
-    query, key, value, _ = operands()
-    beyond = np.arange(LENGTH)[None, :, None, None] >= lengths[:, None, None, None]
-    key, value = (jnp.where(beyond, 1e4, a) for a in (key, value))  # what an earlier, longer text left there
-    segments = (np.arange(LENGTH) < lengths[:, None]).astype(np.int32)
-    want = dense(query, np.where(beyond, 0, key), np.where(beyond, 0, value), segments, **FEATURES[features])[0]
-    last = lengths[:, None] - new + np.arange(new)
-    rows = np.arange(ROWS)[:, None]
-    got = decode_attention(query[rows, last], key, value, lengths, scale=SCALE, **FEATURES[features])
-    np.testing.assert_allclose(got, want[rows, last], **TOLERANCE)
 
 
 # ---- dispatch

@@ -17,7 +17,8 @@ from jaxtune.models.linear import Linear, apply_together
 from jaxtune.models.norm import norm_of
 from jaxtune.models.rope import rotate, scaled_by_position
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.attention import attention_backward, attention_forward, decode_attention
+from jaxtune.pallas.attention import attention_backward, attention_forward
+from jaxtune.pallas.decode_attention import cache_capacity, cache_of, decode_attention, written
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,18 +181,19 @@ class Attention(nnx.Module):
     # ---- generation
 
     def first_state(self, values: Mapping[str, jax.Array], lengths: jax.Array, new_tokens: int, context: Context):
-        """Keys and values [B, T, kv_heads, D] of the prompt, with room."""
+        """The caches of keys and values [B, kv_heads, capacity, D] that hold the prompt and have room for new_tokens
+        more, or for the layer's window of them."""
         key, value = values["key"], values["value"]
         if self.config.qk_norm is not None:
             key = self._key(key, context.rotary)
-        room = ((0, 0), (0, new_tokens), (0, 0), (0, 0))
-        return jnp.pad(key, room), jnp.pad(value, room)
+        capacity = cache_capacity(key.shape[1] + new_tokens, context.spec.window)
+        return cache_of(key, lengths, capacity), cache_of(value, lengths, capacity)
 
     def step(self, x: jax.Array, state, at: jax.Array, context: Context):
         query, key, value, *gates = self.project(x, context.rotary)
-        keys, values = (_written(kept, new, at) for kept, new in zip(state, (key, value), strict=True))
-        out = decode_attention(query, keys, values, at + 1, **self.options(context.spec.window))
-        return self.output(out, *gates), (keys, values)
+        keys, values = (written(kept, new[:, 0], at) for kept, new in zip(state, (key, value), strict=True))
+        out = decode_attention(query[:, 0], keys, values, at + 1, **self.options(context.spec.window))
+        return self.output(out[:, None], *gates), (keys, values)
 
     # ---- what the planner asks
 
@@ -230,10 +232,3 @@ def _attend_backward(module_of, trainable, context: Context, inputs, outputs, gr
         return None, (dquery, dkey, dvalue)
     dtrainable, dquery, dkey = pullback((dquery, dkey, None if sinks is None else dsinks))
     return dtrainable, (dquery, dkey, dvalue)
-
-
-def _written(cache: jax.Array, new: jax.Array, at: jax.Array) -> jax.Array:
-    """The cache [B, T, kv_heads, D] with new [B, 1, kv_heads, D] at index at int32[B], which lies inside."""
-    if len(at) == 1:  # XLA makes three kernels of a scatter of one row, and one of this
-        return jax.lax.dynamic_update_slice_in_dim(cache, new, at[0], axis=1)
-    return cache.at[jnp.arange(len(at)), at].set(new[:, 0], mode="promise_in_bounds")

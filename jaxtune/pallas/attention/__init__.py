@@ -1,6 +1,6 @@
 """Packed causal attention: pay only for what a token can see."""
 
-from jaxtune.pallas.attention.api import attention, attention_backward, attention_forward, decode_attention
+from jaxtune.pallas.attention.api import attention, attention_backward, attention_forward
 from jaxtune.pallas.attention.layout import PackedLayout, packed_layout
 
 __all__ = [
@@ -8,6 +8,5 @@ __all__ = [
     "attention",
     "attention_backward",
     "attention_forward",
-    "decode_attention",
     "packed_layout",
 ]

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtune.pallas import dispatch, meshes
-from jaxtune.pallas.arguments import FLOATS, INTEGERS, Arguments
+from jaxtune.pallas.arguments import FLOATS, Arguments
 from jaxtune.pallas.attention import cudnn, first_use, mosaic, reference, triton
 from jaxtune.pallas.attention.layout import PackedLayout
 
@@ -205,29 +205,3 @@ def attention(
     static = (("scale", scale), ("window", window), ("soft_cap", soft_cap))
     backward_implementation = backward_implementation or implementation
     return _attention(query, key, value, sinks, layout, static, implementation, backward_implementation)
-
-
-@meshes.on_any_mesh
-def decode_attention(query, key_cache, value_cache, lengths, *, scale, window=None, soft_cap=None, sinks=None):
-    """Attention of new tokens over a key/value cache, for generation.
-
-    Args:
-      query: [B, N, heads, D] bfloat16, float16 or float32, the last N tokens of each row (N = 1 while decoding).
-      key_cache, value_cache: [B, capacity, kv_heads, D], a float dtype; entries at and past lengths do not count, and
-        must be finite.
-      lengths: int32[B], tokens in the cache with the new ones.
-    Returns:
-      [B, N, heads, D] in query's dtype.
-    Raises:
-      TypeError, ValueError: an argument is not as described here.
-    """
-    check = Arguments("decode_attention")
-    check.array("query", query, "B N heads D", FLOATS)
-    check.array("key_cache", key_cache, "B capacity kv_heads D", FLOATS)
-    check.array("value_cache", value_cache, "B capacity kv_heads D", key_cache.dtype)
-    check.array("lengths", lengths, "B", INTEGERS)
-    _check_features(check, query, key_cache, scale, window, soft_cap, sinks)
-    lengths = jnp.asarray(lengths, jnp.int32)
-    return reference.decode(
-        query, key_cache, value_cache, lengths, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks
-    )

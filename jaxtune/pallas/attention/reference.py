@@ -167,30 +167,3 @@ def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, s
         share = jnp.where(real[..., None], share, 0.0)
         dsinks = -(share * delta.reshape(rows, length, heads)).sum((0, 1)).astype(sinks.dtype)
     return dquery.reshape(query.shape), dkey.astype(key.dtype), dvalue.astype(value.dtype), dsinks
-
-
-def decode(query, key_cache, value_cache, lengths, *, scale, window=None, soft_cap=None, sinks=None):
-    """See api.decode_attention."""
-    rows, new, heads, dim = query.shape
-    kv_heads, capacity = key_cache.shape[2], key_cache.shape[1]
-    grouped = query.reshape(rows, new, kv_heads, heads // kv_heads, dim)
-    scores, _ = _scores(grouped, key_cache, scale, soft_cap)
-    last = lengths[:, None] - new + jnp.arange(new)  # index of each new token in the cache
-    keys = jnp.arange(capacity)
-    visible = keys <= last[..., None]
-    if window is not None:
-        visible &= last[..., None] - keys < window
-    scores = jnp.where(visible[:, None, None], scores, _MASKED)
-    if sinks is not None:
-        sink = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(1, kv_heads, -1, 1, 1), (*scores.shape[:-1], 1))
-        weights = jax.nn.softmax(jnp.concatenate([scores, sink], -1), -1)[..., :-1]
-    else:
-        weights = jax.nn.softmax(scores, -1)
-    out = jnp.einsum(
-        "bkgqt,btkd->bqkgd",
-        weights.astype(value_cache.dtype),
-        value_cache,
-        preferred_element_type=jnp.float32,
-        precision=_precision(query.dtype),
-    )
-    return out.reshape(query.shape).astype(query.dtype)

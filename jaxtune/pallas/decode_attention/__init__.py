@@ -1,0 +1,6 @@
+"""Attention of one new token a row over a key/value cache, and the layout of that cache."""
+
+from jaxtune.pallas.decode_attention.api import decode_attention
+from jaxtune.pallas.decode_attention.cache import cache_capacity, cache_of, written
+
+__all__ = ["cache_capacity", "cache_of", "decode_attention", "written"]

@@ -1,0 +1,142 @@
+"""Decode attention against its definition over the whole text of each row, in float64 of numpy: one body over all
+implementations. A cache is filled by a prompt and by single tokens; some are rings that a text is longer than."""
+
+from __future__ import annotations
+
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtune.pallas.decode_attention import cache_capacity, cache_of, decode_attention, written
+
+HEADS, KV_HEADS, DIM = 6, 2, 64
+LENGTHS = (0, 1, 37, 128, 129, 300)  # an empty row, tiles that are full, a tile that has one key
+FEATURES = {
+    "plain": {},
+    "window": {"window": 50},
+    "soft_cap": {"soft_cap": 4.0},
+    "sinks": {"sinks": np.linspace(-1, 1, HEADS, dtype=np.float32)},
+    "all": {"window": 130, "soft_cap": 4.0, "sinks": np.linspace(-1, 1, HEADS, dtype=np.float32)},
+}
+
+
+@functools.cache
+def texts(lengths, heads=HEADS, kv_heads=KV_HEADS, dim=DIM):
+    """query [B, heads, D], keys and values [B, T, kv_heads, D]: of float32, but exact in every dtype of a cache."""
+    draw = np.random.default_rng(0)
+    shapes = (len(lengths), heads, dim), *((len(lengths), max(1, *lengths), kv_heads, dim),) * 2
+    return tuple(draw.standard_normal(shape).astype(jnp.float8_e4m3fn).astype(np.float32) for shape in shapes)
+
+
+def definition(query, keys, values, lengths, *, scale, window=None, soft_cap=None, sinks=None):
+    """One row and one head at a time, over the row's tokens."""
+    out = np.zeros(query.shape)
+    group = query.shape[1] // keys.shape[2]
+    for row, length in enumerate(lengths):
+        first = 0 if window is None else max(0, length - window)
+        for head in range(query.shape[1] if length else 0):
+            seen = slice(first, length), head // group
+            scores = scale * np.float64(keys[row][seen]) @ np.float64(query[row, head])
+            if soft_cap is not None:
+                scores = soft_cap * np.tanh(scores / soft_cap)
+            weights = np.exp(scores)
+            total = weights.sum() + (0.0 if sinks is None else np.exp(np.float64(sinks[head])))
+            out[row, head] = weights @ np.float64(values[row][seen]) / total
+    return out
+
+
+def caches(keys, values, lengths, capacity, dtype):
+    """The caches of the texts; rows that end earlier hold what is past their ends, as a slot has of an earlier text."""
+    lengths = jnp.asarray(lengths, jnp.int32)
+    return [cache_of(jnp.asarray(each, dtype), lengths, capacity) for each in (keys, values)]
+
+
+def scale_of(dim):
+    return dim**-0.5
+
+
+# ---- the cache
+
+
+@pytest.mark.parametrize("capacity", [128, 200, 384])
+def test_a_prompt_and_single_tokens_make_the_same_cache(capacity):
+    """Of what a row's latest tokens left there; an empty row writes nothing."""
+    lengths, more = (0, 5, 126, 290), 140
+    _, keys, _ = texts(tuple(length + more for length in lengths))
+    cache = cache_of(jnp.asarray(keys[:, : max(lengths)]), jnp.asarray(lengths), capacity)
+    write = jax.jit(written, donate_argnums=0)
+    for step in range(more):
+        positions = np.asarray(lengths) + step
+        new = keys[np.arange(len(lengths)), positions]
+        cache = write(cache, jnp.asarray(new), jnp.where(jnp.asarray(lengths) == 0, -1, jnp.asarray(positions)))
+    for row, length in enumerate(lengths[1:], 1):
+        for position in range(max(0, length + more - capacity), length + more):
+            np.testing.assert_array_equal(cache[row, :, position % capacity], keys[row, position])
+    np.testing.assert_array_equal(cache[0], cache_of(jnp.asarray(keys[:, :290]), jnp.asarray(lengths), capacity)[0])
+
+
+@pytest.mark.parametrize("position", [-1, 3, 130])
+def test_one_row_alone(position):
+    """Which has a program of its own."""
+    cache = jnp.arange(2 * 128 * 4.0).reshape(1, 2, 128, 4)
+    new = -jnp.ones((1, 2, 4))
+    found = written(cache, new, jnp.asarray([position]))
+    want = np.array(cache)
+    if position >= 0:
+        want[0, :, position % 128] = -1
+    np.testing.assert_array_equal(found, want)
+
+
+def test_a_cache_is_no_longer_than_the_window_in_whole_tiles():
+    assert cache_capacity(700) == 768
+    assert cache_capacity(700, window=128) == 128
+    assert cache_capacity(100, window=1000) == 128
+
+
+# ---- what is computed
+
+
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.gpu
+def test_reference_against_the_definition(features):
+    """fp32 against float64: operands of order 1, sums of at most 300 terms."""
+    query, keys, values = texts(LENGTHS)
+    options = dict(FEATURES[features], scale=scale_of(DIM))
+    for capacity in {cache_capacity(max(LENGTHS)), cache_capacity(max(LENGTHS), options.get("window"))}:
+        made = caches(keys, values, LENGTHS, capacity, jnp.float32)
+        got = decode_attention(
+            jnp.asarray(query), *made, jnp.asarray(LENGTHS, jnp.int32), implementation="reference", **options
+        )
+        want = definition(query, keys, values, LENGTHS, **options)
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=3e-6)
+        assert not np.asarray(got[0]).any(), "an empty row gives zeros"
+
+
+@hypothesis.settings(max_examples=20)
+@hypothesis.given(
+    lengths=st.lists(st.integers(0, 60), min_size=1, max_size=4),
+    window=st.none() | st.integers(1, 40),
+    room=st.integers(0, 30),
+)
+def test_any_ring(lengths, window, room):
+    """Of any capacity that is at least the window, or the text."""
+    lengths = tuple(lengths)
+    query, keys, values = texts(lengths, dim=16)
+    capacity = (max(1, *lengths) if window is None else window) + room
+    made = caches(keys, values, lengths, capacity, jnp.float32)
+    options = dict(scale=scale_of(16), window=window)
+    got = decode_attention(jnp.asarray(query), *made, jnp.asarray(lengths), implementation="reference", **options)
+    np.testing.assert_allclose(got, definition(query, keys, values, lengths, **options), rtol=2e-5, atol=3e-6)
+
+
+def test_a_row_longer_than_its_cache_sees_what_is_left():
+    query, keys, values = texts((300,))
+    made = caches(keys, values, (300,), 128, jnp.float32)
+    got = decode_attention(jnp.asarray(query), *made, jnp.asarray([300]), scale=0.1)
+    want = definition(query, keys, values, (300,), scale=0.1, window=128)
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=3e-6)
