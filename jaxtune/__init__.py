@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from jaxtune.models.config import DecoderConfig
     from jaxtune.models.decoder import Decoder
     from jaxtune.models.generation.generate import generate
+    from jaxtune.models.generation.sampler import Sampler
     from jaxtune.models.hf import from_pretrained, save_pretrained
     from jaxtune.models.lora import get_peft_model, without_adapter
     from jaxtune.models.reward import reward_model
@@ -34,6 +35,7 @@ from jaxtune.system.version import __version__
 __all__ = [
     "Decoder",
     "DecoderConfig",
+    "Sampler",
     "TrainConfig",
     "Trainer",
     "__version__",
@@ -52,6 +54,7 @@ __all__ = [
 _MODULE_OF = {
     "Decoder": "jaxtune.models.decoder",
     "DecoderConfig": "jaxtune.models.config",
+    "Sampler": "jaxtune.models.generation.sampler",
     "TrainConfig": "jaxtune.train.config",
     "Trainer": "jaxtune.train.trainer",
     "export_model": "jaxtune.export.api",

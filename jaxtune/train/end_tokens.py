@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.generation.generate import with_end_token_ids
+from jaxtune.models.generation.ends import with_end_token_ids
 from jaxtune.train.data.formats import Example, RowError
 from jaxtune.train.data.templates import RowEncoder
 

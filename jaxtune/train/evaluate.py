@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.generation.generate import end_token_ids, generate
+from jaxtune.models.generation.ends import end_token_ids
+from jaxtune.models.generation.generate import generate
 from jaxtune.train.data.formats import Example, normalize
 from jaxtune.train.data.templates import RowEncoder
 

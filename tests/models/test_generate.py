@@ -13,8 +13,8 @@ from tiny_models import adapted_model, tiny_model
 
 from jaxtune import from_pretrained, generate, merge_adapter
 from jaxtune.models.config import LayerSpec, RopeConfig, Source
-from jaxtune.models.generation.generate import _decode, _prefill
 from jaxtune.models.generation.sampling import Sampling, filtered
+from jaxtune.models.generation.slots import programs
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 PROMPTS = [[3, 9, 27], list(range(1, 20)), [44], [7, 7, 7, 8, 30, 2, 1]]
@@ -175,27 +175,29 @@ def test_limits_of_sampling_reach_the_program():
 
 
 def test_one_compile_for_each_bucket_of_shapes():
-    model = tiny_model(vocab_size=52)
-    _prefill.clear_cache()  # of other tests' programs, which JAX lets go when there are too many
-    _decode.clear_cache()
+    model = tiny_model(vocab_size=52, max_position_embeddings=1024)
+    compiled = programs(same_choices=False)
+    compiled.prefill.clear_cache()  # of other tests' programs, which JAX lets go when there are too many
+    compiled.decode.clear_cache()
 
-    def compiled():
-        return _prefill._cache_size(), _decode._cache_size()
+    def counts():
+        return compiled.prefill._cache_size(), compiled.decode._cache_size()
 
-    for prompts, count in (([[1]] * 3, 2), ([[2, 3]] * 4, 16), ([[1] * 16, [2], [3, 4]], 7), ([[5] * 9] * 4, 10)):
+    for prompts, count in (([[1, 2]] * 3, 2), ([[2, 3]] * 4, 16), ([[1] * 16, [2], [3, 4]], 7), ([[5] * 9] * 4, 10)):
         generate(model, prompts, max_new_tokens=count)
-    generate(model, [[5] * 9] * 4, max_new_tokens=4, streamer=lambda row, new: None)
-    assert compiled() == (1, 1)
-    generate(model, [[1]] * 5, max_new_tokens=2)
-    generate(model, [[1] * 17] * 4, max_new_tokens=2)
-    generate(model, [[1]] * 4, max_new_tokens=17)
-    assert compiled() == (4, 3)  # the last two have as many positions
-    generate(model, [[1]] * 4, max_new_tokens=2, temperature=0.5)
-    generate(model, [[1]] * 4, max_new_tokens=2, temperature=0.9, seed=4)
-    assert compiled() == (5, 4)
-    generate(model, [[1]] * 4, max_new_tokens=2, temperature=0.9, top_p=0.5, min_p=0.1)
-    generate(model, [[1]] * 4, max_new_tokens=2, temperature=0.3, top_k=7)
-    assert compiled() == (6, 5)
+    assert counts() == (1, 1)
+    generate(model, [[1, 2]] * 5, max_new_tokens=2)  # eight slots
+    generate(model, [[1] * 18] * 4, max_new_tokens=2)  # longer prompts
+    assert counts() == (2, 2)
+    generate(model, [[1, 2]] * 4, max_new_tokens=200)  # longer rows
+    generate(model, [[1, 2]] * 4, max_new_tokens=4, streamer=lambda row, new: None)
+    assert counts() == (2, 4)
+    generate(model, [[1, 2]] * 4, max_new_tokens=2, temperature=0.5)
+    generate(model, [[1, 2]] * 4, max_new_tokens=2, temperature=0.9, seed=4)
+    assert counts() == (2, 5)
+    generate(model, [[1, 2]] * 4, max_new_tokens=2, temperature=0.9, top_p=0.5, min_p=0.1)
+    generate(model, [[1, 2]] * 4, max_new_tokens=2, temperature=0.3, top_k=7)
+    assert counts() == (2, 6)
 
 
 def test_a_stretched_rotary_base_gives_the_positions_that_training_takes():

@@ -28,7 +28,7 @@ from jaxtune.models.files.quant import (
     quantize,
     stored_in,
 )
-from jaxtune.models.generation.generate import end_token_ids, with_end_token_ids
+from jaxtune.models.generation.ends import end_token_ids, with_end_token_ids
 from jaxtune.models.lora import linears
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")

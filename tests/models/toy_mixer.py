@@ -64,8 +64,12 @@ class DecayMixer(nnx.Module):
         return jnp.take_along_axis(values["trail"], (lengths - 1)[:, None, None], axis=1)
 
     def step(self, x, state, at, context):
-        state = self.shape.share * state + self.in_proj(x)
-        return self.out_proj(state), state
+        def one(state, signal):
+            state = self.shape.share * state + signal
+            return state, state
+
+        state, trail = jax.lax.scan(one, state[:, 0], jnp.moveaxis(self.in_proj(x), 1, 0))
+        return self.out_proj(jnp.moveaxis(trail, 0, 1)), state[:, None]
 
     def waiting_bytes(self, sizes):
         return 0.0

@@ -8,8 +8,16 @@ import pytest
 
 from jaxtune.pallas import adam8
 from jaxtune.pallas.attention import PackedLayout, attention, attention_backward, attention_forward, packed_layout
-from jaxtune.pallas.decode_attention import cache_capacity, cache_of, decode_attention, written
+from jaxtune.pallas.decode_attention import (
+    cache_capacity,
+    cache_of,
+    chunk_attention,
+    chunk_written,
+    decode_attention,
+    written,
+)
 from jaxtune.pallas.delta_rule import (
+    delta_rule_chunk,
     delta_rule_state,
     delta_rule_step,
     gated_delta_rule,
@@ -53,6 +61,7 @@ HEADS = dict(query=zeros(2, 8, 4, 16), key=zeros(2, 8, 2, 16), value=zeros(2, 8,
 ATTENTION = dict(HEADS, layout=packed_layout((2, 8)), scale=0.3)
 CACHES = dict(keys=zeros(2, 2, 9, 16), values=zeros(2, 2, 9, 16))
 DECODE = dict(query=zeros(2, 4, 16), **CACHES, lengths=ints(2), scale=0.3)
+CHUNK = dict(query=zeros(2, 8, 4, 16), new_keys=zeros(2, 8, 2, 16), new_values=zeros(2, 8, 2, 16))
 SAVED = dict(out=zeros(2, 8, 4, 16), lse=zeros(2, 4, 8), dout=zeros(2, 8, 4, 16))
 MOMENTS = dict(m=CODES, m_absmax=ABSMAX, v=CODES, v_absmax=ABSMAX, correction1=1.0, correction2=1.0, scale=1.0)
 ADAM = dict(gradient=zeros(2, 200), **MOMENTS, finite=True, betas=(0.9, 0.99), eps=1e-8)
@@ -120,6 +129,18 @@ OPS = {
         ("new", zeros(2, 3, 16), ValueError, "new is .* with B = 2"),
         ("new", zeros(2, 2, 16, dtype=jnp.float16), TypeError, "new is float16.*must be float32"),
         ("positions", ints(3), ValueError, r"positions is int32\[3\]"),
+    ),
+    chunk_attention: (
+        dict(CHUNK, **CACHES, before=ints(2), scale=0.3),
+        ("new_keys", zeros(2, 7, 2, 16), ValueError, "new_keys is .* with .*N = 8"),
+        ("keys", zeros(2, 3, 9, 16), ValueError, "keys is .* with .*kv_heads = 2"),
+        ("values", zeros(2, 2, 8, 16), ValueError, "values is .*capacity = 9"),
+        ("before", zeros(2), TypeError, "before is float32.*; its dtype must be an integer dtype"),
+    ),
+    chunk_written: (
+        dict(cache=zeros(2, 2, 9, 16), new=zeros(2, 8, 2, 16), before=ints(2)),
+        ("new", zeros(2, 8, 3, 16), ValueError, "new is .* with .*kv_heads = 2"),
+        ("before", ints(3), ValueError, r"before is int32\[3\]"),
     ),
     packed_layout: (
         dict(shape=(2, 8), segment_ids=IDS),
@@ -245,6 +266,11 @@ OPS = {
         dict(**WRITES, lengths=ints(2)),
         ("lengths", zeros(2), TypeError, "lengths is float32"),
         ("lengths", ints(3), ValueError, r"lengths is int32\[3\]; its shape must be \[B\] with B = 2"),
+    ),
+    delta_rule_chunk: (
+        dict(query=zeros(2, 8, 2, 16), **WRITES, state=zeros(2, 4, 16, 6)),
+        ("key", zeros(2, 7, 2, 16), ValueError, "T = 7"),
+        ("state", zeros(2, 4, 6, 16), ValueError, "state is .*K = 16"),
     ),
     delta_rule_step: (
         dict(query=zeros(2, 1, 2, 16), **ONE_TOKEN, state=zeros(2, 4, 16, 6)),

@@ -12,7 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtune.pallas.decode_attention import cache_capacity, cache_of, decode_attention, written
+from jaxtune.pallas.decode_attention import (
+    cache_capacity,
+    cache_of,
+    chunk_attention,
+    chunk_written,
+    decode_attention,
+    written,
+)
 
 HEADS, KV_HEADS, DIM = 6, 2, 64
 LENGTHS = (0, 1, 37, 128, 129, 300)  # an empty row, tiles that are full, a tile that has one key
@@ -140,3 +147,38 @@ def test_a_row_longer_than_its_cache_sees_what_is_left():
     got = decode_attention(jnp.asarray(query), *made, jnp.asarray([300]), scale=0.1)
     want = definition(query, keys, values, (300,), scale=0.1, window=128)
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=3e-6)
+
+
+# ---- chunks of a prompt
+
+
+@pytest.mark.parametrize("count", [1, 5, 130])
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.gpu
+def test_a_chunk_sees_itself_and_the_cache(features, count):
+    """Each new token against the definition of decode attention over its row up to it."""
+    before = (0, 3, 128, 170)
+    _, keys, values = texts(tuple(length + count for length in before))
+    asked = np.random.default_rng(1).standard_normal((len(before), count, HEADS, DIM)).astype(np.float32)
+    options = dict(FEATURES[features], scale=scale_of(DIM))
+    capacity = cache_capacity(max(before), options.get("window"))
+    made = caches(keys[:, : max(before)], values[:, : max(before)], before, capacity, jnp.float32)
+    places = np.asarray(before)[:, None] + np.arange(count)
+    new = [jnp.asarray(each[np.arange(len(before))[:, None], places]) for each in (keys, values)]
+    got = chunk_attention(jnp.asarray(asked), *new, *made, jnp.asarray(before), **options)
+    for place in {0, count // 2, count - 1}:
+        want = definition(asked[:, place], keys, values, [length + place + 1 for length in before], **options)
+        np.testing.assert_allclose(got[:, place], want, rtol=2e-5, atol=3e-6)
+
+
+@pytest.mark.parametrize("capacity", [128, 384])
+def test_a_chunk_is_written_as_its_tokens_are(capacity):
+    before = (0, 5, 126)
+    _, keys, _ = texts((400,) * 3)
+    cache = cache_of(jnp.asarray(keys[:, :126]), jnp.asarray(before), capacity)
+    for count in (3, 128, 150):
+        new = np.stack([keys[row, length : length + count] for row, length in enumerate(before)])
+        found, expected = chunk_written(cache, jnp.asarray(new), jnp.asarray(before)), cache
+        for step in range(count):
+            expected = written(expected, jnp.asarray(new[:, step]), jnp.asarray(before) + step)
+        np.testing.assert_array_equal(found, expected)

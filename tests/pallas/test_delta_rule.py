@@ -14,6 +14,7 @@ import pytest
 from jaxtune.pallas import compat
 from jaxtune.pallas.attention import packed_layout
 from jaxtune.pallas.delta_rule import (
+    delta_rule_chunk,
     delta_rule_state,
     delta_rule_step,
     gated_delta_rule,
@@ -189,6 +190,12 @@ def test_steps_continue_what_a_row_has_written():
         one = [np.asarray(x)[np.arange(3), at][:, None] for x in arrays]
         out, state = step(*one, state)
         np.testing.assert_allclose(out[:, 0], np.asarray(want)[np.arange(3), at], atol=1e-5)
+    # And the same tokens as one chunk.
+    places = np.asarray(lengths)[:, None] + np.arange(5)
+    some = [np.asarray(x)[np.arange(3)[:, None], places] for x in arrays]
+    out, after = delta_rule_chunk(*some, delta_rule_state(*arrays[1:], lengths))
+    np.testing.assert_allclose(out, np.asarray(want)[np.arange(3)[:, None], places], atol=1e-5)
+    np.testing.assert_allclose(after, state, atol=1e-5)
 
 
 @pytest.mark.parametrize("taps", [1, 4])

@@ -13,7 +13,7 @@ from jaxtune import from_pretrained, get_peft_model, merge_adapter, save_adapter
 from jaxtune.commands import common
 from jaxtune.compat import FastLanguageModel
 from jaxtune.models.config import LayerSpec
-from jaxtune.models.generation.generate import end_token_ids
+from jaxtune.models.generation.ends import end_token_ids
 from jaxtune.train.config import DataConfig
 from jaxtune.train.end_tokens import turn_end, with_end_tokens
 from jaxtune.train.trainer import Trainer

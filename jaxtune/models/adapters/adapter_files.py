@@ -46,7 +46,7 @@ from jaxtune.models.files import shards
 from jaxtune.models.files.folders import new_folder
 from jaxtune.models.files.model_folder import save_companions
 from jaxtune.models.files.quant import rounded_by
-from jaxtune.models.generation import generate
+from jaxtune.models.generation.ends import with_end_token_ids
 from jaxtune.models.linear import Frozen
 from jaxtune.models.lora import (
     experts,
@@ -260,7 +260,7 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
         variable.set_value(jnp.asarray(arrays[key], jnp.float32))
     if over is not None and over.qat is not None:
         adapted = rounded_by(adapted, over.qat)
-    return generate.with_end_token_ids(adapted, () if over is None else over.eos_token_ids)
+    return with_end_token_ids(adapted, () if over is None else over.eos_token_ids)
 
 
 def _share_base(model: Decoder, adapted: Decoder) -> None:

@@ -20,7 +20,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.fake_quant import FakeQuant
 from jaxtune.models.files.model_folder import read_json
 from jaxtune.models.files.quant import LOAD_IN, computes_in_fp8, qat_spec, stored_in
-from jaxtune.models.generation.generate import end_token_ids
+from jaxtune.models.generation.ends import end_token_ids
 from jaxtune.models.lora import matrices
 from jaxtune.pallas.formats import Stored
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.generation.generate import end_token_ids, generate
+from jaxtune.models.generation.ends import end_token_ids
+from jaxtune.models.generation.generate import generate
 from jaxtune.models.lora import has_adapter, without_adapter
 
 _UNFINISHED = "\ufffd"  # what a decoder gives for bytes of a character whose others are still to come

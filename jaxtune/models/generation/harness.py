@@ -29,7 +29,8 @@ except ImportError as error:
     raise ImportError("jaxtune.models.generation.harness needs lm-eval: pip install 'lm-eval>=0.4.11'") from error
 
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.generation.generate import end_token_ids, generate
+from jaxtune.models.generation.ends import end_token_ids
+from jaxtune.models.generation.generate import generate
 
 _SHORTEST = 32  # of a bucket of rows
 _CHUNK = 512  # tokens whose logits exist at a time

@@ -11,21 +11,29 @@ import numpy as np
 
 
 class Numbers(NamedTuple):
-    """The settings as arrays, so that a program serves all values; top_k is the vocabulary where it is off."""
+    """The settings of each row as arrays, so that a program serves all values."""
 
-    temperature: Any  # float32[]
-    top_k: Any  # int32[]
-    top_p: Any  # float32[]
-    min_p: Any  # float32[]
-    repetition_penalty: Any  # float32[]
+    # bool[N]: whether the row draws its tokens, and does not take the likeliest one.
+    draws: Any
+    # float32[N]; 1 where the row does not draw.
+    temperature: Any
+    # int32[N]; the size of the vocabulary where it is off.
+    top_k: Any
+    # float32[N] each; 1, 0 and 1 where they are off.
+    top_p: Any
+    min_p: Any
+    repetition_penalty: Any
 
 
 class Kind(NamedTuple):
-    """What a program for some settings has to do; static."""
+    """What a program has to do for at least one of its rows; static."""
 
     draws: bool
     filters: bool
     penalises: bool
+
+    def __or__(self, other: Kind) -> Kind:  # type: ignore[override]
+        return Kind(*(one or another for one, another in zip(self, other, strict=True)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +76,11 @@ class Sampling:
         return Kind(draws, filters, self.repetition_penalty != 1.0)
 
     def numbers(self, vocab_size: int) -> Numbers:
+        """The settings as numbers of one row."""
         top_k = min(self.top_k or vocab_size, vocab_size)
         top_p, min_p, penalty = map(np.float32, (self.top_p, self.min_p, self.repetition_penalty))
-        return Numbers(np.float32(self.temperature or 1.0), np.int32(top_k), top_p, min_p, penalty)
+        draws, temperature = np.bool_(self.kind.draws), np.float32(self.temperature or 1.0)
+        return Numbers(draws, temperature, np.int32(top_k), top_p, min_p, penalty)
 
 
 def penalised(logits: jax.Array, seen: jax.Array, penalty: Any) -> jax.Array:
@@ -81,16 +91,15 @@ def penalised(logits: jax.Array, seen: jax.Array, penalty: Any) -> jax.Array:
 def filtered(logits: jax.Array, numbers: Numbers) -> jax.Array:
     """logits [B, V], divided by the temperature already, with -inf where top_k, top_p and min_p leave no token.
 
-    Each takes what the one before has left as the whole distribution.
+    Each takes what the one before has left as the whole distribution. A row whose settings are off keeps all.
     """
+    top_k, top_p, min_p = (jnp.reshape(a, (-1, 1)) for a in (numbers.top_k, numbers.top_p, numbers.min_p))
     descending = -jnp.sort(-logits, axis=-1)
-    within = descending >= jnp.take_along_axis(
-        descending, jnp.full((len(logits), 1), numbers.top_k - 1, jnp.int32), axis=-1
-    )
+    within = descending >= jnp.take_along_axis(descending, jnp.broadcast_to(top_k - 1, (len(logits), 1)), axis=-1)
     probabilities = jax.nn.softmax(jnp.where(within, descending, -jnp.inf), axis=-1)
     # Of a token: what the likelier ones have together. The likeliest always stays.
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    kept = within & (before < numbers.top_p)
-    kept = kept.at[:, 0].set(True) & (probabilities >= numbers.min_p * probabilities[:, :1])
+    kept = within & ((before < top_p) | (top_p >= 1))
+    kept = kept.at[:, 0].set(True) & (probabilities >= min_p * probabilities[:, :1])
     lowest = jnp.where(kept, descending, jnp.inf).min(-1, keepdims=True)
     return jnp.where(logits >= lowest, logits, -jnp.inf)

@@ -18,7 +18,14 @@ from jaxtune.models.norm import norm_of
 from jaxtune.models.rope import rotate, scaled_by_position
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.attention import attention_backward, attention_forward
-from jaxtune.pallas.decode_attention import cache_capacity, cache_of, decode_attention, written
+from jaxtune.pallas.decode_attention import (
+    cache_capacity,
+    cache_of,
+    chunk_attention,
+    chunk_written,
+    decode_attention,
+    written,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,8 +198,13 @@ class Attention(nnx.Module):
 
     def step(self, x: jax.Array, state, at: jax.Array, context: Context):
         query, key, value, *gates = self.project(x, context.rotary)
+        options = self.options(context.spec.window)
+        if x.shape[1] > 1:
+            out = chunk_attention(query, key, value, state[0], state[1], at, **options)
+            keys, values = (chunk_written(kept, new, at) for kept, new in zip(state, (key, value), strict=True))
+            return self.output(out, *gates), (keys, values)
         keys, values = (written(kept, new[:, 0], at) for kept, new in zip(state, (key, value), strict=True))
-        out = decode_attention(query[:, 0], keys, values, at + 1, **self.options(context.spec.window))
+        out = decode_attention(query[:, 0], keys, values, at + 1, **options)
         return self.output(out[:, None], *gates), (keys, values)
 
     # ---- what the planner asks

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -110,8 +110,19 @@ class Block(nnx.Module):
         parted = ((name, name.partition(".")) for name in named)
         return [(part, rest, matrix_of(self, name)) for name, (part, _, rest) in parted]
 
+    # ---- generation
+
+    @property
+    def state_reads(self) -> tuple[str, ...]:
+        """Residuals that the state of generation begins from."""
+        return self.mixer.state_reads
+
+    def first_state(self, values: Mapping[str, jax.Array], lengths: jax.Array, new_tokens: int, context: Context):
+        """The mixer's state after prompts; values: of `state_reads`. Arguments as Mixer's."""
+        return self.mixer.first_state(values, lengths, new_tokens, context)
+
     def step(self, layer_input: jax.Array, state, at: jax.Array, context: Context):
-        """One token a row, for generation: (layer_output [B, 1, hidden], the mixer's next state)."""
+        """More tokens of each row, for generation: (layer_output [B, N, hidden], the mixer's next state)."""
         out, state = self.mixer.step(self.normed("mixer", layer_input), state, at, context)
         values = {LAYER_INPUT: layer_input, MID: self.added("mixer", layer_input, out)}
         for segment in self.part_segments("mlp"):

@@ -22,6 +22,7 @@ from jaxtune.models.norm import RMSNorm
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.attention import packed_layout
 from jaxtune.pallas.delta_rule import (
+    delta_rule_chunk,
     delta_rule_state,
     delta_rule_step,
     gated_delta_rule,
@@ -217,6 +218,12 @@ class DeltaNet(nnx.Module):
     def step(self, x: jax.Array, state, at: jax.Array, context: Context):
         window, state = state
         qkv, gate, rates = self.project(x)
+        if x.shape[1] > 1:
+            seen = jnp.concatenate([window, qkv], axis=1)
+            kept = window.shape[1]
+            qkv = short_convolution(seen, self._taps(), packed_layout((len(seen), seen.shape[1])))[:, kept:]
+            out, state = delta_rule_chunk(*self._split(qkv, rates), state)
+            return self.output(out, gate), (seen[:, seen.shape[1] - kept :], state)
         qkv, window = short_convolution_step(qkv, self._taps(), window)
         out, state = delta_rule_step(*self._split(qkv, rates), state)
         return self.output(out, gate), (window, state)

@@ -219,9 +219,12 @@ class Mixer(LayerPart, Protocol):
         ...
 
     def step(self, x: jax.Array, state: Any, at: jax.Array, context: Context) -> tuple[jax.Array, Any]:
-        """One token a row, x [B, 1, hidden] at positions `at` int32[B]: (what the block adds, the next state).
+        """The next N tokens of each row, x [B, N, hidden]: (what the block adds, the state with them).
 
-        context.layout has the rotary tables of these positions, and nothing else of use."""
+        While rows decode, N is 1; a long prompt is prefilled by chunks of more. `at` int32[B] is the position of the
+        first of them, which is the number of tokens in the state; a negative number marks a row that is not decoding,
+        whose output does not matter, and whose state does not either. context.layout has the rotary tables of these
+        positions."""
         ...
 
 

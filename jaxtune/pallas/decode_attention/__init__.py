@@ -2,5 +2,6 @@
 
 from jaxtune.pallas.decode_attention.api import decode_attention
 from jaxtune.pallas.decode_attention.cache import cache_capacity, cache_of, written
+from jaxtune.pallas.decode_attention.chunk import chunk_attention, chunk_written
 
-__all__ = ["cache_capacity", "cache_of", "decode_attention", "written"]
+__all__ = ["cache_capacity", "cache_of", "chunk_attention", "chunk_written", "decode_attention", "written"]

@@ -116,6 +116,26 @@ def delta_rule_step(
 
 
 @meshes.on_any_mesh
+def delta_rule_chunk(
+    query: jax.Array, key: jax.Array, value: jax.Array, decay: jax.Array, beta: jax.Array, state: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """More tokens of each row, whose document began before them: for prompts that are prefilled piece by piece.
+
+    Args: as in gated_delta_rule, and
+      state: float32[B, heads, K, V], before the tokens.
+    Returns:
+      (out [B, T, heads, V] in value's dtype, the state after the tokens).
+    Raises:
+      TypeError, ValueError: an argument is not as described here.
+    """
+    check = Arguments("delta_rule_chunk")
+    _check_tokens(check, key, value, decay, beta)
+    check.array("query", query, "B T key_heads K", key.dtype)
+    check.array("state", state, "B heads K V", jnp.float32)
+    return chunked.chunk(query, key, value, decay, beta, state)
+
+
+@meshes.on_any_mesh
 def short_convolution(x: jax.Array, weight: jax.Array, layout: PackedLayout) -> jax.Array:
     """silu of each channel's causal convolution along its document; differentiable. Sums are float32.
 

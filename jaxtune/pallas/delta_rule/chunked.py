@@ -47,8 +47,15 @@ def state(key, value, decay, beta, lengths):
     return _run(key, key, value, decay, beta, jnp.zeros(value.shape[:2], jnp.int32))[1]
 
 
-def _run(query, key, value, decay, beta, doc_start):
-    """float32 (out [B, T, heads, V], the last state [B, heads, K, V])"""
+def chunk(query, key, value, decay, beta, state):
+    """See api.delta_rule_chunk."""
+    goes_on = jnp.full(value.shape[:2], -1, jnp.int32)  # the document began before
+    out, state = _run(query, key, value, decay, beta, goes_on, state)
+    return out.astype(value.dtype), state
+
+
+def _run(query, key, value, decay, beta, doc_start, first=None):
+    """float32 (out [B, T, heads, V], the last state [B, heads, K, V]); first: the state before, 0 if there is none."""
     rows, length, heads, value_dim = value.shape
     key_heads, key_dim = key.shape[2:]
     chunk = min(CHUNK, 1 << (length - 1).bit_length())
@@ -67,7 +74,8 @@ def _run(query, key, value, decay, beta, doc_start):
     firsts = jnp.arange(0, padded, chunk).reshape(groups, each)
     precision = jax.lax.Precision.HIGHEST if value.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     one = jax.checkpoint(functools.partial(_group, precision), prevent_cse=groups == 1)
-    first = jnp.zeros((rows, key_heads, heads // key_heads, key_dim, value_dim), jnp.float32)
+    shape = rows, key_heads, heads // key_heads, key_dim, value_dim
+    first = jnp.zeros(shape, jnp.float32) if first is None else first.reshape(shape)
     last, out = jax.lax.scan(one, first, (firsts, *arrays))
     out = jnp.moveaxis(out, 0, 1).reshape(rows, padded, heads, value_dim)[:, :length]
     return out, last.reshape(rows, heads, key_dim, value_dim)

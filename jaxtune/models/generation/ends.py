@@ -1,0 +1,33 @@
+"""Which tokens end the texts of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+
+from jaxtune.models.decoder import Decoder
+
+
+def end_token_ids(model: Decoder) -> list[int]:
+    """Tokens that end a text: of the model's generation_config.json, else config.json; none if it was made here."""
+    if model.source is not None:
+        for text in (model.source.generation_config, model.source.config):
+            ids = json.loads(text).get("eos_token_id") if text else None
+            if ids is not None:
+                return [ids] if isinstance(ids, int) else list(ids)
+    return []
+
+
+def with_end_token_ids(model: Decoder, tokens: Sequence[int]) -> Decoder:
+    """The model, changed in place: its texts, and those of the folder that it is saved to, also end with these."""
+    source, ends = model.source, end_token_ids(model)
+    more = [token for token in dict.fromkeys(tokens) if token not in ends and token < model.config.vocab_size]
+    if source is None or not more:
+        return model
+    config = json.loads(source.config)
+    others = {key: config[key] for key in ("bos_token_id", "pad_token_id") if config.get(key) is not None}
+    settings = others if source.generation_config is None else json.loads(source.generation_config)
+    text = json.dumps(settings | {"eos_token_id": [*ends, *more]}, indent=2) + "\n"
+    model.source = dataclasses.replace(source, generation_config=text)
+    return model

@@ -1,0 +1,487 @@
+"""The sampling engine: rows decode in a fixed number of slots, and the next prompt takes the slot of a row that ended.
+
+The device is never waited for: a round of a few tokens is dispatched while the one before it runs, and what a round
+made is read when it is there. What the host decides by it (a stop string, a slot that is free) reaches the device with
+the round after the next one.
+
+    sampler = jaxtune.Sampler(model, slots=64)
+    for row in sampler.run(prompts, max_new_tokens=512, temperature=1.0):
+        print(row.index, row.ids, row.finish_reason)
+
+A server, or a trainer that learns from what it samples, uses `submit`, `step` and `cancel`, of which `run` is made.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.generation import slots as device
+from jaxtune.models.generation.ends import end_token_ids
+from jaxtune.models.generation.prefills import Prefills
+from jaxtune.models.generation.requests import FinishReason, Request, StopStrings, checked_length, checked_prompt
+from jaxtune.models.generation.sampling import Kind, Numbers, Sampling
+from jaxtune.models.generation.slot_plan import SLOTS, SlotPlan, capacity_bucket, plan_slots, room_bytes
+from jaxtune.models.placement import partition
+
+_FEWEST_ENDS = 4  # columns of the array of end tokens
+_IN_FLIGHT = 2  # rounds that are dispatched before the oldest is read
+_FIRST_ROOM = 512  # new tokens of a row that the first caches have room for
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A row that has ended."""
+
+    # Of its prompt among those that `run` was given.
+    index: int
+    # The new tokens, up to and with the one that ended it.
+    ids: list[int]
+    # The logarithm of each new token's probability under the model itself: softmax of its logits, without temperature,
+    # penalty or filters.
+    logprobs: list[float]
+    # "stop": an end token or a stop string. "length": max_new_tokens. "cancelled": somebody called `cancel`.
+    finish_reason: FinishReason
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """What one step made of one request."""
+
+    # As `submit` named it.
+    request: int
+    # New tokens since the piece before, and their log-probabilities; they can be empty in the last piece.
+    ids: list[int]
+    logprobs: list[float]
+    # None: the request has not ended.
+    finish_reason: FinishReason | None
+
+
+@dataclasses.dataclass
+class _Round:
+    """A call of `decode` whose results are on their way."""
+
+    emitted: device.Emitted
+    # The request that each slot decoded, and how often it had been placed in a slot.
+    requests: dict[int, tuple[Request, int]]
+
+
+class Sampler:
+    """Continues token ids in a fixed number of slots.
+
+    Whatever is in the other slots, a row gets the tokens that it gets alone, within the rounding of products whose
+    shapes depend on how many prompts are prefilled at once; with `deterministic`, the same bits.
+
+    A sampler is used by one thread at a time. Its programs are compiled when they are first needed, once for each
+    bucket of capacity and of prompt lengths, and shared by all samplers of equal models.
+
+    Args:
+      model: its adapters are used as they are. Weights are not copied; `update` takes others.
+      slots: rows that decode in one batch. None: `most_slots`, or as many as there is memory for.
+      length: tokens that a row may have, its prompt included. None: as many as there is memory for, at most the model's
+        positions. Caches begin small and grow in buckets up to it.
+      deterministic: a row's tokens and log-probabilities have the same bits whatever else is sampled, in any slot and
+        any process, for equal `slots` and equal devices. Prompts are then prefilled one at a time, and the vendor's
+        first algorithm is taken for products, not the fastest.
+      tokens_per_round: tokens that each row makes between two looks of the host. Fewer stream more smoothly, free
+        slots earlier and cost more dispatches; each value compiles a program of its own.
+      prefill_tokens: tokens of prompts that are prefilled between two rounds while at least half of the slots decode,
+        so that these rows do not stall; and the most that one program prefills.
+    Attributes:
+      plan: the SlotPlan in force: `plan.slots`, `plan.length` and `plan.bytes`.
+    Raises:
+      ValueError: a model that scores texts; weights that are divided over devices; slots and length that do not fit
+        into the memory that is left.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        slots: int | None = None,
+        length: int | None = None,
+        *,
+        most_slots: int = SLOTS,
+        deterministic: bool = False,
+        tokens_per_round: int = 8,
+        prefill_tokens: int = 2048,
+    ):
+        for name, value in (("tokens_per_round", tokens_per_round), ("prefill_tokens", prefill_tokens)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"Sampler: {name} = {value!r}: must be a positive integer")
+        if model.config.num_labels is not None:
+            raise ValueError("Sampler: this model scores texts (a reward model) and cannot continue them")
+        self.config, self._ends = model.config, end_token_ids(model)
+        # Once: walking over a deep model takes the host as long as the device takes for many tokens.
+        graph, state = nnx.split(model)
+        partition.require_undivided(state, "Sampler")
+        self._leaves, treedef = jax.tree.flatten(state)
+        self._structure = device.structure_of(graph, treedef, model.config)
+        self._shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self._leaves)
+        self._programs = device.programs(deterministic and jax.default_backend() == "gpu")
+        self.plan: SlotPlan = plan_slots(
+            self._bytes, self.config.context_length, room_bytes(), slots, length, most_slots
+        )
+        self._deterministic = deterministic
+        self._steps, self._room_per_round = tokens_per_round, prefill_tokens
+        count = self.plan.slots
+        self._prefills = Prefills(self._programs, self._structure, self._shapes, prefill_tokens, one=deterministic)
+        self._waiting: collections.deque[Request] = collections.deque()
+        self._requests: dict[int, Request] = {}  # those that are not done
+        self._slots: list[Request | None] = [None] * count
+        self._rounds: collections.deque[_Round] = collections.deque()
+        self._pieces: list[Piece] = []  # that the next step gives
+        self._number = 0
+        self._kind = Kind(False, False, False)
+        self._capacity, self._states, self._seen = 0, None, None
+        self._live = device.Live(*(jnp.zeros(count, dtype) for dtype in (jnp.int32, jnp.int32, bool)))
+        self._changed = np.zeros(count, bool)
+        self._given = device.Live(np.zeros(count, np.int32), np.zeros(count, np.int32), np.zeros(count, bool))
+        self._rows = _empty_rows(count, _FEWEST_ENDS, self.config.vocab_size)
+        self._sent_rows: device.Rows | None = None  # as the device has them; None after a change
+
+    # ---- requests
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int | None = None,
+        temperature: float = 0.0,
+        seed: int = 0,
+        *,
+        index: int = 0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        stop_strings: str | Sequence[str] = (),
+        tokenizer: Any = None,
+        eos_token_ids: int | Sequence[int] | None = None,
+    ) -> int:
+        """Puts a prompt at the end of the queue, also while others decode.
+
+        Requests that follow each other with the same prompt are prefilled once.
+
+        Args:
+          prompt: token ids, at least one.
+          max_new_tokens: the most new tokens. None: as many as the row has room for.
+          temperature, top_k, top_p, min_p, repetition_penalty: see sampling.Sampling; temperature 0 takes the likeliest
+            token.
+          seed, index: what the row draws depends on these two and its step only: equal pairs draw alike.
+          stop_strings: the row ends with the token that completes one of them in its new text. Needs `tokenizer`.
+          eos_token_ids: tokens that end the row. None: those of the model's generation_config.json or config.json; an
+            empty sequence: no token does.
+        Returns:
+          the request's number, by which pieces and `cancel` name it.
+        Raises:
+          ValueError: a prompt that is empty, has ids outside the vocabulary, or is too long with max_new_tokens; a
+            setting out of its range; stop_strings without a tokenizer.
+        """
+        tokens = checked_prompt(prompt, self.config.vocab_size, "Sampler: the prompt")
+        whose = "the model has" if self.plan.length == self.config.context_length else "a row of this sampler has"
+        limit = checked_length(tokens, max_new_tokens, self.plan.length, "Sampler: the prompt", whose)
+        strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
+        ends = self._ends if eos_token_ids is None else np.atleast_1d(np.asarray(eos_token_ids, np.int64)).tolist()
+        request = Request(
+            self._number,
+            tokens,
+            len(tokens),
+            limit,
+            Sampling(temperature, top_k, top_p, min_p, repetition_penalty),
+            int(seed),
+            int(index),
+            frozenset(ends),
+            StopStrings(strings, tokenizer, "Sampler") if strings else None,
+        )
+        self._number += 1
+        self._requests[request.number] = request
+        self._wait(request)
+        return request.number
+
+    def cancel(self, request: int) -> None:
+        """Ends a request, whether it waits or decodes; its last piece comes with the next step. One that is done, or
+        that never was, is left alone."""
+        found = self._requests.get(request)
+        if found is not None:
+            self._finish(found, [], [], "cancelled")
+
+    @property
+    def pending(self) -> int:
+        """How many requests are not done; 0: a step has nothing to do but to give pieces that were not given yet."""
+        return len(self._requests)
+
+    def step(self) -> list[Piece]:
+        """Makes about one round of progress: fills free slots, dispatches what is next, and reads the oldest round
+        that is under way.
+
+        Returns:
+          what was made, in no order; often of the round before the last one dispatched. An empty list does not mean
+          that nothing is left; `pending` says that.
+        """
+        self._fill()
+        if self._goes_on():
+            self._dispatch()
+            if len(self._rounds) >= _IN_FLIGHT:
+                self._look()
+        elif self._rounds:
+            self._look()
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    def run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int | Sequence[int] | None = None,
+        temperature: float = 0.0,
+        seed: int | Sequence[int] = 0,
+        *,
+        in_order: bool = True,
+        **settings: Any,
+    ) -> Iterator[Row]:
+        """Continues all prompts and yields each row that has ended.
+
+        Args:
+          prompts: token ids; for several answers to a prompt, it stands there several times, one behind the other.
+          max_new_tokens: of each row, or a number for each prompt; see submit.
+          seed: a number: a row draws by it and its index. A sequence has a seed for each prompt, by which the row draws
+            as it does alone.
+          in_order: by the order of the prompts; False: as they end.
+          settings: others of submit, the same for all rows.
+        Raises:
+          ValueError: as submit; requests of somebody else are not done yet.
+        """
+        if self._requests:
+            raise ValueError(f"Sampler: run while {len(self._requests)} requests are not done; use submit and step")
+        seeds = seeds_of(seed, len(prompts), "Sampler")
+        limits = [max_new_tokens] * len(prompts) if not isinstance(max_new_tokens, Sequence) else max_new_tokens
+        if len(limits) != len(prompts):
+            raise ValueError(f"Sampler: {len(limits)} numbers of max_new_tokens for {len(prompts)} prompts")
+        rows: dict[int, tuple[int, list[int], list[float]]] = {}
+        try:
+            for index, (prompt, limit, (own, place)) in enumerate(zip(prompts, limits, seeds, strict=True)):
+                number = self.submit(prompt, limit, temperature, own, index=place, **settings)
+                rows[number] = (index, [], [])
+            yield from self._ended(rows, in_order)
+        finally:
+            for number in rows:
+                self.cancel(number)
+            self._pieces = []
+
+    def _ended(self, rows: dict[int, tuple[int, list[int], list[float]]], in_order: bool) -> Iterator[Row]:
+        ended: dict[int, Row] = {}
+        following = 0
+        while self._requests or self._pieces:
+            for piece in self.step():
+                index, ids, logprobs = rows[piece.request]
+                ids += piece.ids
+                logprobs += piece.logprobs
+                if piece.finish_reason is not None:
+                    ended[index] = Row(index, ids, logprobs, piece.finish_reason)
+            while ended and (not in_order or following in ended):
+                yield ended.pop(following if in_order else next(iter(ended)))
+                following += 1
+
+    def update(self, model: Decoder) -> None:
+        """Samples from here on with the weights of a model of the same structure, such as the one that trains. Nothing
+        is copied: the model's arrays must stay there while the sampler uses them.
+
+        Raises:
+          ValueError: requests are not done, whose states are those of the weights before; another structure.
+        """
+        if self._requests:
+            raise ValueError(f"Sampler: update while {len(self._requests)} requests are not done")
+        graph, state = nnx.split(model)
+        leaves, treedef = jax.tree.flatten(state)
+        if device.structure_of(graph, treedef, model.config) is not self._structure:
+            raise ValueError("Sampler: update with a model of another structure: make a new Sampler")
+        partition.require_undivided(state, "Sampler")
+        self._leaves = leaves
+        self._prefills.forget()
+
+    # ---- filling slots
+
+    def _wait(self, request: Request, first: bool = False) -> None:
+        request.slot, request.key = None, self._prefills.wanted(request)
+        (self._waiting.appendleft if first else self._waiting.append)(request)
+
+    def _fill(self) -> None:
+        """Gives free slots to waiting requests, whose prompts are prefilled as far as this round has room for."""
+        free = [slot for slot, request in enumerate(self._slots) if request is None]
+        if not free or not self._waiting:
+            return
+        # Rows that decode wait for no more than a bounded piece of a prefill; where most slots are empty, they gain.
+        left = self._room_per_round if 2 * len(free) <= len(self._slots) else float("inf")
+        self._reserve([self._waiting[i] for i in range(min(len(free), len(self._waiting)))])
+        while free and self._waiting:
+            batch = self._prefills.ready(self._waiting[0])
+            if batch is None:
+                if left <= 0:
+                    break
+                nearest = [self._waiting[i] for i in range(min(len(free), len(self._waiting)))]
+                left -= self._prefills.advance(self._leaves, nearest)
+                continue
+            placed = []
+            while free and self._waiting and self._prefills.ready(self._waiting[0]) is batch:
+                request = self._waiting.popleft()
+                placed.append((self._prefills.take(request), free[0]))
+                self._place(request, free.pop(0))
+            self._states = batch.insert(self._programs, self._states, placed)
+
+    def _place(self, request: Request, slot: int) -> None:
+        self._slots[slot], request.slot = request, slot
+        request.placed += 1
+        self._change(slot, request.tokens[-1], len(request.tokens), True)
+        rows, numbers = self._rows, request.sampling.numbers(self.config.vocab_size)
+        self._widen_ends(len(request.ends))
+        self._rows.ends[slot] = -1
+        self._rows.ends[slot, : len(request.ends)] = sorted(request.ends)
+        pause = self._prefills.switch if len(request.tokens) <= self._prefills.switch else device.NEVER
+        values = (request.start, request.limit, pause, request.seed & 0xFFFFFFFF, request.index & 0xFFFFFFFF)
+        for array, value in zip((rows.start, rows.limit, rows.pause, rows.seed, rows.index), values, strict=True):
+            array[slot] = value
+        for array, value in zip(rows.numbers, numbers, strict=True):
+            array[slot] = value
+        self._sent_rows = None
+        self._kind = self._kind | request.sampling.kind
+        if self._kind.penalises and self._seen is None:
+            self._seen = jnp.zeros((len(self._slots), self.config.vocab_size), bool)
+        if request.sampling.kind.penalises:
+            padded = np.zeros(capacity_bucket(len(request.tokens)), np.int32)
+            padded[: len(request.tokens)] = request.tokens
+            self._seen = device.mark_seen(self._seen, np.int32(slot), padded, np.int32(len(request.tokens)))
+
+    def _widen_ends(self, needed: int) -> None:
+        have = self._rows.ends.shape[1]
+        if needed > have:
+            more = (1 << (needed - 1).bit_length()) - have
+            self._rows = self._rows._replace(ends=np.pad(self._rows.ends, ((0, 0), (0, more)), constant_values=-1))
+
+    def _change(self, slot: int, token: int, length: int, active: bool) -> None:
+        self._changed[slot] = True
+        for array, value in zip(self._given, (token, length, active), strict=True):
+            array[slot] = value
+
+    # ---- memory
+
+    def _bytes(self, slots: int, length: int) -> int:
+        """Of the states of all slots, and of what is made of a token's logits."""
+        states = device.states_shape(self._structure, self._shapes, slots, capacity_bucket(length))
+        kept = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(states))
+        return kept + 16 * slots * self.config.vocab_size
+
+    def _reserve(self, nearest: Iterable[Request]) -> None:
+        """Gives the caches room for what the next round can write of rows in slots, and for requests that come."""
+        room = _FIRST_ROOM if self._states is None else self._steps
+        needed = [min(request.limit, len(request.tokens) + room) for request in nearest]
+        needed += [self._most_tokens(request, 1) for request in self._slots if request is not None]
+        most = self.plan.length if self._deterministic else max(needed, default=0)
+        if most <= self._capacity:
+            return
+        capacity = capacity_bucket(most)
+        if self._states is None:
+            self._states = device.empty_states(self._structure, self._shapes, len(self._slots), capacity)
+        else:
+            shapes = device.states_shape(self._structure, self._shapes, len(self._slots), capacity)
+            leaves, treedef = jax.tree.flatten(self._states)
+            self._states = None  # so that each array goes when it has been copied
+            for at, new in enumerate(jax.tree.leaves(shapes)):
+                if leaves[at].shape != new.shape:
+                    leaves[at] = device.grown(leaves[at], new.shape)
+            self._states = jax.tree.unflatten(treedef, leaves)
+        self._capacity = capacity
+
+    def _most_tokens(self, request: Request, more_rounds: int) -> int:
+        """That a row in a slot can have after the rounds that are under way and `more_rounds` others."""
+        return min(request.limit, len(request.tokens) + (request.rounds + more_rounds) * self._steps)
+
+    # ---- rounds
+
+    def _goes_on(self) -> bool:
+        """Whether a row in a slot may have tokens left to make when the rounds that are under way are done."""
+        return any(r is not None and self._most_tokens(r, 0) < r.limit for r in self._slots)
+
+    def _dispatch(self) -> None:
+        self._reserve(())
+        if self._sent_rows is None:
+            self._sent_rows = jax.tree.map(jnp.asarray, self._rows)
+        decode = self._programs.decode
+        fixed = (self._structure, self._kind, self._steps)
+        self._states, self._live, self._seen, emitted = decode(
+            *fixed, self._leaves, self._states, self._live, self._seen, *self._changes(), self._sent_rows
+        )
+        for array in emitted:
+            array.copy_to_host_async()
+        requests = {slot: (request, request.placed) for slot, request in enumerate(self._slots) if request is not None}
+        for request, _ in requests.values():
+            request.rounds += 1
+        self._rounds.append(_Round(emitted, requests))
+
+    def _changes(self) -> tuple[np.ndarray, device.Live]:
+        """What the host changed since the last round, as copies: a dispatch may read its arguments later."""
+        changed, self._changed = self._changed, np.zeros_like(self._changed)
+        return changed, device.Live(*(array.copy() for array in self._given))
+
+    def _look(self) -> None:
+        """Waits for the oldest round, and shares out what it made."""
+        done = self._rounds.popleft()
+        tokens, logprobs, counts = map(np.asarray, done.emitted)
+        for slot, (request, placed) in done.requests.items():
+            request.rounds -= 1
+            if request.done:  # by a stop string or a cancellation that the device did not know of yet
+                continue
+            count = int(counts[slot])
+            made, reason = request.take(tokens[:count, slot].tolist())
+            values = logprobs[: len(made), slot].tolist()
+            if reason is not None:
+                self._finish(request, made, values, reason)
+                continue
+            if made:
+                self._pieces.append(Piece(request.number, made, values, None))
+            if count < self._steps and request.placed == placed:  # it paused: its states are made anew
+                self._slots[slot] = None
+                self._wait(request, first=True)
+
+    def _finish(self, request: Request, ids: list[int], logprobs: list[float], reason: FinishReason) -> None:
+        request.done = True
+        del self._requests[request.number]
+        self._pieces.append(Piece(request.number, ids, logprobs, reason))
+        if request.slot is None:
+            self._waiting.remove(request)
+            self._prefills.unwanted(request)
+        elif self._slots[request.slot] is request:
+            self._slots[request.slot] = None
+            self._change(request.slot, 0, 1, False)
+
+
+def seeds_of(seed: int | Sequence[int], count: int, what: str) -> list[tuple[int, int]]:
+    """(seed, index) of each of `count` rows: the one seed and the row's index, or its own seed, as if it were alone."""
+    if isinstance(seed, int | np.integer):
+        return [(int(seed), index) for index in range(count)]
+    seeds = np.asarray(seed)
+    if seeds.shape != (count,) or not np.issubdtype(seeds.dtype, np.integer):
+        raise ValueError(f"{what}: seed = {seed!r}: must be an integer, or {count} of them, one a prompt")
+    return [(int(own), 0) for own in seeds]
+
+
+def _empty_rows(count: int, ends: int, vocab_size: int) -> device.Rows:
+    def whole(dtype):
+        return np.zeros(count, dtype)
+
+    off = Sampling().numbers(vocab_size)
+    numbers = Numbers(*(np.full(count, value) for value in off))
+    return device.Rows(
+        whole(np.int32),
+        whole(np.int32),
+        np.full(count, device.NEVER, np.int32),
+        np.full((count, ends), -1, np.int32),
+        whole(np.uint32),
+        whole(np.uint32),
+        numbers,
+    )

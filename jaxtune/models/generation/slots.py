@@ -1,0 +1,285 @@
+"""What the sampling engine does on the device: its arrays and its compiled programs.
+
+A slot is a row of fixed arrays: for each mixer the row's state (caches of keys and values, states of delta nets) and a
+few numbers. `decode` makes the next tokens of all slots in one batch. A prompt's states are made apart from the slots,
+by `prefill` and, of a long prompt, `extend`; `insert` copies them into the slots that take the prompt.
+
+The states of a row of n tokens are of n - 1 of them: the newest token is the input of the next decoding step. So a
+prompt's last token is decoded too, and a prefill makes no logits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxtune.models.config import DecoderConfig, LayerSpec
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.generation.sampling import Kind, Numbers, filtered, penalised
+from jaxtune.models.layers.segment import Context
+from jaxtune.models.rope import rotary_tables
+from jaxtune.models.stack import layer_forward
+from jaxtune.pallas.attention import PackedLayout, packed_layout
+from jaxtune.pallas.linear_cross_entropy import filled_up
+
+type Array = jax.Array | np.ndarray
+type States = Any  # a pytree for each layer
+
+NEVER = np.iinfo(np.int32).max  # a length that no row reaches
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Structure:
+    """A model without its arrays: the static argument of the programs. Equal models share one, see structure_of."""
+
+    graph: nnx.GraphDef
+    treedef: Hashable  # of its state
+    config: DecoderConfig
+
+    def model(self, leaves: Sequence[jax.Array]) -> Decoder:
+        """The model with these arrays, in the order of jax.tree.leaves(nnx.state(model))."""
+        return nnx.merge(self.graph, jax.tree.unflatten(self.treedef, leaves))
+
+
+@functools.lru_cache(32)
+def structure_of(graph: nnx.GraphDef, treedef: Hashable, config: DecoderConfig) -> Structure:
+    """One object for equal models: programs are looked up by its identity, where a comparison of two descriptions of a
+    deep model would take the host as long as the device takes for a token."""
+    return Structure(graph, treedef, config)
+
+
+class Live(NamedTuple):
+    """What decoding changes of each slot, beside its states."""
+
+    # int32[N]: the newest token, which is in no state yet.
+    token: Array
+    # int32[N]: tokens of the row, the newest one included.
+    length: Array
+    # bool[N]: whether the row has not ended.
+    active: Array
+
+
+class Rows(NamedTuple):
+    """What stays as it is while a row decodes."""
+
+    # int32[N]: tokens of the prompt.
+    start: Array
+    # int32[N]: the row ends when it has this many tokens.
+    limit: Array
+    # int32[N]: the row pauses when it has more tokens than this, because its states must then be made anew.
+    pause: Array
+    # int32[N, E]: tokens that end the row; -1 fills the array up.
+    ends: Array
+    # uint32[N] each: a row draws by its seed, its index under this seed, and its step.
+    seed: Array
+    index: Array
+    # float32[N] or int32[N] each.
+    numbers: Numbers
+
+
+class Emitted(NamedTuple):
+    """What a call of `decode` made."""
+
+    # int32[steps, N], of which the first counts[i] of row i are real.
+    tokens: jax.Array
+    # float32[steps, N]: logarithm of each token's probability under the model itself.
+    logprobs: jax.Array
+    # int32[N].
+    counts: jax.Array
+
+
+class Programs(NamedTuple):
+    """The compiled functions, which are those below."""
+
+    prefill: Callable[..., States]
+    extend: Callable[..., States]
+    insert: Callable[..., States]
+    decode: Callable[..., tuple[States, Live, jax.Array | None, Emitted]]
+
+
+@functools.cache
+def programs(same_choices: bool) -> Programs:
+    """The programs. same_choices: another process compiles the same machine code, because the vendor libraries' first
+    algorithms are taken and not the fastest timed ones."""
+    options = {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0} if same_choices else {}
+    jit = functools.partial(jax.jit, compiler_options=options)
+    return Programs(
+        jit(_prefill, static_argnums=(0, 1)),
+        jit(_extend, static_argnums=0, donate_argnames="states"),
+        jit(_insert, donate_argnames="states"),
+        jit(_decode, static_argnums=(0, 1, 2), donate_argnames=("states", "live", "seen")),
+    )
+
+
+def empty_states(structure: Structure, shapes: Sequence[jax.ShapeDtypeStruct], rows: int, capacity: int) -> States:
+    """The states of rows without tokens. shapes: of the model's arrays."""
+    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), states_shape(structure, tuple(shapes), rows, capacity))
+
+
+@functools.lru_cache(64)
+def states_shape(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], rows: int, capacity: int) -> States:
+    """The shapes and dtypes of the states of `rows` rows of at most `capacity` tokens; nothing is computed."""
+    tokens, counts = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 1), (1,)))
+    one = jax.eval_shape(functools.partial(_prefill, structure, capacity), list(shapes), tokens, counts, counts)
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype), one)
+
+
+def _prefill(structure: Structure, capacity: int, leaves, tokens, lengths, totals) -> States:
+    """The states after the first `lengths` tokens of each row, by the forward pass of training.
+
+    Args:
+      capacity: tokens that the states have room for, at least T.
+      tokens: int32[R, T]; lengths: int32[R], from 1 to T.
+      totals: int32[R], tokens of the whole row, by which a longrope model chooses its factors.
+    """
+    model = structure.model(leaves)
+    config, (rows, width) = model.config, tokens.shape
+    with jax.named_scope("prefill"):
+        index = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (rows, width))
+        layout = packed_layout((rows, width), (index < lengths[:, None]).astype(jnp.int32), max_documents=1)
+        layout = dataclasses.replace(layout, rotary=rotary_tables(config, index, totals[:, None]))
+        x = model.embed(tokens)
+        states = []
+        for layer, spec in zip(model.layers, config.layers, strict=True):
+            graph, *state = nnx.split(layer, nnx.Param, ...)
+            x, kept, *_ = layer_forward(graph, spec, layer.state_reads, *state, x, layout, None)
+            states.append(layer.first_state(kept, lengths, capacity - width, Context(spec, layout)))
+        return states
+
+
+def _extend(structure: Structure, leaves, states, tokens, at, totals) -> States:
+    """The states with more tokens of each row.
+
+    Args:
+      tokens: int32[R, C], all of them real. at: int32[R], tokens that are in the states. totals: as in prefill.
+    """
+    model = structure.model(leaves)
+    with jax.named_scope("extend"):
+        positions = at[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        tables = rotary_tables(model.config, positions, totals[:, None])
+        real = jnp.ones(len(at), bool)
+        return _through_layers(model, _split(model), model.embed(tokens), states, at, tables, real)[1]
+
+
+def _insert(states, staged, rows, slots) -> States:
+    """The slots' states with those of row rows[i] of `staged`, which may have less room, in slot slots[i]. int32[G]."""
+
+    def one(kept, new):
+        if len(new) == len(slots) == 1:
+            return jax.lax.dynamic_update_slice(kept, new, (slots[0], *(0,) * (kept.ndim - 1)))
+        return kept.at[(slots, *map(slice, new.shape[1:]))].set(new[rows])
+
+    return jax.tree.map(one, states, staged)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def grown(state: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The state with more room, which is zero."""
+    return jnp.pad(state, [(0, new - old) for old, new in zip(state.shape, shape, strict=True)])
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def mark_seen(seen, slot, tokens, length) -> jax.Array:
+    """seen bool[N, V] where the row `slot` has the first `length` of `tokens` int32[T] and no others."""
+    row = jnp.zeros(seen.shape[1], bool).at[tokens].max(jnp.arange(len(tokens)) < length)
+    return seen.at[slot].set(row)
+
+
+def _decode(
+    structure: Structure, kind: Kind, steps: int, leaves, states, live: Live, seen, changed, given: Live, rows: Rows
+) -> tuple[States, Live, jax.Array | None, Emitted]:
+    """`steps` more tokens of each active slot, or fewer where it ends.
+
+    Args:
+      states, live: of the slots. seen: bool[N, V], tokens that each row has; None where nothing is penalised.
+      changed: bool[N], slots for which `given` counts in place of `live`.
+    Returns:
+      (states, live, seen, what was made)
+    """
+    live = Live(*(jnp.where(changed, new, old) for new, old in zip(given, live, strict=True)))
+    model = structure.model(leaves)
+    splits = _split(model)
+    if len(live.token) > 1:  # a product with one row is none of those that XLA fills up
+        head = model.head_variable
+        head.set_value(filled_up(head[...].astype(model.dtype)))
+
+    def one(carry, _):
+        states, live, seen = carry
+        with jax.named_scope("decode"):
+            at = jnp.where(live.active, live.length - 1, -1)
+            x = model.embed(live.token[:, None])
+            tables = rotary_tables(model.config, jnp.maximum(at, 0)[:, None], jnp.maximum(live.length, 1)[:, None])
+            x, states = _through_layers(model, splits, x, states, at, tables, live.active)
+            token, logprob = _chosen(model, kind, x, seen, live, rows)
+        length = live.length + live.active
+        goes_on = (token[:, None] != rows.ends).all(-1) & (length < rows.limit) & (length <= rows.pause)
+        if kind.penalises:
+            seen = seen.at[jnp.arange(len(token)), token].max(live.active)
+        after = Live(jnp.where(live.active, token, live.token), length, live.active & goes_on)
+        return (states, after, seen), (token, logprob, live.active)
+
+    (states, live, seen), made = jax.lax.scan(one, (states, live, seen), length=steps)
+    tokens, logprobs, were_active = made
+    return states, live, seen, Emitted(tokens, logprobs, were_active.sum(0, dtype=jnp.int32))
+
+
+def _split(model: Decoder) -> list[tuple]:
+    return [nnx.split(layer, nnx.Param, ...) for layer in model.layers]
+
+
+def _through_layers(model: Decoder, splits, x, states, at, tables, real) -> tuple[jax.Array, States]:
+    """x [N, C, hidden] through all layers: (what the last one makes, the states with C more tokens).
+
+    Args:
+      at: int32[N], position of each row's first token in x; -1: the row has none. real: bool[N], rows that have some.
+    """
+    after = []
+    for (graph, *state), spec, kept in zip(splits, model.config.layers, states, strict=True):
+        x, kept = _layer_step(graph, spec, *state, x, tables, kept, at, real)
+        # Else what reads the residual stream adds up all the layers below it again.
+        x = jax.lax.optimization_barrier(x)
+        after.append(kept)
+    return x, after
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _layer_step(graph, spec: LayerSpec, trainable, frozen, layer_input, tables, state, at, real):
+    """One layer for new tokens: (layer_output [N, C, hidden], the state with them). Experts get nothing of rows that
+    are not real."""
+    index = jnp.broadcast_to(jnp.arange(layer_input.shape[1], dtype=jnp.int32), layer_input.shape[:2])
+    end = jnp.where(real[:, None], layer_input.shape[1], index)
+    start = jnp.where(real[:, None], 0, index)
+    context = Context(spec, PackedLayout(start, end, tables, max_documents=1))
+    return nnx.merge(graph, trainable, frozen).step(layer_input, state, at, context)
+
+
+def _chosen(model: Decoder, kind: Kind, hidden, seen, live: Live, rows: Rows) -> tuple[jax.Array, jax.Array]:
+    """(the next token of each row int32[N], the logarithm of its probability float32[N]) from [N, 1, hidden]."""
+    logits = model.logits(model.norm(hidden))[:, 0, : model.config.vocab_size].astype(jnp.float32)
+    numbers = rows.numbers
+    scores = penalised(logits, seen, numbers.repetition_penalty[:, None]) if kind.penalises else logits
+    token = scores.argmax(-1).astype(jnp.int32)
+    if kind.draws:
+        scores = scores / numbers.temperature[:, None]
+        if kind.filters:
+            scores = filtered(scores, numbers)
+        drawn = jax.vmap(jax.random.categorical)(_keys(rows, live.length - rows.start), scores)
+        token = jnp.where(numbers.draws, drawn.astype(jnp.int32), token)
+    chosen = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
+    return token, chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+def _keys(rows: Rows, made: Array) -> jax.Array:
+    """The key of each row's next draw: that of jax.random.key(seed), folded with the row's index and its step."""
+    data = jnp.stack([jnp.zeros_like(rows.seed), rows.seed], axis=-1)
+    keys = jax.random.wrap_key_data(data, impl="threefry2x32")
+    for number in (rows.index, made):
+        keys = jax.vmap(jax.random.fold_in)(keys, number)
+    return keys

@@ -1,0 +1,119 @@
+"""Attention of a chunk of new tokens over a cache of earlier ones, for prompts that are prefilled piece by piece."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxtune.pallas.arguments import FLOATS, INTEGERS, Arguments
+from jaxtune.pallas.meshes import on_any_mesh
+
+_QUERIES = 128  # whose scores exist at a time
+_MASKED = -1e30  # finite, so that a query without keys stays free of inf - inf
+
+
+@on_any_mesh
+def chunk_attention(
+    query: jax.Array,
+    new_keys: jax.Array,
+    new_values: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    before: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
+    """Attention of the next N tokens of each row over each other, causal, and over the row's cache.
+
+    It is plain XLA, a block of queries at a time over the whole capacity.
+
+    Args:
+      query: [B, N, heads, D] bfloat16, float16 or float32.
+      new_keys, new_values: [B, N, kv_heads, D], of the new tokens; they are not in the cache yet.
+      keys, values: [B, kv_heads, capacity, D], the cache of the tokens before them, see cache.py.
+      before: int32[B], tokens of each row before the new ones.
+      scale, window, soft_cap, sinks: as in decode_attention.
+    Returns:
+      [B, N, heads, D] in query's dtype.
+    Raises:
+      TypeError, ValueError: an argument is not as described here.
+    """
+    check = Arguments("chunk_attention")
+    check.array("query", query, "B N heads D", FLOATS)
+    check.array("new_keys", new_keys, "B N kv_heads D", query.dtype)
+    check.array("new_values", new_values, "B N kv_heads D", query.dtype)
+    check.array("keys", keys, "B kv_heads capacity D", (str(query.dtype), "float8_e4m3fn"))
+    check.array("values", values, "B kv_heads capacity D", keys.dtype)
+    check.array("before", before, "B", INTEGERS)
+    rows, count, heads, dim = query.shape
+    kv_heads, capacity = keys.shape[1:3]
+    precision = jax.lax.Precision.HIGHEST if query.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    before = jnp.asarray(before, jnp.int32)
+    index = jnp.arange(capacity, dtype=jnp.int32)
+    last = before[:, None] - 1
+    cached = last - (last - index) % capacity  # the position of the token at each index; negative where there is none
+    new = before[:, None] + jnp.arange(count, dtype=jnp.int32)
+    positions = jnp.concatenate([cached, new], axis=1)
+    keys, values = (
+        jnp.concatenate([cache.astype(query.dtype), jnp.swapaxes(fresh, 1, 2)], axis=2)
+        for cache, fresh in ((keys, new_keys), (values, new_values))
+    )
+
+    def product(equation, left, right):
+        return jnp.einsum(equation, left, right, preferred_element_type=jnp.float32, precision=precision)
+
+    def block(operands):
+        query, at = operands  # [B, n, heads, D], int32[B, n]
+        scores = product("bqkgd,bktd->bkgqt", query.reshape(rows, -1, kv_heads, heads // kv_heads, dim), keys) * scale
+        if soft_cap is not None:
+            scores = jnp.tanh(scores / soft_cap) * soft_cap
+        age = at[..., None] - positions[:, None]  # [B, n, keys]
+        visible = (positions[:, None] >= 0) & (age >= 0)
+        if window is not None:
+            visible &= age < window
+        scores = jnp.where(visible[:, None, None], scores, _MASKED)
+        top = scores.max(-1, keepdims=True)
+        if sinks is not None:
+            sink = sinks.astype(jnp.float32).reshape(1, kv_heads, -1, 1, 1)
+            top = jnp.maximum(top, sink)
+        weights = jnp.exp(scores - top)
+        total = weights.sum(-1, keepdims=True)
+        if sinks is not None:
+            total = total + jnp.exp(sink - top)
+        out = product("bkgqt,bktd->bqkgd", (weights / total).astype(query.dtype), values)
+        return out.reshape(query.shape).astype(query.dtype)
+
+    size = min(count, _QUERIES)
+    padding = -count % size
+    blocks = (
+        jnp.moveaxis(
+            jnp.pad(a, ((0, 0), (0, padding), *((0, 0),) * (a.ndim - 2))).reshape(rows, -1, size, *a.shape[2:]), 1, 0
+        )
+        for a in (query, new)
+    )
+    out = jax.lax.map(block, tuple(blocks))
+    return jnp.moveaxis(out, 0, 1).reshape(rows, -1, heads, dim)[:, :count]
+
+
+@on_any_mesh
+def chunk_written(cache: jax.Array, new: jax.Array, before: jax.Array) -> jax.Array:
+    """The cache with N more tokens of each row.
+
+    Args:
+      cache: [B, kv_heads, capacity, D]. new: [B, N, kv_heads, D], in the cache's dtype. before: int32[B], tokens of
+        each row before the new ones. A ring keeps the last `capacity` of all.
+    Raises:
+      TypeError, ValueError: an argument is not as described here.
+    """
+    check = Arguments("chunk_written")
+    check.array("cache", cache, "B kv_heads capacity D", str(cache.dtype))
+    check.array("new", new, "B N kv_heads D", cache.dtype)
+    check.array("before", before, "B", INTEGERS)
+    capacity, count = cache.shape[2], new.shape[1]
+    skipped = max(0, count - capacity)  # of the new tokens, those that others of them overwrite
+    index = (jnp.asarray(before, jnp.int32)[:, None] + jnp.arange(skipped, count, dtype=jnp.int32)) % capacity
+    rows = jnp.arange(len(cache))[:, None]
+    return cache.at[rows, :, index].set(new[:, skipped:], unique_indices=True)

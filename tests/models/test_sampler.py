@@ -1,0 +1,322 @@
+"""The sampling engine: a row in slots that fill and empty has the tokens that it has alone."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from tiny import CONFIGS
+from tiny_models import adapted_model, golden_model, tiny_model
+
+from jaxtune import Decoder, Sampler, generate
+from jaxtune.models.config import LayerSpec, RopeConfig
+from jaxtune.models.generation.slot_plan import plan_slots
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+
+def prompts_of(vocab: int, lengths=(3, 19, 1, 7, 30, 2, 12)) -> list[list[int]]:
+    return [[(7 * row + 5 * place + 3) % vocab for place in range(length)] for row, length in enumerate(lengths)]
+
+
+# Of rows that decode together, each draws in its own way. The one that needs most is first: its program serves all.
+SETTINGS = (
+    dict(temperature=1.2, top_p=0.9, repetition_penalty=1.3, seed=3),
+    dict(),
+    dict(temperature=0.8, seed=11),
+    dict(temperature=1.0, top_k=5, min_p=0.01, seed=4),
+    dict(repetition_penalty=1.7),
+)
+
+
+def finished(sampler: Sampler) -> dict[int, tuple[list[int], list[float], str]]:
+    """{request: (ids, log-probabilities, finish_reason)} of all that was submitted."""
+    found: dict[int, tuple[list[int], list[float], str]] = {}
+    while sampler.pending:
+        for piece in sampler.step():
+            ids, logprobs, reason = found.get(piece.request, ([], [], ""))
+            assert not reason, "a piece after the last one"
+            found[piece.request] = ids + piece.ids, logprobs + piece.logprobs, piece.finish_reason or ""
+    return found
+
+
+def mixed(sampler: Sampler, prompts, new: int) -> list[tuple[list[int], list[float], str]]:
+    numbers = [
+        sampler.submit(prompt, new + index % 3, eos_token_ids=(), **SETTINGS[index % len(SETTINGS)])
+        for index, prompt in enumerate(prompts)
+    ]
+    found = finished(sampler)
+    return [found[number] for number in numbers]
+
+
+def one_by_one(sampler: Sampler, prompts, new: int):
+    """Each row when no other request is there."""
+    found = []
+    for index, prompt in enumerate(prompts):
+        number = sampler.submit(prompt, new + index % 3, eos_token_ids=(), **SETTINGS[index % len(SETTINGS)])
+        found.append(finished(sampler)[number])
+    return found
+
+
+def assert_same(found, expected, atol=1e-4):
+    assert [row[0] for row in found] == [row[0] for row in expected]
+    for (ids, logprobs, reason), (_, others, other_reason) in zip(found, expected, strict=True):
+        assert len(ids) == len(logprobs) and reason == other_reason
+        np.testing.assert_allclose(logprobs, others, atol=atol)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_rows_in_slots_are_rows_alone(name):
+    """Of every family: more prompts than slots, of unequal lengths, each drawn in its own way; and the same in one
+    slot, whose prompts are prefilled by pieces of 8 tokens."""
+    model = golden_model(name)
+    prompts = prompts_of(model.config.vocab_size)
+    sampler = Sampler(model, slots=3, length=64)
+    together = mixed(sampler, prompts, 9)
+    assert_same(together, one_by_one(sampler, prompts, 9))
+    assert {len(ids) for ids, *_ in together} == {9, 10, 11}
+    assert_same(mixed(Sampler(model, slots=1, length=64, prefill_tokens=8), prompts[:5], 9), together[:5])
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    return tiny_model(initializer_range=0.5)
+
+
+@pytest.mark.parametrize("count", [1, 7, 300])
+def test_any_number_of_prompts_over_eight_slots(model, count):
+    prompts = prompts_of(48, [1 + (7 * row) % 23 for row in range(count)])
+    limits = [1 + (5 * row) % 19 for row in range(count)]
+    sampler = Sampler(model, slots=8, length=64)
+    rows = list(sampler.run(prompts, limits, temperature=1.0, seed=5, eos_token_ids=[7]))
+    assert [row.index for row in rows] == list(range(count))
+    as_they_end = list(sampler.run(prompts, limits, temperature=1.0, seed=5, eos_token_ids=[7], in_order=False))
+    assert sorted(as_they_end, key=lambda row: row.index) == rows
+    assert count < 8 or as_they_end != rows
+    for row, limit in zip(rows, limits, strict=True):
+        assert row.ids and 7 not in row.ids[:-1]
+        assert row.finish_reason == ("stop" if row.ids[-1] == 7 else "length")
+        assert len(row.ids) == limit or row.finish_reason == "stop"
+    for row in rows[:: max(1, count // 5)]:
+        draws = dict(max_new_tokens=limits[row.index], temperature=1.0, eos_token_ids=[7])
+        number = sampler.submit(prompts[row.index], seed=5, index=row.index, **draws)
+        assert finished(sampler)[number][0] == row.ids
+
+
+def test_a_seed_of_its_own_draws_as_generate_does_alone(model):
+    prompts = prompts_of(48)
+    settings = dict(max_new_tokens=8, temperature=1.0, top_p=0.9)
+    rows = Sampler(model, slots=3, length=64).run(prompts, seed=range(7), **settings)
+    alone = [generate(model, [prompt], seed=[own], **settings)[0] for own, prompt in enumerate(prompts)]
+    assert [row.ids for row in rows] == alone
+
+
+class _Letters:
+    """A tokenizer whose token i is the letter i."""
+
+    def decode(self, tokens):
+        return "".join(chr(ord("A") + int(token)) for token in tokens)
+
+
+def test_stop_strings_end_rows_wherever_a_round_ends(model):
+    prompts = prompts_of(48)
+    sampler = Sampler(model, slots=2, length=64)
+    free = [row.ids for row in sampler.run(prompts, 24)]
+    texts = [_Letters().decode(ids) for ids in free]
+    stops = [texts[1][3:5], texts[4][6:9], texts[3][17:20]]
+    cut = [min([text.find(s) + len(s) for s in stops if s in text] or [len(text)]) for text in texts]
+    rows = list(sampler.run(prompts, 24, stop_strings=stops, tokenizer=_Letters()))
+    assert [row.ids for row in rows] == [ids[:n] for ids, n in zip(free, cut, strict=True)]
+    ended = [any(row.ids and _Letters().decode(row.ids).endswith(s) for s in stops) for row in rows]
+    assert [row.finish_reason == "stop" for row in rows] == ended and sum(ended) >= 3
+
+
+def test_equal_prompts_are_prefilled_once(model):
+    sampler = Sampler(model, slots=8, length=64)
+    calls = []
+    prefill = sampler._programs.prefill
+    sampler._prefills._programs = sampler._programs._replace(
+        prefill=lambda *arguments: calls.append(arguments[3].shape) or prefill(*arguments)
+    )
+    one, two = prompts_of(48, (13, 20))
+    rows = list(sampler.run([one] * 12 + [two] * 4, 8, temperature=1.0, seed=2))
+    assert calls == [(1, 16), (1, 32)]
+    assert len({tuple(row.ids) for row in rows}) == 16
+    number = sampler.submit(one, 8, temperature=1.0, seed=2, index=5)
+    assert finished(sampler)[number][0] == rows[5].ids
+
+
+def test_short_prompts_are_prefilled_together(model):
+    sampler = Sampler(model, slots=8, length=64, prefill_tokens=64)
+    calls = []
+    prefill = sampler._programs.prefill
+    sampler._prefills._programs = sampler._programs._replace(
+        prefill=lambda *arguments: calls.append(arguments[3].shape) or prefill(*arguments)
+    )
+    prompts = prompts_of(48, (5, 6, 7, 8, 9))
+    together = [row.ids for row in sampler.run(prompts, 8)]
+    assert calls == [(4, 16), (1, 16)]
+    assert together == [generate(model, [prompt], 8)[0] for prompt in prompts]
+
+
+def test_caches_grow_to_what_rows_need():
+    model = tiny_model(initializer_range=0.5, max_position_embeddings=1024, layers=(LayerSpec(window=150), LayerSpec()))
+    short, long = [5, 6, 7], [(3 * i) % 48 for i in range(140)]
+    sampler = Sampler(model, slots=2, length=900)
+    first = sampler.submit(short, 800, temperature=1.0)
+    assert len(finished(sampler)[first][0]) == 800 and sampler._capacity == 1024
+    sampler = Sampler(model, slots=2, length=900)
+    numbers = [sampler.submit(short, 30), sampler.submit(long, 230, temperature=1.0, seed=3)]
+    sampler.step()
+    assert sampler._capacity == 384
+    found = finished(sampler)
+    late = sampler.submit(short, 600, temperature=1.0, seed=9)
+    found |= finished(sampler)
+    assert found[numbers[0]][0] == generate(model, [short], 30)[0]
+    assert found[numbers[1]][0] == generate(model, [long], 230, temperature=1.0, seed=[3])[0]
+    assert found[late][0] == generate(model, [short], 600, temperature=1.0, seed=[9])[0]
+
+
+def longrope_model() -> Decoder:
+    factors = dict(short_factor=(1.0, 1.1, 1.2, 1.3), long_factor=(1.0, 4.0, 9.0, 16.0))
+    rope = RopeConfig(kind="longrope", original_max_position_embeddings=24, **factors)
+    return tiny_model(initializer_range=0.5, rotary=(rope,))
+
+
+@pytest.mark.parametrize("chunk", [2048, 8])
+def test_a_longrope_row_is_prefilled_anew_when_it_switches(chunk):
+    """Rows that pass the original context at different steps, or never, or were past it from the start; the answers
+    are those of whole forwards."""
+    model = longrope_model()
+    prompts = prompts_of(48, (8, 20, 23, 30, 24, 10))
+    forward = jax.jit(lambda tokens, ids: model(tokens, ids))
+    rows = list(Sampler(model, slots=2, length=64, prefill_tokens=chunk).run(prompts, 6))
+    for prompt, row in zip(prompts, rows, strict=True):
+        text = list(prompt)
+        for token in row.ids:
+            padded, ids = np.zeros((2, 1, 40), np.int32)
+            padded[0, : len(text)], ids[0, : len(text)] = text, 1
+            assert token == int(forward(padded, ids)[0, len(text) - 1].argmax())
+            text.append(token)
+
+
+def test_requests_come_and_go_while_others_decode(model):
+    sampler = Sampler(model, slots=2, length=64)
+    one, two, three, four = prompts_of(48, (5, 9, 3, 12))
+    expected = {name: generate(model, [prompt], 40)[0] for name, prompt in (("one", one), ("four", four))}
+    first, second = sampler.submit(one, 40), sampler.submit(two, 40)
+    third = sampler.submit(three, 40)
+    pieces = sampler.step() + sampler.step()
+    assert {piece.request for piece in pieces} == {first, second}
+    sampler.cancel(second)  # it decodes
+    sampler.cancel(third)  # it waits
+    sampler.cancel(third)  # it is done
+    fourth = sampler.submit(four, 40)
+    found = {number: list(p.ids) for number in (first,) for p in pieces if p.request == number}
+    reasons = {}
+    while sampler.pending or len(reasons) < 4:
+        for piece in sampler.step():
+            found.setdefault(piece.request, []).extend(piece.ids)
+            if piece.finish_reason:
+                reasons[piece.request] = piece.finish_reason
+    assert reasons == {first: "length", second: "cancelled", third: "cancelled", fourth: "length"}
+    assert found[first] == expected["one"] and found[fourth] == expected["four"]
+    assert sampler.step() == [] and sampler.pending == 0
+
+
+def test_a_run_that_is_left_cancels_what_it_asked_for(model):
+    sampler = Sampler(model, slots=2, length=64)
+    prompts = prompts_of(48)
+    for row in sampler.run(prompts, 20):
+        assert row.index == 0
+        break
+    assert sampler.pending == 0
+    assert [row.ids for row in sampler.run(prompts, 20)] == generate(model, prompts, 20)
+
+
+def test_other_weights_of_the_same_structure(model):
+    adapted = adapted_model(tiny_model(initializer_range=0.5), r=4)
+    prompts = prompts_of(48)
+    sampler = Sampler(adapted, slots=3, length=64)
+    before = [row.ids for row in sampler.run(prompts, 8)]
+    trained = adapted_model(tiny_model(initializer_range=0.5), r=4, seed=7)
+    sampler.update(trained)
+    after = [row.ids for row in sampler.run(prompts, 8)]
+    assert before == generate(adapted, prompts, 8) != after == generate(trained, prompts, 8)
+    with pytest.raises(ValueError, match="another structure"):
+        sampler.update(model)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.usefixtures("compiled_in_full")
+def test_deterministic_rows_have_the_same_bits_in_any_batch_and_slot(dtype):
+    model = tiny_model(dtype, initializer_range=0.5, hidden_size=64, head_dim=32)
+    prompts = prompts_of(48, [1 + (11 * row) % 40 for row in range(13)])
+    sampler = Sampler(model, slots=8, length=64, deterministic=True)
+    settings = dict(temperature=0.9, eos_token_ids=())
+    together = list(sampler.run(prompts, 12, seed=range(13), **settings))
+    turned = list(sampler.run(prompts[::-1], 12, seed=range(13)[::-1], **settings))[::-1]
+    alone = [next(sampler.run([prompt], 12, seed=[own], **settings)) for own, prompt in enumerate(prompts)]
+    for rows in (turned, alone):
+        assert [(row.ids, row.logprobs) for row in rows] == [(row.ids, row.logprobs) for row in together]
+
+
+def test_slots_and_length_follow_from_the_memory_left():
+    def bytes_of(slots, length):
+        return slots * length * 1000
+
+    plans = [plan_slots(bytes_of, 4096, room) for room in (None, 1e9, 30e6, 3e6)]
+    assert [(plan.slots, plan.length) for plan in plans] == [(64, 4096), (64, 4096), (64, 256), (8, 256)]
+    assert plan_slots(bytes_of, 4096, 30e6, slots=8).length == 2048
+    assert plan_slots(bytes_of, 4096, 30e6, length=2048).slots == 8
+    assert plan_slots(bytes_of, 100, None).length == 100
+    with pytest.raises(ValueError, match=r"8 slots of 4096 tokens take 0.03 GB, and 0.03 GB of device memory are left"):
+        plan_slots(bytes_of, 4096, 30e6, slots=8, length=4096)
+    with pytest.raises(ValueError, match="length = 5000: the model has 4096 positions"):
+        plan_slots(bytes_of, 4096, None, length=5000)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(slots=0), "slots = 0: must be a positive integer"),
+        (dict(length=200), "length = 200: the model has 128 positions"),
+        (dict(tokens_per_round=0), "tokens_per_round = 0"),
+    ],
+)
+def test_errors_of_a_sampler(model, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Sampler(model, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(prompt=[]), "the prompt is empty"),
+        (dict(prompt=[48]), "the prompt holds token id 48"),
+        (dict(prompt=[1] * 50, max_new_tokens=15), "need 65 positions; a row of this sampler has 64"),
+        (dict(prompt=[1] * 64), "need 65 positions"),
+        (dict(prompt=[1], max_new_tokens=0), "max_new_tokens = 0"),
+        (dict(prompt=[1], top_p=0.5), "have no effect with temperature = 0"),
+        (dict(prompt=[1], stop_strings="x"), "give the tokenizer"),
+    ],
+)
+def test_errors_of_a_request(model, arguments, message):
+    sampler = Sampler(model, slots=2, length=64)
+    with pytest.raises(ValueError, match=message):
+        sampler.submit(**arguments)
+    assert sampler.pending == 0
+
+
+def test_errors_of_a_run(model):
+    sampler = Sampler(model, slots=2, length=64)
+    with pytest.raises(ValueError, match="must be an integer, or 2 of them"):
+        next(sampler.run([[1], [2]], 3, seed=[1]))
+    with pytest.raises(ValueError, match="2 numbers of max_new_tokens for 1 prompts"):
+        next(sampler.run([[1]], [3, 4]))
+    with pytest.raises(ValueError, match="prompt holds token id 99"):
+        next(sampler.run([[1], [99]], 3))
+    assert sampler.pending == 0
+    sampler.submit([1], 3)
+    with pytest.raises(ValueError, match="run while 1 requests are not done"):
+        next(sampler.run([[1]], 3))
