@@ -198,7 +198,9 @@ def test_sums_that_are_not_named_are_refused(tmp_path):
         def metrics(self, sums):
             return {}
 
-    with pytest.raises(ValueError, match=r"Unnamed\.loss gave the sums \['kl'\], and names \('divergence',\)"):
+    with pytest.raises(
+        ValueError, match=r"Unnamed\.loss returned the sums \['kl'\], but its `sums` declares \('divergence',\)"
+    ):
         trainer_of(tmp_path, objective=Unnamed()).train()
 
 

@@ -1,8 +1,8 @@
-"""The choice of a plan: which residuals are kept, offloaded or computed again, by layer; in how many micro-batches;
-with how many logits at a time.
+"""The choice of a plan: the placement of every residual by layer, the number of micro-batches, and how many logits
+exist at a time.
 
-`choose` takes the fastest plan that fits a budget. The forecast ranks; only the winner is compiled, and the compiler's
-own figure checks it (planner.py).
+`choose` takes the fastest plan that fits a budget, by forecast. Only that plan is compiled, and the compiler's own
+figure is then compared with the budget (planner.py).
 """
 
 from __future__ import annotations
@@ -31,31 +31,38 @@ from jaxtune.train.planning.forecasts import (
 )
 from jaxtune.train.planning.plan import StepPlan, parse_residuals
 
-_TILE_TOKENS = 16384  # of a row, that an MLP of a long one runs over at a time
-_PLACED_ALONE = 7  # groups of residuals, at most, each with a placement of its own
-_ROWS = 64  # of a table of pairs at a time: they stay in the processor's cache
+_TILE_TOKENS = 16384  # the MLPs of a long row run over at most this many tokens at a time
+_PLACED_ALONE = 7  # at most this many groups of residuals have a placement of their own
+_ROWS = 64  # rows of the table of pairs that are computed at a time, so that they fit the processor's cache
 CHUNK_LOGITS = (2**28, 2**27, 2**26, 2**25, 2**24)
 
 
 class LayerPlans(Sequence[LayerPlan]):
-    """Plans for one layer, made as they are asked for. placed: int[plans, known], indices into PLACEMENTS."""
+    """Plans for one layer, stored as an array and converted to LayerPlan when they are indexed.
+
+    Args:
+      known: the layer's residuals.
+      placed: int[plans, known], indices into PLACEMENTS.
+    """
 
     def __init__(self, known: tuple[Residual, ...], placed: np.ndarray):
         self._known, self.placed = known, placed
 
     def __len__(self) -> int:
+        """The number of plans."""
         return len(self.placed)
 
     def __getitem__(self, index: Any) -> LayerPlan:
+        """The plan at an index."""
         hows = (PLACEMENTS[at] for at in self.placed[index])
         return LayerPlan(**{r.name: how for r, how in zip(self._known, hows, strict=True)}).resolved(self._known)
 
 
 def layer_plans(parts: StepCost, offload: bool) -> LayerPlans:
-    """The plans to choose from, each for one layer: residuals that are decided together have one placement.
+    """The plans to choose from, each for one layer. Residuals that are decided together have the same placement.
 
-    Of many groups the largest are placed each alone and the small ones all alike: what little they hold is not worth
-    that every group more makes three times as many plans.
+    If there are many groups of residuals, the largest ones are placed independently and all small ones alike: each
+    further group triples the number of plans, and small groups have too few bytes to justify that.
     """
     together: dict[str, list[Residual]] = {}
     for residual in parts.known:
@@ -69,6 +76,7 @@ def layer_plans(parts: StepCost, offload: bool) -> LayerPlans:
         groups = [*bound, *free[:_PLACED_ALONE], [r for group in free[_PLACED_ALONE:] for r in group]]
 
     def placements(group: list[Residual]) -> list[int]:
+        """The placements that a group of residuals can have, as indices into PLACEMENTS."""
         possible: dict[Placement, bool] = {
             "keep": True,
             "fp8": all(r.in_fp8 for r in group),
@@ -86,7 +94,7 @@ def layer_plans(parts: StepCost, offload: bool) -> LayerPlans:
 
 
 def splits(rows: int, devices: int, wanted: int | None) -> list[int]:
-    """Numbers of micro-batches that the rows of a step can be computed in."""
+    """Numbers of micro-batches into which the rows of a step can be divided; `wanted` alone if the config sets it."""
     if wanted is not None:
         return [wanted]
     return [count for count in range(1, rows + 1) if rows % count == 0 and (rows // count) % devices == 0]
@@ -101,16 +109,22 @@ def choose(
     resident: int = 0,
     unlike: Sequence[StepPlan] = (),
 ) -> Forecast:
-    """The fastest plan whose predicted peak is within `budget_bytes`; of equally fast ones that with the lower peak.
+    """The fastest plan whose predicted peak is within `budget_bytes`; of equally fast plans the one with the lowest
+    peak.
 
-    What config.memory.plan and config.micro_batches fix stays as they say.
+    What config.memory.plan and config.micro_batches set is not changed.
 
     Args:
-      chunk_logits: numbers of logits at a time to choose from. resident: layers, at least, whose frozen weights are
-        whole on each device all the time: they lie so already. unlike: plans whose near relatives are left out.
+      parts: the step's costs.
+      config: the run's.
+      device: the device.
+      budget_bytes: device memory; None: no limit.
+      chunk_logits: the numbers of logits at a time to choose from.
+      resident: the least number of layers whose frozen weights are whole on each device, because they already are.
+      unlike: plans that failed; plans that resemble them are left out.
     Raises:
       PlanError: nothing fits.
-      ValueError: the host cannot hold the optimizer's states.
+      ValueError: the host's memory is too small for the optimizer's states.
     """
     if device.link and parts.hosted_bytes > device.host_bytes:
         raise ValueError(
@@ -122,7 +136,7 @@ def choose(
     budget = math.inf if budget_bytes is None else budget_bytes
     found: list[Forecast] = []
     for micro in splits(parts.rows, parts.devices, config.micro_batches):
-        # No more logits at a time than there are tokens, and no more sizes than make a difference.
+        # A chunk has at most the tokens of a micro-batch, and equal sizes are tried once.
         chunks = sorted(
             {max(1, min(int(tokens_of(parts, micro)), count // parts.vocab_size)) for count in chunk_logits}
         )
@@ -142,25 +156,27 @@ def choose(
 
 
 def beside_states(parts: StepCost, device: Device) -> Device:
-    """The device with as much of its host's memory as residuals may take."""
+    """The device, with its host memory reduced by the optimizer's offloaded states."""
     return dataclasses.replace(device, host_bytes=max(device.host_bytes - parts.hosted_bytes, 0.0))
 
 
 def _residents(parts: StepCost, least: int) -> list[int]:
-    """Numbers of layers whose frozen weights may be whole all the time, to look for residuals beside."""
+    """Candidates for the number of layers whose frozen weights are whole on each device; at least `least`."""
     if not parts.frozen_layer_bytes:
         return [least]
     return sorted({least, max(least, parts.num_layers // 2), parts.num_layers})
 
 
 def _with_whole_weights(parts: StepCost, found: Forecast, device: Device, budget: float) -> Forecast:
-    """The plan with the weights of as many layers more whole as there is room for.
+    """The plan with as many more whole layers as the budget has room for.
 
-    What trains is whole from forward to backward. What does not is so all the time: a device that gathers it once a
-    step holds, at the loss, its part beside the whole, and has the gather to wait for.
+    Trained weights are kept whole from a layer's forward to its backward. Frozen weights are kept whole for the whole
+    run: gathering them once a step would need memory for both the part and the whole at the loss, and time for the
+    gather.
     """
 
     def with_(**changes: int) -> Forecast:
+        """The forecast of the plan with some fields of its residual plan changed."""
         residuals = dataclasses.replace(found.plan.residuals, **changes)
         return forecast(parts, dataclasses.replace(found.plan, residuals=residuals), device)
 
@@ -176,7 +192,7 @@ def _with_whole_weights(parts: StepCost, found: Forecast, device: Device, budget
 
 
 def tile_tokens_of(parts: StepCost, config: TrainConfig) -> int | None:
-    """The largest tile of at most _TILE_TOKENS that divides a long row; None for other rows, and with dropout."""
+    """The largest tile of at most _TILE_TOKENS that divides a long row; None for shorter rows, and with dropout."""
     dropout = config.adapter is not None and config.adapter.lora_dropout > 0
     if parts.length < 2 * _TILE_TOKENS or not parts.tiled or dropout:
         return None
@@ -184,23 +200,25 @@ def tile_tokens_of(parts: StepCost, config: TrainConfig) -> int | None:
     return tile if tile >= _TILE_TOKENS // 8 else None
 
 
-# Two plans for a layer are near where no more than this share of its residual bytes is placed otherwise.
+# Two plans for a layer are near if they place at most this share of its residual bytes differently.
 _NEAR = 0.1
 
 
 def _near(parts: StepCost, placed: np.ndarray, plan: LayerPlan) -> np.ndarray:
-    """bool[plans]: which of these plans for one layer are near this one; placed: as in LayerPlans."""
+    """bool[plans]: which plans for one layer (`placed`, as in LayerPlans) are near `plan`."""
     sizes = np.array([parts.residuals[residual.name] for residual in parts.known])
     there = np.array([PLACEMENTS.index(plan.of(residual)) for residual in parts.known])
     return (placed != there) @ sizes <= _NEAR * sizes.sum()
 
 
 def _run_alike(plan: StepPlan, micro: int, tile: int | None) -> bool:
+    """Whether a plan has this number of micro-batches and this tile."""
     return (plan.micro_batches, plan.residuals.tile_tokens) == (micro, tile)
 
 
 def _related(parts: StepCost, plan: StepPlan, others: Sequence[StepPlan]) -> bool:
-    """Whether a plan is a near relative of another: run alike, its first and its last layers near the other's."""
+    """Whether a plan resembles one of the others: it has the same micro-batches and tile, and its first and last layers
+    are near the other's."""
     layers = plan.residuals.layers
     placed = np.array([[PLACEMENTS.index(layers[at].of(r)) for r in parts.known] for at in (0, -1)])
     return any(
@@ -211,14 +229,21 @@ def _related(parts: StepCost, plan: StepPlan, others: Sequence[StepPlan]) -> boo
 
 
 class _Relatives:
-    """Mixtures of a table's plans that are near relatives of other plans, which are run alike."""
+    """A test of which pairs of layer plans resemble plans that failed, which have the same micro-batches and tile.
+
+    Args:
+      parts: the step's costs.
+      others: the plans that failed.
+      table: the layer plans that are paired.
+    """
 
     def __init__(self, parts: StepCost, others: Sequence[StepPlan], table: LayerPlans):
         ends = [(plan.residuals.layers[0], plan.residuals.layers[-1]) for plan in others]
         self._near = [[_near(parts, table.placed, layer) for layer in layers] for layers in ends]
 
     def among(self, rows: slice, number: np.ndarray, count: int) -> np.ndarray:
-        """bool[rows, plans]: of mixtures with `number` of `count` layers under the plan of the row."""
+        """bool[rows, plans]: which pairs resemble a failed plan. A pair has `number` of `count` layers under the plan
+        of its row, and the rest under the plan of its column."""
         found = np.zeros(number.shape, bool)
         for first, last in self._near:
             whole = np.where(number > 0, (first & last)[rows, None], (first & last)[None, :])
@@ -228,7 +253,7 @@ class _Relatives:
 
 
 def smallest_plan(parts: StepCost, config: TrainConfig, device: Device, resident: int = 0) -> Forecast:
-    """What needs least by its forecast; resident: as in `choose`."""
+    """The plan with the lowest predicted peak; `resident` as in `choose`."""
     try:
         return choose(parts, config, device, 0.0, resident=resident)
     except PlanError as error:
@@ -246,10 +271,10 @@ def _best_pairs(
     resident: int,
     relatives: _Relatives | None = None,
 ) -> list[Forecast]:
-    """The best mixture for each number of tokens whose logits are there at a time; chunks: these, the fewest first.
+    """The best pair of layer plans for each number of tokens in `chunks` (ascending) whose logits exist at a time.
 
-    More of them only take more memory: the best mixture with fewer stays the best while it fits, and where none does,
-    none will with more.
+    More tokens only take more memory. So the best pair for fewer tokens stays the best as long as it fits, and if no
+    pair fits, none fits with more tokens.
     """
     found: list[Forecast] = []
     for chunk in chunks:
@@ -265,7 +290,7 @@ def _best_pairs(
 
 
 def tokens_of(parts: StepCost, micro: int) -> float:
-    """Of a micro-batch, on one device."""
+    """Tokens of a micro-batch on one device, if a step has `micro` of them."""
     return parts.rows / micro / parts.devices * parts.length
 
 
@@ -280,9 +305,16 @@ def _best_pair(
     resident: int,
     relatives: _Relatives | None = None,
 ) -> Forecast:
-    """The fastest mixture that fits `budget` of two layer plans, one for the first layers, whose residuals live
-    longest, and one for the rest; the smallest mixture where none fits. table: of _best_layers. relatives:
-    mixtures that are left out, unless none fits."""
+    """The fastest pair of layer plans that fits `budget`: one plan for the first layers, whose residuals live longest,
+    and one for the rest. If no pair fits, the smallest.
+
+    Args:
+      table: what _best_layers returned.
+      micro: number of micro-batches.
+      chunk_tokens: tokens whose logits exist at a time.
+      tile, resident: as in ResidualPlan.
+      relatives: pairs that are left out, unless no other fits.
+    """
     count = parts.num_layers
     plans, of = table
     head = head_forecast(parts, chunk_tokens, tokens_of(parts, micro), device)
@@ -295,13 +327,16 @@ def _best_pair(
     budget -= parts.fixed_bytes(micro, resident) + parts.cast_bytes
 
     def best_of(rows: slice) -> tuple[bool, float, int, int, int]:
-        """Of mixtures that begin with these plans: (none fits, seconds or bytes, first layers, their plan, the rest's).
+        """The best pair whose first plan is one of `rows`, with as many layers under it as the last moments of the step
+        need.
 
-        Rows: the plan of the first layers; columns: that of the rest. As many first layers as the last moments need.
+        Returns:
+          (no pair fits, seconds or else bytes, layers under the first plan, index of the first plan, index of the
+            other)
         """
         last_work = work + np.maximum(arriving[rows, None] - arriving[None, :], 0.0)
         over = count * kept + np.maximum(np.maximum(loss + hosted, forward + leaving), last_work) - budget
-        saved = kept[None, :] - kept[rows, None]  # by one layer more under the first plan
+        saved = kept[None, :] - kept[rows, None]  # bytes saved by each further layer under the first plan
         with np.errstate(divide="ignore", invalid="ignore"):
             number = np.where(over > 0, np.where(saved > 0, np.ceil(over / saved), count), 0)
         number = np.clip(number, 0, count)
@@ -311,7 +346,7 @@ def _best_pair(
         last_hosted = np.where(rest > 0, hosted[None, :], hosted[rows, None])
         first_peak = np.where(number > 0, number * kept[rows, None] + work[rows, None], 0.0)
         last_forward = np.where(rest > 0, forward[None, :], forward[rows, None])
-        last_forward += np.where(rest > 1, leaving[None, :], leaving[rows, None])  # of the layer before the last
+        last_forward += np.where(rest > 1, leaving[None, :], leaving[rows, None])  # of the second last layer
         last_moments = np.maximum(np.maximum(loss + last_hosted, last_forward), last_work)
         peak = np.maximum(residuals + last_moments, first_peak)
         time = number * seconds[rows, None] + rest * seconds[None, :]
@@ -330,16 +365,16 @@ def _best_pair(
     layers = (plans[first],) * number + (plans[last],) * (count - number)
     best = forecast(parts, StepPlan(ResidualPlan(layers, tile, resident=resident), micro, chunk_tokens), device)
     alone = best.peak_bytes - parts.shared_bytes
-    if alone <= room < best.peak_bytes:  # it keeps everything; other plans share nothing, and any of them takes less
+    if alone <= room < best.peak_bytes:  # only a plan that keeps everything has shared bytes; the others need less
         return _best_pair(parts, table, micro, chunk_tokens, device, alone - 1, tile, resident, relatives)
     return best
 
 
 def _best_layers(parts, tokens, device, tile) -> tuple[LayerPlans, LayerForecast]:
-    """The layer plans that no other beats in memory kept, memory at work and time at once, and what they cost."""
+    """(the layer plans that no other beats in kept bytes, working bytes and time at once; their forecasts)."""
     plans = layer_plans(parts, device.link > 0)
     of = layer_forecasts(parts, plans.placed, tokens, device, tile)
-    # Of those that cost the same, the first: half of them.
+    # Of plans with equal costs only the first is considered, which halves their number.
     different = np.sort(np.unique(np.stack(list(vars(of).values()), 1), axis=0, return_index=True)[1])
     figures = np.stack([of.kept, of.work, of.forward + of.backward, of.hosted], 1)[different]
     best = different[_unbeaten(figures)]
@@ -347,8 +382,9 @@ def _best_layers(parts, tokens, device, tile) -> tuple[LayerPlans, LayerForecast
 
 
 def _unbeaten(figures: np.ndarray) -> list[int]:
-    """Of the rows of `figures` [rows, figures], those than which no other is no more in all and less in one."""
-    left = np.lexsort(figures.T)  # what beats a row stands before it, and rows that are alike together
+    """Indices of those rows of `figures` [rows, figures] than which no other row is smaller in one figure and larger in
+    none."""
+    left = np.lexsort(figures.T)  # a row comes after every row that beats it, and equal rows are neighbours
     columns, found = figures.T[:, left], []
     while left.size:
         first, alike = columns[:, 0], 1
@@ -361,8 +397,15 @@ def _unbeaten(figures: np.ndarray) -> list[int]:
 
 
 class PlanError(ValueError):
-    """Nothing fits. smallest: the forecast that needs least; budget_bytes: what there is. compiled: it was tried, and
-    is too large: it needs need_bytes by the compiler's figure, or memory ran out (None)."""
+    """No plan fits the device.
+
+    Args:
+      smallest: the forecast with the lowest peak.
+      budget_bytes: the memory that there is.
+      fixes: changes of the config with which a plan would fit, for the message.
+      compiled: the smallest plan was compiled, or run, and was too large.
+      need_bytes: bytes that the compiler says the smallest plan needs; None: memory ran out while it ran.
+    """
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""What a step consists of: bytes and work, read from the model's layers before it is decided how to run it.
+"""The costs of a training step before it is decided how to run it: bytes and work, read from the model's layers.
 
-A layer's residuals and its work are read from its shapes and from what its segments declare (models/layers/segment.py).
+A layer's residuals and work follow from its shapes and from what its segments declare (models/layers/segment.py).
 """
 
 from __future__ import annotations
@@ -47,161 +47,129 @@ _ADAM8_STATES = 2 + 8 / 256  # bytes for an element
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """One segment's forward, for one token: FLOPs of products (of one in FP8, as many as take its time in 16 bits) and
-    of attention, bytes moved by everything else.
+    """The work of one segment's forward, per token unless a field says otherwise."""
 
-    kernel_forward, kernel_backward: Segment.kernel_bytes. weight_flops: of the weights' own gradients. Once a pass,
-    whatever the tokens: weight_bytes read, elements decoded, and empty_flops, products with the rows that fill up the
-    experts' last tiles.
-    """
-
-    flops: float = 0.0
-    attention_flops: float = 0.0
-    moved_bytes: float = 0.0
-    kernel_forward: float = 0.0
-    kernel_backward: float = 0.0
-    weight_flops: float = 0.0
-    weight_bytes: float = 0.0
-    decoded: float = 0.0
-    empty_flops: float = 0.0
+    flops: float = 0.0  # of products; one in FP8 counts the FLOPs that a 16-bit product does in the same time
+    attention_flops: float = 0.0  # of attention scores and sums
+    moved_bytes: float = 0.0  # read and written by everything that is not a product
+    kernel_forward: float = 0.0  # Segment.kernel_bytes, of the forward
+    kernel_backward: float = 0.0  # Segment.kernel_bytes, of the backward
+    weight_flops: float = 0.0  # of the weights' own gradients
+    weight_bytes: float = 0.0  # weights read once a pass, whatever the number of tokens
+    decoded: float = 0.0  # weights decoded once a pass
+    empty_flops: float = 0.0  # once a pass: products with the rows that pad experts' last tiles
 
 
 @dataclasses.dataclass(frozen=True)
 class SegmentCost:
-    """A segment of those layers that have it; its work is spread over all layers.
-
-    in_mixer: it belongs to the mixer, first: as its first. ends: it makes the layer's output.
-    separable, tokenwise, decodes_once: as in models/layers/segment.py. runs_again: its derivative runs it once more,
-    which is also what makes its outputs again.
-    """
+    """A segment of the layers that have it; its work is averaged over all layers of the model."""
 
     name: str
-    outputs: tuple[str, ...]
+    outputs: tuple[str, ...]  # names of the residuals that it makes
     work: Work
-    in_mixer: bool
-    first: bool
-    ends: bool
-    separable: bool
-    tokenwise: bool
-    decodes_once: bool
-    runs_again: bool = False
+    in_mixer: bool  # it belongs to the mixer
+    first: bool  # it is the mixer's first segment
+    ends: bool  # it makes the layer's output
+    separable: bool  # as in models/layers/segment.py
+    tokenwise: bool  # as in models/layers/segment.py
+    decodes_once: bool  # as in models/layers/segment.py
+    runs_again: bool = False  # its backward runs its forward once more, which also recomputes its outputs
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerKind:
-    """Layers that have the same residuals and the same work: bytes a token of each residual, bytes beside that whatever
-    the tokens (empty rows of experts), and the work of each segment. block: one of them, its arrays abstract."""
+    """Layers that have the same residuals and the same work."""
 
-    block: Block
-    residuals: Mapping[str, float]
-    padding: Mapping[str, float]
-    work: Mapping[str, Work]
+    block: Block  # one of the layers, with abstract arrays
+    residuals: Mapping[str, float]  # bytes per token of each residual
+    padding: Mapping[str, float]  # bytes of each residual that do not depend on the tokens (empty rows of experts)
+    work: Mapping[str, Work]  # of each segment
 
     def residual_bytes(self, name: str, tokens: float) -> float:
+        """Bytes of one residual for this number of tokens."""
         return self.residuals[name] * tokens + self.padding[name]
 
     @functools.cached_property
     def mixer_outputs(self) -> tuple[tuple[str, ...], ...]:
-        """What each of the mixer's segments makes."""
+        """The names of the outputs of each of the mixer's segments."""
         return tuple(segment.outputs for segment in self.block.part_segments("mixer"))
 
     @functools.cached_property
-    def held(self) -> tuple[tuple[tuple[str, ...], Callable[[Sizes], float]], ...]:
-        """(what it makes, its held_bytes) of each of the mixer's segments that has them."""
+    def derivative_bytes(self) -> tuple[tuple[tuple[str, ...], Callable[[Sizes], float]], ...]:
+        """(names of its outputs, its `held_bytes`) of each of the mixer's segments that has them."""
         segments = self.block.part_segments("mixer")
         return tuple((s.outputs, s.held_bytes) for s in segments if s.held_bytes is not None)
 
     @functools.cached_property
     def feed_forward_outputs(self) -> tuple[str, ...]:
+        """The names of everything that the feed-forward's segments make."""
         return tuple(name for segment in self.block.part_segments("mlp") for name in segment.outputs)
 
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """Bytes that a device receives from the others of its mesh. weights: of all layers, for a forward, and again for a
-    backward; gradients: of what trains of them and is divided, in a backward; around: both of embedding and head, under
-    which nothing runs; sums: of what trains and is whole, once a step. frozen, frozen_around: of weights and of around,
-    what does not train."""
+    """Bytes that a device receives from the other devices of its mesh."""
 
-    weights: float = 0.0
-    gradients: float = 0.0
-    around: float = 0.0
-    sums: float = 0.0
-    frozen: float = 0.0
-    frozen_around: float = 0.0
+    weights: float = 0.0  # of all layers' weights, gathered for the forward and again for the backward
+    gradients: float = 0.0  # of the layers' trained and divided weights, in the backward
+    around: float = 0.0  # weights and gradients of embedding and head, during which nothing is computed
+    sums: float = 0.0  # gradients of trained weights that are whole on each device, once a step
+    frozen: float = 0.0  # the part of `weights` that does not train
+    frozen_around: float = 0.0  # the part of `around` that does not train
 
 
 @dataclasses.dataclass(frozen=True)
 class StepCost:
-    """Bytes and work of a step, before it is decided how to run it; on one device of `devices` that share the rows.
+    """Bytes and work of a step, before it is decided how to run it, on one of `devices` that share the rows."""
 
-    known: the residuals of all layers. residuals: {name: bytes a token} of a layer, the mean of all layers; padding:
-    {name: bytes} beside that, whatever the tokens. segments: likewise, the mean of all layers. kinds: the different
-    layers there are. tiled: residuals that exist for a tile only where layers run in tiles.
-    trained: parameters; trained_here: those that a device updates.
-    fixed: {part: bytes} of what is always there, less_sums of it only where micro-batches add up. cast_bytes: trained
-    weights of the layers in the compute dtype, which live from forward to backward. head_bytes: of a trained head's
-    gradient, and what lies beside it at the loss: the head in the compute dtype, or, of a bf16 head, a chunk's share in
-    float32; and of the copy of a head that the loss fills up. head_gradient_bytes: later, of a trained one's alone.
-    reference_runs: forward passes, in each micro-batch, of a model that does not train.
-    shared_bytes: of experts' adapters as kernels take them, which XLA makes once for the forward and the backward where
-    every residual is kept (the stack ties them to the backward elsewhere). dropout_bytes: for one token, the largest
-    input of an adapter with dropout as it is masked, and its mask.
-    whole_layer_bytes, whole_head_bytes: of the largest layer's and the head's weights that are divided over devices,
-    whole. whole_gradient_bytes: of a layer's gradients that are, as they come and as they are added up.
-    frozen_layer_bytes: of the largest layer's, what does not train. resident_layer_bytes, resident_around_bytes: what a
-    device holds more where these, and where embedding and head, are whole on it all the time.
-    hosted_bytes: of a device's optimizer states in host memory. update_bytes: what the update takes beside what is
-    always there.
-    """
-
-    rows: int
-    length: int
+    rows: int  # of the step, on all devices
+    length: int  # tokens of a row
     devices: int
     num_layers: int
     hidden_size: int
     vocab_size: int
-    dtype: jnp.dtype
-    known: tuple[Residual, ...]
-    residuals: Mapping[str, float]
-    padding: Mapping[str, float]
-    segments: tuple[SegmentCost, ...]
-    kinds: tuple[LayerKind, ...]
-    fixed: Mapping[str, float]
-    cast_bytes: float
-    head_bytes: float
-    head_gradient_bytes: float
+    dtype: jnp.dtype  # the compute dtype
+    known: tuple[Residual, ...]  # the residuals of all layers
+    residuals: Mapping[str, float]  # {residual: bytes per token}, the mean over all layers
+    padding: Mapping[str, float]  # {residual: bytes that do not depend on the tokens}, the mean over all layers
+    segments: tuple[SegmentCost, ...]  # their work is the mean over all layers
+    kinds: tuple[LayerKind, ...]  # the different layers of the model
+    fixed: Mapping[str, float]  # {what: bytes} that are in memory during the whole step
+    cast_bytes: float  # the layers' trained weights in the compute dtype, which live from forward to backward
+    head_bytes: float  # at the loss: gradient and compute-dtype copies of a trained head, and a head padded by the loss
+    head_gradient_bytes: float  # after the loss: gradient of a trained head
     head_trains: bool
-    trained: float
-    trained_here: float
+    trained: float  # number of trained parameters
+    trained_here: float  # those that this device updates
     has_experts: bool = False
-    tiled: tuple[str, ...] = ()
-    hosted_bytes: float = 0.0
-    update_bytes: float = 0.0
-    less_sums: float = 0.0
-    reference_runs: int = 0
-    exchange: Exchange = Exchange()
+    tiled: tuple[str, ...] = ()  # residuals of which only one tile exists at a time if layers run in tiles
+    hosted_bytes: float = 0.0  # optimizer states of this device in host memory
+    update_bytes: float = 0.0  # taken by the update in addition to `fixed`
+    less_sums: float = 0.0  # the part of `fixed` that a step of one micro-batch does not need
+    reference_runs: int = 0  # forward passes of a frozen model in each micro-batch
+    exchange: Exchange = Exchange()  # received from other devices
+    # experts' adapters in the kernels' layout, which XLA makes once for forward and backward if every residual is kept
     shared_bytes: float = 0.0
-    dropout_bytes: float = 0.0
-    whole_layer_bytes: float = 0.0
-    whole_head_bytes: float = 0.0
-    whole_gradient_bytes: float = 0.0
-    frozen_layer_bytes: float = 0.0
-    resident_layer_bytes: float = 0.0
-    resident_around_bytes: float = 0.0
+    dropout_bytes: float = 0.0  # per token: the largest adapter input with dropout, masked, and its mask
+    whole_layer_bytes: float = 0.0  # weights of the largest layer that are divided over devices, gathered
+    whole_head_bytes: float = 0.0  # weights of the head that are divided over devices, gathered
+    whole_gradient_bytes: float = 0.0  # gradients of a layer's divided weights, as computed and as summed
+    frozen_layer_bytes: float = 0.0  # the part of `whole_layer_bytes` that does not train
+    resident_layer_bytes: float = 0.0  # added by each layer whose frozen weights are whole for the whole run
+    resident_around_bytes: float = 0.0  # added by frozen embedding and head that are whole for the whole run
 
     def fixed_bytes(self, micro_batches: int, resident: int = 0) -> float:
-        """Of a step of so many; resident: as in ResidualPlan."""
+        """Bytes in memory during the whole step; `resident` as in ResidualPlan."""
         less = self.less_sums if micro_batches == 1 else 0.0
         return sum(self.fixed.values()) + self.resident_bytes(resident) - less
 
     def resident_bytes(self, resident: int) -> float:
-        """What a device holds more where the frozen weights of so many layers are whole on it all the time."""
+        """Bytes added on a device by the frozen weights of `resident` layers that are whole for the whole run."""
         around = self.resident_around_bytes if resident == self.num_layers else 0.0
         return resident * self.resident_layer_bytes + around
 
     def residual_bytes(self, name: str, tokens: float) -> float:
-        """Of the mean layer, for `tokens` tokens on a device."""
+        """Bytes of one residual of the mean layer, for `tokens` tokens on a device."""
         return self.residuals[name] * tokens + self.padding[name]
 
 
@@ -213,10 +181,10 @@ def step_cost(
     optimizer: optax.GradientTransformation | None = None,
     reference_runs: int = 0,
 ) -> StepCost:
-    """Reads a model, whose arrays may be abstract, and a config; length: of the rows, if not config.data.length;
-    keeps_model: the model that was given lies beside the run, as it does not in a run of the command; optimizer: what
-    moves the weights, if not what config.optim says; reference_runs: of a model that does not train, in each
-    micro-batch."""
+    """The costs of a step of `model`, whose arrays may be abstract, with rows of `length` tokens (None:
+    config.data.length). keeps_model: whether the caller keeps the model in memory during the run, which the command
+    does not. optimizer: None: the one that config.optim asks for. reference_runs: forward passes of a frozen model in
+    each micro-batch."""
     length = length or config.data.length
     shape = model.config
     dtype = jnp.dtype(COMPUTE_DTYPES[config.precision])
@@ -230,7 +198,7 @@ def step_cost(
     on_host = float(optimizer_offload.hosted_bytes(states)) if config.optim.offload else 0.0
     mesh = config.mesh or MeshConfig()
     data, fsdp = partition.mesh_shape(mesh.data, mesh.fsdp)
-    share = partition.held_bytes(masters, fsdp) / nbytes(masters)  # of what trains, on a device
+    share = partition.held_bytes(masters, fsdp) / nbytes(masters)  # the part of the trained weights on one device
     fixed = {
         "frozen weights": partition.held_bytes(frozen, fsdp) + packed_slack(frozen) / fsdp,
         **({"the model as it was given": nbytes(trainable)} if keeps_model else {}),
@@ -244,7 +212,7 @@ def step_cost(
     padding = {r.name: _mean([kind.padding.get(r.name, 0.0) for kind in kinds]) for r in known}
     frozen_layers = [partition.divided_sizes(layer, fsdp)[0] for layer in frozen.get("layers", {}).values()]
     around = partition.divided_sizes(frozen, fsdp)[0] - sum(frozen_layers)
-    # Parts stay beside what is whole where somebody else holds them.
+    # The divided weights stay in memory beside the gathered ones if the caller keeps them.
     more = 1.0 if keeps_model else 1 - 1 / fsdp
     head = model.head_variable
     head_bytes, head_gradient_bytes = _head_costs(head, shape.vocab_size, dtype, storage)
@@ -287,12 +255,13 @@ def step_cost(
 
 
 def _configured_optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    """The optimizer that the config asks for."""
     schedule = learning_rate_schedule(config.schedule, config.optim.learning_rate, config.steps or 1000)
     return make_optimizer(config.optim, schedule)
 
 
 def _head_costs(head: nnx.Variable, vocab_size: int, dtype, storage: str) -> tuple[float, float]:
-    """Bytes beside the head's weight while the loss runs, and those of its gradient."""
+    """(bytes in addition to the head's weight while the loss runs, bytes of the head's gradient after it)."""
     trains, size = isinstance(head, nnx.Param), math.prod(head.shape)
     loss = 8.0 if storage == "bf16" else 4.0 + (dtype.itemsize if dtype.itemsize < 4 else 0)
     copy = 0.0 if trains and storage != "bf16" else 2.0 * fills_up(vocab_size, dtype)
@@ -300,14 +269,14 @@ def _head_costs(head: nnx.Variable, vocab_size: int, dtype, storage: str) -> tup
 
 
 def _whole_layer_bytes(trees, layers: int, fsdp: int) -> float:
-    """Of the largest layer, what a device receives to have its divided weights whole."""
+    """Bytes of the gathered weights of the layer for which they are largest; only weights that are divided count."""
     held = [[tree["layers"][i] for tree in trees if i in tree.get("layers", {})] for i in range(layers)]
     return max(sum(partition.divided_sizes(part, fsdp)[0] for part in parts) for parts in held)
 
 
 def packed_slack(frozen) -> float:
-    """Device bytes that the allocator loses on a model's packed weights: the 16-bit originals leave holes of other
-    sizes where they lay."""
+    """Device bytes that the allocator loses on a model's packed weights, because the freed 16-bit originals leave gaps
+    of other sizes."""
     leaves, fit = jax.tree.leaves(frozen, is_leaf=_is_stored), ALLOCATOR_BYTES.of("xla", _device_here())
     shares = {FourBit: fit.four_bit, FP8: fit.fp8}
     return sum(share * nbytes(leaf) for kind, share in shares.items() for leaf in leaves if isinstance(leaf, kind))
@@ -318,7 +287,8 @@ def _device_here() -> str:
 
 
 def _exchange(trained, frozen, data: int, fsdp: int) -> Exchange:
-    """trained, frozen: states of variables, as they are kept on the devices."""
+    """Bytes received from other devices; `trained` and `frozen` are states of variables as they are stored on the
+    devices."""
 
     def of_layers(tree) -> float:
         return partition.divided_sizes(tree["layers"], fsdp)[0] if "layers" in tree else 0.0
@@ -328,7 +298,7 @@ def _exchange(trained, frozen, data: int, fsdp: int) -> Exchange:
     every, (_, divided) = partition.divided_sizes((trained, frozen), fsdp)[0], partition.divided_sizes(trained, fsdp)
     whole = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trained)) - divided
     devices = data * fsdp
-    # As partition.scatter sends gradients; sums of what is whole in float32.
+    # Bytes of a gradient as partition.scatter sends it; sums of whole weights' gradients are in float32.
     width = 4.0 if fsdp > 2 else partition.divided_sizes(trained, fsdp)[0] / max(divided, 1.0)
     return Exchange(
         weights=received * weights,
@@ -341,21 +311,21 @@ def _exchange(trained, frozen, data: int, fsdp: int) -> Exchange:
 
 
 def _whole_gradient_bytes(model: Decoder, storage: str) -> float:
-    """Of a layer's trained weights that are divided over devices: gradients as they come, and in float32 as they are
-    added up."""
+    """Bytes of the gradients of a layer's divided weights, as they are computed and in float32 as they are summed."""
     layers = ([matrix.weight for *_, matrix in layer.matrices()] for layer in model.layers)
     sizes = (sum(math.prod(w.shape) for w in weights if isinstance(w, nnx.Param)) for weights in layers)
     return max(sizes) * (6.0 if storage == "bf16" else 8.0)
 
 
 def _adapter_bytes(layer: Block, dtype) -> float:
-    """Of a layer's experts' adapters, as kernels take them; nothing in float32, which they are kept in."""
+    """Bytes of a layer's experts' adapters in the kernels' layout; none in float32, the dtype in which they are
+    stored."""
     experts = (matrix for *_, matrix in layer.matrices() if matrix.num_experts and dtype.itemsize < 4)
     return sum(matrix.adapter_bytes(dtype.itemsize) for matrix in experts)
 
 
 def _masked_sizes(model: Decoder) -> list[int]:
-    """Of the inputs of adapters that have dropout."""
+    """Sizes of the inputs of adapters that have dropout."""
     matrices = (matrix for layer in model.layers for *_, matrix in layer.matrices())
     return [matrix.sizes[1] for matrix in matrices if matrix.lora is not None and matrix.lora.rate]
 
@@ -365,7 +335,7 @@ def _mean(values: list[float]) -> float:
 
 
 def _segment_costs(kinds: list[LayerKind]) -> tuple[SegmentCost, ...]:
-    """The segments of all layers, their work the mean over all of them. kinds: one a layer."""
+    """The segments of all layers with their mean work; `kinds` has one kind for each layer."""
     found: dict[tuple, tuple[Segment, bool, bool]] = {}
     for kind in {id(kind): kind for kind in kinds}.values():
         for segment in kind.block.segments():
@@ -381,29 +351,32 @@ def _segment_costs(kinds: list[LayerKind]) -> tuple[SegmentCost, ...]:
 
 
 def _makes(kind: LayerKind, name: str, outputs: tuple[str, ...]) -> bool:
+    """Whether layers of this kind have a segment with this name and these outputs."""
     return any((segment.name, segment.outputs) == (name, outputs) for segment in kind.block.segments())
 
 
 def _update_bytes(masters, config: TrainConfig) -> float:
-    """Of an update tensor by tensor (optimizer_offload.py), at its largest tensor; of adapters, nothing that counts."""
+    """Bytes that the update takes at its largest tensor, which is done tensor by tensor (optimizer_offload.py). For
+    adapters it is negligible."""
     if config.adapter is not None:
         return 0.0
     size = max(leaf.size for leaf in jax.tree.leaves(masters))
     if config.optim.name == "adamw_8bit":
-        # The direction, and where the update is made twice (step.py), moments for the first time. Beside states on the
-        # host: a tensor's, and one of the next tensor's moments.
+        # The update direction and, if the update is computed twice (step.py), first moments. With states on the host:
+        # one tensor's states, and one moment of the next tensor.
         beside = 1.5 if config.optim.offload else 1.0 if config.max_grad_norm is None else 0.0
         return size * (4.0 + beside * _ADAM8_STATES)
-    # Moments as they come and as they go, with the gaps that the compiler leaves between large buffers.
+    # Moments before and after the update, with the gaps that the compiler leaves between large buffers.
     return size * 24.0 if config.optim.offload else 0.0
 
 
 def _is_stored(leaf) -> bool:
+    """Whether a leaf is a quantised weight."""
     return isinstance(leaf, Stored)
 
 
 def abstract_model(shape, config: TrainConfig) -> Decoder:
-    """The model that `config` asks for, of this DecoderConfig, without arrays."""
+    """The model that `config` asks for, of this DecoderConfig, with abstract arrays."""
 
     def make():
         model = Decoder(shape, jax.random.key(0), COMPUTE_DTYPES[config.precision])
@@ -424,17 +397,18 @@ def abstract_model(shape, config: TrainConfig) -> Decoder:
 
 
 def nbytes(tree) -> float:
+    """Bytes of a tree's arrays."""
     return float(sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree)))
 
 
 def _trained_matrix_bytes(layer: Block, dtype) -> float:
-    """A layer's trained matrices in a compute dtype that is not their masters'."""
+    """Bytes of a layer's trained matrices in the compute dtype, if that is not the dtype of their masters."""
     trained = [matrix.weight for *_, matrix in layer.matrices() if isinstance(matrix.weight, nnx.Param)]
     return 0.0 if dtype.itemsize >= 4 else sum(math.prod(w.shape) for w in trained) * float(dtype.itemsize)
 
 
 def _kind(layer: Block, spec, shape, length: int, dtype) -> LayerKind:
-    """The kind of a layer; equal layers have the same one."""
+    """The kind of a layer; equal layers get the same object."""
     graph, trained, rest = nnx.split(layer, nnx.Param, ...)
     leaves, structure = jax.tree.flatten((trained, rest))
     abstract = tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves)
@@ -443,6 +417,7 @@ def _kind(layer: Block, spec, shape, length: int, dtype) -> LayerKind:
 
 @functools.lru_cache(64)
 def _kind_of(graph, spec, shape, length: int, dtype, leaves, structure) -> LayerKind:
+    """The kind of a layer given by hashable values: graph definition, spec, and shapes and structure of its arrays."""
     arrays = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*leaf) for leaf in leaves])
     block = nnx.merge(graph, *arrays)
     once, twice = (_residual_shapes(graph, spec, shape, dtype, arrays, n * _PROBE_TOKENS) for n in (1, 2))
@@ -456,6 +431,8 @@ def _kind_of(graph, spec, shape, length: int, dtype, leaves, structure) -> Layer
 
 
 def _segment_work(segment: Segment, block: Block, residuals, seen_keys: float, hidden: int, dtype) -> Work:
+    """The work of one segment of a layer; `residuals` are bytes per token, `seen_keys` the mean number of visible
+    keys."""
     fit = PRODUCT_TIME.of("mosaic", _device_here())
     sums = dict.fromkeys((f.name for f in dataclasses.fields(Work)), 0.0)
     for name in segment.matrices:
@@ -463,13 +440,13 @@ def _segment_work(segment: Segment, block: Block, residuals, seen_keys: float, h
         size, used, weight = math.prod(matrix.sizes), numbers_met(segment, matrix), matrix.stored_weight
         if matrix.num_experts:
             sums["empty_flops"] += 2.0 * size * TILE_ROWS / 2
-            # To and from the rows sorted by expert.
+            # Tokens are copied to the rows sorted by expert, and back.
             sums["moved_bytes"] += segment.experts_per_token * hidden * dtype.itemsize
         in_fp8 = matrix.fp8 and isinstance(weight, FP8)
         fp8_time = fit.fp8_blocks if in_fp8 and weight.block == TILE else fit.fp8_rows
         sums["flops"] += 2.0 * used * (fp8_time if in_fp8 else 1.0)
         sums["weight_bytes"] += nbytes(weight)
-        # Codes of experts are transposed in one direction of two: as many bytes as decoding moves.
+        # Experts' codes are transposed in one of two directions, which moves as many bytes as decoding.
         passes = (0.5 if matrix.num_experts else 0.0) if in_fp8 else 1.0
         sums["decoded"] += passes * size if _is_stored(weight) else 0.0
         sums["weight_flops"] += 2.0 * used if isinstance(matrix.weight, nnx.Param) else 0.0
@@ -483,14 +460,14 @@ def _segment_work(segment: Segment, block: Block, residuals, seen_keys: float, h
 
 
 def _residual_shapes(graph, spec, shape, dtype, arrays, tokens: int) -> dict[str, Any]:
-    """Shapes of a layer's residuals."""
+    """Shapes and dtypes of a layer's residuals for `tokens` tokens."""
 
     def run(trainable, frozen, x):
         layout = packed_layout((1, tokens), None, 1)
         tables = rotary_tables(shape, layout.positions())
         layout = PackedLayout(layout.doc_start, layout.doc_end, tables, layout.max_documents, layout.full)
         names = tuple(residual.name for residual in nnx.merge(graph, trainable, frozen).residuals())
-        # Not the jitted function: what it traces here must not be found again by a run on another device.
+        # The function without jit, so that no run on another device reuses what is traced here.
         one_layer = inspect.unwrap(layer_forward)
         return one_layer(graph, spec, names, trainable, frozen, x, layout, None)[1]
 

@@ -1,4 +1,4 @@
-"""What a device can do, as the planner takes it, and the memory that a run may use and has used of it."""
+"""Devices as the planner knows them: their rates, and the memory that a run may use of them."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ from jaxtune.system import processes
 from jaxtune.system.invocation import spelled
 from jaxtune.train.config import TrainConfig
 
-# A card's size, here and wherever a config, a recipe, a document or an error says one ("a 24 GB card",
-# memory.budget_gb=24): the GB that it is sold with are GiB, and of them the CUDA context with its libraries takes so
-# many bytes outside of the allocator. Bytes of arrays and of plans are said in GB of 1e9.
+# Bytes of the GB in a card's size ("a 24 GB card", memory.budget_gb=24): cards are sold in GiB. The CUDA context and
+# its
+# libraries take CONTEXT_BYTES of a card outside of the allocator. Bytes of arrays and of plans are printed in GB of
+# 1e9.
 _CARD_GB = 2.0**30
 CONTEXT_BYTES = 0.6e9
-# Of the allocator's memory that cannot be used: a share, and no less than so many bytes. A program's temporaries are
+# The part of the allocator's memory that cannot be used: a share, and at least this many bytes. A program's temporaries
+# are
 # one block, and loading leaves holes: 3.3 GB were refused where 3.5 were free.
 _FRAGMENTS, _FRAGMENT_BYTES = 0.02, 0.5e9
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What the planner knows of a device."""
+    """The planner's view of a device: memory and rates."""
 
     name: str
     # Bytes for arrays and programs; None where nothing limits them.
@@ -42,30 +44,31 @@ class Device:
     copy: float
     # Bytes/s to the host, in one direction; 0 where offload is of no use because device and host share one memory.
     link: float
-    # Bytes of its host's memory that this device may pin, beside the other devices of the run.
+    # Bytes of its host's memory that this device may pin; other devices of the run pin their own.
     host_bytes: float
-    # How the rates are known.
+    # Where the rates come from, in words.
     note: str
     # Whether it runs the kernels for compute capability 9.0.
     hopper: bool = False
-    # Where host_bytes comes from, for a device that is not here.
+    # Where host_bytes comes from, in words, for a device of another machine.
     host_note: str = ""
-    # Bytes that may be pinned of the memory that a machine with such a device usually has.
+    # Bytes that may be pinned on a machine with the host memory that is usual for such a device.
     usual_host_bytes: float | None = None
     # Bytes/s to the other devices of its host, in one direction, as collectives reach it.
     peer: float = math.inf
 
 
-_PINNED_SHARE = 0.7  # of the host's memory
-_ONE_MEMORY_GBPS = 25.0  # between machines whose device and host share a memory, by their network
-# XLA pins no more than this many GiB; without it, 64.
+_PINNED_SHARE = 0.7  # share of the host's memory that may be pinned
+_ONE_MEMORY_GBPS = 25.0  # network rate between machines whose device and host share one memory
+# The environment variable that limits the GiB that XLA pins; its default is 64.
 _PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-# Whose rates an unknown device that is here is taken to have, until they are measured: they only rank plans.
+# An unknown device of this machine is assumed to have this device's rates until they are measured. They only rank
+# plans.
 _STAND_IN = "RTX 3060"
 
 
 def host_memory_bytes() -> float:
-    """Memory of this machine, or of the container that this is."""
+    """Memory of this machine, or of the container that the process runs in."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):
@@ -74,22 +77,25 @@ def host_memory_bytes() -> float:
 
 
 def allow_pinned_memory() -> None:
-    """Lets XLA pin as much of this machine's memory as the planner counts on, where the environment does not say.
+    """Lets XLA pin as much of this machine's memory as the planner counts on, unless the environment sets a limit.
 
-    Before JAX starts its devices: it is read then. The pool grows as it is used.
+    It must be called before JAX starts its devices, when XLA reads the limit. The pool grows as it is used.
     """
     os.environ.setdefault(_PINNED_LIMIT, str(int(host_memory_bytes() * _PINNED_SHARE) >> 30))
 
 
 def _pinnable_bytes(on_host: int, in_process: int) -> float:
-    """Host bytes that one device may pin: its share of this machine's, and of what XLA lets this process pin."""
+    """Host bytes that one device may pin: its share of what the machine allows, and of what XLA lets this process
+    pin."""
     limit = int(os.environ.get(_PINNED_LIMIT, 64)) * 2.0**30
     return min(host_memory_bytes() * _PINNED_SHARE / on_host, limit / in_process)
 
 
 def devices_here(count: int) -> tuple[int, int]:
-    """(devices on this host, those of them in this process) of a run over JAX's first `count` devices, which share this
-    host's memory. All processes of the run must ask."""
+    """(devices on this host, devices of this process) among JAX's first `count` devices.
+
+    A collective call: all processes of the run must make it.
+    """
     import jax
 
     own = sum(device.process_index == processes.index() for device in jax.devices()[:count])
@@ -98,12 +104,12 @@ def devices_here(count: int) -> tuple[int, int]:
 
 
 def card_bytes(size_gb: float) -> float:
-    """What the allocator may give out of a card of this size."""
+    """Bytes that the allocator may give out on a card of this size."""
     return size_gb * _CARD_GB - CONTEXT_BYTES
 
 
 def card_gb(needed: float) -> float:
-    """The size of the smallest card on which a plan of `needed` bytes fits, in tenths of a GB."""
+    """The size of the smallest card on which a plan of `needed` bytes fits, in steps of 0.1 GB."""
     return math.ceil((with_fragments(needed) + CONTEXT_BYTES) / _CARD_GB * 10) / 10
 
 
@@ -113,18 +119,18 @@ def find_device(
     host_gb: float | None = None,
     sharing: tuple[int, int] = (1, 1),
 ) -> Device:
-    """The device of this name: its rates as measured there (`jaxtune profile ceilings`), or from its data sheet.
+    """A device by name, with rates measured on it (`jaxtune profile ceilings`) or from its data sheet.
 
     Args:
-      memory_bytes: what the allocator of this machine's device may give out; None: a device elsewhere, with the memory
-        that its data sheet leaves after the context.
-      host_gb: memory of the machine of a device elsewhere, for each of its devices; by default what such machines
-        usually have.
-      sharing: of `devices_here`: how many devices of the run share the memory of this host, and of this process.
+      name: jax.Device.device_kind, a card's name, or "cpu".
+      memory_bytes: what the allocator of this machine's device may give out; None: a device of another machine, with
+        the memory that its data sheet leaves after the CUDA context.
+      host_gb: host memory for each device, for a device of another machine; None: what such machines usually have.
+      sharing: what `devices_here` returned.
     Raises:
       ValueError: the device is refused, with the reason, or unknown, with the known ones.
     """
-    if name == "cpu":  # for plans of tests and tiny runs: one memory, and rates that only rank
+    if name == "cpu":  # for tests and tiny runs: one memory for device and host, and rates that only rank plans
         return Device("cpu", memory_bytes, 1e11, 2e10, 0.0, 0.0, "not measured")
     here = memory_bytes is not None
     if (reason := refusal(name)) is not None:
@@ -147,9 +153,11 @@ def find_device(
             rated.copy_tbps * 1e12 * shares.copies,
             rated.link_gbps * 1e9 * shares.link,
         )
-        note = "not measured: its data sheet, at the shares that an H200 reaches"
+        note = "not measured: from its data sheet, at the shares that an H200 reaches"
         if sheet is None:
-            note = f"unknown, so speeds are an {_STAND_IN}'s; `{spelled('profile ceilings')}` measures them once"
+            note = (
+                f"unknown device, with the rates of an {_STAND_IN}; `{spelled('profile ceilings')}` measures them once"
+            )
         elif sheet is data_sheet("H200"):
             note = "measured"
     if sheet is not None and sheet.link_gbps == 0:
@@ -160,7 +168,7 @@ def find_device(
         return Device(name, memory_bytes, *rates, _pinnable_bytes(*sharing), note, hopper, peer=peer)
     assert sheet is not None
     host = sheet.host_gb if host_gb is None else host_gb
-    source = "usual beside it; plan.host_gb says what yours has" if host_gb is None else "plan.host_gb"
+    source = "usual for this device; set plan.host_gb to yours" if host_gb is None else "plan.host_gb"
     return Device(
         name,
         card_bytes(sheet.memory_gib),
@@ -175,7 +183,7 @@ def find_device(
 
 
 def limit(config: TrainConfig, device: Device) -> float | None:
-    """Bytes that the allocator may give out to a run; None where nothing limits them."""
+    """Bytes that the allocator may give out to a run; None if nothing limits them."""
     limits = [] if device.memory_bytes is None else [device.memory_bytes]
     if config.memory.budget_gb is not None:
         size = config.memory.budget_gb
@@ -184,19 +192,20 @@ def limit(config: TrainConfig, device: Device) -> float | None:
 
 
 def budget(config: TrainConfig, device: Device) -> float | None:
-    """Of them, those that a step's arrays and programs may take."""
+    """The part of `limit` that a step's arrays and programs may take, without what fragmentation loses."""
     if (most := limit(config, device)) is None:
         return None
     return most - max(most * _FRAGMENTS, 0.0 if device.name == "cpu" else _FRAGMENT_BYTES)
 
 
 def with_fragments(needed: float) -> float:
-    """Bytes that the allocator of a GPU must have for `needed` of them to be usable."""
+    """Bytes that a GPU's allocator must have so that `needed` of them are usable."""
     return max(needed / (1 - _FRAGMENTS), needed + _FRAGMENT_BYTES)
 
 
 def memory_peak_bytes(device: int = 0) -> int:
-    """Most memory in use so far: of a device, or of this process on the host where the device keeps no count (CPU)."""
+    """The largest memory use so far: of a device, or of this process on the host if the device does not record it
+    (CPU)."""
     import jax
 
     stats = jax.local_devices()[device].memory_stats()
@@ -216,8 +225,8 @@ _WIDTH = {
 
 
 def device_peak_flops(device_kind: str, dtype: str = "bfloat16") -> float | None:
-    """Dense peak FLOP/s of matmuls in `dtype` on one device (jax.Device.device_kind), fp32 without TF32; None where
-    no data sheet says it."""
+    """Dense peak FLOP/s of matrix products in `dtype` on one device (jax.Device.device_kind), fp32 without TF32; None
+    if no data sheet states it."""
     sheet = data_sheet(device_kind)
     tflops = None if sheet is None or dtype not in _WIDTH else getattr(sheet, _WIDTH[dtype])
     return None if tflops is None else tflops * 1e12

@@ -1,4 +1,4 @@
-"""What would fit where nothing does: changes of a config under which a plan fits, and the longest row that one fits."""
+"""Advice where no plan fits: changes of the config with which one would, and the longest row that fits."""
 
 from __future__ import annotations
 
@@ -35,10 +35,19 @@ def fitting_settings(
     optimizer: optax.GradientTransformation | None = None,
     reference_runs: int = 0,
 ) -> list[str]:
-    """Changes of the config, each enough alone, under which a plan fits; the gentlest first. optimizer,
-    reference_runs: as in step_cost."""
+    """Up to `wanted` changes of the config, each of which alone lets a plan fit; the least intrusive first.
+
+    Args:
+      shape: the model's DecoderConfig.
+      config: the config for which nothing fits.
+      device: the device.
+      budget_bytes: its memory.
+      wanted: how many changes to look for.
+      optimizer, reference_runs: as in step_cost.
+    """
 
     def changed(section: str, **values) -> TrainConfig:
+        """The config with some values of one section changed."""
         return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **values)})
 
     options: list[tuple[str, TrainConfig]] = []
@@ -69,6 +78,7 @@ def fitting_settings(
     models: dict[tuple, Decoder] = {}
 
     def parts_of(option: TrainConfig) -> StepCost:
+        """The costs of a step with a changed config."""
         key = (option.model, repr(option.adapter))
         if key not in models:
             models[key] = abstract_model(shape, option)
@@ -88,11 +98,11 @@ def fitting_settings(
 
 
 def _surely_fits(parts: StepCost, config: TrainConfig, device: Device, budget: float) -> bool | None:
-    """Whether some plan of one micro-batch fits, where it need not be chosen to know: one plan for all layers does, or
-    the least bytes of layers under any plans are too many. None: one must look.
+    """Whether some plan of one micro-batch fits, if that can be decided without a search; None if it cannot.
 
-    Bytes on the host have a price in bytes on the device (a Lagrange multiplier): what mixtures that the host has room
-    for keep is, at any price, no less than the least of both together, less what that room costs.
+    It fits if one plan for all layers does. It does not fit if the least bytes of layers under any plans are too many.
+    For the second test, bytes on the host get a price in bytes on the device (a Lagrange multiplier): at any price, a
+    mixture of plans that fits the host keeps at least the minimum of both together minus the price of the host's room.
     """
     count, device = parts.num_layers, beside_states(parts, device)
     chunk = max(1, min(int(tokens_of(parts, 1)), CHUNK_LOGITS[-1] // parts.vocab_size))
@@ -116,9 +126,10 @@ def _surely_fits(parts: StepCost, config: TrainConfig, device: Device, budget: f
 
 
 def longest_row(parts: StepCost, config: TrainConfig, device: Device, budget_bytes: float, step: int = 1024) -> int:
-    """The longest single row, in tokens, a multiple of `step`, with which some plan fits; 0 if none does."""
+    """The longest single row, in tokens and a multiple of `step`, with which some plan fits; 0 if none does."""
 
     def fits(length: int) -> bool:
+        """Whether some plan fits with rows of this length."""
         row = dataclasses.replace(parts, rows=parts.devices, length=length)
         one = dataclasses.replace(config, rows_per_step=parts.devices, micro_batches=1)
         if config.memory.plan is None and (sure := _surely_fits(row, one, device, budget_bytes)) is not None:

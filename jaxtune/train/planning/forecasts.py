@@ -1,6 +1,6 @@
-"""What a plan costs: the bytes and seconds of a step under it, predicted.
+"""Forecasts: the predicted bytes and seconds of a step under a plan.
 
-Bytes of residuals are exact, from the shapes of the segments; what the compiler adds around them, and the rates, are
+Bytes of residuals are exact, from the shapes of the segments. What the compiler adds around them, and the rates, are
 fitted (models/fitted.py).
 """
 
@@ -22,59 +22,51 @@ from jaxtune.train.planning.cost import LayerKind, StepCost, Work
 from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.plan import StepPlan
 
-type Figure = Any  # a float, or an array of one for each plan
+type Figure = Any  # a float, or an array of floats, one for each plan
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerForecast:
-    """A layer under a LayerPlan for one micro-batch, in bytes and seconds.
+    """Bytes and seconds of one layer under a plan, for one micro-batch."""
 
-    kept, hosted: from forward to backward. work: on the device in its own backward, beyond what is kept, where the next
-    layer is like it; work_forward: at the end of its forward. leaving, arriving: of the hosted bytes, those that are on
-    their way at the MLP of the layer above.
-    lost: seconds of recomputation and of waits for the link, part of forward + backward.
-    """
-
-    kept: Figure
-    hosted: Figure
-    leaving: Figure
-    arriving: Figure
-    work_forward: Figure
-    work: Figure
-    forward: Figure
-    backward: Figure
-    recompute: Figure
-    wait: Figure
+    kept: Figure  # bytes on the device from forward to backward
+    hosted: Figure  # bytes on the host from forward to backward
+    leaving: Figure  # part of `hosted` still being copied at the MLP of the next layer's forward
+    arriving: Figure  # part of `hosted` being copied back already at the MLP of the next layer's backward
+    work_forward: Figure  # device bytes at the end of its forward, in addition to `kept`
+    work: Figure  # device bytes in its backward, in addition to `kept`, if the next layer has the same plan
+    forward: Figure  # seconds
+    backward: Figure  # seconds, with recomputation and waits
+    recompute: Figure  # the part of the seconds that recomputes residuals
+    wait: Figure  # the part of the seconds that waits for the host link
 
     def at(self, index: Any) -> LayerForecast:
-        """Of those plans, where these are arrays."""
+        """The forecasts at an index, if the fields are arrays."""
         return LayerForecast(*(array[index] for array in vars(self).values()))
 
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
-    """A step under a plan. parts: {what: bytes} at the moment of the peak, for one device.
-
-    recompute_seconds, wait_seconds (for the host link), exposed_seconds (of collectives): parts of step_seconds.
-    collective_seconds: of all collectives, hidden or not. host_bytes: pinned for one device.
-    """
+    """Bytes and seconds of a step under a plan, on one device."""
 
     plan: StepPlan
-    parts: Mapping[str, float]
+    parts: Mapping[str, float]  # {what: bytes} at the moment of the peak
     step_seconds: float
-    recompute_seconds: float
-    wait_seconds: float
-    host_bytes: float
-    tokens: int
-    collective_seconds: float = 0.0
-    exposed_seconds: float = 0.0
+    recompute_seconds: float  # the part of step_seconds that recomputes residuals
+    wait_seconds: float  # the part of step_seconds that waits for the host link
+    host_bytes: float  # pinned host memory for one device
+    tokens: int  # of the step on all devices, padding included
+    collective_seconds: float = 0.0  # of all collectives, hidden or not
+    exposed_seconds: float = 0.0  # the part of step_seconds that waits for collectives
 
     @property
     def peak_bytes(self) -> float:
+        """Device bytes at the peak."""
         return sum(self.parts.values())
 
     @property
     def tokens_per_second(self) -> float:
+        """Speed, padding included."""
         return self.tokens / self.step_seconds
 
 
@@ -92,12 +84,13 @@ def bytes_with_gaps(leaving: Figure, device: Device) -> Figure:
 
 
 def _decode_seconds(work: Work, device: Device) -> float:
+    """Seconds to decode a segment's quantised weights once."""
     fit = product_time(device)
     return work.decoded * fit.decoded_bytes / (device.copy * fit.decoded_share)
 
 
 def _segment_seconds(work: Work, tokens: float, length: int, device: Device) -> tuple[float, float]:
-    """(forward, backward) of one segment over `tokens` tokens in documents of `length`."""
+    """(forward, backward) seconds of one segment over `tokens` tokens in documents of `length`."""
     fit, attend = product_time(device), ATTENTION_TIME.of("cudnn", device.name)
     rate = device.gemm * tokens / (tokens + fit.half_tokens)
     weights = work.weight_bytes / device.copy
@@ -116,7 +109,7 @@ def _segment_seconds(work: Work, tokens: float, length: int, device: Device) -> 
 def layer_forecast(
     parts: StepCost, plan: LayerPlan, tokens: float, device: Device, tile_tokens: int | None = None
 ) -> LayerForecast:
-    """What the mean layer costs for `tokens` tokens of a micro-batch; tile_tokens as in ResidualPlan."""
+    """The forecast of the mean layer for `tokens` tokens of a micro-batch; tile_tokens as in ResidualPlan."""
     placed = np.asarray([[PLACEMENTS.index(plan.of(residual)) for residual in parts.known]])
     return LayerForecast(*map(float, vars(layer_forecasts(parts, placed, tokens, device, tile_tokens).at(0)).values()))
 
@@ -124,16 +117,17 @@ def layer_forecast(
 def layer_forecasts(
     parts: StepCost, placed: np.ndarray, tokens: float, device: Device, tile_tokens: int | None
 ) -> LayerForecast:
-    """layer_forecast of many plans; placed: int[plans, parts.known], indices into PLACEMENTS."""
+    """layer_forecast for many plans at once; `placed` is int[plans, parts.known], indices into PLACEMENTS."""
     whole = {name: parts.residual_bytes(name, tokens) for name in parts.residuals}
     of_kinds = [{name: kind.residual_bytes(name, tokens) for name in kind.residuals} for kind in parts.kinds]
     most_tiles = 1 if tile_tokens is None or not parts.tiled else parts.length // tile_tokens
 
     def segment_seconds(tiles: int) -> list[tuple[float, float]]:
+        """(forward, backward) seconds of each segment if the tokenwise ones run over this number of tiles."""
         seconds = []
         for segment in parts.segments:
             work = segment.work
-            if segment.tokenwise:  # the weights are read, and decoded, for every tile
+            if segment.tokenwise:  # its weights are read and decoded for every tile
                 work = dataclasses.replace(work, weight_bytes=work.weight_bytes * tiles, decoded=work.decoded * tiles)
             forward, backward = _segment_seconds(work, tokens, parts.length, device)
             seconds.append((forward, backward + (forward if segment.runs_again else 0.0)))
@@ -141,28 +135,34 @@ def layer_forecasts(
 
     seconds_of = {tiles: segment_seconds(tiles) for tiles in {1, most_tiles}}
 
-    # A plan is a few sets of residuals, by placement, as bits. Of each set there are far fewer than there are plans.
+    # A plan is one set of residuals for each placement, stored as bits. There are far fewer sets than plans.
     count = len(parts.known)
     bits = 2 ** np.arange(count)
     kept, offloaded, dropped, rounded = ((placed == at) @ bits for at, _ in enumerate(PLACEMENTS))
 
     def names(mask: int) -> tuple[str, ...]:
+        """The residuals of a set."""
         return tuple(residual.name for at, residual in enumerate(parts.known) if mask >> at & 1)
 
     def of_sets(masks: np.ndarray, function: Callable[[int], Any]) -> np.ndarray:
-        """function(mask) of each: [plans, ...]."""
+        """function(mask) for each mask, computed once for equal ones: [plans, ...]."""
         values, where = np.unique(masks, return_inverse=True)
         return np.array([function(int(mask)) for mask in values])[where]
 
     def size(mask: int) -> float:
+        """Bytes of a set of residuals."""
         return sum(whole[name] for name in names(mask))
 
     def remade(mask: int) -> tuple[float, ...]:
+        """Costs of recomputing a set of residuals, and the number of tiles; bits from `count` up are residuals kept in
+        FP8."""
         dropped, rounded = names(mask), names(mask >> count)
         tiles = most_tiles if set(dropped).issuperset(parts.tiled) else 1
         return *_remade(parts, dropped, rounded, whole, of_kinds, seconds_of[tiles], device, tiles), tiles
 
     def travelling(mask: int) -> tuple[float, float]:
+        """(forward, backward) bytes of an offloaded set that are being copied while the next layer's feed-forward
+        runs."""
         seconds = seconds_of[most_tiles if mask >> count else 1]
         return _travelling(parts, names(mask), whole, size(mask & (1 << count) - 1), seconds, device)
 
@@ -170,7 +170,7 @@ def layer_forecasts(
     leaving, arriving = of_sets(offloaded | (tiles > 1).astype(int) << count, travelling).T
     hosted, in_fp8 = of_sets(offloaded, size), of_sets(rounded, size)
     rounding = in_fp8 * (1 + 1 / parts.dtype.itemsize)
-    rounding = rounding / (device.copy * product_time(device).decoded_share)  # or reading it again
+    rounding = rounding / (device.copy * product_time(device).decoded_share)  # the same for reading it
     fit = _step_time(device)
     once = {number: [sum(column) for column in zip(*seconds, strict=True)] for number, seconds in seconds_of.items()}
     forward, backward = (np.where(tiles > 1, once[most_tiles][i], once[1][i]) for i in (0, 1))
@@ -179,7 +179,7 @@ def layer_forecasts(
     link = hosted / (device.link or device.copy)
     waits = [np.maximum(link - fit.hidden * seconds, 0.0) for seconds in (forward, backward)]
     return LayerForecast(
-        kept=of_sets(kept, size) + in_fp8 / parts.dtype.itemsize,  # a scale a token beside it is nothing
+        kept=of_sets(kept, size) + in_fp8 / parts.dtype.itemsize,  # one scale per token is negligible
         hosted=hosted,
         leaving=leaving,
         arriving=arriving,
@@ -194,11 +194,20 @@ def layer_forecasts(
 
 
 def _remade(parts: StepCost, dropped, rounded, whole, of_kinds, seconds, device, tiles) -> tuple[float, ...]:
-    """What a layer's recomputed residuals cost: seconds; and of the kind of layer that takes most, without what has
-    come from the host, bytes at the feed-forward's backward, at the mixer's, and at the end of the forward.
+    """Costs of a layer's recomputed residuals.
 
-    dropped, rounded: names of residuals that are computed again and that are kept in FP8; whole: {residual: bytes},
-    of_kinds: the same of each kind of layer; seconds: (forward, backward) by segment.
+    Args:
+      parts: the step's costs.
+      dropped: names of residuals that are recomputed.
+      rounded: names of residuals that are kept in FP8.
+      whole: {residual: bytes}.
+      of_kinds: the same for each kind of layer.
+      seconds: (forward, backward) by segment.
+      device: the device.
+      tiles: number of tiles that the tokenwise segments run over.
+    Returns:
+      seconds of recomputation; and for the kind of layer that takes the most, without what arrives from the host, bytes
+        at the feed-forward's backward, at the mixer's backward, and at the end of the forward.
     """
 
     def in_tiles(sizes):
@@ -218,7 +227,7 @@ def _remade(parts: StepCost, dropped, rounded, whole, of_kinds, seconds, device,
     for kind, sizes in zip(parts.kinds, of_kinds, strict=True):
         facts = Sizes(
             residuals=in_tiles(sizes),
-            recomputed=frozenset((*dropped, *rounded)),  # what is kept in FP8 is there anew in the backward, too
+            recomputed=frozenset((*dropped, *rounded)),  # a residual kept in FP8 is decoded anew in the backward
             tiles=tiles,
             dtype=parts.dtype,
             length=parts.length,
@@ -232,9 +241,9 @@ def _remade(parts: StepCost, dropped, rounded, whole, of_kinds, seconds, device,
 
 
 def _travelling(parts: StepCost, offloaded, whole, hosted: float, seconds, device) -> tuple[float, float]:
-    """Bytes on their way at the feed-forward of the layer above: (forward, backward).
+    """(forward, backward) bytes that are being copied while the feed-forward of the layer above runs.
 
-    Of what is offloaded, the largest leave first and come last: under the mixer, if they can.
+    The largest offloaded residuals are copied out first and back last, under the mixer if its time is enough.
     """
     travelling = [hosted, hosted]
     offloaded = sorted(offloaded, key=lambda name: whole[name], reverse=True)
@@ -254,17 +263,20 @@ def _travelling(parts: StepCost, offloaded, whole, hosted: float, seconds, devic
 
 
 def _backward_bytes(kind: LayerKind, sizes: Sizes) -> tuple[float, float]:
-    """Bytes of what a layer recomputes and makes in its backward: at the feed-forward's, and at the mixer's."""
+    """(at the feed-forward's backward, at the mixer's backward) bytes of what a layer recomputes and makes."""
     dropped = {name: sizes[name] for name in kind.residuals if name in sizes.recomputed}
     total = sum(dropped.values())
     mixer, feed_forward = kind.block.mixer, kind.block.mlp
     scratch = feed_forward.backward_bytes(sizes)
-    held = sum(held_bytes(sizes) for outputs, held_bytes in kind.held if not dropped.keys().isdisjoint(outputs))
+    derivatives = kind.derivative_bytes
+    waiting = sum(bytes_of(sizes) for outputs, bytes_of in derivatives if not dropped.keys().isdisjoint(outputs))
     if scratch.covers_mixer:
-        return -math.inf, scratch.own + mixer.waiting_bytes(sizes) + scratch.around + total + held
+        return -math.inf, scratch.own + mixer.waiting_bytes(sizes) + scratch.around + total + waiting
     first, *middle, last = kind.mixer_outputs
-    at_feed_forward = total + scratch.own + held
-    if not any(name in dropped for outputs in middle for name in outputs):  # then what these read is not made before
+    at_feed_forward = total + scratch.own + waiting
+    if not any(
+        name in dropped for outputs in middle for name in outputs
+    ):  # then the inputs of these segments are not recomputed earlier
         at_feed_forward -= sum(dropped.get(name, 0.0) for name in first)
     at_mixer = total
     for name in kind.feed_forward_outputs:
@@ -276,7 +288,7 @@ def _backward_bytes(kind: LayerKind, sizes: Sizes) -> tuple[float, float]:
 
 
 def forecast(parts: StepCost, plan: StepPlan, device: Device) -> Forecast:
-    """Bytes and seconds of a step under `plan`."""
+    """The forecast of a step under `plan`."""
     cache: dict[LayerPlan, LayerForecast] = {}
     tokens = parts.rows / plan.micro_batches / parts.devices * parts.length
     for layer in plan.residuals.layers:
@@ -287,11 +299,12 @@ def forecast(parts: StepCost, plan: StepPlan, device: Device) -> Forecast:
 
 
 def gathered_bytes(parts: StepCost, whole_weights: int, resident: int = 0) -> tuple[float, float, float]:
-    """Bytes of divided weights that are whole, and of their gradients: at the loss, in the forward and in the backward
-    of a layer, where the next one's come beside its own. whole_weights, resident: as in ResidualPlan."""
+    """Bytes of gathered weights, and of their gradients, at three moments: at the loss, in a layer's forward, and in a
+    layer's backward, when the next layer's weights arrive. whole_weights and resident as in ResidualPlan."""
     frozen = parts.frozen_layer_bytes
 
     def of(layers: int) -> float:
+        """Bytes of the gathered weights of this number of layers."""
         return layers * (parts.whole_layer_bytes - frozen) + min(layers, parts.num_layers - resident) * frozen
 
     head = 0.0 if _all_resident(parts, resident) and not parts.head_trains else parts.whole_head_bytes
@@ -300,20 +313,23 @@ def gathered_bytes(parts: StepCost, whole_weights: int, resident: int = 0) -> tu
 
 
 def _all_resident(parts: StepCost, resident: int) -> bool:
+    """Whether the frozen weights of all layers are whole for the whole run."""
     return resident == parts.num_layers
 
 
 def head_forecast(parts: StepCost, chunk_tokens: int, tokens: float, device: Device) -> tuple[float, float]:
-    """(bytes around the loss, seconds) of the head and the loss of a micro-batch."""
+    """(bytes around the loss, seconds) of the head and the loss of a micro-batch of `tokens` tokens."""
     rows = max(round(tokens / parts.length), 1)
     chunk = rows * chunk_length(rows, parts.length, int(chunk_tokens))
     hidden = tokens * parts.hidden_size * parts.dtype.itemsize
-    logits = (chunk + -chunk % 8) * parts.vocab_size * (4.0 + parts.dtype.itemsize)  # XLA fills products up
+    logits = (
+        (chunk + -chunk % 8) * parts.vocab_size * (4.0 + parts.dtype.itemsize)
+    )  # XLA pads products to a multiple of 8
     products = 3 if parts.head_trains else 2
     flops = 2.0 * products * parts.vocab_size * parts.hidden_size * tokens
     fit = _step_time(device)
     passes = tokens * parts.vocab_size * fit.logit_bytes / device.copy
-    if parts.head_trains:  # the gradient's sum is read and written for every chunk
+    if parts.head_trains:  # every chunk reads and writes the gradient's sum
         passes += tokens / chunk * parts.vocab_size * parts.hidden_size * fit.head_gradient_bytes / device.copy
     seconds = flops / (device.gemm * chunk / (chunk + product_time(device).half_tokens)) + passes
     around = ALLOCATOR_BYTES.of("xla", device.name).loss * hidden
@@ -321,18 +337,20 @@ def head_forecast(parts: StepCost, chunk_tokens: int, tokens: float, device: Dev
 
 
 def _reference_seconds(parts: StepCost, tokens: float, head_seconds: float, device: Device) -> float:
-    """Of one forward pass without residuals, and its head: a third of the head's products train nothing."""
+    """Seconds of one forward pass without residuals, and of its head, which needs a third of the head's training
+    products."""
     layer = layer_forecast(parts, KEEP, tokens, device)
     return layer.forward * parts.num_layers + head_seconds / (3 if parts.head_trains else 2)
 
 
 def state_seconds(parts: StepCost, device: Device) -> float:
-    """Of a step: the optimizer's states from the host and back, one after the other (optimizer_offload.py)."""
+    """Seconds per step to copy the optimizer's states from the host and then back (optimizer_offload.py)."""
     return 2 * parts.hosted_bytes / (device.link or device.copy)
 
 
 def _collective_seconds(parts: StepCost, plan, forward: float, backward: float, device) -> tuple[float, float]:
-    """(all, exposed) of a step's collectives; forward, backward: seconds of all layers in a micro-batch."""
+    """(all, exposed) seconds of a step's collectives; `forward` and `backward` are seconds of all layers in a
+    micro-batch."""
     of, rate, micro, fit = parts.exchange, device.peer, plan.micro_batches, _step_time(device)
     resident, trained = plan.residuals.resident, of.weights - of.frozen
     divided, whole = 1 - resident / parts.num_layers, max(plan.residuals.whole_weights, 1) / parts.num_layers
@@ -347,10 +365,11 @@ def _collective_seconds(parts: StepCost, plan, forward: float, backward: float, 
 
 
 def _forecast(parts: StepCost, plan, groups: list[tuple[LayerForecast, int]], head, tokens, device) -> Forecast:
-    """groups: runs of layers with one plan, first layers first."""
+    """The forecast of a step; `groups` are (forecast of a layer, number of layers) of runs with one plan, first layers
+    first."""
     head_bytes, head_seconds = head
     kept = sum(layer.kept * count for layer, count in groups)
-    # What the last layer should offload stays: the backward begins with it.
+    # The last layer's residuals are not offloaded, because the backward starts with them.
     last, before = groups[-1][0], groups[-1 if groups[-1][1] > 1 else max(len(groups) - 2, 0)][0]
     resident = plan.residuals.resident
     gathered = gathered_bytes(parts, plan.residuals.whole_weights, resident)
@@ -362,7 +381,7 @@ def _forecast(parts: StepCost, plan, groups: list[tuple[LayerForecast, int]], he
     below = arriving = 0.0
     for layer, count in groups:
         below += layer.kept * count
-        more = max(arriving - layer.arriving, 0.0)  # under the lowest of these layers comes what another plan has
+        more = max(arriving - layer.arriving, 0.0)  # the layer below, under another plan, has more bytes arriving
         moments.append(("the backward of a layer", below, layer.work + more, gathered[2]))
         arriving = layer.arriving
     what, residuals, work, whole = max(moments, key=lambda moment: sum(moment[1:]))

@@ -1,6 +1,5 @@
-"""The plan of a forward pass: an evaluation, a pass over a reference, a look at the rows. It has no optimizer, no
-gradients and no residuals, so it fits where a step of the same model does not.
-"""
+"""The plan of a forward pass: an evaluation, a pass over a reference, or `--check`. A forward pass has no optimizer, no
+gradients and no residuals, so it fits where a step of the same model does not."""
 
 from __future__ import annotations
 
@@ -23,14 +22,16 @@ from jaxtune.train.planning.plan import StepPlan
 
 
 def forward_bytes(parts: StepCost, tokens: float, chunk_tokens: int, device: Device) -> float:
-    """Device bytes that a forward pass takes beside the weights.
+    """Device bytes that a forward pass takes in addition to the weights.
 
-    A layer's values all live at once in this estimate, which is an upper bound: XLA frees some of them earlier. The
+    The estimate is an upper bound: it counts all values of a layer at once, and XLA frees some of them earlier. The
     logits of one chunk exist at a time (linear_cross_entropy).
 
     Args:
-      parts: of the model on the mesh. tokens: that one device computes at a time. chunk_tokens: whose logits exist at
-        a time.
+      parts: costs of the model on the mesh.
+      tokens: number of tokens that one device computes at a time.
+      chunk_tokens: tokens whose logits exist at a time.
+      device: the device.
     """
     layers = []
     for kind in parts.kinds:
@@ -43,20 +44,22 @@ def forward_bytes(parts: StepCost, tokens: float, chunk_tokens: int, device: Dev
 
 
 class ForwardPlanner:
-    """Chooses into how many parts the rows of a batch are cut so that a forward pass fits a device.
+    """Chooses into how many parts the rows of a batch are divided so that a forward pass fits a device.
 
-    It has what Engine asks of a Planner: `plan`, `device` and `budget_bytes`.
+    It has the attributes that Engine needs of a Planner: `plan`, `device` and `budget_bytes`.
 
     Args:
-      model: whose arrays may be abstract. config: with the mesh of the run. length: of a row, in tokens. device: a
-        jax.Device of this process.
+      model: its arrays may be abstract.
+      config: with the mesh of the run.
+      length: tokens of a row.
+      device: a jax.Device of this process.
 
     Attributes:
       device: planning.devices.Device.
-      budget_bytes: device bytes that weights and programs may take; None where nothing limits them.
-      weight_bytes: of the model's weights on one device, as they were given.
+      budget_bytes: device bytes that weights and programs may take; None if nothing limits them.
+      weight_bytes: of the model's weights on one device, as given.
       cost: StepCost of the model, without an optimizer.
-      plan: the StepPlan in force, whose residuals mean nothing here.
+      plan: the StepPlan in force; its residuals have no meaning here.
     """
 
     def __init__(self, model: Decoder, config: TrainConfig, length: int, device: Any):
@@ -72,7 +75,7 @@ class ForwardPlanner:
         _, trainable, frozen = nnx.split(model, nnx.Param, ...)
         self.weight_bytes = partition.held_bytes((trainable, frozen), fsdp) + packed_slack(frozen) / fsdp
         residuals = ResidualPlan.uniform(RECOMPUTE, parts.num_layers)
-        # The fewest parts first; then fewer logits at a time.
+        # The fewest parts are tried first, and for each number of parts the most logits at a time.
         self._plans = [
             StepPlan(residuals, count, chunk)
             for count in splits(parts.rows, parts.devices, None)
@@ -84,19 +87,25 @@ class ForwardPlanner:
         self.plan = next(fitting, self._plans[-1])
 
     def _chunks(self, count: int) -> set[int]:
+        """Candidates for the tokens whose logits exist at a time, if the rows are divided into `count` parts."""
         tokens = int(self._tokens(count))
         return {max(1, min(tokens, logits // self.cost.vocab_size)) for logits in CHUNK_LOGITS}
 
     def _tokens(self, count: int) -> float:
+        """Tokens that one device computes at a time, if the rows are divided into `count` parts."""
         return self.cost.rows / count / self.cost.devices * self.cost.length
 
     def working_bytes(self, plan: StepPlan) -> float:
-        """Device bytes of a plan beside the weights."""
+        """Device bytes of a plan in addition to the weights."""
         return forward_bytes(self.cost, self._tokens(plan.micro_batches), plan.chunk_tokens, self.device)
 
     def smaller(self, program: Any) -> bool:
-        """Takes a smaller plan where the compiler says that `program`, compiled for the plan in force, needs more than
-        there is; whether it did. False too where there is no smaller plan: then the device has the last word."""
+        """Takes a smaller plan if the compiler says that `program`, compiled for the plan in force, needs more than
+        there is.
+
+        Returns:
+          whether it took one. False also if there is no smaller plan; then running the program decides.
+        """
         analysis = program.memory_analysis()
         if self.budget_bytes is None or analysis is None:
             return False

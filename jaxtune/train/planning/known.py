@@ -1,7 +1,7 @@
-"""Plans that were too large, remembered between runs, so that the same command begins with the plan that fitted.
+"""A cache of plans that were too large, so that the same command starts with the plan that fitted the last time.
 
-They lie in the cache of compiled programs, as entries of it: a file there that is damaged or another user's is not
-believed, and the oldest go where room is short.
+Entries are stored in the cache of compiled programs: damaged files and files of other users are ignored there, and the
+oldest are deleted if space is short.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ from jaxtune.train.program.program_cache import ProgramCache, in_use
 
 
 class KnownFailures:
-    """Of the programs that `facts`, JSON-able, tell apart, compiled for this process's device by these versions.
+    """Plans that failed for certain programs, compiled for this process's device by these versions.
 
-    All processes of a run know what the first one knows.
+    In a run of several processes, all of them use what the first one reads.
+
+    Args:
+      facts: JSON values that identify the programs.
     """
 
     def __init__(self, facts: Any):
@@ -35,14 +38,15 @@ class KnownFailures:
         self._found: list[dict[str, Any]] = processes.of_first(self._read)
 
     def _read(self) -> list[dict[str, Any]]:
+        """The stored failures; none if nothing is cached."""
         content = None if self._cache is None else self._cache.get(self._key)
         return [] if content is None else json.loads(content)
 
     def of(self, forecast: Forecast, budget_bytes: float | None) -> Failed | None:
-        """What is known of a plan that is too large for this budget."""
+        """The recorded failure of a plan that is too large for this budget; None if there is none."""
         plan = forecast.plan.to_record()
         for one in self._found:
-            # One that ran out of memory says nothing of a larger budget.
+            # A plan that ran out of memory may still fit a larger budget.
             too_large = one["need"] is not None or (one["budget"] or 0.0) >= (budget_bytes or 0.0)
             if one["plan"] == plan and too_large:
                 failure = Failed(forecast.plan, forecast.peak_bytes, one["need"])
@@ -51,19 +55,21 @@ class KnownFailures:
         return None
 
     def add(self, failed: Failed, budget_bytes: float | None) -> None:
+        """Records that a plan failed within a budget."""
         self._found.append({"plan": failed.plan.to_record(), "need": failed.need_bytes, "budget": budget_bytes})
         if self._cache is not None and processes.first():
             self._cache.put(self._key, json.dumps(self._found).encode())
 
 
 def _cache() -> ProgramCache | None:
-    """None where programs are not kept, and on a CPU, whose plans are those of tests and of tiny runs."""
+    """The cache of compiled programs; None if programs are not cached, and on a CPU, whose plans are for tests and tiny
+    runs."""
     return None if jax.local_devices()[0].platform == "cpu" else in_use()
 
 
 @functools.cache
 def _sources() -> str:
-    """A digest of the package: other code makes other programs."""
+    """A digest of the package's sources, because other code compiles to other programs."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parents[2].rglob("*.py")):
         digest.update(path.read_bytes())

@@ -1,4 +1,4 @@
-"""Over which devices a run goes whose config names no mesh: chosen by what each mesh would hold and how fast it is."""
+"""The choice of a mesh for a run whose config names none, by what each mesh would need and how fast it would be."""
 
 from __future__ import annotations
 
@@ -17,18 +17,22 @@ from jaxtune.train.planning.cost import StepCost, step_cost
 from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.forecasts import Forecast
 
-# Forecasts of speed are 0.92 to 1.04 of what was measured (README.md): less of a difference says nothing.
+# Two meshes are equally fast if their forecasts differ by less than this ratio: forecasts of speed are 0.92 to 1.04 of
+# what
+# was measured (README.md).
 _ALIKE = 0.92
 
 
 def mesh_of(config: TrainConfig, model: Callable[[], Decoder], **changes: Any) -> tuple[MeshConfig, str | None]:
-    """(the mesh of a run, why it is this one): what the config names, or one chosen for the GPUs that are here.
-
-    The words are None where there was nothing to choose: a mesh that is named, one device, or CPUs, which are one
-    machine however many JAX is told that there are.
+    """The mesh of a run and the reason for it: what the config names, or a choice for the GPUs of this machine.
 
     Args:
-      model: gives what trains, whose arrays may be abstract; asked where there is a choice. changes: of step_cost.
+      config: the run's.
+      model: returns what trains, whose arrays may be abstract; called only if there is a choice.
+      changes: arguments of step_cost.
+    Returns:
+      (mesh, reason); the reason is None without a choice: the config names a mesh, there is one device, or the devices
+        are CPUs, which are one machine however many devices JAX shows.
     """
     found, here = jax.devices(), jax.local_devices()[0]
     if config.mesh is not None or len(found) == 1 or (here.platform == "cpu" and processes.count() == 1):
@@ -40,11 +44,13 @@ def mesh_of(config: TrainConfig, model: Callable[[], Decoder], **changes: Any) -
     device = devices.find_device(here.device_kind, limit, sharing=devices.devices_here(len(found)))
 
     def cost_on(mesh: MeshConfig) -> StepCost:
+        """The costs of a step on a mesh."""
         return step_cost(what, dataclasses.replace(config, mesh=mesh), **changes)
 
     budget_bytes, on_one_host = devices.budget(config, device), len(found) // processes.hosts()
 
     def chosen() -> tuple[int, int, str]:
+        """The chosen mesh and the reason, as values that processes can exchange."""
         mesh, why = choose_mesh(cost_on, config, device, budget_bytes, len(found), on_one_host)
         return mesh.data, mesh.fsdp, why
 
@@ -60,17 +66,25 @@ def choose_mesh(
     count: int,
     on_one_host: int | None = None,
 ) -> tuple[MeshConfig, str]:
-    """(the fastest mesh of as many of `count` devices as can share the rows, why); of those that forecasts cannot tell
-    apart, that which divides least. Weights are divided over the devices of one host, of which it has `on_one_host`
-    (None: all), if any such plan fits: nobody has measured what lies between hosts. Where no plan fits any, that which
-    needs least: the planner then says what would.
+    """The fastest mesh over as many of `count` devices as can share the rows.
+
+    Of meshes whose forecasts are too close to tell apart, the one that divides the least is chosen. Weights are divided
+    within one host if any such plan fits, because dividing them between hosts has not been measured. If no plan fits on
+    any mesh, the one that needs the least is returned, and the planner then says what would fit.
 
     Args:
-      cost_on: the step of the config on a mesh.
+      cost_on: returns the costs of a step on a mesh.
+      config: the run's.
+      device: the device.
+      budget_bytes: its memory; None: no limit.
+      count: number of devices.
+      on_one_host: devices of one host; None: all.
+    Returns:
+      (mesh, reason in words)
     """
     rows = config.rows_per_step // (config.micro_batches or 1)
     used = next(number for number in range(count, 0, -1) if rows % number == 0)
-    # What config.py refuses beside mesh.fsdp.
+    # Settings that config.py refuses together with mesh.fsdp.
     divides = not (config.optim.offload or config.evaluation.exact_match_rows)
     meshes = [MeshConfig(used // f, f) for f in range(1, used + 1) if used % f == 0 and (f == 1 or divides)]
     found: dict[MeshConfig, Forecast] = {}
@@ -98,8 +112,10 @@ def choose_mesh(
 
 
 def _name(mesh: MeshConfig) -> str:
+    """A mesh in words."""
     return f"data={mesh.data} fsdp={mesh.fsdp}"
 
 
 def _figures(forecast: Forecast) -> str:
+    """Speed and memory of a forecast in words."""
     return f"{forecast.tokens_per_second:,.0f} tokens/s at {forecast.peak_bytes / 1e9:.1f} GB a device"

@@ -1,8 +1,8 @@
-"""The phases of a run, from loading to exporting, and the memory that each of them takes.
+"""The phases of a run, from loading to exporting, and the memory that each of them needs.
 
-A run is more than its step: it loads, may resume, looks rows up in a reference, evaluates, answers questions, saves and
-exports. Each phase keeps some of what the step keeps and needs something of its own. The table is made before step 0,
-so that a phase that will not fit is said then, and not after the last step.
+A run is more than its step: it loads, may resume, scores rows with a reference, evaluates, samples answers, saves and
+exports. Each phase keeps a part of what the step keeps and needs some memory of its own. The table is made before step
+0, so that a phase that will not fit is reported then and not after the last step.
 """
 
 from __future__ import annotations
@@ -30,40 +30,40 @@ from jaxtune.train.planning.forecasts import Forecast
 from jaxtune.train.planning.forward import forward_bytes
 from jaxtune.train.planning.planner import out_of_memory
 
-# An encoder holds a matrix in 16 bits, in float32 and as codes.
+# Bytes per number while a matrix is encoded: it exists in 16 bits, in float32 and as codes.
 _ENCODING_BYTES = 2.0 + 4.0 + 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """What one phase of a run takes at its peak."""
+    """The memory that one phase of a run needs at its peak."""
 
-    # As the report and an error name it.
+    # The phase's name in the report and in errors.
     name: str
-    # On each device.
+    # Bytes on each device.
     device_bytes: float
-    # Of host memory, in this process, beside Python and its libraries.
+    # Bytes of host memory in this process, in addition to Python and its libraries.
     host_bytes: float
-    # What makes it smaller, to be said where it does not fit.
+    # A change that makes it smaller, for the message if it does not fit.
     remedy: str
 
 
 class OutOfDeviceMemory(ValueError):
-    """A phase found no room on the device. The message names the phase and what makes it smaller."""
+    """Device memory ran out in a phase. The message names the phase and a change that makes it smaller."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """How a run asks its model questions."""
+    """How many questions a run answers at a time, and their lengths."""
 
-    # Questions that are answered at a time.
+    # Number of questions that are answered at a time.
     rows: int
-    # Tokens of the longest prompt, and of the longest answer.
+    # Tokens of the longest prompt and of the longest answer.
     prompt: int
     answer: int
 
     def bytes(self, parts: StepCost, device: Device) -> float:
-        """On the device, beside the weights: keys and values of every position, and the pass over the prompts."""
+        """Device bytes in addition to the weights: keys and values of every position, and the pass over the prompts."""
         cached = sum(parts.residuals.get(name, 0.0) for name in ("key", "value")) * parts.num_layers
         prefill = forward_bytes(parts, self.rows * self.prompt, self.rows, device)
         return self.rows * (self.prompt + self.answer) * cached + prefill
@@ -72,12 +72,19 @@ class Sampled:
 def questions_at_a_time(
     parts: StepCost, device: Device, budget_bytes: float | None, prompt: int, answer: int, most: int = 32
 ) -> Sampled:
-    """As many questions at a time as there is room for beside the model, at most `most`.
+    """As many questions at a time as fit beside the model, at most `most`.
 
     Args:
-      budget_bytes: of the device; None: no limit. prompt, answer: tokens of the longest of each.
+      parts: the step's costs.
+      device: the device.
+      budget_bytes: its memory; None: no limit.
+      prompt: tokens of the longest prompt.
+      answer: tokens of the longest answer.
+      most: the largest number of questions.
     """
-    prompt, answer = (1 << (tokens - 1).bit_length() for tokens in (prompt, answer))  # as generate pads them
+    prompt, answer = (
+        1 << (tokens - 1).bit_length() for tokens in (prompt, answer)
+    )  # generate pads lengths to powers of two
     sampled = Sampled(most, prompt, answer)
     while sampled.rows > 1 and budget_bytes is not None:
         if parts.fixed["frozen weights"] + _trained_bytes(parts) + sampled.bytes(parts, device) <= budget_bytes:
@@ -87,6 +94,7 @@ def questions_at_a_time(
 
 
 def _trained_bytes(parts: StepCost) -> float:
+    """Device bytes of the trained parameters."""
     return sum(size for name, size in parts.fixed.items() if name.startswith("trained parameters"))
 
 
@@ -100,11 +108,17 @@ def phases_of(
     fsdp: int = 1,
     sampled: Sampled | None = None,
 ) -> list[Phase]:
-    """The phases of a run by this plan, in their order; those that this config does not ask for are left out.
+    """The phases of a run under a plan, in their order, without those that the config does not ask for.
 
     Args:
-      model: what trains, whose arrays may be abstract. given: its trainable tensors in the dtypes in which they were
-        given. parts: of the step. forecast: of the plan in force. fsdp: devices that divide the weights.
+      model: what trains; its arrays may be abstract.
+      given: its trainable tensors in their original dtypes.
+      parts: the step's costs.
+      forecast: of the plan in force.
+      device: the device.
+      config: the run's.
+      fsdp: number of devices that divide the weights.
+      sampled: how questions are answered; None: none are.
     """
     plan, fixed = forecast.plan, parts.fixed
     weights = fixed["frozen weights"] + parts.resident_bytes(plan.residuals.resident)
@@ -120,7 +134,7 @@ def phases_of(
         default=0,
     )
     encoding = _ENCODING_BYTES * largest if config.model.load_in is not None else 0.0
-    # Tensors on their way are there as they were read and as they were cast.
+    # While a tensor is loaded it exists both as it was read and as it was cast.
     arriving = min(IN_FLIGHT_BYTES, parameters(nnx.state(model)) * parts.dtype.itemsize)
     found = [
         Phase("load", weights + start + max(2.0 * arriving, encoding), float(arriving), "model.load_in=nf4"),
@@ -151,10 +165,12 @@ def phases_of(
 
 
 def phase_lines(phases: Sequence[Phase], budget_bytes: float | None, host_bytes: float | None) -> list[str]:
-    """The table in words: one line, and a warning for each phase that will not fit.
+    """The table of phases as text: one line, and a warning for each phase that will not fit.
 
     Args:
-      budget_bytes: of a device, or None. host_bytes: of this machine, or None.
+      phases: as phases_of returns them.
+      budget_bytes: memory of a device; None: no limit.
+      host_bytes: memory of this machine; None: unknown.
     """
     device = ", ".join(f"{phase.name} {phase.device_bytes / 1e9:.2f}" for phase in phases)
     host = ", ".join(f"{phase.name} {phase.host_bytes / 1e9:.2f}" for phase in phases if phase.host_bytes >= 1e7)
@@ -175,7 +191,7 @@ def phase_lines(phases: Sequence[Phase], budget_bytes: float | None, host_bytes:
 
 @contextlib.contextmanager
 def phase(name: str, remedy: str) -> Iterator[None]:
-    """What is done inside is this phase: an error of the device's allocator names it, and what makes it smaller.
+    """A context in which an error of the device's allocator names this phase and the change that makes it smaller.
 
     Raises:
       OutOfDeviceMemory: device memory ran out.

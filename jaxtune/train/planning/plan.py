@@ -1,19 +1,21 @@
-"""The plan of a step as a value, and as the text that configs, checkpoints and reports hold.
+"""The plan of a step as a value, and as the text used in configs, checkpoints and reports.
+
+The text consists of:
 
 - `keep`: every residual stays in device memory;
 - `recompute`: only each layer's input stays;
-- `offload`: everything goes to the host;
-- `gate=offload, up=offload`: what is not named is kept;
-- `gate=fp8, up=fp8`: kept, rounded to e4m3, in layers that compute in FP8;
-- `recompute, layer_input=offload`: a word for all, then exceptions;
-- `0-11: recompute; 12-31: gate=recompute, up=recompute`: by layers, all of them named;
+- `offload`: everything is copied to the host;
+- `gate=offload, up=offload`: these two are offloaded, and residuals that are not named are kept;
+- `gate=fp8, up=fp8`: these two are kept, rounded to e4m3, in layers that compute in FP8;
+- `recompute, layer_input=offload`: a placement for all residuals, then exceptions;
+- `0-11: recompute; 12-31: gate=recompute, up=recompute`: placements by layer; all layers must be named;
 - `recompute; tile=8192`: MLPs that recompute gate and up run over tiles of 8,192 tokens of each row;
-- `keep; whole=8`: where weights are divided over devices, those of the last 8 layers are not gathered again for the
+- `keep; whole=8`: if weights are divided over devices, those of the last 8 layers stay gathered from forward to
   backward;
-- `keep; resident=8`: where weights are divided over devices, those of the first 8 layers that do not train are whole on
-  each device all the time; of all layers: those of embedding and head too.
+- `keep; resident=8`: if weights are divided over devices, the frozen weights of the first 8 layers are whole on each
+  device for the whole run; with all layers, also those of embedding and head.
 
-Which residuals there are, the model's layers say (models/layers).
+The model's layers declare which residuals exist (models/layers).
 """
 
 from __future__ import annotations
@@ -36,29 +38,26 @@ from jaxtune.models.residual_plan import (
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
-    """How a step is run. Static: a program is compiled for one plan.
+    """How a step is run. A plan is static: a program is compiled for one plan."""
 
-    residuals: their placements, by layer. micro_batches: parts that the rows of a step are computed in.
-    chunk_tokens: tokens whose logits exist at a time.
-    """
-
-    residuals: ResidualPlan
-    micro_batches: int
-    chunk_tokens: int
+    residuals: ResidualPlan  # the placements, by layer
+    micro_batches: int  # number of parts that the rows of a step are computed in
+    chunk_tokens: int  # number of tokens whose logits exist at a time
 
     def to_record(self) -> dict[str, object]:
-        """What a checkpoint stores; `from_record` reads it."""
+        """The plan as JSON values, which a checkpoint stores and `from_record` reads."""
         text = residuals_text(self.residuals)
         return {"residuals": text, "micro_batches": self.micro_batches, "chunk_tokens": self.chunk_tokens}
 
     @classmethod
     def from_record(cls, record: dict, num_layers: int, residuals: Sequence[Residual]) -> StepPlan:
+        """The plan in a checkpoint's record, for a model of `num_layers` layers with these residuals."""
         plan = parse_residuals(record["residuals"], num_layers, residuals)
         return cls(plan, int(record["micro_batches"]), int(record["chunk_tokens"]))
 
 
 def residuals_text(plan: ResidualPlan) -> str:
-    """The text of a plan, which `parse_residuals` reads."""
+    """A residual plan as text, which `parse_residuals` reads."""
     groups: list[tuple[int, int, LayerPlan]] = []
     for index, layer in enumerate(plan.layers):
         if groups and groups[-1][2] == layer:
@@ -74,11 +73,11 @@ def residuals_text(plan: ResidualPlan) -> str:
 
 
 def parse_residuals(text: str, num_layers: int, residuals: Sequence[Residual]) -> ResidualPlan:
-    """A plan from its text, for a model of `num_layers` layers that have these residuals.
+    """A residual plan from its text, for a model of `num_layers` layers that have these residuals.
 
     Raises:
-      ValueError: an unknown word, residual or placement; layers that are named twice, not at all, or not there; more
-        layers than there are whose weights should stay whole, or be so all the time.
+      ValueError: an unknown word, residual or placement; a layer that is named twice, not at all, or does not exist;
+        `whole` or `resident` larger than the number of layers.
     """
     layers: list[LayerPlan | None] = [None] * num_layers
     first_part, *parts = text.split(";")
@@ -117,6 +116,7 @@ def parse_residuals(text: str, num_layers: int, residuals: Sequence[Residual]) -
 
 
 def _parse_layer(text: str, residuals: Sequence[Residual]) -> LayerPlan:
+    """The plan of one layer from its part of the text."""
     rest: Placement = "keep"
     named: dict[str, Placement] = {}
     known = [residual.name for residual in residuals]

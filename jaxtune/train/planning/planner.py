@@ -1,4 +1,4 @@
-"""The plan of one run: chosen before it is compiled, checked after, kept when the run is resumed."""
+"""The planner of one run: chooses its plan, checks it against the compiler, and restores it when the run is resumed."""
 
 from __future__ import annotations
 
@@ -30,15 +30,23 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 class Planner:
-    """Chooses the plan of a run on a device, and another one where the first was too large.
+    """Chooses the plan of a run on a device, and a smaller one if the first was too large.
 
     Args:
-      model: what is trained. length: of its rows, in tokens. device: a jax.Device of this process. keeps_model: whether
-        somebody holds the model beside the run. optimizer: what moves the weights, if not what config.optim says.
-      reference_runs: Objective.reference_runs. note: said before the plan, such as why it is on this mesh.
+      model: what trains.
+      config: the run's.
+      length: tokens of a row.
+      device: a jax.Device of this process.
+      keeps_model: whether the caller keeps the model in memory during the run.
+      optimizer: None: the one that config.optim asks for.
+      reference_runs: Objective.reference_runs.
+      note: a line printed before the plan, such as the reason for the mesh.
 
-    Attributes: device (devices.Device), room (search.Room: what a step may take), cost (StepCost), forecast (of the
-    plan in force).
+    Attributes:
+      device: planning.devices.Device.
+      room: search.Room: the memory that a step may take.
+      cost: StepCost.
+      forecast: of the plan in force.
 
     Raises:
       PlanError: nothing fits.
@@ -71,79 +79,90 @@ class Planner:
 
     @property
     def plan(self) -> StepPlan:
+        """The plan in force."""
         return self.forecast.plan
 
     @property
     def budget_bytes(self) -> float | None:
+        """Device memory that a step may take; None if nothing limits it."""
         return self.room.budget_bytes
 
     @property
     def compilations(self) -> int:
-        """Plans that this run compiled, or knew not to be worth it, with the one in force."""
+        """Number of plans that this run compiled, or skipped as known failures, the one in force included."""
         return len(self._failed) + 1
 
     def lines(self) -> list[str]:
-        """The plan in words."""
+        """The plan as lines of text."""
         lines = plan_lines(self.forecast, self.cost, self.device, self.budget_bytes)
         return lines if self._note is None else [self._note, *lines]
 
     def adopt(self, record: dict[str, Any]) -> None:
-        """Takes a checkpoint's plan: one chosen anew might not be the same. Not where the config asks for another, nor
-        on another mesh, whose bits are others in any case: its devices may have no room for it, more room than it uses,
-        or not as many rows in each of its micro-batches."""
+        """Takes the plan of a checkpoint, because a plan chosen anew might differ and would then change results in the
+        last bits.
+
+        The plan is not taken if the config asks for another one, or if the mesh is another. Results on another mesh
+        differ in any case, and its devices may have less memory, more memory, or too few rows for the micro-batches.
+        """
         mesh = self.config.mesh or MeshConfig()
         if (record["mesh_data"], record["mesh_fsdp"]) != partition.mesh_shape(mesh.data, mesh.fsdp):
             return
         stored = self._recorded(record)
-        # A run of other steps may have other rows (data.packing: step).
+        # With data.packing=step a changed number of steps can change the number of rows.
         same_split = self.config.micro_batches in (None, stored.micro_batches)
         same_split = same_split and self.cost.rows % stored.micro_batches == 0
         if same_split and (self.config.memory.plan is None or self.plan.residuals == stored.residuals):
             self.forecast, self._smallest = forecast(self.cost, stored, self.device), False
 
     def _recorded(self, record: dict[str, Any]) -> StepPlan:
+        """The plan in a checkpoint's record."""
         return StepPlan.from_record(record, self.cost.num_layers, self.cost.known)
 
-    def remember(self, known: KnownFailures) -> None:
-        """Begins where an earlier run of the same programs came to: plans that failed there are not tried again. What
-        fails from here on is told to `known`."""
+    def skip_known_failures(self, known: KnownFailures) -> None:
+        """Skips plans that failed in earlier runs of the same programs; further failures are added to `known`."""
         self._known = known
         while (failure := known.of(self.forecast, self.budget_bytes)) is not None:
             self._failed.append(failure)
             try:
                 self.forecast, self._smallest = self._next()
-            except PlanError:  # of what another run met, nothing is refused: all of it is tried anew
+            except PlanError:  # nothing is refused because of earlier runs: then all plans are tried again
                 self._failed.clear()
                 self.forecast, self._smallest = self._next()
                 return
 
     def replan(
-        self, problem: str, need_bytes: float | None, print_line: Callable[[str], None], begun: bool = False
+        self, problem: str, need_bytes: float | None, print_line: Callable[[str], None], placed: bool = False
     ) -> None:
-        """Another plan, by what was learned of those that failed (search.py). need_bytes: of the plan in force, None:
-        not known. begun: the weights lie as that plan says, and stay so.
+        """Chooses another plan after the one in force failed, with what was learned from it (search.py).
 
+        Args:
+          problem: why it failed, for the line that is printed.
+          need_bytes: device bytes that it needs; None: unknown.
+          print_line: prints a line.
+          placed: whether the weights are already on the devices as the plan in force says, which the next plan must
+            keep.
         Raises:
-          PlanError: the smallest plan is what failed.
+          PlanError: the smallest plan is the one that failed.
         """
         room = "" if self.budget_bytes is None else f" in {self.budget_bytes / 1e9:.2f} GB"
         print_line(f"the plan does not fit{room}: {problem}; planning again")
         self._failed.append(Failed(self.plan, self.forecast.peak_bytes, need_bytes))
         if self._known is not None:
             self._known.add(self._failed[-1], self.budget_bytes)
-        self.forecast, self._smallest = self._next(self.plan.residuals.resident if begun else 0)
+        self.forecast, self._smallest = self._next(self.plan.residuals.resident if placed else 0)
         for line in self.lines():
             print_line(line)
 
     def fits(self, need_bytes: float) -> bool:
-        """Whether a compiled step of so many bytes may run within the budget."""
+        """Whether a compiled step that needs this many bytes may run within the budget."""
         return self.room.fits(need_bytes, self._smallest)
 
     def _next(self, resident: int = 0) -> tuple[Forecast, bool]:
-        """(the plan to compile, whether it is the smallest): in a run of several processes, as the first of them says,
-        whose host and measured rates the others may not have."""
+        """(forecast of the plan to compile, whether it is the smallest). In a run of several processes the first one
+        decides, because host memory and measured rates may differ between them."""
 
         def found() -> list[Any]:
+            """The choice as values that processes can exchange."""
             try:
                 chosen, smallest = next_plan(self.cost, self.config, self.device, self.room, self._failed, resident)
                 return [chosen.plan.to_record(), smallest, None]
@@ -158,14 +177,16 @@ class Planner:
         raise PlanError(chosen, budget, self._fixes(goal(budget, self._failed) or budget), *tried)
 
     def _fixes(self, budget_bytes: float) -> list[str]:
+        """Changes of the config with which a plan would fit this budget."""
         data = dataclasses.replace(self.config.data, length=self.cost.length)
         config = dataclasses.replace(self.config, data=data)
         return fitting_settings(self.shape, config, self.device, budget_bytes, **self._changes)
 
     def compiled_bytes(self, *programs: Any) -> float:
-        """What the compiler says that the programs of a step need at most, with all that lies beside their arguments.
+        """Device bytes that the programs of a step need at most, by the compiler, with everything that is in memory
+        beside their arguments.
 
-        The work space that vendor libraries choose at run time is not in it.
+        Workspace that vendor libraries choose at run time is not included.
         """
         needs = []
         for program in programs:

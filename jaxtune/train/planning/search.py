@@ -1,8 +1,9 @@
-"""The search for a plan that fits: forecasts choose, the compiler's figure decides, and what failed is learned from.
+"""The search for a plan that fits: forecasts propose, the compiler's figure decides, and failures correct the
+forecasts.
 
-At most four plans are compiled. The first is the fastest by its forecast. The next ones are the fastest as well, if
-every forecast were as wrong as the worst so far; plans that place nearly everything as one that failed did are left
-out, as a forecast that is wrong of one is wrong of the other. The last one is the smallest plan there is.
+At most four plans are compiled. The first is the fastest by forecast. The second and third are the fastest that would
+fit if every forecast were as wrong as the worst one so far. Plans that resemble a failed one are left out, because
+their forecasts are wrong in the same way. The last is the smallest plan there is.
 """
 
 from __future__ import annotations
@@ -17,46 +18,46 @@ from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.forecasts import Forecast
 from jaxtune.train.planning.plan import StepPlan
 
-_BEFORE_SMALLEST = 3  # plans that may fail before the smallest is tried
-_CLOSE = 0.99  # another plan's forecast is as wrong to within so much
-_DIFFER = 1.03  # by how much more, at least, once two were wrong by different shares
-# A step that ran out of memory needed more than was predicted; by how much nobody says.
+_BEFORE_SMALLEST = 3  # this many plans may fail before the smallest is tried
+_CLOSE = 0.99  # the next forecast is assumed to be as wrong as the worst one, to within this factor
+_DIFFER = 1.03  # after two forecasts were wrong by different shares, the next may be worse by this factor
+# A step that ran out of memory is assumed to need this many times the forecast; the true figure is unknown.
 _MORE = 1.15
-# Of the budget, by which a compiled step may exceed it. Forecasts are up to 0.3 % low (Qwen3.5 on an H200), the budget
-# leaves four times as much to fragments, and a second compilation takes minutes.
+# The share of the budget by which a compiled step may exceed it. Forecasts are up to 0.3 % low (Qwen3.5 on an H200),
+# the
+# budget leaves four times as much for fragmentation, and a second compilation takes minutes.
 _EXCESS = 0.005
 
 
 @dataclasses.dataclass(frozen=True)
 class Failed:
-    """A plan that was too large. peak_bytes: as predicted. need_bytes: as compiled, or None: memory ran out, and nobody
-    says how much more it takes."""
+    """A plan that was too large."""
 
     plan: StepPlan
-    peak_bytes: float
-    need_bytes: float | None
+    peak_bytes: float  # as predicted
+    need_bytes: float | None  # as compiled; None: memory ran out while it ran, and its need is unknown
 
     def goal(self, budget_bytes: float | None) -> float:
-        """Bytes that a plan may be predicted to need if its forecast is as wrong as this one's."""
+        """The largest forecast that fits the budget if forecasts are as wrong as this one; None without a budget."""
         if self.need_bytes is None or budget_bytes is None:
             return self.peak_bytes / _MORE
         return min(_CLOSE * budget_bytes * self.peak_bytes / self.need_bytes, self.peak_bytes)
 
     @property
     def ratio(self) -> float:
+        """Needed bytes over predicted ones."""
         return (self.need_bytes or self.peak_bytes * _MORE) / self.peak_bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """budget_bytes: that a plan may take beside what the allocator loses. limit_bytes: with that, which the smallest
-    plan may try to get by with, as there is no other. None: nothing limits them."""
+    """The device memory for a step; None: nothing limits it."""
 
-    budget_bytes: float | None
-    limit_bytes: float | None
+    budget_bytes: float | None  # what a plan may take, without what fragmentation loses
+    limit_bytes: float | None  # all of the allocator's memory, which the smallest plan may try to use
 
     def fits(self, need_bytes: float, smallest: bool) -> bool:
-        """Whether a compiled step of so many bytes may run; smallest: there is no smaller one."""
+        """Whether a compiled step that needs this many bytes may run; `smallest`: there is no smaller plan."""
         if self.budget_bytes is None or self.limit_bytes is None:
             return True
         within = self.budget_bytes * (1 + _EXCESS)
@@ -64,7 +65,7 @@ class Room:
 
 
 def goal(budget_bytes: float | None, failed: Sequence[Failed]) -> float | None:
-    """Bytes that the next plan may be predicted to need."""
+    """The largest forecast that the next plan may have, after these failures; None without a budget."""
     if not failed:
         return budget_bytes
     ratios = [one.ratio for one in failed]
@@ -75,11 +76,12 @@ def goal(budget_bytes: float | None, failed: Sequence[Failed]) -> float | None:
 def next_plan(
     parts: StepCost, config: TrainConfig, device: Device, room: Room, failed: Sequence[Failed] = (), resident: int = 0
 ) -> tuple[Forecast, bool]:
-    """(the plan to compile, whether it is the smallest there is), of a step of which these plans failed. resident: as
-    in `choose`.
+    """The plan to compile next for a step of which the plans `failed` were too large; `resident` as in `choose`.
 
+    Returns:
+      (its forecast, whether it is the smallest plan there is)
     Raises:
-      PlanError: no plan is left: the smallest is among those that failed, or there is no use in compiling it.
+      PlanError: no plan is left: the smallest one failed, or its forecast exceeds the allocator's memory.
     """
     if len(failed) < _BEFORE_SMALLEST:
         try:
@@ -87,7 +89,7 @@ def next_plan(
             found = choose(parts, config, device, goal(room.budget_bytes, failed), resident=resident, unlike=plans)
             return found, False
         except PlanError:
-            pass  # by forecasts, which may be high
+            pass  # forecasts may be too high, so the smallest plan is still tried
     smallest = smallest_plan(parts, config, device, resident)
     budget = room.budget_bytes if room.budget_bytes is not None else smallest.peak_bytes / _MORE
     for one in failed:

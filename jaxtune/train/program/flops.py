@@ -1,4 +1,4 @@
-"""Model FLOPs of a step: what its matrices and its documents' attention need, whatever is computed again."""
+"""Model FLOPs of a step: what its matrices and its documents' attention need, without recomputation."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from jaxtune.train.data import Batch
 
 
 def document_lengths(batch: Batch) -> np.ndarray:
-    """Tokens of each of the batch's documents."""
+    """int[documents]: the number of tokens of each of the batch's documents."""
     return np.concatenate([np.bincount(row)[1:] for row in np.asarray(batch.segment_ids)])
 
 
 def flop_counter(model: Decoder) -> Callable[[np.ndarray], float]:
-    """Lengths of a step's documents -> model FLOPs of the step; see model_flops_per_step."""
+    """A function from the lengths of a step's documents to the step's model FLOPs; see model_flops_per_step."""
     config = model.config
     matmul = trained = adapters = 0
     for _, linear in linears(model):
@@ -28,14 +28,14 @@ def flop_counter(model: Decoder) -> Callable[[np.ndarray], float]:
         trained += size if isinstance(linear.weight, nnx.Param) else 0
         if linear.lora is not None:
             adapters += linear.lora.a.size + linear.lora.b.size
-    met = 0 if config.moe is None else config.moe.experts_per_token  # experts, by a token
+    active = 0 if config.moe is None else config.moe.experts_per_token  # experts that each token uses
     for _, matrix in experts(model):
         count, out_size, in_size = matrix.sizes
-        size = out_size * in_size * met
+        size = out_size * in_size * active
         matmul += size
         trained += size if isinstance(matrix.weight, nnx.Param) else 0
         if matrix.lora is not None:
-            adapters += (matrix.lora.a.size + matrix.lora.b.size) // count * met
+            adapters += (matrix.lora.a.size + matrix.lora.b.size) // count * active
     head = model.head_variable
     matmul += head.size
     trained += head.size if isinstance(head, nnx.Param) else 0
@@ -43,11 +43,12 @@ def flop_counter(model: Decoder) -> Callable[[np.ndarray], float]:
     beside, widths = 0.0, collections.Counter[int | None]()  # of attentions, by their window
     for layer, spec in zip(model.layers, config.layers, strict=True):
         for segment in layer.segments():
-            # What is neither a matrix nor attention: in the backward, as much for each of a product's two arguments.
+            # Work that is neither a matrix nor attention counts twice in the backward, once for each argument.
             beside += 3 * segment.token_flops
             widths[spec.window] += segment.attention_width
 
     def flops(lengths: np.ndarray) -> float:
+        """Model FLOPs of a step with these documents."""
         tokens = int(lengths.sum())
         return beside * tokens + model_flops_per_step(
             tokens=tokens,
@@ -61,7 +62,8 @@ def flop_counter(model: Decoder) -> Callable[[np.ndarray], float]:
 
 
 def _seen(lengths: np.ndarray, window: int | None) -> float:
-    """Twice the pairs of tokens that see each other in documents: length^2, less what lies before a window."""
+    """Twice the number of pairs of tokens that see each other: the sum of length^2, less what is outside of a
+    window."""
     hidden = 0 if window is None else np.maximum(lengths - window, 0)
     return float((lengths.astype(float) ** 2 - hidden**2).sum())
 
@@ -74,23 +76,24 @@ def model_flops_per_step(
     adapter_params: int = 0,
     attention: float,
 ) -> float:
-    """FLOPs that the model needs for one optimizer step, whatever the program recomputes; for model FLOP utilisation.
+    """FLOPs that the model needs for one optimizer step, without recomputation; the basis of model FLOP utilisation.
 
-    With T tokens (padding left out), N = matmul_params (every matrix a token is multiplied by, the head included, the
-    embedding look-up not, of a mixture only the experts a token visits), N' = trained_matmul_params, A =
-    adapter_params, and W S = attention (summed over the layers: W is query heads times their size, and S the sum over
-    documents of length^2, or of that less (length - window)^2 where a window slides):
+    The count uses T tokens (without padding); N = matmul_params, the elements of every matrix that a token is
+    multiplied by (with the head, without the embedding look-up, and of a mixture only the experts that a token visits);
+    N' = trained_matmul_params; A = adapter_params; and W S = attention, summed over the layers, where W is the number
+    of query heads times their size, and S the sum over documents of length^2, less (length - window)^2 under a sliding
+    window:
 
-        forward    2 N T                        each weight: one multiply, one add a token
-                 + 2 A T                        the adapters beside them
-                 + 4 W S / 2                    q k^T and p v; half is causal
-        backward   2 N T                        the gradient to the input of every matmul
-                 + 2 N' T                       the gradient of the trained weights
-                 + 4 A T                        both for the adapters
-                 + twice the forward attention  dv, dp, dq, dk
+            forward    2 N T                        each weight: one multiply and one add per token
+                     + 2 A T                        the adapters
+                     + 4 W S / 2                    q k^T and p v; half of them, as attention is causal
+            backward   2 N T                        the gradient to the input of every product
+                     + 2 N' T                       the gradient of the trained weights
+                     + 4 A T                        both gradients of the adapters
+                     + twice the forward attention  dv, dp, dq, dk
 
-    Full fine-tuning (N' = N, A = 0) is thus 6 N T + 6 W S, the formula of PaLM (arXiv 2204.02311, appendix B) with
-    causal attention; LoRA (N' = 0) is 4 N T + 6 A T + 6 W S.
+    Full fine-tuning (N' = N, A = 0) needs 6 N T + 6 W S, the formula of PaLM (arXiv 2204.02311, appendix B) with causal
+    attention. LoRA (N' = 0) needs 4 N T + 6 A T + 6 W S.
     """
     attention_forward = 4 * attention / 2
     forward = 2 * (matmul_params + adapter_params) * tokens + attention_forward

@@ -1,10 +1,11 @@
 """The training loss: a sum and a count, divided once by the count of the whole optimizer step.
 
-Routers of experts may have losses of their own (RouterLosses), which are means: over all layers and over the tokens of
-a micro-batch, of all its devices; padding does not count. Each micro-batch adds its own, times its number of targets,
-so that after the one division a step's is the mean of its micro-batches', weighted as their token losses are. The
-load-balancing loss is a product of two means, so it depends on how rows are split, as it does everywhere: within a
-micro-batch its experts are to be met equally often. A step of one micro-batch has exactly transformers' loss.
+Routers of experts may have losses of their own (RouterLosses). These are means over all layers and over the tokens of a
+micro-batch on all its devices; padding does not count. Each micro-batch adds its router losses times its number of
+targets, so that after the one division they are the mean over micro-batches, weighted as the token losses are. The
+load-balancing loss is a product of two means, so it depends on how rows are divided into micro-batches, as it does in
+other trainers: it asks for equally used experts within each micro-batch. With one micro-batch a step has exactly
+transformers' loss.
 """
 
 from __future__ import annotations
@@ -27,16 +28,17 @@ from jaxtune.train.data.batches import Batch
 
 @dataclasses.dataclass(frozen=True)
 class RouterLosses:
-    """How many times the load-balancing loss and the router z-loss are added to the mean loss."""
+    """Coefficients with which the load-balancing loss and the router z-loss are added to the mean loss."""
 
     aux_loss_coef: float = 0.0
     z_loss_coef: float = 0.0
 
     def __bool__(self) -> bool:
+        """Whether any coefficient is not zero."""
         return self.aux_loss_coef != 0 or self.z_loss_coef != 0
 
     def added(self, values: jax.Array) -> jax.Array:
-        """What is added for values float32[2], a load-balancing loss and a z-loss."""
+        """The loss to add, from the values float32[2] of the load-balancing loss and the z-loss."""
         return self.aux_loss_coef * values[0] + self.z_loss_coef * values[1]
 
 
@@ -44,10 +46,11 @@ NO_ROUTER_LOSSES = RouterLosses()
 
 
 def router_losses(config: TrainConfig, model: Decoder) -> RouterLosses:
-    """Those that a run adds: the config's, and where it names no router_aux_loss_coef the model's, as in transformers.
+    """The router losses of a run: the config's coefficients, or the model's if the config has no router_aux_loss_coef,
+    as in transformers.
 
     Raises:
-      ValueError: a model without experts.
+      ValueError: the config has one, and the model has no experts.
     """
     moe = model.config.moe
     if moe is None:
@@ -64,22 +67,24 @@ def router_losses(config: TrainConfig, model: Decoder) -> RouterLosses:
 
 
 class Forward:
-    """How an objective runs the model over a micro-batch: by the plan of the step, with its dropout, and with what the
-    step adds up beside the objective's own sums (layers' gradients, routers' losses).
+    """Runs the model over a micro-batch for an objective.
 
-    One is made for each micro-batch as the step is traced.
+    It applies the step's plan and dropout, and collects what the step sums in addition to the objective's sums: the
+    layers' gradients and the routers' losses. One Forward is made for each micro-batch while the step is traced.
 
     Args:
-      max_documents: a promise about the rows that lets faster attention be chosen (see PackedLayout).
-      plan: what happens to residuals. chunk_tokens: tokens whose logits exist at a time.
-      dropout_key: adapters' dropout; None for none. noise: (key, alpha) of noise on the embeddings, or None.
-      gradient_sums: sums that the layers' gradients are added to; see run_stack.
-      routers: whether the losses on routers are wanted, of a model with experts.
+      max_documents: the largest number of documents in a row, which allows faster attention (see PackedLayout).
+      plan: the placement of residuals.
+      chunk_tokens: tokens whose logits exist at a time.
+      dropout_key: key for the adapters' dropout; None: no dropout.
+      noise: (key, alpha) of the noise on the embeddings; None: no noise.
+      gradient_sums: sums to which the layers' gradients are added; see run_stack.
+      routers: whether to collect the routers' losses, for a model with experts.
 
     Attributes:
-      runs: of the model that trains, so far; gradient_sums go into the first.
-      routers: float32[2], the load-balancing loss and the router z-loss of the batch, summed over the runs; None where
-        they are not wanted.
+      runs: how often the trained model was run so far; the first run adds to gradient_sums.
+      routers: float32[2], the load-balancing loss and the router z-loss of the batch, summed over the runs; None if
+        they are not collected.
     """
 
     def __init__(
@@ -100,40 +105,45 @@ class Forward:
         self.routers: jax.Array | None = None
 
     def __call__(self, model: Decoder, batch: Batch) -> jax.Array:
-        """[rows, length, hidden] of the model that trains, after its final norm, in the compute dtype."""
+        """[rows, length, hidden]: the trained model's hidden states after its final norm, in the compute dtype."""
         key, sums, noise = self._dropout_key, self._gradient_sums, self._noise
-        if self.runs:  # another run has other masks, and gradients of its own: sums would be counted twice
+        if self.runs:  # a further run gets other dropout masks, and does not add to the sums, which would count twice
             key, sums = None if key is None else jax.random.fold_in(key, self.runs), None
             noise = None if noise is None else (jax.random.fold_in(noise[0], self.runs), noise[1])
         self.runs += 1
         options: dict[str, Any] = dict(plan=self._plan, dropout_key=key, gradient_sums=sums, noise=noise)
         hidden, values = self._run(model, batch, **options, aux=self._aux)
         if self._aux:
-            sums = partition.total(values["router_sums"])  # their losses are products of sums over all rows
+            sums = partition.total(
+                values["router_sums"]
+            )  # the losses are products of sums over the rows of all devices
             found = jnp.stack([sums.load_balancing_loss(), sums.z_loss()])
             self.routers = found if self.routers is None else self.routers + found
         return hidden
 
     def frozen(self, model: Decoder, batch: Batch) -> jax.Array:
-        """As a call, of a model that does not train, such as without_adapter(model): without dropout or gradient."""
+        """The hidden states of a model that does not train, such as without_adapter(model), without dropout and
+        gradient."""
         with jax.named_scope("reference"):
             hidden, _ = self._run(model, batch)
             return jax.lax.stop_gradient(hidden)
 
     def _run(self, model: Decoder, batch: Batch, **options: Any) -> tuple[jax.Array, dict[str, Any]]:
+        """(hidden states, values that the layers return beside them) of a run of the model."""
         arrays = (batch.tokens, batch.segment_ids, batch.positions)
         return model.run(*arrays, max_documents=self._max_documents, **options)
 
     def cross_entropy(self, model: Decoder, hidden: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """(sum of weighted next-token losses, sum of weights), float32 scalars, of hidden as a call gives it; the
-        logits never exist whole."""
+        """(sum of weighted next-token losses, sum of weights), float32 scalars, of hidden states as a call returns
+        them. The logits never exist as a whole."""
         return self._of_head(linear_cross_entropy, model, hidden, batch)
 
     def token_losses(self, model: Decoder, hidden: jax.Array, batch: Batch) -> jax.Array:
-        """float32[rows, length]: as cross_entropy, but the weighted loss of each token."""
+        """float32[rows, length]: the weighted next-token loss of each token; see cross_entropy."""
         return self._of_head(linear_token_losses, model, hidden, batch)
 
     def _of_head(self, function: Callable[..., Any], model: Decoder, hidden: jax.Array, batch: Batch) -> Any:
+        """Calls a loss function with the hidden states, the model's head and the batch's targets and weights."""
         head = model.head_variable
         with jax.named_scope("loss"):
             weight, hidden = partition.whole_beside(head, hidden)
@@ -150,13 +160,17 @@ class Forward:
 
 
 def loss_sums(model: Decoder, batch: Batch, **options: Any) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """(sum of weighted next-token losses, sum of weights, the losses on routers or None): differentiable.
+    """Differentiable sums of the supervised loss of a batch.
 
-    The sums are float32 scalars. A step over several batches adds both and divides once: the same gradient however the
-    rows are split. The losses on routers are Forward.routers.
+    A step over several batches adds the sums and divides once, which gives the same gradient however the rows are
+    divided.
 
     Args:
-      batch: fields [rows, length]. options: as Forward's.
+      model: the model.
+      batch: its fields are [rows, length].
+      options: those of Forward.
+    Returns:
+      (sum of weighted next-token losses, sum of weights, Forward.routers); float32 scalars.
     """
     forward = Forward(**options)
     loss, count = forward.cross_entropy(model, forward(model, batch), batch)

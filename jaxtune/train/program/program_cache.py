@@ -1,13 +1,13 @@
-"""Compiled programs kept between runs, and checked before they run.
+"""A persistent cache of compiled programs that verifies each program before it runs.
 
-JAX keeps what it compiled in a folder and takes what it finds there on trust: a flipped bit is another program, and a
-torn entry stays torn. Here every entry carries a checksum of its key and its content, so that a damaged or swapped one
-is removed, said, and compiled anew.
+JAX's own cache trusts what it finds in its folder: a flipped bit gives another program, and a torn entry stays torn.
+Here every entry has a checksum of its key and content, so that a damaged or swapped entry is removed, reported, and
+compiled again.
 
     KEY.zlib.program    8 bytes that name the format, SHA-256 of key and content, content (KEY.zstd.program likewise)
 
-Entries are machine code that will run: they can be read and written by their owner only, and one that belongs to
-another user, or that others may write, is not used.
+Entries are machine code that will run, so only their owner can read and write them. An entry that belongs to another
+user, or that others may write, is not used.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ _XLA_CACHES = "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"
 
 
 def use_program_cache() -> None:
-    """Keeps compiled programs between runs, in JAX_COMPILATION_CACHE_DIR or the user's cache folder."""
+    """Caches compiled programs between runs, in JAX_COMPILATION_CACHE_DIR or the user's cache folder."""
     if jax.config.jax_compilation_cache_dir is None:
         folder = os.environ.get("JAX_COMPILATION_CACHE_DIR") or Path.home() / ".cache" / "jaxtune" / "xla"
         jax.config.update("jax_compilation_cache_dir", str(folder))
     if _SMALLEST not in os.environ:
-        # Small ones too: a start has dozens, and on a GPU each takes a tenth of a second to compile.
+        # Small programs are cached too: a start has dozens, and on a GPU each takes a tenth of a second to compile.
         jax.config.update(_SMALLEST.lower(), 0.0)
     if _XLA_CACHES not in os.environ:
-        # Files that XLA itself writes and reads, unchecked. What it measured is part of the programs kept here.
+        # XLA's own caches are turned off, as it does not verify their files; cached programs include its measurements.
         jax.config.update(_XLA_CACHES.lower(), "none")
     if compilation_cache.get_file_cache is not _checked_cache:
-        # JAX has no public way to bring one's own cache; this is where it makes its own.
+        # JAX has no public way to replace its cache; this is the function with which it creates its own.
         compilation_cache.get_file_cache = _checked_cache
-        compilation_cache.reset_cache()  # one that a program of before has begun
+        compilation_cache.reset_cache()  # an earlier program may have created JAX's own cache
 
 
 def in_use() -> ProgramCache | None:
-    """The cache that use_program_cache set up; None where programs are not kept."""
+    """The cache that use_program_cache set up; None if programs are not cached."""
     folder = jax.config.jax_compilation_cache_dir
     if folder is None or not jax.config.jax_enable_compilation_cache:
         return None
@@ -59,27 +59,28 @@ def in_use() -> ProgramCache | None:
 
 
 def _checked_cache(path: str) -> tuple[CacheInterface, str]:
+    """(the cache, its folder), in place of JAX's function with this signature."""
     return ProgramCache(Path(path), jax.config.jax_compilation_cache_max_size), path
 
 
 class ProgramCache(CacheInterface):
-    """What JAX asks of a cache: `get` and `put` of bytes by key.
+    """A cache with JAX's interface: `get` and `put` of bytes by key.
 
     Args:
-      folder: made, for its owner alone, if it is missing.
-      max_bytes: the entries that were used last and fit stay; -1: all stay.
+      folder: created, for its owner alone, if it is missing.
+      max_bytes: the most recently used entries that fit are kept; -1: all are.
     """
 
     def __init__(self, folder: Path, max_bytes: int = -1):
         self._path, self.max_bytes = folder, max_bytes
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for left in folder.glob(f".*{_SUFFIX}.*.tmp"):  # of a process that was killed, unless it is at work still
+        for left in folder.glob(f".*{_SUFFIX}.*.tmp"):  # left by a killed process, unless it is recent
             with contextlib.suppress(OSError):
                 if left.stat().st_mtime < time.time() - 24 * 3600:
                     left.unlink()
 
     def get(self, key: str) -> bytes | None:
-        """The content, or None where there is none that is whole, of this key and of this user."""
+        """The content of a key; None if there is no undamaged entry that belongs to this user."""
         path = self._file(key)
         try:
             entry, problem = _read(path)
@@ -93,33 +94,34 @@ class ProgramCache(CacheInterface):
             problem = "its checksum is not that of its key and content"
         if problem is not None:
             logger.warning("compiled program %s is not used: %s; compiling it anew", path, problem)
-            with contextlib.suppress(OSError):  # another process was quicker, or the folder is not ours to change
+            with contextlib.suppress(OSError):  # another process removed it, or the folder is read-only
                 path.unlink()
             return None
         with contextlib.suppress(OSError):
-            os.utime(path)  # used last
+            os.utime(path)  # marks it as the most recently used
         return content
 
     def put(self, key: str, value: bytes) -> None:
-        """Keeps the content, in the place of what was there."""
+        """Stores the content of a key, replacing an earlier one."""
         entry = _entry(key, value)
         if self._make_room(len(entry)):
             atomic_write(self._file(key), entry, mode=0o600, durable=False)
 
     def _file(self, key: str) -> Path:
+        """The file of a key."""
         # zstandard may be installed or removed between two runs, and JAX's key does not always tell how it compressed.
         found = getattr(compilation_cache, "zstd", None) or getattr(compilation_cache, "zstandard", None)
         return self._path / f"{key}.{'zlib' if found is None else 'zstd'}{_SUFFIX}"
 
     def _make_room(self, need_bytes: int) -> bool:
-        """Removes the entries that were not used for longest; whether one of need_bytes then fits."""
+        """Removes the least recently used entries; returns whether one of need_bytes then fits."""
         if self.max_bytes < 0:
             return True
         if need_bytes > self.max_bytes:
             return False
         found = []
         for path in self._path.glob(f"*{_SUFFIX}"):
-            with contextlib.suppress(OSError):  # other processes remove entries too
+            with contextlib.suppress(OSError):  # another process may have removed it
                 found.append((path.stat().st_mtime, path.stat().st_size, path))
         total = sum(size for _, size, _ in found)
         for _, size, path in sorted(found):
@@ -131,13 +133,15 @@ class ProgramCache(CacheInterface):
 
 
 def _entry(key: str, content: bytes) -> bytes:
+    """The bytes of an entry's file."""
     digest = hashlib.sha256(key.encode() + b"\0")
     digest.update(content)
     return _FORMAT + digest.digest() + content
 
 
 def _read(path: Path) -> tuple[bytes, str | None]:
-    """The bytes of a file, and why they are not to be trusted; never through a link, nor waiting at a named pipe."""
+    """(the bytes of a file, the reason why they must not be trusted or None). It follows no link and does not block on
+    a named pipe."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)

@@ -1,4 +1,4 @@
-"""The programs of a run: how they are compiled, once for all data, and again for other plans until one fits."""
+"""The compiled programs of a run: they are compiled once for all data, and again with other plans until one fits."""
 
 from __future__ import annotations
 
@@ -30,29 +30,33 @@ from jaxtune.train.planning.planner import Planner, out_of_memory
 from jaxtune.train.program.flops import document_lengths
 from jaxtune.train.program.step import StepProgram, Sums, TrainState
 
-_BLOCK_FOR_ROWS = 32 << 20  # bytes: the rows of two steps of 8 x 65,536 tokens
+_BLOCK_FOR_ROWS = 32 << 20  # bytes of the rows of two steps of 8 x 65,536 tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """The compiled programs of a run, and the seconds that it took to make them; `before_qat`: those of its steps
-    before qat.start."""
+    """The compiled programs of a run."""
 
-    accumulate: Any
-    update: Any
-    evaluate: Any
-    seconds: float = 0.0
-    before_qat: Programs | None = None
+    accumulate: Any  # StepProgram.accumulate
+    update: Any  # StepProgram.update
+    evaluate: Any  # StepProgram.evaluate; None without held-out rows
+    seconds: float = 0.0  # time that tracing and compiling took
+    before_qat: Programs | None = None  # the programs of the steps before qat.start
 
 
 def compiler_options(platform: str, deterministic: bool, divides: bool = False) -> dict[str, Any]:
     """XLA options of the step.
 
-    Without Triton GEMMs every product goes to cuBLASLt, which adds the adapter's product in its epilogue: 2.3 % of an
-    8B LoRA step on an H200 (benchmarks/results). 16-bit values are rounded wherever they are made, not only where a
-    fusion ends, so that another plan of residuals gives the same bits; the programs have as many kernels either way.
-    Under `deterministic` the vendor libraries' first algorithm is taken instead of the fastest timed one, so that
-    another process makes the same choice. divides: tensors are divided over devices.
+    Without Triton GEMMs every product is computed by cuBLASLt, which adds the adapter's product in its epilogue; that
+    saves 2.3 % of an 8B LoRA step on an H200 (benchmarks/results). 16-bit values are rounded wherever they are made,
+    and not only where a fusion ends, so that another plan of residuals gives the same bits; the number of kernels does
+    not change.
+
+    Args:
+      platform: the device's.
+      deterministic: the vendor libraries' first algorithm is taken in place of the fastest timed one, so that every
+        process makes the same choice.
+      divides: whether tensors are divided over devices.
     """
     options: dict[str, Any] = {"xla_allow_excess_precision": False}
     if platform != "gpu":
@@ -66,19 +70,20 @@ def compiler_options(platform: str, deterministic: bool, divides: bool = False) 
 
 
 def _may_plan_again(error: Exception) -> bool:
-    """Of an error that one process may have alone; the others would wait in the collectives of the first plan."""
+    """Whether an error allows another plan: not one that a single process may have alone, because the others would wait
+    in the first plan's collectives."""
     return out_of_memory(error) and processes.count() == 1
 
 
 def abstract(tree):
-    """Shapes, dtypes and shardings of arrays."""
+    """Shapes, dtypes and shardings of a tree's arrays."""
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree)
 
 
 @contextlib.contextmanager
 def _uncollected():
-    """Without searches for unreachable objects, a fifth of the time of tracing and lowering: these make few, of 20 MB
-    in a step of 48 layers, and hold many, which each search looks through."""
+    """A context without garbage collection, which takes a fifth of the time of tracing and lowering. Tracing leaves few
+    unreachable objects (20 MB in a step of 48 layers) and keeps many that each collection visits."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -89,15 +94,22 @@ def _uncollected():
 
 
 class Engine:
-    """What computes a run: its step's programs on a mesh, under the planner's plan.
+    """Runs the programs of a training run on a mesh, under the planner's plan.
 
     Args:
-      program: the run's; what a plan and the config's noise decide of it is filled in here. before_qat: that of the
-        steps before qat.start.
-      batches: of the steps. held_out: rows of an evaluation, which is then compiled with the steps, or None.
+      program: the run's step; the fields that the plan and the config's noise decide are filled in here.
+      before_qat: the step before qat.start, or None.
+      planner: chooses the plan.
+      mesh: the devices.
+      batches: of the steps.
+      config: the run's.
+      held_out: rows of an evaluation, whose program is compiled with the steps'; None: no evaluation.
 
-    Attributes: program, before_qat (both as the plan says), planner, mesh, batches; replicated (how arrays lie that
-    every device has); micro_index (int32 numbers of a step's micro-batches, on the mesh).
+    Attributes:
+      program, before_qat: under the plan in force.
+      planner, mesh, batches: as given.
+      replicated: the sharding of arrays that every device has.
+      micro_index: the int32 numbers of a step's micro-batches, on the mesh.
     """
 
     def __init__(
@@ -119,18 +131,18 @@ class Engine:
         self._deterministic, self._held_out = config.deterministic, held_out
         self.use_mesh(mesh)
         if isinstance(planner, Planner):
-            planner.remember(KnownFailures(self._facts(planner, config)))
+            planner.skip_known_failures(KnownFailures(self._facts(planner, config)))
         self.follow_plan()
 
     @property
     def _search(self) -> Planner:
-        """The planner of a run that trains: it goes on to other plans where one does not fit."""
+        """The planner of a training run, which can choose further plans."""
         assert isinstance(self.planner, Planner)
         return self.planner
 
     def _facts(self, planner: Planner, config: TrainConfig) -> list[Any]:
-        """Returns everything that the programs of this run depend on, except the plan, the device and the versions of
-        the compilers."""
+        """Everything that the programs of this run depend on, except the plan, the device and the compilers'
+        versions."""
         asked = config_to_dict(config)
         program, cost = self.program, planner.cost
         sizes = {f.name: getattr(cost, f.name) for f in dataclasses.fields(cost) if f.name not in ("segments", "kinds")}
@@ -142,7 +154,7 @@ class Engine:
         ]
 
     def use_mesh(self, mesh: jax.sharding.Mesh) -> None:
-        """Sets the devices of the programs that are compiled from here on."""
+        """Sets the devices for the programs that are compiled from now on."""
         self.mesh, self.replicated = mesh, NamedSharding(mesh, partition.WHOLE)
         self._by_rows = NamedSharding(mesh, partition.ROWS)
         self.program = dataclasses.replace(self.program, mesh=mesh)
@@ -150,7 +162,7 @@ class Engine:
             self.before_qat = dataclasses.replace(self.before_qat, mesh=mesh)
 
     def follow_plan(self) -> None:
-        """Takes up the planner's plan: programs compiled before are of another."""
+        """Applies the planner's plan; programs that were compiled before belong to another plan."""
         plan = self.planner.plan
         follow = dict(plan=plan.residuals, chunk_tokens=plan.chunk_tokens, micro_batches=plan.micro_batches)
         self.program = dataclasses.replace(self.program, **follow)
@@ -168,17 +180,17 @@ class Engine:
 
     @property
     def rows(self) -> int:
-        """Rows of a micro-batch, over all devices."""
+        """Rows of a micro-batch, on all devices together."""
         return self.batches.rows_per_step // self.planner.plan.micro_batches
 
     def place(self, batch: Batch, part: int = 0, parts: int = 1) -> Batch:
-        """Micro-batch `part` of `parts`, its rows divided over the mesh."""
+        """Micro-batch `part` of `parts`, with its rows divided over the mesh."""
         size = batch.tokens.shape[0] // parts
         piece = jax.tree.map(lambda a: a[part * size : (part + 1) * size], batch)
         return partition.put(piece, self._by_rows)
 
     def load_step(self, step: int) -> tuple[list[Batch], dict[str, Any]]:
-        """Device micro-batches of a step, its token counts and the lengths of its documents."""
+        """(the step's micro-batches on the devices, its token counts and the lengths of its documents)."""
         batch = self.batches.batch_at(step)
         parts = self.planner.plan.micro_batches
         counts = {
@@ -189,16 +201,16 @@ class Engine:
         return [self.place(batch, part, parts) for part in range(parts)], counts
 
     def zero_sums(self, state: TrainState) -> Sums:
-        """Sums to begin a step with."""
+        """The sums with which a step starts."""
         return self.program.zero_sums(state.trainable, self.replicated)
 
     def first_sums(self, state: TrainState) -> Sums:
-        """Makes the sums that a run begins with, as zero_sums does. On a GPU it also leaves a small block of device
+        """Makes the sums with which a run starts, as zero_sums does. On a GPU it also leaves a small block of device
         memory free below them.
 
-        The rows of the next step are put on the device while a step runs. Without a free block below the step's
+        The rows of the next step are copied to the device while a step runs. Without a free block below the step's
         temporary buffer, the allocator puts them above it. The next step then finds no room for its buffer, which must
-        be one block. A resumed 8B stopped so on a 12 GiB card that had enough bytes free.
+        be one block. A resumed 8B run stopped for this reason on a 12 GiB card that had enough bytes free.
         """
         blocks = []
         for device in self.mesh.local_devices:
@@ -212,10 +224,11 @@ class Engine:
     # ---- compiling
 
     def compile(self, state: TrainState, sums: Sums, frozen, first_step: int = 0) -> Programs:
-        """Compiles the programs of a run from first_step on, once, whatever the data: shapes never change.
+        """Compiles the programs of a run from first_step on. They are compiled once for all data, because shapes never
+        change.
 
-        Python lowers them one after the other, the one that takes longest to compile first. XLA, which needs no Python,
-        meanwhile compiles what is lowered: all of them side by side.
+        Python lowers the programs one by one, starting with the one that takes longest to compile. XLA, which needs no
+        Python, compiles the lowered ones in parallel meanwhile.
         """
         started = time.perf_counter()
         shapes = abstract(state), abstract(sums), abstract(frozen)
@@ -223,6 +236,7 @@ class Engine:
         return dataclasses.replace(programs, seconds=time.perf_counter() - started)
 
     def _compile_all(self, state: TrainState, sums: Sums, frozen, first_step: int) -> Programs:
+        """The programs of a run; see `compile`."""
         batch = self._abstract_batch(self.batches)
         index = jax.ShapeDtypeStruct((), jnp.int32, sharding=self.replicated)
         where, held_out = self.replicated, self._held_out
@@ -250,32 +264,36 @@ class Engine:
         return dataclasses.replace(programs, before_qat=early[0]) if early else programs
 
     def compile_evaluate(self, program: StepProgram, trainable, frozen):
-        """Compiles the evaluation of one batch. trainable: the weights that train, or their shapes."""
+        """Compiles the evaluation of one batch; `trainable` are the trained weights or their shapes."""
         assert self._held_out is not None
         return self._compiled_of_rows(program.evaluate, self.replicated, trainable, frozen, self._held_out)
 
     def compile_of_rows(self, function, trainable, frozen, rows: Rows):
-        """Compiles StepProgram.of_rows of a function, for batches of these rows."""
+        """Compiles StepProgram.of_rows of a function, for batches with the shape of these rows."""
         program = functools.partial(self.program.of_rows, function)
         return self._compiled_of_rows(program, self._by_rows, trainable, frozen, rows)
 
     def _compiled_of_rows(self, *what):
+        """A lowered and compiled program over rows."""
         return dispatch.built(lambda: self._compiled(self._lowered_of_rows(*what)))
 
     def _lowered_of_rows(self, function, out, trainable, frozen, rows: Rows):
+        """The lowered program of a function over batches with the shape of these rows."""
         return self._lowered(function, out, (abstract(trainable), abstract(frozen), self._abstract_batch(rows)))
 
     def _lowered(self, function, out, arguments: tuple, **options):
+        """A function lowered for the mesh; `out` are the shardings of its results."""
         with partition.compiling(self.mesh):
             return jax.jit(function, out_shardings=out, **options).lower(*arguments)
 
     def _compiled(self, lowered):
-        """Of `_lowered`; by any thread."""
+        """What `_lowered` returned, compiled; any thread may call it."""
         with partition.compiling(self.mesh):
             return self._compile(lowered)
 
     def _compile(self, lowered):
-        dispatch.begin_checks()  # that lowering it asked for
+        """Compiles a lowered program, its Pallas kernels in parallel."""
+        dispatch.begin_checks()  # the checks that lowering asked for
         device = self.mesh.local_devices[0]
         with ThreadPoolExecutor(8, "kernels") as pool:
             if device.platform == "gpu":
@@ -283,7 +301,7 @@ class Engine:
             return lowered.compile(compiler_options=self.options)
 
     def _abstract_batch(self, rows: Rows | Batches) -> Batch:
-        """Shapes of a micro-batch of these rows; an evaluation's batches have as many."""
+        """Shapes of a micro-batch of these rows; batches of an evaluation have the same number of rows."""
         empty = rows.empty(self.rows)
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._by_rows), empty)
 
@@ -292,13 +310,17 @@ class Engine:
         shapes: Callable[[], tuple[TrainState, Sums, Any]],
         first_step: int,
         print_line: Callable[[str], None],
-        begun: bool = False,
+        placed: bool = False,
     ) -> Programs:
-        """Compiles the plan in force; where the compiler's figure is over the budget, others until one fits.
+        """Compiles the plan in force and, if the compiler's figure exceeds the budget, further plans until one fits.
 
         Args:
-          shapes: gives those of (state, sums, frozen) under the plan in force. begun: the weights lie as it says, and
-            stay so.
+          shapes: returns the shapes of (state, sums, frozen) under the plan in force.
+          first_step: the step with which the run starts.
+          print_line: prints a line.
+          placed: whether the weights are already on the devices as the plan says, which further plans must keep.
+        Returns:
+          the programs of the plan that fits.
         Raises:
           PlanError: the smallest plan was compiled, and is too large.
         """
@@ -310,14 +332,14 @@ class Engine:
             problem = "compiling it ran out of memory"
             if need is not None:
                 problem = f"the compiled step needs {need / 1e9:.2f} GB"
-            self._search.replan(problem, need, print_line, begun)
+            self._search.replan(problem, need, print_line, placed)
             self.follow_plan()
 
     def _compiled_and_need(
         self, shapes: tuple[TrainState, Sums, Any], first_step: int
     ) -> tuple[Programs | None, float | None]:
-        """(the programs, None where memory ran out in any process; the most bytes that any process's take, None where
-        nothing limits them or that is not known)."""
+        """(the programs, or None if memory ran out in any process; the largest number of bytes that any process's
+        programs need, or None if nothing limits them or it is unknown)."""
         programs, need, limited = None, 0.0, self.planner.budget_bytes is not None
         try:
             programs = self.compile(*shapes, first_step)
@@ -335,12 +357,15 @@ class Engine:
     # ---- running
 
     def connect(self, print_line: Callable[[str], None]) -> dict[str, float]:
-        """Has the devices exchange something for the first time, which connects them; says how long that took, as
-        metrics' `collectives_seconds`. Nothing, where a run has one device."""
+        """Runs a first collective, which connects the devices, and prints how long that took.
+
+        Returns:
+          the metric `collectives_seconds`; nothing if the run has one device.
+        """
         if self.mesh.size == 1:
             return {}
         program, number = collectives.first_exchange(self.mesh), partition.put(np.float32(0), self.replicated)
-        processes.all_of(None)  # nobody waits for others to compile
+        processes.all_of(None)  # a barrier, so that the time does not include waiting for others to compile
         started = time.perf_counter()
         jax.block_until_ready(program(number))
         seconds = time.perf_counter() - started
@@ -353,7 +378,7 @@ class Engine:
         return programs.before_qat if early and programs.before_qat is not None else programs
 
     def accumulate(self, programs: Programs, sums: Sums, state: TrainState, frozen, parts: list[Batch]) -> Sums:
-        """The sums, with every micro-batch of a step added."""
+        """The sums with every micro-batch of a step added."""
         for index, batch in zip(self.micro_index, parts, strict=True):
             sums = programs.accumulate(sums, state, frozen, batch, index)
         return sums
@@ -361,10 +386,10 @@ class Engine:
     def first_step(
         self, programs, sums, state, frozen, parts, step, print_line, compiling: Any = contextlib.nullcontext
     ):
-        """(programs, sums) of the first step's micro-batches, waited for; where memory runs out, again under smaller
-        plans, which are compiled in the context that `compiling` makes.
+        """(programs, sums) after the first step's micro-batches, which are waited for. If memory runs out, the
+        micro-batches run again under smaller plans, which are compiled in the context that `compiling` makes.
 
-        Nothing of a failed attempt is left: only the update donates the state.
+        A failed attempt leaves nothing behind, because only the update donates the state.
         """
         while True:
             try:
@@ -375,10 +400,10 @@ class Engine:
                     raise
             rows = jax.tree.map(lambda *pieces: np.concatenate([np.asarray(piece) for piece in pieces]), *parts)
             programs = sums = parts = None
-            self._search.replan("the first step ran out of memory", None, print_line, begun=True)
+            self._search.replan("the first step ran out of memory", None, print_line, placed=True)
             self.follow_plan()
             with compiling():
-                programs = self.fit(lambda: (state, self.zero_sums(state), frozen), step, print_line, begun=True)
+                programs = self.fit(lambda: (state, self.zero_sums(state), frozen), step, print_line, placed=True)
             sums, count = self.zero_sums(state), self.planner.plan.micro_batches
             parts = [self.place(rows, part, count) for part in range(count)]
 
@@ -391,17 +416,21 @@ class Engine:
         shown: Callable[[int, int], None] = lambda done, count: None,
         between: Callable[[], None] = lambda: None,
     ) -> dict[str, Any]:
-        """{"eval_" and name: number}: the mean loss over `batches`, of what it is a mean, and what the objective makes
-        of its sums.
+        """Metrics of `batches` with the prefix "eval_": the mean loss, the count that it is the mean over, and what the
+        objective computes from its sums.
 
         Args:
-          evaluate: compiled by compile_evaluate. shown: is told of each batch. between: called after each batch.
+          evaluate: compiled by compile_evaluate.
+          trainable, frozen: the weights.
+          batches: of held-out rows.
+          shown: called with (batches done, batches in all).
+          between: called after each batch.
         """
         objective = self.program.objective
         totals, count = [], batches.steps_per_epoch
         for index in range(count):
             totals.append(evaluate(trainable, frozen, self.place(batches.batch_at(index))))
-            jax.block_until_ready(totals[max(0, index - 1)])  # a long queue would answer no signal
+            jax.block_until_ready(totals[max(0, index - 1)])  # with a long queue the process would not react to signals
             shown(index + 1, count)
             between()
         loss, number = (sum(float(x) for x in column) for column in zip(*(t[:2] for t in totals), strict=True))

@@ -1,8 +1,9 @@
-"""The train step: two programs, whatever the data.
+"""The train step as two programs, which are the same for all data.
 
-`accumulate` adds one micro-batch's loss, count and gradients to donated sums; `update` divides once by the step's
-count, clips, updates, and gives zeroed sums back. Micro-batches are dispatched from Python, because a loop around the
-stack inside one program would keep transfers from overlapping. Nothing here waits for the host.
+`accumulate` adds one micro-batch's loss, count and gradients to donated sums. `update` divides once by the step's
+count, clips, updates the weights, and returns zeroed sums. Micro-batches are dispatched from Python, because a loop
+around the stack within one program would keep transfers from overlapping with compute. Nothing here waits for the
+device.
 """
 
 from __future__ import annotations
@@ -29,107 +30,95 @@ from jaxtune.train.optimizer.optim import UpdateBound, decayed_tensors, step_opt
 from jaxtune.train.optimizer.rounding import stochastic_round
 from jaxtune.train.program.loss import NO_ROUTER_LOSSES, Forward, RouterLosses
 
-# Dynamic loss scaling of fp16: double after this many good steps, halve at an overflow.
+# Dynamic loss scaling for fp16: the scale is doubled after this many finite steps, and halved after an overflow.
 _GROWTH_STEPS = 2000
 _FIRST_SCALE = 2.0**16
-# Folded into the run's key for the seeds of stochastic rounding, and for noise on the embeddings; dropout folds in the
-# step, which never gets there.
+# Numbers folded into the run's key for stochastic rounding and for noise on the embeddings. Dropout folds in the step's
+# number, which never reaches them.
 _ROUNDING, _NOISE = 0xFFFFFFFF, 0xFFFFFFFE
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything that an optimizer step changes; every leaf is an array.
+    """Everything that an optimizer step changes; every leaf is an array."""
 
-    trainable: nnx.State of weights, see StepProgram.weights. step: int32, optimizer steps tried. skipped: int32,
-    updates not made because the loss, the gradient or what they led to was not finite; skipped_in_row: the latest run.
-    loss_scale, good_steps: fp16 only, 1 and 0 otherwise. dropout_key: key data (uint32) of the run.
-    """
-
-    trainable: Any
-    opt_state: Any
-    step: jax.Array
-    skipped: jax.Array
-    skipped_in_row: jax.Array
-    loss_scale: jax.Array
-    good_steps: jax.Array
-    dropout_key: jax.Array
+    trainable: Any  # nnx.State of weights, in the dtypes of StepProgram.weights
+    opt_state: Any  # the optimizer's
+    step: jax.Array  # int32: optimizer steps tried
+    skipped: jax.Array  # int32: updates skipped because the loss, the gradient or the new weights were not finite
+    skipped_in_row: jax.Array  # int32: the number of updates skipped since the last one made
+    loss_scale: jax.Array  # float32: for fp16; 1 otherwise
+    good_steps: jax.Array  # int32: finite steps since the loss scale changed, for fp16; 0 otherwise
+    dropout_key: jax.Array  # uint32 key data of the run
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """What micro-batches add up: gradients of the (scaled) loss sum, the loss sum, the target count. float32; where a
-    step is one micro-batch and nothing adds up, gradients have the dtype of their weights. routers: [2], the losses
-    on routers times the count, where they are asked for. own: the objective's own sums, by name.
+    """Sums over the micro-batches of a step.
 
-    On a mesh of several devices each array has an axis more, in front: every device adds up its own rows, and the
-    devices are added up once, by the update, or in each place alike by a step's only micro-batch, whose gradients then
-    need no second place. Gradients of divided tensors are added up over the mesh's axis `fsdp` by each micro-batch."""
+    On a mesh of several devices each array has a leading axis of devices: every device sums its own rows, and the
+    devices' sums are added once, by the update. A step of a single micro-batch adds them in that micro-batch instead,
+    so that gradients are not stored twice. Gradients of divided tensors are summed over the mesh axis `fsdp` in each
+    micro-batch.
+    """
 
-    gradients: Any
-    loss: jax.Array
-    count: jax.Array
-    routers: jax.Array | None = None
-    own: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    gradients: Any  # of the (scaled) loss sum: float32, or in the weights' dtypes if a step has one micro-batch
+    loss: jax.Array  # float32 sum of weighted losses
+    count: jax.Array  # float32 number of targets
+    routers: jax.Array | None = None  # float32[2]: the routers' losses times the count; None without them
+    own: dict[str, jax.Array] = dataclasses.field(default_factory=dict)  # the objective's own sums, by name
 
 
 @dataclasses.dataclass(frozen=True)
 class StepProgram:
-    """The functions that a run jits, specialised on what is static in it.
+    """The functions that a run jits, specialised on everything static in it.
 
-    Args:
-      graph: graph definition of the model. optimizer: an optax transformation, or an optim.StepOptimizer, over float32
-        trainables.
-      schedule: learning rate by count of updates made, for the metrics; None where it is not known.
-      objective: what the loss of a micro-batch is, and what is measured beside it.
-      plan, chunk_tokens, max_documents: as in Forward. dropout: whether any adapter has dropout. noise_alpha: of
-        NEFTune's noise on the embeddings, in the gradient steps; None for none.
-      full: a promise that every row of a micro-batch is one document without padding (PackedLayout.full).
-      max_grad_norm: global-norm clip, or None. scale_loss: dynamic loss scaling (fp16).
-      weights: how trainables are kept: "fp32", or "bf16": matrices in bfloat16, rounded stochastically after each
-        update, the rest in float32. Updates are made in float32.
-      micro_batches: that a step adds up.
-      router_losses: added to the loss of a model with experts.
-      bound: of an update's elements, where it is known before the update is made (optim.update_bound). Without it an
-        update is made twice: what it leads to has to be known before old states make room for new ones.
-      by_tensor: tensors are updated one after the other. offload: the optimizer's large states lie on the host
-        (optimizer_offload.py); needs both.
-      mesh: divides rows and tensors (models/placement/partition.py); with None or one device, nothing is divided.
-        Functions take and give whole arrays, which are placed as `shardings` and `sums_shardings` say.
+    Functions take and return whole arrays, placed as `shardings` and `sums_shardings` say.
     """
 
-    graph: nnx.GraphDef
-    optimizer: optax.GradientTransformation
-    schedule: optax.Schedule | None
-    objective: Objective = SUPERVISED
-    plan: ResidualPlan | None = None
-    max_documents: int | None = None
-    max_grad_norm: float | None = 1.0
-    dropout: bool = False
-    scale_loss: bool = False
+    graph: nnx.GraphDef  # graph definition of the model
+    optimizer: optax.GradientTransformation  # an optax transformation or an optim.StepOptimizer, over float32 tensors
+    schedule: optax.Schedule | None  # learning rate by number of updates, for the metrics; None: unknown
+    objective: Objective = SUPERVISED  # defines the loss of a micro-batch and further measurements
+    plan: ResidualPlan | None = None  # as in Forward
+    max_documents: int | None = None  # as in Forward
+    max_grad_norm: float | None = 1.0  # global norm to which gradients are clipped; None: no clipping
+    dropout: bool = False  # whether any adapter has dropout
+    scale_loss: bool = False  # dynamic loss scaling (fp16)
+    # dtype of trained matrices: "bf16" is rounded stochastically after each float32 update
     weights: Literal["fp32", "bf16"] = "fp32"
-    micro_batches: int = 1
-    chunk_tokens: int | None = None
-    router_losses: RouterLosses = NO_ROUTER_LOSSES
+    micro_batches: int = 1  # number of micro-batches of a step
+    chunk_tokens: int | None = None  # as in Forward
+    router_losses: RouterLosses = NO_ROUTER_LOSSES  # added to the loss of a model with experts
+    # a bound on an update's elements that is known before the update (optim.update_bound). Without one an update is
+    # computed twice, because whether it is finite must be known before old states are overwritten.
     bound: UpdateBound | None = None
-    by_tensor: bool = False
+    by_tensor: bool = False  # tensors are updated one by one
+    # the optimizer's large states are on the host (optimizer_offload.py); needs bound and by_tensor
     offload: bool = False
-    full: bool = False
-    noise_alpha: float | None = None
+    full: bool = False  # every row of a micro-batch is one document without padding (PackedLayout.full)
+    noise_alpha: float | None = None  # NEFTune's noise on the embeddings in gradient steps; None: no noise
+    # divides rows and tensors (models/placement/partition.py); None or one device: nothing is divided
     mesh: jax.sharding.Mesh | None = None
 
     @property
     def devices(self) -> int:
+        """The number of devices of the mesh."""
         return 1 if self.mesh is None else self.mesh.size
 
     def init(self, trainable, seed: int, device: jax.sharding.Sharding | None = None) -> TrainState:
-        """A first state over a private copy of `trainable`: the step donates it, the caller keeps theirs.
+        """The first state, over a copy of `trainable`: the step donates the copy, and the caller keeps the original.
 
-        device: where it will lie, which states on the host must know."""
+        Args:
+          trainable: the weights that train.
+          seed: of dropout and stochastic rounding.
+          device: the sharding that the state will have, which is needed for states on the host.
+        """
 
         def kept(a):
+            """A copy of a weight in the dtype in which it is trained."""
             rounded = self.weights == "bf16" and a.ndim >= 2
             return jnp.array(a, jnp.bfloat16 if rounded else jnp.float32, copy=True)
 
@@ -141,7 +130,7 @@ class StepProgram:
             states = self.optimizer.init(wide)
 
         def zero():
-            return jnp.zeros((), jnp.int32)  # one buffer each: a donated one cannot be given twice
+            return jnp.zeros((), jnp.int32)  # separate buffers, because a buffer cannot be donated twice
 
         return TrainState(
             trainable=trainable,
@@ -155,7 +144,8 @@ class StepProgram:
         )
 
     def shardings(self, state: TrainState, device: jax.sharding.Sharding) -> TrainState:
-        """Where each array of a state, which may be abstract, lies. device: where an array is whole."""
+        """The sharding of each array of a state, which may be abstract; `device` is the sharding of an array that is
+        not divided."""
         where = jax.tree.map(lambda _: device, state)
         if self.mesh is not None and self.devices > 1:
             states = partition.states_shardings(state.opt_state, state.trainable, self.mesh)
@@ -167,7 +157,8 @@ class StepProgram:
         return dataclasses.replace(where, opt_state=optimizer_offload.shardings(state.opt_state, device))
 
     def sums_shardings(self, trainable, device: jax.sharding.Sharding) -> Sums:
-        """Where each array of the sums for these trainable tensors lies; device: where an array is whole."""
+        """The sharding of each array of the sums for these trainable tensors; `device` is that of an array that is not
+        divided."""
         sums = jax.eval_shape(self.zero_sums, trainable)
         if self.mesh is None or self.devices == 1:
             return jax.tree.map(lambda _: device, sums)
@@ -175,13 +166,13 @@ class StepProgram:
         return jax.tree.map(functools.partial(jax.sharding.NamedSharding, self.mesh), unsummed)
 
     def _divided(self, sums: Sums, trainable) -> Sums:
-        """Sums whose gradients are Shards, where tensors are divided."""
+        """The sums with gradients wrapped as Shards where tensors are divided."""
         tensors = partition.divide(trainable, self.mesh)
         return dataclasses.replace(sums, gradients=partition.divide_like(tensors, sums.gradients))
 
     def zero_sums(self, trainable, device: jax.sharding.Sharding | None = None) -> Sums:
-        """Sums to begin with, for the trainable tensors of a TrainState. device: where an array would be whole; they
-        lie as they are to."""
+        """Zero sums for the trainable tensors of a TrainState, with their shardings; `device` is the sharding of an
+        array that is not divided."""
         places = iter(jax.tree.leaves(self.sums_shardings(trainable, device)) if device is not None else ())
         kept = jnp.float32 if self.micro_batches > 1 else None
 
@@ -202,8 +193,16 @@ class StepProgram:
         return Sums(partition.undivided(gradients), loss, count, routers, own)
 
     def accumulate(self, sums: Sums, state: TrainState, frozen, batch: Batch, micro_batch: jax.Array) -> Sums:
-        """Adds one micro-batch; `sums` is donated. micro_batch: int32 index within the step, for the dropout key."""
-        state = dataclasses.replace(state, opt_state=None)  # it may lie on the host, and serves nothing here
+        """The sums with one micro-batch added; `sums` is donated.
+
+        Args:
+          sums: of the step's earlier micro-batches.
+          state: the run's.
+          frozen: the weights that do not train.
+          batch: the micro-batch.
+          micro_batch: its int32 index within the step, for the dropout key.
+        """
+        state = dataclasses.replace(state, opt_state=None)  # it is not needed here and may be on the host
         if self.devices == 1:
             return self._accumulate(sums, state, frozen, batch, micro_batch)
 
@@ -219,6 +218,7 @@ class StepProgram:
         return partition.undivided(run(sums, state, frozen, batch, micro_batch))
 
     def _accumulate(self, sums: Sums, state: TrainState, frozen, batch: Batch, micro_batch: jax.Array) -> Sums:
+        """`accumulate` on one device's rows."""
         if self.full:
             batch = dataclasses.replace(batch, segment_ids=None)
         key = noise = None
@@ -232,6 +232,7 @@ class StepProgram:
         runs = 0
 
         def scaled_loss(trainable, layer_sums):
+            """The scaled loss of the micro-batch, with its sums as auxiliary values."""
             nonlocal runs
             forward = Forward(
                 max_documents=self.max_documents,
@@ -249,29 +250,30 @@ class StepProgram:
                 routers = count * routers
             return total * state.loss_scale if self.scale_loss else total, (loss, count, routers, own)
 
-        # The layers' gradients are added to their sums one layer after the other, and exist for one layer at a time.
+        # The layers' gradients are added to their sums layer by layer, and exist for one layer at a time.
         layer_sums = sums.gradients.get("layers")
         (gradients, layers), measured = jax.grad(scaled_loss, (0, 1), has_aux=True)(state.trainable, layer_sums)
         with jax.named_scope("accumulate"):
             total = jax.tree.map(jnp.add, sums, Sums(gradients, *measured))
             if layers is not None and runs:
-                # Only the first run of the model adds to sums; what others gave is among the tensors' gradients.
+                # Only the model's first run adds to the sums; gradients of further runs are returned with the tensors'.
                 more = runs > 1
                 total.gradients["layers"] = jax.tree.map(jnp.add, layers, gradients["layers"]) if more else layers
         return total
 
     def _loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict]:
-        """The objective's, its own sums checked to be those that it names."""
+        """The objective's (loss sum, count, own sums), after a check that it returns the sums that it declares."""
         loss, count, own = self.objective.loss(model, batch, forward)
         if set(own) != set(self.objective.sums):
             raise ValueError(
-                f"{type(self.objective).__name__}.loss gave the sums {sorted(own)}, and names {self.objective.sums} in "
-                "its `sums`: they must be the same"
+                f"{type(self.objective).__name__}.loss returned the sums {sorted(own)}, but its `sums` declares "
+                f"{self.objective.sums}: they must be the same"
             )
         return loss, count, {name: jnp.asarray(value, jnp.float32) for name, value in own.items()}
 
     def total(self, sums: Sums, trainable) -> Sums:
-        """The sums of all devices, without the axis in front; for jit, under the mesh. trainable: a TrainState's."""
+        """The sums of all devices, without the leading axis; for use under jit, on the mesh. `trainable` is a
+        TrainState's."""
         if self.devices == 1:
             return sums
 
@@ -287,10 +289,10 @@ class StepProgram:
         """One optimizer step from the sums; both arguments are donated.
 
         Returns:
-          (state, zeroed sums, metrics): loss (the mean, without what the routers add: router_aux_loss and
-          router_z_loss, before their coefficients, where they are asked for), own (the objective's metrics), grad_norm
-          (before clipping), learning_rate, count, finite (bool), skipped, skipped_in_row, loss_scale, and grad_norms
-          float32[n], one a trainable tensor.
+          (state, zeroed sums, metrics). The metrics are loss (the mean, without the routers' losses), router_aux_loss
+            and router_z_loss (before their coefficients, with experts only), own (the objective's metrics), grad_norm
+            (before clipping), learning_rate, count, finite (bool), skipped, skipped_in_row, loss_scale, and grad_norms
+            float32[n], one for each trainable tensor.
         """
         with jax.named_scope("optimizer"):
             given, sums = sums, self.total(sums, state.trainable)
@@ -300,7 +302,9 @@ class StepProgram:
             gradients = [g.astype(jnp.float32) * scale for g in jax.tree.leaves(sums.gradients)]
             squares = _each(lambda g: jnp.sum(g * g, axis=range(1, g.ndim)), gradients)
             norm = jnp.sqrt(squares.sum())
-            finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)  # a router's loss shows in the gradient
+            finite = jnp.isfinite(norm) & jnp.isfinite(
+                sums.loss
+            )  # a router's loss that is not finite shows in the gradient
             if self.max_grad_norm is not None:
                 scale *= jnp.minimum(1.0, self.max_grad_norm / (norm + 1e-6))
             optimizer = step_optimizer(self.optimizer)
@@ -315,8 +319,8 @@ class StepProgram:
                 )
                 return jax.tree.map(jnp.add, wide, updates), opt_state
 
-            # A finite gradient under a rate that is too high: without this a checkpoint could hold infinities. It is
-            # known before anything moves, so that each tensor's new state takes the old one's place at once.
+            # With a learning rate that is too high, a finite gradient can give infinite weights, which must not reach a
+            # checkpoint. It is decided before any update, so that each tensor's new state can overwrite the old one.
             largest = jnp.finfo(jnp.bfloat16 if self.weights == "bf16" else jnp.float32).max
             tensors = (state.trainable, state.opt_state, sums.gradients)
             if self.bound is not None:
@@ -324,7 +328,7 @@ class StepProgram:
             else:
                 wide, _ = moved(*tensors, finite=True)
                 finite &= _each(lambda x: (jnp.abs(x) <= largest).all(range(1, x.ndim)), jax.tree.leaves(wide)).all()
-                # Else XLA would keep what was made for this (43 GB of an 8B model).
+                # Without a barrier XLA would keep the values computed for this decision (43 GB for an 8B model).
                 tensors, finite = optimization_barrier((tensors, finite))
 
             def guarded(new, old):
@@ -360,7 +364,7 @@ class StepProgram:
             return new, jax.tree.map(jnp.zeros_like, given), metrics
 
     def _means(self, sums: Sums, count: jax.Array) -> dict:
-        """What metrics say of the loss."""
+        """The metrics on the loss."""
         return {
             "loss": sums.loss / count,
             "count": sums.count,
@@ -368,7 +372,7 @@ class StepProgram:
         }
 
     def _next(self, state: TrainState, trainable, opt_state, finite: jax.Array) -> TrainState:
-        """The state after a step, which is skipped where its numbers are not finite."""
+        """The state after a step; a step whose numbers are not finite keeps the old weights and counts as skipped."""
         skip = (~finite).astype(jnp.int32)
         loss_scale, good_steps = state.loss_scale, state.good_steps
         if self.scale_loss:
@@ -388,14 +392,15 @@ class StepProgram:
         )
 
     def _reach(self, bound: UpdateBound, state: TrainState) -> jax.Array:
-        """The highest weight that an update can make."""
-        assert self.schedule is not None  # the bound is of an optimizer that has its rate from it
+        """The highest weight that an update can lead to."""
+        assert self.schedule is not None  # optimizers with a bound take their rate from the schedule
         rate = jnp.asarray(self.schedule(state.step - state.skipped), jnp.float32)
         highest = _each(lambda x: jnp.abs(x).max(range(1, x.ndim)), jax.tree.leaves(state.trainable)).max()
         return highest.astype(jnp.float32) * (1.0 + rate * bound.decay) + rate * bound.direction
 
     def _kept(self, state: TrainState, wide, old, stream: int = 0):
-        """The new float32 weights in the dtypes of the `old` ones, which are tensors `stream`, stream + 1, ... ."""
+        """The new float32 weights in the dtypes of the `old` ones; stochastic rounding uses the random streams
+        `stream`, `stream + 1`, ..."""
         if self.weights == "fp32":
             return wide
         key = jax.random.fold_in(jax.random.wrap_key_data(state.dropout_key), _ROUNDING)
@@ -410,9 +415,10 @@ class StepProgram:
         )
 
     def evaluate(self, trainable, frozen, batch: Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """(loss sum, count, the objective's own sums) of one batch, without dropout or gradients.
+        """(loss sum, count, the objective's own sums) of one batch, without dropout and gradients.
 
-        trainable: the weights alone, of a TrainState or as they were given: a forward pass needs no optimizer."""
+        `trainable` are the weights alone, of a TrainState or as given, because a forward pass needs no optimizer.
+        """
 
         def local(trainable, frozen, batch):
             forward = Forward(max_documents=self.max_documents, chunk_tokens=self.chunk_tokens)
@@ -423,8 +429,8 @@ class StepProgram:
         return run(*tensors, batch)
 
     def of_rows(self, function, trainable, frozen, batch: Batch) -> jax.Array:
-        """function(model, batch, forward) of one batch: [rows, ...], divided as the batch's rows are. trainable: as for
-        `evaluate`."""
+        """function(model, batch, forward) of one batch: [rows, ...], divided as the batch's rows are. `trainable` as
+        for `evaluate`."""
 
         def local(trainable, frozen, batch):
             forward = Forward(max_documents=self.max_documents, chunk_tokens=self.chunk_tokens)
@@ -436,20 +442,20 @@ class StepProgram:
 
 
 def _of_all_devices(sums: Sums) -> Sums:
-    """Added up in float32, whatever the gradients are kept in."""
+    """Sums added over all devices, in float32 whatever the gradients' dtype."""
     wide = partition.total(jax.tree.map(lambda a: a.astype(jnp.float32), sums))
     return jax.tree.map(lambda new, old: new.astype(old.dtype), wide, sums)
 
 
-# Larger tensors are reduced one by one: a launch is nothing beside them, and a stack of them must never exist.
+# Tensors with more elements are reduced one by one: their launches are cheap, and a stack of them would be too large.
 _STACKED_ELEMENTS = 1 << 20
 
 
 def _each(reduce, tensors: list[jax.Array]) -> jax.Array:
-    """[n]: `reduce` of each tensor, in order; reduce takes [k, ...] to [k].
+    """[n]: `reduce` of each tensor, in order; reduce maps [k, ...] to [k].
 
-    Small tensors of one shape are reduced as one stack: adapters are hundreds of them, and on a GPU two launches for
-    each would be most of the optimizer's time.
+    Small tensors of one shape are reduced as one stack. There are hundreds of adapter matrices, and on a GPU two
+    launches for each would be most of the optimizer's time.
     """
     groups: dict[Any, list[int]] = {}
     for index, tensor in enumerate(tensors):
@@ -468,5 +474,5 @@ def trainable_names(trainable) -> list[str]:
 
 
 def _names_a_place(key) -> bool:
-    """nnx wraps each leaf in its Variable, whose own key says nothing."""
+    """Whether a key in a path is part of a tensor's name; the keys that nnx.Variable adds are not."""
     return not (isinstance(key, jax.tree_util.GetAttrKey) and key.name in ("value", "raw_value"))

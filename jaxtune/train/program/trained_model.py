@@ -1,4 +1,4 @@
-"""The model of a run: as it was given, as it computes, and as it is handed back."""
+"""The model of a run: as the caller gave it, as the run computes with it, and as it is returned."""
 
 from __future__ import annotations
 
@@ -21,14 +21,20 @@ from jaxtune.train.program.step import Sums, TrainState
 
 
 class TrainedModel:
-    """Holds the model that a run trains, which is never changed or donated.
+    """The model that a run trains. The caller's model is never changed or donated.
 
-    Args: as Trainer's.
+    Args:
+      model, config, keeps_model, weights: as for Trainer.
 
-    Attributes: given (the model, or its shapes while it is on its way), prepared (what computes: in the compute
-    dtype, and under QAT with rounded weights), keeps_model (whether the caller goes on holding it), graph (of it),
-    plain_graph (without QAT), qat (how linears are rounded, or None), trainable and frozen (nnx.States of what
-    trains and of the rest), fresh (whether the run began with an adapter that does nothing yet).
+    Attributes:
+      given: the caller's model, or its shapes while its weights are being loaded.
+      prepared: the model that computes: in the compute dtype, and with rounded weights under QAT.
+      keeps_model: whether the caller keeps the model.
+      graph: graph definition of `prepared`.
+      plain_graph: the same without QAT.
+      qat: how linears are rounded, or None.
+      trainable, frozen: nnx.States of the weights that train and of the others.
+      fresh: whether the run started with an adapter that does not change the model's outputs yet.
     """
 
     def __init__(self, model: Decoder, config: TrainConfig, keeps_model: bool, weights: Future[Decoder] | None):
@@ -37,8 +43,9 @@ class TrainedModel:
         self._hold(model)
 
     def _hold(self, model: Decoder) -> None:
+        """Sets the attributes from a model."""
         self.given, config = model, self._config
-        model = unrounded(model)  # config.qat alone says what rounds
+        model = unrounded(model)  # only config.qat decides whether weights are rounded
         model.dtype = COMPUTE_DTYPES[config.precision]
         self.plain_graph, self.trainable, self.frozen = nnx.split(model, nnx.Param, ...)
         if config.qat is not None:
@@ -52,36 +59,37 @@ class TrainedModel:
 
     @property
     def prepared(self) -> Decoder:
+        """The model that computes; see the class."""
         return nnx.merge(self.graph, self.trainable, self.frozen)
 
     # ---- the start
 
     @property
     def coming(self) -> bool:
-        """Whether the weights are still on their way."""
+        """Whether the weights are still being loaded."""
         return self._weights is not None and not self._weights.done()
 
     def take_weights(self) -> None:
-        """Waits for weights that are on their way."""
+        """Waits for weights that are being loaded."""
         if self._weights is not None:
             self._hold(self._weights.result())
             self._weights = None
 
     def first_state(self, engine: Engine) -> tuple[TrainState, Sums, Any]:
-        """(state, sums, frozen) at the start of a run, placed on the mesh; copies of what the caller holds where the
-        step donates them. Waits for weights that are on their way."""
+        """(state, sums, frozen) at the start of a run, placed on the mesh. Arrays of the caller that the step would
+        donate are copied. Waits for weights that are being loaded."""
         state, frozen = self._first(engine)
         return state, engine.zero_sums(state), frozen
 
     def _first(self, engine: Engine) -> tuple[TrainState, Any]:
-        """first_state, without sums."""
+        """first_state without the sums."""
         self.take_weights()
-        frozen = self.placed_frozen(engine)  # first: the blocks that it leaves go to what follows
+        frozen = self.placed_frozen(engine)  # comes first, so that the blocks it frees are used for what follows
         program, where = engine.program, engine.replicated
         if engine.mesh.size == 1 or program.offload:
             state = program.init(self.trainable, self._config.seed, where)
             state = partition.put(state, program.shardings(state, where))
-        else:  # no device ever has the whole of what is divided
+        else:  # no device ever has a whole tensor that is divided
             shapes, _, _ = self.first_shapes(engine)
             trainable = partition.put(self.trainable, partition.shardings(self.trainable, engine.mesh))
             init = jax.jit(program.init, static_argnums=1, out_shardings=jax.tree.map(lambda a: a.sharding, shapes))
@@ -89,19 +97,19 @@ class TrainedModel:
         return state, frozen
 
     def weights(self, engine: Engine) -> tuple[Any, Any]:
-        """(trainable, frozen) for a forward pass, on the mesh. The tensors that train are those that were given, in the
-        dtypes in which they were given: nothing is copied, and there is no optimizer. Waits for weights that are still
-        being loaded."""
+        """(trainable, frozen) for a forward pass, on the mesh. The trained tensors are the given ones in their own
+        dtypes: nothing is copied, and there is no optimizer. Waits for weights that are being loaded."""
         self.take_weights()
         frozen = self.placed_frozen(engine)
         return partition.put(self.trainable, partition.shardings(self.trainable, engine.mesh)), frozen
 
     def placed_frozen(self, engine: Engine) -> Any:
-        """What does not train, on the mesh, as the plan in force says.
+        """The frozen weights on the mesh, whole or divided as the plan in force says.
 
-        Of a model that nobody else holds, an array that is moved is let go before the next one is: a device never has
-        both the parts that a plan declares whole and the whole arrays. All processes begin together: what is gathered
-        waits for all of them, and must not wait for one that loads."""
+        If the caller does not keep the model, each array is freed before the next one is moved, so that a device never
+        has both all whole arrays and their parts. All processes start this at the same time, because gathering is
+        collective and must not wait for a process that is still loading.
+        """
         processes.require_same({"the base model": self.given.base_digest}, "give all of them the same weights")
         declared = self._declared(engine)
         where = partition.shardings(declared, engine.mesh)
@@ -122,12 +130,13 @@ class TrainedModel:
         return jax.tree.unflatten(as_declared, arrays)
 
     def _declared(self, engine: Engine) -> Any:
-        """What does not train, whole on each device or divided as the plan in force says."""
+        """The frozen weights with their declared shardings, whole on each device or divided as the plan in force
+        says."""
         plan = engine.planner.plan.residuals
         return partition.held_whole(self.frozen, plan.resident, len(plan.layers))
 
     def first_shapes(self, engine: Engine) -> tuple[TrainState, Sums, Any]:
-        """What first_state gives, as shapes with their shardings."""
+        """The shapes of what first_state returns, with their shardings."""
         program, state = engine.program, self.state_shapes(engine)
         sums = jax.eval_shape(program.zero_sums, state.trainable)
         sums = _placed(sums, program.sums_shardings(state.trainable, engine.replicated))
@@ -135,31 +144,32 @@ class TrainedModel:
         return state, sums, _placed(frozen, partition.shardings(frozen, engine.mesh))
 
     def state_shapes(self, engine: Engine) -> TrainState:
-        """The state of a run as shapes with their shardings, which is what a checkpoint is read into."""
+        """The shapes of a run's state with their shardings, into which a checkpoint is read."""
         program = engine.program
         state = jax.eval_shape(lambda trainable: program.init(trainable, self._config.seed), self.trainable)
         return _placed(state, program.shardings(state, engine.replicated))
 
     def begin(self, engine: Engine, resumed: TrainState | None) -> tuple[TrainState, Sums, Any]:
-        """first_state, or that of a resumed run."""
+        """What first_state returns, or the same for a resumed run."""
         if resumed is not None:
             return resumed, engine.first_sums(resumed), self.placed_frozen(engine)
         self.take_weights()
         factors = [matrix.lora.b.get_value() for _, matrix in matrices(self.given) if matrix.lora is not None]
         self.fresh = bool(factors) and not any(bool(partition.on_host(jnp.any(b != 0))) for b in factors)
         state, frozen = self._first(engine)
-        # Before the sums are made: they fill the hole that the given tensors leave. Otherwise it stays one, and the
-        # step's temporary buffer, which is a single block, may find no room although enough bytes are free.
+        # The given tensors are freed before the sums are made, so that the sums take their place. Otherwise the step's
+        # temporary buffer, which is a single block, may find no room although enough bytes are free.
         self.let_go()
         return state, engine.first_sums(state), frozen
 
     def let_go(self) -> None:
-        """Releases the given model, unless somebody else holds it anyway."""
+        """Frees the given model's trained tensors, unless the caller keeps them."""
         if not self.keeps_model:
             self.release()
 
     def release(self) -> None:
-        """Lets the given model's trained tensors go, but for their shapes; first_state cannot be called again."""
+        """Replaces the given model's trained tensors by their shapes, which frees them; first_state cannot be called
+        again."""
         graph, trainable, frozen = nnx.split(self.given, nnx.Param, ...)
         self.trainable = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), trainable)
         self.given = nnx.merge(graph, self.trainable, frozen)
@@ -167,20 +177,21 @@ class TrainedModel:
     # ---- the result
 
     def finished(self, trainable: Any) -> Decoder:
-        """The given model with these tensors of a TrainState, each in the dtype in which it was given. It lies on the
-        devices of the mesh; where each of several processes has all of it, on one device of each process.
+        """The given model with the trained tensors of a TrainState, each in the dtype in which it was given.
 
-        After QAT: with adapters a prepared model, which merge_adapter converts; without, weights that lie on the grid.
+        Its arrays are on the mesh's devices; in a run of several processes, each process that has all of it gets it on
+        one device. After QAT, a model with adapters is returned prepared, and merge_adapter converts it; a model
+        without adapters has weights on the grid.
         """
         _, _, frozen = nnx.split(self.given, nnx.Param, ...)
         trained, frozen = partition.together(trainable, frozen)
         model = nnx.merge(self.graph, trained, frozen)
         if not has_adapter(model):
-            # Other weights: adapters of the old base do not belong to it.
+            # The weights changed, so adapters trained over the old base do not belong to them.
             model.base_digest = model.base_fingerprint = None
             model.qat = None
             if self.qat is not None:
-                model = convert_qat(model)  # of the masters: the dtype that they came in has fewer digits
+                model = convert_qat(model)  # from the float32 masters, which are more precise than the given dtype
         graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
         trainable = jax.tree.map(lambda new, old: new.astype(old.dtype), trainable, self.trainable)
         model = nnx.merge(graph, trainable, frozen)
@@ -189,5 +200,5 @@ class TrainedModel:
 
 
 def _placed(tree, shardings):
-    """Shapes of a tree, with the shardings of another one of its structure."""
+    """The shapes of a tree with the shardings of another tree of the same structure."""
     return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), tree, shardings)
