@@ -160,7 +160,7 @@ def test_no_file_is_too_long():
 MAX_UNFORMATTED = 20  # statements that the formatter leaves alone
 MAX_UNCHECKED = 25  # lines, or files, that a type checker leaves alone
 MAX_CASTS = 1  # calls of typing.cast
-MAX_ANYS = 1208  # names `Any` in jaxtune
+MAX_ANYS = 1207  # names `Any` in jaxtune
 MAX_FUNCTION_LINES = 80  # kernels apart
 # Lines of functions that are longer still, most of them documentation of their arguments.
 LONGER = {
@@ -375,3 +375,75 @@ def test_all_that_is_printed_goes_through_terminal():
     assert not found, "\n".join(found)
     assert printing("print(x)") and printing("from rich.console import Console\nConsole()")
     assert printing("import sys\nsys.stderr.write(x)") and not printing("from a import say\nsay(x)\nconsole.print(x)")
+
+
+# ---- a format of weights is known to its own file, and to the kernels that multiply by it or decode it
+
+KERNELS_OF = {
+    "four_bit": ("quant_matmul.mosaic", "quant_matmul.mosaic_decode", "quant_matmul.triton"),
+    "mxfp4": ("quant_matmul.mosaic_decode",),
+    "fp8": ("quant_matmul.fp8_product", "grouped_matmul.fp8_experts"),
+}
+FORMATS_ROOM = "jaxtune.pallas.formats"
+
+
+def format_classes() -> dict[str, str]:
+    """{class of weights in few bits: the file of jaxtune/pallas/formats that defines it}"""
+    found, classes = {}, {"Stored"}
+    trees = {
+        path.stem: ast.parse(path.read_text(encoding="utf-8"))
+        for path in sorted(ROOT.glob("jaxtune/pallas/formats/*.py"))
+    }
+    for _ in range(3):  # a class may be based on one of the same file
+        for file, tree in trees.items():
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ClassDef) and classes & {ast.unparse(base) for base in node.bases}:
+                    found[node.name] = file
+        classes |= found.keys()
+    return found
+
+
+def format_uses(source: str, module: str, classes: dict[str, str]) -> list[str]:
+    """Where a module asks which format a weight is in, or, beyond the kernels' room, names a format at all."""
+    tree, found = ast.parse(source), []
+    if within(module, FORMATS_ROOM):
+        return []
+    if not within(module, "jaxtune.pallas"):
+        for name, line in imports(tree, module, False):
+            if within(name, FORMATS_ROOM) and {*name.split(".")} & {*classes, *classes.values()}:
+                found.append(f"{module}:{line} imports {name}: read the table {FORMATS_ROOM}.FORMATS")
+    for node in ast.walk(tree):
+        asked = isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass")
+        compared = isinstance(node, ast.Compare) and ast.unparse(node.left).startswith("type(")
+        if not (asked or compared or isinstance(node, ast.MatchClass)):
+            continue
+        for name in sorted({each.id for each in ast.walk(node) if isinstance(each, ast.Name)} & classes.keys()):
+            if not any(module == f"jaxtune.pallas.{kernels}" for kernels in KERNELS_OF.get(classes[name], ())):
+                found.append(f"{module}:{node.lineno} asks for {name}: declare what differs in its format's file")
+    return found
+
+
+def test_a_format_of_weights_is_known_to_its_file_and_its_kernels_alone():
+    classes = format_classes()
+    assert {"NF4": "four_bit", "FP8": "fp8", "MXFP4": "mxfp4"}.items() <= classes.items()
+    found = []
+    for path in MODULES:
+        found += format_uses(path.read_text(encoding="utf-8"), module_name(path), classes)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("jaxtune.models.hf", "if isinstance(x, FP8 | NF4):\n    pass"),
+        ("jaxtune.models.hf", "from jaxtune.pallas.formats import NF4"),
+        ("jaxtune.models.hf", "from jaxtune.pallas.formats.fp8 import TILE"),
+        ("jaxtune.train.planning.cost", "slack = 1 if type(x) is FourBit else 2"),
+        ("jaxtune.pallas.quant_matmul.reference", "issubclass(kind, FourBit)"),
+        ("jaxtune.pallas.quant_matmul.mosaic", "match x:\n    case FP8():\n        pass"),
+    ],
+)
+def test_a_format_named_elsewhere_is_found(module, source):
+    assert format_uses(source, module, format_classes())
+    assert not format_uses("isinstance(x, FourBit)", "jaxtune.pallas.quant_matmul.triton", format_classes())
+    assert not format_uses("from jaxtune.pallas.formats import FORMATS, Stored", "jaxtune.models.hf", format_classes())

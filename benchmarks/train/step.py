@@ -38,10 +38,11 @@ from benchmarks.random_model import in_blocks, random_model
 from benchmarks.record import environment, honest, write
 from benchmarks.serial import serial_transfers
 from benchmarks.shapes import SHAPES
-from jaxtune.models.files.quant import LOAD_IN, compute_in_fp8
+from jaxtune.models.files.quant import compute_in_fp8
 from jaxtune.models.placement import partition
 from jaxtune.models.registry import config_from_hf
 from jaxtune.pallas import dispatch
+from jaxtune.pallas.format_names import LOADED
 from jaxtune.train.config import (
     AdapterConfig,
     DataConfig,
@@ -271,7 +272,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--rank", type=int, default=16, help="LoRA rank on all linears and experts; 0: full fine-tuning"
     )
-    parser.add_argument("--load-in", choices=LOAD_IN, help="the layers' weights in few bits; default: bfloat16")
+    parser.add_argument("--load-in", choices=tuple(LOADED), help="the layers' weights in few bits; default: bfloat16")
     parser.add_argument("--compute", choices=["fp8"], help="weights in FP8 multiply as they are stored")
     parser.add_argument(
         "--scales", choices=["rows", "blocks"], default="rows", help="of FP8: jaxtune's, or official checkpoints'"

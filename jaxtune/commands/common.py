@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxtune.pallas.format_names import LOADED
 from jaxtune.system import terminal
 from jaxtune.system.terminal import say
 
@@ -51,9 +52,9 @@ def add_numbers(parser: argparse.ArgumentParser) -> None:
 def add_load_in(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--load-in",
-        choices=("nf4", "fp8", "stored"),
-        help="the weights of the layers in four bits (nf4), in eight (fp8), or as their files store them (default: for "
-        "an adapter, as it was trained over them; else stored)",
+        choices=(*LOADED, "stored"),
+        help="the format of the layers' weights, such as nf4 (four bits) or fp8 (eight), or as their files store them "
+        "(default: for an adapter, as it was trained over them; else stored)",
     )
 
 

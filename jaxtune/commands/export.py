@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxtune.commands import common
+from jaxtune.pallas.format_names import LOADED
 from jaxtune.system.terminal import console, fitted, say
 from jaxtune.train.signals import StopSignal
 
@@ -18,8 +19,9 @@ def run(arguments: Sequence[str]) -> None:
         "--to",
         default="merged",
         help="merged (the default): the base with the adapter in it; gguf: one file for llama.cpp; gguf-adapter: the "
-        "adapter alone for llama.cpp; adapter: PEFT's files, checked; bnb-4bit: bitsandbytes' NF4; fp8: "
-        "compressed-tensors; w4a16: four bits for vLLM; mxfp4: gpt-oss as it is published",
+        "adapter alone for llama.cpp; adapter: PEFT's files, checked; bnb-4bit: the layers in bitsandbytes' NF4; "
+        f"{', '.join(name for name in LOADED if name != 'nf4')}: the layers in that format, for vLLM; w4a16: in int4, "
+        "for vLLM; mxfp4: gpt-oss as it is published",
     )
     parser.add_argument("--outtype", help="of gguf: f32, f16, bf16, q8_0 or q4_0 (default: that of the weights)")
     common.add_numbers(parser)

@@ -28,6 +28,7 @@ from jaxtune.models.files.quant import compute_in_fp8
 from jaxtune.models.files.weights import Weights
 from jaxtune.models.hf import hf_config_of, load_base, save_weights
 from jaxtune.models.lora import has_adapter
+from jaxtune.pallas.formats import FORMATS
 from jaxtune.system.terminal import say
 from jaxtune.train.config import AdapterConfig
 from jaxtune.train.display.report import parameter_counts
@@ -286,17 +287,20 @@ class FastLanguageModel:
 
         dtype None is bfloat16; torch's dtypes are taken by name. load_in_4bit, the default, is NF4 with double
         quantisation; full_finetuning turns it off. load_in_fp8 keeps the layers' weights in FP8, with a scale for each
-        row or as the files store them, and multiplies in FP8, forward and backward. An adapter's folder that records
+        row or as the files store them, and multiplies in FP8, forward and backward. Each format of weights that
+        declares an argument (`Format.flag`) has one like these. An adapter's folder that records
         what the adapter was trained over gets that by default, and that dtype. Loading draws nothing, so random_state
         is kept for sampling only. packing is what SFTConfig's is where it does not say. num_labels=1 gives a head that
         scores texts.
         """
         where = "FastLanguageModel.from_pretrained"
+        flags = {"load_in_fp8": load_in_fp8}
+        flags |= {each.flag: others.pop(each.flag) for each in FORMATS.values() if each.flag in others}
         settle(where, others, LOAD, FastLanguageModel.from_pretrained)
-        load_in: str | None = _format(where, load_in_4bit, load_in_16bit, load_in_fp8, full_finetuning)
+        load_in: str | None = _format(where, load_in_4bit, load_in_16bit, flags, full_finetuning)
         base, adapter = base_of(model_name), None
         recorded = None if base is None else trained_over.read(Path(model_name).expanduser())
-        if recorded is not None and load_in_4bit is None and not load_in_fp8:
+        if recorded is not None and load_in_4bit is None and not any(flags.values()):
             load_in = None
         name = None if dtype is None else _dtype_name(where, dtype)
         if load_in_16bit and name == "float32":
@@ -304,7 +308,7 @@ class FastLanguageModel:
         residuals = choose(where, "use_gradient_checkpointing", use_gradient_checkpointing, RESIDUALS)
         load = jaxtune.from_pretrained if base is None else load_base
         module, tokenizer = load(model_name, dtype=name, load_in=load_in, max_length=max_seq_length)
-        if load_in_fp8:
+        if any(flags.values()) and load_in is not None and FORMATS[load_in].kinds[0].compute is not None:
             module = compute_in_fp8(module)
         if num_labels is not None:
             if num_labels != 1:
@@ -405,18 +409,20 @@ class FastLanguageModel:
         return model
 
 
-def _format(where: str, in_4bit: bool | None, in_16bit: bool, in_fp8: Any, full_finetuning: bool) -> str:
-    """What jaxtune.from_pretrained's load_in is for these arguments of Unsloth's."""
-    if in_fp8:
-        if in_fp8 is not True:
+def _format(where: str, in_4bit: bool | None, in_16bit: bool, flags: Mapping[str, Any], full_finetuning: bool) -> str:
+    """What jaxtune.from_pretrained's load_in is for these arguments of Unsloth's. flags: those of other formats."""
+    for flag, value in flags.items():
+        if not value:
+            continue
+        if value is not True:
             raise ValueError(
-                f"{where}: load_in_fp8 = {in_fp8!r} is not supported. Instead: True, which makes a scale for each row; "
-                "a checkpoint that is published with scales of 128 x 128 keeps them"
+                f"{where}: {flag} = {value!r} is not supported. Instead: True, which makes a scale for each row; a "
+                "checkpoint that is published with other scales keeps them"
             )
-        others = {"load_in_4bit": in_4bit, "load_in_16bit": in_16bit, "full_finetuning": full_finetuning}
-        if also := [name for name, value in others.items() if value]:
-            raise ValueError(f"{where}: load_in_fp8 = True and {also[0]} = True contradict each other: drop one")
-        return "fp8"
+        others = {"load_in_4bit": in_4bit, "load_in_16bit": in_16bit, "full_finetuning": full_finetuning, **flags}
+        if also := [name for name, asked in others.items() if asked and name != flag]:
+            raise ValueError(f"{where}: {flag} = True and {also[0]} = True contradict each other: drop one")
+        return next(each.word for each in FORMATS.values() if each.flag == flag)
     four = in_4bit is None or in_4bit
     if four and in_16bit:
         raise ValueError(

@@ -18,6 +18,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.folders import new_folder, require_new, require_space
 from jaxtune.models.files.weights import Weights
 from jaxtune.models.lora import has_adapter
+from jaxtune.pallas.formats import Format, exports, load_in
 
 _METADATA_BYTES = 64 << 20  # room reserved for tokenizer, template and headers
 _DEFAULT_OUTTYPE = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
@@ -162,10 +163,13 @@ def _folder(write: Callable) -> Callable[[Decoder, _Job], Exported]:
     return export
 
 
+def _stored(to: Format) -> Callable[[Decoder, _Job], Exported]:
+    return _folder(lambda model, *rest: folders.write_stored(to, _whole(model), *rest))
+
+
 FORMATS: dict[str, Callable[[Decoder, _Job], Exported]] = {
     "merged": _folder(lambda model, *rest: folders.write_merged(_whole(model), *rest)),
-    "bnb-4bit": _folder(lambda model, *rest: folders.write_bnb(_whole(model), *rest)),
-    "fp8": _folder(lambda model, *rest: folders.write_fp8(_whole(model), *rest)),
+    **{name: _stored(to) for name, to in exports().items() if to.word in load_in()},
     "w4a16": _folder(lambda model, *rest: w4a16.write(_whole(model), *rest)),
     "mxfp4": _folder(lambda model, *rest: folders.write_mxfp4(_whole(model), *rest)),
     "adapter": _folder(lambda model, folder, tokenizer, _: adapters.write(model, folder, tokenizer)),

@@ -1,4 +1,4 @@
-"""Export as Hugging Face folders for other programs: merged, in NF4, in FP8 and in MXFP4.
+"""Export as Hugging Face folders for other programs: merged, or in a format of few bits.
 
 Each function takes weights that are made one tensor at a time (models/files/weights.py), merged where the model has an
 adapter, and reads what it wrote back byte for byte.
@@ -11,23 +11,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import jax
 
 from jaxtune.models import hf
 from jaxtune.models.config import DecoderConfig
 from jaxtune.models.files import byte_files, file_plan, shards
-from jaxtune.models.files.file_plan import FileTensor, Group, Piece, Planned
+from jaxtune.models.files.file_plan import Group, Piece, Planned
 from jaxtune.models.files.folders import require_space
 from jaxtune.models.files.model_folder import read_config, weight_entries
 from jaxtune.models.files.weights import Weights, tensors_of
 from jaxtune.models.lora import experts
 from jaxtune.models.registry import config_from_hf, text_config
-from jaxtune.pallas.formats import MXFP4, dense
+from jaxtune.pallas.formats import FORMATS, Format, Stored, dense
 from jaxtune.system import terminal
-
-# Linears that stay in 16 bits: vLLM multiplies them in 16 bits whatever a file says, or they have too few outputs for
-# its kernels. Published quantised models leave them in 16 bits too.
-KEPT = ("shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba")
 
 
 def write_merged(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
@@ -35,24 +31,22 @@ def write_merged(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes
     return write_planned(weights.dequantized(), folder, tokenizer, max_shard_bytes)
 
 
-def write_bnb(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
-    """Writes linears in NF4 with double quantisation, as bitsandbytes stores them.
+def write_stored(to: Format, weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
+    """Linears and experts in a format of few bits, as its export declares it.
 
-    Weights that are not yet in NF4 are made twice: files' headers contain the lengths of the quant_states, which
-    contain a mean of each matrix as text.
+    A weight of whose values a header says something (of double-quantised NF4 a mean of each matrix, as text) is made
+    twice, unless it is in that format already.
 
     Raises:
-      ValueError: the model has experts, which transformers 5 cannot load in four bits.
+      ValueError: a model with experts, where the format's readers have none.
     """
-    if weights.model.config.moe is not None:
-        raise ValueError("bnb-4bit: transformers 5 has no experts in four bits, so it could not load the result")
-    return write_planned(weights.quantized("nf4"), folder, tokenizer, max_shard_bytes)
-
-
-def write_fp8(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
-    """Writes linears and experts in FP8 with a scale for each row, in compressed-tensors' layout, which vLLM loads.
-    Linears of KEPT stay in 16 bits."""
-    return write_planned(weights.quantized("fp8").dequantized(KEPT), folder, tokenizer, max_shard_bytes)
+    assert to.export is not None
+    if to.export.without_experts is not None and weights.model.config.moe is not None:
+        raise ValueError(f"{to.export.name}: {to.export.without_experts}")
+    changed = weights.quantized(to.word)
+    return write_planned(
+        changed.dequantized(to.export.keeps) if to.export.keeps else changed, folder, tokenizer, max_shard_bytes
+    )
 
 
 def write_mxfp4(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
@@ -65,35 +59,24 @@ def write_mxfp4(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes:
     if model.config.family != "gpt_oss":
         raise ValueError(f"mxfp4: only gpt-oss can be written, and this model is of the family {model.config.family!r}")
     planned, variables = hf.checkpoint_tensors(weights), tensors_of(model)
+    (layout,) = FORMATS["mxfp4"].layouts
     for name, matrix in experts(model):
         make = functools.partial(_in_mxfp4, weights.maker(name, variables[name]), model.dtype)
-        planned[name] = Group(make, (Piece(_mxfp4_tensors(name, matrix.sizes)),))
-    quantization = {
-        "quant_method": "mxfp4",
-        "modules_to_not_convert": [
-            "model.layers.*.self_attn",
-            "model.layers.*.mlp.router",
-            "model.embed_tokens",
-            "lm_head",
-        ],
-    }
-    says = {"quantization_config": quantization}
+        count, out_size, in_size = matrix.sizes
+        shapes = jax.eval_shape(_encoded_transposed, jax.ShapeDtypeStruct((count, in_size, out_size), model.dtype))
+        tensors = {name + key: tensor for key, tensor in layout.tensors(shapes, None).items()}
+        planned[name] = Group(make, (Piece(tensors),))
+    says = {"quantization_config": layout.config((), [], model.dtype)}
     return write_planned(weights, folder, tokenizer, max_shard_bytes, planned, says)
 
 
-def _in_mxfp4(make: Callable[[], Any], dtype: str) -> MXFP4:
-    """An experts' matrix in MXFP4; `make` gives it as [E, in, out], files store it as [E, out, in]."""
-    return MXFP4.encode(dense(make(), dtype).swapaxes(1, 2))
+def _in_mxfp4(make: Callable[[], Any], dtype: str) -> Stored:
+    """An experts' matrix [E, in, out], which files hold as [E, out, in]."""
+    return _encoded_transposed(dense(make(), dtype))
 
 
-def _mxfp4_tensors(name: str, sizes: tuple[int, int, int]) -> dict[str, FileTensor]:
-    """The blocks and scales that a file stores for a matrix from `_in_mxfp4`, by name."""
-    count, out_size, in_size = sizes
-    byte, blocks = np.dtype(np.uint8), (count, out_size, in_size // 32, 16)
-    return {
-        f"{name}_blocks": FileTensor(blocks, byte, lambda packed: packed.codes.reshape(blocks)),
-        f"{name}_scales": FileTensor(blocks[:3], byte, lambda packed: packed.scales),
-    }
+def _encoded_transposed(array: jax.Array) -> Stored:
+    return FORMATS["mxfp4"].encode(array.swapaxes(1, 2))
 
 
 def write_planned(

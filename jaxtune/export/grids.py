@@ -7,6 +7,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.fake_quant import FakeQuant
 from jaxtune.models.files.quant import qat_spec
 from jaxtune.models.lora import has_adapter
+from jaxtune.pallas.formats import exports
 
 _GGUF_DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # by outtype
 
@@ -29,7 +30,7 @@ def require_held(model: Decoder, to: str, outtype: str | None) -> None:
     if grid is None or to in ("adapter", "gguf-adapter"):
         return
     what = f"{to} in {outtype}" if outtype else to
-    if to in ("bnb-4bit", "fp8", "mxfp4") or outtype in ("q8_0", "q4_0"):
+    if to in exports() or outtype in ("q8_0", "q4_0"):
         raise ValueError(
             f"export: to = {what!r} rounds weights to a grid of its own, and quantisation-aware training rounded this "
             f"model's to another ({grid}): take w4a16, which stores that grid, or merged, or gguf in bf16 or f32"

@@ -23,13 +23,14 @@ from jaxtune.models.files.file_plan import FileTensor, Group, Piece
 from jaxtune.models.files.weights import Weights
 from jaxtune.models.lora import experts, linears, name_matches
 from jaxtune.models.placement import partition
+from jaxtune.pallas.formats.layout import SERVED_IN_16_BITS
 
 GROUP = 128
 _PACKED = 8  # codes in an int32
 
 
 def write(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
-    """Writes linears and experts in int4. Linears of folders.KEPT stay in 16 bits, as do linears whose rows are not
+    """Writes linears and experts in int4. Those of SERVED_IN_16_BITS stay in 16 bits, as do linears whose rows are not
     whole groups; a note says how many.
 
     Returns:
@@ -42,7 +43,7 @@ def write(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) 
     model = weights.model
     exact, group = model.qat is not None, GROUP if model.qat is None else model.qat.group_size
     planned = hf.checkpoint_tensors(weights)
-    dense = [name for name, _ in linears(model) if not any(name_matches(name, kept) for kept in folders.KEPT)]
+    dense = [name for name, _ in linears(model) if not any(name_matches(name, kept) for kept in SERVED_IN_16_BITS)]
     names = [f"{name}.weight" for name in dense] + [name for name, _ in experts(model)]
     packed, left = [], []
     for name in names:

@@ -1,9 +1,8 @@
 """The numbers of the planner and of the stack that were fitted to measurements and not derived from shapes.
 
 A table holds the numbers of one operation, by the device and by the implementation (a name that `pallas/dispatch.py`
-gives) they were fitted to, each with its source. A device without numbers of its own is taken to be like the first
-device of the table that has the implementation, and an implementation without numbers like the table's first row: so
-the numbers of an H200 rank plans on every card until somebody measures that card and adds a row.
+gives) they were fitted to, each with its source (jaxtune/pallas/fitted.py). Numbers that belong to one format of
+weights are in its declaration.
 
     ATTENTION_TIME.of("cudnn", "NVIDIA H200").backward
 
@@ -15,22 +14,8 @@ benchmarks/train records of the device.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
-
-@dataclasses.dataclass(frozen=True)
-class Fitted[Numbers]:
-    """A table of fitted numbers: {(device, implementation): (numbers, what they were fitted to)}."""
-
-    rows: Mapping[tuple[str, str], tuple[Numbers, str]]
-
-    def of(self, implementation: str, device: str) -> Numbers:
-        """The numbers for a device of this name, such as "NVIDIA H200" or "RTX 4090"."""
-        same = {known: numbers for (known, name), (numbers, _) in self.rows.items() if name == implementation}
-        if not same:
-            return next(iter(self.rows.values()))[0]
-        return next((numbers for known, numbers in same.items() if known in device), next(iter(same.values())))
-
+from jaxtune.pallas.fitted import Fitted
 
 # ---- time
 
@@ -111,10 +96,6 @@ class ProductTime:
     decoded_share: float
     # The share of dense products' speed that experts' products reach, with what sorts their rows.
     experts: float
-    # The time of a product in FP8 against one in 16 bits, with the rounding of what is multiplied: weights with scales
-    # by rows, and by blocks of 128 x 128.
-    fp8_rows: float
-    fp8_blocks: float
 
 
 PRODUCT_TIME = Fitted(
@@ -127,10 +108,8 @@ PRODUCT_TIME = Fitted(
                 decoded_bytes=2.5,
                 decoded_share=0.8,
                 experts=0.75,
-                fp8_rows=0.56,
-                fp8_blocks=0.72,
             ),
-            "steps of the 8B shape; experts: three steps of gpt-oss-20b; FP8: two steps of the 8B shape",
+            "steps of the 8B shape; experts: three steps of gpt-oss-20b",
         )
     }
 )
@@ -280,9 +259,6 @@ EXPERTS_BYTES = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class AllocatorBytes:
-    # Of weights in four bits and in FP8: what is lost on them, as their 16-bit originals leave holes of other sizes.
-    four_bit: float
-    fp8: float
     # Of values on their way to the host, with the gaps that they leave behind.
     leaving: float
     # Of the hidden states: what is around the loss.
@@ -292,8 +268,8 @@ class AllocatorBytes:
 ALLOCATOR_BYTES = Fitted(
     {
         ("H200", "xla"): (
-            AllocatorBytes(four_bit=0.09, fp8=0.12, leaving=1.4, loss=3.5),
-            "packed weights of an 8B lose 0.36 and 0.84 GB; the rest by compiled steps",
+            AllocatorBytes(leaving=1.4, loss=3.5),
+            "compiled steps",
         )
     }
 )

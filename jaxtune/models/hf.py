@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import threading
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,9 +23,9 @@ from jaxtune.models.adapters.trained_over import TrainedOver
 from jaxtune.models.config import DecoderConfig, Source
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.families.common import tensor_name
-from jaxtune.models.files import carried, expert_files, file_plan, fp8_files, load_memory, quant, shards
+from jaxtune.models.files import carried, expert_files, file_plan, load_memory, quant, shards, stored_weights
 from jaxtune.models.files.digests import of_base, of_random
-from jaxtune.models.files.file_plan import Group, Piece, Planned
+from jaxtune.models.files.file_plan import Group, Planned
 from jaxtune.models.files.folders import new_folder, require_new, require_space
 from jaxtune.models.files.model_folder import (
     INDEX,
@@ -41,12 +40,13 @@ from jaxtune.models.files.model_folder import (
     write_json,
 )
 from jaxtune.models.files.reading import read_tensors
-from jaxtune.models.files.tensor_entries import PACKED, dtype_name, listed, match, weight_name
+from jaxtune.models.files.stored_weights import StoredEntry
+from jaxtune.models.files.tensor_entries import dtype_name, is_kept_packed, listed, match, weight_name
 from jaxtune.models.files.weights import Weights, tensors_of
 from jaxtune.models.lora import experts, freeze, linears
 from jaxtune.models.placement import partition
 from jaxtune.models.registry import config_from_hf, family, is_nested, text_config, text_tensor_name
-from jaxtune.pallas.formats import FP8, FourBit, Stored
+from jaxtune.pallas.formats import Stored
 from jaxtune.system import terminal
 
 _ROUTER = ".mlp.gate.weight"
@@ -71,7 +71,7 @@ class Pretrained:
       linears that load_in leaves alone.
 
     Attributes: config (DecoderConfig), folder, packed (whether the checkpoint itself is in few bits),
-      stored_in (of quant.LOAD_IN, what of it is, or None).
+      stored_in (the name of the format that its weights are stored in, or None).
     """
 
     def __init__(
@@ -110,21 +110,21 @@ class Pretrained:
         if hf is not whole:
             renamed = {text_tensor_name(name): entry for name, entry in entries.items()}
             entries = {name: entry for name, entry in renamed.items() if name is not None}
-        entries = fp8_files.gather_fp8(quant.gather_packed(entries))
+        entries = stored_weights.gather(entries)
         if config.moe is not None:
             files = getattr(family(config.family), "EXPERT_FILES", None)
             entries = expert_files.gather_experts(entries, files, config.moe.num_experts)
         self._entries = entries = match(wanted, entries, config.tie_embeddings, folder)
         self._quantizable = quantizable = {weight_name(name) for name in modules}
-        packed = {name for name, entry in entries.items() if isinstance(entry, PACKED)}
+        packed = {name for name, entry in entries.items() if is_kept_packed(entry)}
         self._opened = frozenset(name for name in packed if config.moe is not None and name.endswith(_ROUTER))
         packed -= self._opened  # a linear of transformers 4's, small, and no matrix of ours
         if packed - quantizable:
             raise ValueError(f"{folder}: {listed(packed - quantizable)} is quantised; only linears of layers can be")
         self.packed = bool(packed)
-        stored = {"fp8" if isinstance(entries[name], fp8_files.FP8Entry) else "nf4" for name in packed}
+        stored = {entry.word for name in packed if isinstance(entry := entries[name], StoredEntry)}
         self.stored_in = min(stored, default=None)
-        quant.check_stored(folder, hf, stored, load_in, carried.in_fp8(beside))
+        quant.check_stored(folder, hf, stored, load_in, carried.stored_in(beside))
         # What a checkpoint with quantised weights keeps in 16 bits, it keeps so on purpose.
         encoded = quantizable - {weight_name(name) for name in skip_modules}
         self._encoded = dict.fromkeys(encoded, load_in) if load_in and not packed else {}
@@ -180,9 +180,9 @@ def from_pretrained(
       path: folder with config.json and safetensors, or a hub name (the local cache comes first); or a PEFT folder.
       dtype: of weights and compute: "bfloat16", "float16" or "float32"; the file's own dtype is cast to it. None: the
         one that an adapter was trained in, where its folder records it; else bfloat16.
-      load_in: "nf4": the linears of the layers are quantised on the way, as bitsandbytes does it with double
-        quantisation. "fp8": they become e4m3 with a scale for each row. A checkpoint that is stored in four bits or in
-        FP8 stays as it is. "stored": weights are kept in `dtype`, or as they are stored. None: as an adapter was
+      load_in: a format that the linears of the layers are quantised to on the way: "nf4", as bitsandbytes does it with
+        double quantisation; "fp8": e4m3 with a scale for each row. A checkpoint that is stored in few bits stays as it
+        is. "stored": weights are kept in `dtype`, or as they are stored. None: as an adapter was
         trained over them, where its folder records it (trained_over.py); else "stored".
       max_length: tokens of the longest row you mean to use; refused if the model has no positions for it.
     Returns:
@@ -287,19 +287,16 @@ def hf_config_of(model: Decoder, tokenizer=None) -> dict[str, Any]:
 
 def _group(name: str, value: Any, make: Callable[[], Any], dtype: np.dtype, files) -> Group:
     """What is written of a tensor. value: it, or its shape. make: gives it."""
-    if isinstance(value, FP8 | FourBit) and ".experts." in name:
-        pieces = expert_files.split_packed_experts(name, value, files, make)
-        if isinstance(value, FourBit):
-            warnings.warn(
-                "experts in four bits are written as the linears of transformers 4, which jaxtune loads again and "
-                "transformers 5 does not: it has no experts in four bits (dequantize writes 16)",
-                stacklevel=3,
-            )
-        return Group(make, pieces)
-    if isinstance(value, FP8):
-        return Group(make, (Piece(fp8_files.checkpoint_tensors(name, value)),))
-    if isinstance(value, FourBit):
-        return Group(make, (Piece(quant.checkpoint_tensors(name, value, quant.offset_of(value, make))),))
+    if isinstance(value, Stored):
+        pieces = None
+        if ".experts." in name:
+            if files is None:
+                raise ValueError(
+                    f"save_pretrained: {name} is quantised, and no checkpoint of this family stores its experts so: "
+                    "use dequantize first (jaxtune.models.files.quant)"
+                )
+            pieces = expert_files.pieces_of(name, value.shape, files)
+        return stored_weights.group(name, value, make, pieces)
     if files is not None and ".experts." in name:
         return Group(make, expert_files.split_experts(name, value, dtype, files))
     if files is not None:
@@ -312,10 +309,11 @@ def save_pretrained(
 ) -> None:
     """Writes a model as a Hugging Face folder that transformers loads.
 
-    Weights are written in model.dtype, those in four bits as bitsandbytes' checkpoints hold them (experts as those of
-    transformers 4 do, see expert_files: transformers 5 has no experts in four bits), those in FP8 as Qwen's or as
-    compressed-tensors' do, see fp8_files; one tensor is in host memory at a time. Weights that QAT put on a grid are
-    written as they are, and config.json names the grid ("qat"). The folder appears whole or not at all.
+    Weights are written in model.dtype, those in few bits in the layout of their format (jaxtune/pallas/formats): NF4
+    as bitsandbytes does (experts as those of transformers 4, see expert_files: transformers 5 has no experts in four
+    bits), FP8 as Qwen's or as compressed-tensors' checkpoints; one tensor is in host memory at a time. Weights that QAT
+    put on a grid are written as they are, and config.json names the grid ("qat"). The folder appears whole or not at
+    all.
 
     Args:
       path: a folder that does not exist or is empty.

@@ -34,7 +34,7 @@ from jaxtune.models.families import (
 )
 from jaxtune.models.families.common import SCORES
 from jaxtune.models.families.types import checked
-from jaxtune.models.files import fp8_files
+from jaxtune.pallas.formats import format_of, layouts
 
 FAMILIES: dict[str, ModuleType] = {
     "llama": llama,
@@ -142,8 +142,8 @@ def family(model_type: str | None) -> ModuleType:
 
 
 def weights_stored_in(hf: dict) -> str | None:
-    """The format of a checkpoint's linears by its config.json: "nf4" (bitsandbytes' four bits), "fp8", or None (16 bits
-    or more, which gpt-oss's MXFP4 becomes too).
+    """The name of the format of a checkpoint's linears by its config.json, such as "nf4"; None: 16 bits or more, which
+    gpt-oss's MXFP4 becomes too.
 
     Raises:
       ValueError: as anything else, which is not read here.
@@ -153,20 +153,16 @@ def weights_stored_in(hf: dict) -> str | None:
     if not quantization:
         return None
     settings = quantization if isinstance(quantization, dict) else {"quant_method": quantization}
-    method = settings.get("quant_method", "unknown")
-    four_bit = settings.get("load_in_4bit", settings.get("_load_in_4bit"))
-    if method == "mxfp4" and hf.get("model_type") == "gpt_oss":
-        return None
-    if method in ("fp8", "compressed-tensors"):
-        fp8_files.check_config(settings)
-        return "fp8"
-    if method != "bitsandbytes" or not four_bit:
-        bits = " in 8 bits" if method == "bitsandbytes" else ""
-        raise ValueError(
-            f"config.json: quantization_config says quant_method {method!r}{bits}; of quantised checkpoints only those "
-            "of bitsandbytes in four bits and those in FP8 can be loaded: use the 16-bit original"
-        )
-    return "nf4"
+    for layout in layouts():
+        if (layout.families is None or hf.get("model_type") in layout.families) and layout.says(settings):
+            layout.check(settings)
+            return None if layout.opens else format_of(layout).word
+    said = {key: settings[key] for key in ("quant_method", "format", "load_in_8bit", "quant_algo") if settings.get(key)}
+    raise ValueError(
+        f"config.json: quantization_config says {', '.join(f'{key} = {value!r}' for key, value in said.items())}; of "
+        f"quantised checkpoints these can be loaded: {'; '.join(layout.title for layout in layouts())}: use the "
+        "16-bit original"
+    )
 
 
 def config_from_hf(hf: dict) -> DecoderConfig:

@@ -218,7 +218,7 @@ def test_a_config_that_says_of_plain_weights_that_they_are_quantised(plain, fold
     [
         (OFFICIAL | {"activation_scheme": "static"}, r"activation_scheme = 'static': of 'fp8' only 'dynamic'"),
         (OFFICIAL | {"weight_block_size": [64, 64]}, r"weight_block_size = \[64, 64\]: must be \[128, 128\]"),
-        (CHANNELS | {"format": "pack-quantized"}, r"format = 'pack-quantized': of 'compressed-tensors' only"),
+        (CHANNELS | {"format": "pack-quantized"}, r"'compressed-tensors', format = 'pack-quantized'; of"),
         (CHANNELS | {"config_groups": {"a": {"weights": {"type": "int", "num_bits": 8}}}}, r"a.weights.type = 'int'"),
         (CHANNELS | {"kv_cache_scheme": {"num_bits": 8}}, r"kv_cache_scheme"),
     ],

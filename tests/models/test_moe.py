@@ -19,13 +19,13 @@ from tiny_models import adapted_model, golden_model, named, tiny_model
 
 from jaxtune import get_peft_model, load_adapter, merge_adapter, save_adapter
 from jaxtune.models.config import LayerSpec, MoEConfig
-from jaxtune.models.files.quant import checkpoint_tensors, dequantize, is_quantized, quantize
+from jaxtune.models.files.quant import dequantize, is_quantized, quantize
 from jaxtune.models.hf import from_pretrained, model_from_config, save_pretrained
 from jaxtune.models.lora import experts, linears
 from jaxtune.models.placement import transfers
 from jaxtune.models.residual_plan import RECOMPUTE, LayerPlan, ResidualPlan
 from jaxtune.pallas.attention import attention
-from jaxtune.pallas.formats import NF4, FourBit
+from jaxtune.pallas.formats import NF4, FourBit, format_of
 from jaxtune.train.display.report import trained_table
 
 FILE = "model.safetensors"
@@ -237,8 +237,9 @@ def test_four_bit_experts_as_the_hub_has_them(tmp_path):
     for key, array in arrays.items():
         if ".experts." in key or key.endswith("mlp.gate.weight"):
             wanted[key] = NF4.encode(array)
-            for part, tensor in checkpoint_tensors(key, wanted[key], float(wanted[key].offset)).items():
-                packed[part] = np.asarray(tensor.of(wanted[key])).reshape(tensor.shape)
+            layout = format_of(wanted[key]).layout(wanted[key])
+            for part, tensor in layout.tensors(wanted[key], float(wanted[key].offset)).items():
+                packed[key.removesuffix(".weight") + part] = np.asarray(tensor.of(wanted[key])).reshape(tensor.shape)
         else:
             packed[key] = array
     assert len({float(weight.offset) for weight in wanted.values()}) > 2
@@ -259,7 +260,7 @@ def test_four_bit_experts_as_the_hub_has_them(tmp_path):
     key = "model.layers.0.mlp.experts.3.down_proj.weight"
     mixed = {name: array for name, array in packed.items() if not name.startswith(f"{key}.")} | {key: arrays[key]}
     save_file({name: np.ascontiguousarray(array) for name, array in mixed.items()}, tmp_path / "hub" / FILE)
-    with pytest.raises(ValueError, match=r"experts.down_proj: of its experts' matrices some are in four bits"):
+    with pytest.raises(ValueError, match=r"experts.down_proj: its experts' matrices are stored in different formats"):
         load(tmp_path / "hub")
 
 

@@ -20,7 +20,7 @@ from jaxtune.models import hf
 from jaxtune.models.adapters.adapter_files import load_adapter, save_adapter
 from jaxtune.models.adapters.merge import merge_adapter
 from jaxtune.models.config import LayerSpec
-from jaxtune.models.files import quant, shards
+from jaxtune.models.files import shards
 from jaxtune.models.files.quant import dequantize, is_quantized, quantization_config, quantize
 from jaxtune.models.generation.generate import generate
 from jaxtune.models.hf import from_pretrained, save_pretrained
@@ -240,7 +240,7 @@ def test_quantised_on_the_way_as_bitsandbytes_does(plain):
 def test_one_tensor_is_encoded_at_a_time(plain, monkeypatch):
     """Beyond what stays, the device holds one tensor on its way."""
     busy, most = 0, 0
-    encode = quant.NF4.encode
+    encode = NF4.encode
 
     def watched(array):
         nonlocal busy, most
@@ -251,7 +251,7 @@ def test_one_tensor_is_encoded_at_a_time(plain, monkeypatch):
         finally:
             busy -= 1
 
-    monkeypatch.setattr(quant.NF4, "encode", staticmethod(watched))
+    monkeypatch.setattr(NF4, "encode", staticmethod(watched))
     from_pretrained(plain, load_in="nf4")
     assert most == 1
 
@@ -364,8 +364,11 @@ def test_damaged_four_bit_tensors_are_refused(folder, change, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"quant_method": "gptq"}, "quant_method 'gptq'; of quantised checkpoints only those of bitsandbytes"),
-        ({"load_in_4bit": False, "load_in_8bit": True}, "quant_method 'bitsandbytes' in 8 bits"),
+        (
+            {"quant_method": "gptq"},
+            "quant_method = 'gptq'; of quantised .* can be loaded: bitsandbytes' in four bits; FP8",
+        ),
+        ({"load_in_4bit": False, "load_in_8bit": True}, "quant_method = 'bitsandbytes', load_in_8bit = True; of"),
     ],
 )
 def test_other_methods_are_refused_by_name(folder, changes, message):

@@ -20,7 +20,6 @@ from jaxtune.models.adapters.trained_over import TrainedOver
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.fake_quant import FakeQuant
 from jaxtune.models.files.quant import (
-    LOAD_IN,
     compute_in_fp8,
     computes_in_fp8,
     prepare_qat,
@@ -30,6 +29,7 @@ from jaxtune.models.files.quant import (
 )
 from jaxtune.models.generation.ends import end_token_ids, with_end_token_ids
 from jaxtune.models.lora import linears
+from jaxtune.pallas import formats
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 TOKENS = jnp.arange(12, dtype=jnp.int32)[None]
@@ -189,5 +189,5 @@ def test_the_record_is_where_peft_does_not_look(tmp_path, base):
 
 
 def test_every_format_can_be_recorded():
-    for load_in in LOAD_IN:
+    for load_in in formats.load_in():
         assert TrainedOver(load_in=load_in) == trained_over._from_record("x", {"load_in": load_in})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +20,21 @@ from jaxtune.models.adapters.adapter_config import WEIGHTS_NAME
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.fake_quant import FakeQuant
 from jaxtune.models.files.model_folder import read_json
-from jaxtune.models.files.quant import LOAD_IN, computes_in_fp8, qat_spec, stored_in
+from jaxtune.models.files.quant import computes_in_fp8, qat_spec, stored_in
 from jaxtune.models.generation.ends import end_token_ids
 from jaxtune.models.lora import matrices
-from jaxtune.pallas.formats import Stored
+from jaxtune.pallas.formats import FORMATS, Stored, load_in
 
 METADATA = "jaxtune_trained_over"
 RUN_RECORD = "jaxtune_run.json"  # of a folder that a run wrote; see train/folder/results.py
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # of the precision of a run
-_WORDS = {"nf4": "in four bits (NF4)", "fp8": "in eight bits (FP8)", None: "not quantised"}
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainedOver:
     """What a folder records; the default says nothing of the base."""
 
-    # The format of quant.LOAD_IN that the base's linears were in; None: as the base's files store them.
+    # The format of model.load_in that the base's linears were in; None: as the base's files store them.
     load_in: str | None = None
     # Linears that were not in that format.
     skip_modules: tuple[str, ...] = ()
@@ -53,11 +53,11 @@ class TrainedOver:
 
 def of_model(model: Decoder) -> TrainedOver:
     """What is to be recorded of a model with an adapter."""
-    load_in = stored_in(model)
+    stored = stored_in(model)
     plain = [name for name, matrix in matrices(model) if not isinstance(matrix.stored_weight, Stored)]
     return TrainedOver(
-        load_in=load_in,
-        skip_modules=() if load_in is None or _stored_so(model) else tuple(plain),
+        load_in=stored,
+        skip_modules=() if stored is None or _stored_so(model) else tuple(plain),
         compute="fp8" if computes_in_fp8(model) else None,
         dtype=model.dtype,
         qat=qat_spec(model),
@@ -97,7 +97,7 @@ def _from_record(where: str, record: Any) -> TrainedOver:
     if unknown := sorted(record.keys() - fields):
         raise ValueError(f"{where}: {unknown[0]} is unknown to this version of jaxtune: load it with the one it is of")
     found = {key: value for key, value in record.items() if value is not None}
-    _one_of(f"{where}: load_in", found.get("load_in"), LOAD_IN)
+    _one_of(f"{where}: load_in", found.get("load_in"), load_in())
     _one_of(f"{where}: compute", found.get("compute"), ("fp8",))
     _one_of(f"{where}: dtype", found.get("dtype"), tuple(_DTYPES.values()))
     values.texts(f"{where}: skip_modules", found.get("skip_modules", []))
@@ -120,8 +120,8 @@ def of_run(folder: Path) -> TrainedOver | None:
     if not isinstance(run, dict):
         return None
     where = f"{file}: run"
-    load_in, compute, precision = (run.get(f"config.{key}") for key in ("model.load_in", "model.compute", "precision"))
-    _one_of(f"{where}: config.model.load_in", load_in, LOAD_IN)
+    stored, compute, precision = (run.get(f"config.{key}") for key in ("model.load_in", "model.compute", "precision"))
+    _one_of(f"{where}: config.model.load_in", stored, load_in())
     _one_of(f"{where}: config.model.compute", compute, ("fp8",))
     _one_of(f"{where}: config.precision", precision, tuple(_DTYPES))
     dtype = None if precision is None else _DTYPES[precision]
@@ -129,10 +129,10 @@ def of_run(folder: Path) -> TrainedOver | None:
     if run.get("config.qat.format") is not None:
         parts = {key: run.get(f"config.qat.{key}") for key in ("format", "group_size")}
         qat = FakeQuant.of_record(f"{where}: config.qat", parts | {"dtype": dtype})
-    return TrainedOver(load_in=load_in, compute=compute, dtype=dtype, qat=qat)
+    return TrainedOver(load_in=stored, compute=compute, dtype=dtype, qat=qat)
 
 
-def _one_of(where: str, value: Any, known: tuple[str, ...]) -> None:
+def _one_of(where: str, value: Any, known: Sequence[str]) -> None:
     if value is not None and value not in known:
         raise ValueError(f"{where} = {value!r} is unknown to this version of jaxtune; it knows {', '.join(known)}")
 
@@ -143,4 +143,5 @@ def difference(over: TrainedOver, base: Decoder) -> str | None:
     found = stored_in(base)
     if found == over.load_in or (over.load_in is None and _stored_so(base)):
         return None
-    return f"it was trained over weights {_WORDS[over.load_in]}, and this base's are {_WORDS[found]}"
+    trained, here = ("not quantised" if word is None else FORMATS[word].title for word in (over.load_in, found))
+    return f"it was trained over weights {trained}, and this base's are {here}"

@@ -1,5 +1,5 @@
 """What a checkpoint holds beside the text model: it stays where it lies, and is saved again as it is, in 16 bits where
-it lies in FP8: the config of what is saved says then that none of it is quantised."""
+it is stored in few: the config of what is saved says then that none of it is quantised."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxtune.models.config import Carried, DecoderConfig
-from jaxtune.models.files import file_plan, fp8_files, shards
+from jaxtune.models.files import file_plan, shards, stored_weights
 from jaxtune.models.files.file_plan import Planned
+from jaxtune.models.files.stored_weights import StoredEntry
 from jaxtune.models.registry import config_from_hf, is_carried, whole_tensor_name
 
 _PROCESSORS = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
@@ -33,7 +34,7 @@ def divide(
     if not beside:
         return dict(entries), None
     for entry in _gathered(beside):
-        if not isinstance(entry, fp8_files.FP8Entry):
+        if not isinstance(entry, StoredEntry):
             shards.check_entry(entry)
     rest = {name: entry for name, entry in entries.items() if not is_carried(name, config.family)}
     if hf is whole:
@@ -43,17 +44,17 @@ def divide(
     return rest, Carried(beside, json.dumps(whole), processors)
 
 
-def in_fp8(beside: Carried | None) -> bool:
-    """Whether any of the carried tensors is stored in FP8."""
-    return beside is not None and any(isinstance(entry, fp8_files.FP8Entry) for entry in _gathered(beside.tensors))
+def stored_in(beside: Carried | None) -> set[str]:
+    """The formats of those tensors that are stored in few bits."""
+    return {entry.word for entry in _gathered(beside.tensors if beside else ()) if isinstance(entry, StoredEntry)}
 
 
 def _gathered(tensors: tuple[shards.TensorEntry, ...]) -> Iterable[shards.TensorEntry]:
-    return fp8_files.gather_fp8({entry.name: entry for entry in tensors}).values()
+    return stored_weights.gather({entry.name: entry for entry in tensors}).values()
 
 
-def _in_16_bits(entry: fp8_files.FP8Entry) -> jax.Array:
-    weight, _ = fp8_files.read_fp8(entry, "bfloat16")
+def _in_16_bits(entry: StoredEntry) -> jax.Array:
+    weight, _ = stored_weights.read(entry, "bfloat16")
     return jax.tree.map(jnp.asarray, weight).decode("bfloat16")
 
 
@@ -78,9 +79,9 @@ def with_carried(planned: Planned, carried: Carried | None) -> Planned:
                 "it is not there any more; put the folder back"
             )
     for entry in _gathered(carried.tensors):
-        in_fp8 = isinstance(entry, fp8_files.FP8Entry)
-        make = functools.partial(_in_16_bits if in_fp8 else shards.read_tensor, entry)
-        dtype = shards.DTYPES["BF16" if in_fp8 else entry.dtype]
+        packed = isinstance(entry, StoredEntry)
+        make = functools.partial(_in_16_bits if packed else shards.read_tensor, entry)
+        dtype = shards.DTYPES["BF16" if packed else entry.dtype]
         whole[entry.name] = file_plan.one(entry.name, entry.shape, dtype, make, lambda tensor: tensor)
     return whole
 

@@ -4,23 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from jaxtune.models.placement import partition
-
-
-class FileTensor(NamedTuple):
-    """A tensor of a file. of: gives its array, of what its Piece is cut to."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    of: Callable[[Any], Any]
-
-    @property
-    def size_bytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+from jaxtune.pallas.formats.layout import FileTensor
 
 
 @dataclasses.dataclass(frozen=True)

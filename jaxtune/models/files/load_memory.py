@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxtune.models.files import quant, shards
-from jaxtune.models.files.tensor_entries import PACKED
+from jaxtune.models.files.tensor_entries import is_kept_packed
+from jaxtune.pallas.formats import FORMATS
 
 _GB = 1e9
-_WORDS = {"nf4": "in four bits (NF4)", "fp8": "in eight bits (FP8)"}
 
 
 def load_bytes(
@@ -34,7 +34,7 @@ def load_bytes(
     """
     total = 0
     for name, shape in shapes.items():
-        if isinstance(entries[name], PACKED) and name not in opened:
+        if is_kept_packed(entries[name]) and name not in opened:
             total += entries[name].size_bytes
         elif name in encoded:
             total += _encoded_bytes(shape, dtype, encoded[name])
@@ -74,8 +74,9 @@ def require_room(folder: Path, need_bytes: int, how: str, nf4_bytes: int | None)
         )
     elif nf4_bytes is not None:
         remedy = f"in four bits, too, they take {nf4_bytes / _GB:.1f} GB; {remedy}"
+    said = FORMATS[how].title if how in FORMATS else f"in {how}"
     raise ValueError(
-        f"{folder}: its weights take {need_bytes / _GB:.1f} GB {_WORDS.get(how, f'in {how}')}, and the device "
+        f"{folder}: its weights take {need_bytes / _GB:.1f} GB {said}, and the device "
         f"({device.device_kind}) has {limit / _GB:.1f} GB{used}; {remedy}"
     )
 

@@ -14,9 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtune.models.files import expert_files, fp8_files, quant, shards
+from jaxtune.models.files import expert_files, quant, shards, stored_weights
 from jaxtune.models.files.digests import Digest, Kept
-from jaxtune.models.files.tensor_entries import PACKED, listed
+from jaxtune.models.files.stored_weights import StoredEntry
+from jaxtune.models.files.tensor_entries import listed
 from jaxtune.models.placement import partition
 from jaxtune.pallas.formats import Stored
 
@@ -30,14 +31,6 @@ def _all_finite(tensor: jax.Array | Stored) -> jax.Array:
     """bool[]: of a tensor in one pass; of a quantised one, its scales, and its codes where they are floats."""
     leaves = [leaf for leaf in jax.tree.leaves(tensor) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all()
-
-
-def _read_packed(entry, dtype: str) -> tuple[Stored, Digest]:
-    if isinstance(entry, quant.PackedEntry):
-        return quant.read_packed(entry)
-    if isinstance(entry, fp8_files.FP8Entry):
-        return fp8_files.read_fp8(entry, dtype)
-    return expert_files.read_packed_experts(entry)
 
 
 def read_tensors(
@@ -63,12 +56,12 @@ def read_tensors(
     kept = Kept(entry.file for entry in entries.values())
 
     def load(name, entry):
-        if isinstance(entry, PACKED):
-            packed, digest = _read_packed(entry, dtype)
-            packed = partition.put(packed, where(name, packed))
-            return jax.block_until_ready(packed.decode(dtype) if name in opened else packed), digest
-        if isinstance(entry, expert_files.MXFP4Entry):
-            host, digest = expert_files.read_mxfp4(entry, dtype)
+        if isinstance(entry, StoredEntry):
+            packed, digest = stored_weights.read(entry, dtype)
+            if not entry.layout.opens:
+                packed = partition.put(packed, where(name, packed))
+                return jax.block_until_ready(packed.decode(dtype) if name in opened else packed), digest
+            host = entry.layout.open(packed, dtype)
         else:
             stacked = isinstance(entry, expert_files.StackedEntry)
             read = functools.partial(expert_files.read_stacked if stacked else shards.read_bytes, entry)

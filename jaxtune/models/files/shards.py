@@ -27,12 +27,15 @@ from jaxtune.system import processes
 from jaxtune.system.files import writing
 
 DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
-# Bytes are parts of tensors in four bits, e4m3 has scales beside it, integers are parts of compressed-tensors' int4.
+# What else parts of weights in few bits are stored in.
 _STORED = DTYPES | {
-    "U8": np.dtype(np.uint8),
+    "F64": np.dtype(np.float64),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "I32": np.dtype(np.int32),
-    "I64": np.dtype(np.int64),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "BOOL": np.dtype(np.bool_),
+    **{f"I{8 * size}": np.dtype(f"int{8 * size}") for size in (1, 2, 4, 8)},
+    **{f"U{8 * size}": np.dtype(f"uint{8 * size}") for size in (1, 2, 4, 8)},
 }
 _DTYPE_NAMES = {dtype.name: name for name, dtype in _STORED.items()}
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
@@ -99,13 +102,15 @@ def check_entry(entry: TensorEntry) -> None:
     if entry.dtype not in DTYPES:
         raise ValueError(
             f"{entry.file}: {entry.name} is stored as {entry.dtype}; supported: {', '.join(DTYPES)} "
-            "(of quantised checkpoints, those of bitsandbytes in four bits and those in FP8 can be loaded)"
+            "(and, of quantised checkpoints, the formats that model.load_in names)"
         )
     check_size(entry)
 
 
 def check_size(entry: TensorEntry) -> None:
-    """Refuses a size that does not fit the shape."""
+    """Refuses a size that does not fit the shape, and a dtype that is not read."""
+    if entry.dtype not in _STORED:
+        raise ValueError(f"{entry.file}: {entry.name} is stored as {entry.dtype}, which is not supported")
     want = math.prod(entry.shape) * _STORED[entry.dtype].itemsize
     if want != entry.size_bytes:
         raise ValueError(

@@ -8,11 +8,11 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtune.models.files import expert_files, fp8_files, quant, shards
+from jaxtune.models.files import shards
+from jaxtune.models.files.expert_files import StackedEntry
+from jaxtune.models.files.stored_weights import StoredEntry
 
 COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
-# Tensors of a file that hold weights in few bits.
-PACKED = (quant.PackedEntry, expert_files.StackedPackedEntry, fp8_files.FP8Entry)
 
 
 def dtype_name(dtype) -> str:
@@ -33,6 +33,11 @@ def dtype_name(dtype) -> str:
 def weight_name(module: str) -> str:
     """The tensor of a linear, or of experts' matrices, which are tensors themselves."""
     return module if ".experts." in module else f"{module}.weight"
+
+
+def is_kept_packed(entry: shards.TensorEntry) -> bool:
+    """Whether a tensor of a file is a weight in few bits that a model keeps as it is stored."""
+    return isinstance(entry, StoredEntry) and not entry.layout.opens
 
 
 def listed(names: Iterable[str]) -> str:
@@ -77,6 +82,6 @@ def match(wanted: Mapping[str, tuple[int, ...]], entries: dict, tied: bool, fold
     if problems:
         raise ValueError(f"{folder}: the weights do not fit config.json; tensors {'; '.join(problems)}")
     for name in wanted:
-        if not isinstance(entries[name], (*PACKED, expert_files.StackedEntry, expert_files.MXFP4Entry)):
+        if not isinstance(entries[name], StoredEntry | StackedEntry):
             shards.check_entry(entries[name])
     return {name: entries[name] for name in wanted}

@@ -1,8 +1,65 @@
-"""Weights in few bits: what is stored of a tensor, and the tensor of it. All are `Stored`."""
+"""Weights in few bits: what is stored of a tensor, and the tensor of it.
 
+A format is a file of this folder with a subclass of `Stored` and a declaration `FORMAT`, and a line of
+jaxtune/pallas/format_names.py. What reads and writes models, the planner, exports, the configuration and jaxtune.compat
+read the table FORMATS.
+"""
+
+import importlib
+
+from jaxtune.pallas import format_names
 from jaxtune.pallas.formats.four_bit import FP4, NF4, FourBit
 from jaxtune.pallas.formats.fp8 import FP8
+from jaxtune.pallas.formats.layout import Export, Format, Layout
 from jaxtune.pallas.formats.mxfp4 import MXFP4
 from jaxtune.pallas.formats.stored import Stored, dense
 
-__all__ = ["FP4", "FP8", "MXFP4", "NF4", "FourBit", "Stored", "dense"]
+FORMATS: dict[str, Format] = {
+    name: importlib.import_module(f"{__name__}.{file}").FORMAT
+    for name, file in (format_names.LOADED | format_names.READ).items()
+}
+
+
+def layouts() -> list[Layout]:
+    """All layouts of checkpoints, in the order in which they are asked whether tensors are their own."""
+    return [layout for each in FORMATS.values() for layout in each.layouts]
+
+
+def load_in() -> list[str]:
+    """The values of model.load_in."""
+    return [name for name in FORMATS if name not in format_names.READ]
+
+
+def exports() -> dict[str, Format]:
+    """The formats that a model is exported in, by the export's name."""
+    return {each.export.name: each for each in FORMATS.values() if each.export is not None}
+
+
+def format_of(weight: Stored | type[Stored] | Layout) -> Format:
+    """The format that a weight, a class of weights or a layout belongs to."""
+    if isinstance(weight, Layout):
+        return next(each for each in FORMATS.values() if weight in each.layouts)
+    kind = weight if isinstance(weight, type) else type(weight)
+    found = next((each for each in FORMATS.values() if kind in each.kinds), None)
+    if found is None:
+        raise ValueError(f"{kind.__name__} belongs to no format of jaxtune.pallas.formats.FORMATS")
+    return found
+
+
+__all__ = [
+    "FORMATS",
+    "FP4",
+    "FP8",
+    "MXFP4",
+    "NF4",
+    "Export",
+    "Format",
+    "FourBit",
+    "Layout",
+    "Stored",
+    "dense",
+    "exports",
+    "format_of",
+    "layouts",
+    "load_in",
+]

@@ -10,17 +10,34 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
-from typing import ClassVar
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxtune.pallas.arguments import FLOATS, Arguments, describe
+from jaxtune.pallas.fitted import Fitted
 from jaxtune.pallas.formats import blockwise8
 from jaxtune.pallas.formats.blockwise8 import dynamic_map, nearest_codes
 from jaxtune.pallas.formats.division import divide
+from jaxtune.pallas.formats.layout import (
+    Arrays,
+    Config,
+    Export,
+    FileTensor,
+    Format,
+    Found,
+    Headers,
+    Layout,
+    Read,
+    Settings,
+    file_tensor,
+)
 from jaxtune.pallas.formats.stored import Stored
 from jaxtune.pallas.meshes import on_any_mesh
 
@@ -77,6 +94,50 @@ class FourBit(Stored):
         values = jnp.asarray(self.nested_map).at[self.absmax].get(mode="promise_in_bounds")
         # The barrier keeps the sum from being contracted into the product: bitsandbytes rounds between them.
         return jax.lax.optimization_barrier(_blocks(values, NESTED_BLOCK, self.nested_absmax)) + self.offset
+
+    @property
+    def kind(self) -> str:
+        return type(self).__name__ + (", float32 absmax" if self.nested_absmax is None else "")
+
+    def random_like(self, shape: tuple[int, ...], draw: np.random.Generator) -> FourBit:
+        like = NF4.encode(jnp.asarray(draw.standard_normal(shape), jnp.bfloat16), self.nested_absmax is not None)
+        # FP4 has other entries for the same codes.
+        return type(self)(*(getattr(like, field.name) for field in dataclasses.fields(like)))
+
+    @classmethod
+    def joined(cls, pieces: Sequence[Self], shape: tuple[int, ...]) -> Self:
+        """Exactly the values of the pieces. Pieces that were doubly quantised each for itself have an offset each:
+        their absmax are then kept in float32."""
+        first, nested = pieces[0], (None, None, None)
+        whole_groups = first.size % (BLOCK * NESTED_BLOCK) == 0
+        if whole_groups and all(piece.offset is not None and piece.offset == first.offset for piece in pieces):
+            absmax = np.concatenate([piece.absmax for piece in pieces])
+            nested = (
+                np.concatenate([np.asarray(piece.nested_absmax) for piece in pieces]),
+                first.nested_map,
+                first.offset,
+            )
+        else:
+            absmax = np.concatenate([np.asarray(piece.block_absmax()) for piece in pieces])
+        leaves: list[Any] = [np.concatenate([piece.codes for piece in pieces]), absmax, *nested]
+        return cls(*leaves, shape=shape, dtype_name=first.dtype_name)
+
+    def piece(self, index: int, start: int, rows: int) -> Self:
+        """Exactly these values. A piece that is not whole groups of doubly quantised absmax has them in float32."""
+        columns = self.shape[2]
+        first, size = (index * self.shape[1] + start) * columns, rows * columns
+        blocks = slice(first // BLOCK, (first + size) // BLOCK)
+        cut: dict[str, Any] = dict(codes=self.codes[first // 2 : (first + size) // 2], absmax=self.absmax[blocks])
+        if self.nested_absmax is not None and self.nested_map is not None and self.offset is not None:
+            group = BLOCK * NESTED_BLOCK
+            if size % group == 0 and first % group == 0:
+                cut["nested_absmax"] = self.nested_absmax[first // group : (first + size) // group]
+            else:
+                nested = self.nested_absmax[np.arange(blocks.start, blocks.stop) // NESTED_BLOCK]
+                values = jnp.asarray(self.nested_map)[cut["absmax"]]
+                absmax = jax.lax.optimization_barrier(values * nested) + self.offset
+                cut |= dict(absmax=absmax, nested_absmax=None, nested_map=None, offset=None)
+        return dataclasses.replace(self, **cut, shape=(rows, columns))
 
     def cut(self, axis: int) -> int | None:
         """Along the first axis: of whole blocks, and of whole blocks of absmax where these are quantised."""
@@ -200,3 +261,177 @@ def _mean(values: jax.Array) -> jax.Array:
         half = values.size // 2
         values = values[:half] + values[half:]
     return divide(values[0], jnp.float32(count))
+
+
+# ---- in checkpoints
+
+_STATE = ".weight.quant_state.bitsandbytes__"
+_PART = re.compile(
+    r"(.+)(\.weight(?:|\.absmax|\.quant_map|\.nested_absmax|\.nested_quant_map|\.quant_state\.bitsandbytes__\w+))"
+)
+_KINDS: dict[str, type[FourBit]] = {"nf4": NF4, "fp4": FP4}
+
+
+class _State(NamedTuple):
+    """What the JSON object beside a weight says."""
+
+    quant_type: str
+    dtype_name: str
+    offset: float | None
+
+
+class BitsAndBytes(Layout):
+    """bitsandbytes' Linear4bit. Beside `X.weight` (the codes, as bytes of whatever dtype) there are `X.weight.absmax`,
+    `.quant_map`, with double quantisation `.nested_absmax` and `.nested_quant_map`, and
+    `.quant_state.bitsandbytes__nf4` (or `__fp4`): the bytes of a JSON object with shape, dtype and block sizes."""
+
+    title = "bitsandbytes' in four bits"
+    codes = ".weight"
+    codes_dtype = "U8"
+    others = (".weight.absmax", ".weight.quant_map", ".weight.nested_absmax", ".weight.nested_quant_map")
+    raw = (".weight",)
+    digests_pieces = True
+    expert_note = (
+        "experts in four bits are written as the linears of transformers 4, which jaxtune loads again and transformers "
+        "5 does not: it has no experts in four bits (dequantize writes 16)"
+    )
+
+    def says(self, settings: Settings) -> bool:
+        four_bit = settings.get("load_in_4bit", settings.get("_load_in_4bit"))
+        return settings.get("quant_method") == "bitsandbytes" and bool(four_bit)
+
+    def key_of(self, name: str) -> tuple[str, str] | None:
+        match = _PART.fullmatch(name)
+        return None if match is None else (match[1], match[2])
+
+    def claims(self, tensors: Headers) -> bool:
+        return any(key != self.codes for key in tensors)
+
+    def describe(self, name: str, tensors: Headers, read: Read) -> Found:
+        codes = tensors.get(self.codes)
+        if codes is None:
+            part = next(iter(tensors.values()))
+            raise ValueError(f"{part.file}: {part.name} is there, but {name} is missing")
+        where = f"{codes.file}: {name}"
+        keys = [key for key in tensors if key.startswith(_STATE)]
+        if len(keys) != 1:
+            raise ValueError(f"{where}: has {len(keys)} quant_state tensors, not one; fetch or save it again")
+        quant_type = keys[0].removeprefix(_STATE)
+        if quant_type not in _KINDS:
+            raise ValueError(f"{where}: quant_type {quant_type!r} is not supported; supported: {', '.join(_KINDS)}")
+        try:
+            state = json.loads(read(keys[0]).tobytes())
+            shape, dtype_name = tuple(map(int, state["shape"])), str(state["dtype"])
+            nested = ".weight.nested_absmax" in tensors
+            sizes = (state["blocksize"], state["nested_blocksize"] if nested else NESTED_BLOCK)
+            offset = float(state["nested_offset"]) if nested else None
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{where}: its quant_state is damaged ({type(error).__name__}: {error})") from None
+        if sizes != (BLOCK, NESTED_BLOCK):
+            raise ValueError(f"{where}: block sizes {sizes} are not supported; supported: {(BLOCK, NESTED_BLOCK)}")
+        if dtype_name not in FLOATS:
+            raise ValueError(f"{where}: quantised from {dtype_name}, which is not supported")
+        blocks = -(-math.prod(shape) // BLOCK)
+        wanted = {".weight.absmax": ("U8", blocks) if nested else ("F32", 4 * blocks), ".weight.quant_map": ("F32", 64)}
+        if nested:
+            groups = -(-blocks // NESTED_BLOCK)
+            wanted |= {".weight.nested_absmax": ("F32", 4 * groups), ".weight.nested_quant_map": ("F32", 4 * 256)}
+        wanted[self.codes] = (codes.dtype, -(-math.prod(shape) // 2))
+        for key, (dtype, size_bytes) in wanted.items():
+            part = tensors.get(key)
+            if part is None or (part.dtype, part.size_bytes) != (dtype, size_bytes):
+                got = "is missing" if part is None else f"has {part.size_bytes} bytes of {part.dtype}"
+                raise ValueError(
+                    f"{where}{key.removeprefix(self.codes)} {got}; a four-bit tensor {shape} needs {size_bytes} bytes "
+                    f"of {dtype}"
+                )
+        return Found(name, tensors, shape, _State(quant_type, dtype_name, offset))
+
+    def read(self, found: Found, arrays: Arrays, dtype_name: str) -> FourBit:
+        state = found.details
+        assert isinstance(state, _State)
+        kind = _KINDS[state.quant_type]
+        if not np.allclose(arrays[".weight.quant_map"], kind.table, rtol=0, atol=1e-6):
+            raise ValueError(f"{found.where}.quant_map is not the table of {state.quant_type}")
+        nested = map(arrays.get, (".weight.nested_absmax", ".weight.nested_quant_map"))
+        offset = None if state.offset is None else np.float32(state.offset)
+        leaves: list[Any] = [arrays[self.codes], arrays[".weight.absmax"], *nested, offset]
+        return kind(*leaves, shape=found.shape, dtype_name=state.dtype_name)
+
+    def joining(self, pieces: Sequence[Found], per_expert: int) -> str | None:
+        first = pieces[0]
+        if len({piece.details.quant_type for piece in pieces if isinstance(piece.details, _State)}) > 1:
+            return "of its experts' matrices some are in four bits of another type"
+        if math.prod(first.shape) % BLOCK:
+            return (
+                f"{list(first.shape)} is not whole blocks of {BLOCK} four-bit numbers: experts like that can only be "
+                "loaded from 16 bits"
+            )
+        return None
+
+    def digested(self, found: Found) -> list[tuple[str, str]]:
+        """The codes by the weight's name, the others by what follows it, in the order of the alphabet."""
+        others = sorted(key for key in found.tensors if key != self.codes)
+        return [(found.name, self.codes), *((key.removeprefix(".weight."), key) for key in others)]
+
+    def splitting(self, weight: Stored, rows: int) -> str | None:
+        if rows * weight.shape[2] % BLOCK == 0:
+            return None
+        return f"is in four bits, and its pieces of {rows} x {weight.shape[2]} are not whole blocks of {BLOCK}"
+
+    def noted(self, weight: Stored, make: Callable[[], Stored]) -> float | None:
+        """The offset of double quantisation, a number among the bytes of quant_state."""
+        assert isinstance(weight, FourBit)
+        if weight.offset is None:
+            return None
+        known = weight if isinstance(weight.offset, jax.Array) else make()
+        assert isinstance(known, FourBit) and known.offset is not None
+        return float(jax.device_get(known.offset))
+
+    def tensors(self, weight: Stored, noted: float | None) -> dict[str, FileTensor]:
+        assert isinstance(weight, FourBit)
+        table = type(weight).table
+        state: dict[str, Any] = {"quant_type": weight.quant_type, "blocksize": BLOCK, "dtype": weight.dtype_name}
+        state["shape"] = list(weight.shape)
+        codes = FileTensor((weight.codes.size, 1), np.dtype(weight.codes.dtype), lambda w: w.codes.reshape(-1, 1))
+        found = {
+            self.codes: codes,
+            ".weight.absmax": file_tensor(weight.absmax, lambda w: w.absmax),
+            ".weight.quant_map": file_tensor(table, lambda w: table),
+        }
+        if weight.offset is not None:
+            found[".weight.nested_absmax"] = file_tensor(weight.nested_absmax, lambda w: w.nested_absmax)
+            found[".weight.nested_quant_map"] = file_tensor(weight.nested_map, lambda w: w.nested_map)
+            state |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": noted}
+        content = np.frombuffer(json.dumps(state).encode(), np.uint8)
+        found[f"{_STATE}{weight.quant_type}"] = file_tensor(content, lambda w: content)
+        return found
+
+    def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
+        first = weights[0]
+        assert isinstance(first, FourBit)
+        return {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "load_in_8bit": False,
+            "bnb_4bit_quant_type": first.quant_type,
+            "bnb_4bit_use_double_quant": first.offset is not None,
+            "bnb_4bit_compute_dtype": dtype,
+            "bnb_4bit_quant_storage": "uint8",
+            "llm_int8_skip_modules": plain,
+        }
+
+
+FORMAT = Format(
+    word="nf4",
+    title="in four bits (NF4)",
+    kinds=(NF4, FP4),
+    layouts=(BitsAndBytes(),),
+    flag="load_in_4bit",
+    slack=Fitted({("H200", "xla"): (0.09, "weights of an 8B lose 0.36 GB")}),
+    export=Export(
+        "bnb-4bit",
+        "bitsandbytes' NF4",
+        without_experts="transformers 5 has no experts in four bits, so it could not load the result",
+    ),
+)

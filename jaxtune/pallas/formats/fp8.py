@@ -8,18 +8,40 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxtune.pallas.arguments import FLOATS, Arguments, describe
+from jaxtune.pallas.fitted import Fitted
 from jaxtune.pallas.formats.division import divide
+from jaxtune.pallas.formats.layout import FLOATS as FILE_FLOATS
+from jaxtune.pallas.formats.layout import (
+    SERVED_IN_16_BITS,
+    Arrays,
+    Config,
+    Export,
+    FileTensor,
+    Format,
+    Found,
+    Header,
+    Headers,
+    Layout,
+    Read,
+    Settings,
+    file_tensor,
+)
 from jaxtune.pallas.formats.stored import Stored
 from jaxtune.pallas.meshes import on_any_mesh
 
 LARGEST = 448.0  # of e4m3
 LEAST_SCALE = float(np.finfo(np.float32).tiny)  # devices may take what is smaller for zero, and would divide by it
+# The time of a product as it is stored, rounding of the other operand included, over one in 16 bits: with scales by
+# rows, and of 128 x 128.
+_PRODUCT_TIME = Fitted({("H200", "mosaic"): ((0.56, 0.72), "two steps of the 8B shape")})
 # (rows, columns) of a block; None: all there are.
 Block = tuple[int | None, int | None]
 ROW, TILE, MATRIX = (1, None), (128, 128), (None, None)
@@ -41,6 +63,8 @@ class FP8(Stored):
     scales: jax.Array
     block: Block = dataclasses.field(default=ROW, metadata=dict(static=True))
     dtype_name: str = dataclasses.field(default="bfloat16", metadata=dict(static=True))
+
+    compute = "fp8"
 
     @staticmethod
     @on_any_mesh
@@ -79,6 +103,13 @@ class FP8(Stored):
         """In whole blocks; leading axes anywhere."""
         axis = axis % self.ndim
         return 1 if axis < self.ndim - 2 else self.block[axis - self.ndim + 2]
+
+    def product_time(self, as_stored: bool, device: str) -> float:
+        return _PRODUCT_TIME.of("mosaic", device)[self.block == TILE] if as_stored else 1.0
+
+    def decoded_share(self, as_stored: bool) -> float:
+        """As stored, codes of experts are transposed in one direction of two: as many bytes as decoding moves."""
+        return 1.0 if not as_stored else 0.5 if self.ndim == 3 else 0.0
 
     @functools.partial(jax.jit, static_argnums=1)
     def _decode(self, dtype) -> jax.Array:
@@ -122,3 +153,167 @@ def _encode(array: jax.Array, block: Block) -> FP8:
     # A rounded scale may be a little low, and a number above 448 would be NaN.
     codes = jnp.clip(scaled, -LARGEST, LARGEST).astype(jnp.float8_e4m3fn)
     return dataclasses.replace(stored, codes=codes)
+
+
+# ---- in checkpoints
+
+_ADVICE = "use the 16-bit original, or a checkpoint of one of these kinds"
+
+
+class FP8Files(Layout):
+    """Codes in F8_E4M3 with their scales beside them, of two kinds. `quant_method: fp8` (Qwen, DeepSeek): beside
+    `X.weight` there is `X.weight_scale_inv`, a scale for each 128 x 128 numbers, by which, despite its name, they are
+    multiplied. `quant_method: compressed-tensors` with `format: float-quantized` (vLLM's llm-compressor):
+    `X.weight_scale`, one for each row ("channel") or for the whole matrix ("tensor"). Both leave activations to be
+    quantised as they come."""
+
+    title = "FP8 (quant_method fp8, or compressed-tensors' float-quantized)"
+    codes = ".weight"
+    codes_dtype = "F8_E4M3"
+    others = (".weight_scale_inv", ".weight_scale")
+
+    def says(self, settings: Settings) -> bool:
+        method, kind = settings.get("quant_method"), settings.get("format")
+        return method == "fp8" or (method == "compressed-tensors" and kind == "float-quantized")
+
+    def check(self, settings: Settings) -> None:
+        method = settings.get("quant_method")
+        if method == "fp8":
+            known = {"activation_scheme": ("dynamic", None), "fmt": ("e4m3", None)}
+            size = settings.get("weight_block_size")
+            if size is not None and list(size) != list(TILE):
+                raise ValueError(f"config.json: quantization_config.weight_block_size = {size}: must be {list(TILE)}")
+        else:
+            known = {"kv_cache_scheme": (None,), "quantization_status": ("compressed", None)}
+            for name, group in (settings.get("config_groups") or {}).items():
+                _check_group(f"config_groups.{name}", group)
+        for key, values in known.items():
+            if settings.get(key) not in values:
+                raise ValueError(
+                    f"config.json: quantization_config.{key} = {settings.get(key)!r}: of {method!r} only "
+                    f"{values[0]!r} is supported; {_ADVICE}"
+                )
+
+    def describe(self, name: str, tensors: Headers, read: Read) -> Found:
+        codes = tensors[self.codes]
+        keys = [key for key in self.others if key in tensors]
+        if len(keys) != 1:
+            module = name.removesuffix(self.weight)
+            raise ValueError(
+                f"{codes.file}: {name} is stored as {codes.dtype} and has {len(keys)} scales; it must have one of "
+                f"{', '.join(module + key for key in self.others)}"
+            )
+        scales, block = tensors[keys[0]], None
+        if len(codes.shape) == 2:
+            # A small matrix is one block of 128 x 128: the scale's name tells it from one for the whole matrix.
+            shapes: dict[Block, tuple] = {MATRIX: ((), (1,)), TILE: (scale_shape(codes.shape, TILE),)}
+            if keys[0] == ".weight_scale":
+                shapes = {MATRIX: ((), (1,), (1, 1)), ROW: ((codes.shape[0], 1), (codes.shape[0],))} | shapes
+            block = next((kind for kind, known in shapes.items() if scales.shape in known), None)
+        if block is None or scales.dtype not in FILE_FLOATS:
+            raise ValueError(
+                f"{scales.file}: {scales.name} is {scales.dtype}{list(scales.shape)}, which is no scale of {name} "
+                f"{list(codes.shape)}: it must be a float for the matrix, for each row, or for each 128 x 128 numbers"
+            )
+        return Found(name, tensors, codes.shape, block)
+
+    def read(self, found: Found, arrays: Arrays, dtype_name: str) -> FP8:
+        codes, (key,) = arrays[self.codes], [key for key in self.others if key in arrays]
+        block: Any = found.details
+        _check_scales(found.tensors[key], arrays[key].astype(np.float32), codes, block, dtype_name)
+        leaves: list[Any] = [codes, arrays[key].reshape(scale_shape(codes.shape, block))]
+        return FP8(*leaves, block=block, dtype_name=dtype_name)
+
+    def joining(self, pieces: Sequence[Found], per_expert: int) -> str | None:
+        first, rows = pieces[0], pieces[0].shape[0]
+        kinds = {(p.details, *(h.dtype for key, h in p.tensors.items() if key != self.codes)) for p in pieces}
+        if len(kinds) > 1:
+            return "the scales of its experts' matrices are of different kinds"
+        if per_expert > 1 and (first.details == MATRIX or (first.details == TILE and rows % TILE[0])):
+            return (
+                f"{first.name} has {rows} rows in FP8 blocks that would run into those of the matrix beside it: such "
+                "experts can only be loaded from 16 bits"
+            )
+        return None
+
+    def tensors(self, weight: Stored, noted: float | None) -> dict[str, FileTensor]:
+        assert isinstance(weight, FP8)
+        shape = (1,) if weight.block == MATRIX else tuple(weight.scales.shape)
+        scales = FileTensor(shape, np.dtype(weight.scales.dtype), lambda w: w.scales.reshape(shape))
+        key = ".weight_scale_inv" if weight.block == TILE else ".weight_scale"
+        return {self.codes: file_tensor(weight.codes, lambda w: w.codes), key: scales}
+
+    def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
+        first = weights[0]
+        assert isinstance(first, FP8)
+        if first.block == TILE:
+            return {
+                "quant_method": "fp8",
+                "fmt": "e4m3",
+                "activation_scheme": "dynamic",
+                "weight_block_size": list(TILE),
+                "modules_to_not_convert": plain,
+            }
+        number = {"num_bits": 8, "type": "float", "symmetric": True}
+        strategy = "tensor" if first.block == MATRIX else "channel"
+        group = {
+            "targets": ["Linear"],
+            "weights": number | {"strategy": strategy, "dynamic": False},
+            "input_activations": number | {"strategy": "token", "dynamic": True},
+        }
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "quantization_status": "compressed",
+            "kv_cache_scheme": None,
+            "config_groups": {"group_0": group},
+            "ignore": plain,
+        }
+
+
+def _check_group(where: str, group: Any) -> None:
+    """Refuses weights that are not e4m3 by rows, matrices or 128 x 128, and activations with a stored scale."""
+    weights, inputs = (group.get(key) or {} for key in ("weights", "input_activations"))
+    wanted: list[tuple[str, Any, tuple]] = [
+        ("weights.type", weights.get("type"), ("float",)),
+        ("weights.num_bits", weights.get("num_bits"), (8,)),
+        ("weights.strategy", weights.get("strategy"), ("channel", "tensor", "block")),
+        ("weights.symmetric", weights.get("symmetric", True), (True,)),
+        ("input_activations.dynamic", inputs.get("dynamic", True), (True,)),
+    ]
+    for key, value, allowed in wanted:
+        if value not in allowed:
+            raise ValueError(
+                f"config.json: quantization_config.{where}.{key} = {value!r}: must be "
+                f"{' or '.join(map(repr, allowed))}; {_ADVICE}"
+            )
+
+
+def _check_scales(entry: Header, scales: np.ndarray, codes: np.ndarray, block: Block, dtype_name: str) -> None:
+    """Scales that are not finite are the loader's to refuse; one of 0 is right where all of its block is 0."""
+    most = min(float(jnp.finfo(dtype_name).max), float(np.finfo(np.float32).max)) / LARGEST
+    wrong = np.isfinite(scales) & ~((scales >= LEAST_SCALE) & (scales <= most))
+    zeros = wrong & (scales == 0)
+    if zeros.any():
+        sizes: Any = codes.view(np.uint8) & 0x7F  # without their signs
+        where: Any = zeros.reshape(scale_shape(codes.shape, block))
+        if not (np.asarray(FP8(sizes, where, block).scales_of_numbers()) * sizes).any():
+            wrong &= ~zeros
+    if wrong.any():
+        values = ", ".join(f"{value:.4g}" for value in np.unique(scales[wrong])[:4])
+        raise ValueError(
+            f"{entry.file}: {entry.name}: {wrong.sum()} of {wrong.size} scales cannot be right ({values}): in "
+            f"{dtype_name} a scale must be from {LEAST_SCALE:.4g} to {most:.4g}, or 0 of numbers that are "
+            f"all 0; fetch the file again{', or load in bfloat16' if dtype_name == 'float16' else ''}"
+        )
+
+
+FORMAT = Format(
+    word="fp8",
+    title="in eight bits (FP8)",
+    kinds=(FP8,),
+    layouts=(FP8Files(),),
+    flag="load_in_fp8",
+    slack=Fitted({("H200", "xla"): (0.12, "weights of an 8B lose 0.84 GB")}),
+    export=Export("fp8", "FP8 by rows, as compressed-tensors stores it", keeps=SERVED_IN_16_BITS),
+)

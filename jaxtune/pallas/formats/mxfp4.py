@@ -5,12 +5,25 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxtune.pallas.arguments import Arguments
+from jaxtune.pallas.formats.layout import (
+    Arrays,
+    Config,
+    Export,
+    FileTensor,
+    Format,
+    Found,
+    Headers,
+    Layout,
+    Read,
+    Settings,
+)
 from jaxtune.pallas.formats.stored import Stored
 
 BLOCK = 32  # numbers that share a scale
@@ -75,6 +88,11 @@ class MXFP4(Stored):
     def cut(self, axis: int) -> int | None:
         return BLOCK if axis == self.ndim - 1 else 1
 
+    def random_like(self, shape: tuple[int, ...], draw: np.random.Generator) -> MXFP4:
+        codes = draw.integers(0, 256, (*shape[:-1], shape[-1] // 2))
+        scales = draw.integers(120, 124, (*shape[:-1], shape[-1] // BLOCK))
+        return MXFP4(jnp.asarray(codes, jnp.uint8), jnp.asarray(scales, jnp.uint8))
+
     @functools.partial(jax.jit, static_argnums=1)
     def _decode(self, dtype) -> jax.Array:
         """Exact in every dtype that holds the scales. Numbers under 2^-126 are zero.
@@ -114,3 +132,74 @@ def _encode(tensor: jax.Array) -> tuple[jax.Array, jax.Array]:
     code = jnp.searchsorted(jnp.asarray(TABLE[:8]), size).astype(jnp.uint8)
     code = (code | (jnp.signbit(blocks).astype(jnp.uint8) << 3)).reshape(*tensor.shape[:-1], -1, 2)
     return code[..., 0] | code[..., 1] << 4, (exponent[..., 0] + 127).astype(jnp.uint8)
+
+
+# ---- in checkpoints
+
+
+class Published(Layout):
+    """gpt-oss as it is published: of a layer's experts NAME [E, in, out] there are `NAME_blocks`
+    uint8[E, out, in / 32, 16] and `NAME_scales` uint8[E, out, in / 32]."""
+
+    title = "gpt-oss's in MXFP4"
+    codes = "_blocks"
+    codes_dtype = "U8"
+    others = ("_scales",)
+    weight = ""
+    opens = True
+    families = ("gpt_oss",)
+
+    def says(self, settings: Settings) -> bool:
+        return settings.get("quant_method") == "mxfp4"
+
+    def claims(self, tensors: Headers) -> bool:
+        return self.codes in tensors
+
+    def describe(self, name: str, tensors: Headers, read: Read) -> Found:
+        blocks, scales = (tensors.get(key) for key in ("_blocks", "_scales"))
+        assert blocks is not None
+        where = f"{blocks.file}: {name}"
+        if scales is None:
+            raise ValueError(f"{where}_blocks is there, but {name}_scales is missing")
+        if (blocks.dtype, scales.dtype) != ("U8", "U8") or blocks.shape != (*scales.shape, BLOCK // 2):
+            shapes = f"blocks {blocks.dtype}{list(blocks.shape)} do not fit scales {scales.dtype}{list(scales.shape)}"
+            raise ValueError(f"{where}: {shapes}")
+        experts, out_size, groups = scales.shape
+        return Found(name, tensors, (experts, groups * BLOCK, out_size))
+
+    def read(self, found: Found, arrays: Arrays, dtype_name: str) -> MXFP4:
+        return MXFP4.from_blocks(jnp.asarray(arrays["_blocks"]), jnp.asarray(arrays["_scales"]), dtype_name)
+
+    def open(self, weight: Stored, dtype: str) -> jax.Array:
+        """[E, in, out] of what is stored as [E, out, in]; exact in every dtype that holds the scales."""
+        assert isinstance(weight, MXFP4)
+        return _opened(weight, dtype)
+
+    def digested(self, found: Found) -> list[tuple[str, str]]:
+        return [(found.name, "_blocks"), ("scales", "_scales")]
+
+    def tensors(self, weight: Stored, noted: float | None) -> dict[str, FileTensor]:
+        count, out_size, in_size = weight.shape
+        byte, blocks = np.dtype(np.uint8), (count, out_size, in_size // BLOCK, BLOCK // 2)
+        return {
+            "_blocks": FileTensor(blocks, byte, lambda packed: packed.codes.reshape(blocks)),
+            "_scales": FileTensor(blocks[:3], byte, lambda packed: packed.scales),
+        }
+
+    def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
+        kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+        return {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _opened(weight: MXFP4, dtype: str) -> jax.Array:
+    return weight.decode(dtype).swapaxes(1, 2)
+
+
+FORMAT = Format(
+    word="mxfp4",
+    title="in four bits (MXFP4)",
+    kinds=(MXFP4,),
+    layouts=(Published(),),
+    export=Export("mxfp4", "gpt-oss as it is published"),
+)

@@ -11,7 +11,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxtune.pallas import dispatch, meshes
 from jaxtune.pallas.arguments import FLOATS, Arguments
-from jaxtune.pallas.formats import FP8, Stored
+from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.grouped_matmul import (
     first_use,
     fp8_experts,
@@ -32,6 +32,8 @@ _PRODUCTS = {
     "triton": triton.product,
     "reference": reference.product,
 }
+# Products that take experts as they are stored, by the value of model.compute that asks for it.
+AS_STORED = {"fp8": fp8_experts.product}
 _AHEAD = "mosaic_ahead"  # takes a weight in four bits as it is stored; others, decoded before
 _MOSAIC = ("mosaic", _AHEAD)  # whose kernels multiply by an adapter's A and B, and make the adapters' gradients, too
 
@@ -113,7 +115,7 @@ def _product(x, weight, groups, contract, extra, static: Static, tokens):
     implementation = static.implementation
     if static.fp8:
         plain = _PRODUCTS[implementation]
-        return fp8_experts.product(x, weight, groups, contract, extra, tokens, plain, *static.fp8)
+        return AS_STORED[weight.compute](x, weight, groups, contract, extra, tokens, plain, *static.fp8)
     if implementation != _AHEAD:
         weight, x = decoded(weight, x)
         weight = weight.astype(x.dtype)
@@ -239,7 +241,7 @@ def prepared(
 ):
     """(x, weight, lora, static) as forward takes them; the arguments are grouped_matmul's."""
     in_size, out_size = weight.shape[1:] if transposed else weight.shape[:0:-1]
-    as_stored = fp8 and isinstance(weight, FP8)
+    as_stored = fp8 and isinstance(weight, Stored) and weight.compute in AS_STORED
     packed = weight if isinstance(weight, Stored) and not as_stored else None
     table = implementations(x.dtype, in_size, out_size, groups, packed, implementation)
     name = dispatch.choose("grouped_matmul", table, implementation)

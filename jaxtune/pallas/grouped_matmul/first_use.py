@@ -10,10 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtune.pallas import dispatch
-from jaxtune.pallas.formats import FourBit
 from jaxtune.pallas.grouped_matmul import reference
 from jaxtune.pallas.grouped_matmul.layout import groups_of
-from jaxtune.pallas.quant_matmul.mosaic import random_like
 
 _SIZES = (200, 0, 1, 128)  # rows of each expert
 _SHAPE = (len(_SIZES), 384, 256)
@@ -28,7 +26,6 @@ def refusal(name: str, product: Callable, weight, *, gathering: bool = False) ->
       weight: as stored, or None for an array.
       gathering: whether it is to bring tokens' rows itself, too.
     """
-    kind = None if weight is None else type(weight)
 
     def compare():
         draw = np.random.default_rng(0)
@@ -43,7 +40,7 @@ def refusal(name: str, product: Callable, weight, *, gathering: bool = False) ->
         tokens = jnp.asarray(np.where(held[:, 0], draw.integers(0, _TOKENS, groups.rows), _TOKENS), jnp.int32)
 
         values = jnp.asarray(draw.standard_normal(_SHAPE), jnp.bfloat16)
-        stored: Any = values if weight is None else random_like(weight, _SHAPE, draw)
+        stored: Any = values if weight is None else weight.random_like(_SHAPE, draw)
         got, cases = [], []
         for contract in (2, 1):
             x, u = rows(_SHAPE[contract]), rows(_RANK)
@@ -73,7 +70,5 @@ def refusal(name: str, product: Callable, weight, *, gathering: bool = False) ->
         want = dispatch.exactly(lambda arrays: [exact(*case) for case in zip(arrays, contracts, strict=True)])(arrays)
         return got, want
 
-    call = ("arrays" if kind is None else kind.__name__) + (", gathering" if gathering else "")
-    if isinstance(weight, FourBit) and weight.nested_absmax is None:
-        call += ", float32 absmax"
+    call = ("arrays" if weight is None else weight.kind) + (", gathering" if gathering else "")
     return dispatch.first_use("grouped_matmul", name, call, compare)

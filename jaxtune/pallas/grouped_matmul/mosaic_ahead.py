@@ -40,7 +40,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import lanes
-from jaxtune.pallas.formats import FP8, Stored
+from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.quant_matmul.mosaic_decode import SMALLEST, Chunks
 
 NOT_PROVED = (
@@ -51,8 +51,8 @@ _AHEAD = 1  # chunks that are on their way while one is decoded; two were no fas
 
 def refusal(weight: Stored) -> str | None:
     """Why a weight [E, ., .] cannot be decoded ahead, or None."""
-    if isinstance(weight, FP8):
-        return "a weight in FP8"
+    if not Chunks.decodes(weight):
+        return f"a weight in {type(weight).__name__}"
     whole = weight.size // weight.shape[0]
     return f"{whole} numbers an expert, no multiple of {SMALLEST}" if whole % SMALLEST else None
 

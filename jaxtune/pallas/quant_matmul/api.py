@@ -14,6 +14,7 @@ from jaxtune.pallas.arguments import FLOATS, INTEGERS, Arguments
 from jaxtune.pallas.formats import FP8, Stored
 from jaxtune.pallas.formats.fp8 import ROW
 from jaxtune.pallas.quant_matmul import fp8_product, mosaic, reference, triton
+from jaxtune.pallas.quant_matmul.as_stored import product_of
 
 # Who decodes weights in four bits; the products of many tokens are the vendor's.
 IMPLEMENTATIONS = {"mosaic": mosaic, "triton": triton, "reference": reference}
@@ -95,8 +96,8 @@ def quant_matmul(
     typed = isinstance(dropout_key, jax.Array) and jnp.issubdtype(dropout_key.dtype, jax.dtypes.prng_key)
     if dropout_key is not None and not typed:
         check.array("dropout_key", dropout_key, "2", jnp.uint32)  # of jax.random.PRNGKey
-    as_stored = (implementation,) if fp8 and any(isinstance(weight, FP8) for weight in weights) else ()
-    others = [weight for weight in weights if not (as_stored and isinstance(weight, FP8))]
+    as_stored = (implementation,) if fp8 and any(product_of(weight) is not None for weight in weights) else ()
+    others = [weight for weight in weights if not as_stored or product_of(weight) is None]
     kernels = reference
     if others or not as_stored:
         name = dispatch.choose("quant_matmul", implementations(others, x.dtype, implementation), implementation)

@@ -40,6 +40,9 @@ def in_blocks(weight: FP8) -> bool:
     return weight.block == TILE
 
 
+kind = in_blocks  # see as_stored.py
+
+
 def rounded(rows: jax.Array, blocks: bool = False) -> tuple[jax.Array, jax.Array]:
     """rows [n, k] -> (e4m3[n, k], float32[n, 1], or of `blocks` [n, k / 128]): codes, and the scale by which those of a
     row, or of 128 of it, are multiplied. A row that is not finite makes a scale that is not."""

@@ -21,9 +21,8 @@ from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import dispatch, gpu_kernel, lanes, tuning
-from jaxtune.pallas.formats import FP8, Stored
+from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.formats.four_bit import BLOCK, NESTED_BLOCK, NF4, FourBit
-from jaxtune.pallas.formats.mxfp4 import MXFP4
 from jaxtune.pallas.quant_matmul import line_matmul, row_matmul
 from jaxtune.pallas.quant_matmul.mosaic_decode import SMALLEST, Chunks, absmax_operands
 
@@ -38,8 +37,8 @@ def refusal(weight: Stored, dtype) -> str | None:
         return "needs a Hopper GPU (compute capability 9.0)"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"dtype {jnp.dtype(dtype)}"
-    if isinstance(weight, FP8):
-        return "a weight in FP8"
+    if not Chunks.decodes(weight):
+        return f"a weight in {type(weight).__name__}"
     if weight.size % SMALLEST:
         return f"{weight.size} elements, no multiple of {SMALLEST}"
     return _first_use(weight, jnp.dtype(dtype))
@@ -50,27 +49,16 @@ def _first_use(weight: Stored, dtype) -> str | None:
 
     def compare():
         draw = np.random.default_rng(0)
-        small = random_like(weight, (48, 1024), draw)
+        small = weight.random_like((48, 1024), draw)
         return [dequantize(small, dtype)], [small.decode(jnp.float32)]
 
-    quantised = ", float32 absmax" if isinstance(weight, FourBit) and weight.nested_absmax is None else ""
-    return dispatch.first_use("quant_matmul", "mosaic", f"{type(weight).__name__} to {dtype.name}{quantised}", compare)
+    return dispatch.first_use("quant_matmul", "mosaic", f"{weight.kind} to {dtype.name}", compare)
 
 
-def random_like(weight: Stored, shape: tuple[int, ...], draw: np.random.Generator) -> Stored:
-    """Numbers of this shape, in the format of `weight`: for checks."""
-    if isinstance(weight, MXFP4):
-        codes = draw.integers(0, 256, (*shape[:-1], shape[-1] // 2))
-        scales = draw.integers(120, 124, (*shape[:-1], shape[-1] // 32))
-        return MXFP4(jnp.asarray(codes, jnp.uint8), jnp.asarray(scales, jnp.uint8))
-    assert isinstance(weight, FourBit)
-    like = NF4.encode(jnp.asarray(draw.standard_normal(shape), jnp.bfloat16), weight.nested_absmax is not None)
-    # FP4 has other entries for the same codes.
-    return type(weight)(*(getattr(like, field.name) for field in dataclasses.fields(like)))
-
-
-def small_refusal(weight: FourBit, dtype, tokens: int) -> str | None:
+def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
     """Why `small_matmul` cannot serve this call, or None."""
+    if not isinstance(weight, FourBit):
+        return f"a weight in {type(weight).__name__}"
     if tokens > MAX_TOKENS:
         return f"{tokens} tokens; at most {MAX_TOKENS}"
     rows, columns = weight.shape if len(weight.shape) == 2 else (0, 0)

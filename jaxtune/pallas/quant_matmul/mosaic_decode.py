@@ -55,6 +55,11 @@ class Chunks:
     dtype: np.dtype
 
     @staticmethod
+    def decodes(weight: Stored) -> bool:
+        """Whether it is in a format that is decoded here."""
+        return isinstance(weight, FourBit | MXFP4)
+
+    @staticmethod
     def of(weight: Stored, dtype, whole: int) -> Chunks:
         """whole: numbers that a chunk must divide, a multiple of SMALLEST, such as those of an expert."""
         lines = next(n for n in (8, 4, 2, 1) if whole % (n * SMALLEST) == 0)

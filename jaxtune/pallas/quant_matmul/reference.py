@@ -18,9 +18,8 @@ import jax.numpy as jnp
 from jax.lax import optimization_barrier
 
 from jaxtune.pallas import draws
-from jaxtune.pallas.formats import FP8, Stored
-from jaxtune.pallas.formats.four_bit import FourBit
-from jaxtune.pallas.quant_matmul import fp8_product
+from jaxtune.pallas.formats import Stored
+from jaxtune.pallas.quant_matmul.as_stored import product_of
 
 
 def refusal(weight: Stored, dtype) -> str | None:
@@ -34,13 +33,13 @@ def dequantize(weight: Stored, dtype) -> jax.Array:
     return weight.decode(dtype)
 
 
-def small_refusal(weight: FourBit, dtype, tokens: int) -> str | None:
+def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
     """Why `small_matmul` cannot serve this call, or None."""
     del weight, dtype, tokens
     return "a decoded weight and the vendor's GEMM"
 
 
-def small_matmul(x: jax.Array, weight: FourBit) -> jax.Array:
+def small_matmul(x: jax.Array, weight: Stored) -> jax.Array:
     """x [tokens, in] weight^T."""
     raise NotImplementedError(small_refusal(weight, x.dtype, x.shape[0]))
 
@@ -72,7 +71,7 @@ def decoded(weight, x, kernels: ModuleType):
 def _times(x, weight, contract, kernels: ModuleType, more=None, bias=None):
     """The product of x and a weight over one axis of each; plus that of `more`'s two operands, plus bias."""
     call = (weight, x.dtype, x.shape[0])
-    if isinstance(weight, FourBit) and contract == (1, 1) and kernels.small_refusal(*call) is None:
+    if isinstance(weight, Stored) and contract == (1, 1) and kernels.small_refusal(*call) is None:
         out = kernels.small_matmul(x, weight)
     else:
         if more is not None:
@@ -116,7 +115,7 @@ def _products_fwd(x, source, weights, loras, biases, static):
     biases: one entry a weight, or None.
 
     static: (which weight each adapter belongs to, scales, kernels for weights in few bits that are decoded, and where
-    weights in FP8 multiply as they are stored a tuple of one, the implementation that was asked for).
+    weights multiply as they are stored a tuple of one, the implementation that was asked for).
     """
     owners, scales, kernels, as_stored = static
     more: list = [None] * len(weights)
@@ -125,14 +124,15 @@ def _products_fwd(x, source, weights, loras, biases, static):
         inner = _product(x if source is None else source, _join(loras, x.dtype), (1, 1))
         for owner, scale, part, (_, b) in zip(owners, scales, _parts(inner, loras), loras, strict=True):
             more[owner] = (scaled(part, scale), b)
-    coded: dict[bool, tuple] = {}  # x in e4m3, once for all weights whose scales stand where
+    coded: dict[tuple, tuple] = {}  # x as products take it, once for all weights of one kind
     outputs = []
     for weight, added, bias in zip(weights, more, biases, strict=True):
-        if as_stored and isinstance(weight, FP8):
-            blocks = fp8_product.in_blocks(weight)
-            if blocks not in coded:
-                coded[blocks] = fp8_product.operand(x, blocks, as_stored[0])
-            out = fp8_product.forward(coded[blocks], weight, added, x.dtype, as_stored[0])
+        product = product_of(weight) if as_stored else None
+        if product is not None:
+            kind = (product, product.kind(weight))
+            if kind not in coded:
+                coded[kind] = product.operand(x, kind[1], as_stored[0])
+            out = product.forward(coded[kind], weight, added, x.dtype, as_stored[0])
             outputs.append(out if bias is None else out + bias.astype(out.dtype))
         else:
             outputs.append(_times(x, weight, (1, 1), kernels, added, bias))
@@ -156,13 +156,13 @@ def _products_bwd(static, residuals, doutputs):
         more = (dinner, _join(loras, x.dtype))
         if source is not None:
             dsource, more = _product(*more, (1, 0)), None
-    parts: dict[bool | None, list] = {}  # those multiplied as they are stored, by where their scales stand; the others
+    parts: dict[tuple, list] = {}  # (what multiplies weights as they are stored or None, their kind): with gradients
     for pair in zip(doutputs, weights, strict=True):
-        as_codes = as_stored and isinstance(pair[1], FP8)
-        parts.setdefault(fp8_product.in_blocks(pair[1]) if as_codes else None, []).append(pair)
+        product = product_of(pair[1]) if as_stored else None
+        parts.setdefault((product, None if product is None else product.kind(pair[1])), []).append(pair)
     dx = None
-    for blocks, pairs in parts.items():
-        if blocks is None:
+    for (product, _), pairs in parts.items():
+        if product is None:
             for dout, weight in pairs:
                 part = _times(dout, weight, (1, 0), kernels, more)
                 dx = part if dx is None else part + dx  # in this order: XLA makes the right operand the left's c
@@ -170,7 +170,7 @@ def _products_bwd(static, residuals, doutputs):
         else:
             added = None if more is None else (more[0], more[1].T)
             douts, theirs = zip(*pairs, strict=True)
-            part = fp8_product.backward(douts, theirs, added, x.dtype, as_stored[0])
+            part = product.backward(douts, theirs, added, x.dtype, as_stored[0])
             dx = part if dx is None else part + dx
             more = None
     # Dead code, which costs nothing, wherever the weight is frozen; weights in four bits have no gradient.

@@ -39,11 +39,13 @@ def refusal(weight: Stored, dtype) -> str | None:
     return None
 
 
-def small_refusal(weight: FourBit, dtype, tokens: int) -> str | None:
+def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
     """Why `small_matmul` cannot serve this call, or None."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
+    if not isinstance(weight, FourBit):
+        return f"a weight in {type(weight).__name__}"
     if dtype not in _DTYPES:
         return f"dtype {jnp.dtype(dtype).name}"
     if not 1 <= tokens <= MAX_TOKENS:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ConfigDict
 
+from jaxtune.pallas.format_names import LOADED
 from jaxtune.train.config.checks import ConfigError, fraction, positive, require
 
 _STRICT = ConfigDict(extra="forbid")
+if TYPE_CHECKING:
+    LoadIn = str
+else:
+    LoadIn = Literal[tuple(LOADED)]
 
 
 @dataclass(frozen=True)
@@ -23,8 +28,8 @@ class ModelConfig:
     from_config: Annotated[str | None, "A config.json: random weights, for pretraining from scratch."] = None
     tokenizer: Annotated[str | None, "Folder of the tokenizer; default: the one beside the model."] = None
     load_in: Annotated[
-        Literal["nf4", "fp8"] | None,
-        "The frozen weights of the layers in four bits (NormalFloat) or in eight (e4m3); null: 16 bits.",
+        LoadIn | None,
+        "The format of the layers' frozen weights, such as nf4 (four bits) or fp8 (eight); null: 16 bits.",
     ] = None
     compute: Annotated[
         Literal["fp8"] | None,

@@ -19,7 +19,6 @@ from flax import nnx
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import compute_in_fp8, quantize
-from jaxtune.models.fitted import ALLOCATOR_BYTES, PRODUCT_TIME
 from jaxtune.models.layers.block import LAYER_INPUT, LAYER_OUTPUT, Block
 from jaxtune.models.layers.segment import Residual, Segment, Sizes, matrix_of, numbers_met
 from jaxtune.models.layers.tiles import tiled_residuals
@@ -31,8 +30,7 @@ from jaxtune.models.rope import rotary_tables
 from jaxtune.models.stack import layer_forward
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.attention import PackedLayout, packed_layout
-from jaxtune.pallas.formats import FP8, FourBit, Stored
-from jaxtune.pallas.formats.fp8 import TILE
+from jaxtune.pallas.formats import Stored, format_of
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS
 from jaxtune.pallas.linear_cross_entropy import fills_up
 from jaxtune.train.config import MeshConfig, TrainConfig
@@ -277,9 +275,8 @@ def _whole_layer_bytes(trees, layers: int, fsdp: int) -> float:
 def packed_slack(frozen) -> float:
     """Device bytes that the allocator loses on a model's packed weights, because the freed 16-bit originals leave gaps
     of other sizes."""
-    leaves, fit = jax.tree.leaves(frozen, is_leaf=_is_stored), ALLOCATOR_BYTES.of("xla", _device_here())
-    shares = {FourBit: fit.four_bit, FP8: fit.fp8}
-    return sum(share * nbytes(leaf) for kind, share in shares.items() for leaf in leaves if isinstance(leaf, kind))
+    stored = [leaf for leaf in jax.tree.leaves(frozen, is_leaf=_is_stored) if isinstance(leaf, Stored)]
+    return sum(format_of(leaf).slack.of("xla", _device_here()) * nbytes(leaf) for leaf in stored)
 
 
 def _device_here() -> str:
@@ -433,7 +430,7 @@ def _kind_of(graph, spec, shape, length: int, dtype, leaves, structure) -> Layer
 def _segment_work(segment: Segment, block: Block, residuals, seen_keys: float, hidden: int, dtype) -> Work:
     """The work of one segment of a layer; `residuals` are bytes per token, `seen_keys` the mean number of visible
     keys."""
-    fit = PRODUCT_TIME.of("mosaic", _device_here())
+    device = _device_here()
     sums = dict.fromkeys((f.name for f in dataclasses.fields(Work)), 0.0)
     for name in segment.matrices:
         matrix = matrix_of(block, name)
@@ -442,13 +439,9 @@ def _segment_work(segment: Segment, block: Block, residuals, seen_keys: float, h
             sums["empty_flops"] += 2.0 * size * TILE_ROWS / 2
             # Tokens are copied to the rows sorted by expert, and back.
             sums["moved_bytes"] += segment.experts_per_token * hidden * dtype.itemsize
-        in_fp8 = matrix.fp8 and isinstance(weight, FP8)
-        fp8_time = fit.fp8_blocks if in_fp8 and weight.block == TILE else fit.fp8_rows
-        sums["flops"] += 2.0 * used * (fp8_time if in_fp8 else 1.0)
+        sums["flops"] += 2.0 * used * (weight.product_time(matrix.fp8, device) if isinstance(weight, Stored) else 1.0)
         sums["weight_bytes"] += nbytes(weight)
-        # Experts' codes are transposed in one of two directions, which moves as many bytes as decoding.
-        passes = (0.5 if matrix.num_experts else 0.0) if in_fp8 else 1.0
-        sums["decoded"] += passes * size if _is_stored(weight) else 0.0
+        sums["decoded"] += weight.decoded_share(matrix.fp8) * size if isinstance(weight, Stored) else 0.0
         sums["weight_flops"] += 2.0 * used if isinstance(matrix.weight, nnx.Param) else 0.0
     sums["flops"] += segment.token_flops
     sums["kernel_forward"], sums["kernel_backward"] = segment.kernel_bytes

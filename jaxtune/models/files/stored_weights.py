@@ -1,0 +1,164 @@
+"""Weights in few bits in checkpoints: found among their tensors, read and written, by the layouts of their formats
+(jaxtune/pallas/formats/layout.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxtune.models.files import shards
+from jaxtune.models.files.digests import Digest
+from jaxtune.models.files.file_plan import Group, Piece
+from jaxtune.pallas.formats import Layout, Stored, format_of, layouts
+from jaxtune.pallas.formats.layout import FileTensor, Found
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredEntry(shards.TensorEntry):
+    """A weight in few bits [out, in], or one [E, ., in] of pieces that are its rows in order. `shape` is the weight's,
+    `size_bytes` the sum over its tensors."""
+
+    layout: Layout
+    pieces: tuple[Found, ...]
+
+    @property
+    def word(self) -> str:
+        """The name of its format."""
+        return format_of(self.layout).word
+
+
+def gather(entries: Mapping[str, shards.TensorEntry]) -> dict[str, shards.TensorEntry]:
+    """The entries, with all tensors of a weight in few bits in one StoredEntry under the name of the weight.
+
+    Raises:
+      ValueError: tensors that are missing, do not fit each other, or belong to no weight.
+    """
+    whole = dict(entries)
+    for layout in layouts():
+        modules: dict[str, dict[str, str]] = {}
+        for name, entry in whole.items():
+            found = None if isinstance(entry, StoredEntry) else layout.key_of(name)
+            if found is not None:
+                modules.setdefault(found[0], {})[found[1]] = name
+        for module, names in modules.items():
+            tensors = {key: whole[name] for key, name in names.items()}
+            if layout.claims(tensors):
+                for name in names.values():
+                    del whole[name]
+                whole[module + layout.weight] = _entry(layout, module + layout.weight, tensors)
+    for name, entry in whole.items():
+        if not isinstance(entry, StoredEntry):
+            _require_owned(name, entry)
+    return whole
+
+
+def _require_owned(name: str, entry: shards.TensorEntry) -> None:
+    """Refuses a scale, or another tensor that is there only beside codes, where no codes are."""
+    kinds = [each for each in layouts() if (found := each.key_of(name)) is not None and found[1] in each.others]
+    if kinds:
+        codes = " or ".join(dict.fromkeys(each.codes_dtype for each in kinds))
+        raise ValueError(f"{entry.file}: {name} is there, but no weight in {codes} beside it")
+
+
+def _entry(layout: Layout, name: str, tensors: Mapping[str, shards.TensorEntry]) -> StoredEntry:
+    found = layout.describe(name, tensors, lambda key: shards.read_bytes(tensors[key]))
+    for key, part in tensors.items():
+        if key not in layout.raw:
+            shards.check_size(part)
+    first = tensors[layout.codes]
+    total = sum(part.size_bytes for part in tensors.values())
+    return StoredEntry(name, first.dtype, found.shape, first.file, first.offset, total, layout, (found,))
+
+
+def stacked(name: str, parts: Sequence[shards.TensorEntry], shape: tuple[int, ...], per_expert: int) -> StoredEntry:
+    """The entry of experts' matrices [E, ., in], of the entries of their pieces in order.
+
+    Args:
+      per_expert: how many pieces are the rows of one expert.
+    Raises:
+      ValueError: pieces in several formats, or whose blocks cannot be one tensor's.
+    """
+    packed = [part for part in parts if isinstance(part, StoredEntry)]
+    first = parts[0]
+    if len(packed) < len(parts) or len({part.layout for part in packed}) > 1:
+        kinds = sorted({part.word if isinstance(part, StoredEntry) else part.dtype for part in parts})
+        raise ValueError(f"{first.file}: {name}: its experts' matrices are stored in different formats: {kinds}")
+    require_alike(parts)
+    layout, pieces = packed[0].layout, tuple(piece for part in packed for piece in part.pieces)
+    if (problem := layout.joining(pieces, per_expert)) is not None:
+        raise ValueError(f"{first.file}: {name}: {problem}")
+    total = sum(part.size_bytes for part in parts)
+    return StoredEntry(name, first.dtype, shape, first.file, first.offset, total, layout, pieces)
+
+
+def require_alike(parts: Sequence[shards.TensorEntry]) -> None:
+    first = parts[0]
+    for part in parts:
+        if (part.shape, part.dtype) != (first.shape, first.dtype) or len(part.shape) != 2:
+            raise ValueError(
+                f"{part.file}: {part.name} is {part.dtype}{list(part.shape)}, "
+                f"{first.name} {first.dtype}{list(first.shape)}"
+            )
+
+
+def read(entry: StoredEntry, dtype_name: str) -> tuple[Stored, Digest]:
+    """(the weight, its leaves numpy arrays; the digest of all its tensors).
+
+    dtype_name: the dtype that the model computes in, to which a weight is decoded where its file names no other.
+
+    Raises:
+      ValueError: values that cannot be right, by file and tensor.
+    """
+    layout, weights, digests = entry.layout, [], []
+    for found in entry.pieces:
+        headers: Mapping[str, Any] = found.tensors
+        arrays = {k: shards.read_bytes(h) if k in layout.raw else shards.read_tensor(h) for k, h in headers.items()}
+        digests.append([Digest.of(label, arrays[key]) for label, key in layout.digested(found)])
+        weights.append(layout.read(found, arrays, dtype_name))
+    if len(entry.shape) == 2 or layout.opens:
+        return weights[0], Digest.joined(digests[0])
+    if layout.digests_pieces:
+        digest = Digest.joined(map(Digest.joined, digests))
+    else:
+        digest = Digest.joined(part for parts in digests for part in parts)
+    return type(weights[0]).joined(weights, entry.shape), digest
+
+
+def group(name: str, weight: Stored, make: Callable[[], Any], pieces: tuple[int, Iterable] | None) -> Group:
+    """What files hold of a weight in few bits.
+
+    Args:
+      weight: it, or its shapes. make: gives it. pieces: of experts [E, ., in] the rows of a piece, and (name of its
+        weight, expert, first row) of each; None: it is a matrix.
+    Raises:
+      ValueError: its blocks run across the pieces.
+    """
+    layout = format_of(weight).layout(weight)
+    if pieces is None:
+        return Group(make, (Piece(_named(layout, name, weight, layout.noted(weight, make))),))
+    rows, places = pieces
+    if (problem := layout.splitting(weight, rows)) is not None:
+        raise ValueError(f"save_pretrained: {name} {problem}: use dequantize first (jaxtune.models.files.quant)")
+    if layout.expert_note is not None:
+        warnings.warn(layout.expert_note, stacklevel=4)
+    found, noted = [], None
+    for number, (piece, expert, start) in enumerate(places):
+        cut = functools.partial(_piece, expert=expert, start=start, rows=rows)
+        shapes = jax.eval_shape(cut, weight)
+        noted = layout.noted(shapes, make) if number == 0 else noted
+        found.append(Piece(_named(layout, piece, shapes, noted), cut))
+    return Group(make, tuple(found))
+
+
+def _piece(whole: Stored, expert: int, start: int, rows: int) -> Stored:
+    return whole.piece(expert, start, rows)
+
+
+def _named(layout: Layout, name: str, weight: Stored, noted: float | None) -> dict[str, FileTensor]:
+    module = name.removesuffix(layout.weight)
+    return {module + key: tensor for key, tensor in layout.tensors(weight, noted).items()}

@@ -1,0 +1,118 @@
+"""A format of weights says what it is in one file, and the rest follows: a toy in tests/models/toy_format.py, which
+nothing else knows, is loaded, saved, multiplied by, planned, divided over a mesh and trained over."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy_format
+from flax import nnx
+from tiny import CONFIGS
+from tiny_models import adapted_model, shaken
+from toy_format import FORMAT, Q8
+
+import jaxtune
+from jaxtune.models.files.quant import dequantize, quantize, stored_in
+from jaxtune.models.files.weights import Weights
+from jaxtune.models.hf import Pretrained, from_pretrained, model_from_config, save_pretrained, save_weights
+from jaxtune.models.lora import get_peft_model, matrices
+from jaxtune.pallas import formats
+from jaxtune.train.config import AdapterConfig, MeshConfig
+from jaxtune.train.planning.cost import packed_slack, step_cost
+from jaxtune.train.trainer import Trainer
+from tests.train.tiny_runs import dataset, documents, make_config
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+HF = CONFIGS["llama"] | {"num_hidden_layers": 1}
+EXPERTS = CONFIGS["qwen3_moe"] | {"num_hidden_layers": 1, "moe_intermediate_size": 64}
+TOKENS = jnp.arange(12, dtype=jnp.int32)[None]
+
+
+@pytest.fixture(autouse=True)
+def toy(monkeypatch):
+    monkeypatch.setitem(formats.FORMATS, "q8", FORMAT)
+
+
+def made(hf, dtype="float32"):
+    return model_from_config(hf, jax.random.key(0), dtype)
+
+
+def assert_same(one, other):
+    for (name, a), (_, b) in zip(matrices(one), matrices(other), strict=True):
+        assert isinstance(a.stored_weight, Q8), name
+        jax.tree.map(np.testing.assert_array_equal, a.stored_weight, b.stored_weight)
+
+
+@pytest.mark.parametrize("hf", [HF, EXPERTS], ids=["linears", "experts"])
+def test_a_checkpoint_goes_in_and_out(tmp_path, hf):
+    model = quantize(made(hf), "q8")
+    save_pretrained(model, tmp_path / "packed")
+    assert json.loads((tmp_path / "packed/config.json").read_text())["quantization_config"]["quant_method"] == "q8"
+    pretrained = Pretrained(tmp_path / "packed", "float32")
+    assert pretrained.stored_in == "q8"
+    again = pretrained.load()
+    assert_same(model, again)
+    assert pretrained.device_bytes() == sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(again)))
+    # Quantised on the way, or by an export: the same bytes.
+    save_pretrained(made(hf), tmp_path / "plain")
+    assert_same(model, from_pretrained(tmp_path / "plain", "float32", load_in="q8")[0])
+    save_weights(Weights(made(hf)).quantized("q8"), tmp_path / "export")
+    assert (tmp_path / "export/model.safetensors").read_bytes() == (tmp_path / "packed/model.safetensors").read_bytes()
+
+
+def test_what_is_wrong_is_said(tmp_path):
+    save_pretrained(quantize(made(HF), "q8"), tmp_path / "model")
+    with pytest.raises(ValueError, match="load_in = 'nf4', but its weights are stored in q8"):
+        from_pretrained(tmp_path / "model", load_in="nf4")
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    config["quantization_config"]["quant_method"] = "q9"
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"quant_method = 'q9'; of quantised .* can be loaded: .*; Q8"):
+        from_pretrained(tmp_path / "model")
+
+
+def test_an_adapter_trains_over_it_as_over_the_decoded_weights(tmp_path):
+    losses = []
+    for name, mesh in (("packed", MeshConfig()), ("decoded", MeshConfig()), ("mesh", MeshConfig(data=2, fsdp=2))):
+        model = get_peft_model(quantize(made(EXPERTS), "q8"), r=4)
+        model = dequantize(model) if name == "decoded" else model
+        config = make_config(tmp_path / name, steps=4, mesh=mesh)
+        trainer = Trainer(shaken(model, 1), None, config, dataset(documents(24)))
+        trainer.train()
+        losses.append([line["loss"] for line in trainer.history])
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+    np.testing.assert_allclose(losses[0], losses[2], rtol=1e-4)
+
+
+def test_the_planner_counts_it():
+    config = dataclasses.replace(make_config("unused", steps=1), adapter=AdapterConfig(r=4))
+    packed, plain = (get_peft_model(m, r=4) for m in (quantize(made(HF), "q8"), made(HF)))
+    parts, others = (step_cost(model, config) for model in (packed, plain))
+    saved = others.fixed["frozen weights"] - parts.fixed["frozen weights"]
+    stored = [m.stored_weight for _, m in matrices(packed)]
+    slack = sum(0.12 * weight.nbytes for weight in stored)
+    assert saved == pytest.approx(sum(4 * weight.size - weight.nbytes for weight in stored) - slack)
+    assert packed_slack(nnx.state(packed)) == pytest.approx(slack)
+
+
+def test_an_adapter_over_it_is_merged(tmp_path):
+    model = adapted_model(quantize(made(HF), "q8"), r=2)
+    np.testing.assert_allclose(model(TOKENS), jaxtune.merge_adapter(model)(TOKENS), atol=1e-3)
+    jaxtune.save_adapter(model, tmp_path / "adapter")
+    assert stored_in(model) == "q8"
+    plain, again = made(HF), jaxtune.load_adapter(quantize(made(HF), "q8"), tmp_path / "adapter")
+    np.testing.assert_array_equal(model(TOKENS), again(TOKENS))
+    assert stored_in(plain) is None and toy_format.BLOCK == 32
+
+
+def test_the_documentation_shows_the_whole_format():
+    """docs/extending.md: its code is run there, and here it is loaded, saved and trained over."""
+    own = Path(toy_format.__file__).read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
+    assert own[own.index("import dataclasses") :] in page
