@@ -1,8 +1,8 @@
-"""The console command: which of `jaxtune.commands` is meant, and what becomes of its errors.
+"""The console command: it finds the command in `jaxtune.commands` and handles its errors.
 
-A mistake of the user, and a want of memory, is one clear line on stderr and exit code 2; JAXTUNE_TRACEBACK=1 shows
-where it came from. Any other exception is a fault of ours or of a library and keeps its traceback. A command that
-writes files goes on when nobody reads what it says.
+A user's mistake, or running out of memory, is one line on stderr and exit code 2; JAXTUNE_TRACEBACK=1 shows the
+traceback. Any other exception is an error of jaxtune or of a library and keeps its traceback. A command that writes
+files continues when nobody reads its output.
 """
 
 from __future__ import annotations
@@ -41,16 +41,17 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     module.__name__.rpartition(".")[2]: module.run
     for module in (train, generate, chat, evaluate, export, profile, info, tune, report, watch, doctor, launch)
 }
-# Those that work for what they write into files or show on a page; what the others print is their result.
+# Commands whose results are files or a page. The result of all other commands is what they print.
 _WORKING = ("train", "launch", "export", "tune", "report", "watch")
 
 
 def console(arguments: Sequence[str] | None = None) -> int:
-    """`main` in a process of its own."""
+    """`main` as the entry point of a process."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     terminal.outlive(told=not set(arguments[:1]) <= set(_WORKING))
-    # transformers imports torch wherever it is installed: seconds of each start, for nothing that a command uses. It is
-    # hidden until transformers has looked (model_folder.load_tokenizer).
+    # transformers imports torch wherever it is installed, which takes seconds and is of no use to a command. It is
+    # hidden
+    # until transformers has been imported (model_folder.load_tokenizer).
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     try:
         code = main(arguments)
@@ -67,20 +68,20 @@ def console(arguments: Sequence[str] | None = None) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the process's exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if logging.lastResort is not None:  # which shows what libraries and we warn of
+    if logging.lastResort is not None:  # it prints warnings of jaxtune and of libraries
         logging.lastResort.setFormatter(terminal.PrintableFormatter())
     try:
         try:
             return _run(arguments)
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # the reader of our output, such as head, has seen enough
+    except BrokenPipeError:  # the reader of the output, such as head, has closed it
         return 1
     except KeyboardInterrupt as stopped:
         name = str(stopped) or "SIGINT"
         processes.last_words(f"it was stopped: {name}")
         say(f"jaxtune: stopped by {name}", file=sys.stderr)
-        return 128 + signal.Signals[name]  # as a shell has it
+        return 128 + signal.Signals[name]  # the exit code that a shell would report
     except (ValueError, ArithmeticError, OSError, MemoryError, RuntimeError) as error:
         message = _out_of_memory(error) or (str(error) if _is_user_error(error) else None)
         if os.environ.get("JAXTUNE_TRACEBACK") == "1" or message is None:
@@ -89,6 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
+    """Runs the command that the arguments name; returns its exit code."""
     if not arguments or arguments[0] in ("-h", "--help"):
         _print_usage()
         return 0 if arguments else USER_ERROR
@@ -106,7 +108,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _out_of_memory(error: Exception) -> str | None:
-    """What to tell of an error that says that memory ran out, of the host or of the device; None of any other."""
+    """The message for an error that says that host or device memory ran out; None for any other error."""
     first_line = (str(error).splitlines() or [""])[0]
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
@@ -121,7 +123,7 @@ def _out_of_memory(error: Exception) -> str | None:
 
 
 def _is_user_error(error: Exception) -> bool:
-    """Whether jaxtune itself raised it, with a message for the user, or the system refused a file."""
+    """Whether jaxtune itself raised the error, with a message for the user, or the system refused a file."""
     if isinstance(error, RuntimeError):
         return False
     if isinstance(error, OSError):
@@ -133,6 +135,7 @@ def _is_user_error(error: Exception) -> bool:
 
 
 def _fail(message: str) -> int:
+    """Prints an error message, and stores it for other processes; returns the exit code."""
     processes.last_words(message)
     screen = terminal.console(stderr=True)
     for line in message.splitlines():
@@ -141,7 +144,7 @@ def _fail(message: str) -> int:
 
 
 def _print_usage() -> None:
-    """Every command with the first paragraph of its docstring, which is one sentence or two."""
+    """Prints every command with the first paragraph of its docstring."""
     summaries = {name: (command.__doc__ or "").split("\n\n")[0] for name, command in COMMANDS.items()}
     say("usage: jaxtune COMMAND ...\n")
     common.print_columns([(name, " ".join(summary.split())) for name, summary in summaries.items()])

@@ -341,7 +341,7 @@ def test_generate_takes_the_template_beside_the_adapter(tmp_path, capsys):
     words = [" ".join(f"w{i}" for i in answer if i != 0) + "\n" for answer in (chat, raw)]
     assert output(adapter) == (words[0], "")
     assert output(base)[0] == words[1]
-    assert "base has no chat template: the prompt is given as it stands" in output(base)[1]
+    assert "base has no chat template: the prompt is used as it is" in output(base)[1]
     assert output(base, "--raw")[1] == ""
 
 
@@ -394,7 +394,7 @@ def test_generate_takes_settings_of_sampling(tmp_path, capsys):
 def test_generate_needs_a_tokenizer(tmp_path, capsys):
     jaxtune.save_pretrained(tiny_model(), tmp_path / "model")
     assert cli.main(["generate", str(tmp_path / "model"), "--prompt", "x"]) == 2
-    assert "has no tokenizer: put its tokenizer files into the model's folder" in capsys.readouterr().err
+    assert "has no tokenizer: copy its tokenizer files into the model's folder" in capsys.readouterr().err
 
 
 def test_export_merges_an_adapter_into_its_base(tmp_path, capsys):

@@ -1,1 +1,1 @@
-"""The commands of `jaxtune`, a file each: `run` takes the arguments and gives the exit code, None for 0."""
+"""The commands of `jaxtune`, one file each. Their `run` takes the arguments and returns the exit code; None means 0."""

@@ -15,8 +15,10 @@ def run(arguments: Sequence[str]) -> None:
     parser = common.parser("chat", run.__doc__)
     parser.add_argument("model", help="model folder, hub name or adapter folder")
     parser.add_argument("--system", help="the system message")
-    parser.add_argument("--no-adapter", action="store_true", help="begin with the adapter off")
-    parser.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="of an answer (default: 512)")
+    parser.add_argument("--no-adapter", action="store_true", help="start with the adapter off")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=512, metavar="N", help="most tokens of an answer (default: 512)"
+    )
     sampling.add_options(parser, temperature=0.7)
     options = parser.parse_args(arguments)
 
@@ -31,13 +33,13 @@ def run(arguments: Sequence[str]) -> None:
         conversation.adapter = False
     prompt = "> " if sys.stdin.isatty() else ""
     switch = ", /adapter turns the adapter off and on" if conversation.has_adapter else ""
-    told = f"/reset begins anew{switch}, /exit or the end of the input leaves"
-    say(fitted(told, console(stderr=True)), file=sys.stderr)
+    usage = f"/reset starts a new conversation{switch}, /exit or end of input quits"
+    say(fitted(usage, console(stderr=True)), file=sys.stderr)
     while True:
         try:
             text = input(prompt).strip()
         except (EOFError, KeyboardInterrupt):
-            say(end="\n" if prompt else "")  # the shell's own prompt begins a line
+            say(end="\n" if prompt else "")  # the shell's prompt starts on a new line
             return
         if text == "/exit":
             return
@@ -53,6 +55,6 @@ def run(arguments: Sequence[str]) -> None:
                 conversation.ask(text, functools.partial(say, end="", flush=True))
             except KeyboardInterrupt:  # ends the answer, not the conversation
                 say(" ...", end="")
-            except ValueError as error:  # too long, mostly
+            except ValueError as error:  # mostly a conversation that is too long
                 say(error, file=sys.stderr)
             say()

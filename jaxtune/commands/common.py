@@ -1,4 +1,4 @@
-"""What commands share: their parser, what they print in columns, and how they load a model."""
+"""What commands share: their parsers, output in columns, and loading a model."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from jaxtune.system.terminal import say
 
 
 def wide_console() -> Any:
-    """As wide as the terminal; in a pipe or a file, as wide as is good to read."""
+    """A console as wide as the terminal; for a pipe or a file, with a width that reads well."""
     return terminal.console(width=None if sys.stdout.isatty() else 140)
 
 
 def print_columns(rows: Sequence[tuple[str, str]]) -> None:
-    """Two columns, the first as wide as it must be; no line ends with spaces."""
+    """Prints two columns, the first as wide as its longest entry; no line ends with spaces."""
     names, width = max(len(name) for name, _ in rows), wide_console().width
     for name, meaning in rows:
         begin = f"  {name:<{names}}  "
@@ -28,13 +28,13 @@ def print_columns(rows: Sequence[tuple[str, str]]) -> None:
 
 
 def parser(command: str, description: str | None) -> argparse.ArgumentParser:
-    """Of `jaxtune COMMAND`."""
+    """The argument parser of `jaxtune COMMAND`."""
     description = " ".join((description or "").split())
     return argparse.ArgumentParser(prog=f"jaxtune {command}", description=description, allow_abbrev=False)
 
 
 def add_processes(parser: argparse.ArgumentParser) -> None:
-    """What a command is told that is one of several processes, for processes.join."""
+    """Adds the options that make a command one of several processes (processes.join)."""
     several = "one of several processes that SLURM and Open MPI did not start: all three"
     parser.add_argument("--coordinator", metavar="HOST:PORT", help=several)
     parser.add_argument("--processes", type=int, metavar="N", help=argparse.SUPPRESS)
@@ -42,7 +42,7 @@ def add_processes(parser: argparse.ArgumentParser) -> None:
 
 
 def add_numbers(parser: argparse.ArgumentParser) -> None:
-    """What a command is told of the numbers that a model is loaded in; see load."""
+    """Adds the options for the dtype and format in which a model is loaded; see load."""
     parser.add_argument(
         "--dtype", help="dtype of the weights: bfloat16, float16 or float32 (default: that of the run; else bfloat16)"
     )
@@ -50,6 +50,7 @@ def add_numbers(parser: argparse.ArgumentParser) -> None:
 
 
 def add_load_in(parser: argparse.ArgumentParser) -> None:
+    """Adds --load-in."""
     parser.add_argument(
         "--load-in",
         choices=(*LOADED, "stored"),
@@ -59,7 +60,7 @@ def add_load_in(parser: argparse.ArgumentParser) -> None:
 
 
 def load(options: argparse.Namespace):
-    """Model and tokenizer of a model folder, a hub name or an adapter folder, as options of add_numbers say."""
+    """(model, tokenizer) of a model folder, a hub name or an adapter folder, as the options of add_numbers say."""
     import jaxtune
     from jaxtune.models.adapters import trained_over
     from jaxtune.models.adapters.adapter_config import base_of
@@ -67,7 +68,7 @@ def load(options: argparse.Namespace):
 
     dtype, folder = options.dtype, Path(options.model).expanduser()
     adapter = base_of(folder) is not None
-    if dtype is None and not adapter:  # of a model that a run wrote
+    if dtype is None and not adapter:  # a model that a run wrote records its dtype
         dtype = (trained_over.of_run(folder) or trained_over.TrainedOver()).dtype
     model, tokenizer = jaxtune.from_pretrained(options.model, dtype=dtype, load_in=options.load_in)
     return with_end_tokens(model, tokenizer) if adapter else model, tokenizer

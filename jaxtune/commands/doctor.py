@@ -9,7 +9,7 @@ from jaxtune.system.terminal import console, fitted, say
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Look at this machine: driver, GPU, memory, disk, speed, a kernel; and say what to do about what is wrong."""
+    """Check this machine: driver, GPU, memory, disk, speed, a kernel; and say how to fix what is wrong."""
     parser = common.parser("doctor", run.__doc__)
     parser.add_argument("--quick", action="store_true", help="measure no speeds")
     options = parser.parse_args(arguments)
@@ -17,7 +17,7 @@ def run(arguments: Sequence[str]) -> int:
 
     wrong, screen = 0, console()
     for finding in findings(measure=not options.quick):
-        what, *advice = finding.to_text().split("\n")  # advice stands below what was found, behind its state
+        what, *advice = finding.to_text().split("\n")  # advice is printed below the finding, indented to its text
         say("\n".join([fitted(what, screen, 6), *(fitted(line, screen, 0) for line in advice)]), flush=True)
         wrong += finding.state == "wrong"
     return int(wrong > 0)

@@ -13,10 +13,11 @@ from jaxtune.system.terminal import say
 def run(arguments: Sequence[str]) -> None:
     """Loss (and exact match) of a run's result, or of a recipe's model, on the held-out rows.
 
-    Several processes share the rows, and the first one says the numbers, as `jaxtune train` does."""
+    Several processes share the rows, and the first one prints the numbers, as in `jaxtune train`.
+    """
     parser = common.parser("evaluate", run.__doc__)
     parser.add_argument(
-        "recipe", help="config.yaml in a run's folder: what the run led to; or a recipe: its model as it is"
+        "recipe", help="config.yaml in a run's folder, to evaluate the run's result; or a recipe, to evaluate its model"
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example model.path=FOLDER adapter=null")
     common.add_load_in(parser)

@@ -11,7 +11,7 @@ from jaxtune.train.signals import StopSignal
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Write a model or an adapter as other programs read it: merged, as GGUF for llama.cpp, in four bits."""
+    """Write a model or an adapter in the format of another program: merged, as GGUF for llama.cpp, in four bits."""
     parser = common.parser("export", run.__doc__)
     parser.add_argument("model", help="PEFT adapter folder, which names its base model; or a model folder or hub name")
     parser.add_argument("output", help="folder to write")
@@ -23,11 +23,11 @@ def run(arguments: Sequence[str]) -> None:
         f"{', '.join(name for name in LOADED if name != 'nf4')}: the layers in that format, for vLLM; w4a16: in int4, "
         "for vLLM; mxfp4: gpt-oss as it is published",
     )
-    parser.add_argument("--outtype", help="of gguf: f32, f16, bf16, q8_0 or q4_0 (default: that of the weights)")
+    parser.add_argument("--outtype", help="for gguf: f32, f16, bf16, q8_0 or q4_0 (default: the weights' dtype)")
     common.add_numbers(parser)
-    parser.add_argument("--max-shard-gb", type=float, default=5.0, help="cut safetensors above this (default: 5)")
-    parser.add_argument("--push", metavar="OWNER/NAME", help="then upload the folder to this model repository")
-    parser.add_argument("--private", action="store_true", help="a repository that --push makes is private")
+    parser.add_argument("--max-shard-gb", type=float, default=5.0, help="size of a safetensors shard (default: 5)")
+    parser.add_argument("--push", metavar="OWNER/NAME", help="upload the folder to this model repository afterwards")
+    parser.add_argument("--private", action="store_true", help="create the repository of --push as private")
     options = parser.parse_args(arguments)
     from jaxtune.models.adapters.adapter_config import base_of
 
@@ -36,7 +36,7 @@ def run(arguments: Sequence[str]) -> None:
 
     import jaxtune
 
-    with StopSignal() as stop, stop.at_once():  # what is half written goes
+    with StopSignal() as stop, stop.at_once():  # an incomplete folder is removed
         model, tokenizer = common.load(options)
         done = jaxtune.export_model(
             model,

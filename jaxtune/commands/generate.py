@@ -14,8 +14,10 @@ def run(arguments: Sequence[str]) -> None:
     parser = common.parser("generate", run.__doc__)
     parser.add_argument("model", help="model folder, hub name or adapter folder")
     parser.add_argument("--prompt", action="append", required=True, help="may be repeated")
-    parser.add_argument("--raw", action="store_true", help="give the prompt as it is, not as a user's chat message")
-    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="of an answer (default: 64)")
+    parser.add_argument("--raw", action="store_true", help="use the prompt as it is, not as a user's chat message")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=64, metavar="N", help="most tokens of an answer (default: 64)"
+    )
     sampling.add_options(parser, temperature=0.0)
     options = parser.parse_args(arguments)
 
@@ -24,12 +26,12 @@ def run(arguments: Sequence[str]) -> None:
 
     model, tokenizer = common.load(options)
     if tokenizer is None:
-        raise ValueError(f"{options.model} has no tokenizer: put its tokenizer files into the model's folder")
+        raise ValueError(f"{options.model} has no tokenizer: copy its tokenizer files into the model's folder")
     model = with_end_tokens(model, tokenizer)
     templated = bool(tokenizer.chat_template)
     if not options.raw and not templated:
         say(
-            f"jaxtune: note: {options.model} has no chat template: the prompt is given as it stands (--raw says so)",
+            f"jaxtune: note: {options.model} has no chat template: the prompt is used as it is, as with --raw",
             file=sys.stderr,
         )
     if options.raw or not templated:

@@ -9,7 +9,7 @@ from jaxtune.system.terminal import say
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Versions, devices and packaged recipes, or the kernels that would run here."""
+    """Show versions, devices and packaged recipes, or which kernels would run here."""
     parser = common.parser("info", run.__doc__)
     parser.add_argument(
         "--kernels", action="store_true", help="which implementation of each op is chosen here, and why"

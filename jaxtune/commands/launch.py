@@ -15,20 +15,21 @@ from jaxtune.system import invocation
 from jaxtune.system.terminal import say
 from jaxtune.train.signals import StopSignal, handled
 
-_GRACE_SECONDS = 20.0  # that the others have to say why they end, once one has failed
+_GRACE_SECONDS = 20.0  # after one process has failed, the others have this long to report and end
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run `jaxtune train` in several processes of this machine, one a GPU.
+    """Run `jaxtune train` in several processes on this machine, one per GPU.
 
-    A signal is passed on to all of them. When one fails, the others are ended; the exit code is that of the one that
-    failed first. One process serves all GPUs of a machine as well: this is for programs that run one a GPU elsewhere.
+    A signal is passed on to all of them. When one fails, the others are ended, and the exit code is that of the first
+    failure. A single process can also use all GPUs of a machine; this command is for setups that need one process per
+    GPU.
     """
     parser = common.parser("launch", run.__doc__)
     some = parser.add_mutually_exclusive_group(required=True)
     some.add_argument("--gpus", type=int, metavar="N", help="start N processes, each with one GPU of this machine")
-    some.add_argument("--processes", type=int, metavar="N", help="start N processes that share what there is (CPUs)")
-    parser.add_argument("arguments", nargs="+", metavar="ARGUMENT", help="of jaxtune train: a recipe and overrides")
+    some.add_argument("--processes", type=int, metavar="N", help="start N processes that share the machine's CPUs")
+    parser.add_argument("arguments", nargs="+", metavar="ARGUMENT", help="a recipe and overrides, as for jaxtune train")
     options, more = parser.parse_known_args(arguments)
     name = "--gpus" if options.gpus is not None else "--processes"
     count = options.gpus if options.gpus is not None else options.processes
@@ -39,7 +40,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _gpus(count: int) -> list[str]:
-    """Names of `count` GPUs, for CUDA_VISIBLE_DEVICES: those that this process may use, or the machine's first."""
+    """Names of `count` GPUs for CUDA_VISIBLE_DEVICES: those that this process may use, or the machine's first ones."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return [str(number) for number in range(count)]
@@ -50,11 +51,18 @@ def _gpus(count: int) -> list[str]:
 
 
 class _Processes:
-    """The processes of one run on this machine."""
+    """The processes of one run on this machine.
+
+    Args:
+      arguments: those of `jaxtune train`.
+      count: number of processes.
+      gpus: the GPU of each process; None: CPUs.
+    """
 
     def __init__(self, arguments: Sequence[str], count: int, gpus: Sequence[str] | None):
         self._signals: list[int] = []
-        # Bound, and never listened on: the first process may bind it too, and nobody else is given it.
+        # The port is bound and never listened on, so that the first process can bind it too and no other program gets
+        # it.
         self._port = socket.socket()
         self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         self._port.bind(("127.0.0.1", 0))
@@ -78,27 +86,29 @@ class _Processes:
         ]
 
     def run(self) -> int:
-        """The exit code of the first that failed, or 0."""
-        # Under nohup SIGHUP stays ignored, and is so in the processes that begin with what is ignored here.
+        """Starts the processes and waits for them; returns the exit code of the first that failed, or 0."""
+        # Under nohup SIGHUP stays ignored; child processes inherit that.
         old = {number: signal.signal(number, self._note) for number in handled(StopSignal.signals)}
         running: dict[int, subprocess.Popen] = {}
         try:
             for index, command in enumerate(self._commands):
-                # In a group of its own: a key pressed in the terminal reaches each process once, through us.
+                # Each in its own group, so that Ctrl-C reaches it once, through this process.
                 running[index] = subprocess.Popen(command, env=self._environments[index], process_group=0)
             return self._wait(running)
         finally:
             for process in running.values():
-                process.kill()  # at an error of ours: nothing outlives the command
+                process.kill()  # after an error here, so that no process outlives the command
                 process.wait()
             for number, handler in old.items():
                 signal.signal(number, handler)
             self._port.close()
 
     def _note(self, number: int, frame: object) -> None:
+        """The signal handler: stores the signal for `_wait`."""
         self._signals.append(number)
 
     def _wait(self, running: dict[int, subprocess.Popen]) -> int:
+        """Waits for the processes, passes signals on, and ends the others after a failure; returns the exit code."""
         code, deadline = 0, None
         while running:
             while self._signals:
@@ -122,11 +132,12 @@ class _Processes:
 
 
 def _exit_code(code: int) -> int:
-    """As a shell has it: 128 and the number of the signal that ended a process."""
+    """The exit code as a shell reports it: 128 plus the signal's number for a process that a signal ended."""
     return 128 - code if code < 0 else code
 
 
 def _how(code: int) -> str:
+    """Words on how a process ended."""
     if code > 0:
         return f"ended with exit code {code}; the others follow"
-    return f"was ended by {signal.Signals(-code).name}; the others are ended too. The same command goes on"
+    return f"was ended by {signal.Signals(-code).name}; the others are ended too. The same command continues the run"

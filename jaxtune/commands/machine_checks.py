@@ -1,4 +1,4 @@
-"""What of this machine is right for training, and what to do about the rest."""
+"""Checks whether this machine is ready for training, with advice on what is not."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ _LEAST_DISK_GB, _SLOW_SHARE = 20, 0.5
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at. state: ok; note: slower or less than could be; wrong: training will not work.
-    fix: what to do, where it is not ok."""
+    """The result of one check."""
 
-    state: Literal["ok", "note", "wrong"]
-    what: str
-    fix: str = ""
+    state: Literal["ok", "note", "wrong"]  # "note": slower or less than possible; "wrong": training will not work
+    what: str  # what was found
+    fix: str = ""  # what to do, if it is not ok
 
     def to_text(self) -> str:
+        """The finding as one line, with the advice on a second one."""
         return f"{self.state:<6}{self.what}" + (f"\n      {self.fix}" if self.fix else "")
 
 
 def findings(measure: bool = True) -> Iterator[Finding]:
-    """Looks at one thing after the other: packages, driver, GPU, memory, disk, products, the link, a kernel.
+    """The results of all checks, in order: packages, driver, GPU, memory, disk, products, host link, a kernel.
 
     Args:
-      measure: also time products and copies (about ten seconds on a GPU, once; the result is kept).
+      measure: also time products and copies (about ten seconds on a GPU, once; the result is cached).
     """
     yield _packages()
     card = _nvidia_smi()
@@ -51,12 +51,14 @@ def findings(measure: bool = True) -> Iterator[Finding]:
 
 
 def _on_gpu() -> bool:
+    """Whether JAX uses a GPU."""
     import jax
 
     return jax.devices()[0].platform == "gpu"
 
 
 def _packages() -> Finding:
+    """Checks the versions of the packages."""
     names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers")
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in names)
     if metadata.version("jax") != metadata.version("jaxlib"):
@@ -67,12 +69,14 @@ def _packages() -> Finding:
 
 
 def _nvidia_smi() -> dict[str, str] | None:
+    """What nvidia-smi says of the first GPU; see profile.device.nvidia_smi."""
     from jaxtune.profile.device import nvidia_smi
 
     return nvidia_smi("name", "driver_version", "memory.total", "memory.used", units=False)
 
 
 def _driver(card: dict[str, str] | None) -> Finding:
+    """Checks the version of NVIDIA's driver."""
     if card is None:
         return Finding(
             "note",
@@ -80,7 +84,7 @@ def _driver(card: dict[str, str] | None) -> Finding:
             "a CPU is enough for the quickstart and for --plan plan.device=NAME; a GPU needs NVIDIA's driver",
         )
     if "error" in card:
-        return Finding("wrong", f"driver: nvidia-smi fails: {card['error']}", "install NVIDIA's driver anew, or reboot")
+        return Finding("wrong", f"driver: nvidia-smi fails: {card['error']}", "reinstall NVIDIA's driver, or reboot")
     version = card["driver_version"]
     major = int(re.split(r"\D", version, maxsplit=1)[0] or 0)
     extra = next((name for name, least in _DRIVERS.items() if major >= least), None)
@@ -92,6 +96,7 @@ def _driver(card: dict[str, str] | None) -> Finding:
 
 
 def _devices(card: dict[str, str] | None) -> Iterator[Finding]:
+    """Checks that JAX uses the GPU, that it is supported, and that its memory is free."""
     import jax
 
     from jaxtune.profile.data_sheets import refusal
@@ -126,6 +131,7 @@ def _devices(card: dict[str, str] | None) -> Iterator[Finding]:
 
 
 def _room() -> Iterator[Finding]:
+    """Checks host memory and the disk space for models."""
     from huggingface_hub import constants
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
@@ -144,6 +150,7 @@ def _room() -> Iterator[Finding]:
 
 
 def _rates() -> Iterator[Finding]:
+    """Compares measured rates with the data sheet."""
     import jax
 
     from jaxtune import profile
@@ -160,7 +167,7 @@ def _rates() -> Iterator[Finding]:
         beside = f" (data sheet: {of:g})" if of else ""
         if of and value < _SLOW_SHARE * of:
             fix = (
-                "the card may sit in a slot with fewer lanes: nvidia-smi -q shows its link"
+                "the card may be in a slot with fewer lanes: nvidia-smi -q shows its link"
                 if "link" in what
                 else "another program may use the card, or heat or a power limit slows it: nvidia-smi -q -d PERFORMANCE"
             )
@@ -170,7 +177,7 @@ def _rates() -> Iterator[Finding]:
 
 
 def _attention() -> Finding:
-    """The chosen attention against the definition, forward and backward, on packed rows."""
+    """Compares the chosen attention with the reference, forward and backward, on packed rows."""
     import jax
     import jax.numpy as jnp
 

@@ -50,7 +50,7 @@ def run(arguments: Sequence[str]) -> int | None:
 
 
 def _fraction(option: str, text: str) -> float:
-    """0.03 of "3%"; a number without the sign is refused, since 3 could mean either."""
+    """0.03 from "3%"; a number without the percent sign is refused, because 3 is ambiguous."""
     try:
         if not text.endswith("%"):
             raise ValueError

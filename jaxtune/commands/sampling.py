@@ -1,4 +1,4 @@
-"""The options of commands that generate: settings of jaxtune.generate, and the numbers of the model."""
+"""Options of commands that generate: the settings of jaxtune.generate, and the dtype of the model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxtune.commands.common import add_numbers
 
 
 def add_options(parser: argparse.ArgumentParser, temperature: float) -> None:
-    """The options that are settings of jaxtune.generate, and those of add_numbers."""
+    """Adds the options for the settings of jaxtune.generate, and those of add_numbers."""
     default = f"0 takes the likeliest token (default: {temperature:g})"
     parser.add_argument("--temperature", type=float, default=temperature, metavar="X", help=default)
     for flag, kind, value, words in (
@@ -35,5 +35,6 @@ def add_options(parser: argparse.ArgumentParser, temperature: float) -> None:
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
+    """The settings of jaxtune.generate from the options."""
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
     return {name: getattr(options, name) for name in names} | {"stop_strings": options.stop}

@@ -1,4 +1,4 @@
-"""`jaxtune train`, which is `python -m jaxtune.train` too."""
+"""`jaxtune train`, which is also `python -m jaxtune.train`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run(arguments: Sequence[str]) -> int | None:
     from jaxtune.train.config.file import load_config
 
     config = load_config(options.recipe, options.overrides, rows_needed=not options.plan)
-    # JAX's own default is three quarters of the device; the planner counts on all that the context leaves.
+    # By default JAX uses three quarters of the device; the planner counts on everything after the CUDA context.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
     from jaxtune.train.planning.devices import allow_pinned_memory
 
@@ -51,6 +51,7 @@ def run(arguments: Sequence[str]) -> int | None:
 
 
 def _print_help() -> None:
+    """Prints the usage, the packaged recipes and all config keys."""
     from jaxtune.train.config.file import config_keys, packaged_recipes, recipe_summary
 
     console = common.wide_console()
@@ -76,6 +77,6 @@ def _print_help() -> None:
     for key in config_keys():
         if part != (part := key.name.partition(".")[0] if "." in key.name or key.type == "section" else ""):
             say()
-        # Whole names, however narrow the terminal: they are there to be typed.
+        # Names are never cut, however narrow the terminal, because users type them.
         say(f"  {key.name} ({key.type}, {key.default})")
         say(textwrap.fill(key.help, console.width, initial_indent=" " * 6, subsequent_indent=" " * 6))

@@ -11,16 +11,18 @@ from jaxtune.system.terminal import say
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Measure the blocks of the kernels on this GPU and keep the fastest.
+    """Measure the kernels' block sizes on this GPU and keep the fastest.
 
-    Attention's are measured for your shapes, those of grouped_matmul (experts) for gpt-oss-20b's and Qwen3-30B-A3B's.
+    Attention is measured for your shapes, grouped_matmul (experts) for those of gpt-oss-20b and Qwen3-30B-A3B.
     """
     parser = common.parser("tune", run.__doc__)
     parser.add_argument("op", nargs="?", choices=["attention", "grouped_matmul"], default="attention")
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128], metavar="N", help="default: 64 128")
-    parser.add_argument("--heads", type=int, default=32, metavar="N", help="of queries (default: 32)")
-    parser.add_argument("--kv-heads", type=int, default=8, metavar="N", help="of keys and values (default: 8)")
-    parser.add_argument("--rows", type=int, default=4, metavar="N", help="in a step (default: 4)")
+    parser.add_argument("--heads", type=int, default=32, metavar="N", help="number of query heads (default: 32)")
+    parser.add_argument(
+        "--kv-heads", type=int, default=8, metavar="N", help="number of key and value heads (default: 8)"
+    )
+    parser.add_argument("--rows", type=int, default=4, metavar="N", help="rows of a step (default: 4)")
     parser.add_argument("--length", type=int, default=8192, metavar="N", help="tokens of a row (default: 8192)")
     parser.add_argument(
         "--documents",
@@ -29,7 +31,7 @@ def run(arguments: Sequence[str]) -> None:
         help="log-normal lengths of mean 512, or one a row",
     )
     parser.add_argument("--window", type=int, metavar="N", help="sliding window, tokens")
-    parser.add_argument("--soft-cap", type=float, metavar="X", help="of the scores, as Gemma 2 has it")
+    parser.add_argument("--soft-cap", type=float, metavar="X", help="soft cap of the scores, as in Gemma 2")
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
     parser.add_argument("--kernels", nargs="+", choices=["forward", "dquery", "dkey"], help="default: all")
     parser.add_argument("--output", type=Path, help="the JSON file to add to; default: your cache, which is used here")

@@ -10,10 +10,10 @@ from jaxtune.system.terminal import say
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Show runs as they go, side by side, in a browser on this machine."""
+    """Show runs while they train, side by side, in a browser on this machine."""
     parser = common.parser("watch", run.__doc__)
-    parser.add_argument("runs", nargs="+", metavar="run", help="folders of runs, of which some may not have begun")
-    parser.add_argument("--port", type=int, default=8642, help="of the page; 0: one that is free (default: 8642)")
+    parser.add_argument("runs", nargs="+", metavar="run", help="folders of runs; runs may start later")
+    parser.add_argument("--port", type=int, default=8642, help="port of the page; 0: a free one (default: 8642)")
     options = parser.parse_args(arguments)
     from jaxtune.train.display import watch
 

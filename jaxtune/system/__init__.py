@@ -1,2 +1,2 @@
-"""What every room stands on: files, the terminal, processes, the command line, and the private parts of
-JAX that are used."""
+"""Basics that every package of jaxtune may import: files, terminal, processes, the command line, and JAX's private
+parts."""

@@ -1,4 +1,4 @@
-"""Files that are whole or not there. Every room may use this; it imports nothing of ours."""
+"""Atomic files: a file is complete or not there. The module imports nothing of jaxtune, so every package may use it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from typing import Any
 
 
 def atomic_write(path: str | os.PathLike, data: bytes | str, mode: int = 0o644, durable: bool = True) -> None:
-    """Writes a file that a reader, a crash or a full disk sees whole: as it was before, or as it is now.
+    """Writes a file so that a reader, a crash or a full disk leaves it complete: either with the old content or with
+    the new.
 
     Args:
       path: a link of that name is replaced, not followed. Its folder must exist.
       data: text is written as UTF-8.
       mode: permissions of the file, less the process's umask.
-      durable: wait until the disk holds it. Without, a power cut may leave less than all of it: for what is checked
-        when it is read.
+      durable: wait until the data are on disk. Without it, a power failure may leave an incomplete file; this is for
+        files that are verified when they are read.
     Raises:
-      OSError: the disk is full or the folder cannot be written; what was there before is untouched.
+      OSError: the disk is full or the folder cannot be written; the old content is untouched.
     """
     path = Path(path)
     data = data.encode() if isinstance(data, str) else data
@@ -41,7 +42,9 @@ def atomic_write(path: str | os.PathLike, data: bytes | str, mode: int = 0o644, 
                 file.flush()
                 if durable:
                     os.fsync(descriptor)
-                os.replace(temporary, path)  # while it is held: nobody takes it for one that a dead process left
+                os.replace(
+                    temporary, path
+                )  # while it is locked, so that no process takes it for the leftover of a dead one
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
@@ -51,29 +54,30 @@ def atomic_write(path: str | os.PathLike, data: bytes | str, mode: int = 0o644, 
 
 
 def unfinished_name(path: str | os.PathLike) -> Path:
-    """A new hidden name beside `path`, for what shall get that name once it is whole."""
+    """A new hidden name beside `path`, for a file that is renamed to `path` when it is complete."""
     path = Path(path)
     return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
 
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike, count_bytes: int) -> Iterator[None]:
-    """Has an OSError of writing, which by itself names no file, name this one and how many bytes it was to hold."""
+    """A context in which an OSError of writing names this file and the number of bytes; on its own such an error names
+    no file."""
     try:
         yield
     except OSError as error:
         if error.filename is not None:
             raise
-        # NumPy's has words alone: how much of an array was written.
+        # NumPy's error has no code, only words on how much of an array was written.
         what = f"{error.strerror or error}, with {count_bytes:,} bytes to write"
         raise OSError(error.errno or errno.EIO, what, os.fspath(path)) from None
 
 
 def hold(descriptor: int) -> bool:
-    """Locks what a descriptor is open on while it is open; False where another process has it.
+    """Locks an open file or folder for as long as the descriptor is open; False if another process has it locked.
 
-    The lock goes with its process, however that ends, which a process id in a name cannot tell. On a file system
-    without locks nothing is locked, and it is True.
+    The lock ends with its process, however the process ends. On a file system without locks nothing is locked, and the
+    result is True.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -85,7 +89,7 @@ def hold(descriptor: int) -> bool:
 
 
 def remove_left(path: Path) -> None:
-    """Removes an unfinished file or folder, unless a process that lives is writing it."""
+    """Removes a temporary file or folder, unless a living process is writing it."""
     with contextlib.suppress(OSError):
         if path.is_symlink():
             path.unlink()
@@ -103,15 +107,15 @@ def remove_left(path: Path) -> None:
 
 
 def read_plain(path: str | os.PathLike) -> bytes:
-    """The bytes of a file of a folder that others may write too: a named pipe or a device is not waited for.
+    """The bytes of a regular file in a folder that others may write to; it does not block on a named pipe or a device.
 
     Raises:
-      OSError: it is no plain file, or cannot be read.
+      OSError: it is not a regular file, or cannot be read.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(f"{os.fspath(path)} is no plain file")
+            raise OSError(f"{os.fspath(path)} is not a regular file")
         return file.read()
 
 
@@ -119,7 +123,7 @@ _UNFINISHED = re.compile(r"\..+\.\d+-[0-9a-f]{8}\.tmp")
 
 
 def remove_unfinished(folder: str | os.PathLike) -> None:
-    """Removes the unfinished files and folders that a killed process left in `folder`; what a living one is writing
+    """Removes temporary files and folders that a killed process left in `folder`. What a living process is writing
     there, such as an export into a run's folder, stays."""
     for left in Path(folder).glob(".*.tmp"):
         if _UNFINISHED.fullmatch(left.name):
@@ -127,7 +131,7 @@ def remove_unfinished(folder: str | os.PathLike) -> None:
 
 
 def sync(path: str | os.PathLike) -> None:
-    """Has the disk keep what was written to a file, or the names in a folder."""
+    """Waits until the disk has what was written to a file, or the names in a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -136,14 +140,15 @@ def sync(path: str | os.PathLike) -> None:
 
 
 def fingerprints(paths: Iterable[Path]) -> dict[Path, dict[str, Any]]:
-    """{"bytes": size, "crc32": eight hexadecimal digits} of each file. CRC-32 guards against accidents, and runs at
-    4 GB/s a core where SHA-256 runs at 1.7."""
+    """{"bytes": size, "crc32": eight hexadecimal digits} of each file. CRC-32 detects accidental changes, and runs at 4
+    GB/s per core where SHA-256 runs at 1.7."""
     paths = list(paths)
     with ThreadPoolExecutor(8) as pool:
         return dict(zip(paths, pool.map(_fingerprint, paths), strict=True))
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:
+    """The fingerprint of one file."""
     checksum, count = 0, 0
     buffer = bytearray(2**22)
     view = memoryview(buffer)
@@ -154,10 +159,10 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 
 
 def require_makeable(key: str, value: str) -> None:
-    """Refuses the setting `key` where no folder of that name can be made. Raises ValueError."""
+    """Raises ValueError if no folder with the name `value` can be created; `key` is the setting that has the name."""
     wanted = Path(value).absolute()
     there = next(folder for folder in (wanted, *wanted.parents) if folder.exists())
     if not there.is_dir():
-        raise ValueError(f"{key} = {value!r}: {there} is a file; name a folder")
+        raise ValueError(f"{key} = {value!r}: {there} is a file; choose a folder")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"{key} = {value!r}: {there} cannot be written to; name another folder")
+        raise ValueError(f"{key} = {value!r}: {there} cannot be written to; choose another folder")

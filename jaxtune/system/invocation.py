@@ -1,4 +1,4 @@
-"""How the user started jaxtune, so that a proposed command can be typed as that one was."""
+"""How the user started jaxtune, so that messages propose commands in the same form."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import shutil
 import sys
 from pathlib import Path
 
-# `jaxtune launch` starts its processes by itself, and says here what the user had typed.
+# The environment variable in which `jaxtune launch` tells its processes what the user typed.
 VARIABLE = "JAXTUNE_INVOCATION"
 _SCRIPT = "jaxtune"
 
 
 def spelled(command: str) -> str:
-    """The command line of a jaxtune command, such as "generate FOLDER", as the user spells jaxtune.
+    """The command line of a jaxtune command, such as "generate FOLDER", as the user would type it.
 
-    It begins with `jaxtune`, with the path of that script, or with `python -m jaxtune`, whichever started this process;
-    `python -m jaxtune.train` stays so for `train`. In a script of the user's own it is what works in this environment.
+    It starts with `jaxtune`, with the path of that script, or with `python -m jaxtune`, whichever started this process;
+    `python -m jaxtune.train` is used for `train` if it started the process. In a user's own script it is whatever works
+    in this environment.
     """
     name, _, rest = command.partition(" ")
     prefix = os.environ.get(VARIABLE) or prefix_of(sys.orig_argv)
@@ -30,10 +31,10 @@ def spelled(command: str) -> str:
 
 
 def prefix_of(original: list[str]) -> str:
-    """What stands before the name of the command.
+    """The words before the name of the command.
 
     Args:
-      original: `sys.orig_argv`, the process' arguments with those that the interpreter took for itself.
+      original: `sys.orig_argv`: the process' arguments, with those that the interpreter consumed.
     """
     for flag, module in itertools.pairwise(original):
         if flag == "-m" and module in ("jaxtune", "jaxtune.train", "jaxtune.cli"):
@@ -48,5 +49,5 @@ def prefix_of(original: list[str]) -> str:
 
 
 def _short(path: str) -> str:
-    """The path from the current folder, for what lies below it."""
+    """A path relative to the current folder, if it is below that folder."""
     return os.path.relpath(path) if Path(path).is_relative_to(Path.cwd()) else path

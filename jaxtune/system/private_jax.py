@@ -1,16 +1,16 @@
-"""The parts of JAX that jaxtune uses and that are not public. They may change with any release, so this file is what an
-upgrade of JAX has to be read against; but for `private_mlir` beside it, no other file imports them.
+"""JAX's private names that jaxtune uses. They may change with any release, so an upgrade of JAX has to be checked
+against this file. Except for `private_mlir` beside it, no other file imports private names.
 
     ClusterEnv                 finds the address of a cluster's first process, as jax.distributed.initialize does.
     CacheInterface             the class of the stores of the persistent compilation cache, and
-    compilation_cache          its module: JAX has no public way to be given a store, and ours checks what it reads.
-    config                     use_shardy_partitioner chooses the partitioner of one program; the public option that of
-                               the process.
-    distributed                global_state tells what processes there are. The public functions start JAX's backend,
+    compilation_cache          its module: JAX has no public way to replace the store, and ours verifies what it reads.
+    config                     use_shardy_partitioner sets the partitioner of one program; the public option sets that
+                               of the process.
+    distributed                global_state has the processes of the run. The public functions start JAX's backend,
                                which a process must not do before it has joined the others.
-    fused_attention_stablehlo  cuDNN's attention. The public jax.nn.dot_product_attention takes no packed rows together
-                               with a window, and keeps the statistics that a backward pass needs to itself.
-    lib                        cuda_versions tells the versions of the CUDA libraries that are loaded.
+    fused_attention_stablehlo  cuDNN's attention. The public jax.nn.dot_product_attention does not support packed rows
+                               with a window, and does not return the statistics that a backward pass needs.
+    lib                        cuda_versions has the versions of the loaded CUDA libraries.
 """
 
 from jax._src import compilation_cache as compilation_cache

@@ -1,7 +1,7 @@
-"""MLIR's Python bindings, which jaxlib has for its own use: the other half of what `private_jax` describes.
+"""MLIR's Python bindings, which are jaxlib's private part; see `private_jax`.
 
-Kernels write single instructions with them that Pallas has no operation for, such as a permutation of bytes or an
-approximate division. They stand apart because they take a quarter of a second to import, and only kernels need them.
+Kernels use them for instructions that Pallas has no operation for, such as a byte permutation or an approximate
+division. They are a module of their own because importing them takes a quarter of a second, and only kernels need them.
 """
 
 from jaxlib.mlir import ir as ir

@@ -1,15 +1,16 @@
-"""A run of several processes: how they find each other, agree on what each of them sees alone, and end together.
+"""Runs of several processes: how the processes find each other, agree on what each of them sees alone, and end
+together.
 
-Every process runs the same program. What all of them compute from the same numbers they decide alike without a word;
-what one of them sees by itself (a signal, a clock, a folder, the memory that is free) they agree on here, through the
-service of `jax.distributed`, which the first process keeps. None of it touches a device: a step never waits for it.
+Every process runs the same program. What all of them compute from the same numbers needs no communication. What a
+process sees alone (a signal, a clock, a folder, free memory) they agree on here, through the coordination service of
+`jax.distributed`, which runs in the first process. None of this touches a device, so no step waits for it.
 
-A process that fails says so to the service, and the others, which may be waiting for it in a collective that will never
-end, print its words and end with its exit code. One that is killed says nothing: after HEARTBEAT_SECONDS the service
-misses it, and JAX ends the others. So does a first process that is gone, at once.
+A process that fails reports it to the service. The others, which may be waiting for it in a collective that never ends,
+print its message and end with its exit code. A process that is killed reports nothing; the service notices after
+HEARTBEAT_SECONDS, and JAX ends the others. If the first process dies, the others end at once.
 
-Every room may use this; of ours it imports the terminal alone. In a run of one process each function gives back what it
-is given.
+Every package may use this module; of jaxtune it imports only the terminal. In a run of one process each function
+returns what it is given.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from jaxtune.system.terminal import printable
 HEARTBEAT_SECONDS = 30
 _START_SECONDS = 300
 _ENDED, _HEARD, _ASKED = "jaxtune/ended", "jaxtune/heard/", "jaxtune/asked/"
-_WORDS_SECONDS = 10.0  # that a process which fails and the first one leave each other to end well
-_POLL_MILLISECONDS = 1000  # that a wait lasts before Python looks at its signals
-_KEPT_DECISIONS = 64  # of the stops that were agreed on; nobody is so far behind
+_WORDS_SECONDS = 10.0  # how long a failing process and the first one wait for each other before they exit
+_POLL_MILLISECONDS = 1000  # a wait is interrupted after this time, so that Python can handle signals
+_KEPT_DECISIONS = 64  # how many past decisions the service keeps; no process is that far behind
 
 
 class _Run:
-    """What this process knows of the run that it is a part of."""
+    """State of this process within its run."""
 
     watcher: threading.Thread | None = None
     leaving = False
@@ -54,17 +55,20 @@ class _Run:
 
 
 def join(coordinator: str | None = None, processes: int | None = None, process: int | None = None) -> None:
-    """Makes this process one of several where its command or its surroundings say so, before JAX starts its devices.
+    """Makes this process one of several, if its arguments or its environment say so; must be called before JAX starts
+    its devices.
 
-    The first process listens on its loopback address alone where all of them are on one host. Else whoever reaches its
-    port can take part, and end the run: docs/several_gpus.md says what to close off.
+    If all processes are on one host, the first one listens on the loopback address only. Otherwise anybody who reaches
+    its port can take part in the run, and end it; docs/several_gpus.md says what to close off.
 
     Args:
-      coordinator: "host:port" of the first process, which listens there. processes: how many there are. process: which
-        of them this is, from 0. All three, or none: then SLURM or Open MPI says it, if it started several processes;
-        from Open MPI 5 on, which does not tell the address, `coordinator` beside it.
+      coordinator: "host:port" of the first process, which listens there.
+      processes: their number.
+      process: the index of this one, from 0. Either all three are given or none; without them SLURM's or Open MPI's
+        environment is used, if it started several processes. Open MPI 5 and later do not tell the address, so
+        `coordinator` is needed in addition.
     Raises:
-      ValueError: they do not fit each other; not all processes came in five minutes.
+      ValueError: the arguments do not fit each other, or not all processes came within five minutes.
     """
     place = _place(coordinator, processes, process)
     if place is None or place.count == 1:
@@ -72,7 +76,7 @@ def join(coordinator: str | None = None, processes: int | None = None, process: 
     import jax
 
     _compile_alone()
-    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM from the run
+    jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM in place of the run
     try:
         jax.distributed.initialize(
             place.coordinator,
@@ -86,22 +90,21 @@ def join(coordinator: str | None = None, processes: int | None = None, process: 
         )
     except RuntimeError as error:
         raise ValueError(
-            f"process {place.index} of {place.count} did not come together with the others at {place.coordinator}: "
-            f"{error}"
+            f"process {place.index} of {place.count} could not join the others at {place.coordinator}: {error}"
         ) from None
     if not first():
         terminal.be_silent()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a process that JAX ends takes what is still in a buffer with it
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a process that JAX ends loses what is still in a buffer
         sys.stdout.reconfigure(line_buffering=True)
     _Run.watcher = threading.Thread(target=_watch, name="others", daemon=True)
     _Run.watcher.start()
 
 
 def _compile_alone() -> None:
-    """Has XLA, which reads this when the devices start, time algorithms for this process alone, whatever it compiles:
-    steps, checks of kernels, what one process computes by itself. By its default the processes divide the algorithms
-    among them, and one that finds a program in its cache, or never compiles it, has nothing to share: the others would
-    wait for it without end.
+    """Has XLA, which reads this setting when the devices start, time algorithms for this process alone.
+
+    By default processes divide the algorithms among them. A process that finds a program in its cache, or never
+    compiles it, then has nothing to share, and the others would wait for it forever.
     """
     given = os.environ.get("XLA_FLAGS", "")
     if "xla_gpu_shard_autotuning" not in given:
@@ -110,12 +113,12 @@ def _compile_alone() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Of a process among `count`: its index, where the first one listens, and the GPUs it takes (None: all it sees)."""
+    """The place of a process within its run."""
 
-    coordinator: str
-    count: int
-    index: int
-    devices: list[int] | None = None
+    coordinator: str  # "host:port" where the first process listens
+    count: int  # number of processes
+    index: int  # of this process
+    devices: list[int] | None = None  # the GPUs it uses; None: all it sees
 
 
 def _is_loopback(coordinator: str) -> bool:
@@ -127,7 +130,7 @@ def _is_loopback(coordinator: str) -> bool:
 
 
 def _place(coordinator: str | None, processes: int | None, process: int | None) -> Place | None:
-    """Where this process stands; None for a run of its own."""
+    """The place of this process; None in a run of one process. The arguments are those of `join`."""
     if processes is not None or process is not None:
         if coordinator is None or processes is None or process is None:
             raise ValueError("--coordinator, --processes and --process belong together: give all three")
@@ -150,24 +153,25 @@ def _place(coordinator: str | None, processes: int | None, process: int | None) 
             coordinator, count, index, [local_index], None, _START_SECONDS
         )
     except RuntimeError as error:
-        raise ValueError(f"{error} Or name the first process's address: --coordinator=HOST:PORT") from None
+        raise ValueError(f"{error} Or give the first process's address: --coordinator=HOST:PORT") from None
     if given is None and coordinator is not None and local_count == count:
         coordinator = f"127.0.0.1:{coordinator.rpartition(':')[2]}"
     if coordinator is None:
-        raise ValueError("the address of the first process is not known: --coordinator=HOST:PORT names it")
-    # A scheduler may have given each process its GPU already.
+        raise ValueError("the address of the first process is unknown: give --coordinator=HOST:PORT")
+    # A scheduler may have assigned a GPU to each process already.
     sees_one = len(os.environ.get("CUDA_VISIBLE_DEVICES", ",").split(",")) == 1
     return Place(coordinator, count, index, None if local_count == 1 or sees_one else [local_index])
 
 
 def _by_surroundings(environment: Any) -> tuple[int, int, int, int] | None:
-    """(processes, index, index on this host, processes on this host) as srun or mpirun says them; None of one process.
+    """(processes, index, index on this host, processes on this host) from the variables of srun or mpirun; None for one
+    process.
 
-    SLURM's are those of the step: in a batch script, and in a shell that salloc opens, the job's would name processes
-    that nobody started.
+    SLURM's variables of the step are used. Those of the job, in a batch script or a shell opened by salloc, would count
+    processes that were not started.
     """
     if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
-        tasks = []  # "4(x2),3": on each host
+        tasks = []  # the number on each host, from "4(x2),3"
         for part in environment["SLURM_STEP_TASKS_PER_NODE"].split(","):
             number, _, times = part.rstrip(")").partition("(x")
             tasks += [int(number)] * int(times or 1)
@@ -181,11 +185,11 @@ def _by_surroundings(environment: Any) -> tuple[int, int, int, int] | None:
     return None
 
 
-# ---- who is there
+# ---- the processes of the run
 
 
 def _client() -> Any:
-    """Of the service; None in a run of one process."""
+    """The client of the coordination service; None in a run of one process."""
     if "jax" not in sys.modules:
         return None
     from jaxtune.system.private_jax import distributed
@@ -194,7 +198,7 @@ def _client() -> Any:
 
 
 def count() -> int:
-    """Processes of the run."""
+    """The number of processes of the run."""
     if _client() is None:
         return 1
     from jaxtune.system.private_jax import distributed
@@ -203,7 +207,7 @@ def count() -> int:
 
 
 def index() -> int:
-    """Which of them this is, from 0."""
+    """The index of this process, from 0."""
     if _client() is None:
         return 0
     from jaxtune.system.private_jax import distributed
@@ -212,7 +216,7 @@ def index() -> int:
 
 
 def first() -> bool:
-    """Whether this is the process that writes: files, metrics, the console."""
+    """Whether this is the process that writes files, metrics and console output."""
     return index() == 0
 
 
@@ -223,7 +227,8 @@ _points = itertools.count()
 
 
 def all_of(value: Any) -> list[Any]:
-    """What every process says, in their order, as JSON gives it back. All of them must ask, in their main thread."""
+    """Every process's value, in order, after a round trip through JSON. A collective call: all must make it, in their
+    main thread."""
     client, number = _client(), next(_calls)
     if client is None:
         return [value]
@@ -232,7 +237,8 @@ def all_of(value: Any) -> list[Any]:
 
 
 def of_first(value: Callable[[], Any]) -> Any:
-    """What the first process finds, as JSON gives it back; the others ask nobody else. All must ask, as for all_of."""
+    """The result of `value` in the first process, after a round trip through JSON; the others do not call it. A
+    collective call, as all_of."""
     client, number = _client(), next(_calls)
     if client is None:
         return value()
@@ -243,9 +249,10 @@ def of_first(value: Callable[[], Any]) -> Any:
 
 
 def agree(signal_name: str | None, due: bool) -> tuple[str | None, bool]:
-    """(the name of a signal that came to any process, whether something is due by the first one's clock).
+    """(the name of a signal that came to any process, whether something is due by the first process's clock).
 
-    All ask at the same points of the run, as often as they like: it takes a message to the service and back.
+    All processes call it at the same points of the run, as often as they like: it takes a message to the service and
+    back.
     """
     client = _client()
     if client is None:
@@ -264,17 +271,18 @@ def agree(signal_name: str | None, due: bool) -> tuple[str | None, bool]:
 
 
 def smallest(value: float | None) -> float | None:
-    """The smallest of all processes' numbers; None if none of them has one."""
+    """The smallest of all processes' numbers; None if none of them has one. A collective call."""
     found = [number for number in all_of(value) if number is not None]
     return min(found, default=None)
 
 
 def require_same(what: dict[str, Any], fix: str) -> None:
-    """Raises ValueError, in all processes, where one of them has another value than the first: each would make its own
-    run, and none would see it. All must ask, as for all_of.
+    """Raises ValueError, in all processes, if one of them has another value than the first. Otherwise each would make
+    its own run unnoticed. A collective call, as all_of.
 
     Args:
-      what: {name: JSON-able value}. fix: what to do, said after the names and the values.
+      what: {name: JSON-able value}.
+      fix: what to do, printed after the names and the values.
     """
     if count() == 1:
         return
@@ -289,15 +297,14 @@ def require_same(what: dict[str, Any], fix: str) -> None:
 
 
 def hosts() -> int:
-    """Machines of the run, by their names. All must ask, as for all_of."""
+    """The number of machines of the run, by their names. A collective call, as all_of."""
     return len(set(all_of(socket.gethostname())))
 
 
 @contextlib.contextmanager
 def one_a_host() -> Iterator[None]:
-    """What is done inside, each process does after those that may have left something for it to read: the first
-    process, then the first of each other host, then the rest.
-    """
+    """A context that processes enter in turns: the first process, then the first of each other host, then the rest.
+    Later ones can read what earlier ones left on disk."""
     if count() == 1:
         yield
         return
@@ -312,19 +319,16 @@ def one_a_host() -> Iterator[None]:
 
 @contextlib.contextmanager
 def written_by_first(path: Path) -> Iterator[Path]:
-    """The path for the first process; for the others, which compute what it writes with it, one that is removed.
-
-    Ends for all when the first has written."""
+    """A context with the path in the first process, and with a temporary path that is removed in the others, which take
+    part in computing what is written. It ends in all processes when the first has written."""
     with tempfile.TemporaryDirectory() as folder:
         yield path if first() else Path(folder) / path.name
     all_of(None)
 
 
 def require_shared(folder: Any) -> None:
-    """Raises ValueError where a folder of the first process is not the same one for all.
-
-    A file system over the network may show a new name late; it is waited for.
-    """
+    """Raises ValueError if the first process's folder is not the same folder in all processes. A network file system
+    may show new names late, so this waits a while."""
     if count() == 1:
         return
     name = of_first(lambda: _marked(folder))
@@ -336,19 +340,20 @@ def require_shared(folder: Any) -> None:
         os.unlink(os.path.join(folder, name))
     if lacking:
         raise ValueError(
-            f"output = {str(folder)!r}: processes {lacking} do not see what the first process writes there; name a "
+            f"output = {str(folder)!r}: processes {lacking} do not see what the first process writes there; choose a "
             "folder that all hosts share"
         )
 
 
 def _marked(folder: Any) -> str:
+    """Creates an empty file in a folder and returns its name."""
     name = f".shared_{os.getpid()}_{time.time_ns()}.tmp"
     with open(os.path.join(folder, name), "xb"):
         return name
 
 
 def _get(client: Any, key: str) -> str:
-    """Waits for a key as long as it takes: who would have set it either lives, or the run ends."""
+    """Waits for a key of the service without a time limit: the process that sets it either lives, or the run ends."""
     from jax.errors import JaxRuntimeError
 
     while True:
@@ -363,18 +368,18 @@ def _get(client: Any, key: str) -> str:
 
 
 def last_words(text: str) -> None:
-    """Why this process is about to fail, for the others to say."""
+    """Sets the message that the other processes print if this one fails."""
     _Run.last_words = text
 
 
 def leave(code: int) -> None:
-    """Called at the end of a process, with its exit code. Returns where all end well; a process that fails tells the
-    others and is gone: to leave in good order, JAX would wait for them, and they for it."""
+    """Called at the end of a process, with its exit code. It returns if all processes end well. A failing process tells
+    the others and exits at once, because in an orderly shutdown JAX and the others would wait for each other."""
     if _Run.watcher is None:
         return
     client = _client()
     if code == 0:
-        all_of(None)  # the first one may write for long
+        all_of(None)  # a barrier, as the first process may still be writing
         _Run.leaving = True
         if first():
             client.key_value_set(_ENDED, json.dumps({"process": 0, "code": 0}))
@@ -383,14 +388,14 @@ def leave(code: int) -> None:
     _Run.leaving = True
     words = _Run.last_words or f"exit code {code}"
     message = {"process": index(), "host": socket.gethostname(), "code": code, "words": words}
-    with contextlib.suppress(Exception):  # another was first, or the service is gone
+    with contextlib.suppress(Exception):  # another process reported first, or the service is gone
         client.key_value_set(_ENDED, json.dumps(message))
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     with contextlib.suppress(Exception):
         _heard(client)
-    if first():  # the service goes with this process
+    if first():  # the service ends with this process
         deadline = time.monotonic() + _WORDS_SECONDS
         with contextlib.suppress(Exception):
             while len(client.key_value_dir_get(_HEARD)) < count() and time.monotonic() < deadline:
@@ -399,11 +404,12 @@ def leave(code: int) -> None:
 
 
 def _heard(client: Any) -> None:
+    """Tells the service that this process has read another's last message."""
     client.key_value_set(f"{_HEARD}{index()}", "", allow_overwrite=True)
 
 
 def _watch() -> None:
-    """Runs in a thread: ends this process when another one has failed."""
+    """Runs in a thread: ends this process if another one has failed."""
     from jax.errors import JaxRuntimeError
 
     client = _client()
@@ -414,11 +420,11 @@ def _watch() -> None:
             if "DEADLINE_EXCEEDED" in str(error):
                 continue
             if not _Run.leaving and not first():
-                _end("the first process is gone. The same command goes on from the last checkpoint.", 1)
+                _end("the first process is gone. The same command continues from the last checkpoint.", 1)
             return
         if ended["code"] == 0:
             return
-        if first():  # it may be about to end for the same reason, and have something to finish on the disk
+        if first():  # it may be ending for the same reason, and still be writing to disk
             deadline = time.monotonic() + _WORDS_SECONDS
             while not _Run.leaving and time.monotonic() < deadline:
                 time.sleep(0.05)
@@ -429,6 +435,7 @@ def _watch() -> None:
 
 
 def _end(text: str, code: int) -> None:
+    """Prints why this process ends, and exits at once."""
     with contextlib.suppress(OSError):
         os.write(2, f"jaxtune: process {index()} ends, because {printable(text)}\n".encode())
     os._exit(code)

@@ -1,10 +1,11 @@
-"""How text from outside reaches a terminal: rows, names of files, kernels and tensors, messages of other programs.
+"""Safe output on a terminal of text from outside: rows, names of files, kernels and tensors, messages of other
+programs.
 
-Such text may hold rich's markup ("OUT[/b]"), escape sequences that move the cursor or retitle the window, characters
-that turn the order of a line round, and halves of characters that no encoding takes. So nothing of ours prints but by
-`say`, on a console that `console` made, or through logging with `PrintableFormatter`; a rule of the tests checks it.
-Whoever reads a terminal or a pipe may go at any time: a run does not end with its reader (`outliving`).
-This module imports nothing of ours, so that every room may use it.
+Such text may contain rich's markup ("OUT[/b]"), escape sequences that move the cursor or retitle the window, characters
+that reverse the order of a line, and lone surrogates that no encoding accepts. Therefore jaxtune prints only through
+`say`, through a console that `console` made, or through logging with `PrintableFormatter`; a test checks this rule. The
+reader of a terminal or a pipe may disappear at any time, and a run must not end with it (`outliving`). The module
+imports nothing of jaxtune, so every package may use it.
 """
 
 from __future__ import annotations
@@ -23,30 +24,32 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-# Control characters but for the tab and the line's end, separators of lines and paragraphs, characters that embed,
-# override or isolate a direction, and surrogates. What only joins characters (as in Persian, or emoji) is kept.
+# Control characters except tab and newline, separators of lines and paragraphs, characters that embed, override or
+# isolate a direction, and surrogates. Characters that only join others (as in Persian, or emoji) are kept.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: object) -> str:
-    """`text` as a string in which every character that a terminal would obey stands as its escape, such as \\x1b."""
+    r"""`text` as a string in which every character that a terminal would act on is replaced by its escape, such as
+    \\x1b."""
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), str(text))
 
 
 class _Stream:
-    """A stream of text that may lose its reader (a pipe whose other end died, a closed terminal, a log file on a full
-    disk, a stream that was closed). What it takes no more is lost, and nobody is told: none of its methods raises that.
+    """A text stream that may lose its reader: a pipe whose other end died, a closed terminal, a log file on a full
+    disk, a closed stream. What can no longer be written is dropped without an error.
 
     Args:
-      name: where it is wanted that the loss of a result is told: what the error calls the stream. Then the first write
-        that fails raises an OSError with that name as its file, and those after it, such as the interpreter's at its
-        end, do not.
+      stream: the stream that is written to.
+      name: if given, the first write that fails raises an OSError with this name as its file; later failures, such as
+        those when the interpreter exits, are dropped.
     """
 
     def __init__(self, stream: Any, name: str = ""):
         self._stream, self._name = stream, name
 
     def write(self, text: str) -> int:
+        """Writes text, with characters that the encoding lacks as escapes."""
         try:
             return self._stream.write(text)
         except UnicodeEncodeError:
@@ -67,6 +70,7 @@ class _Stream:
             self._lost(error)
 
     def _lost(self, error: Exception) -> None:
+        """Handles a failed write: raises once if the stream has a name."""
         if self._name and isinstance(error, OSError):
             name, self._name = self._name, ""
             raise OSError(error.errno, error.strerror, name) from None
@@ -79,13 +83,14 @@ class _Stream:
 
 
 def outlive(told: bool = False) -> None:
-    """From here on this process outlives the readers of its stdout and stderr: what they do not take is lost.
+    """From now on this process outlives the readers of its stdout and stderr; what they do not take is dropped.
 
-    told: of stdout, which holds what the command is for, the loss is an OSError (of a pipe, a BrokenPipeError).
+    Args:
+      told: whether losing stdout, which has the command's result, raises an OSError (for a pipe, a BrokenPipeError).
     """
     with contextlib.suppress(OSError):
         while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-            pass  # closed by whoever started us: else the next file that is opened would get what is printed
+            pass  # the parent closed it; without this the next file that is opened would get what is printed
         os.close(descriptor)
     sys.stdout = _outliving(sys.stdout, "<stdout>" if told else "")
     sys.stderr = _outliving(sys.stderr)
@@ -93,7 +98,8 @@ def outlive(told: bool = False) -> None:
 
 @contextlib.contextmanager
 def outliving() -> Iterator[None]:
-    """Within, whatever prints (callbacks and libraries too) outlives the readers of stdout and stderr."""
+    """A context in which everything that prints (callbacks and libraries too) outlives the readers of stdout and
+    stderr."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (_outliving(stream) for stream in before)
     try:
@@ -103,7 +109,8 @@ def outliving() -> Iterator[None]:
 
 
 def _outliving(stream: Any, name: str = "") -> Any:
-    if stream is None:  # it was closed when Python started
+    """A stream wrapped as a _Stream; the null device for a stream that was closed when Python started."""
+    if stream is None:  # the stream was closed when Python started
         stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     return stream if isinstance(stream, _Stream) else _Stream(stream, name)
 
@@ -112,21 +119,21 @@ _silent = False
 
 
 def be_silent() -> None:
-    """From here on this process shows nothing but errors: another one speaks for it."""
+    """From now on this process prints errors only, because another process prints for the run."""
     global _silent
     _silent = True
 
 
 def say(text: object = "", file: IO[str] | None = None, end: str = "\n", flush: bool = False) -> None:
-    """Prints text as a terminal may have it, by default on stdout."""
+    """Prints text made safe for a terminal, on stdout by default."""
     if _silent and file is None:
         return
     print(printable(text), file=file or sys.stdout, end=end, flush=flush)
 
 
 def fitted(text: str, console: Console, hang: int = 2) -> str:
-    """Sentences as a console shows them. On a terminal lines are broken at spaces, what follows stands `hang` columns
-    further in, and no word (a path, a key) is cut; elsewhere the text stays as it is."""
+    """Sentences as a console shows them. On a terminal lines are broken at spaces, continuation lines are indented by
+    `hang` columns, and no word (a path, a key) is cut; elsewhere the text is returned as it is."""
     if not console.is_terminal:
         return text
     lines = []
@@ -140,21 +147,23 @@ def fitted(text: str, console: Console, hang: int = 2) -> str:
 
 
 def console(**options: Any) -> Console:
-    """A rich console to which all text is text: strings are not searched for markup, emoji names or numbers to colour,
-    and whatever is drawn, tables' cells too, is made printable."""
+    """A rich console on which all text is plain: strings are not searched for markup, emoji names or numbers to colour,
+    and everything drawn, such as tables' cells, is made printable."""
     as_text: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False, "quiet": _silent}
     return _console_class()(**as_text | options)
 
 
 @functools.cache
 def _console_class() -> type[Console]:
-    """Made when it is wanted: to import rich takes a while."""
+    """The class of consoles, created at first use because importing rich takes time."""
     from rich.console import Console
     from rich.segment import Segment
 
     class PrintableConsole(Console):
         def render_str(self, text: str, **options: Any) -> Text:
-            return super().render_str(printable(text), **options)  # here, so that tables make room for it
+            return super().render_str(
+                printable(text), **options
+            )  # made printable here, so that tables compute its width
 
         def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
             for text, style, control in super().render(renderable, options):
@@ -165,8 +174,9 @@ def _console_class() -> type[Console]:
 
 @contextlib.contextmanager
 def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A bar for work on so many bytes, on stderr while that is a terminal; gives what is told of bytes as they are
-    done, by any thread. Where it is none, or this process is silent, nothing is shown."""
+    """A progress bar for work on `total_bytes` bytes, on stderr if it is a terminal. It yields a function that is
+    called with the number of bytes done, by any thread. Nothing is shown without a terminal or if this process is
+    silent."""
     if _silent or not sys.stderr.isatty():
         yield lambda _: None
         return
@@ -185,14 +195,14 @@ def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
 
 
 def plain(text: object, style: str = "") -> Text:
-    """`text` for a rich console or table of somebody else: printable, and whatever looks like markup is text."""
+    """`text` for a rich console or table of another library: printable, with markup shown as text."""
     from rich.text import Text
 
     return Text(printable(text), style)
 
 
 class PrintableFormatter(logging.Formatter):
-    """Formats log records for a terminal."""
+    """A log formatter whose lines are printable."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))

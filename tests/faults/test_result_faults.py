@@ -55,7 +55,7 @@ def test_what_somebody_put_into_a_result_is_not_thrown_away(finished, tmp_path, 
     assert train(finished, where, f"steps={step}") == 0  # complete: nothing is written
     capsys.readouterr()
     assert train(finished, where, f"steps={step + 1}") == cli.USER_ERROR
-    assert f"{merged} is to be written anew, and holds model-q4.gguf, which" in capsys.readouterr().err
+    assert f"{merged} has to be written again, but contains model-q4.gguf, which" in capsys.readouterr().err
     assert (merged / "model-q4.gguf").read_text() == "mine" and read_result(merged).step == step
     (merged / "model-q4.gguf").unlink()
     assert train(finished, where, f"steps={step + 1}") == 0

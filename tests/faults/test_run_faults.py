@@ -81,7 +81,7 @@ def test_changed_rows_do_not_leave_old_results_as_if_they_were_new(folder, capsy
     before = contents(folder / "run")
     assert train(folder) == cli.USER_ERROR
     said = capsys.readouterr().err
-    assert "adapter is the result of another run; move it away, or name another output" in said
+    assert "adapter is the result of another run; move it away, or choose another output" in said
     assert "data.tokens_crc32: saved" in said
     changed = contents(folder / "run")
     assert {name for name in changed if changed[name] != before.get(name)} == set()
@@ -143,7 +143,7 @@ def test_a_result_that_proves_nothing_is_not_taken_for_one(folder, damage, capsy
     before = contents(result)
     assert train(folder) == cli.USER_ERROR
     said = capsys.readouterr().err
-    assert str(result) in said and "move it away, or name another output" in said
+    assert str(result) in said and "move it away, or choose another output" in said
     assert contents(result) == before
     with pytest.raises(ValueError, match="merged"):
         read_result(result)
@@ -265,7 +265,7 @@ def test_a_torn_config_is_recognised(tmp_path):
     trainer.train()
     assert (tmp_path / "config.yaml").read_text() == whole
     (tmp_path / "config.yaml").write_text(whole.replace("seed: 0", "seed: 1"))
-    with pytest.raises(ValueError, match=r"holds another run .*name another folder, or remove that config.yaml"):
+    with pytest.raises(ValueError, match=r"belongs to another run .*choose another folder, or delete that config.yaml"):
         require_same_config(tmp_path, config)
 
 
@@ -300,7 +300,7 @@ def test_a_lock_that_is_a_link_overwrites_nothing(tmp_path):
     (tmp_path / "precious").write_text("mine")
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "checkpoints" / "run.lock").symlink_to(tmp_path / "precious")
-    with pytest.raises(ValueError, match=r"run.lock is a link, which no run makes: remove it"):
+    with pytest.raises(ValueError, match=r"run.lock is a link, which no run creates: remove it"):
         Trainer(lora_model(), None, make_config(tmp_path / "run", steps=1), dataset(documents(12))).train()
     assert (tmp_path / "precious").read_text() == "mine"
 

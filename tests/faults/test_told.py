@@ -352,7 +352,7 @@ def test_a_named_pipe_among_compiled_programs_is_not_waited_for(tmp_path, caplog
 def test_a_named_pipe_among_tokens_and_locks_is_not_waited_for(tmp_path):
     (tmp_path / "key").mkdir()
     os.mkfifo(tmp_path / "key" / "meta.json")
-    with pytest.raises(OSError, match=r"meta.json is no plain file"):
+    with pytest.raises(OSError, match=r"meta.json is not a regular file"):
         cache._open(tmp_path / "key")
     os.mkfifo(tmp_path / "run.lock")
     with pytest.raises(ValueError, match="cannot write to"):

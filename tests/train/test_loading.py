@@ -246,7 +246,7 @@ def test_a_package_that_is_missing_is_found_before_anything_is_read(how, tmp_pat
 def test_an_output_that_is_no_folder_is_found_before_anything_is_read(how, tmp_path):
     (tmp_path / "file").touch()
     config = dataclasses.replace(command_config(tmp_path / "no model"), output=str(tmp_path / "file" / "run"))
-    with pytest.raises(ValueError, match=r"output = '.*run': .*file is a file; name a folder"):
+    with pytest.raises(ValueError, match=r"output = '.*run': .*file is a file; choose a folder"):
         app.run(config, **how)
 
 

@@ -99,7 +99,7 @@ def test_a_full_disk_does_not_stop_training_and_the_file_goes_on(tmp_path, caplo
     log.close()
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 4]
     assert [record.levelname for record in caplog.records] == ["ERROR"]
-    assert "metrics.jsonl failed; training goes on without it: OSError" in caplog.text
+    assert "metrics.jsonl failed; training continues without it: OSError" in caplog.text
 
 
 # ---- other loggers
@@ -189,7 +189,8 @@ def test_a_logger_that_goes_down_is_reported_once_and_training_goes_on(tmp_path,
     (record,) = caplog.records
     assert record.levelno == logging.ERROR
     assert (
-        record.getMessage() == "Weights & Biases failed; training goes on without it: ConnectionError: no route to host"
+        record.getMessage()
+        == "Weights & Biases failed; training continues without it: ConnectionError: no route to host"
     )
 
 

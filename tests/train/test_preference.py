@@ -397,7 +397,7 @@ def test_the_reference_of_an_adapter_that_was_trained_before_is_said(tmp_path):
     config = make_config("out", adapter=AdapterConfig(path="taught"), objective=ObjectiveConfig("dpo"))
     storage = {"weights": "fp32", "optimizer": "fp32"}
     notes = precision_notes(config, storage, "fp32", NO_ROUTER_LOSSES, lora_model(), None)
-    assert notes[-1].startswith("dpo: the reference is the model with its adapter off, and not with adapter.path")
+    assert notes[-1].startswith("dpo: the reference is the model without its adapter, and not the model with")
     plain = dataclasses.replace(config, adapter=AdapterConfig())
     assert precision_notes(plain, storage, "fp32", NO_ROUTER_LOSSES, lora_model(), None) == notes[:-1]
 

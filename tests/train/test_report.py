@@ -44,7 +44,7 @@ def test_held_out_rows_that_are_trained_on_are_warned_of():
     others = [{"prompt": f"Sum {i}: ", "completion": "It is 4."} for i in range(6)]  # as long, and end alike
     assert "warning" not in summary(train, prepare(others, make_tokenizer(), length=64))
     held_out = prepare([*others, ROWS[4], ROWS[1]], make_tokenizer(), length=64)
-    said = "warning: evaluation rows: 2 of 8 documents are trained on, too: their loss says nothing of others"
+    said = "warning: evaluation rows: 2 of 8 documents are also trained on: their loss says nothing about others"
     assert said in summary(train, held_out).splitlines()
     pairs = [{"prompt": f"Add {i}: ", "chosen": "It is 4.", "rejected": "Who?"} for i in range(4)]
     both = [prepare(rows, make_tokenizer(), length=64, format="preference", pairs=True) for rows in (pairs, pairs[:1])]

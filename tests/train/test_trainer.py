@@ -270,7 +270,7 @@ def test_harmless_changes_are_told(run, capsys):
 
 def test_the_folder_of_another_run_is_refused(tmp_path):
     (tmp_path / "config.yaml").write_text("steps: 3\n")
-    with pytest.raises(ValueError, match=r"holds another run \(its config.yaml differs\): name another folder"):
+    with pytest.raises(ValueError, match=r"belongs to another run \(its config.yaml differs\): choose another folder"):
         Trainer(lora_model(), None, make_config(tmp_path), dataset(TRAIN)).train()
     assert (tmp_path / "config.yaml").read_text() == "steps: 3\n"
 
@@ -505,7 +505,7 @@ def test_the_reports_of_check_and_plan(tmp_path):
     assert "what is trained is between \u27e6 and \u27e7" in text
     trainable, total = report.parameter_counts(model)
     assert trainable == 2 * 2 * (16 + 16) + 2 * (16 + 24) + 3 * (16 + 24)
-    assert f"Trained: {trainable:,} of {total:,} parameters" in text
+    assert f"Trainable: {trainable:,} of {total:,} parameters" in text
     for words in (
         "mixer.q_proj.lora.a",
         "2 x 16",

@@ -1,1 +1,1 @@
-"""What a run says of itself: its metrics and their sinks, the terminal, and its page in a browser."""
+"""The output of a run: its metrics and their loggers, the terminal, and its HTML page."""

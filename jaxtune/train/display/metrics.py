@@ -1,8 +1,7 @@
-"""What a run says about itself: metrics.jsonl and other loggers, the progress bar, the loss plot.
+"""Metrics of a run: metrics.jsonl and other loggers, the progress bar, the loss plot.
 
-Names of metrics: `loss`, `eval_loss`, `grad_norm`, `learning_rate`, `tokens_per_second`, ...; each line of
-metrics.jsonl also has `step` (optimizer steps done) and `time` (unix seconds). What the speeds in it count is said in
-monitor.py.
+Names of metrics are `loss`, `eval_loss`, `grad_norm`, `learning_rate`, `tokens_per_second`, ...; each line of
+metrics.jsonl also has `step` (optimizer steps done) and `time` (unix seconds). monitor.py says how speeds are counted.
 """
 
 from __future__ import annotations
@@ -32,21 +31,23 @@ JSONL = "metrics.jsonl"
 
 
 class MetricsLogger:
-    """Appends to `folder`/metrics.jsonl, and to TensorBoard, Weights & Biases and trackio where asked.
+    """Appends metrics to `folder`/metrics.jsonl, and to TensorBoard, Weights & Biases and trackio if asked.
 
-    The file is the source of truth: one JSON object a line, written through at each call. NaN and infinities are the
-    strings "nan", "inf" and "-inf", so that every line is JSON. A logger that fails while training runs (network,
-    disk) is reported once and training goes on: without it, or, if it is the file, trying it again at each line.
-    With several processes the first one records, and the others keep nothing.
+    The file is the primary record: one JSON object per line, written at each call. NaN and infinities are written as
+    the strings "nan", "inf" and "-inf", so that every line is valid JSON. A logger that fails during training (network,
+    disk) is reported once, and training continues without it; the file is tried again at each line. In a run of several
+    processes only the first one records.
 
     Args:
-      tensorboard: event files in `folder`/tensorboard.
+      folder: of the run.
+      tensorboard: whether to write event files in `folder`/tensorboard.
       wandb_project, trackio_project: project names. A resumed run continues its own run there.
       config: JSON-able mapping shown by both.
-      resumed_step: the step a resumed run goes on from; lines of later steps, and a torn last line, are dropped. None
-        for a new run.
+      resumed_step: the step from which a resumed run continues; lines of later steps, and a torn last line, are
+        dropped. None for a new run.
 
-    Raises ValueError if an optional package is missing, or if a new run finds metrics of an old one.
+    Raises:
+      ValueError: an optional package is missing, or a new run finds metrics of an old one.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class MetricsLogger:
                 sink.log(line)
 
     def close(self) -> None:
+        """Closes all loggers."""
         for name, sink in list(self._sinks.items()):
             with self._survived(name):
                 sink.close()
@@ -104,25 +106,30 @@ class MetricsLogger:
 
     @contextlib.contextmanager
     def _survived(self, name: str) -> Iterator[None]:
+        """A context that reports an error of a logger once and removes the logger, except the file."""
         try:
             yield
-        except Exception as error:  # any error of any logger: none of them is worth a run
+        except Exception as error:  # no error of a logger may end a run
             if name not in self._reported:
-                logger.error("%s failed; training goes on without it: %s: %s", name, type(error).__name__, error)
+                logger.error("%s failed; training continues without it: %s: %s", name, type(error).__name__, error)
             self._reported.add(name)
             if name != JSONL:
                 self._sinks.pop(name, None)
 
 
 class _Sink:
+    """A logger's interface: `log` gets a dict with step, time and metrics."""
+
     def log(self, line: dict[str, Any]) -> None: ...
     def close(self) -> None: ...
 
 
 class _JsonlSink(_Sink):
+    """The logger that appends to metrics.jsonl."""
+
     def __init__(self, path: Path):
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115
-        self._torn = False  # a full disk may take half a line
+        self._torn = False  # whether the last line may be incomplete, as after a full disk
 
     def log(self, line: dict[str, Any]) -> None:
         data = b"\n" * self._torn + json.dumps(line, allow_nan=False).encode() + b"\n"
@@ -136,10 +143,12 @@ class _JsonlSink(_Sink):
 
 
 class _TensorBoardSink(_Sink):
+    """The logger that writes TensorBoard's event files."""
+
     def __init__(self, folder: Path, resumed_step: int | None):
         from tensorboardX import SummaryWriter
 
-        # purge_step hides what an earlier part of this run wrote past the resumed step.
+        # purge_step hides what an earlier part of this run wrote after the resumed step.
         self._writer = SummaryWriter(str(folder), purge_step=None if resumed_step is None else resumed_step + 1)
 
     def log(self, line: dict[str, Any]) -> None:
@@ -151,14 +160,16 @@ class _TensorBoardSink(_Sink):
 
 
 class _WandbSink(_Sink):
+    """The logger for Weights & Biases; the run's id is stored in the folder, so that a resumed run continues it."""
+
     def __init__(self, folder: Path, project: str, config: Mapping[str, Any] | None, resumed_step: int | None):
         import wandb
 
         id_file = folder / "wandb_run_id"
         run_id = id_file.read_text().strip() if resumed_step is not None and id_file.exists() else None
         self._run = wandb.init(project=project, dir=str(folder), config=dict(config or {}), id=run_id, resume="allow")
-        # An axis of our own: wandb's own step may only grow, and it drops what a resumed run logs of steps that were
-        # made before it was killed.
+        # A separate axis for steps: wandb's own step may only grow, and wandb would drop what a resumed run logs for
+        # steps that it had logged before it was killed.
         self._run.define_metric("*", step_metric="step")
         atomic_write(id_file, self._run.id)
 
@@ -170,8 +181,8 @@ class _WandbSink(_Sink):
 
 
 class _TrackioSink(_Sink):
-    """trackio keeps runs by name in a folder of its own (TRACKIO_DIR); a name is the output folder's and a random end,
-    so that two folders of one name are two runs."""
+    """The logger for trackio, which stores runs by name in its own folder (TRACKIO_DIR). A run's name is that of the
+    output folder with a random ending, so that two folders of the same name are two runs."""
 
     def __init__(self, folder: Path, project: str, config: Mapping[str, Any] | None, resumed_step: int | None):
         import trackio
@@ -179,7 +190,7 @@ class _TrackioSink(_Sink):
         name_file = folder / "trackio_run_name"
         known = resumed_step is not None and name_file.exists()
         name = name_file.read_text().strip() if known else f"{folder.resolve().name}-{secrets.token_hex(3)}"
-        with contextlib.redirect_stdout(sys.stderr):  # where its own lines belong: stdout is for results
+        with contextlib.redirect_stdout(sys.stderr):  # trackio prints lines, and stdout is for results
             self._run = trackio.init(
                 project=project,
                 name=name,
@@ -200,7 +211,11 @@ class _TrackioSink(_Sink):
 
 
 def require_packages(tensorboard: bool, wandb_project: str | None, trackio_project: str | None) -> None:
-    """Imports what the loggers that are asked for need. Raises ValueError, with the key and how to install it."""
+    """Imports the packages of the loggers that are asked for.
+
+    Raises:
+      ValueError: one is missing; the message has the key and the command that installs it.
+    """
     if tensorboard:
         _require_package("tensorboardX", "metrics.tensorboard")
     if wandb_project is not None:
@@ -210,6 +225,7 @@ def require_packages(tensorboard: bool, wandb_project: str | None, trackio_proje
 
 
 def _require_package(package: str, key: str) -> None:
+    """Imports a package; raises ValueError, with the key that needs it, if it is missing."""
     try:
         importlib.import_module(package)
     except ImportError as error:
@@ -217,7 +233,7 @@ def _require_package(package: str, key: str) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A JSON value that keeps NaN and infinities as strings."""
+    """A value as JSON, with NaN and infinities as strings."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -226,13 +242,13 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    if hasattr(value, "tolist"):  # numpy and JAX
+    if hasattr(value, "tolist"):  # arrays of numpy and JAX
         return _plain(value.tolist())
     raise ValueError(f"a metric must be a number, string, list or dict, not {type(value).__name__}")
 
 
 def _numbers(line: dict[str, Any]) -> dict[str, float]:
-    """What a plotting logger takes of a line."""
+    """The numbers of a line, for loggers that plot."""
     numbers = {}
     for key, value in line.items():
         if value in ("nan", "inf", "-inf"):
@@ -242,18 +258,18 @@ def _numbers(line: dict[str, Any]) -> dict[str, float]:
     return numbers
 
 
-ROWS = "eval_rows"  # of an evaluation: Documents.identity of its rows
+ROWS = "eval_rows"  # the key of an evaluation's line with Documents.identity of its rows
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl, NaN and infinities as floats again. A torn line, of a kill, is left out, and so is
-    anything else that no run writes: every line is an object with the number of a step."""
+    """The lines of a metrics.jsonl, with NaN and infinities as floats again. A torn line, left by a kill, is skipped,
+    and so is any other line that no run writes: every line must be an object with the number of a step."""
     with open(path, "rb") as file:
         return [line for text in file if (line := parsed(text)) is not None]
 
 
 def parsed(text: bytes) -> dict[str, Any] | None:
-    """A line of a metrics.jsonl as read_metrics gives it; None of one that no run writes."""
+    """A line of a metrics.jsonl as read_metrics returns it; None for a line that no run writes."""
     with contextlib.suppress(ValueError, RecursionError):
         line = json.loads(text.decode("utf-8", "replace"))
         if isinstance(line, dict) and type(line.get("step")) is int:
@@ -262,12 +278,14 @@ def parsed(text: bytes) -> dict[str, Any] | None:
 
 
 def evaluations(path: Path, rows: str) -> dict[int, float]:
-    """{step: evaluation loss} of a metrics.jsonl, if there is one, in its order; of these rows (Documents.identity)."""
+    """{step: evaluation loss} from a metrics.jsonl, in its order, for evaluations of these rows (Documents.identity).
+    Empty if there is no file."""
     lines = read_metrics(path) if path.exists() else []
     return {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line and line.get(ROWS, rows) == rows}
 
 
 def _drop_after(path: Path, last_step: int) -> None:
+    """Removes the lines of later steps from a metrics.jsonl."""
     if not path.exists():
         return
     kept = [line for line in read_metrics(path) if line["step"] <= last_step]
@@ -278,24 +296,30 @@ def _drop_after(path: Path, last_step: int) -> None:
 
 
 def duration(seconds: float) -> str:
-    """1:05, or 2:03:04 from an hour on."""
+    """Seconds as text: 1:05, or 2:03:04 from an hour on."""
     minutes, seconds_left = divmod(int(seconds + 0.5), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds_left:02d}" if hours else f"{minutes}:{seconds_left:02d}"
 
 
 class Progress:
-    """A live bar on a terminal; elsewhere plain lines, at most one in `line_seconds` and always the last step.
+    """A live progress bar on a terminal; elsewhere plain lines, at most one in `line_seconds`, and always the last
+    step.
 
-    Use as a context. Args: total_steps of the run, start_step (done before a resume), console (a rich Console; None
-    for stderr's).
+    It is used as a context.
+
+    Args:
+      total_steps: of the run.
+      start_step: steps done before a resume.
+      line_seconds: least time between two lines without a terminal.
+      console: a rich Console; None: stderr's.
     """
 
     def __init__(self, total_steps: int, start_step: int = 0, line_seconds: float = 5.0, console: Any = None):
         self.total_steps = total_steps
         self.console = console if console is not None else terminal.console(stderr=True)
         self._line_seconds = line_seconds
-        self._first: tuple[int, float] | None = None  # step and time from which the speed counts: after the compile
+        self._first: tuple[int, float] | None = None  # step and time, after compiling, from which the speed is counted
         self._last_line_seconds = self._evaluating_since = -math.inf
         self._live: Any = None
         if self.console.is_terminal:
@@ -326,9 +350,9 @@ class Progress:
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
-        """The phase in which the step is compiled; the time it takes is kept out of the time left.
+        """A context for compiling the step, whose time does not count in the estimate of the time left.
 
-        How long it takes depends on what is cached, so nothing is promised: the bar shows the time so far.
+        How long it takes depends on what is cached, so the bar shows only the time so far.
         """
         started = time.monotonic()
         if self._live is None:
@@ -379,7 +403,7 @@ class Progress:
             self.print(f"step {step}/{self.total_steps}  {text}  {left}".rstrip())
 
     def evaluating(self, done: int, batches: int) -> None:
-        """Shows how far an evaluation is."""
+        """Shows how many batches of an evaluation are done."""
         if self._live is not None:
             text = "step" if done == batches else f"evaluating {done}/{batches}"
             self._bar.update(self._task, description=text)
@@ -392,10 +416,11 @@ class Progress:
             self.print(f"evaluating: {done} of {batches} batches")
 
     def print(self, text: str) -> None:
-        """A line of its own, above the bar on a terminal, which breaks it at spaces only; never cut or coloured."""
+        """Prints a line, above the bar on a terminal, which breaks it at spaces only; it is never cut or coloured."""
         self.console.print(terminal.plain(terminal.fitted(text, self.console)), soft_wrap=True)
 
     def _seconds_left(self, step: int, now: float) -> float | None:
+        """The estimated seconds until the last step; None before a speed is known."""
         first_step, first_seconds = self._first or (step, now)
         if step <= first_step:
             return None
@@ -406,14 +431,16 @@ class Progress:
 
 
 def loss_plot(jsonl_path: str | os.PathLike, png_path: str | os.PathLike) -> None:
-    """Draws loss over step from a metrics.jsonl: every step, where there are many also a moving
-    average, and evaluations as points.
+    """Draws loss over step from a metrics.jsonl: every step, with many steps also a moving average, and evaluations as
+    points. Losses that are not finite are left out.
 
-    Non-finite losses are left out. Raises ValueError if there is no loss at all.
+    Raises:
+      ValueError: there is no finite loss.
     """
     lines = read_metrics(jsonl_path)
 
     def series(key: str) -> list[tuple[int, float]]:
+        """(step, value) of the lines with a finite number for this key."""
         found = [(line["step"], line[key]) for line in lines if isinstance(line.get(key), int | float)]
         return [(step, value) for step, value in found if math.isfinite(value)]
 
@@ -444,7 +471,8 @@ def loss_plot(jsonl_path: str | os.PathLike, png_path: str | os.PathLike) -> Non
 
 
 def decorate(what: str, make: Callable[[], Any]) -> None:
-    """Makes what a run can do without, such as a plot; where that fails, it is said and the run goes on."""
+    """Calls `make` for something that a run can do without, such as a plot; an error is logged and the run
+    continues."""
     try:
         make()
     except Exception as error:
@@ -452,7 +480,7 @@ def decorate(what: str, make: Callable[[], Any]) -> None:
 
 
 def _moving_average(values: tuple[float, ...], window: int) -> list[float]:
-    """Mean of each value and its neighbours, `window` (odd) in all, fewer at the ends."""
+    """The mean of each value and its neighbours, `window` (odd) values in all, fewer at the ends."""
     half = window // 2
     around = (values[max(0, i - half) : i + half + 1] for i in range(len(values)))
     return [sum(part) / len(part) for part in around]

@@ -1,15 +1,15 @@
-"""Looks at every step of a run: its metrics, its speed, and when to stop.
+"""The monitor of a run: metrics of every step, speeds, and the guards that stop a run.
 
-**What the speeds in metrics.jsonl count.** The wall clock of a run is divided into steps and what stands between them,
-each moment in one of them. A step lasts until the device has finished it, from where the step before it ended or, after
-a pause, the pause; the host's own delays, such as fetching a loss one step late, move nothing, because a thread that
-waits for the device stamps the moments. Pauses are compiling, loading, saving, evaluating and profiling: each has a
-line of its own (`compile_seconds`, `load_seconds`, `save_seconds`, `eval_seconds`, `profile_seconds`) and is in no
-step; where programs were compiled, that line has the `plan` in words too, and `collectives_seconds`, that several
-devices took to connect. A line of steps says how many of them its
-speeds count (`steps`, those since the line before) and their mean (`step_seconds`), so that
+**How the speeds in metrics.jsonl are counted.** The wall clock of a run is divided into steps and pauses, so that each
+moment belongs to exactly one of them. A step lasts until the device has finished it, starting at the end of the
+previous step or pause. Delays of the host, such as fetching a loss one step late, do not shift these moments, because a
+thread that waits for the device takes the times. Pauses are compiling, loading, saving, evaluating and profiling. Each
+has its own line (`compile_seconds`, `load_seconds`, `save_seconds`, `eval_seconds`, `profile_seconds`) and is not part
+of any step. The line of a pause that compiled programs also has the `plan` in words, and `collectives_seconds`, the
+time that several devices took to connect. A line of steps says how many steps its speeds count (`steps`, those since
+the previous line) and their mean time (`step_seconds`), so that
 
-    sum of steps x step_seconds + sum of the pauses' seconds = wall clock of the run, to its last line
+    sum of steps x step_seconds + sum of the pauses' seconds = wall clock of the run, up to its last line
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from jaxtune.train.display.report import measured_lines
 from jaxtune.train.planning.devices import memory_peak_bytes
 from jaxtune.train.planning.planner import Planner
 
-_SHOWN_STEPS = 10  # that the speed on the screen is a mean of
-_LEARNT = 1e-10  # a loss whose gradient may be too small for float32 to square
+_SHOWN_STEPS = 10  # the speed on the screen is the mean of this many steps
+_LEARNT = 1e-10  # the square of the gradient of a smaller loss may underflow in float32
 
 
 class TrainingStopped(ValueError):
@@ -42,30 +42,30 @@ class TrainingStopped(ValueError):
 
 
 def finished(arrays: Any, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Waits until the device has computed `arrays`; returns the moment."""
-    with contextlib.suppress(Exception):  # of the step that failed: it is raised where its values are read
+    """Waits until the device has computed `arrays`, and returns the time at that moment."""
+    with contextlib.suppress(Exception):  # an error of a failed step is raised where its values are read
         jax.block_until_ready(arrays)
     return clock()
 
 
 @dataclasses.dataclass
 class _Work:
-    """Steps, the time they took and what was done in it; speeds are of one or of several."""
+    """One or several steps: their number, the time that they took and the work done in it."""
 
     steps: int = 0
     seconds: float = 0.0
-    slots: int = 0
-    tokens: int = 0
-    trained_tokens: int = 0
-    flops: float = 0.0
-    data_wait_seconds: float = 0.0
+    slots: int = 0  # positions of the rows, padding included
+    tokens: int = 0  # without padding
+    trained_tokens: int = 0  # tokens that count in the loss
+    flops: float = 0.0  # model FLOPs
+    data_wait_seconds: float = 0.0  # time that the host waited for rows
 
     def __add__(self, other: _Work) -> _Work:
         return _Work(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
 
     def speeds(self, peak_flops: float | None) -> dict[str, Any]:
-        """The fields of a line."""
-        seconds = max(self.seconds, 1e-9)  # of a clock that did not move
+        """The metrics on speed; `peak_flops` is that of all devices, per second, or None."""
+        seconds = max(self.seconds, 1e-9)  # the clock may not have moved
         speeds = {
             "tokens_per_second": self.slots / seconds,
             "real_tokens_per_second": self.tokens / seconds,
@@ -79,35 +79,33 @@ class _Work:
 
 @dataclasses.dataclass(frozen=True)
 class Watched:
-    """What a Monitor knows of the run that it watches.
-
-    total_steps: of the run. batches: of its steps. unit: what a step's loss is a mean of (Objective.unit). trained:
-    names of the trainable tensors. flops: lengths of a step's documents -> model FLOPs of it.
-    peak_flops: of all devices together, a second; None where it is not known. history: is given every step's line.
-    check_first: is given that of the run's first step, and may raise TrainingStopped.
-    """
+    """What a Monitor needs to know about its run."""
 
     config: TrainConfig
     total_steps: int
-    batches: Batches
-    unit: str
-    trained: Sequence[str]
-    flops: Callable[[np.ndarray], float]
-    peak_flops: float | None
+    batches: Batches  # of the run's steps
+    unit: str  # what a step's loss is a mean over (Objective.unit)
+    trained: Sequence[str]  # names of the trainable tensors
+    flops: Callable[[np.ndarray], float]  # maps the lengths of a step's documents to its model FLOPs
+    peak_flops: float | None  # of all devices together, per second; None: unknown
     planner: Planner
-    history: list[dict[str, Any]]
+    history: list[dict[str, Any]]  # every step's line is appended to it
     callbacks: Sequence[Callback] = ()
+    # called with the line of the run's first step; may raise TrainingStopped
     check_first: Callable[[dict[str, Any]], None] = lambda line: None
 
 
 class Monitor:
-    """Metrics of each step, fetched one step late so that nothing waits, and the guards that read them.
+    """Logs the metrics of each step, which are fetched one step late so that nothing waits, and applies the guards.
 
-    Use as a context, which begins the run's clock.
+    It is used as a context, which starts the run's clock.
 
     Args:
-      finished: waits for a step's metrics and returns the moment at which the device had them.
-      clock: the moments of the host, of the same clock.
+      run: what it monitors.
+      logger: records the lines.
+      progress: shows them.
+      finished: waits for a step's metrics and returns the time at which the device had them.
+      clock: returns the host's time, on the same clock.
     """
 
     def __init__(
@@ -121,14 +119,14 @@ class Monitor:
         self.run, self.logger, self.progress = run, logger, progress
         self.waiting: collections.deque[tuple[int, dict, dict, float, Future[float]]] = collections.deque()
         self.bad: list[tuple[int, float, float]] = []
-        self.applied = 0  # steps done up to the latest whose update was made
-        self.skipped_in_row = 0  # updates not made since
-        self.seconds: list[float] = []  # of each step
+        self.applied = 0  # steps done when the latest update was made
+        self.skipped_in_row = 0  # updates skipped since then
+        self.seconds: list[float] = []  # seconds of each step
         self._finished, self._clock = finished, clock
         self._stamps = ThreadPoolExecutor(1, "clock")
         self._pausing = False
-        self._counted = clock()  # all before this moment is in a step or a pause
-        self._data_wait = 0.0  # of the step that comes next
+        self._counted = clock()  # all time before this moment is counted in a step or a pause
+        self._data_wait = 0.0  # seconds that the host waited for the rows of the next step
         self._unlogged = _Work()
         self._recent: collections.deque[_Work] = collections.deque(maxlen=_SHOWN_STEPS)
 
@@ -140,14 +138,18 @@ class Monitor:
 
     @contextlib.contextmanager
     def pause(self, name: str, step: int) -> Iterator[dict[str, Any]]:
-        """What is done inside is in no step: it gets a line of its own, `{name}_seconds` and what is put into the dict.
+        """A context whose time is not part of any step. It gets its own line, with `{name}_seconds` and the entries
+        that are put into the dict. The steps before it are waited for.
 
-        Seconds put into the dict are of a part of it, and taken off its own. The steps before it are waited for. step:
-        those done.
+        Entries that end in "_seconds" are parts of the pause, and are subtracted from its own time.
+
+        Args:
+          name: of the pause.
+          step: steps done.
         """
         self.flush()
         values: dict[str, Any] = {}
-        within = self._clock() if self._pausing else None  # a pause in another, such as a save in an evaluation
+        within = self._clock() if self._pausing else None  # a pause within another: a save in an evaluation
         self._pausing = True
         yield values
         seconds = self.uncounted_seconds() if within is None else self._clock() - within
@@ -158,33 +160,42 @@ class Monitor:
 
     @contextlib.contextmanager
     def planned(self, name: str, step: int) -> Iterator[dict[str, Any]]:
-        """A pause that compiles: its line says the plan in force, in words."""
+        """A pause that compiles programs; its line has the plan in force, in words."""
         with self.pause(name, step) as values:
             yield values
             values["plan"] = self.run.planner.lines()
 
     def uncounted_seconds(self) -> float:
-        """Since the last step or pause ended."""
+        """Time since the last step or pause ended."""
         return self._clock() - self._counted
 
     @contextlib.contextmanager
     def data_wait(self) -> Iterator[None]:
-        """The host waits for the rows of the next step; the device may be busy meanwhile."""
+        """A context in which the host waits for the rows of the next step; the device may be busy meanwhile."""
         began = self._clock()
         yield
         self._data_wait += self._clock() - began
 
     def step_dispatched(self, step: int, latest: dict, counts: dict) -> None:
+        """Records that a step was dispatched, and processes the metrics of the one before.
+
+        Args:
+          step: its number, from 0.
+          latest: its metrics on the device.
+          counts: its token counts and document lengths.
+        """
         self.waiting.append((step, latest, counts, self._data_wait, self._stamps.submit(self._finished, latest)))
         self._data_wait = 0.0
         if len(self.waiting) > 1:
             self._take()
 
     def flush(self) -> None:
+        """Waits for all dispatched steps and processes their metrics."""
         while self.waiting:
             self._take()
 
     def _take(self) -> None:
+        """Processes the metrics of the oldest dispatched step: logs, shows and checks them."""
         step, latest, counts, data_wait, stamp = self.waiting.popleft()
         config = self.run.config
         values = {key: value for key, value in jax.device_get(latest).items() if key != "grad_norms"}
@@ -215,7 +226,7 @@ class Monitor:
         if done % config.metrics.log_every == 0 or done == self.run.total_steps or not values["finite"]:
             self.logger.log(done, line | self._unlogged.speeds(self.run.peak_flops))
             self._unlogged = _Work()
-        if len(self.seconds) == 1:  # the first step also loads programs: it is shown alone, and then no more
+        if len(self.seconds) == 1:  # the first step also loads programs, so the speeds of later lines leave it out
             self._recent.clear()
         self._recent.append(work)
         self.progress.update(
@@ -238,10 +249,12 @@ class Monitor:
         self._guard(step, loss, norm, values)
 
     def _guard(self, step: int, loss: float, norm: float, values: dict) -> None:
+        """Raises TrainingStopped if the run must end: no gradient, nothing trained, or too many steps that were not
+        finite."""
         done = step + 1
         if values["finite"]:
             self.bad.clear()
-            # What is learnt, such as pairs beyond the margin of a hinge, has neither loss nor gradient.
+            # Rows that are learnt, such as pairs beyond the margin of a hinge loss, have neither loss nor gradient.
             if norm == 0.0 and values["count"] > 0 and abs(loss) > _LEARNT:
                 raise TrainingStopped(
                     f"step {done}: the gradient norm is exactly zero, so nothing would be trained. Trainable tensors: "
@@ -253,7 +266,7 @@ class Monitor:
                 raise TrainingStopped(f"step {done}: no token of the whole data set is trained on")
             return
         if self.run.config.precision == "fp16" and values["loss_scale"] > 1.0:
-            return  # an overflow of the scaled loss: the scale was halved, as it should
+            return  # an overflow of the scaled loss, after which the scale was halved, is not an error
         self.bad.append((done, loss, norm))
         sources = self.run.batches.sources_at(step)
         shown = ", ".join(sources[:4]) + (f" and {len(sources) - 4} more" if len(sources) > 4 else "")
@@ -262,6 +275,7 @@ class Monitor:
         if int(values["skipped_in_row"]) >= limit:
             history = "; ".join(f"step {s}: loss {a}, gradient norm {b}" for s, a, b in self.bad[-limit:])
             raise TrainingStopped(
-                f"{limit} steps in a row were not finite (guards.max_nonfinite_in_row): {history}. Nothing of them was "
-                "applied. Lower optim.learning_rate, look at the rows named above, or use precision: bf16 or fp32"
+                f"{limit} steps in a row were not finite (guards.max_nonfinite_in_row): {history}. None of their "
+                "updates was applied. Lower optim.learning_rate, look at the rows named above, or "
+                "use precision: bf16 or fp32"
             )

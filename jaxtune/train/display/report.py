@@ -1,4 +1,4 @@
-"""What a run shows before it starts: the trained matrices, the data, the memory of the step."""
+"""What a run prints before it starts: the trainable matrices, the data, the plan and the memory of the step."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from jaxtune.train.program.step import trainable_names
 
 
 def parameter_counts(model: Decoder) -> tuple[int, int]:
-    """(trainable, all) parameters; adapters count in both, a quantised one as one."""
+    """(trainable, all) parameters. Adapters count in both; a quantised parameter counts as one."""
     return parameters(nnx.state(model, nnx.Param)), parameters(nnx.state(model))
 
 
 def trained_table(model: Decoder) -> Table:
-    """Which tensors train, the same one of every layer in one line."""
+    """A table of the trainable tensors, with equal tensors of different layers in one line."""
     trainable = nnx.state(model, nnx.Param)
     groups: dict[tuple, list] = collections.defaultdict(list)
     for name, leaf in zip(trainable_names(trainable), jax.tree.leaves(trainable), strict=True):
@@ -47,7 +47,7 @@ def trained_table(model: Decoder) -> Table:
         groups[(rest, tuple(leaf.shape))].append((place, leaf.size))
     count, total = parameter_counts(model)
     table = Table(
-        title=f"Trained: {count:,} of {total:,} parameters ({100 * count / total:.2f} %)",
+        title=f"Trainable: {count:,} of {total:,} parameters ({100 * count / total:.2f} %)",
         title_justify="left",
         box=None,
     )
@@ -61,7 +61,7 @@ def trained_table(model: Decoder) -> Table:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """0-3, 5, 7-8"""
+    """Numbers as text: "0-3, 5, 7-8"."""
     parts: list[list[int]] = []
     for number in sorted(numbers):
         if parts and number == parts[-1][-1] + 1:
@@ -79,8 +79,15 @@ def data_summary(
     warmup_steps: int,
     context_length: int,
 ) -> str:
-    """What became of the rows, and what somebody should know of them before training. batches: of the run's steps;
-    warmup_steps: schedule.warmup_steps; context_length: positions that the model was made for."""
+    """The rows, steps and epochs of a run in words, and warnings about them.
+
+    Args:
+      train, held_out: the tokenised rows.
+      batches: of the run's steps.
+      total_steps: of the run.
+      warmup_steps: schedule.warmup_steps.
+      context_length: the number of positions that the model was made for.
+    """
     in_steps = train.packing == "step"
     lines = [f"training rows: {train.report.of_documents if in_steps else train.report}"]
     warnings = train.warnings()
@@ -100,25 +107,28 @@ def data_summary(
     per_epoch = batches.steps_per_epoch
     what = f"{len(train.rows):,} rows"
     if in_steps:
-        what += f", laid out anew in {batches.rows_per_step:,} rows of {batches.length:,} tokens for each step"
+        what += f", packed into {batches.rows_per_step:,} rows of {batches.length:,} tokens for each step"
     lines.append(f"{total_steps:,} steps; {per_epoch:,} in an epoch of {what}")
     return "\n".join(printable(line) for line in [*lines, *(f"warning: {line}" for line in warnings)])
 
 
 def held_out_warnings(train: TokenDataset, held_out: TokenDataset | None) -> list[str]:
-    """What somebody should know of the rows of an evaluation, a sentence each."""
+    """Warnings about the rows of an evaluation, a sentence each."""
     if held_out is None:
         return []
-    # Rows taken out of the training file were counted with it, and are not in it.
+    # Rows that data.eval_rows takes out of the training file were counted with it but are not trained on.
     known, documents = train.warnings(), held_out.documents
     found = [line for line in held_out.warnings() if line not in known]
     if documents.tokens is not train.documents.tokens and (same := documents.also_in(train.documents)):
-        found.append(f"{same:,} of {len(documents):,} documents are trained on, too: their loss says nothing of others")
+        found.append(
+            f"{same:,} of {len(documents):,} documents are also trained on: their loss says nothing about others"
+        )
     return [f"evaluation rows: {line}" for line in found]
 
 
 def check(model: Decoder, summary: str, batches: Batches, tokenizer: Any, console: Console) -> None:
-    """The report of --check: what would be trained, and one packed row with its loss mask. summary: data_summary."""
+    """Prints the report of --check: what would be trained, and one packed row with its loss mask. `summary` is
+    data_summary's."""
     colours = console.color_system is not None
     how = "green" if colours else f"between {MARKS[0]} and {MARKS[1]}"
     parts: list[RenderableType] = [
@@ -139,11 +149,15 @@ def precision_notes(
     model: Decoder,
     qat: FakeQuant | None,
 ) -> list[str]:
-    """What a run says at its start of how weights are kept and rounded, and what they are held to.
+    """Lines on how a run stores and rounds weights, and on what it compares them with.
 
     Args:
-      storage: how "weights" and the state of the "optimizer" are kept. gradients: the dtype that they are summed in.
-      routers: what is added to the loss. model: as it was given. qat: how its linears are rounded.
+      config: the run's.
+      storage: how "weights" and the state of the "optimizer" are stored.
+      gradients: the dtype in which they are summed.
+      routers: the routers' losses that are added.
+      model: as it was given.
+      qat: how its linears are rounded; None: not at all.
     """
     rounding = ", matrices rounded stochastically and the rest in fp32" if storage["weights"] == "bf16" else ""
     host = ", in host memory" if config.optim.offload else ""
@@ -164,26 +178,26 @@ def precision_notes(
     if before is not None and before != qat:
         notes.append(
             f"the adapter was trained with merged weights rounded to {before}, and this run "
-            f"{'does not round them: qat' if qat is None else 'rounds them otherwise: qat'} says how it does"
+            f"{'does not round them' if qat is None else 'rounds them in another way'}; the section qat sets how"
         )
     path = config.adapter and config.adapter.path
     if path and config.objective.name in ("dpo", "kto"):
         notes.append(
-            f"{config.objective.name}: the reference is the model with its adapter off, and not with adapter.path = "
-            f"{path!r} as it is now; for that merge it first ({spelled(f'export {path} FOLDER')}), "
+            f"{config.objective.name}: the reference is the model without its adapter, and not the model with "
+            f"adapter.path = {path!r}; to use that as reference, merge it first ({spelled(f'export {path} FOLDER')}), "
             "set model.path=FOLDER, adapter.path=null"
         )
     return notes
 
 
 def _last_parts(names: list[str]) -> str:
-    """q_proj (2), down_proj (2)"""
+    """The last parts of dotted names, with their number: "q_proj (2), down_proj (2)"."""
     return ", ".join(f"{part} ({n})" for part, n in collections.Counter(n.rsplit(".", 1)[1] for n in names).items())
 
 
 # ---- the plan
 
-# Placements in the order of the table, with what each costs.
+# Placements in the order in which a plan is printed.
 _PLACEMENTS: dict[Placement, str] = {
     "keep": "kept",
     "fp8": "kept in FP8",
@@ -193,7 +207,7 @@ _PLACEMENTS: dict[Placement, str] = {
 
 
 def plan_lines(forecast: Forecast, parts: StepCost, device: Device, budget_bytes: float | None) -> list[str]:
-    """A plan in words: what becomes of each residual, what it costs, and what is predicted."""
+    """A plan in words: the placement of each residual, what it costs, and what is predicted."""
     plan = forecast.plan
     rows = parts.rows // plan.micro_batches
     split = f"{plan.micro_batches} micro-batches of" if plan.micro_batches > 1 else "one micro-batch of"
@@ -242,10 +256,14 @@ def plan_lines(forecast: Forecast, parts: StepCost, device: Device, budget_bytes
 
 
 def finish_line(forecast: Forecast, steps: int | None, dollars_per_hour: float | None, devices: int = 1) -> str:
-    """How long a run will take by its plan, and what that costs; without a number of steps, a million tokens.
+    """How long a run will take under its plan and what it will cost; for a run without a number of steps, a million
+    tokens.
 
     Args:
-      steps: of the whole run. dollars_per_hour: of one device. devices: that the run uses.
+      forecast: of the plan.
+      steps: of the whole run; None: unknown.
+      dollars_per_hour: for one device; None: no price.
+      devices: number of devices that the run uses.
     """
     if steps is None:
         what, seconds = "a million tokens take", 1e6 / forecast.tokens_per_second
@@ -256,7 +274,7 @@ def finish_line(forecast: Forecast, steps: int | None, dollars_per_hour: float |
 
 
 def measured_lines(forecast: Forecast, device: Device, step_seconds: list[float], peak_bytes: int) -> list[str]:
-    """Predicted beside measured, after the first steps; nothing on a CPU, whose rates are not known."""
+    """Predictions beside measurements, after the first steps; nothing on a CPU, whose rates are unknown."""
     if device.name == "cpu":
         return []
     seconds = statistics.median(step_seconds)
@@ -270,10 +288,11 @@ def measured_lines(forecast: Forecast, device: Device, step_seconds: list[float]
 def memory_plan(
     forecast: Forecast, compiled_bytes: float, compile_seconds: float, budget_bytes: float | None, console: Console
 ) -> dict[str, float]:
-    """The report of --plan on this machine, below the plan in words: what is predicted, and what the compiler says of
-    a step that fits.
+    """Prints the report of --plan on this machine, below the plan in words: the prediction, and the compiler's figure
+    for a step that fits.
 
-    Returns the figures in GB: predicted, compiled (the step's peak), and limit where there is one.
+    Returns:
+      the figures in GB: predicted, compiled (the step's peak), and limit if there is one.
     """
     figures = {"predicted": forecast.peak_bytes / 1e9, "compiled": compiled_bytes / 1e9}
     console.print(_parts_table(forecast))
@@ -285,6 +304,7 @@ def memory_plan(
 
 
 def _parts_table(forecast: Forecast) -> Table:
+    """A table of the memory at the peak of the step, by part."""
     table = Table(title="Memory at the peak, on each device", title_justify="left", box=None)
     table.add_column("part")
     table.add_column("GB", justify="right")
@@ -297,7 +317,8 @@ def _parts_table(forecast: Forecast) -> Table:
 def plan_elsewhere(
     forecast: Forecast, parts: StepCost, device: Device, budget_bytes: float, longest: int, console: Console
 ) -> None:
-    """The report of --plan for a device that is not here. longest: tokens of the longest single row that fits."""
+    """Prints the report of --plan for a device of another machine; `longest` is the number of tokens of the longest row
+    that fits."""
     lines = plan_lines(forecast, parts, device, budget_bytes)
     if device.host_note:
         lines.append(f"  host memory: {device.host_note}; the plan pins {forecast.host_bytes / 1e9:.2f} GB")

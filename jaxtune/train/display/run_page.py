@@ -1,4 +1,4 @@
-"""A run as HTML: its curves, its samples, its settings. Nothing is fetched; all figures are in the text."""
+"""A run as an HTML page: its curves, samples and settings. The page loads nothing; all figures are in its text."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any, TypeGuard
 from jaxtune.train.display import metrics as m
 from jaxtune.train.folder.run_folder import CONFIG, RESULTS
 
-_WHEN = ("before", "after")  # training
-# What a page shows of a line of metrics.jsonl, beside what took seconds.
+_WHEN = ("before", "after")  # keys of samples made before and after training
+# The keys of a line of metrics.jsonl that a page shows, in addition to those that end in "_seconds".
 _DRAWN = {
     "step",
     "steps",
@@ -50,10 +50,12 @@ p { margin: 0; } .in { padding-left: 1.5em; }
 
 
 class Run:
-    """What a run's folder says. Asked again, it reads only what was added since, and draws only what has changed.
+    """The page's part for one run's folder. When asked again, it reads only the lines added since, and draws only if
+    something changed.
 
     Args:
-      folder: of the run. name: before the ids of the page's elements, where several runs share a page.
+      folder: of the run.
+      name: prefix of the ids of HTML elements, if several runs share a page.
     """
 
     def __init__(self, folder: Path, name: str = ""):
@@ -64,10 +66,10 @@ class Run:
         self._body = ""
 
     def body(self) -> str:
-        """What the page says of the run.
+        """The HTML of the run.
 
         Raises:
-          ValueError: a folder that holds no run.
+          ValueError: the folder has no run.
         """
         path = self.folder / m.JSONL
         if not path.is_file():
@@ -79,10 +81,11 @@ class Run:
         return self._body
 
     def _metrics(self, path: Path) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl, of which only new ones are read."""
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
             identity = (status.st_dev, status.st_ino)
-            if identity != self._file or status.st_size < self._read:  # a resumed run wrote it anew
+            if identity != self._file or status.st_size < self._read:  # a resumed run has replaced the file
                 self._lines, self._read, self._file = [], 0, identity
             file.seek(self._read)
             *whole, rest = file.read().split(b"\n")
@@ -92,7 +95,7 @@ class Run:
 
 
 def _state(path: Path) -> Any:
-    """What changes when a file does."""
+    """A value that changes when a file does."""
     try:
         status = path.stat()
     except OSError:
@@ -101,16 +104,16 @@ def _state(path: Path) -> Any:
 
 
 def _drawn(texts: Sequence[bytes]) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl with what the page shows alone: those of a long run would fill the memory."""
+    """Lines of metrics.jsonl reduced to what the page shows, because all lines of a long run would fill the memory."""
     lines = [line for text in texts if (line := m.parsed(text)) is not None]
     return [{key: line[key] for key in line if key in _DRAWN or key.endswith("_seconds")} for line in lines]
 
 
 def run_page(folder: Path) -> str:
-    """The page of a run's folder.
+    """The HTML page of a run's folder.
 
     Raises:
-      ValueError: a folder that holds no run.
+      ValueError: the folder has no run.
     """
     body = Run(folder).body()
     title = f"{folder.resolve().name} - jaxtune"
@@ -122,6 +125,7 @@ def run_page(folder: Path) -> str:
 
 
 def _body(folder: Path, name: str, lines: Sequence[dict[str, Any]]) -> str:
+    """The HTML of a run from its metrics and the files of its folder; `name` as in Run."""
     results = _json(folder / RESULTS)
     losses = [("training", _points(lines, "loss")), ("evaluation", _points(lines, "eval_loss"))]
     parts = [
@@ -142,14 +146,17 @@ def _body(folder: Path, name: str, lines: Sequence[dict[str, Any]]) -> str:
 
 
 def _text(value: Any) -> str:
+    """A value as escaped HTML."""
     return html.escape(str(value))
 
 
 def _read(path: Path) -> str:
+    """The text of a file; "" if it is missing."""
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
 def _json(path: Path) -> dict[str, Any]:
+    """The mapping in a JSON file; empty if there is none."""
     try:
         found = json.loads(_read(path) or "{}")
     except (ValueError, RecursionError):
@@ -158,18 +165,18 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _points(lines: Sequence[dict[str, Any]], key: str, scale: float = 1.0) -> list[tuple[int, float]]:
-    """(step, value) of the lines that have a number there."""
+    """(step, value times `scale`) of the lines that have a number for this key."""
     found: Iterator[tuple[int, Any]] = ((line["step"], line.get(key)) for line in lines)
     return [(step, float(value) * scale) for step, value in found if type(value) is float or _is_number(value)]
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
-    """Whether it is one that a float holds; integers of JSON have any size."""
+    """Whether a JSON value is a number that a float can represent; JSON's integers have any size."""
     return isinstance(value, float) or (isinstance(value, int) and abs(value) <= sys.float_info.max)
 
 
 def _seconds(line: dict[str, Any]) -> float:
-    """What a line adds to the wall clock of a run (monitor.py): of its steps, or of a pause and its parts."""
+    """The wall time that a line adds to the run (monitor.py): of its steps, or of a pause and its parts."""
     if _is_number(line.get("step_seconds")):
         steps = line.get("steps", 1)
         return line["step_seconds"] * steps if _is_number(steps) else 0.0
@@ -177,14 +184,14 @@ def _seconds(line: dict[str, Any]) -> float:
 
 
 def _facts(lines: Sequence[dict[str, Any]], results: dict[str, Any]) -> list[tuple[str, str]]:
-    """What a person asks first, each in a few words."""
+    """The main results of a run, as (name, value in words)."""
     facts: list[tuple[str, str]] = []
     if lines:
         facts.append(("steps", f"{lines[-1]['step']:,}"))
-        seconds = sum(map(_seconds, lines))  # without what lies between a kill and its resume
+        seconds = sum(map(_seconds, lines))  # without the time between a kill and its resume
         facts.append(("time", m.duration(seconds) if math.isfinite(seconds) else "-"))
     rows = next((line.get(m.ROWS) for line in reversed(lines) if "eval_loss" in line), None)
-    alike = [line for line in lines if line.get(m.ROWS, rows) == rows]  # evaluations of other rows compare with none
+    alike = [line for line in lines if line.get(m.ROWS, rows) == rows]  # evaluations of other rows are not comparable
     for key, name in (("loss", "training loss, first and last"), ("eval_loss", "evaluation loss, first and last")):
         if points := _points(alike, key):
             facts.append((name, f"{points[0][1]:.4f}, {points[-1][1]:.4f}"))
@@ -202,17 +209,20 @@ def _facts(lines: Sequence[dict[str, Any]], results: dict[str, Any]) -> list[tup
 
 
 def _scored(results: dict[str, Any], when: str) -> bool:
+    """Whether the results have an exact-match score for this moment."""
     return isinstance(results.get(when), dict) and _is_number(results[when].get("exact_match"))
 
 
 def _table(rows: Sequence[Sequence[str]], name: str, head: Sequence[str] = ()) -> str:
+    """An HTML table with the id `name`."""
     cells = "".join("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     first = "<tr>" + "".join(f"<th>{_text(cell)}</th>" for cell in head) + "</tr>" if head else ""
     return f'<table id="{name}">{first}{cells}</table>'
 
 
 def _plan(lines: Sequence[dict[str, Any]], name: str) -> str:
-    """The plan in force, in words: a run that was resumed, or that ran out of memory, may have had others before."""
+    """The plan in force, in words. A run that was resumed, or that ran out of memory, may have had other plans
+    before."""
     plans = [line["plan"] for line in lines if isinstance(line.get("plan"), list)]
     if not plans or not plans[-1]:
         return ""
@@ -221,7 +231,7 @@ def _plan(lines: Sequence[dict[str, Any]], name: str) -> str:
 
 
 def _samples(results: dict[str, Any], name: str) -> str:
-    """Held-out questions with what was expected and what the model said before and after training."""
+    """A table of held-out questions with the expected answers and the model's, before and after training."""
     before, after = (_asked(results[when].get("samples")) if _scored(results, when) else [] for when in _WHEN)
     if not after:
         return ""
@@ -232,7 +242,7 @@ def _samples(results: dict[str, Any], name: str) -> str:
 
 
 def _asked(samples: Any) -> list[tuple[str, str, str]]:
-    """(question, expected, given) of the samples that have them."""
+    """(question, expected answer, given answer) of the samples that have them."""
     found = [sample for sample in samples if isinstance(sample, dict)] if isinstance(samples, list) else []
     keys = ("question", "expected", "given")
     whole = [sample for sample in found if all(key in sample for key in keys)]
@@ -240,15 +250,15 @@ def _asked(samples: Any) -> list[tuple[str, str, str]]:
 
 
 def _number(value: float) -> str:
-    """Short enough to stand beside an axis: 17,540, 3.706, 2.00e-04."""
+    """A number short enough for an axis: 17,540, 3.706, 2.00e-04."""
     if abs(value) >= 1000:
         return f"{value:,.0f}" if abs(value) < 1e7 else f"{value:.2e}"
     return f"{value:.2e}" if 0 < abs(value) < 0.001 else f"{value:.4g}"
 
 
 def _thinned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Of more points than a chart has columns, the first and the last, the lowest and the highest of each column: the
-    line looks the same."""
+    """The points that a chart draws: of more points than it has columns, the first, last, lowest and highest of each
+    column, with which the line looks the same."""
     if len(points) <= 4 * _WIDTH:
         return points
     each = -(-len(points) // _WIDTH)
@@ -261,12 +271,13 @@ def _thinned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def _value(point: tuple[int, float]) -> float:
+    """The value of a (step, value) point."""
     return point[1]
 
 
 def _chart(name: str, caption: str, series: Sequence[tuple[str, list[tuple[int, float]]]]) -> str:
-    """Lines over the steps, through what is finite; a second series is drawn with dots, as it has few points. Empty
-    without any point."""
+    """An SVG chart of the finite values over the steps, empty without any. A second series is drawn with dots, as it
+    has few points."""
     series = [(label, _thinned([point for point in values if math.isfinite(point[1])])) for label, values in series]
     points = [point for _, values in series for point in values]
     if not points:
@@ -276,6 +287,7 @@ def _chart(name: str, caption: str, series: Sequence[tuple[str, list[tuple[int, 
     low, high = (low, high) if high > low else (low - abs(low or 1) / 2, high + abs(high or 1) / 2)
 
     def at(step: int, value: float) -> tuple[float, float]:
+        """The coordinates of a point."""
         x = _LEFT + (_WIDTH - _LEFT - 10) * (step - first) / max(1, last - first)
         return round(x, 1), round(8 + (_HEIGHT - 8 - _BOTTOM) * (high - value) / (high - low), 1)
 

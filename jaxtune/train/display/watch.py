@@ -1,7 +1,8 @@
-"""Runs as they go, side by side on a page that only this machine sees: what `jaxtune report` shows, as it is now.
+"""A local server that shows runs while they train, side by side on one page: what `jaxtune report` shows, kept up to
+date.
 
-The standard library's server answers on the loopback address alone, and only requests that were made to it by that
-name, so that no page of another site can read through the browser what it says.
+The server is the standard library's. It listens on the loopback address only, and answers only requests for a loopback
+host name, so that no page of another site can read runs through the browser.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ td {{ overflow-wrap: anywhere; }} #note {{ color: var(--second); padding: 0 20px
 
 
 def server(runs: Sequence[Path], port: int = 0) -> http.server.ThreadingHTTPServer:
-    """A server that is not yet running (serve_forever) of the page of these runs' folders; port 0: one that is free.
+    """A server, not yet running (serve_forever), of a page with these runs' folders; port 0 takes a free one.
 
     Raises:
-      ValueError: a port that cannot be had.
+      ValueError: the port is not available.
     """
 
     pages = [Run(run, f"run{i}-") for i, run in enumerate(runs)]
-    drawing = threading.Lock()  # of each request there is a thread
+    drawing = threading.Lock()  # each request has its own thread
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
@@ -74,19 +75,20 @@ def server(runs: Sequence[Path], port: int = 0) -> http.server.ThreadingHTTPServ
             self.wfile.write(data)
 
         def log_message(self, format, *args):
-            pass  # the page asks every two seconds: a line for each would bury the address in the terminal
+            pass  # the page sends a request every two seconds, and lines for them would hide the printed address
 
     try:
         return http.server.ThreadingHTTPServer((HOST, port), Handler)
     except (OSError, OverflowError) as error:
-        raise ValueError(f"--port {port} cannot be had ({error}): name another, or 0 for one that is free") from None
+        raise ValueError(f"--port {port} is not available ({error}): choose another, or 0 for a free one") from None
 
 
 def _of(page: Run) -> str:
+    """The HTML of one run, or a sentence if it has no metrics yet or cannot be read."""
     begin = f"<h1>{html.escape(page.folder.name)}</h1>"
     if not (page.folder / m.JSONL).is_file():
-        return f'{begin}<p class="soft">This run has not begun: there is no {m.JSONL} yet.</p>'
+        return f'{begin}<p class="soft">This run has not started: there is no {m.JSONL} yet.</p>'
     try:
         return page.body()
-    except Exception as error:  # of one run, whose files may hold anything: the others are shown all the same
+    except Exception as error:  # one run's files may contain anything; the other runs are still shown
         return f'{begin}<p class="soft">It cannot be shown: {html.escape(f"{type(error).__name__}: {error}")}</p>'

@@ -1,18 +1,18 @@
-"""Checkpoints: Orbax writes the arrays, this file makes a save atomic, checked and safe to resume from.
+"""Checkpoints: Orbax writes the arrays, and this module makes a save atomic, verified and safe to resume from.
 
     folder/
-      run.lock                who uses the folder: pid, host, start time
-      step_00000100/          complete: it got this name last
+      run.lock                the run that uses the folder: pid, host, start time
+      step_00000100/          a complete checkpoint: it gets this name last
         arrays/               Orbax (OCDBT, zarr, uncompressed)
         meta.json             step, the caller's meta, shape and dtype of every array
-        manifest.json         bytes and CRC-32 of every file above: written last, the commit mark
-      .tmp_step_00000200/     a save under way, or what a dead run left; removed at the next start
+        manifest.json         bytes and CRC-32 of every file above; written last, as the commit mark
+      .tmp_step_00000200/     a save in progress, or the leftover of a dead run, which the next start removes
 
-A save copies device arrays to the host, returns, and finishes in a thread. Every byte is read again, and its checksum
-compared, before a resume.
+A save copies device arrays to the host, returns, and finishes in a thread. Before a resume every byte is read again and
+its checksum compared.
 
-With several processes each writes and reads the parts of its own devices. All else about files is done by the first:
-the lock, the commit, what is removed, and the choice of what is restored.
+In a run of several processes each writes and reads the parts of its own devices. The first process does everything
+else: the lock, the commit, deletions, and the choice of what is restored.
 """
 
 from __future__ import annotations
@@ -36,17 +36,16 @@ from jaxtune.models.placement import partition
 from jaxtune.system import processes
 from jaxtune.system.files import atomic_write, fingerprints, sync
 from jaxtune.train.folder import array_files
+from jaxtune.train.folder.checkpoint_damage import ARRAYS, FORMAT, MANIFEST, META, find_damage
 from jaxtune.train.folder.folder_lock import FolderLock
 
 logger = logging.getLogger(__name__)
 
-ARRAYS, META, MANIFEST = "arrays", "meta.json", "manifest.json"
-FORMAT = 1
 _STEP_NAME = re.compile(r"step_(\d{8,})")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be written or read; the message names the file, what was found and what to do."""
+    """A checkpoint cannot be written or read. The message names the file, what was found and what to do."""
 
 
 def saved_steps(folder: Path) -> list[int]:
@@ -58,11 +57,13 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 class Checkpointer:
-    """Writes and reads the checkpoints of one run; holds the folder's lock until `close`.
+    """Writes and reads the checkpoints of one run. It has the folder's lock until `close`.
 
     Args:
-      folder: made if missing. Raises ValueError if it cannot be written or another run holds it.
-      keep: number of newest complete checkpoints that stay (at least 1), beside one that is not proven yet.
+      folder: created if missing.
+      keep: number of newest complete checkpoints that are kept (at least 1), not counting one that is not proven yet.
+    Raises:
+      ValueError: the folder cannot be written, or another run uses it.
     """
 
     def __init__(self, folder: str | os.PathLike, keep: int = 2):
@@ -75,7 +76,7 @@ class Checkpointer:
         self._error: CheckpointError | None = None
         self._damaged: set[int] = set()
         self._unproven: int | None = None
-        self._orbax: Any = None  # made at the first save: importing Orbax takes half a second
+        self._orbax: Any = None  # created at the first save, as importing Orbax takes half a second
         if processes.first():
             self._remove_leftovers()
 
@@ -85,14 +86,14 @@ class Checkpointer:
     def __exit__(self, *exc) -> None:
         self.close()
 
-    # ---- which checkpoints there are
+    # ---- listing
 
     def steps(self) -> list[int]:
-        """Steps that have a checkpoint, ascending. Whether a file was damaged since is found by `restore`."""
+        """Steps that have a checkpoint, ascending. Whether files were damaged since is found by `restore`."""
         return saved_steps(self.folder)
 
     def latest(self) -> int | None:
-        """The newest step of `steps`, None without any."""
+        """The newest of `steps`; None without any."""
         return max(self.steps(), default=None)
 
     # ---- writing
@@ -100,15 +101,16 @@ class Checkpointer:
     def save(self, step: int, state: Any, meta: Mapping[str, Any], proven: bool = True) -> None:
         """Starts a save and returns once the device arrays are copied to the host; the caller may donate them then.
 
+        It waits for the previous save, and raises its error if that failed.
+
         Args:
           step: optimizer steps done.
           state: pytree of jax.Array (any sharding; typed PRNG keys too) or numpy arrays.
           meta: JSON-able mapping.
-          proven: whether the state is known to be good. If not, it does not count among those kept, and pushes none
-            out, until `confirm` says that it is.
-
-        Waits for the save before this one, and raises its error if it failed. Raises CheckpointError if the disk has
-        too little room or a leaf cannot be stored; nothing has been written then.
+          proven: whether the state is known to be good. If not, it does not count among those kept, and replaces none,
+            until `confirm` is called.
+        Raises:
+          CheckpointError: the disk has too little room, or a leaf cannot be stored; nothing has been written then.
         """
         self.wait()
         arrays, described = _describe(state)
@@ -118,7 +120,7 @@ class Checkpointer:
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"meta of step {step} is not JSON-able: {error}") from None
         need_bytes = sum(x.nbytes for x in arrays.values())
-        need_bytes += need_bytes // 20 + len(record_text) + 2**24  # chunk padding, Orbax's own metadata, our files
+        need_bytes += need_bytes // 20 + len(record_text) + 2**24  # chunk padding, Orbax's metadata, our files
         if processes.first() and (free_bytes := shutil.disk_usage(self.folder).free) < need_bytes:
             raise CheckpointError(
                 f"no room to save step {step}: it needs {_size(need_bytes)}, {self.folder} has {_size(free_bytes)} "
@@ -145,7 +147,7 @@ class Checkpointer:
         self._thread.start()
 
     def wait(self) -> None:
-        """Blocks until the save under way is complete; raises the CheckpointError of a failed one, once."""
+        """Waits until the save in progress is complete; raises the CheckpointError of a failed save, once."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -154,15 +156,16 @@ class Checkpointer:
             raise error
 
     def confirm(self) -> None:
-        """Says that the newest state saved or restored is good: older checkpoints make way for it.
+        """Marks the newest state saved or restored as good, so that older checkpoints can be removed.
 
-        Does nothing while its save is under way: call it again."""
+        While its save is in progress this does nothing; call it again.
+        """
         if self._unproven is not None and (self._thread is None or not self._thread.is_alive()):
             newest, self._unproven = self._unproven, None
             self._purge(newest)
 
     def reject(self) -> None:
-        """Says that the newest state saved or restored is no good: it is removed if there is an older checkpoint."""
+        """Removes the newest state saved or restored, because it is bad, if there is an older checkpoint."""
         self.wait()
         older = [step for step in self.steps() if step != self._unproven and step not in self._damaged]
         if self._unproven in self.steps() and older:
@@ -172,7 +175,7 @@ class Checkpointer:
             self._unproven = None
 
     def close(self) -> None:
-        """Waits, then gives the folder free. Raises like `wait`."""
+        """Waits, then releases the folder's lock. Raises like `wait`."""
         try:
             self.wait()
         finally:
@@ -183,9 +186,9 @@ class Checkpointer:
                 self._lock.release()
 
     def _finish(self, step: int, temporary: Path, record_text: str) -> None:
-        """Runs in the thread: all that follows the copy to the host."""
+        """Runs in the thread: everything after the copy to the host."""
         try:
-            self._orbax.wait_until_finished()  # in the first process: until all have written
+            self._orbax.wait_until_finished()  # in the first process this waits until all have written
             if not processes.first():
                 return
             atomic_write(temporary / META, record_text)
@@ -201,15 +204,17 @@ class Checkpointer:
         self._purge(step)
 
     def _commit(self, temporary: Path, final: Path) -> None:
+        """Gives a written checkpoint its name."""
         sync(temporary)
         old = self.folder / f".old_{final.name}"
-        if final.exists():  # of an abandoned or damaged run; put back by the next start if we die between the two
+        if final.exists():  # from an abandoned or damaged run; the next start restores it if we die between the renames
             os.rename(final, old)
         os.rename(temporary, final)
         sync(self.folder)
         shutil.rmtree(old, ignore_errors=True)
 
     def _fail(self, step: int, temporary: Path, error: Exception) -> None:
+        """Removes a failed save and keeps its error for `wait`."""
         if processes.first():
             shutil.rmtree(temporary, ignore_errors=True)
         last = self.latest()
@@ -220,7 +225,8 @@ class Checkpointer:
         self._error.__cause__ = error
 
     def _purge(self, newest: int) -> None:
-        """Removes what is older than the kept ones, what is damaged, and later steps, which a rewound run abandoned."""
+        """Removes checkpoints older than the kept ones, damaged ones, and those of later steps, which a rewound run
+        abandoned."""
         self._damaged.discard(newest)
         steps = self.steps()
         usable = [step for step in steps if step <= newest and step not in self._damaged]
@@ -235,25 +241,28 @@ class Checkpointer:
             self._remove(path)
 
     def _remove(self, path: Path) -> None:
+        """Removes a checkpoint, in the first process."""
         if not processes.first():
             return
         trash = self.folder / f".tmp_{path.name}"
         try:
-            os.rename(path, trash)  # first, so that a kill leaves no half checkpoint under a good name
+            os.rename(path, trash)  # so that a kill leaves no incomplete checkpoint under a valid name
             shutil.rmtree(trash)
         except OSError as error:
             logger.warning("old checkpoint %s could not be removed: %s", path, error)
 
     def _remove_leftovers(self) -> None:
+        """Removes what an earlier process left in the folder, and restores a checkpoint that it was replacing when it
+        died."""
         for path in self.folder.iterdir():
             try:
                 if path.name.startswith(".old_step_") and not (final := self.folder / path.name[5:]).exists():
                     os.rename(path, final)
                 elif path.name.startswith((".tmp_step_", ".old_step_")):
-                    logger.warning("removing %s, which a run that died left unfinished", path)
+                    logger.warning("removing %s, an incomplete save of a run that died", path)
                     shutil.rmtree(path)
             except OSError as error:
-                logger.warning("unfinished checkpoint %s could not be removed: %s", path, error)
+                logger.warning("incomplete checkpoint %s could not be removed: %s", path, error)
 
     # ---- reading
 
@@ -267,15 +276,18 @@ class Checkpointer:
         """Reads the newest intact checkpoint, or exactly `step`.
 
         Args:
-          step: None takes the newest whose every file has its recorded size and checksum; damaged ones are named in
-            the log and passed over. A given step is never replaced by another.
-          like: pytree of arrays or jax.ShapeDtypeStruct with the structure, shapes, dtypes and shardings wanted. A
-            leaf without a sharding (or an uncommitted array) comes back uncommitted, a numpy leaf as numpy. None
-            gives nested dicts of numpy arrays by name.
-          check: called with the meta before the arrays are read, to refuse them for a better reason than their shapes.
-          partial: `like` names some of the arrays only, such as the weights without the optimizer; no other is read.
-
-        Returns: (step, state, meta). Raises CheckpointError if nothing intact is there or `like` does not fit.
+          step: None takes the newest whose every file has its recorded size and checksum; damaged ones are named in the
+            log and skipped. A given step is never replaced by another.
+          like: pytree of arrays or jax.ShapeDtypeStruct with the wanted structure, shapes, dtypes and shardings. A leaf
+            without a sharding (or an uncommitted array) is returned uncommitted, a numpy leaf as numpy. None gives
+            nested dicts of numpy arrays by name.
+          check: called with the meta before the arrays are read; it can refuse them for a better reason than their
+            shapes.
+          partial: `like` has only some of the arrays, such as the weights without the optimizer; only these are read.
+        Returns:
+          (step, state, meta)
+        Raises:
+          CheckpointError: there is no intact checkpoint, or `like` does not fit.
         """
         self.wait()
         found = processes.of_first(lambda: self._intact(step))
@@ -286,14 +298,14 @@ class Checkpointer:
         return found, *_read(path, like, partial)
 
     def _intact(self, step: int | None) -> int:
-        """The step whose files are as they were written: the newest, or this one."""
+        """The newest step whose files are as they were written, or `step` if its files are."""
         candidates = self.steps()[::-1] if step is None else [step]
         if not candidates:
             raise CheckpointError(f"there is no checkpoint in {self.folder}")
         damaged = []
         for candidate in candidates:
             path = self.folder / _name(candidate)
-            problem = _find_damage(path)
+            problem = find_damage(path)
             if problem is None:
                 if damaged:
                     logger.warning("resuming from step %d instead", candidate)
@@ -308,19 +320,22 @@ class Checkpointer:
 
 
 def _name(step: int) -> str:
+    """The folder of a step's checkpoint."""
     return f"step_{step:08d}"
 
 
 def _size(count_bytes: int) -> str:
+    """A number of bytes in words."""
     return f"{count_bytes / 1e9:,.2f} GB" if count_bytes >= 1e8 else f"{count_bytes / 1e6:,.2f} MB"
 
 
 def _is_key(x: Any) -> bool:
+    """Whether an array is a typed PRNG key."""
     return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _named_leaves(tree: Any) -> dict[str, Any]:
-    """The leaves of a pytree by their path, joined with "/"."""
+    """The leaves of a pytree by their paths, joined with "/"."""
     named = {}
     for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         parts = [jax.tree_util.keystr((key,), simple=True) for key in keys]
@@ -332,7 +347,7 @@ def _named_leaves(tree: Any) -> dict[str, Any]:
 
 
 def _describe(state: Any) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """The arrays Orbax is to store, by name, and what meta.json says of each."""
+    """(the arrays that Orbax stores, by name; the entry of meta.json for each array)."""
     import tensorstore
 
     arrays, described = {}, {}
@@ -343,7 +358,7 @@ def _describe(state: Any) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
             raise CheckpointError(f"state[{name}] is a {type(x).__name__}, not an array; plain values belong into meta")
         described[name] = {"shape": list(x.shape), "dtype": str(x.dtype)}
         if x.size == 0:
-            continue  # Orbax stores no empty array; the description is all there is to it
+            continue  # Orbax cannot store an empty array, and its description is enough
         if _is_key(x):
             described[name]["key_impl"] = str(jax.random.key_impl(x))
             x = jax.random.key_data(x)
@@ -353,7 +368,7 @@ def _describe(state: Any) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
             raise CheckpointError(
                 f"state[{name}] has dtype {x.dtype}, which cannot be stored; pack it into uint8"
             ) from None
-        arrays[name] = x if isinstance(x, jax.Array) else np.array(x)  # a copy: the caller may write into its own
+        arrays[name] = x if isinstance(x, jax.Array) else np.array(x)  # a copy, because the caller may change its array
     if not arrays:
         raise CheckpointError("state holds no array: there is nothing to save")
     return arrays, described
@@ -362,48 +377,14 @@ def _describe(state: Any) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
 # ---- the parts of a restore
 
 
-def _find_damage(path: Path) -> str | None:
-    """What is wrong with the checkpoint folder, None if every file is as it was written."""
-    if not path.is_dir():
-        return "there is no such checkpoint"
-    try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        expected: dict[str, dict[str, Any]] = manifest["files"]
-        if manifest["format"] != FORMAT:
-            return f"{MANIFEST}: expected format {FORMAT}, found {manifest['format']}"
-        sizes = {name: int(entry["bytes"]) for name, entry in expected.items()}
-        checksums = {name: str(entry["crc32"]) for name, entry in expected.items()}
-    except FileNotFoundError:
-        return f"{MANIFEST}: the file is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        return f"{MANIFEST}: unreadable ({type(error).__name__}: {error})"
-    if META not in expected:
-        return f"{MANIFEST}: does not list {META}"
-    if strange := [name for name in expected if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name]:
-        return f"{MANIFEST}: lists {strange[0]!r}, which is no file of a checkpoint"
-    for name, count in sizes.items():  # sizes first: they cost nothing
-        if not (path / name).is_file():
-            return f"{name}: the file is missing, expected {count:,} bytes"
-        if (found := (path / name).stat().st_size) != count:
-            return f"{name}: expected {count:,} bytes, found {found:,}"
-    try:
-        found_files = fingerprints([path / name for name in expected])
-    except OSError as error:
-        return f"unreadable ({error})"
-    for name, checksum in checksums.items():
-        if (found := found_files[path / name]["crc32"]) != checksum:
-            return f"{name}: expected CRC-32 {checksum}, found {found}"
-    return None
-
-
 def _record(path: Path) -> dict[str, Any]:
-    """meta.json: {"format", "step", "meta", "arrays": {name: {"shape", "dtype"}}}."""
+    """The content of meta.json: {"format", "step", "meta", "arrays": {name: {"shape", "dtype"}}}."""
     try:
         record = json.loads((path / META).read_text(encoding="utf-8"))
         if record["format"] != FORMAT or record["step"] != int(path.name.removeprefix("step_")):
             raise ValueError(f"it is of format {record['format']!r} and step {record['step']!r}")
         if not isinstance(record["meta"], dict):
-            raise ValueError("its meta is no mapping")
+            raise ValueError("its meta is not a mapping")
         for entry in record["arrays"].values():
             jnp.dtype(entry["dtype"]) if "key_impl" not in entry else str(entry["key_impl"])
             if not all(type(size) is int and size >= 0 for size in entry["shape"]):
@@ -414,6 +395,7 @@ def _record(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path, like: Any, partial: bool = False) -> tuple[Any, dict[str, Any]]:
+    """(state, meta) of a checkpoint; the arguments are those of Checkpointer.restore."""
     import orbax.checkpoint as ocp
 
     record = _record(path)
@@ -429,7 +411,7 @@ def _read(path: Path, like: Any, partial: bool = False) -> tuple[Any, dict[str, 
         if 0 in described[name]["shape"]:
             arrays[name] = _empty(described[name], leaf)
             continue
-        item[name] = jax.ShapeDtypeStruct((), jnp.float32)  # names only: shapes and dtypes are those on disk
+        item[name] = jax.ShapeDtypeStruct((), jnp.float32)  # only the name counts; shapes and dtypes are those on disk
         sharding = None if "key_impl" in described[name] else _committed_sharding(leaf)
         if sharding is None:
             restore_args[name] = ocp.RestoreArgs(restore_type=np.ndarray)
@@ -457,26 +439,27 @@ def _read(path: Path, like: Any, partial: bool = False) -> tuple[Any, dict[str, 
 
 
 def _bytes(description: dict[str, Any]) -> int:
-    """Of an array, as meta.json describes it; of a key, of its data at least."""
+    """The size of an array that meta.json describes; for a PRNG key a lower bound."""
     size = 8 if "key_impl" in description else jnp.dtype(description["dtype"]).itemsize
     return math.prod(description["shape"]) * size
 
 
 def _empty(description: dict[str, Any], leaf: Any) -> np.ndarray | jax.Array:
+    """An array without elements, with the sharding of its leaf of `like`."""
     empty = np.empty(description["shape"], jnp.dtype(description["dtype"]))
     sharding = _committed_sharding(leaf)
     return empty if sharding is None else partition.put(empty, sharding)
 
 
 def _committed_sharding(leaf: Any) -> jax.sharding.Sharding | None:
-    """The sharding a leaf of `like` asks for; None where it asks for none."""
+    """The sharding that a leaf of `like` asks for; None without one."""
     if isinstance(leaf, jax.Array):
         return leaf.sharding if leaf.committed else None
     return getattr(leaf, "sharding", None)
 
 
 def _place(array: Any, description: dict[str, Any], leaf: Any, as_numpy: bool) -> Any:
-    """A restored array as its leaf of `like` asks for it."""
+    """A restored array in the form that its leaf of `like` asks for."""
     if impl := description.get("key_impl"):
         key = jax.random.wrap_key_data(jnp.asarray(array), impl=impl)
         sharding = _committed_sharding(leaf)
@@ -487,6 +470,7 @@ def _place(array: Any, description: dict[str, Any], leaf: Any, as_numpy: bool) -
 
 
 def _check_fits(path: Path, described: dict[str, dict[str, Any]], wanted: dict[str, Any], partial: bool) -> None:
+    """Raises CheckpointError if the arrays of a checkpoint are not those that `like` names."""
     problems = [f"{name}: not in the checkpoint" for name in wanted if name not in described]
     if not partial:
         problems += [f"{name}: in the checkpoint, not in this run" for name in described if name not in wanted]

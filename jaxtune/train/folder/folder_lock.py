@@ -1,4 +1,4 @@
-"""One run a folder."""
+"""A lock that lets one run at a time use a folder."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ LOCK_NAME = "run.lock"
 
 
 class FolderLock:
-    """Keeps a second run out of a folder: an exclusive `flock` on `run.lock`, which the kernel drops when we die.
+    """An exclusive `flock` on the folder's `run.lock`, which the kernel releases when the process dies.
 
-    The file says who holds it (pid, host, start time). Makes the folder if it is missing. Raises ValueError.
+    The file says which run has the lock (pid, host, start time). The folder is created if it is missing.
+
+    Raises:
+      ValueError: another run has the lock, or the folder cannot be written.
     """
 
     _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
@@ -31,13 +34,13 @@ class FolderLock:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             while True:
-                # Never through a link: what it points to would be overwritten; and a named pipe is not waited for.
+                # A link is not followed, because its target would be overwritten; a named pipe does not block.
                 flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
                 descriptor = os.open(self.path, flags, 0o644)
                 self._lock(descriptor)
                 if _same_file(descriptor, self.path):
                     break
-                os.close(descriptor)  # the holder removed the file between our open and our lock
+                os.close(descriptor)  # its owner removed the file between our open and our lock
             stale = os.read(descriptor, 4096).decode(errors="replace").strip()
             if stale:
                 logger.warning("taking over %s from a run that died: %s", self.path, stale)
@@ -47,12 +50,13 @@ class FolderLock:
             os.pwrite(descriptor, json.dumps(owner).encode() + b"\n", 0)
         except OSError as error:
             if error.errno == errno.ELOOP:
-                raise ValueError(f"{self.path} is a link, which no run makes: remove it") from None
+                raise ValueError(f"{self.path} is a link, which no run creates: remove it") from None
             raise ValueError(f"cannot write to {folder}: {error.strerror}; choose another output folder") from None
         self._descriptor = descriptor
         FolderLock._held.add(self)
 
     def _lock(self, descriptor: int) -> None:
+        """Locks an open file; closes it and raises ValueError if another run has it locked."""
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -65,7 +69,7 @@ class FolderLock:
             logger.warning("%s: this file system has no locks (%s); nothing keeps a second run out", self.path, error)
 
     def release(self) -> None:
-        """Gives the folder free; a second call does nothing."""
+        """Releases the lock; a second call does nothing."""
         if self._descriptor is None:
             return
         self.path.unlink(missing_ok=True)
@@ -73,17 +77,19 @@ class FolderLock:
         self._descriptor = None
 
     def _forget_in_child(self) -> None:
+        """Closes the lock's file in a forked process."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
 
 def _same_file(descriptor: int, path: Path) -> bool:
+    """Whether an open file is the one at a path."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:
         return False
 
 
-# A forked data worker shares the lock: without this it would keep the folder locked after the run was killed.
+# A forked data worker inherits the lock, and would keep the folder locked after the run was killed.
 os.register_at_fork(after_in_child=lambda: [lock._forget_in_child() for lock in FolderLock._held])

@@ -1,4 +1,4 @@
-"""What a run records, and by which it is known again: its checkpoints and results say it, and its config.yaml."""
+"""The record of a run: the values in checkpoints, results and config.yaml by which a run recognises its own files."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from jaxtune.train.data import TokenDataset
 from jaxtune.train.folder.checkpoint import CheckpointError
 from jaxtune.train.folder.run_folder import CONFIG
 
-# Keys of a record whose change makes it another run; everything else is only pointed out. Where model and rows lie may
-# change: their content is compared. So may where optimizer states lie.
+# Keys of a record whose change makes it another run; all other changes are only reported. The places of model and rows
+# may change, because their content is compared. So may the place of optimizer states.
 _INCOMPATIBLE = (
     "trainable",
     "storage",
@@ -59,12 +59,12 @@ _INCOMPATIBLE = (
     ),
     *(f"config.data.{key}" for key in (*ROW_OPTIONS, "max_rows", "eval_rows")),
 )
-# Keys that records of older versions lack, which are compared by what they hold. Their base_fingerprint is of a sample
-# of the weights, and of no config.json.
+# Keys that records of older versions lack; such records are compared by the keys they have. Their base_fingerprint is
+# computed from a sample of the weights, without config.json.
 _NOT_ALWAYS = ("base_digest",)
-# How long a run is; see _of_any_length.
+# Keys that set how long a run is; see _of_any_length.
 _LENGTH = ("config.steps", "config.epochs")
-# A change here leaves the run valid, but not bit for bit the same.
+# After a change below this key the run is still valid, but not bit for bit the same.
 _NUMERICS = "numerics"
 
 
@@ -79,12 +79,17 @@ def record_of(
     own: Mapping[str, Any],
     numerics: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What a checkpoint records beside its arrays; JSON-able.
+    """The record that a checkpoint stores with its arrays, as JSON values.
 
     Args:
-      trainable: {name: array or shape}. storage: how "weights" and the "optimizer"'s state are kept. base: the model
-        as it was given. data: what the rows are known by. own: {part: what a part is known by that the user's
-        code gave} (own_parts.py). numerics: what leaves the run valid when it changes, but not bit for bit the same.
+      config: the run's.
+      trainable: {name: array or shape}.
+      storage: how "weights" and the "optimizer"'s state are stored.
+      base: the model as it was given.
+      data: values that identify the rows.
+      total_steps: of the run.
+      own: {part: values that identify it} for parts that the user's code gave (own_parts.py).
+      numerics: values whose change leaves the run valid, but not bit for bit the same.
     """
     return {
         "config": config_to_dict(config),
@@ -100,36 +105,41 @@ def record_of(
 
 
 def require_same_run(saved: dict[str, Any], current: dict[str, Any], output: Path) -> list[str]:
-    """What changed from one record to another without making it another run, in words.
+    """The harmless differences between a checkpoint's record and the current one, a sentence each.
 
+    Args:
+      saved: the checkpoint's record.
+      current: the record of this run.
+      output: the run's folder, for messages.
     Raises:
       CheckpointError: it is another run; the message lists the differences.
     """
     keys = _INCOMPATIBLE if _of_any_length(current) else (*_INCOMPATIBLE, *_LENGTH)
     adapted = current["config"]["adapter"] is not None
-    # A recipe with settings of an adapter has a section, which a path replaces whole.
+    # In a recipe that sets an adapter's options, adapter.path replaces the whole section.
     result = f"'adapter={{path: {output / 'adapter'}}}'" if adapted else f"'model.path={output / 'merged'}'"
     longer = (
-        "Only a run of constant rate (schedule.name = constant, no schedule.warmup_ratio) can be given other steps; "
-        "the rate of this one has its shape from their number. To train on, begin a new run from its result, with "
-        f"{result} and another output"
+        "The number of steps can be changed only in a run with a constant learning rate (schedule.name = constant, no "
+        "schedule.warmup_ratio); the schedule of this one depends on it. To continue training, start a new run from "
+        f"its result, with {result} and another output"
     )
     harmless = require_compatible(saved, current, keys, dict.fromkeys(_LENGTH, longer))
     return [f"{'not bit for bit the same run' if _numeric(d) else 'changed'}: {d}" for d in harmless]
 
 
 def _numeric(difference: Difference) -> bool:
+    """Whether a difference leaves the run valid, but not bit for bit the same."""
     return difference.key.startswith(_NUMERICS)
 
 
 def _of_any_length(record: dict[str, Any]) -> bool:
-    """Whether each of the run's steps is the same, bit for bit, however many follow."""
+    """Whether each step of the run is the same, bit for bit, whatever the number of steps that follow."""
     schedule = record["config"]["schedule"]
     return schedule["name"] == "constant" and schedule["warmup_ratio"] is None
 
 
 def same_run(record: dict[str, Any]) -> dict[str, Any]:
-    """The part of a record that makes a run this one: what is left out may change within it."""
+    """The part of a record that identifies a run; everything else may change within it."""
     keys = {
         key: value
         for key, value in flat_keys(json.loads(json.dumps(record))).items()
@@ -141,26 +151,27 @@ def same_run(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_digest_of(found: Any, run: dict[str, Any]) -> bool:
-    """Whether this, or an older version, wrote `found` as the digest of the run."""
+    """Whether `found` is the digest of the run as this or an older version computes it."""
     return found in (digest(run), digest(by_what_it_holds({}, run)))
 
 
 def digest(run: dict[str, Any]) -> str:
-    """SHA-256, as hexadecimal digits, of what makes a run this one."""
+    """SHA-256, as hexadecimal digits, of the values that identify a run."""
     return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()
 
 
 # ---- several processes
 
 
-# Where things lie, which may be another place on each host. What lies there is compared: require_same_rows, and the
-# digest of the base; of _FILES, by what they hold.
+# Keys that name places, which may differ between hosts. Their content is compared in place of their names: rows by
+# require_same_rows, the base by its digest, and _FILES by their bytes.
 _PLACES = ("model.path", "model.tokenizer", "data.train", "data.eval", "data.cache_dir", "output")
 _FILES = ("data.template", "adapter.path")
 
 
 def require_same_settings(config: TrainConfig) -> None:
-    """Raises ValueError where processes of a run have different configs or different versions of what computes."""
+    """Raises ValueError if processes of a run have different configs or different versions of the packages that
+    compute."""
     settings = {key: value for key, value in flat_keys(config_to_dict(config)).items() if key not in _PLACES}
     settings |= {key: _content(settings[key]) for key in _FILES if settings.get(key) is not None}
     versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")}
@@ -169,14 +180,14 @@ def require_same_settings(config: TrainConfig) -> None:
 
 
 def _content(place: str) -> Any:
-    """What a file or an adapter's folder holds; a name that is neither, as it is."""
+    """The content of a file or of an adapter's folder, by digest; a name that is neither is returned as it is."""
     path = Path(place).expanduser()
     files = [path] if os.path.isfile(path) else sorted(path.glob("adapter_*")) if os.path.isdir(path) else []
     return list(fingerprints(files).values()) or place
 
 
 def in_first_words(config: TrainConfig) -> TrainConfig:
-    """The config that all processes record: with what the first one calls the files that it names."""
+    """The config that all processes record: the first process' config, with its names of the files."""
     if processes.count() == 1:
         return config
     template, path = processes.of_first(lambda: [config.data.template, config.adapter and config.adapter.path])
@@ -185,9 +196,9 @@ def in_first_words(config: TrainConfig) -> TrainConfig:
 
 
 def require_same_rows(sets: Mapping[str, TokenDataset | None]) -> None:
-    """Raises ValueError where processes of a run have different rows of tokens. sets: by the keys that name them."""
+    """Raises ValueError if processes of a run have different rows of tokens; `sets` are named by their config keys."""
     if processes.count() == 1:
-        return  # to read every token takes time
+        return  # a single process need not compare, and reading every token takes time
     found = {
         key: None
         if data is None
@@ -203,9 +214,9 @@ def require_same_rows(sets: Mapping[str, TokenDataset | None]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """One key whose value is not what the checkpoint holds; an absent key has the value "(absent)"."""
+    """A key whose value differs from the checkpoint's. An absent key has the value "(absent)"."""
 
-    key: str
+    key: str  # dotted
     saved: Any
     current: Any
 
@@ -214,18 +225,21 @@ class Difference:
 
 
 def by_what_it_holds(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
-    """`current` without what the version that wrote `saved` did not record."""
+    """`current` without the keys that the version that wrote `saved` did not record."""
     return {key: value for key, value in current.items() if key in saved or key not in _NOT_ALWAYS}
 
 
 def compare_meta(
     saved: Mapping[str, Any], current: Mapping[str, Any], incompatible: Iterable[str]
 ) -> tuple[list[Difference], list[Difference]]:
-    """Differences of two metas, by dotted key: (those that forbid a resume, harmless ones). A key of a config that one
-    of them lacks stands at its default there: it is newer than the other.
+    """Differences of two metas, by dotted key. A config key that one of them lacks is newer than that meta, and has its
+    default there.
 
     Args:
+      saved, current: the metas.
       incompatible: dotted keys; each covers itself and everything below it ("config.lora" covers "config.lora.r").
+    Returns:
+      (differences that forbid a resume, harmless ones)
     """
     old, new = flat_keys(saved), flat_keys(json.loads(json.dumps(by_what_it_holds(saved, current))))
     forbidding = tuple(incompatible)
@@ -246,7 +260,7 @@ def compare_meta(
 
 @functools.cache
 def _defaults() -> dict[str, Any]:
-    """{"config." + key: its default} of keys whose default is null, true, false, a number or a list."""
+    """{"config." + key: its default} for keys whose default is null, true, false, a number or a list."""
     found: dict[str, Any] = {}
     for key in config_keys():
         with contextlib.suppress(ValueError):
@@ -260,9 +274,12 @@ def require_compatible(
     incompatible: Iterable[str],
     hints: Mapping[str, str] = types.MappingProxyType({}),
 ) -> list[Difference]:
-    """The harmless differences; raises CheckpointError listing the others. Arguments as for `compare_meta`.
+    """The harmless differences of two metas; the arguments are those of `compare_meta`.
 
-    hints: what else can be done, by key; told where it alone stands in the way.
+    Args:
+      hints: what else can be done, by key; printed if only that key forbids a resume.
+    Raises:
+      CheckpointError: some differences are not harmless; the message lists them.
     """
     refused, harmless = compare_meta(saved, current, incompatible)
     if refused:
@@ -283,13 +300,14 @@ def recorded_config(config: TrainConfig, model: Decoder) -> TrainConfig:
     """The config with `adapter`, `model.load_in` and `model.compute` as the model has them, for config.yaml and
     checkpoints.
 
-    A setting that already describes the model stays as it was written ("all-linear" stays that); an adapter that came
-    from a folder stays named by it.
+    A setting that already describes the model stays as it was written ("all-linear" stays that). An adapter that was
+    loaded from a folder stays named by the folder.
 
     Args:
+      config: the run's.
       model: what trains; its arrays may be shapes.
     Raises:
-      ValueError: adapters that no config can describe; a setting that cannot go with the model's adapters.
+      ValueError: the model has adapters that no config can describe, or a setting contradicts them.
     """
     adapter, settings = config.adapter, adapter_settings(model)
     if settings is None:
@@ -309,17 +327,19 @@ def recorded_config(config: TrainConfig, model: Decoder) -> TrainConfig:
 
 
 def write_config(output: Path, config: TrainConfig) -> None:
+    """Writes config.yaml, in the first process."""
     if processes.first():
         atomic_write(output / CONFIG, config_to_yaml(config))
 
 
 def require_same_config(output: Path, config: TrainConfig) -> bool:
-    """Whether the folder holds the config of this run; for a folder without a checkpoint.
+    """Whether the folder has the config of this run; for a folder without a checkpoint.
 
-    A file that is empty, or a beginning of this run's, is what a full disk or a power cut left, and counts as none.
+    A file that is empty, or a beginning of this run's file, was left by a full disk or a power failure and counts as
+    missing.
 
     Raises:
-      ValueError: the folder holds another run.
+      ValueError: the folder belongs to another run.
     """
     try:
         found, ours = (output / CONFIG).read_bytes(), config_to_yaml(config).encode()
@@ -327,14 +347,14 @@ def require_same_config(output: Path, config: TrainConfig) -> bool:
         return False
     if found != ours and not ours.startswith(found.rstrip(b"\0")) and not _reads_as(output / CONFIG, config):
         raise ValueError(
-            f"output = {str(output)!r} holds another run (its config.yaml differs): name another folder, or remove "
-            "that config.yaml if nothing of the run is worth keeping"
+            f"output = {str(output)!r} belongs to another run (its config.yaml differs): choose another folder, or "
+            "delete that config.yaml if you do not need that run"
         )
     return found == ours
 
 
 def _reads_as(path: Path, config: TrainConfig) -> bool:
-    """Whether a file that an older version may have written, without keys that are newer, holds this config."""
+    """Whether a config.yaml, which an older version may have written without newer keys, describes this config."""
     try:
         return load_config(str(path)) == config
     except ConfigError:

@@ -1,8 +1,8 @@
-"""The folders that a run exports, and the proof in each that it is this run's.
+"""The folders that a run exports, each with a proof that this run wrote it.
 
-A folder gets its name when it is whole, with `jaxtune_run.json` in it: what makes the run this one (record.same_run),
-the step whose weights it holds, and size and CRC-32 of every file. What has no such proof is never taken for a result,
-and never overwritten.
+A folder gets its name when it is complete and contains `jaxtune_run.json`: the values that identify the run
+(record.same_run), the step whose weights it has, and size and CRC-32 of every file. A folder without a valid proof is
+never taken for a result, and never overwritten.
 """
 
 from __future__ import annotations
@@ -27,31 +27,40 @@ _FORMAT = 1
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """An exported folder whose proof holds. run: as record.same_run gives it; step: whose weights these are; added:
-    the first file in it that the run did not write, or ""."""
+    """An exported folder whose proof is valid."""
 
     folder: Path
-    run: dict[str, Any]
-    step: int
-    added: str = ""
+    run: dict[str, Any]  # the values that identify the run, as record.same_run returns them
+    step: int  # the step whose weights it has
+    added: str = ""  # the first file in it that the run did not write, or ""
 
 
 class Delivery(Protocol):
-    """Takes the result of a run; see Trainer.train."""
+    """Receives the result of a run; see Trainer.train."""
 
     def begin(self, run: Callable[[], dict[str, Any]], start: int) -> None:
-        """Called before the run begins, or goes on from step `start`. run: gives what makes it this one, for which it
-        waits for the weights. May raise."""
+        """Called before the run starts, or continues from step `start`; it may raise to stop the run.
+
+        Args:
+          run: returns the values that identify the run; the call waits until the weights are loaded.
+          start: steps done before.
+        """
 
     def finish(self, model: Decoder, run: dict[str, Any], trained: bool) -> None:
-        """Called with the trained model. trained: whether this process made a step."""
+        """Called with the trained model.
+
+        Args:
+          model: the trained model.
+          run: the values that identify the run.
+          trained: whether this process made a step.
+        """
 
 
 def read_result(folder: Path) -> Result:
-    """The result in a folder, every file of it compared with its proof.
+    """The result in a folder, after every file was compared with its proof.
 
     Raises:
-      ValueError: there is no proof, or a file is not what it was written as; files that were added do not matter.
+      ValueError: there is no proof, or a file differs from what was written; added files do not matter.
     """
     try:
         proof = json.loads((folder / PROOF).read_text(encoding="utf-8"))
@@ -69,7 +78,7 @@ def read_result(folder: Path) -> Result:
         raise ValueError(f"{folder} is damaged: {error.filename}: {error.strerror}") from None
     for name, entry in expected.items():
         if found[folder / name] != entry:
-            raise ValueError(f"{folder} is damaged: {name} is {found[folder / name]}, and was written as {entry}")
+            raise ValueError(f"{folder} is damaged: {name} is {found[folder / name]}, but was written as {entry}")
     there = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
     added = (name for name in there if name not in expected and name != PROOF and not name.startswith("."))
     return dataclasses.replace(result, added=next(added, ""))
@@ -79,9 +88,9 @@ def require_own(folder: Path, run: dict[str, Any]) -> Result:
     """The result of this run in a folder.
 
     Raises:
-      ValueError: what is there is another run's, or nobody's; the message says what differs and what to do.
+      ValueError: the folder was written by another run or by no run; the message says what differs and what to do.
     """
-    fix = "move it away, or name another output"
+    fix = "move it away, or choose another output"
     try:
         result = read_result(folder)
     except ValueError as error:
@@ -94,18 +103,19 @@ def require_own(folder: Path, run: dict[str, Any]) -> Result:
 
 
 def require_replaceable(folder: Path, run: dict[str, Any]) -> None:
-    """As require_own; raises ValueError, too, where somebody put a file of theirs into the folder."""
+    """Raises ValueError as require_own does, and also if the folder has a file that the run did not write."""
     if added := require_own(folder, run).added:
-        raise ValueError(f"{folder} is to be written anew, and holds {added}, which no run wrote: move it away")
+        raise ValueError(f"{folder} has to be written again, but contains {added}, which no run wrote: move it away")
 
 
 def holds(folder: Path, run: dict[str, Any], step: int) -> bool:
-    """Whether the result of this run after that step is there. Raises as require_own does."""
+    """Whether a folder has the result of this run after `step`. Raises as require_own does."""
     return os.path.lexists(folder) and require_own(folder, run).step == step
 
 
 def write_result(folder: Path, run: dict[str, Any], step: int, write: Callable[[Path], Any]) -> None:
-    """Has `write` fill an empty folder, proves it, and gives it the name; what was there, which is this run's, goes."""
+    """Has `write` fill an empty folder, adds the proof, and gives the folder its name; an earlier result of this run is
+    replaced."""
     if os.path.lexists(folder):
         require_replaceable(folder, run)
         old = unfinished_name(folder)

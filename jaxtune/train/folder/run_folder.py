@@ -1,4 +1,5 @@
-"""What lies in a run's folder, beside metrics.jsonl; a module of its own, for who only looks there needs no more."""
+"""Names of the files in a run's folder, except metrics.jsonl. The module imports nothing, so that reading a folder is
+quick."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows of a run: what it trains on and what it is evaluated on, as tokens."""
+"""The rows of a run as tokens: those it trains on and those it is evaluated on."""
 
 from __future__ import annotations
 
@@ -21,18 +21,23 @@ def prepared_rows(
     eval_rows: Any,
     apart: bool = False,
 ) -> tuple[TokenDataset, TokenDataset | None]:
-    """(rows to train on, held-out rows or None), tokenised as the objective reads them; by one process on each host
-    first, whose cache the others find.
+    """(rows to train on, held-out rows or None), tokenised as the objective reads them. On each host one process
+    tokenises first, and the others read its cache.
 
     Args:
-      train_rows, eval_rows: as Trainer's; None: what `data` names.
-      apart: rows that data.eval_rows takes out of the first are not among them even where others are held out: as in
-        the run whose weights are evaluated on these.
+      objective: the run's.
+      tokenizer: the model's.
+      data: the config's section.
+      model: the model's config.
+      train_rows, eval_rows: as for Trainer; None: the rows that `data` names.
+      apart: rows that data.eval_rows takes from the training rows stay apart even if other rows are held out, as in the
+        run whose weights are evaluated.
     Raises:
-      ValueError: a document has more tokens than the model was made for; processes that see different rows.
+      ValueError: a document has more tokens than the model has positions; processes that see different rows.
     """
 
     def load(rows, max_rows):
+        """The tokenised rows, with their lengths checked."""
         prepared = objective.prepare(rows, tokenizer, data, vocab_size=model.vocab_size, max_rows=max_rows)
         longest = min(data.length, int(prepared.documents.lengths.max()))
         if longest > model.context_length:  # a longer row is fine: positions restart with each document

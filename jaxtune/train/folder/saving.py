@@ -1,4 +1,4 @@
-"""When a run's state is saved: as checkpoint.* says, at a signal, and never while updates are being skipped."""
+"""When a run's state is saved: as checkpoint.* says, and after a signal, but never while updates are being skipped."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from jaxtune.train.signals import StopSignal
 
 
 class TrainingInterrupted(RuntimeError):
-    """A signal ended the run after a finished step; the state is saved and `resume: auto` goes on from it."""
+    """A signal ended the run after a finished step. The state is saved, and `resume: auto` continues from it."""
 
 
 @dataclasses.dataclass
 class SavePolicy:
-    """Says when a save is due: every so many steps, every so many minutes, or both (None or 0: never by that).
+    """Decides when a save is due: after a number of steps, after a number of minutes, or both.
 
-    `now_seconds` is any clock that only goes forward (time.monotonic()); the first call starts it.
+    Its methods take `now_seconds` from any monotonic clock, such as time.monotonic(); the first call starts it.
     """
 
-    every_steps: int | None = None
-    every_minutes: float | None = None
+    every_steps: int | None = None  # None or 0: not by steps
+    every_minutes: float | None = None  # None or 0: not by time
     _last_seconds: float | None = None
 
     def should_save(self, step: int, now_seconds: float) -> bool:
-        """Asked once after each optimizer step; a True counts as the save."""
+        """Whether to save after this optimizer step; called once per step, and True counts as the save."""
         if self._last_seconds is None:
             self._last_seconds = now_seconds
         due = bool(self.every_steps) and step > 0 and step % self.every_steps == 0
@@ -41,27 +41,30 @@ class SavePolicy:
         return due
 
     def time_is_up(self, now_seconds: float) -> bool:
-        """Whether so many minutes have passed; asked between steps, where no step counts."""
+        """Whether the minutes have passed; called between steps."""
         if not self.every_minutes or self._last_seconds is None:
             return False
         return now_seconds - self._last_seconds >= 60 * self.every_minutes
 
     def saved(self, now_seconds: float) -> None:
-        """A save was made, due or not."""
+        """Records that a save was made, due or not."""
         self._last_seconds = now_seconds
 
 
 class Saver:
-    """Saves the state of one run while it trains and evaluates; all processes of a run, at the same steps.
+    """Saves the state of one run while it trains and evaluates. All processes of a run save at the same steps.
 
-    A state is known to be good when a later step, or an evaluation, of it gave finite numbers. Until then the
-    checkpoints before it stay (Checkpointer.confirm). While steps are not finite and their updates are skipped nothing
-    is saved: the weights may be ruined already.
+    A state is known to be good after a later step or evaluation with finite numbers. Until then earlier checkpoints are
+    kept (Checkpointer.confirm). Nothing is saved while steps are not finite and their updates are skipped, because the
+    weights may be ruined already.
 
     Args:
-      start: optimizer steps done, of which there is a checkpoint unless it is 0.
-      meta: gives what a checkpoint records.
+      checkpointer: writes the checkpoints.
+      config: the section checkpoint.
+      start: optimizer steps done; a checkpoint of them exists unless it is 0.
+      meta: returns what a checkpoint records.
       monitor: knows which updates were made.
+      stop: knows whether a signal came.
     """
 
     def __init__(
@@ -78,10 +81,18 @@ class Saver:
         self.policy = SavePolicy(config.every_steps, config.every_minutes)
         self.policy.should_save(start, time.monotonic())
         self.saved = start
-        self._due = self._told = False
+        self._due = self._warned = False
 
     def after_step(self, done: int, state: Any, last: bool) -> None:
-        """Called after each step: saves if it is time, leaves if a signal came. `last`: what follows saves anyway."""
+        """Called after each step: saves if a save is due, and raises if a signal came.
+
+        Args:
+          done: optimizer steps done.
+          state: after them.
+          last: whether this was the last step, after which the run saves in any case.
+        Raises:
+          TrainingInterrupted: as `poll`.
+        """
         if self.monitor.applied > self.saved:
             self.checkpointer.confirm()
         self._due = self.policy.should_save(done, time.monotonic()) or self._due
@@ -89,10 +100,10 @@ class Saver:
             self.poll(done, state)
 
     def poll(self, done: int, state: Any) -> None:
-        """Called whenever the state is whole and there is a moment, such as between two batches of an evaluation.
+        """Saves if a save is due. Called whenever the state is complete, such as between two batches of an evaluation.
 
         Raises:
-          TrainingInterrupted: a signal came; what could be saved is.
+          TrainingInterrupted: a signal came; the state was saved if possible.
         """
         stop = self.stop
         due = self._due or self.policy.time_is_up(time.monotonic())
@@ -100,7 +111,7 @@ class Saver:
         if signal_name is not None:
             self.save(done, state)
             self.checkpointer.wait()
-            processes.all_of(None)  # the first one's wait is for all files
+            processes.all_of(None)  # a barrier: the first process has waited for all files
             kept = "saved" if self.saved == done else f"step {self.saved} is the last one saved"
             kept = kept if self.saved else "nothing is saved yet"
             raise TrainingInterrupted(f"{signal_name} after step {done}; {kept} in {self.checkpointer.folder}")
@@ -108,28 +119,28 @@ class Saver:
             self.save(done, state)
 
     def save(self, done: int, state: Any) -> None:
-        """Saves unless this very state is saved, or updates are being skipped: then it stays due."""
+        """Saves, unless this state is saved already, or updates are being skipped; then the save stays due."""
         self.monitor.flush()
         if self.saved == done:
             self._due = False
             return
         if self.monitor.skipped_in_row:
-            if not self._told:
+            if not self._warned:
                 kept = f"; step {self.saved} stays" if self.saved else ""
                 self.monitor.progress.print(f"step {done}: not saved while updates are being skipped{kept}")
-            self._told = True
+            self._warned = True
             return
         with self.monitor.pause("save", done):
             self.checkpointer.save(done, {"state": state}, self.meta(), proven=False)
         for callback in self.monitor.run.callbacks:
             callback.saved(done)
         self.policy.saved(time.monotonic())
-        self.saved, self._due, self._told = done, False, False
+        self.saved, self._due, self._warned = done, False, False
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
-        """Where a guard ends the run, a checkpoint that led to nothing but skipped updates makes way for the one
-        before."""
+        """A context in which a guard that ends the run removes a checkpoint after which only skipped updates followed,
+        so that the one before it is the newest."""
         try:
             yield
         except TrainingStopped:
@@ -138,7 +149,7 @@ class Saver:
             raise
 
     def finish(self, good: bool) -> None:
-        """Waits for the last save; good: whether the last state is known to be good."""
+        """Waits for the last save; `good`: whether the last state is known to be good."""
         if self.enabled or self.saved:
             with self.monitor.pause("save", self.saved):
                 self.checkpointer.wait()

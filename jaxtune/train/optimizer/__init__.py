@@ -1,1 +1,1 @@
-"""The optimizer: its updates, its learning rate, its state in 8 bits and in host memory."""
+"""The optimizer: updates, learning rates, 8-bit states and states in host memory."""

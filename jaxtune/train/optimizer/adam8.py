@@ -1,8 +1,8 @@
 """Adam with 8-bit states (arXiv 2110.02861), with the maths of bitsandbytes' AdamW8bit.
 
-Each moment is kept as one byte an element and one float32 for a block of 256 (see blockwise8.py). A step decodes,
-updates, moves the parameter by the moments as they are before they are encoded again, and encodes: in one kernel where
-there is one (pallas/adam8), else through XLA.
+Each moment is stored as one byte per element and one float32 per block of 256 elements (blockwise8.py). A step decodes
+the moments, updates them, moves the parameter by the unrounded moments, and encodes them. One kernel does this where
+there is one (pallas/adam8), else XLA.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from jaxtune.pallas import adam8 as kernel
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.formats.blockwise8 import BLOCK, SIGNED_ZERO
 
-MIN_SIZE = 4096  # elements; smaller tensors keep float32 moments
+MIN_SIZE = 4096  # tensors with fewer elements have float32 moments
 
 
 class Adam8State(NamedTuple):
-    """Trees as the parameters'. m, v: uint8[blocks, 256], or float32 of the tensor's shape below MIN_SIZE elements;
-    their absmax: float32[blocks], or float32[0]. count: int32, updates made."""
+    """The optimizer's state; its trees have the parameters' structure."""
 
-    count: jax.Array
-    m: Any
-    m_absmax: Any
-    v: Any
-    v_absmax: Any
+    count: jax.Array  # int32: updates made
+    m: Any  # first moments: uint8[blocks, 256], or float32 of the tensor's shape below MIN_SIZE elements
+    m_absmax: Any  # float32[blocks], or float32[0] below MIN_SIZE elements
+    v: Any  # second moments, as `m`
+    v_absmax: Any  # as `m_absmax`
 
 
 def scale_by_adam_8bit(beta1: float, beta2: float, eps: float) -> optax.GradientTransformationExtraArgs:
-    """Adam's direction m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps), as optax.scale_by_adam, over 8-bit states.
+    """Adam's direction m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) with 8-bit states; the counterpart of
+    optax.scale_by_adam.
 
-    2 + 8/256 bytes an element. The direction is float32, from moments that are not rounded to 8 bits in this step.
-    Its update takes `scale`, `finite` and `divided`, as optim.StepOptimizer's.
+    The state takes 2 + 8/256 bytes per element. The direction is float32, computed from moments that are not yet
+    rounded to 8 bits in this step. The update takes `scale`, `finite` and `divided` as optim.StepOptimizer does.
     """
 
     def init(params):
@@ -59,7 +59,7 @@ def scale_by_adam_8bit(beta1: float, beta2: float, eps: float) -> optax.Gradient
     def update(updates, state, params=None, *, scale=1.0, finite=True, divided=None, **others):
         del params, others
         count = jnp.asarray(optax.safe_increment(state.count))
-        # 1 - beta^t, without the digits that a power near 1 loses in float32.
+        # 1 - beta^t by expm1, because a power near 1 loses digits in float32.
         correction1, correction2 = (
             -jnp.expm1(count * jnp.float32(math.log(beta) if beta else -math.inf)) for beta in (beta1, beta2)
         )

@@ -1,4 +1,4 @@
-"""Optimizers, all optax, and how the weights that they move are kept."""
+"""The optimizers, all of them optax transformations, and the dtypes in which trained weights are stored."""
 
 from __future__ import annotations
 
@@ -12,14 +12,20 @@ import optax
 from jaxtune.train.config import OptimConfig
 from jaxtune.train.optimizer.adam8 import scale_by_adam_8bit
 
-BF16_WEIGHTS_ABOVE = 2_000_000_000  # trained parameters
+BF16_WEIGHTS_ABOVE = 2_000_000_000  # with more trained parameters than this, weights are stored in bf16 by default
 
 
 def weight_storage(wanted: Literal["fp32", "bf16"] | None, precision: str, parameters: int) -> Literal["fp32", "bf16"]:
-    """How trained weights are kept (StepProgram.weights), where optim.weights, `wanted`, may leave it open.
+    """The storage of trained weights (StepProgram.weights).
 
-    Full fine-tuning of so many parameters that float32 would not fit (8B: 32 GB, and as much again for its gradients)
-    keeps them in bf16 with stochastic rounding; adapters never have that many. fp32 and fp16 runs keep float32.
+    Full fine-tuning of a model whose float32 weights would not fit (8B: 32 GB, and as much again for gradients) stores
+    them in bf16 with stochastic rounding. Adapters never have that many parameters. Runs in fp32 and fp16 store
+    float32.
+
+    Args:
+      wanted: optim.weights; None: not set.
+      precision: of the run.
+      parameters: number of trained parameters.
     """
     if wanted is not None:
         return wanted
@@ -28,29 +34,30 @@ def weight_storage(wanted: Literal["fp32", "bf16"] | None, precision: str, param
 
 @dataclasses.dataclass(frozen=True)
 class UpdateBound:
-    """No update moves an element w by more than rate * (direction + decay * |w|)."""
+    """A bound on updates: no element w moves by more than rate * (direction + decay * |w|)."""
 
     direction: float
     decay: float
 
 
 def update_bound(config: OptimConfig, max_grad_norm: float | None) -> UpdateBound | None:
-    """The bound of adamw and adamw_8bit over gradients clipped to max_grad_norm: its moments' mean, freed of its bias,
-    is at most that norm, and is divided by at least eps. None where there is no such bound."""
+    """The bound of adamw and adamw_8bit for gradients clipped to max_grad_norm; None without clipping and for other
+    optimizers. The bias-corrected mean of the gradients is at most that norm, and it is divided by at least eps."""
     if max_grad_norm is None or config.name not in ("adamw", "adamw_8bit"):
         return None
     return UpdateBound(max_grad_norm / config.eps, config.weight_decay)
 
 
 def decayed_tensors(parameters) -> list[bool]:
-    """Of each tensor, whether weight decay applies to it: to matrices, and not to norms, biases (those of experts have
-    two dimensions) or DoRA magnitudes."""
+    """For each tensor, whether weight decay applies to it. It applies to matrices, and not to norms, biases (experts'
+    biases have two dimensions) or DoRA magnitudes."""
     found = jax.tree_util.tree_leaves_with_path(parameters)
     return [leaf.ndim >= 2 and "bias" not in (getattr(key, "key", None) for key in path) for path, leaf in found]
 
 
 def _add_decay(rate: float) -> optax.GradientTransformationExtraArgs:
-    """decayed: of parameters that come without their names, what decayed_tensors says of them."""
+    """Weight decay as a transformation. Its update takes `decayed`, the result of decayed_tensors for parameters that
+    come without their names."""
 
     def decay(decayed: list[bool] | None = None) -> optax.GradientTransformation:
         def mask(tree):
@@ -66,21 +73,23 @@ def _add_decay(rate: float) -> optax.GradientTransformationExtraArgs:
 
 
 class StepOptimizer(optax.GradientTransformationExtraArgs):
-    """An optimizer whose update takes three arguments more, for what has to be done as states are read and written.
+    """An optimizer whose update takes three more arguments, for work that has to be done while states are read and
+    written.
 
-    scale: float32 number, by which gradients of any float dtype are multiplied in float32. finite: bool; where it is
-    false, the states stay as they are, and the updates mean nothing. divided: of each gradient, whether devices have a
-    part of it and of its states; None: of none.
+    `scale` is a float32 number by which gradients of any float dtype are multiplied in float32. `finite` is a bool; if
+    it is false, the states stay as they are, and the updates are meaningless. `divided` says for each gradient whether
+    devices have a part of it and of its states; None: no gradient is divided.
     """
 
 
 def step_optimizer(optimizer: optax.GradientTransformation) -> StepOptimizer:
-    """The same optimizer, if it is one already; else with the gradients scaled before it, the states chosen after."""
+    """The optimizer as a StepOptimizer: itself if it is one, else one that scales gradients before it and selects the
+    states after it."""
     if isinstance(optimizer, StepOptimizer):
         return optimizer
 
     def update(updates, state, params=None, *, scale=1.0, finite=True, divided=None, **own):
-        del divided  # XLA divides plain operations as their operands are
+        del divided  # XLA divides plain operations in the same way as their operands
         updates = jax.tree.map(lambda g: g.astype(jnp.float32) * scale, updates)
         updates, new = optimizer.update(updates, state, params, **own)
         return updates, _where(finite, new, state)
@@ -89,15 +98,20 @@ def step_optimizer(optimizer: optax.GradientTransformation) -> StepOptimizer:
 
 
 def _where(finite, new, old):
+    """`new` if `finite`, else `old`, leaf by leaf."""
     return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
 
 
 def make_optimizer(config: OptimConfig, schedule: optax.Schedule) -> StepOptimizer:
-    """The optimizer named by `config`; gradients come clipped, parameters in fp32. All is fp32 but the stored moments
-    of adamw_8bit.
+    """The optimizer named by `config`. Gradients come clipped, parameters in float32. Everything is float32 except the
+    stored moments of adamw_8bit.
 
-    Each is a direction, plus weight_decay times the parameter, times the learning rate: decay means the same in all.
-    Adafactor (arXiv 1804.04235) has factored second moments and update clipping, and takes the learning rate as it is.
+    Each optimizer's update is a direction plus weight_decay times the parameter, times the learning rate, so that decay
+    has the same meaning in all. Adafactor (arXiv 1804.04235) has factored second moments and update clipping, and uses
+    the learning rate as it is.
+
+    Raises:
+      ValueError: the name is unknown.
     """
     if config.name == "adamw":
         direction = optax.scale_by_adam(config.beta1, config.beta2, config.eps)
@@ -114,7 +128,8 @@ def make_optimizer(config: OptimConfig, schedule: optax.Schedule) -> StepOptimiz
         return step_optimizer(optimizer)
 
     def update(updates, state: Any, params=None, *, scale=1.0, finite=True, divided=None, **own):
-        """The first of the chain's states is chosen where it is made: a choice here would keep the old moments."""
+        """The update of the chain. The first state is selected where it is computed, as a later selection would keep
+        the old moments in memory."""
         new: Any
         updates, new = optimizer.update(updates, state, params, scale=scale, finite=finite, divided=divided, **own)
         return updates, (new[0], *_where(finite, new[1:], state[1:]))

@@ -1,9 +1,11 @@
-"""Optimizer states in pinned host memory: each tensor's come to the device for its update, and go back (optim.offload).
+"""Optimizer states in pinned host memory (optim.offload): each tensor's states are copied to the device for its update,
+and back.
 
-The update goes by groups of tensors, one after the other. While one group is updated, the next one's states come to
-the device and the last one's go to the host; optimization_barriers start both before the update and end both after it.
-An update is nothing beside its transfers, so the whole takes the time of the link, there and back: XLA (jaxlib 0.11.2)
-gives all copies of a program one queue, in which those to the host and those from it follow one another.
+Tensors are updated in groups. While a group is updated, the states of the next one are copied to the device and those
+of the previous one to the host; optimization barriers start both copies before the update and end both after it. An
+update takes much less time than its transfers, so the whole takes the time of the host link in both directions: XLA
+(jaxlib 0.11.2) puts all copies of a program into one queue, in which copies to the host and from the host do not
+overlap.
 """
 
 from __future__ import annotations
@@ -18,40 +20,43 @@ from jax.lax import optimization_barrier
 from jax.sharding import Sharding
 
 HOSTED_BYTES = 1 << 16  # smaller arrays (norms, counts) stay on the device: a transfer costs more than it saves
-GROUP_BYTES = 1 << 29  # of a group's states; a larger tensor is a group of its own
+GROUP_BYTES = 1 << 29  # bytes of a group's states; a larger tensor is a group of its own
 
-# work(index, parameter, states, gradient) -> (new parameter, new states) of one tensor
+# A function (index, parameter, states, gradient) -> (new parameter, new states) that updates one tensor.
 Work = Callable[[int, jax.Array, Any, jax.Array], tuple[jax.Array, Any]]
 
 
 def is_hosted(leaf: Any) -> bool:
-    """Whether an array of the optimizer's state is kept on the host; the same for each of the tensor's updates."""
+    """Whether an array of the optimizer's state is stored on the host."""
     return leaf.size * leaf.dtype.itemsize >= HOSTED_BYTES
 
 
 def hosted_bytes(opt_state: Any) -> int:
-    """Bytes of the arrays, which may be abstract, that are kept on the host."""
+    """Bytes of the arrays, which may be abstract, that are stored on the host."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(opt_state) if is_hosted(leaf))
 
 
 def shardings(opt_state: Any, device: Sharding) -> Any:
-    """Where each array of the state lies, for devices as in `device`."""
+    """The sharding of each array of the state; `device` is the sharding of arrays on the device."""
     host = device.with_memory_kind("pinned_host")
     return jax.tree.map(lambda leaf: host if is_hosted(leaf) else device, opt_state)
 
 
 def _like_parameters(structure) -> Callable[[Any], bool]:
+    """A test for trees that have the parameters' structure."""
     return lambda tree: jax.tree.structure(tree) == structure
 
 
 def states_of(opt_state: Any, structure: Any, index: int) -> Any:
-    """The state of an optimizer of one parameter: every tree like the parameters' holds its leaf `index` alone."""
+    """The state of an optimizer of one parameter: every tree with the parameters' structure is reduced to its leaf
+    `index`."""
     same = _like_parameters(structure)
     return jax.tree.map(lambda tree: [jax.tree.leaves(tree)[index]] if same(tree) else tree, opt_state, is_leaf=same)
 
 
 def joined(opt_state: Any, structure: Any, parts: list[Any]) -> Any:
-    """The whole state, as `opt_state` is built, from those of its tensors; what they share is the last one's."""
+    """The whole state, with the structure of `opt_state`, from the states of its tensors. Values that they share are
+    those of the last one."""
     same = _like_parameters(structure)
     trees, outline = jax.tree.flatten(opt_state, is_leaf=same)
     columns = [outline.flatten_up_to(part) for part in parts]
@@ -63,10 +68,8 @@ def joined(opt_state: Any, structure: Any, parts: list[Any]) -> Any:
 
 
 def first_states(optimizer: optax.GradientTransformation, parameters: Any, device: Sharding) -> Any:
-    """optimizer.init, each array where it belongs; on the device there is never more than one tensor's.
-
-    parameters: may be abstract.
-    """
+    """The result of optimizer.init with each array on the device or the host, as is_hosted says; the device never has
+    more than one tensor's states at a time. `parameters` may be abstract."""
     leaves, structure = jax.tree.flatten(parameters)
     parts = []
     for leaf in leaves:
@@ -77,16 +80,16 @@ def first_states(optimizer: optax.GradientTransformation, parameters: Any, devic
 
 @dataclasses.dataclass(frozen=True)
 class _Stage:
-    """Groups, by number: which one is updated, which one's states come meanwhile, which one's go."""
+    """What happens at the same time; groups are given by number."""
 
-    update: int | None
-    coming: int | None
-    going: int | None
+    update: int | None  # the group that is updated
+    coming: int | None  # the group whose states are copied to the device
+    going: int | None  # the group whose states are copied to the host
 
 
 def _stages(sizes: list[int]) -> list[_Stage]:
-    """sizes: bytes of each group. Beside a group of more than GROUP_BYTES nothing else waits on the device: its states
-    come when it is its turn and go at once."""
+    """The stages for groups of these sizes in bytes. While a group of more than GROUP_BYTES is updated, no other states
+    are on the device, so its states are copied right before and right after its update."""
     stages, pending = [_Stage(None, 0, None)], None
     for group in range(len(sizes)):
         following = group + 1 if group + 1 < len(sizes) else None
@@ -100,7 +103,8 @@ def _stages(sizes: list[int]) -> list[_Stage]:
 
 
 def _groups(sizes: list[int]) -> list[list[int]]:
-    """Tensors, in order, by groups of at most GROUP_BYTES or of one tensor; sizes: bytes of each tensor's states."""
+    """The indices of the tensors, in order, in groups of at most GROUP_BYTES or of one tensor; `sizes` are the bytes of
+    each tensor's states."""
     groups: list[list[int]] = [[]]
     for tensor, size in enumerate(sizes):
         if groups[-1] and sum(sizes[other] for other in groups[-1]) + size > GROUP_BYTES:
@@ -113,7 +117,10 @@ def update_by_tensor(work: Work, parameters: Any, opt_state: Any, gradients: Any
     """(new parameters, new states): `work` on every tensor, in order.
 
     Args:
-      offload: the large arrays of opt_state are on the host, as the result's are, and on the device for `work` only.
+      work: updates one tensor.
+      parameters, opt_state, gradients: trees of all tensors.
+      offload: the large arrays of opt_state are on the host, as are those of the result; they are on the device during
+        `work` only.
     """
     weights, structure = jax.tree.flatten(parameters)
     slopes = jax.tree.leaves(gradients)
@@ -131,7 +138,7 @@ def update_by_tensor(work: Work, parameters: Any, opt_state: Any, gradients: Any
             for place, value in zip(places[tensor], values, strict=True):
                 leaves[tensor][place] = value
 
-    last: list[int] = []  # tensors of the last stage: this one waits for them
+    last: list[int] = []  # tensors of the previous stage, for which this one waits
     for stage in _stages([sum(sizes[tensor] for tensor in group) for group in groups]):
         tensors = _members(groups, stage.update)
         gate = (
@@ -149,7 +156,7 @@ def update_by_tensor(work: Work, parameters: Any, opt_state: Any, gradients: Any
         for tensor, (weight, slope) in zip(tensors, pairs, strict=True):
             new, state = work(tensor, weight, jax.tree.unflatten(outline, leaves[tensor]), slope)
             results.append((new, jax.tree.leaves(state)))
-        # Neither transfer waits for the other to begin.
+        # The two transfers start independently.
         coming, going, results = optimization_barrier((coming, going, results))
         replace(stage.coming, coming)
         replace(stage.going, going)
@@ -161,4 +168,5 @@ def update_by_tensor(work: Work, parameters: Any, opt_state: Any, gradients: Any
 
 
 def _members(groups: list[list[int]], group: int | None) -> list[int]:
+    """The tensors of a group; none without a group."""
     return [] if group is None else groups[group]

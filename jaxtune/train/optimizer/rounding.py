@@ -1,7 +1,8 @@
-"""Stochastic rounding to bfloat16: what a weight keeps of an update is right on average, however small the update.
+"""Stochastic rounding to bfloat16, with which small updates of a weight are right on average.
 
-Rounded to nearest, a bf16 weight stands still under updates below 1/256 of it, which is most of fine-tuning. Rounded up
-with the probability of its distance from below, no update is lost in expectation (arXiv 1502.02551, 2010.06192).
+With rounding to nearest, a bf16 weight does not change under updates below 1/256 of it, which is most updates of
+fine-tuning. If a value is rounded up with a probability equal to its relative distance from the lower neighbour, no
+update is lost in expectation (arXiv 1502.02551, 2010.06192).
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ import jax.numpy as jnp
 
 
 def stochastic_round(x: jax.Array, seed: jax.Array, stream: int) -> jax.Array:
-    """float32 -> bfloat16 of the same shape: one of the two neighbours, the nearer the likelier; unbiased.
+    """float32 -> bfloat16 of the same shape: one of the two neighbours of each value, the nearer with the higher
+    probability; unbiased.
 
-    A value that bfloat16 holds stays as it is; one that is not finite is cast. The same arguments give the same bits,
-    on every device and however x is divided over devices.
+    A value that bfloat16 represents stays as it is; a value that is not finite is cast. The same arguments give the
+    same bits on every device and however x is divided over devices.
 
     Args:
-      seed: uint32[2], another one for each step. stream: another one for each tensor of a step.
+      x: the values.
+      seed: uint32[2], different for each step.
+      stream: different for each tensor of a step.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + _random_bits(x.shape, seed, stream)
     rounded = jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
@@ -27,10 +31,10 @@ def stochastic_round(x: jax.Array, seed: jax.Array, stream: int) -> jax.Array:
 
 
 def _random_bits(shape: tuple[int, ...], seed: jax.Array, stream: int) -> jax.Array:
-    """uint32 of `shape`, uniform from 0 to 2^16 - 1: a hash of each element's place.
+    """uint32 of `shape`, uniform from 0 to 2^16 - 1: a hash of each element's position.
 
-    jax.random would write its numbers to memory before they are used, at twice the bytes of the weight itself; this is
-    a dozen integer operations inside the fusion that updates the weight.
+    jax.random would write its numbers to memory before they are used, twice the bytes of the weight itself. This is a
+    dozen integer operations inside the fusion that updates the weight.
     """
     if math.prod(shape) > 1 << 32:
         raise ValueError(f"stochastic_round: {shape} has more than 2^32 elements")

@@ -1,4 +1,4 @@
-"""The number of steps of a run, and the learning rate at each of them.
+"""The number of steps of a run, and the learning rate at each step.
 
 A warm-up rises linearly. After it the rate falls linearly or by a cosine, with or without restarts, or stays constant.
 """
@@ -27,11 +27,11 @@ def total_steps(config: TrainConfig, steps_per_epoch: int) -> int:
 
 
 def learning_rate_schedule(config: ScheduleConfig, peak: float, total_steps: int) -> optax.Schedule:
-    """step (int, from 0) -> learning rate. The first update already moves: step 0 of a warm-up of n has peak / n, and
-    step n - 1 the peak; or, with config.zero_start, 0, and step n the peak.
+    """A function from the step (int, from 0) to the learning rate.
 
-    linear and the cosines end at peak * config.min_ratio after total_steps; of cosine_with_restarts, config.cycles
-    cosines from the peak follow each other, as in transformers.
+    The first update already has a rate: in a warm-up of n steps, step 0 has peak / n and step n - 1 the peak. With
+    config.zero_start step 0 has 0 and step n the peak. Linear and cosine schedules end at peak * config.min_ratio after
+    total_steps. cosine_with_restarts has config.cycles cosines, each from the peak, as in transformers.
     """
     warmup = config.warmup_steps
     if config.warmup_ratio is not None:
@@ -57,9 +57,11 @@ def learning_rate_schedule(config: ScheduleConfig, peak: float, total_steps: int
 
 
 def _restarts(peak: float, steps: int, cycles: int, min_ratio: float) -> optax.Schedule:
+    """The schedule of `cycles` cosines over `steps` steps, each from `peak` to peak * min_ratio."""
+
     def rate(step):
         done = cycles * jnp.minimum(jnp.asarray(step), steps)
-        share = jnp.where(done >= cycles * steps, 1.0, done % steps / steps)  # of a cosine that is gone by
+        share = jnp.where(done >= cycles * steps, 1.0, done % steps / steps)  # the share of a cosine that has passed
         return peak * (min_ratio + (1.0 - min_ratio) * 0.5 * (1.0 + jnp.cos(jnp.pi * share)))
 
     return rate
