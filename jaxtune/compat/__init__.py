@@ -1,14 +1,14 @@
-"""Unsloth's, TRL's and PEFT's names, as thin maps onto jaxtune, so that a script written for them runs here.
+"""The names of Unsloth, TRL and PEFT as thin maps onto jaxtune, so that scripts written for them run here.
 
     from jaxtune.compat import FastLanguageModel, SFTConfig, SFTTrainer, train_on_responses_only
 
 Argument names and defaults are those of unsloth 2026.10 and trl 1.16 as Unsloth sets them. An argument is followed; or
-changes nothing here, which one line says; or is an error that names what to use instead. The page "Arguments of other
-libraries" lists every one.
+it has no effect here, which is printed as one line; or it is an error that says what to use instead. The page
+"Arguments of other libraries" lists all of them.
 
-jaxtune's modules are values: training returns a new one. Those scripts expect `model` itself to change, so their model
-is a `CompatModel`, which holds the current module: `SFTTrainer.train` puts the trained module into it, and whoever
-holds the model sees the trained weights. `model.module` is a plain `jaxtune.Decoder` for everything else.
+jaxtune's modules are values: training returns a new one. These scripts expect `model` itself to change, so their model
+is a `CompatModel`, which refers to the current module. `SFTTrainer.train` puts the trained module into it, so everybody
+with a reference to the model sees the trained weights. `model.module` is a plain `jaxtune.Decoder`.
 """
 
 from typing import Any
@@ -59,7 +59,7 @@ __all__ = [
     "train_on_responses_only",
 ]
 
-# Names that scripts import beside these, and what to do about them.
+# Other names that scripts import, and what to do about them.
 _ELSEWHERE = {
     "FastVisionModel": "images are not supported; FastLanguageModel loads the text part of Gemma 3",
     "UnslothTrainer": "use SFTTrainer",
@@ -67,7 +67,7 @@ _ELSEWHERE = {
     "UnslothVisionDataCollator": "images are not supported",
     "GRPOTrainer": "reinforcement learning is not supported; use TRL",
     "GRPOConfig": "reinforcement learning is not supported; use TRL",
-    "PatchDPOTrainer": "nothing is to be patched: leave the call out",
+    "PatchDPOTrainer": "nothing has to be patched: leave the call out",
     "CPOTrainer": "use jaxtune.train with objective=simpo",
     "TextStreamer": "import it from transformers",
     "get_peft_model": "use FastLanguageModel.get_peft_model, or SFTTrainer(peft_config=...)",
@@ -80,6 +80,7 @@ _ELSEWHERE = {
 
 
 def __getattr__(name: str) -> Any:
+    """Raises ImportError with advice for a name that does not exist here."""
     if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     hint = _ELSEWHERE.get(name, f"there are: {', '.join(__all__)}")

@@ -1,4 +1,4 @@
-"""Adapters as Unsloth's get_peft_model and PEFT's LoraConfig name them."""
+"""Adapters by the arguments of Unsloth's get_peft_model and of PEFT's LoraConfig."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from jaxtune.models.lora import experts, linears, matrices
 from jaxtune.train.config import AdapterConfig
 
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# What PEFT adapts where target_modules is None, in every family that jaxtune has but Phi-3.
+# The modules that PEFT adapts if target_modules is None: in Phi-3, and in every other family that jaxtune has.
 _PEFTS_CHOICE, _PHI3S = ("q_proj", "v_proj"), ("qkv_proj",)
 
 
 class LoraConfig:
-    """PEFT's LoraConfig, with its defaults; PEFT itself is not needed, and its own class is taken too.
+    """PEFT's LoraConfig with its defaults. PEFT itself is not needed, and its own class is accepted too.
 
     Raises:
       ValueError: an argument that is not followed and would change the result.
@@ -64,7 +64,7 @@ class LoraConfig:
 
 
 def lora_settings(config: Any) -> dict[str, Any]:
-    """The settings of a LoraConfig, ours or PEFT's.
+    """The settings of a LoraConfig, this module's or PEFT's.
 
     Raises:
       ValueError: another object, or a setting of PEFT's that is not followed.
@@ -74,7 +74,7 @@ def lora_settings(config: Any) -> dict[str, Any]:
     if type(config).__name__ != "LoraConfig":
         raise ValueError(f"SFTTrainer: peft_config is a {type(config).__name__}; only LoraConfig is supported")
     given = {name: value for name, value in vars(config).items() if name not in ("peft_type", "auto_mapping")}
-    # PEFT fills what was not asked for with None, False or {}; none of that asks for anything.
+    # PEFT fills unset options with None, False or {}, which have no effect.
     empty = {name for name, value in given.items() if value is None or value is False or value == {}}
     kept = {name: value for name, value in given.items() if name not in empty - {"init_lora_weights"}}
     if isinstance(kept.get("target_modules"), set):
@@ -101,11 +101,18 @@ def adapted(
     experts_too: bool,
     **plain: Any,
 ) -> tuple[Decoder, AdapterConfig]:
-    """(the module with adapters, their settings).
+    """A module with adapters, and the settings that describe them.
 
     Args:
-      experts_too: whether the seven linears' names mean the experts as well, as Unsloth takes them.
+      module: the model.
+      where: the called function, for messages.
+      seed: of the adapters' initial values.
+      experts_too: whether the seven linears' names also mean the experts, as in Unsloth.
       plain: r, lora_alpha, lora_dropout, use_rslora, use_dora, as in jaxtune.get_peft_model.
+    Returns:
+      (the module with adapters, their settings)
+    Raises:
+      ValueError: an argument that is not supported.
     """
     if init_lora_weights not in (True, "gaussian"):
         raise ValueError(
@@ -140,7 +147,8 @@ def adapted(
 
 
 def _require_no_biases(where: str, bias: str, module: Decoder) -> None:
-    """Refuses to train biases: adapters here hold none. A model without any asks for nothing by `bias`."""
+    """Raises ValueError if `bias` would train biases, which adapters do not have here. In a model without biases every
+    value is accepted."""
     if bias not in ("none", "all", "lora_only"):
         raise ValueError(f"{where}: bias = {bias!r} is not supported; supported: 'none'")
     if bias == "none":
@@ -159,7 +167,7 @@ def _require_no_biases(where: str, bias: str, module: Decoder) -> None:
 
 
 def _in_layers(where: str, target_modules: str | Sequence[str], layers: int | Sequence[int], module: Decoder) -> str:
-    """A regular expression on full names, which is how jaxtune names modules of some layers only."""
+    """A regular expression on full names, which is how jaxtune names modules of some layers."""
     wanted = [layers] if isinstance(layers, int) else sorted(layers)
     if isinstance(target_modules, str) and target_modules != "all-linear":
         raise ValueError(
@@ -180,7 +188,8 @@ def _in_layers(where: str, target_modules: str | Sequence[str], layers: int | Se
 
 
 def _start_gaussian(module: Decoder, seed: int) -> None:
-    """A of every adapter drawn anew: normal, of standard deviation 1 / r, as PEFT's "gaussian". B stays zero."""
+    """Draws A of every adapter from a normal distribution of standard deviation 1 / r, as PEFT's "gaussian" does. B
+    stays zero."""
     pairs = [(name, matrix.lora) for name, matrix in matrices(module) if matrix.lora is not None]
     keys = jax.random.split(jax.random.key(seed), len(pairs))
     for (_, lora), key in zip(pairs, keys, strict=True):
@@ -190,7 +199,7 @@ def _start_gaussian(module: Decoder, seed: int) -> None:
 
 
 def last_layers(where: str, count: int | None, layers: int | Sequence[int] | None, module: Decoder) -> Any:
-    """layers_to_transform of finetune_last_n_layers = count."""
+    """The value of layers_to_transform for finetune_last_n_layers = count."""
     if count is None:
         return layers
     if layers is not None:

@@ -1,6 +1,6 @@
-"""What becomes of an argument that the callee's own signature does not follow: it is idle, or it is refused.
+"""Arguments that a callee's signature does not follow: each either has no effect here, or is refused.
 
-arguments.yaml holds a table for each callee; the documentation's tables are written from them.
+arguments.yaml has a table for each callee, from which the documentation's tables are written.
 """
 
 from __future__ import annotations
@@ -16,15 +16,11 @@ from jaxtune.system.terminal import say
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """An argument that is not followed.
+    """An argument that is not followed."""
 
-    idle: it changes nothing here, and `text` says why; else it would change the result, and `text` says what to use in
-    its place. free: values at which it asks for nothing; others are told of (idle) or an error.
-    """
-
-    idle: bool
-    text: str
-    free: tuple
+    idle: bool  # it has no effect here; otherwise it would change the result, and is refused
+    text: str  # why it has no effect, or what to use instead
+    free: tuple  # values that are accepted silently, such as the default
 
 
 _told: set[tuple[str, str]] = set()
@@ -33,12 +29,15 @@ _told: set[tuple[str, str]] = set()
 def settle(
     where: str, others: Mapping[str, Any], table: Mapping[str, Argument], callee: Callable | None = None
 ) -> None:
-    """Says in one line, once a process, why an idle argument does nothing here, and refuses the rest.
+    """Prints one line, once a process, for each argument that has no effect here, and refuses the others.
 
     Args:
+      where: the callee, for messages.
       others: the arguments that `callee` does not follow.
+      table: what is known of them.
+      callee: the function or class, whose own arguments are proposed for a misspelt one.
     Raises:
-      ValueError: an argument that would change the result, or that nobody knows.
+      ValueError: an argument that would change the result, or that is unknown.
     """
     for name, value in others.items():
         if name not in table:
@@ -58,13 +57,18 @@ def settle(
 
 
 def tell(where: str, name: str, text: str) -> None:
-    """Says once a process why an argument does nothing here."""
+    """Prints once a process why an argument has no effect here."""
     if (where, name) not in _told:
         _told.add((where, name))
         say(f"{where}: {name} does nothing here: {text}")
 
 
 def choose(where: str, name: str, value: Any, table: Mapping[Any, Any]) -> Any:
+    """The value that `table` has for an argument's value.
+
+    Raises:
+      ValueError: the value is not in the table.
+    """
     if value not in table:
         raise ValueError(f"{where}: {name} = {value!r} is not supported; supported: {', '.join(map(repr, table))}")
     return table[value]

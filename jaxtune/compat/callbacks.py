@@ -1,8 +1,8 @@
-"""transformers' callbacks: their events, told from those of jaxtune.train.callbacks.
+"""transformers' callbacks, whose events are derived from those of jaxtune.train.callbacks.
 
-Every event comes with `args`, `state` and `control`, and by name `model` (with the weights of that moment),
-`processing_class`, and what transformers gives beside them. What a callback sets in `control` is done in the same step,
-as in transformers: the numbers of a step are waited for where somebody listens to on_log.
+Every event gets `args`, `state` and `control`, and by name `model` (with the current weights), `processing_class`, and
+what transformers passes in addition. What a callback sets in `control` is done in the same step, as in transformers. If
+a callback listens to on_log, each step's numbers are waited for.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from jaxtune.train.display.metrics import read_metrics
 
 @dataclasses.dataclass
 class TrainerControl:
-    """What callbacks ask of the run; should_epoch_stop is refused, because an epoch is no loop of its own here."""
+    """Requests of callbacks to the run. should_epoch_stop is refused, because an epoch is not a loop of its own
+    here."""
 
     should_training_stop: bool = False
     should_epoch_stop: bool = False
@@ -37,7 +38,7 @@ class TrainerControl:
 
 @dataclasses.dataclass
 class TrainerState:
-    """Where a run stands. log_history: the numbers of every step and evaluation, as in metrics.jsonl."""
+    """The progress of a run, with transformers' field names."""
 
     epoch: float = 0.0
     global_step: int = 0
@@ -47,6 +48,7 @@ class TrainerState:
     eval_steps: int | None = None
     save_steps: int | None = None
     train_batch_size: int | None = None
+    # the numbers of every step and evaluation, as in metrics.jsonl
     log_history: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     best_metric: float | None = None
     best_global_step: int | None = None
@@ -56,7 +58,8 @@ class TrainerState:
 
 
 class TrainerCallback:
-    """transformers' base of callbacks: overwrite the events that are wanted. Its own class is taken too."""
+    """transformers' base class of callbacks: override the events that are wanted. transformers' own class is accepted
+    too."""
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any: ...
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any: ...
@@ -71,8 +74,8 @@ class TrainerCallback:
 
 
 class EarlyStoppingCallback(TrainerCallback):
-    """Ends training once `early_stopping_patience` evaluations in a row were not better than the best one before, by
-    more than early_stopping_threshold; better in what SFTConfig's metric_for_best_model names."""
+    """Ends training after `early_stopping_patience` evaluations in a row that were not better than the best one before
+    by more than early_stopping_threshold. SFTConfig's metric_for_best_model names the number that is compared."""
 
     def __init__(self, early_stopping_patience: int = 1, early_stopping_threshold: float | None = 0.0):
         self.early_stopping_patience = early_stopping_patience
@@ -101,13 +104,13 @@ class EarlyStoppingCallback(TrainerCallback):
 
 
 def best_name(args: Any) -> str:
-    """The number of an evaluation that metric_for_best_model names."""
+    """The key of the number that metric_for_best_model names in an evaluation."""
     wanted = args.metric_for_best_model
     return wanted if wanted.startswith("eval_") else f"eval_{wanted}"
 
 
 def best_value(args: Any, metrics: Mapping[str, Any]) -> float:
-    """What metric_for_best_model names in an evaluation.
+    """The number that metric_for_best_model names in an evaluation.
 
     Raises:
       ValueError: the evaluation has no such number.
@@ -122,22 +125,22 @@ def best_value(args: Any, metrics: Mapping[str, Any]) -> float:
 
 
 def is_better(args: Any, value: float, best: float | None) -> bool:
-    """Whether it beats the best so far; what is no number beats nothing."""
+    """Whether a value is better than the best so far; NaN is never better."""
     greater = args.greater_is_better
     if greater is None:
         greater = not args.metric_for_best_model.endswith("loss")
     return not np.isnan(value) and (best is None or (value > best if greater else value < best))
 
 
-# What happens within the compiled step, where nobody can be called.
+# Events within the compiled step, where no callback can be called.
 _WITHIN_A_STEP = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step")
 
 
 def checked(callback: Any) -> Any:
-    """An instance of a callback that is given as one, or as its class.
+    """A callback as an instance, from an instance or a class.
 
     Raises:
-      ValueError: it is no callback, or listens to what happens within a step.
+      ValueError: it is not a callback, or listens to events within a step.
     """
     callback = callback() if isinstance(callback, type) else callback
     if not any(callable(getattr(callback, f"on_{event}", None)) for event in ("step_end", "log", "train_begin")):
@@ -152,7 +155,7 @@ def checked(callback: Any) -> Any:
 
 
 def listens(callback: Any, event: str) -> bool:
-    """Whether its class, not its base, has the event."""
+    """Whether the callback's class itself, and not its base, defines the event."""
     for kind in type(callback).__mro__:
         if kind.__name__ == "TrainerCallback":
             return False
@@ -162,12 +165,18 @@ def listens(callback: Any, event: str) -> bool:
 
 
 class Events(Callback):
-    """Tells `callbacks` of a run of SFTTrainer, and does what they ask for; keeps the best weights where that is asked.
+    """Passes the events of a run of SFTTrainer to `callbacks`, does what they request, and keeps the best weights if
+    asked.
 
     Args:
-      args: the SFTConfig. model: is lent the weights of the moment while callbacks look at it.
-      measure: more numbers of an evaluation of the model as it is. handed_back: of a module of the run, the script's.
-      leave: writes the model as it is after so many steps, where a save was due or asked for.
+      args: the SFTConfig.
+      state, control: passed to the callbacks.
+      model: has the current weights while callbacks look at it.
+      processing_class: passed to the callbacks.
+      callbacks: the script's.
+      measure: returns further numbers for an evaluation of the current model.
+      handed_back: maps a module of the run to the one that the script sees.
+      leave: writes the current model after this number of steps, if a save was due or requested.
     """
 
     def __init__(
@@ -191,6 +200,7 @@ class Events(Callback):
         self._told: set[str] = set()
 
     def tell(self, event: str, **more: Any) -> None:
+        """Calls an event of all callbacks."""
         for callback in self._callbacks:
             method = getattr(callback, event, None)
             if method is None:
@@ -217,7 +227,7 @@ class Events(Callback):
     # ---- the run
 
     def begin(self, config: TrainConfig, total_steps: int, steps_per_epoch: int) -> None:
-        """A run begins; config says when it logs, evaluates and saves by itself."""
+        """A run starts; `config` says when it logs, evaluates and saves by itself."""
         self._scheduled = {
             "log": config.metrics.log_every,
             "evaluate": config.evaluation.every_steps,
@@ -225,7 +235,9 @@ class Events(Callback):
         }
         self._steps_per_epoch, self._can_evaluate = max(1, steps_per_epoch), config.data.eval is not None
         self.control.should_training_stop = False
-        self.state.best_metric = self.state.best_global_step = None  # an earlier call's, whose weights are gone
+        self.state.best_metric = self.state.best_global_step = (
+            None  # those of an earlier call, whose weights no longer exist
+        )
         self.state.max_steps, self.state.num_train_epochs = total_steps, -(-total_steps // self._steps_per_epoch)
         self.tell("on_train_begin")
         self.tell("on_epoch_begin")
@@ -237,7 +249,7 @@ class Events(Callback):
         due = {name: bool(every) and moment.step % every == 0 for name, every in self._scheduled.items()}
         for name, is_due in due.items():
             setattr(control, f"should_{name}", is_due)
-        self._asked = moment.step if due["save"] else -1  # what a signal saves is for the run to go on from
+        self._asked = moment.step if due["save"] else -1  # a save caused by a signal leaves no folder for the script
         self.tell("on_step_end")
         self._do(moment, due)
         epoch_ended = moment.last or moment.step % self._steps_per_epoch == 0
@@ -257,7 +269,7 @@ class Events(Callback):
         self.model.module = lambda: self._handed_back(model())
 
     def _do(self, moment: Between, due: Mapping[str, bool]) -> None:
-        """What control asks for, in transformers' order."""
+        """Does what control requests, in transformers' order."""
         for name, is_due in due.items():
             if is_due and not getattr(self.control, f"should_{name}") and name not in self._told:
                 self._told.add(name)
@@ -294,7 +306,7 @@ class Events(Callback):
         if is_better(self.args, value, self.state.best_metric):
             self.state.best_metric, self.state.best_global_step = value, step
             if self.args.load_best_model_at_end:
-                # A copy: the next step uses up the arrays.
+                # A copy, because the next step donates the arrays.
                 self.best = jax.tree.map(np.array, jax.device_get(nnx.state(self.model.module, nnx.Param)))
 
     def saved(self, step: int) -> None:
@@ -303,8 +315,8 @@ class Events(Callback):
         self.tell("on_save")
 
     def tell_of_better(self, metrics: Path, done: int) -> None:
-        """Says where an evaluation of an earlier call was better than the weights that this one ends with, after `done`
-        steps if it evaluated nothing: those weights were in the memory of a process."""
+        """Prints a note if an evaluation of an earlier call was better than the weights that this call ends with, which
+        are those after `done` steps if it evaluated nothing. The better weights were lost with the earlier process."""
         kept = done if self.state.best_global_step is None else self.state.best_global_step
         name = best_name(self.args)
         found = {line["step"]: line[name] for line in read_metrics(metrics) if not np.isnan(line.get(name, np.nan))}
@@ -319,6 +331,6 @@ class Events(Callback):
 
 
 def with_trained(module: Decoder, trained: Any) -> Decoder:
-    """The module with other trained arrays, as Events.best keeps them, where its own are."""
+    """The module with its trained arrays replaced by others, as Events.best has them."""
     graph, own, frozen = nnx.split(module, nnx.Param, ...)
     return nnx.merge(graph, jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), trained, own), frozen)

@@ -1,6 +1,8 @@
-"""checkpoint-N folders in output_dir, as transformers' Trainer leaves them: what trained, for PEFT and transformers.
+"""checkpoint-N folders in output_dir, as transformers' Trainer writes them: the trained weights, for PEFT and
+transformers.
 
-What a run goes on from (optimizer states, the place in the data) is jaxtune's own and lies in output_dir/checkpoints.
+The files that a run resumes from (optimizer states, the position in the data) are in output_dir/checkpoints, in
+jaxtune's own format.
 """
 
 from __future__ import annotations
@@ -26,12 +28,13 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 
 
 def write_state(folder: Path, state: TrainerState) -> None:
-    """trainer_state.json, by which a folder is known as one that was written here."""
+    """Writes trainer_state.json, which also marks a folder as written here."""
     values = {**dataclasses.asdict(state), _WRITER: f"jaxtune {jaxtune.__version__}"}
     (folder / STATE).write_text(json.dumps(values, indent=2, default=float) + "\n", encoding="utf-8")
 
 
 def is_own(folder: Path) -> bool:
+    """Whether a checkpoint-N folder was written here."""
     try:
         return _WRITER in json.loads((folder / STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -39,13 +42,13 @@ def is_own(folder: Path) -> bool:
 
 
 def checkpoints(output: Path) -> dict[int, Path]:
-    """{step: folder} of output_dir's checkpoint-N folders, the first step first."""
+    """{step: folder} of output_dir's checkpoint-N folders, by ascending step."""
     found = {int(name[1]): path for path in output.glob("checkpoint-*") if (name := _NAME.fullmatch(path.name))}
     return dict(sorted(found.items()))
 
 
 def require_own(output: Path) -> None:
-    """Raises ValueError where output_dir holds a checkpoint-N folder of another program, which would be replaced."""
+    """Raises ValueError if output_dir has a checkpoint-N folder of another program, which would be replaced."""
     for path in checkpoints(output).values():
         if not is_own(path):
             raise ValueError(
@@ -55,12 +58,12 @@ def require_own(output: Path) -> None:
 
 
 def save(module: Decoder, folder: str | os.PathLike, tokenizer: Any = None) -> None:
-    """The adapter as a PEFT folder, or the whole model where there is no adapter."""
+    """Saves the adapter as a PEFT folder, or the whole model if it has no adapter."""
     (jaxtune.save_adapter if has_adapter(module) else jaxtune.save_pretrained)(module, folder, tokenizer=tokenizer)
 
 
 def save_beside(module: Decoder, folder: Path, tokenizer: Any = None) -> None:
-    """As `save`, into a folder that holds other things; files of the same names are replaced."""
+    """As `save`, into a folder that has other files; files of the same names are replaced."""
     whole = unfinished_name(folder / "model")
     save(module, whole, tokenizer)
     for file in sorted(whole.iterdir()):
@@ -72,7 +75,10 @@ class Checkpoints:
     """Writes the checkpoint-N folders of one call of train().
 
     Args:
-      limit: how many are kept, of those that were written here: SFTConfig's save_total_limit.
+      output: output_dir.
+      tokenizer: saved with each.
+      state: written to each.
+      limit: how many folders written here are kept (SFTConfig's save_total_limit); None: all.
     """
 
     def __init__(self, output: Path, tokenizer: Any, state: TrainerState, limit: int | None):
@@ -80,17 +86,18 @@ class Checkpoints:
         self.written: set[int] = set()
 
     def folder(self, step: int) -> Path:
+        """The folder of a step."""
         return self._output / f"checkpoint-{step}"
 
     def write(self, module: Decoder, step: int) -> bool:
-        """Whether the folder of a step is there, with this model; says why where it cannot be: the run goes on."""
+        """Writes the folder of a step; returns whether it succeeded. An error is printed, and the run continues."""
         folder, whole = self.folder(step), unfinished_name(self.folder(step))
         if step in self.written:
             return True
         try:
             save(module, whole, self._tokenizer)
             write_state(whole, self._state)
-            if folder.exists():  # of an earlier call, which went on from a step before
+            if folder.exists():  # written by an earlier call, which continued from a step before
                 old = unfinished_name(folder)
                 os.rename(folder, old)
                 os.rename(whole, folder)
@@ -106,7 +113,7 @@ class Checkpoints:
         return True
 
     def _rotate(self, latest: int) -> None:
-        """Removes the oldest folders over the limit, but for the best one's, as transformers does."""
+        """Removes the oldest folders over the limit, except the best one's, as transformers does."""
         if not self._limit:
             return
         kept = {latest, self._state.best_global_step}

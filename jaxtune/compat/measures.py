@@ -1,4 +1,4 @@
-"""compute_metrics: a model's logits of the evaluation rows, as transformers gives them to a script's own measure."""
+"""compute_metrics: a model's logits on the evaluation rows, as transformers passes them to a script's own function."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from jaxtune.train.data import Batches
 
 
 class EvalPrediction(NamedTuple):
-    """predictions: float32[rows, length, vocab], or what preprocess_logits_for_metrics made of each row's, put
-    together. label_ids: int32[rows, length], the tokens that are trained on and -100 elsewhere; the logits of a slot
-    are for the label of the next one, as in transformers. A row is one document, or packed if packing=True.
-    """
+    """The arguments of compute_metrics. A row is one document, or packed if packing=True."""
 
-    predictions: Any
+    predictions: Any  # float32[rows, length, vocab], or the concatenated results of preprocess_logits_for_metrics
+    # int32[rows, length]: trained tokens, -100 elsewhere; the logits of a slot belong to the next slot's label, as in
+    # transformers
     label_ids: np.ndarray
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _logits(graph, state, tokens, segment_ids, positions):
+    """The logits of one batch: float32[rows, length, vocab]."""
     return nnx.merge(graph, state)(tokens, segment_ids, positions)
 
 
@@ -38,14 +38,16 @@ def measures(
     compute_metrics: Callable[[EvalPrediction], Mapping[str, Any]],
     preprocess: Callable[[Any, Any], Any] | None,
 ) -> dict[str, float]:
-    """What compute_metrics says of the model, each name with the prefix eval_.
+    """The numbers that compute_metrics returns for a model, each name with the prefix eval_.
 
     Args:
+      module: the model.
       batches: of one row.
-      preprocess: preprocess_logits_for_metrics: (logits float32[1, length, vocab], labels int32[1, length]), NumPy
-        arrays whose argmax takes torch's dim too, to an array or a tuple of arrays with the same first axis.
+      compute_metrics: the script's function.
+      preprocess: preprocess_logits_for_metrics: maps (logits float32[1, length, vocab], labels int32[1, length]), NumPy
+        arrays whose argmax accepts torch's dim too, to an array or a tuple of arrays with the same first axis.
     Raises:
-      ValueError: all logits together are more than half of the host's memory; the result is no mapping of numbers.
+      ValueError: all logits together take more than half of the host's memory; the result is not a mapping of numbers.
     """
     rows = batches.steps_per_epoch
     held = rows * batches.length * module.config.vocab_size * 4

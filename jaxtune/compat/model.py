@@ -1,4 +1,4 @@
-"""FastLanguageModel, and the model that it hands out."""
+"""FastLanguageModel, and the model that it returns."""
 
 from __future__ import annotations
 
@@ -43,19 +43,25 @@ def is_bfloat16_supported() -> bool:
 
 
 class ModelSettings(SimpleNamespace):
-    """config.json's values as attributes. Setting one changes nothing: training reads the module."""
+    """The values of config.json as attributes. Setting one has no effect, because training reads the module."""
 
     def to_dict(self) -> dict[str, Any]:
         return dict(vars(self))
 
 
 class CompatModel:
-    """The model of an Unsloth script: holds the current module, and what the trainer needs to know beside it.
+    """The model of an Unsloth script: a reference to the current module, and settings for the trainer.
 
-    Attributes: module (jaxtune.Decoder; replaced by training), tokenizer, max_seq_length in tokens, residuals (a
-    fixed plan such as "keep", or None: the planner chooses), adapter (how the adapter came to be: an AdapterConfig, or
-    None), full_finetuning, random_state, packing (what
-    SFTConfig's packing is where a script does not say), config (what config.json says, to be read).
+    Attributes:
+      module: jaxtune.Decoder; replaced by training.
+      tokenizer: the model's.
+      max_seq_length: in tokens.
+      residuals: a fixed plan such as "keep"; None: the planner chooses.
+      adapter: the AdapterConfig that made the adapter, or None.
+      full_finetuning: whether all weights train.
+      random_state: the seed.
+      packing: the value of SFTConfig's packing if a script does not set it.
+      config: the values of config.json, read-only.
     """
 
     def __init__(
@@ -81,7 +87,7 @@ class CompatModel:
         self.config = ModelSettings(**hf_config_of(module, tokenizer))
 
     def __call__(self, tokens, segment_ids=None, positions=None) -> jax.Array:
-        """As the module: int32[B, T] -> float32[B, T, vocab]."""
+        """The module's logits: int32[B, T] -> float32[B, T, vocab]."""
         return self.module(tokens, segment_ids, positions)
 
     @property
@@ -94,6 +100,8 @@ class CompatModel:
 
     @module.setter
     def module(self, module: Decoder | Callable[[], Decoder]) -> None:
+        """The current module. During a run, callbacks see the current weights, which are assembled when they are
+        accessed."""
         self._module = module
 
     @property
@@ -101,6 +109,7 @@ class CompatModel:
         return has_adapter(self.module)
 
     def print_trainable_parameters(self) -> None:
+        """Prints the number of trainable parameters as PEFT does."""
         trainable, everything = parameter_counts(self.module)
         say(
             f"trainable params: {trainable:,} || all params: {everything:,} || trainable%: "
@@ -125,18 +134,18 @@ class CompatModel:
     ) -> np.ndarray:
         """transformers' generate: int[B, T] padded on either side -> int32[B, T + new], padded on the right.
 
-        What is not given is as the model's generation_config.json says, else as in transformers (a top_k of 50 where
-        it samples). Samples, too, if only a temperature, top_k, top_p or min_p is given; a temperature of 0 takes the
-        likeliest token. The module's adapters are used as they are. A streamer is given each token of the one row as it
-        comes.
+        Arguments that are not given come from the model's generation_config.json, else from transformers' defaults (a
+        top_k of 50 when sampling). It also samples if only a temperature, top_k, top_p or min_p is given; a temperature
+        of 0 takes the likeliest token. The module's adapters are used as they are. A streamer gets each token of the
+        only row as it is generated.
         """
         settle("generate", others, GENERATE, CompatModel.generate)
-        if isinstance(input_ids, Mapping):  # what apply_chat_template gives since transformers 5
+        if isinstance(input_ids, Mapping):  # apply_chat_template returns a mapping since transformers 5
             attention_mask, input_ids = input_ids.get("attention_mask", attention_mask), input_ids["input_ids"]
         ids = np.atleast_2d(np.asarray(input_ids))
         mask = np.ones_like(ids) if attention_mask is None else np.atleast_2d(np.asarray(attention_mask))
         given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-        limits = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}  # that limit nothing
+        limits = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}  # values without effect
         greedy = "do_sample=False" if do_sample is False else "temperature=0" if temperature == 0 else ""
         for name, value in given.items():
             if greedy and value not in (None, limits[name]) and name not in greedy:
@@ -176,15 +185,15 @@ class CompatModel:
         return np.concatenate([ids.astype(np.int32), tail], axis=1)
 
     def save_pretrained(self, save_directory: str | os.PathLike, **others: Any) -> None:
-        """The adapter as a PEFT folder, or the whole model where there is no adapter."""
+        """Saves the adapter as a PEFT folder, or the whole model if it has no adapter."""
         settle("save_pretrained", others, SAVE)
         (jaxtune.save_adapter if self.has_adapter else jaxtune.save_pretrained)(self.module, save_directory)
 
     def save_pretrained_merged(
         self, save_directory: str | os.PathLike, tokenizer: Any = None, save_method: str = "merged_16bit", **others: Any
     ) -> None:
-        """save_method "merged_16bit": a whole model for transformers, in 16 bits; "merged_4bit": in NF4, as
-        bitsandbytes stores it; "lora": as save_pretrained."""
+        """Saves a whole model for transformers in 16 bits (save_method "merged_16bit") or in bitsandbytes' NF4
+        ("merged_4bit"), or what save_pretrained saves ("lora")."""
         where = "save_pretrained_merged"
         settle(where, others, SAVE)
         load_in = choose(where, "save_method", save_method, _MERGED)
@@ -204,8 +213,8 @@ class CompatModel:
         quantization_method: str | Sequence[str] = "fast_quantized",
         **others: Any,
     ) -> None:
-        """A GGUF file for llama.cpp in each of the ways named: f32, f16, bf16, q8_0 or q4_0, each in a folder of its
-        own below save_directory."""
+        """Saves a GGUF file for llama.cpp in each of the methods named (f32, f16, bf16, q8_0 or q4_0), each in its own
+        folder below save_directory."""
         where = "save_pretrained_gguf"
         settle(where, others, SAVE)
         methods = [quantization_method] if isinstance(quantization_method, str) else list(quantization_method)
@@ -222,7 +231,7 @@ class CompatModel:
             export_model(self.module, folder, to="gguf", tokenizer=tokenizer or self.tokenizer, outtype=outtype)
 
     def push_to_hub(self, repository: str, token: str | None = None, private: bool | None = None, **others) -> None:
-        """As save_pretrained, into a repository of the hub, which is made where there is none."""
+        """As save_pretrained, into a repository of the hub, which is created if it does not exist."""
         settle("push_to_hub", others, SAVE)
         self._push(repository, token, private, lambda folder: self.save_pretrained(folder))
 
@@ -235,7 +244,7 @@ class CompatModel:
         private: bool | None = None,
         **others: Any,
     ) -> None:
-        """As save_pretrained_merged, into a repository of the hub, which is made where there is none."""
+        """As save_pretrained_merged, into a repository of the hub, which is created if it does not exist."""
         settle("push_to_hub_merged", others, SAVE)
         self._push(
             repository, token, private, lambda folder: self.save_pretrained_merged(folder, tokenizer, save_method)
@@ -250,7 +259,7 @@ class CompatModel:
         private: bool | None = None,
         **others: Any,
     ) -> None:
-        """As save_pretrained_gguf, into a repository of the hub, which is made where there is none."""
+        """As save_pretrained_gguf, into a repository of the hub, which is created if it does not exist."""
         settle("push_to_hub_gguf", others, SAVE)
         self._push(
             repository, token, private, lambda folder: self.save_pretrained_gguf(folder, tokenizer, quantization_method)
@@ -258,6 +267,7 @@ class CompatModel:
 
     @staticmethod
     def _push(repository: str, token: str | None, private: bool | None, write: Callable[[str], None]) -> None:
+        """Writes into a temporary folder and uploads it."""
         from huggingface_hub import HfApi
 
         with TemporaryDirectory() as folder:
@@ -266,7 +276,7 @@ class CompatModel:
 
 
 class FastLanguageModel:
-    """Unsloth's loader."""
+    """Unsloth's class of functions that load a model and add adapters."""
 
     @staticmethod
     def from_pretrained(
@@ -285,13 +295,12 @@ class FastLanguageModel:
     ) -> tuple[CompatModel, Any]:
         """(model, tokenizer) of a model folder, a hub name, or an adapter folder that names its base.
 
-        dtype None is bfloat16; torch's dtypes are taken by name. load_in_4bit, the default, is NF4 with double
-        quantisation; full_finetuning turns it off. load_in_fp8 keeps the layers' weights in FP8, with a scale for each
-        row or as the files store them, and multiplies in FP8, forward and backward. Each format of weights that
-        declares an argument (`Format.flag`) has one like these. An adapter's folder that records
-        what the adapter was trained over gets that by default, and that dtype. Loading draws nothing, so random_state
-        is kept for sampling only. packing is what SFTConfig's is where it does not say. num_labels=1 gives a head that
-        scores texts.
+        dtype None is bfloat16; torch's dtypes are accepted by name. load_in_4bit, the default, is NF4 with double
+        quantisation; full_finetuning turns it off. load_in_fp8 stores the layers' weights in FP8, with a scale for each
+        row or as the files have them, and multiplies in FP8, forward and backward. An adapter's folder that records the
+        format and dtype of its base gets them by default. Loading draws no random numbers, so random_state is only used
+        for sampling. packing is the value of SFTConfig's packing if the config does not set it. num_labels=1 adds a
+        head that scores texts.
         """
         where = "FastLanguageModel.from_pretrained"
         flags = {"load_in_fp8": load_in_fp8}
@@ -322,7 +331,7 @@ class FastLanguageModel:
             module, adapter = jaxtune.load_adapter(module, model_name), AdapterConfig(path=os.fspath(model_name))
             module = with_end_tokens(module, tokenizer)
         if tokenizer is None:
-            raise ValueError(f"{where}: {model_name} has no tokenizer files: put them into the model's folder")
+            raise ValueError(f"{where}: {model_name} has no tokenizer files: copy them into the model's folder")
         model = CompatModel(
             module,
             without_torch(tokenizer),
@@ -357,7 +366,7 @@ class FastLanguageModel:
         bias: str = "none",
         **others: Any,
     ) -> CompatModel:
-        """A new model with LoRA adapters. embed_tokens and lm_head among target_modules are trained whole."""
+        """A new model with LoRA adapters. embed_tokens and lm_head in target_modules are trained whole."""
         where = "FastLanguageModel.get_peft_model"
         settle(where, others, PEFT, FastLanguageModel.get_peft_model)
         if model.full_finetuning:
@@ -398,19 +407,19 @@ class FastLanguageModel:
 
     @staticmethod
     def for_inference(model: CompatModel) -> CompatModel:
-        """The model as it is: generation needs no switch here."""
+        """The model itself: generation needs no switch here."""
         return model
 
     @staticmethod
     def for_training(model: CompatModel, use_gradient_checkpointing: bool | str = True) -> CompatModel:
-        """The model, with its choice of residuals set."""
+        """The model, with its plan for residuals set from use_gradient_checkpointing."""
         where = "FastLanguageModel.for_training"
         model.residuals = choose(where, "use_gradient_checkpointing", use_gradient_checkpointing, RESIDUALS)
         return model
 
 
 def _format(where: str, in_4bit: bool | None, in_16bit: bool, flags: Mapping[str, Any], full_finetuning: bool) -> str:
-    """What jaxtune.from_pretrained's load_in is for these arguments of Unsloth's. flags: those of other formats."""
+    """The value of jaxtune.from_pretrained's load_in for these arguments of Unsloth's."""
     for flag, value in flags.items():
         if not value:
             continue
@@ -433,6 +442,7 @@ def _format(where: str, in_4bit: bool | None, in_16bit: bool, flags: Mapping[str
 
 
 def _dtype_name(where: str, dtype: Any) -> str:
+    """A dtype's name, from a name, a numpy dtype or a torch dtype."""
     name = str(dtype).removeprefix("torch.") if "torch" in type(dtype).__module__ else None
     try:
         name = name or jax.numpy.dtype(dtype).name

@@ -1,4 +1,4 @@
-"""TRL's DPOTrainer, ORPOTrainer, KTOTrainer and RewardTrainer with their configs, over the same run as SFTTrainer."""
+"""TRL's DPOTrainer, ORPOTrainer, KTOTrainer and RewardTrainer with their configs, built on SFTTrainer's run."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from jaxtune.train.objectives.kto import in_groups
 
 @dataclasses.dataclass(init=False)
 class PreferenceConfig(SFTConfig):
-    """What the configs share. disable_dropout: the adapter's dropout is turned off."""
+    """The fields that the preference configs share."""
 
-    disable_dropout: bool = True
+    disable_dropout: bool = True  # whether the adapter's dropout is turned off
 
 
 @dataclasses.dataclass(init=False)
@@ -54,7 +54,7 @@ class ORPOConfig(PreferenceConfig):
 
 @dataclasses.dataclass(init=False)
 class KTOConfig(PreferenceConfig):
-    """TRL's KTOConfig. Rows stay in their order, because each is compared with the answer of one before it."""
+    """TRL's KTOConfig. Rows keep their order, because each is compared with the answer of an earlier one."""
 
     table = KTO
     orders = {"sequential": "given"}
@@ -76,7 +76,7 @@ class RewardConfig(PreferenceConfig):
 
 
 def _with_rates(module: Decoder, rates: Mapping[str, float]) -> Decoder:
-    """The module, with other rates of dropout."""
+    """The module with these dropout rates."""
     for name, matrix in matrices(module):
         if matrix.lora is not None:
             matrix.lora.rate = rates[name]
@@ -84,7 +84,7 @@ def _with_rates(module: Decoder, rates: Mapping[str, float]) -> Decoder:
 
 
 class PreferenceTrainer(SFTTrainer):
-    """What they share; arguments as of SFTTrainer."""
+    """What the preference trainers share. Arguments are those of SFTTrainer."""
 
     table = TRAINER | REFERENCE_MODEL
     form = PREFERENCE
@@ -99,16 +99,17 @@ class PreferenceTrainer(SFTTrainer):
             )
 
     def _rates(self) -> dict[str, float]:
-        """Dropout's rates, by the names of the matrices that have an adapter."""
+        """Dropout rates by the names of the matrices that have an adapter."""
         return {name: matrix.lora.rate for name, matrix in matrices(self.model.module) if matrix.lora is not None}
 
     def _to_train(self) -> Decoder:
-        """The model, without dropout if that is to be off: another module over the same arrays."""
+        """The model, without dropout if that is turned off: another module over the same arrays."""
         if not self.args.disable_dropout:
             return self.model.module
         return _with_rates(nnx.merge(*nnx.split(self.model.module)), dict.fromkeys(self._rates(), 0.0))
 
     def _handing_back(self) -> Callable[[Decoder], Decoder]:
+        """A function that restores the dropout rates of a trained module."""
         rates = self._rates()
         return lambda module: _with_rates(module, rates)
 
@@ -137,7 +138,7 @@ class PreferenceTrainer(SFTTrainer):
 
 
 class ReferencedTrainer(PreferenceTrainer):
-    """What trainers with a reference share, which is the model with its adapter off."""
+    """What trainers with a reference share. The reference is the model with its adapter off."""
 
     def __init__(self, *args: Any, **arguments: Any):
         super().__init__(*args, **arguments)
@@ -191,7 +192,7 @@ class KTOTrainer(ReferencedTrainer):
 
 
 class RewardTrainer(PreferenceTrainer):
-    """TRL's RewardTrainer, on rows with chosen and rejected; the model gets a head that scores texts, if it has none.
+    """TRL's RewardTrainer, on rows with chosen and rejected. A model without a head that scores texts gets one.
 
     A model that has an adapter must have been loaded with such a head: FastLanguageModel.from_pretrained(num_labels=1).
     """

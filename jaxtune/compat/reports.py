@@ -1,4 +1,4 @@
-"""What scripts do with a run's numbers once it is over: log_metrics, save_metrics and save_state of transformers."""
+"""log_metrics, save_metrics and save_state of transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxtune.system.terminal import say
 
 
 class Reports:
-    """Methods of a trainer that has `args` and `state`."""
+    """The reporting methods of a trainer that has `args` and `state`."""
 
     args: Any
     state: TrainerState
@@ -23,14 +23,14 @@ class Reports:
         return Path(self.args.output_dir).expanduser()
 
     def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
-        """Shows them, a line each, in the order of their names."""
+        """Prints the metrics, a line each, sorted by name."""
         say(f"***** {split} metrics *****")
         for name in sorted(metrics):
             value = metrics[name]
             say(f"  {name} = {value:,.4f}" if isinstance(value, float) else f"  {name} = {value}")
 
     def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
-        """Writes output_dir/SPLIT_results.json, and adds them to all_results.json."""
+        """Writes output_dir/SPLIT_results.json, and adds the metrics to all_results.json."""
         self._output.mkdir(parents=True, exist_ok=True)
         _write(self._output / f"{split}_results.json", dict(metrics))
         if combined:

@@ -1,4 +1,4 @@
-"""Data sets as TRL takes them: rows and their form, and tokenised rows as scripts look at them."""
+"""Data sets as TRL accepts them: rows and their format, and tokenised rows as scripts read them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ IGNORE = -100  # the label of a token that is not trained on, as in PyTorch's cr
 
 
 class Tokenised(Sequence):
-    """Documents as rows of input_ids and labels."""
+    """Tokenised documents as a sequence of rows {"input_ids", "labels"}, with label -100 where a token is not trained
+    on."""
 
     def __init__(self, documents):
         self._documents = documents
@@ -32,10 +33,11 @@ class Tokenised(Sequence):
 
 
 def rows_and_format(dataset: Any, text_field: str, formatting_func) -> tuple[Any, str]:
-    """(rows for jaxtune, their form), by TRL's rules: a formatting function, a text column, then the known columns."""
+    """(rows for jaxtune, their format), by TRL's rules: a formatting function first, then a text column, then the known
+    columns."""
     if formatting_func is not None:
         return [{"text": text} for text in _formatted(formatting_func, list(dataset))], "text"
-    if isinstance(dataset, str | os.PathLike):  # by its first row's columns, which say what is trained on, too
+    if isinstance(dataset, str | os.PathLike):  # the first row's columns decide, also which tokens are trained on
         known = (row.format for row in read_rows(open_sources(dataset)) if row.value is not None)
         return dataset, next(known, "auto")
     columns = getattr(dataset, "column_names", None)
@@ -60,12 +62,12 @@ def rows_and_format(dataset: Any, text_field: str, formatting_func) -> tuple[Any
 
 
 def _formatted(formatting_func, dataset: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The texts that it makes of the rows; it takes one row, or (as Unsloth's do) a batch of columns."""
+    """The texts that formatting_func makes of the rows. It takes one row, or (as Unsloth's do) a batch of columns."""
     if not dataset:
         return []
     try:
         first = formatting_func(dataset[0])
-    except Exception as error:  # a function of batches may fail at a row in any way
+    except Exception as error:  # a function for batches may fail on a single row in any way
         first = error
     if isinstance(first, str) or (isinstance(first, list) and len(first) == 1 and isinstance(first[0], str)):
         texts = [formatting_func(row) for row in dataset]

@@ -1,4 +1,4 @@
-"""The arguments of a run: SFTConfig and TrainingArguments, and what single ones mean to jaxtune.train."""
+"""The arguments of a run: SFTConfig and TrainingArguments, and their translation to jaxtune.train."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from jaxtune.train.config import MetricsConfig, ScheduleConfig
 
 @dataclasses.dataclass(init=False)
 class SFTConfig:
-    """TRL's SFTConfig, with Unsloth's defaults; any argument that is no field must ask for nothing.
+    """TRL's SFTConfig with Unsloth's defaults. Any argument that is not a field must have a value without effect.
 
-    load_best_model_at_end keeps a copy of the best trained weights in the host's memory, of the evaluations of one call
-    of train(); metric_for_best_model (eval_loss by default) and greater_is_better say which are the best.
+    load_best_model_at_end keeps a copy of the best trained weights in host memory, chosen among the evaluations of one
+    call of train(). metric_for_best_model (eval_loss by default) and greater_is_better say which are the best.
     """
 
-    table = SFT  # of what is not followed
-    orders = ORDERS  # by train_sampling_strategy
+    table = SFT  # arguments that are not followed
+    orders = ORDERS  # order of the rows, by train_sampling_strategy
 
     output_dir: str = "trainer_output"
     per_device_train_batch_size: int = 4
@@ -90,9 +90,9 @@ _TRANSFORMERS = dict(
     logging_steps=500,
     seed=42,
 )
-# What the model was loaded with stands where an object of their classes leaves these at a default, or at False.
+# If an object of transformers' classes leaves these at a default or at False, the model's own settings apply.
 _MODELS = ("packing", "gradient_checkpointing", "max_length")
-# What their classes fill in by themselves asks for nothing.
+# Fields that transformers' classes fill in by themselves; their values have no effect.
 _FILLED = (
     "accelerator_config",
     "activation_checkpointing",
@@ -112,7 +112,7 @@ class TrainingArguments(SFTConfig):
 
 
 def given_arguments(args: Any, kind: type[SFTConfig]) -> SFTConfig:
-    """Ours (of a kind) of what a script gives: ours, or an object of transformers' or TRL's own class.
+    """The arguments of a script as an object of `kind`: one of this module's classes, or of transformers' or TRL's.
 
     Raises:
       ValueError: another object.
@@ -129,7 +129,7 @@ def given_arguments(args: Any, kind: type[SFTConfig]) -> SFTConfig:
         default = plain_value(field.default_factory() if callable(field.default_factory) else field.default)
         if name in _MODELS:
             taken = value and value != default
-        else:  # its defaults are not ours: what is followed is taken as it stands
+        else:  # its defaults differ from ours, so its values are taken as they are
             taken = name in fields or (name in kind.table and value != default and name not in _FILLED)
         if taken:
             given[name] = value
@@ -138,12 +138,13 @@ def given_arguments(args: Any, kind: type[SFTConfig]) -> SFTConfig:
 
 
 def plain_value(setting: Any) -> Any:
-    """What a member of one of transformers' enumerations stands for; anything else as it is."""
+    """The value of a member of one of transformers' enumerations; any other value as it is."""
     return getattr(setting, "value", setting)
 
 
 def trained_tokens(args: SFTConfig, form: str) -> str:
-    """Which tokens TRL trains on: completions alone, everything of text and messages, unless told otherwise."""
+    """Which tokens TRL trains on: completions alone, all tokens of text and messages, unless the arguments say
+    otherwise."""
     if args.assistant_only_loss:
         if form not in ("messages", "sharegpt", "prompt_completion"):
             raise ValueError(f"SFTConfig: assistant_only_loss = True needs conversations; the rows are {form}")
@@ -160,12 +161,13 @@ def trained_tokens(args: SFTConfig, form: str) -> str:
 
 
 def total_steps(args: SFTConfig, steps_per_epoch: int) -> int:
-    """The updates of a run, as transformers counts them."""
+    """The number of updates of a run, as transformers counts them."""
     return args.max_steps if args.max_steps > 0 else max(1, math.ceil(args.num_train_epochs * steps_per_epoch))
 
 
 def schedule_config(args: SFTConfig, steps: int | None) -> ScheduleConfig:
-    """steps: of the run; None where they are not known yet, as is then a warm-up that is a share of them."""
+    """The schedule of a run of `steps` updates; None if their number is unknown, and then a warm-up that is a share of
+    them is unknown too."""
     kind = plain_value(args.lr_scheduler_type)
     name: Any = choose("SFTConfig", "lr_scheduler_type", kind, SCHEDULES)
     given = dict(args.lr_scheduler_kwargs or {})
@@ -177,7 +179,7 @@ def schedule_config(args: SFTConfig, steps: int | None) -> ScheduleConfig:
         )
     if kind == "constant":  # as in transformers, "constant" has no warm-up
         return ScheduleConfig(name=name)
-    # Steps win over the ratio; a number of steps below 1 is one.
+    # The number of steps takes precedence over the ratio; a number below 1 is a ratio.
     warmup = int(args.warmup_steps)
     if args.warmup_steps < 1:
         warmup = math.ceil((args.warmup_steps or args.warmup_ratio) * (steps or 0))
@@ -185,6 +187,7 @@ def schedule_config(args: SFTConfig, steps: int | None) -> ScheduleConfig:
 
 
 def precision(args: SFTConfig, module: Decoder) -> Any:
+    """The precision of a run: bf16 or fp16 if asked for, else the module's dtype."""
     if args.bf16 and args.fp16:
         raise ValueError("SFTConfig: bf16 and fp16 are both True: keep one")
     if args.bf16 or args.fp16:
@@ -193,11 +196,11 @@ def precision(args: SFTConfig, module: Decoder) -> Any:
 
 
 def steps_between(args: SFTConfig, name: str, total: Callable[[], int | None]) -> int | None:
-    """The argument `name` in steps. As in transformers, below 1 it is a share of all steps, which `total` says; None
-    where it cannot say them yet.
+    """The argument `name` in steps. As in transformers, a value below 1 is a share of all steps, whose number `total`
+    returns; None if `total` does not know it yet.
 
     Raises:
-      ValueError: neither whole nor below 1.
+      ValueError: the value is neither whole nor below 1.
     """
     value = getattr(args, name)
     if isinstance(value, float) and 0 < value < 1:
@@ -209,6 +212,7 @@ def steps_between(args: SFTConfig, name: str, total: Callable[[], int | None]) -
 
 
 def metrics_config(args: SFTConfig, log_every: int) -> MetricsConfig:
+    """The loggers of a run, from report_to."""
     loggers = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or ())
     for name in loggers:
         choose("SFTConfig", "report_to", name, dict.fromkeys(("none", "tensorboard", "wandb", "trackio"), ""))

@@ -1,6 +1,6 @@
-"""Every argument of Unsloth's, TRL's and transformers' signatures that is not followed, and values with another name.
+"""Tables of the arguments of Unsloth, TRL and transformers that are not followed, and of values with another name here.
 
-The arguments stand in arguments.yaml: why each does nothing here, or what to use instead.
+The arguments are listed in arguments.yaml, with the reason why each has no effect, or what to use instead.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from jaxtune.compat.arguments import Argument
 
 
 def _tables() -> dict[str, dict[str, Argument]]:
+    """The tables of arguments.yaml, by callee."""
     text = Path(__file__).with_name("arguments.yaml").read_text(encoding="utf-8")
     return {
         callee: {
-            name: Argument("idle" in fate, fate["idle" if "idle" in fate else "error"], tuple(fate.get("free", ())))
-            for name, fate in arguments.items()
+            name: Argument("idle" in entry, entry["idle" if "idle" in entry else "error"], tuple(entry.get("free", ())))
+            for name, entry in arguments.items()
         }
         for callee, arguments in yaml.load(text, getattr(yaml, "CFullLoader", yaml.FullLoader)).items()
     }
@@ -28,14 +29,14 @@ _TABLES = _tables()
 LOAD, PEFT, SFT, TRAINER = (_TABLES[name] for name in ("load", "peft", "sft", "trainer"))
 SAVE, GENERATE, RESPONSES, TEMPLATE = (_TABLES[name] for name in ("save", "generate", "responses", "template"))
 REFERENCE_MODEL = _TABLES["reference_model"]
-ORPO = {name: fate for name, fate in SFT.items() if name != "loss_type"} | _TABLES["preference"]
+ORPO = {name: argument for name, argument in SFT.items() if name != "loss_type"} | _TABLES["preference"]
 DPO, KTO = ORPO | _TABLES["dpo"], ORPO | _TABLES["kto"]
 REWARD = SFT | {"pad_to_multiple_of": _TABLES["preference"]["pad_to_multiple_of"]}
 
 # ---- values that are followed under another name
 
 DTYPES = ("bfloat16", "float16", "float32")
-# Checkpointing asks for memory: the planner then recomputes or carries what does not fit, and no more.
+# With gradient checkpointing the planner recomputes or offloads only what does not fit.
 RESIDUALS = {True: None, "unsloth": None, "true": None, False: "keep", "false": "keep"}
 OPTIMIZERS = {
     "adamw_8bit": "adamw_8bit",
@@ -57,7 +58,7 @@ SCHEDULES = {
 }
 # The order of an epoch's rows by train_sampling_strategy; see jaxtune.train.data.batches.
 ORDERS = {"random": "torch", "sequential": "given"}
-# Unsloth's names of GGUF's types; its own quantised ones (q4_k_m, ...) are llama.cpp's to make.
+# Unsloth's names of GGUF types. Its further quantised types (q4_k_m, ...) have to be made by llama.cpp.
 GGUF = {
     "fast_quantized": "q8_0",
     "q8_0": "q8_0",
@@ -67,5 +68,5 @@ GGUF = {
     "bf16": "bf16",
     "f32": "f32",
 }
-# Types that llama.cpp makes of an f16 file; "quantized" is Unsloth's name of q4_k_m.
+# Types that llama.cpp makes from an f16 file; "quantized" is Unsloth's name for q4_k_m.
 LLAMA_CPPS = re.compile(r"quantized|i?q\d_\w+")

@@ -14,7 +14,7 @@ from jaxtune.train.data.formats import ROLES
 from jaxtune.train.data.packaged import missing_marks, packaged_that_fit
 from jaxtune.train.data.templates import resolve_template
 
-# Unsloth's names of templates: (the packaged one, or None; what the tokenizer's own must hold to be the one named).
+# Unsloth's names of templates: (the packaged template, or None; a mark by which the tokenizer's own template is known).
 _LLAMA, _QWEN, _TURN = "<|start_header_id|>", "<|im_start|>", "<start_of_turn>"
 _FAMILIES = {
     "chatml": ("chatml", _QWEN),
@@ -50,8 +50,8 @@ _FAMILIES = {
 
 
 class NumpyTensor(np.ndarray):
-    """A NumPy array with what scripts do with torch's tensors: `to`, `cpu`, `detach` and `numpy` have nothing to do,
-    and `argmax` takes `dim` for `axis`."""
+    """A NumPy array with the methods of torch's tensors that scripts use: `to`, `cpu`, `detach` and `numpy` do nothing,
+    and `argmax` accepts `dim` for `axis`."""
 
     def to(self, *_: Any, **__: Any) -> NumpyTensor:
         return self
@@ -63,18 +63,18 @@ class NumpyTensor(np.ndarray):
 
 
 def without_torch(tokenizer: Any) -> Any:
-    """The tokenizer, made to answer return_tensors="pt" with NumPy arrays and one line; it is changed in place."""
+    """The tokenizer, changed in place to answer return_tensors="pt" with NumPy arrays; this is printed once."""
     base = type(tokenizer)
     if getattr(base, "_answers_numpy", False):
         return tokenizer
-    told = False
+    printed = False
 
     def asked(options: dict[str, Any]) -> bool:
-        nonlocal told
+        nonlocal printed
         if options.get("return_tensors") not in ("pt", "np"):
             return False
-        if options["return_tensors"] == "pt" and not told:
-            told = True
+        if options["return_tensors"] == "pt" and not printed:
+            printed = True
             say('tokenizer: return_tensors="pt" is answered with NumPy arrays; torch is not needed')
         options["return_tensors"] = "np"
         return True
@@ -97,7 +97,7 @@ def without_torch(tokenizer: Any) -> Any:
         return method
 
     def reduced(self: Any, protocol: Any) -> Any:
-        # A class that is made here has no name to find it by again: a copy, or another process, makes it anew.
+        # A class created here cannot be found by name, so pickling and copying create it again.
         plain = object.__new__(base)
         vars(plain).update(vars(self))
         return without_torch, (plain,)
@@ -109,16 +109,16 @@ def without_torch(tokenizer: Any) -> Any:
 
 
 def get_chat_template(tokenizer: Any, chat_template: str = "chatml", **others: Any) -> Any:
-    """The tokenizer with the named template set: by Unsloth's name or ours of a packaged one, a .jinja file, or Jinja
-    text. A name that is not packaged, or whose marks this tokenizer lacks, stands for the tokenizer's own template
-    where that is of the family.
+    """The tokenizer with the named template set: Unsloth's name or the name of a packaged template, a .jinja file, or
+    Jinja text. If a template is not packaged, or this tokenizer lacks its marks, the name means the tokenizer's own
+    template, provided that it is of the same family.
 
     Raises:
-      ValueError: a name of another family's template: its marks would be no tokens of this tokenizer.
+      ValueError: the name of another family's template, whose marks would not be tokens of this tokenizer.
     """
     settle("get_chat_template", others, TEMPLATE, get_chat_template)
     if isinstance(chat_template, Sequence) and not isinstance(chat_template, str):
-        chat_template = chat_template[0]  # (template, what ends a turn)
+        chat_template = chat_template[0]  # a pair (template, end of a turn)
     name, mark = _FAMILIES.get(chat_template, (chat_template, None))
     if mark is None or (name is not None and not missing_marks(tokenizer, name)):
         tokenizer.chat_template = resolve_template(tokenizer, name)
@@ -138,6 +138,9 @@ def standardize_sharegpt(dataset: Any, **others: Any) -> Any:
 
     Args:
       dataset: a datasets.Dataset or a list of dicts, with a column conversations.
+      others: arguments without effect.
+    Raises:
+      ValueError: an unknown argument or role.
     """
     idle = {"tokenizer", "aliases_for_system", "aliases_for_user", "aliases_for_assistant", "batch_size", "num_proc"}
     if others.keys() - idle:
@@ -152,6 +155,7 @@ def standardize_sharegpt(dataset: Any, **others: Any) -> Any:
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, str]:
+    """A message as {"role", "content"}."""
     if message.get("role") is not None:
         return {"role": message["role"], "content": message["content"]}
     speaker = message["from"]

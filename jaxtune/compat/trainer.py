@@ -1,4 +1,4 @@
-"""SFTConfig, SFTTrainer and train_on_responses_only over jaxtune.train."""
+"""SFTTrainer and train_on_responses_only on top of jaxtune.train."""
 
 from __future__ import annotations
 
@@ -54,34 +54,37 @@ from jaxtune.train.trainer import Trainer
 
 @dataclasses.dataclass(frozen=True)
 class TrainOutput:
-    """What train() returns, as in transformers. metrics: train_runtime in seconds, train_loss, epoch, and examples and
-    steps a second of this call."""
+    """What train() returns, as in transformers."""
 
     global_step: int
     training_loss: float
+    # train_runtime in seconds, train_loss, epoch, and examples and steps per second of this call
     metrics: dict[str, float]
 
 
 class SFTTrainer(Reports):
-    """TRL's SFTTrainer over jaxtune.train.Trainer. `train` puts the trained module into the model it was given, and
-    leaves it in output_dir/checkpoint-N. An update takes as many rows as in TRL, and the same ones; see `config`.
+    """TRL's SFTTrainer on top of jaxtune.train.Trainer. `train` puts the trained module into the model it was given,
+    and saves it in output_dir/checkpoint-N. An update has as many rows as in TRL, and the same ones; see `config`.
 
     Args:
-      model: from FastLanguageModel, or a hub name or folder, which is loaded and trained whole if there is no
-        peft_config. args: SFTConfig or TrainingArguments, also transformers' and TRL's own. peft_config: LoraConfig,
-        ours or PEFT's: the trainer's model is then a new one. processing_class or tokenizer: the model's by default.
+      model: from FastLanguageModel; or a hub name or folder, which is loaded, and trained whole if there is no
+        peft_config.
+      args: SFTConfig or TrainingArguments, also transformers' and TRL's own.
       train_dataset, eval_dataset: a datasets.Dataset, a list of dicts, or a path, with a column dataset_text_field, or
-        messages, or prompt and completion. Text and messages are trained on whole, completions alone, as in TRL
-        (assistant_only_loss, completion_only_loss and train_on_responses_only change that).
-      formatting_func: row -> text, or columns of a batch -> texts, instead of a column.
-      compute_metrics: EvalPrediction(predictions, label_ids) -> {name: number}, of each evaluation; see measures.py.
-        preprocess_logits_for_metrics: (logits, labels) of one row -> what compute_metrics gets of it.
-      callbacks: of TrainerCallback, ours or transformers'; see callbacks.py.
-      dataset_text_field, max_seq_length, packing, dataset_num_proc: as in SFTConfig, where older scripts had them.
+        messages, or prompt and completion. As in TRL, all tokens of text and messages are trained on, and only
+        completions (assistant_only_loss, completion_only_loss and train_on_responses_only change that).
+      processing_class, tokenizer: the model's by default.
+      formatting_func: maps a row to a text, or the columns of a batch to texts, instead of a column.
+      peft_config: LoraConfig, this package's or PEFT's; the trainer's model is then a new one.
+      compute_metrics: maps EvalPrediction(predictions, label_ids) to {name: number}, for each evaluation; see
+        measures.py.
+      preprocess_logits_for_metrics: maps (logits, labels) of one row to what compute_metrics gets of it.
+      callbacks: of TrainerCallback, this package's or transformers'; see callbacks.py.
+      dataset_text_field, max_seq_length, packing, dataset_num_proc: as in SFTConfig; older scripts pass them here.
     """
 
     config_type: type[SFTConfig] = SFTConfig
-    table = TRAINER  # of what is not followed
+    table = TRAINER  # arguments that are not followed
 
     def __init__(
         self,
@@ -107,7 +110,7 @@ class SFTTrainer(Reports):
             raise ValueError(f"{name}: args is a {type(found).__name__}; use {wanted}")
         settings = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
         self.args: Any = self.config_type(**(settings | {name: others.pop(name) for name in moved}))
-        vars(self.args).update(vars(found) | vars(self.args))  # what nothing here follows: callbacks may look at it
+        vars(self.args).update(vars(found) | vars(self.args))  # unused values are kept, because callbacks may read them
         collator = others.get("data_collator")
         if type(collator).__name__ in _PADDING_COLLATORS and not getattr(collator, "mlm", False):
             others.pop("data_collator")
@@ -143,48 +146,50 @@ class SFTTrainer(Reports):
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
         self.callbacks = [checked(callback) for callback in callbacks or ()]
         self.state, self.control = TrainerState(), TrainerControl()
-        config = self.config(prepared=False)  # mistakes show here, not after the data
+        config = self.config(prepared=False)  # raises errors before the data are tokenised
         self.state.logging_steps = config.metrics.log_every
         self.state.train_batch_size = self.args.per_device_train_batch_size
         self._events().tell("on_init_end")
 
     def _read(self, dataset: Any, formatting_func: Callable[[Any], Any] | None) -> tuple[Any, str]:
-        """(rows for jaxtune, their form)"""
+        """(rows for jaxtune, their format)."""
         return rows_and_format(dataset, self.args.dataset_text_field, formatting_func)
 
     def _train_on(self) -> str:
+        """Which tokens are trained on."""
         return trained_tokens(self.args, self._format)
 
     def _objective(self) -> ObjectiveConfig:
+        """The objective of the run."""
         return ObjectiveConfig()
 
     def _packing(self) -> bool:
-        """Whether rows are filled from all of the data set, as a script asks for."""
+        """Whether the script asks for packed rows."""
         return self.model.packing if self.args.packing is None else self.args.packing
 
     def _to_train(self) -> Decoder:
-        """What the run trains."""
+        """The module that the run trains."""
         return self.model.module
 
     def _order(self) -> Any:
-        """The order of an epoch's rows, in jaxtune's words."""
+        """The order of an epoch's rows, as jaxtune names it."""
         args, strategy = self.args, plain_value(self.args.train_sampling_strategy)
         return choose(type(args).__name__, "train_sampling_strategy", strategy, args.orders)
 
     def _rows_for(self, data: TokenDataset) -> TokenDataset:
-        """Tokenised rows as a run takes them."""
+        """Tokenised rows in the form that the run needs."""
         return data
 
     def _handing_back(self) -> Callable[[Decoder], Decoder]:
-        """Makes of a module of the run the one that a script sees."""
+        """A function that maps a module of the run to the one that the script sees."""
         return lambda module: module
 
     def add_callback(self, callback: Any) -> None:
-        """A callback, or its class, beside those that are there."""
+        """Adds a callback, given as an instance or a class."""
         self.callbacks.append(checked(callback))
 
     def pop_callback(self, callback: Any) -> Any:
-        """Takes away and returns the callback, or the first one of the class; None if there is none."""
+        """Removes and returns the callback, or the first one of the class; None if there is none."""
         for one in self.callbacks:
             if isinstance(one, callback) if isinstance(callback, type) else one is callback:
                 self.callbacks.remove(one)
@@ -192,10 +197,11 @@ class SFTTrainer(Reports):
         return None
 
     def remove_callback(self, callback: Any) -> None:
-        """Takes away the callback, or the first one of the class."""
+        """Removes the callback, or the first one of the class."""
         self.pop_callback(callback)
 
     def _events(self, leave: Callable[[int], Any] = lambda step: None) -> Events:
+        """The callback of jaxtune.train that serves the script's callbacks."""
         return Events(
             self.args,
             self.state,
@@ -209,23 +215,24 @@ class SFTTrainer(Reports):
         )
 
     def _measure(self) -> dict[str, float]:
-        """What compute_metrics says of the model as it is."""
+        """The numbers that compute_metrics returns for the current model."""
         if self.compute_metrics is None:
             return {}
         held_out = self._prepared.eval_data
-        assert held_out is not None  # there was an evaluation
+        assert held_out is not None  # it is called after an evaluation
         if not self._packing():
             held_out = dataclasses.replace(held_out, packing=False)
         rows = held_out.batches(1, shuffle=False)
         return measures(self.model.module, rows, self.compute_metrics, self.preprocess_logits_for_metrics)
 
     def config(self, resume: Literal["auto", "never"] = "never", prepared: bool = True) -> TrainConfig:
-        """The TrainConfig that the arguments mean: an update takes as many examples as in transformers, each cut at
-        max_length, and there are as many updates. What is in rows together changes nothing, unless packing is asked
-        for: then an update takes so many packed rows, as in TRL.
+        """The TrainConfig for the arguments: an update has as many examples as in transformers, each cut at max_length,
+        and there are as many updates. Examples share rows without changing results, unless packing is asked for; then
+        an update has that number of packed rows, as in TRL.
 
         Args:
-          prepared: whether rows may be tokenised for it, where steps are counted by epochs or as shares of all.
+          resume: as in TrainConfig.
+          prepared: whether rows may be tokenised for it, if steps are counted by epochs or as shares of all steps.
         """
         args, source = self.args, self.model.module.source
         lengths = [length for length in (args.max_length, args.max_seq_length) if length is not None]
@@ -245,7 +252,7 @@ class SFTTrainer(Reports):
         every_save = every("save_steps") if saves == "steps" else {"no": None, "epoch": epoch}[saves]
         every_evaluation = {"no": None, "epoch": epoch, "steps": every("eval_steps") or log_every}[evaluates]
         packing, objective = self._packing(), self._objective()
-        # Losses that look at the examples of a micro-batch together; others add up, however they are divided.
+        # These losses depend on which examples share a micro-batch; all others are sums over examples.
         parted = packing or objective.name in ("kto", "orpo")
         residuals = self.model.residuals
         if args.gradient_checkpointing is not None:
@@ -298,7 +305,7 @@ class SFTTrainer(Reports):
         )
 
     def _strategies(self) -> tuple[str, str]:
-        """When to save and when to evaluate: steps, epoch or no."""
+        """When to save and when to evaluate: "steps", "epoch" or "no"."""
         args, known = self.args, {"steps": "steps", "no": "no", "epoch": "epoch"}
         saves = choose("SFTConfig", "save_strategy", plain_value(args.save_strategy), known)
         evaluates = choose("SFTConfig", "eval_strategy", plain_value(args.eval_strategy), known)
@@ -309,6 +316,7 @@ class SFTTrainer(Reports):
         return saves, evaluates
 
     def _optim(self) -> OptimConfig:
+        """The optimizer's section of the config."""
         args = self.args
         optimizer: Any = choose("SFTConfig", "optim", plain_value(args.optim), OPTIMIZERS)
         return OptimConfig(
@@ -323,15 +331,17 @@ class SFTTrainer(Reports):
 
     @functools.cached_property
     def _prepared(self) -> Trainer:
-        """Holds the tokenised rows; made when they are first needed, after train_on_responses_only."""
+        """A Trainer with the tokenised rows, created when they are first needed, after train_on_responses_only."""
         config = self.config(prepared=False)
         return Trainer(self._to_train(), self.tokenizer, config, self._rows["train"], self._rows.get("eval"))
 
     @property
     def _epoch_steps(self) -> int:
+        """The steps of an epoch, at least 1."""
         return max(1, self._prepared.batches.steps_per_epoch)
 
     def _trainer(self, resume: Literal["auto", "never"] = "never", callbacks: Sequence[Callback] = ()) -> Trainer:
+        """The Trainer of a run."""
         data = self._prepared
         rows = dataclasses.replace(self._rows_for(data.train_data), order=self._order())
         held_out = None if data.eval_data is None else self._rows_for(data.eval_data)
@@ -339,15 +349,12 @@ class SFTTrainer(Reports):
 
     @property
     def train_dataset(self) -> Sequence[dict[str, list[int]]]:
-        """The tokenised rows: input_ids, and labels with -100 where nothing is trained."""
+        """The tokenised rows: input_ids, and labels with -100 where a token is not trained on."""
         return Tokenised(self._prepared.train_data.documents)
 
     def train(self, resume_from_checkpoint: bool | str | os.PathLike | None = None) -> TrainOutput:
-        """Trains; afterwards the model holds the trained module, and output_dir/checkpoint-N has it on disk.
-
-        Args:
-          resume_from_checkpoint: True, or the last checkpoint-N in output_dir, goes on from there.
-        """
+        """Trains; with resume_from_checkpoint=True, or the last checkpoint-N in output_dir, continues from there.
+        Afterwards the model has the trained module, and output_dir/checkpoint-N has it on disk."""
         output = self._output
         resumes = self._resumes(resume_from_checkpoint, output)
         if not resumes and any((output / "checkpoints").glob("step_*")):
@@ -366,7 +373,7 @@ class SFTTrainer(Reports):
             events.begin(trainer.config, trainer.total_steps, trainer.batches.steps_per_epoch)
             trained = self._handing_back()(trainer.train())
         except BaseException:
-            self.model.module = given  # not the weights of a moment, which are used up
+            self.model.module = given  # the weights of an unfinished run were donated
             raise
         steps = trainer.steps_done
         self.state.global_step, self.state.epoch = steps, steps / trainer.batches.steps_per_epoch
@@ -397,6 +404,8 @@ class SFTTrainer(Reports):
 
     @staticmethod
     def _resumes(given: bool | str | os.PathLike | None, output: Path) -> bool:
+        """Whether resume_from_checkpoint asks for a resume; raises ValueError for any folder but the last
+        checkpoint."""
         if given in (None, True, False):
             return bool(given)
         steps = [int(path.name.removeprefix("step_")) for path in (output / "checkpoints").glob("step_*")]
@@ -409,7 +418,7 @@ class SFTTrainer(Reports):
         return True
 
     def evaluate(self) -> dict[str, Any]:
-        """{"eval_loss", "eval_targets"} of the model as it is now, and what compute_metrics says of it."""
+        """{"eval_loss", "eval_targets"} of the current model, and the numbers of compute_metrics."""
         values = self._trainer().evaluate() | self._measure()
         events = self._events()
         events.tell("on_log", logs=values)
@@ -417,14 +426,14 @@ class SFTTrainer(Reports):
         return values
 
     def save_model(self, output_dir: str | os.PathLike | None = None) -> None:
-        """The adapter, or the whole model, with its tokenizer: into a new folder, or beside what else output_dir, the
-        default, holds."""
+        """Saves the adapter, or the whole model, with its tokenizer, into a new folder, or by default into output_dir
+        beside its other files."""
         folder = self._output if output_dir is None else Path(output_dir).expanduser()
         beside = folder.exists() and folder.resolve() == self._output.resolve()
         (folders.save_beside if beside else folders.save)(self.model.module, folder, self.tokenizer)
 
 
-# Collators that pad rows of one batch to one length, and do nothing else.
+# Collators that only pad the rows of a batch to one length.
 _PADDING_COLLATORS = (
     "DataCollatorForLanguageModeling",
     "DataCollatorForSeq2Seq",
@@ -435,7 +444,7 @@ _PADDING_COLLATORS = (
 
 
 def loaded(name: str, args: SFTConfig, full: bool) -> CompatModel:
-    """A model that a script names, as TRL loads it: in 16 bits, with room for max_length tokens (1,024)."""
+    """A model by its name, loaded as TRL does: in 16 bits, with max_length tokens (1,024 by default)."""
     given = dict(args.model_init_kwargs or {})
     dtype = given.pop("dtype", given.pop("torch_dtype", None))
     length = args.max_length or args.max_seq_length or 1024
@@ -452,6 +461,7 @@ def loaded(name: str, args: SFTConfig, full: bool) -> CompatModel:
 
 
 def _with_adapter(model: CompatModel, peft_config: Any, seed: int) -> CompatModel:
+    """The model with a new adapter, as peft_config describes it."""
     module, adapter = adapted(model.module, "LoraConfig", seed, experts_too=False, **lora_settings(peft_config))
     return CompatModel(
         module,
@@ -472,7 +482,7 @@ def train_on_responses_only(
     tokenizer: Any = None,
     **others: Any,
 ) -> SFTTrainer:
-    """The trainer, set to train on what follows response_part, up to the end of the turn.
+    """The trainer, set to train only on what follows response_part, up to the end of the turn.
 
     Without the two marker strings they are derived from the chat template.
     """
