@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxtune.pallas import dispatch, gpu_kernel
 from jaxtune.pallas.decode_attention import (
     cache_capacity,
     cache_of,
@@ -40,6 +41,10 @@ def texts(lengths, heads=HEADS, kv_heads=KV_HEADS, dim=DIM):
     return tuple(draw.standard_normal(shape).astype(jnp.float8_e4m3fn).astype(np.float32) for shape in shapes)
 
 
+def scale_of(dim):
+    return dim**-0.5
+
+
 def definition(query, keys, values, lengths, *, scale, window=None, soft_cap=None, sinks=None):
     """One row and one head at a time, over the row's tokens."""
     out = np.zeros(query.shape)
@@ -63,8 +68,33 @@ def caches(keys, values, lengths, capacity, dtype):
     return [cache_of(jnp.asarray(each, dtype), lengths, capacity) for each in (keys, values)]
 
 
-def scale_of(dim):
-    return dim**-0.5
+def decoded(implementation, lengths, capacity, dtype, heads=HEADS, kv_heads=KV_HEADS, dim=DIM, **features):
+    query, *texts_of = texts(tuple(lengths), heads, kv_heads, dim)
+    made = caches(*texts_of, lengths, capacity, dtype)
+    with gpu_kernel.interpreted():
+        got = decode_attention(
+            jnp.asarray(query, dtype),
+            *made,
+            jnp.asarray(lengths, jnp.int32),
+            scale=scale_of(dim),
+            implementation=implementation,
+            **features,
+        )
+    assert dispatch.record["decode_attention"][0] == implementation
+    return np.asarray(got, np.float64)
+
+
+def check(implementation, lengths, capacity, heads=HEADS, kv_heads=KV_HEADS, dim=DIM, **features):
+    """A 16-bit result is at most twice as far from the definition as XLA's own."""
+    sizes = dict(heads=heads, kv_heads=kv_heads, dim=dim)
+    want = definition(*texts(tuple(lengths), heads, kv_heads, dim), lengths, scale=scale_of(dim), **features)
+    errors = [
+        np.linalg.norm(decoded(name, lengths, capacity, jnp.bfloat16, **sizes, **features) - want)
+        for name in (implementation, "reference")
+    ]
+    assert errors[0] <= 2 * errors[1]
+    empty = np.asarray(lengths) == 0
+    assert not decoded(implementation, lengths, capacity, jnp.bfloat16, **sizes, **features)[empty].any()
 
 
 # ---- the cache
@@ -182,3 +212,79 @@ def test_a_chunk_is_written_as_its_tokens_are(capacity):
         for step in range(count):
             expected = written(expected, jnp.asarray(new[:, step]), jnp.asarray(before) + step)
         np.testing.assert_array_equal(found, expected)
+
+
+# ---- the kernels for Hopper, interpreted where there is none
+
+
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.gpu
+def test_mosaic_against_the_definition(features):
+    check("mosaic", LENGTHS, 384, **FEATURES[features])
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "features"),
+    [
+        (4, 1, 128, {}),
+        (3, 3, 96, {"sinks": np.linspace(-1, 1, 3, dtype=np.float32)}),  # heads that share nothing
+        (2, 1, 256, {"soft_cap": 4.0}),
+        (20, 1, 64, {}),  # more heads than a program of the second kernel has, and the last one's are not full
+    ],
+)
+@pytest.mark.gpu
+def test_mosaic_head_dims_and_groups(heads, kv_heads, dim, features):
+    check("mosaic", (1, 300), 384, heads, kv_heads, dim, **features)
+
+
+@pytest.mark.parametrize(("capacity", "window"), [(128, 128), (128, 100), (640, 600), (640, 130)])
+@pytest.mark.gpu
+def test_mosaic_rings(capacity, window):
+    """Some with splits that hold both ends of what is seen, or nothing between them."""
+    check("mosaic", (60, 700), capacity, window=window)
+
+
+@pytest.mark.gpu
+def test_mosaic_gives_a_row_the_same_bits_in_every_batch_slot_and_capacity():
+    lengths = (300, 0, 37, 129)
+    features = {"sinks": FEATURES["sinks"]["sinks"]}
+    query, keys, values = (jnp.asarray(each, jnp.bfloat16) for each in texts(lengths))
+    found = []
+    for rows, capacity in (((0, 1, 2, 3), 384), ((3, 0), 384), ((0,), 1024), ((3,), 256)):
+        given = jnp.asarray([lengths[row] for row in rows])
+        picked = jnp.asarray(rows)
+        made = [cache_of(each[picked], given, capacity) for each in (keys, values)]
+        with gpu_kernel.interpreted():
+            out = decode_attention(query[picked], *made, given, scale=0.1, implementation="mosaic", **features)
+        found.append(dict(zip(rows, np.asarray(out.astype(jnp.float32)), strict=True)))
+    for other in found[1:]:
+        for row, out in other.items():
+            np.testing.assert_array_equal(out, found[0][row])
+
+
+def test_no_slot_is_occupied():
+    assert not decoded("mosaic", (0, 0), 128, jnp.bfloat16).any()
+
+
+def test_what_the_kernels_refuse():
+    query, cache = jnp.zeros((1, 2, 64), jnp.bfloat16), jnp.zeros((1, 1, 128, 64), jnp.bfloat16)
+    options = dict(scale=0.1, implementation="mosaic")
+    one = jnp.ones(1, jnp.int32)
+    for arrays, words in (
+        ((query.astype(jnp.float32), cache.astype(jnp.float32)), "dtype float32"),
+        ((query, cache.astype(jnp.float8_e4m3fn)), "a cache of float8_e4m3fn"),
+        ((query, cache[:, :, :100]), "capacity 100, no multiple of 64"),
+        ((query[..., :40], cache[..., :40]), "head dim 40; there are 64, 96, 128, 256"),
+    ):
+        with gpu_kernel.interpreted(), pytest.raises(ValueError, match=words):
+            decode_attention(arrays[0], arrays[1], arrays[1], one, **options)
+    with pytest.raises(ValueError, match="needs a Hopper GPU"):
+        decode_attention(query, cache, cache, one, **options)
+
+
+def test_a_cache_in_fp8_counts_as_its_numbers():
+    query, keys, values = texts((100,), dim=16)
+    made = caches(keys, values, (100,), 128, jnp.float8_e4m3fn)
+    got = decode_attention(jnp.asarray(query), *made, jnp.asarray([100]), scale=0.25)
+    want = definition(query, keys, values, (100,), scale=0.25)
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=3e-6)

@@ -2,14 +2,50 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from jaxtune.pallas import dispatch, meshes
 from jaxtune.pallas.arguments import FLOATS, INTEGERS, Arguments
-from jaxtune.pallas.decode_attention import reference
+from jaxtune.pallas.decode_attention import mosaic, reference, triton
 
-IMPLEMENTATIONS = {"reference": reference}
+IMPLEMENTATIONS = {"mosaic": mosaic, "triton": triton, "reference": reference}
+
+
+def implementations(query, keys, *, soft_cap=None) -> dispatch.Table:
+    """The implementations of a call in the order in which they are tried, each with why it refuses it; of the arrays,
+    only shapes and dtypes count."""
+
+    def kernel(name):
+        module = IMPLEMENTATIONS[name]
+        return lambda: module.refusal(query, keys) or _first_use(name, module, query, keys, soft_cap)
+
+    return {"mosaic": kernel("mosaic"), "triton": kernel("triton"), "reference": lambda: None}
+
+
+def _first_use(name: str, module, query, keys, soft_cap) -> str | None:
+    """Why this GPU must not run the kernels for such calls, by a small case: an empty row, a full tile, a tile that has
+    one key, and a ring."""
+    (_, heads, dim), kv_heads, dtype = query.shape, keys.shape[1], jnp.dtype(query.dtype)
+    group = heads // kv_heads
+    call = f"{dtype.name}, {keys.dtype} cache, head dim {dim}, {group} heads a key/value head, {module.variant(query)}"
+    if soft_cap is not None:
+        call += ", soft cap"
+
+    def compare():
+        lengths = jnp.asarray([0, 1, 64, 600, 300, 513], jnp.int32)
+        shapes = (len(lengths), 2 * group, dim), *((len(lengths), 2, 512, dim),) * 2
+        drawn = zip(jax.random.split(jax.random.key(0), 3), shapes, strict=True)
+        query, *caches = (jax.random.normal(key, shape).astype(dtype) for key, shape in drawn)
+        caches = [cache.astype(keys.dtype) for cache in caches]
+        options = dict(scale=dim**-0.5, window=500, soft_cap=soft_cap, sinks=jnp.linspace(-1, 1, 2 * group))
+        got = jax.jit(lambda *given: module.decode(*given, **options))(query, *caches, lengths)
+        exact = dispatch.exactly(lambda *given: reference.decode(*given, **options))
+        return [got], [exact(*(array.astype(jnp.float32) for array in (query, *caches)), lengths)]
+
+    return dispatch.first_use("decode_attention", name, call, compare)
 
 
 @meshes.on_any_mesh
@@ -38,9 +74,11 @@ def decode_attention(
       window: the newest token sees itself and the window - 1 tokens before it, or None.
       soft_cap: cap * tanh(score / cap), or None (Gemma 2).
       sinks: float[heads], one extra logit a head without a value, or None (gpt-oss).
-      implementation: "reference", or None for the first that supports the call.
+      implementation: "mosaic", "triton", "reference", or None for the first that supports the call. The kernels want
+        16 bits and whole tiles of keys (cache.cache_capacity); FP8 caches are Triton's.
     Returns:
-      [B, heads, D] in query's dtype.
+      [B, heads, D] in query's dtype. Of the kernels, a row's result has the same bits alone, in any batch and in any
+      slot.
     Raises:
       TypeError, ValueError: an argument is not as described here.
     """
@@ -58,7 +96,12 @@ def decode_attention(
     check.number("soft_cap", soft_cap, above=0, optional=True)
     if sinks is not None:
         check.array("sinks", sinks, "heads", FLOATS)
-    table: dispatch.Table = {"reference": lambda: None}
-    chosen = IMPLEMENTATIONS[dispatch.choose("decode_attention", table, implementation)]
-    lengths = jnp.asarray(lengths, jnp.int32)
-    return chosen.decode(query, keys, values, lengths, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
+    chosen = dispatch.choose("decode_attention", implementations(query, keys, soft_cap=soft_cap), implementation)
+    function = functools.partial(IMPLEMENTATIONS[chosen].decode, scale=scale, window=window, soft_cap=soft_cap)
+
+    def run(query, keys, values, lengths, sinks):
+        return function(query, keys, values, lengths, sinks=sinks)
+
+    # The plain form is XLA's to divide.
+    run = run if chosen == "reference" else meshes.on_each_device(run, rows=4)
+    return run(query, keys, values, jnp.asarray(lengths, jnp.int32), sinks)

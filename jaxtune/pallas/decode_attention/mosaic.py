@@ -1,0 +1,172 @@
+"""Decode attention as Pallas Mosaic GPU kernels for Hopper: split keys (flash-decoding), then the splits combined.
+
+XLA writes the splits that are seen (splits.py) into a table, the longest first, and one program a multiprocessor works
+through it; what no row sees is neither read nor waited for. A second kernel adds the splits of each row in their order.
+
+All query heads of a KV head are rows of one tensor-core tile of 64, of which most are unused: the products take a third
+of the time that the cache takes from memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxtune.pallas import gpu_kernel, mosaic_types, persistent, tuning
+from jaxtune.pallas.decode_attention import mosaic_kernels
+from jaxtune.pallas.decode_attention.mosaic_kernels import LINE, MOST_HEADS
+from jaxtune.pallas.decode_attention.splits import (
+    MASKED,
+    SPLIT,
+    live_tiles,
+    log2_sinks,
+    newest_of,
+    order_of,
+    seen_of,
+)
+from jaxtune.pallas.dispatch import compute_capability
+
+TILE_HEADS = 64  # rows of a tensor-core tile
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """How the kernel over splits cuts its work.
+
+    Attributes:
+      step: keys of a tile; part of what a result's bits depend on.
+      stages: tiles of keys, and of values, that are on their way to a worker.
+      workers: warpgroups of a program.
+    """
+
+    step: int
+    stages: int
+    workers: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+HEURISTIC = {64: Blocks(64, 4, 2), 96: Blocks(64, 3, 2), 128: Blocks(64, 2, 2), 256: Blocks(64, 2, 1)}
+
+
+def blocks_of(dim: int, dtype) -> Blocks:
+    found = tuning.tuned("decode attention", f"head_dim={dim}", dtype, Blocks)
+    return Blocks(**found) if found else HEURISTIC[dim]
+
+
+def refusal(query, keys) -> str | None:
+    """Why these kernels cannot serve this call, or None."""
+    if gpu_kernel.interpreter() is None and compute_capability() != (9, 0):
+        return "needs a Hopper GPU (compute capability 9.0)"
+    if query.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"dtype {query.dtype}"
+    if keys.dtype != query.dtype:
+        return f"a cache of {keys.dtype}"
+    if query.shape[-1] not in HEURISTIC:
+        return f"head dim {query.shape[-1]}; there are {', '.join(map(str, HEURISTIC))}"
+    if query.shape[1] // keys.shape[1] > TILE_HEADS:
+        return f"{query.shape[1] // keys.shape[1]} query heads a key/value head; at most {TILE_HEADS}"
+    step = blocks_of(query.shape[-1], query.dtype).step
+    if keys.shape[2] % step:
+        return f"capacity {keys.shape[2]}, no multiple of {step}"
+    return None
+
+
+def variant(query) -> str:
+    """What else makes the kernels of a call other ones."""
+    return str(blocks_of(query.shape[-1], query.dtype).as_dict())
+
+
+def work_of(lengths, capacity: int, window: int | None, step: int):
+    """What the kernels work through; it depends on the lengths alone, so that XLA computes it once for all layers.
+
+    Returns:
+      table: int32[B * splits, 6], the longest first: row, split, first tile, tiles, index of the row's newest key, and
+        how many keys it sees. lines: int32[1], how many are live. order, count: see splits.order_of.
+    """
+    first, tiles = live_tiles(lengths, capacity, window, step)
+    row, split = (jax.lax.broadcasted_iota(jnp.int32, tiles.shape, axis) for axis in (0, 1))
+    of_row = (newest_of(lengths, capacity), seen_of(lengths, window))
+    columns = (row, split, first, tiles, *(jnp.broadcast_to(each[:, None], tiles.shape) for each in of_row))
+    table = jnp.stack(columns, -1).reshape(tiles.size, -1)
+    table = table[jnp.argsort(-tiles.reshape(-1), stable=True)]
+    return table, (tiles > 0).sum(dtype=jnp.int32)[None], *order_of(tiles)
+
+
+def _smem(shape, dtype, dim: int):
+    """Shared memory for tensor cores; rows of 96 numbers are three swizzled pieces of 64 bytes."""
+    row_bytes = 128 if dim * jnp.dtype(dtype).itemsize % 128 == 0 else 64
+    return plgpu.SMEM(shape, dtype, transforms=mosaic_types.tiled(dtype, row_bytes))
+
+
+def _split(query, keys, values, table, lines, blocks: Blocks, scale, soft_cap):
+    """(float32[B, kv_heads, splits, padded heads, D], its log-sum-exp); query [B, kv_heads, padded heads, D]."""
+    rows, kv_heads, heads, dim = query.shape
+    splits = -(-keys.shape[2] // SPLIT)
+    slots = blocks.workers * blocks.stages
+    outputs = [(rows, kv_heads, splits, heads, dim), (rows, kv_heads, splits, heads)]
+    return gpu_kernel.kernel(
+        functools.partial(
+            mosaic_kernels.split_kernel,
+            blocks=blocks,
+            scale=scale,
+            soft_cap=soft_cap,
+            interpreted=gpu_kernel.interpreter() is not None,
+        ),
+        "decode_attention",
+        gpu_kernel.interpreter(),
+        out_type=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in outputs],
+        grid=(persistent.cores(),),
+        grid_names=("program",),
+        num_threads=blocks.workers,
+        thread_name="wg",
+        scratch_types=[
+            _smem((blocks.workers, TILE_HEADS, dim), query.dtype, dim),
+            _smem((slots, blocks.step, dim), keys.dtype, dim),
+            _smem((slots, blocks.step, dim), keys.dtype, dim),
+            _smem((blocks.workers, TILE_HEADS, dim), jnp.float32, dim),
+            plgpu.SMEM((blocks.workers, TILE_HEADS), jnp.float32),
+            plgpu.Barrier(num_arrivals=1, num_barriers=blocks.workers),
+            plgpu.Barrier(num_arrivals=1, num_barriers=slots),
+            plgpu.Barrier(num_arrivals=1, num_barriers=slots),
+        ],
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+    )(query, keys, values, table, lines)
+
+
+def _combine(parts, lse, order, count, sinks, group: int, dtype):
+    """[B, kv_heads, group, D]; sinks float32[kv_heads, padded heads], in powers of two."""
+    rows, kv_heads, splits, padded, dim = parts.shape
+    heads = min(group, MOST_HEADS)
+    programs = -(-group // heads)
+    lines = programs * -(-heads * dim // LINE)
+    out = gpu_kernel.kernel(
+        functools.partial(mosaic_kernels.combine_kernel, heads=heads, dim=dim),
+        "decode_attention_combine",
+        gpu_kernel.interpreter(),
+        out_type=jax.ShapeDtypeStruct((rows, kv_heads, lines, LINE), dtype),
+        grid=(rows, kv_heads, programs),
+        grid_names=("row", "kv_head", "part"),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+    )(parts.reshape(rows, kv_heads, splits, padded * dim // LINE, LINE), lse, order, count, sinks)
+    return out.reshape(rows, kv_heads, -1)[..., : group * dim].reshape(rows, kv_heads, group, dim)
+
+
+def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, sinks=None):
+    """See api.decode_attention."""
+    rows, heads, dim = query.shape
+    kv_heads, capacity = keys.shape[1:3]
+    group = heads // kv_heads
+    blocks = blocks_of(dim, query.dtype)
+    table, lines, order, count = work_of(lengths, capacity, window, blocks.step)
+    padding = -group % 8
+    grouped = jnp.pad(query.reshape(rows, kv_heads, group, dim), ((0, 0), (0, 0), (0, padding), (0, 0)))
+    parts, lse = _split(grouped, keys, values, table, lines, blocks, scale, soft_cap)
+    sinks = jnp.pad(log2_sinks(sinks, heads).reshape(kv_heads, group), ((0, 0), (0, padding)), constant_values=MASKED)
+    return _combine(parts, lse, order, count, sinks, group, query.dtype).reshape(query.shape)

@@ -1,0 +1,205 @@
+"""The bodies of the two Mosaic decode kernels; mosaic.py says what they do and calls them."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxtune.pallas.attention.mosaic_parts import add_product, capped, filled, ids, products, rows_of
+from jaxtune.pallas.decode_attention.splits import MASKED
+
+LINE = 128  # numbers of a partial result that the combining kernel keeps in one register a thread
+AHEAD = 4  # partial results that it reads at a time
+MOST_HEADS = 8  # of one of its programs
+
+
+def split_kernel(
+    q_ref,
+    k_ref,
+    v_ref,
+    table_ref,
+    count_ref,
+    out_ref,
+    lse_ref,
+    q_smem,
+    k_smem,
+    v_smem,
+    out_smem,
+    lse_smem,
+    q_full,
+    k_full,
+    v_full,
+    *,
+    blocks,
+    scale,
+    soft_cap,
+    interpreted,
+):
+    """Attention over one split of the keys at a time.
+
+    A worker is a warpgroup. It takes every n-th item, an item being one KV head of one line of the table, and copies
+    the tiles of its next items into its own slots of shared memory while it computes.
+
+    Args:
+      q_ref: [B, kv_heads, heads of a group, D], padded to whole tiles of 8 heads. k_ref, v_ref: the caches.
+      table_ref: int32[lines, 6], see mosaic.work_of. count_ref: int32[1], how many of its lines are live.
+      out_ref: float32[B, kv_heads, splits, heads of a group, D], normalised over the split. lse_ref: the log-sum-exp
+        of each, in powers of two.
+    """
+    wg, program = lax.axis_index("wg"), lax.axis_index("program")
+    kv_heads, capacity, heads, dim = *k_ref.shape[1:3], *q_ref.shape[2:]
+    step, stages = blocks.step, jnp.int32(blocks.stages)
+    workers = lax.axis_size("program") * blocks.workers
+    worker = wg * lax.axis_size("program") + program
+    items = count_ref[0] * kv_heads
+    rounds = jnp.maximum(lax.div(items - worker + (workers - 1), jnp.int32(workers)), 0)
+    q, out, lse_row = q_smem.at[wg], out_smem.at[wg], lse_smem.at[wg]
+    layout = plgpu.Layout.WGMMA.reduce(1)
+
+    def item_of(turn):
+        """[KV head, columns of the table...] of the worker's item; past the last one, of whatever item there is."""
+        number = jnp.minimum(worker + turn * workers, table_ref.shape[0] * kv_heads - 1)
+        line = lax.div(number, jnp.int32(kv_heads))
+        return [lax.rem(number, jnp.int32(kv_heads)), *(table_ref[line, column] for column in range(6))]
+
+    # Where copies are: the turn of the item whose tile is copied next, the tile, the item and the one after it.
+    def fetch(source, target, full, cursor, slot):
+        turn, tile, (head, row, _, first, *_), _ = cursor
+
+        @pl.when(turn < rounds)
+        def _():
+            here = pl.ds(pl.multiple_of((first + tile) * step, step), step)
+            plgpu.copy_gmem_to_smem(source.at[row, head, here], target.at[slot], full.at[slot])
+
+    def advance(cursor):
+        turn, tile, item, following = cursor
+
+        def to_the_next():
+            return turn + 1, jnp.int32(0), following, item_of(turn + 2)
+
+        return lax.cond(tile + 1 == item[4], to_the_next, lambda: (turn, tile + 1, item, following))
+
+    def fetch_query(turn, item):
+        @pl.when(turn < rounds)
+        def _():
+            target = q.at[pl.ds(0, heads)] if heads < q_smem.shape[1] else q
+            plgpu.copy_gmem_to_smem(q_ref.at[item[1], item[0]], target, q_full.at[wg])
+
+    def slot_of(number):
+        return wg * stages + lax.rem(number, stages)
+
+    def attend(turn, state):
+        done, cursor, item = state
+        head, row, split, first, tiles, newest, seen = item
+        following = item_of(turn + 1)
+        plgpu.barrier_wait(q_full.at[wg])
+
+        def one(i, state):
+            cursor, acc, top, total = state
+            slot = slot_of(done + i)
+            plgpu.barrier_wait(k_full.at[slot])
+            key = k_smem.at[slot].transpose((1, 0))
+            (scores,) = products((q, key), shape=(q_smem.shape[1], step), issued=lambda: None)
+            fetch(k_ref, k_smem, k_full, cursor, slot)
+            scores, _ = capped(scores, scale, soft_cap)
+            age = newest - ids(scores.shape, 1, (first + i) * step)
+            age = jnp.where(age < 0, age + capacity, age)
+            scores = jnp.where(age < seen, scores, MASKED)
+            new = jnp.maximum(top, scores.max(axis=1))
+            fade = jnp.exp2(top - new)
+            weights = jnp.exp2(scores - rows_of(new, scores.shape))
+            total = total * fade + weights.sum(axis=1)
+            acc = acc * rows_of(fade, acc.shape)
+            plgpu.barrier_wait(v_full.at[slot])
+            acc = add_product(acc, weights.astype(v_ref.dtype), v_smem.at[slot], interpreted)
+            fetch(v_ref, v_smem, v_full, cursor, slot)
+            return advance(cursor), acc, new, total
+
+        begin = (
+            cursor,
+            filled((q_smem.shape[1], dim), 0.0, plgpu.Layout.WGMMA),
+            filled((q_smem.shape[1],), MASKED, layout),
+            filled((q_smem.shape[1],), 0.0, layout),
+        )
+        cursor, acc, top, total = lax.fori_loop(0, tiles, one, begin)
+        fetch_query(turn + 1, following)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's results have left shared memory
+        out[...] = acc * rows_of(1.0 / total, acc.shape)
+        lse_row[...] = top + jnp.log2(total)
+        plgpu.commit_smem()
+        real = pl.ds(0, heads)
+        whole = heads == q_smem.shape[1]
+        plgpu.copy_smem_to_gmem(out if whole else out.at[real], out_ref.at[row, head, split])
+        plgpu.copy_smem_to_gmem(lse_row if whole else lse_row.at[real], lse_ref.at[row, head, split])
+        return done + tiles, cursor, following
+
+    first_item = item_of(jnp.int32(0))
+    fetch_query(jnp.int32(0), first_item)
+    cursor = (jnp.int32(0), jnp.int32(0), first_item, item_of(jnp.int32(1)))
+    for number in range(blocks.stages):
+        fetch(k_ref, k_smem, k_full, cursor, slot_of(jnp.int32(number)))
+        fetch(v_ref, v_smem, v_full, cursor, slot_of(jnp.int32(number)))
+        cursor = advance(cursor)
+    lax.fori_loop(0, rounds, attend, (jnp.int32(0), cursor, first_item))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def combine_kernel(part_ref, lse_ref, order_ref, count_ref, sinks_ref, out_ref, *, heads, dim):
+    """The results of a row's live splits as one, in the order of the splits; a program has some heads of one KV head.
+
+    Args:
+      part_ref: float32[B, kv_heads, splits, lines, LINE], the heads of the group side by side, in lines.
+      lse_ref: float32[B, kv_heads, splits, padded heads]. order_ref: int32[B, splits], the live splits first.
+      count_ref: int32[B], how many are live. sinks_ref: float32[kv_heads, padded heads], in powers of two, MASKED for
+        none.
+      out_ref: [B, kv_heads, lines, LINE], of whole programs' heads.
+      heads: of a program, which has whole lines, or all the heads of the group.
+    """
+    row, head, part = (lax.axis_index(name) for name in ("row", "kv_head", "part"))
+    count, lines, vector = count_ref[row], -(-heads * dim // LINE), plgpu.Layout.WG_STRIDED((LINE,), 1)
+
+    def over_line(line, numbers):
+        """A vector that has, at each place of the line, the number of its head."""
+        first, last = (min(place // dim, heads - 1) for place in (line * LINE, (line + 1) * LINE - 1))
+        found = filled((LINE,), numbers[first], vector)
+        for other in range(first + 1, last + 1):
+            place = plgpu.broadcasted_iota(jnp.int32, (LINE,), 0, layout=vector)
+            found = jnp.where(place >= other * dim - line * LINE, filled((LINE,), numbers[other], vector), found)
+        return found
+
+    def partial(split, line):
+        return plgpu.load(part_ref.at[row, head, split, part * lines + line], layout=vector, optimized=False)
+
+    def add(number, state):
+        accs, tops, totals = state
+        splits = [order_ref[row, jnp.minimum(number * AHEAD + i, count - 1)] for i in range(AHEAD)]
+        parts = [[partial(split, line) for line in range(lines)] for split in splits]
+        lses = [[lse_ref[row, head, split, part * heads + i] for i in range(heads)] for split in splits]
+        for ahead in range(AHEAD):
+            live = number * AHEAD + ahead < count
+            new, fades, weights = [], [], []
+            for top, lse in zip(tops, lses[ahead], strict=True):
+                best = jnp.where(live, jnp.maximum(top, lse), top)
+                new.append(best)
+                fades.append(jnp.exp2(top - best))
+                weights.append(jnp.where(live, jnp.exp2(lse - best), 0.0))
+            totals = [total * fade + weight for total, fade, weight in zip(totals, fades, weights, strict=True)]
+            accs = [
+                acc * over_line(line, fades) + parts[ahead][line] * over_line(line, weights)
+                for line, acc in enumerate(accs)
+            ]
+            tops = new
+        return accs, tops, totals
+
+    sinks = [sinks_ref[head, part * heads + i] for i in range(heads)]
+    begin = (
+        [filled((LINE,), 0.0, vector) for _ in range(lines)],
+        sinks,
+        [jnp.where(sink > MASKED, 1.0, 0.0) for sink in sinks],
+    )
+    accs, _, totals = lax.fori_loop(0, lax.div(count + (AHEAD - 1), jnp.int32(AHEAD)), add, begin)
+    inverse = [1.0 / jnp.maximum(total, 1e-30) for total in totals]
+    for line, acc in enumerate(accs):
+        out_ref[row, head, part * lines + line] = (acc * over_line(line, inverse)).astype(out_ref.dtype)

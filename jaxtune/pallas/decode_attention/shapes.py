@@ -1,0 +1,50 @@
+"""Shapes of real models while they generate, shared by tests and benchmarks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One step of decoding: `rows` rows whose lengths are spread evenly over `shortest` to `longest` tokens."""
+
+    name: str
+    rows: int
+    shortest: int = 200
+    longest: int = 1200
+    capacity: int = 1280
+    heads: int = 32
+    kv_heads: int = 8
+    dim: int = 128
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+
+    def lengths(self) -> np.ndarray:
+        """int32[rows], in no order."""
+        spread = np.linspace(self.shortest, self.longest, self.rows).round().astype(np.int32)
+        return np.random.default_rng(0).permutation(spread)
+
+    def live_bytes(self) -> int:
+        """Of keys and values in 16 bits that the rows see."""
+        seen = np.minimum(self.lengths(), min(self.window or self.capacity, self.capacity))
+        return int(seen.sum()) * self.kv_heads * self.dim * 2 * 2
+
+
+CASES = (
+    Case("64 rows", 64),
+    Case("128 rows", 128),
+    Case("256 rows", 256),
+    Case("1 row of 700", 1, 700, 700),
+    Case("1 row of 32,768", 1, 32768, 32768, 32768),
+    Case("8 rows of 8,192", 8, 8192, 8192, 8192),
+    Case("64 rows, capacity 8,192", 64, capacity=8192),
+    Case("64 rows, head dim 64, sinks", 64, heads=64, dim=64, sinks=True),
+    Case("64 rows, head dim 64, window 128", 64, heads=64, dim=64, capacity=128, window=128, sinks=True),
+    Case("64 rows, head dim 96", 64, heads=32, kv_heads=32, dim=96),
+    Case("64 rows, head dim 256, soft cap", 64, heads=8, kv_heads=4, dim=256, soft_cap=50.0),
+    Case("64 rows, one query head a KV head", 64, heads=16, kv_heads=16),
+)

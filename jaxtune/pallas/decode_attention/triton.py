@@ -1,0 +1,103 @@
+"""Decode attention as Triton kernels, for every NVIDIA GPU since Ampere (compute capability 8.0): split keys
+(flash-decoding), then the splits combined, as in mosaic.py. A program has one split of one KV head of one row; those of
+splits that the row does not see end at once.
+
+The bodies are in triton_kernels.py, which imports triton and is itself imported where it is used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtune.pallas import compat, dispatch
+from jaxtune.pallas.decode_attention.splits import live_tiles, log2_sinks, order_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """step: keys at a time. stages: tiles that are on their way."""
+
+    step: int
+    warps: int
+    stages: int
+
+
+# By the head dim, a power of two. Two stages of keys and values fit the 99 KB of shared memory of every GPU.
+TILES = {64: Tile(64, 4, 3), 128: Tile(64, 4, 2), 256: Tile(32, 4, 2), 512: Tile(16, 4, 2)}
+
+
+def width(dim: int) -> int:
+    """The power of two in which the kernels hold a head dim."""
+    return max(64, 1 << (dim - 1).bit_length())
+
+
+def refusal(query, keys) -> str | None:
+    """Why these kernels cannot serve this call, or None."""
+    reason = compat.triton_refusal()
+    if reason is not None:
+        return reason
+    if query.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"dtype {query.dtype}"
+    if keys.dtype != query.dtype and (dispatch.compute_capability() or (0, 0)) < (8, 9):
+        return f"a cache of {keys.dtype} needs compute capability 8.9"
+    dim = query.shape[-1]
+    if dim % 16 or width(dim) not in TILES:
+        return f"head dim {dim}; multiples of 16 up to {max(TILES)}"
+    if keys.shape[2] % TILES[width(dim)].step:
+        return f"capacity {keys.shape[2]}, no multiple of {TILES[width(dim)].step}"
+    return None
+
+
+def variant(query) -> str:
+    """What else makes the kernels of a call other ones."""
+    return str(TILES[width(query.shape[-1])])
+
+
+def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, sinks=None):
+    """See api.decode_attention."""
+    from jaxtune.pallas.decode_attention import triton_kernels
+
+    rows, heads, dim = query.shape
+    kv_heads, capacity = keys.shape[1:3]
+    tile, group = TILES[width(dim)], heads // kv_heads
+    first, tiles = live_tiles(lengths, capacity, window, tile.step)
+    splits = tiles.shape[1]
+    sizes = dict(
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        SPLITS=splits,
+        DIM=dim,
+        GROUP=max(16, 1 << (group - 1).bit_length()),
+        WIDTH=width(dim),
+    )
+    parts, lses = compat.triton_call(
+        triton_kernels.decode_split_kernel,
+        (query, keys, values, lengths, first, tiles),
+        [
+            jax.ShapeDtypeStruct((rows, kv_heads, splits, group, dim), np.float32),
+            jax.ShapeDtypeStruct((rows, kv_heads, splits, group), np.float32),
+        ],
+        (splits, kv_heads, rows),
+        warps=tile.warps,
+        stages=tile.stages,
+        CAPACITY=capacity,
+        WINDOW=int(window or 0),
+        SCALE=float(scale),
+        CAP=float(soft_cap or 0.0),
+        STEP=tile.step,
+        **sizes,
+    )
+    (out,) = compat.triton_call(
+        triton_kernels.decode_combine_kernel,
+        (parts, lses, *order_of(tiles), log2_sinks(sinks, heads)),
+        [jax.ShapeDtypeStruct(query.shape, query.dtype)],
+        (kv_heads, rows),
+        warps=4,
+        stages=2,
+        **sizes,
+    )
+    return out

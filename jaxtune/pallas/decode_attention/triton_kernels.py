@@ -1,0 +1,120 @@
+"""The bodies of the Triton decode kernels; triton.py says what they do and calls them.
+
+Caches are [B, kv_heads, CAPACITY, DIM], contiguous. Scores are kept in units of log2. A CAP of 0 is none. GROUP and
+WIDTH are the next powers of two of the query heads of a KV head (16 at least) and of DIM.
+"""
+
+import triton
+import triton.language as tl
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_MASKED = tl.constexpr(-1e30)
+
+
+@triton.jit
+def _tile(array, first, STEP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    columns = tl.arange(0, WIDTH)
+    pointers = array + (first + tl.arange(0, STEP))[:, None] * DIM + columns[None, :]
+    if WIDTH == DIM:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=(columns < DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def decode_split_kernel(
+    query,
+    keys,
+    values,
+    lengths,
+    firsts,
+    tiles,
+    parts,
+    lses,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    SPLITS: tl.constexpr,
+    DIM: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SCALE: tl.constexpr,
+    CAP: tl.constexpr,
+    STEP: tl.constexpr,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Attention of one KV head of one row over one split of the keys: float32 parts [B, kv_heads, SPLITS, heads of a
+    group, DIM], normalised over the split, and their log-sum-exp."""
+    split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    count = tl.load(tiles + row * SPLITS + split)
+    if count > 0:
+        OWN: tl.constexpr = HEADS // KV_HEADS
+        members, columns = tl.arange(0, GROUP), tl.arange(0, WIDTH)
+        real = (members < OWN)[:, None] & (columns < DIM)[None, :]
+        places = members[:, None] * DIM + columns[None, :]
+        q = tl.load(query + (row * HEADS + head * OWN) * DIM + places, mask=real, other=0.0)
+        length = tl.load(lengths + row)
+        seen = tl.minimum(length, WINDOW) if WINDOW > 0 else length
+        newest = (length - 1) % CAPACITY
+        first = tl.load(firsts + row * SPLITS + split) * STEP
+        cache = (row * KV_HEADS + head).to(tl.int64) * CAPACITY * DIM
+        top = tl.full([GROUP], _MASKED, tl.float32)
+        total = tl.zeros([GROUP], tl.float32)
+        acc = tl.zeros([GROUP, WIDTH], tl.float32)
+        for begin in range(first, first + count * STEP, STEP):
+            k = _tile(keys + cache, begin, STEP, DIM, WIDTH).to(q.dtype)
+            scores = tl.dot(q, tl.trans(k)) * SCALE
+            if CAP > 0.0:
+                # tanh(y) = 1 - 2 / (1 + exp(2 y)), which has the right limits.
+                scores = CAP * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 / CAP * _LOG2E))))
+            age = newest - (begin + tl.arange(0, STEP))
+            age = tl.where(age < 0, age + CAPACITY, age)
+            scores = tl.where((age < seen)[None, :], scores * _LOG2E, _MASKED)
+            new = tl.maximum(top, tl.max(scores, 1))
+            fade = tl.exp2(top - new)
+            weights = tl.exp2(scores - new[:, None])
+            total = total * fade + tl.sum(weights, 1)
+            v = _tile(values + cache, begin, STEP, DIM, WIDTH).to(q.dtype)
+            acc = tl.dot(weights.to(q.dtype), v, acc * fade[:, None])
+            top = new
+        part = ((row * KV_HEADS + head) * SPLITS + split).to(tl.int64) * OWN
+        tl.store(parts + part * DIM + places, acc / total[:, None], mask=real)
+        tl.store(lses + part + members, top + tl.log2(total), mask=members < OWN)
+
+
+@triton.jit
+def decode_combine_kernel(
+    parts,
+    lses,
+    order,
+    counts,
+    sinks,
+    out,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """The results of a row's live splits as one, in the order of the splits. sinks: float32[HEADS], in powers of two,
+    _MASKED for none."""
+    head, row = tl.program_id(0), tl.program_id(1)
+    OWN: tl.constexpr = HEADS // KV_HEADS
+    members, columns = tl.arange(0, GROUP), tl.arange(0, WIDTH)
+    real = (members < OWN)[:, None] & (columns < DIM)[None, :]
+    places = members[:, None] * DIM + columns[None, :]
+    top = tl.load(sinks + head * OWN + members, mask=members < OWN, other=_MASKED)
+    total = tl.where(top > _MASKED, 1.0, 0.0)
+    acc = tl.zeros([GROUP, WIDTH], tl.float32)
+    for number in range(tl.load(counts + row)):
+        split = tl.load(order + row * SPLITS + number)
+        part = ((row * KV_HEADS + head) * SPLITS + split).to(tl.int64) * OWN
+        lse = tl.load(lses + part + members, mask=members < OWN, other=_MASKED)
+        new = tl.maximum(top, lse)
+        fade, weight = tl.exp2(top - new), tl.exp2(lse - new)
+        total = total * fade + weight
+        acc = acc * fade[:, None] + weight[:, None] * tl.load(parts + part * DIM + places, mask=real, other=0.0)
+        top = new
+    acc = acc / tl.maximum(total, 1e-30)[:, None]
+    tl.store(out + (row * HEADS + head * OWN) * DIM + places, acc.to(out.dtype.element_ty), mask=real)

@@ -1,0 +1,76 @@
+"""The Triton decode kernels' bodies, run by Triton's interpreter, against the reference. In float16: the interpreter
+does not round to bfloat16 as a GPU does."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from triton_interpreter import interpreted
+
+from jaxtune.pallas import dispatch
+from jaxtune.pallas.decode_attention import cache_of, decode_attention
+
+LENGTHS = (0, 1, 37, 64, 300)
+SINKS = np.linspace(-1, 1, 6, dtype=np.float32)
+CASES = {
+    "plain": (6, 2, 64, 384, {}),
+    "everything": (6, 2, 128, 384, {"window": 130, "soft_cap": 4.0, "sinks": SINKS}),
+    "ring": (4, 2, 64, 128, {"window": 100}),
+    "ring_that_leaves_out_splits": (4, 2, 64, 640, {"window": 70}),
+    "head_dim_96": (3, 3, 96, 384, {}),
+    "head_dim_256": (2, 1, 256, 384, {}),
+    "head_dim_512": (2, 1, 512, 384, {}),
+    "many_heads": (20, 1, 64, 384, {}),
+}
+
+
+def operands(lengths, heads, kv_heads, dim, capacity, dtype, cache_dtype):
+    draw = np.random.default_rng(0)
+
+    def drawn(*shape):
+        return jnp.asarray(draw.standard_normal(shape).astype(jnp.float8_e4m3fn).astype(np.float32))
+
+    given = jnp.asarray(lengths, jnp.int32)
+    query = drawn(len(lengths), heads, dim).astype(dtype)
+    made = [drawn(len(lengths), max(lengths), kv_heads, dim).astype(cache_dtype) for _ in range(2)]
+    return query, *(cache_of(each, given, capacity) for each in made), given
+
+
+def check(heads, kv_heads, dim, capacity, features, capability=(8, 0), cache_dtype=None):
+    def run(implementation, dtype, cache_dtype):
+        arrays = operands(LENGTHS, heads, kv_heads, dim, capacity, dtype, cache_dtype)
+        got = decode_attention(*arrays, scale=dim**-0.5, implementation=implementation, **features)
+        return np.asarray(got, np.float64)
+
+    want = run("reference", jnp.float32, jnp.float32)
+    xla = run("reference", jnp.float16, jnp.float16)
+    with interpreted(capability):
+        got = run("triton", jnp.float16, cache_dtype or jnp.float16)
+    assert dispatch.record["decode_attention"][0] == "triton"
+    assert np.linalg.norm(got - want) <= 2 * np.linalg.norm(xla - want)
+    assert not got[0].any(), "an empty row gives zeros"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_against_the_reference(case):
+    check(*CASES[case])
+
+
+def test_a_cache_in_fp8():
+    check(*CASES["everything"], capability=(8, 9), cache_dtype=jnp.float8_e4m3fn)
+    with pytest.raises(ValueError, match="a cache of float8_e4m3fn needs compute capability 8.9"):
+        check(*CASES["plain"], cache_dtype=jnp.float8_e4m3fn)
+
+
+def test_a_row_has_the_same_bits_in_every_batch_slot_and_capacity():
+    query, keys, values, lengths = operands(LENGTHS, 6, 2, 64, 384, jnp.float16, jnp.float16)
+    with interpreted():
+        whole = decode_attention(query, keys, values, lengths, scale=0.1, implementation="triton", sinks=SINKS)
+        picked = jnp.asarray([4, 2])
+        room = ((0, 0), (0, 0), (0, 256), (0, 0))
+        longer = (jnp.pad(each[picked], room) for each in (keys, values))
+        some = decode_attention(
+            query[picked], *longer, lengths[picked], scale=0.1, implementation="triton", sinks=SINKS
+        )
+    np.testing.assert_array_equal(some, whole[picked])
