@@ -373,7 +373,7 @@ class SFTTrainer(Reports):
             events.begin(trainer.config, trainer.total_steps, trainer.batches.steps_per_epoch)
             trained = self._handing_back()(trainer.train())
         except BaseException:
-            self.model.module = given  # the weights of an unfinished run were donated
+            self.model.module = given  # the weights of an interrupted run were donated
             raise
         steps = trainer.steps_done
         self.state.global_step, self.state.epoch = steps, steps / trainer.batches.steps_per_epoch

@@ -1,1 +1,2 @@
-"""How the hot operations run. JAX only: every operation here is usable alone, in research code too."""
+"""The kernels of jaxtune and the operations built on them. The package needs only JAX and numpy, so every operation can
+be used alone in other code."""

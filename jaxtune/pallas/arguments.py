@@ -1,5 +1,5 @@
-"""What a public op asks of its arguments, checked while it is traced: an error names the argument, what it is, and what
-it must be. Nothing here is part of the program."""
+"""Checks of the arguments of public operations, made while a call is traced. An error names the argument, what it is
+and what it must be. The checks add nothing to the program."""
 
 from __future__ import annotations
 
@@ -17,34 +17,42 @@ INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uin
 
 
 class Parted(Protocol):
-    """A weight in few bits, which is made of several arrays."""
+    """A quantised weight that consists of several arrays."""
 
     def problem(self) -> str | None:
-        """Why the parts are not those of one tensor, or None."""
+        """Why the parts do not belong to one tensor; None if they do."""
         ...
 
 
 class Arguments:
-    """The arguments of one call of `op`.
+    """A checker for the arguments of one call of `op`.
 
-    A shape is written as words: "B T heads D". A word is a size that the first array with it binds, and that every
-    other array with it must have; a number is itself, and "..." in front is any number of axes.
+    A shape is written as words: "B T heads D". A word is a size that is bound by the first array that has it, and that
+    every other array with the word must have. A number stands for itself, and a leading "..." for any number of axes.
+
+    Args:
+      op: name of the operation, for messages.
+      sizes: sizes of words that are known before any array.
     """
 
     def __init__(self, op: str, **sizes: int):
-        """sizes: of words that are known before any array."""
+        """See the class."""
         self.op = op
         self.sizes: dict[str, tuple[int, str]] = {word: (size, "") for word, size in sizes.items()}
 
     def array(self, name: str, value: Any, shape: str, dtypes: Any, stored: tuple[type[Parted], ...] = ()) -> None:
-        """Checks an array.
+        """Checks that a value is an array of this shape and dtype.
 
         Args:
-          dtypes: a dtype, or the names of all that may be.
-          stored: classes of weights in few bits that may stand in its place: of these the shape is checked, and that
+          name: of the argument.
+          value: the argument.
+          shape: in words; see the class.
+          dtypes: a dtype, or the names of all allowed ones.
+          stored: classes of quantised weights that are allowed in its place; for them the shape is checked, and that
             their parts fit together.
         Raises:
-          TypeError: value is no array or has another dtype. ValueError: it has another shape.
+          TypeError: it is not an array, or has another dtype.
+          ValueError: it has another shape.
         """
         if isinstance(value, stored):
             if value.problem() is not None:
@@ -60,6 +68,7 @@ class Arguments:
         self._fit(name, value, shape.split())
 
     def _fit(self, name: str, value: Any, words: list[str]) -> None:
+        """Checks a value's shape against words, and binds new words."""
         sizes = tuple(value.shape)
         if words[:1] == ["..."]:
             words, sizes = words[1:], sizes[max(0, len(sizes) - len(words) + 1) :]
@@ -77,19 +86,20 @@ class Arguments:
                 self.sizes.setdefault(word, (size, f" (as {name} has)"))
 
     def is_a(self, name: str, value: Any, kind: type | tuple[type, ...], hint: str) -> None:
-        """Checks a value's class. hint: what it must be, in words.
+        """Checks a value's class; `hint` says in words what it must be.
 
         Raises:
-          TypeError: it is another.
+          TypeError: it has another class.
         """
         if not isinstance(value, kind):
             raise TypeError(f"{self.op}: {name} is {_kind(value)}; it must be {hint}")
 
     def sequence(self, name: str, value: Any, of: str, count: int | None = None) -> None:
-        """Checks a list or tuple of `count` entries (None: at least one).
+        """Checks a list or tuple of `count` entries (None: at least one); `of` says in words what the entries are.
 
         Raises:
-          TypeError: it is neither. ValueError: it has another number of entries.
+          TypeError: it is neither a list nor a tuple.
+          ValueError: it has another number of entries.
         """
         if not isinstance(value, Sequence) or isinstance(value, str):
             raise TypeError(f"{self.op}: {name} is {_kind(value)}; it must be a list or tuple of {of}")
@@ -111,9 +121,15 @@ class Arguments:
         """Checks a finite number that is known while tracing.
 
         Args:
-          whole: it must be an integer. least, above, below: its range. optional: None is one, too.
+          name: of the argument.
+          value: the argument.
+          whole: it must be an integer.
+          least: it must not be smaller.
+          above, below: it must be larger, or smaller.
+          optional: None is allowed too.
         Raises:
-          TypeError: it is no such number. ValueError: it is out of range.
+          TypeError: it is not such a number.
+          ValueError: it is out of range.
         """
         if optional and value is None:
             return
@@ -128,10 +144,11 @@ class Arguments:
             raise ValueError(f"{self.op}: {name} = {value}: must be {wanted or 'finite'}")
 
     def choice(self, name: str, value: Any, choices: Sequence[str]) -> None:
-        """Checks a name.
+        """Checks that a value is one of `choices`.
 
         Raises:
-          TypeError: it is no string. ValueError: it is none of `choices`.
+          TypeError: it is not a string.
+          ValueError: it is none of the choices.
         """
         if not isinstance(value, str):
             raise TypeError(f"{self.op}: {name} is {_kind(value)}; it must be {_either(choices)}")
@@ -140,22 +157,25 @@ class Arguments:
 
 
 def describe(value: Any) -> str:
-    """An array in words: float32[2, 24]; of a weight in few bits, its class."""
+    """An array in words, such as float32[2, 24]; a quantised weight by its class."""
     kind = str(value.dtype) if _is_array(value) else type(value).__name__
     return f"{kind}[{', '.join(map(str, value.shape))}]"
 
 
 def _is_array(value: Any) -> bool:
+    """Whether a value is an array of JAX or numpy."""
     return isinstance(value, jax.Array | np.ndarray | np.generic) or hasattr(value, "__jax_array__")
 
 
 def _kind(value: Any) -> str:
+    """Any value in words."""
     if _is_array(value):
         return f"an array {describe(value)}"
     return "None" if value is None else f"a {type(value).__name__} ({str(value)[:60]})"
 
 
 def _either(words: Sequence[str]) -> str:
+    """Words joined by commas and "or"."""
     if tuple(words) == INTEGERS:
         return "an integer dtype"
     return " or ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]

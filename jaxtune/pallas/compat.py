@@ -1,4 +1,5 @@
-"""What differs between versions of JAX's neighbours, in one place: jax-triton 0.3 (triton 3.6) and 0.4 (triton 3.7)."""
+"""Differences between versions of packages that kernels use, in one place: jax-triton 0.3 (triton 3.6) and 0.4 (triton
+3.7)."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from jaxtune.pallas import dispatch, meshes
 
 
 def triton_refusal() -> str | None:
-    """Why Triton kernels cannot run here, or None."""
+    """Why Triton kernels cannot run here; None if they can."""
     capability = dispatch.compute_capability()
     if capability is None:
         return "no NVIDIA GPU"
@@ -27,6 +28,7 @@ def triton_refusal() -> str | None:
 
 @functools.cache
 def _has_jax_triton() -> bool:
+    """Whether jax-triton is installed."""
     return importlib.util.find_spec("jax_triton") is not None
 
 
@@ -41,11 +43,19 @@ def triton_call(
     contract: bool = True,
     **constants: int | float,
 ) -> list[jax.Array]:
-    """Calls a Triton kernel: a function under triton.jit that takes pointers to `arguments` and to the outputs, and
+    """Calls a Triton kernel, a function under triton.jit that takes pointers to `arguments` and to the outputs, and
     `constants`.
 
     Args:
-      contract: whether products and sums may be joined into fused multiply-adds.
+      kernel: the function.
+      arguments: its input arrays.
+      out_types: shapes and dtypes of its outputs.
+      grid: number of programs along each axis.
+      warps, stages: Triton's num_warps and num_stages.
+      contract: whether products and sums may be fused into multiply-adds.
+      constants: its compile-time constants.
+    Returns:
+      the outputs.
     """
     import jax_triton
 

@@ -1,8 +1,8 @@
-"""Picks an implementation of an op, and says why it refused the others.
+"""The choice of an operation's implementation, with the reasons why faster ones refuse a call.
 
-Each op keeps an ordered table {name: implementation}, the fastest first and `reference` last. An explicit
+Each operation has an ordered table {name: implementation}, the fastest first and `reference` last. An explicit
 `implementation=` never falls back; None takes the first that supports the call. A hand-written kernel is compared with
-the reference at its first use on a GPU (`first_use`): one that is wrong there is refused from then on.
+the reference at its first use on a GPU (`first_use`), and a kernel that is wrong there is refused from then on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from jaxtune.pallas import versions
 
 logger = logging.getLogger(__name__)
 
-# The implementations of an op, the first choice first: name -> why it refuses the call, or None where it supports it.
+# The implementations of an operation, the preferred one first: name -> a function that returns why it refuses the call,
+# or
+# None if it supports it.
 Table = Mapping[str, Callable[[], str | None]]
 
 # op -> (chosen implementation, {refused implementation: why}) of the latest choice; read by tests and `jaxtune info`.
@@ -34,6 +36,7 @@ record: dict[str, tuple[str, dict[str, str]]] = {}
 
 @functools.cache
 def _device_capability(platform: str) -> tuple[int, int] | None:
+    """(major, minor) of the machine's first GPU; None on other platforms."""
     if platform != "gpu":
         return None
     text = getattr(jax.local_devices(backend="gpu")[0], "compute_capability", None)
@@ -48,7 +51,8 @@ _unsaid = False  # see unsaid
 
 
 def compute_capability() -> tuple[int, int] | None:
-    """(major, minor) of the NVIDIA GPU to lower for, or None: the machine's, unless `compile_for` names another."""
+    """(major, minor) of the NVIDIA GPU to lower for: the machine's, unless `compile_for` sets another; None without a
+    GPU."""
     return _target if _target is not None else _device_capability(jax.default_backend())
 
 
@@ -56,7 +60,7 @@ def compute_capability() -> tuple[int, int] | None:
 first_uses: dict[tuple[str, str, str], Future[str | None]] = {}
 _first_use_lock = threading.Lock()
 _checkers = ThreadPoolExecutor(8, "first use")
-_held: list[Callable[[], None]] = []  # checks that `begin_checks` has still to begin
+_pending: list[Callable[[], None]] = []  # checks that wait for `begin_checks`
 # The checks that were asked for within `built`, which waits for them at its end, or `unchecked`; None outside.
 _beside: contextvars.ContextVar[list[Future[str | None]] | None] = contextvars.ContextVar("beside", default=None)
 # Relative error of a 16-bit result against float32: ten times what rounding makes, a tenth of what a wrong kernel does.
@@ -64,23 +68,28 @@ _FIRST_USE_BOUND = 0.02
 
 
 def first_use(op: str, name: str, call: str, compare: Callable[[], tuple[Sequence, Sequence]]) -> str | None:
-    """Why this GPU must not run an implementation, or None: compares one small case with the reference, once for each
-    (op, name, call). A pass is remembered in the user's cache, for compiling the case takes seconds of every start.
+    """Compares a small case with the reference, once for each (op, name, call), before an implementation is used on
+    this GPU.
 
-    Does nothing where no GPU is (interpreted kernels have their tests) or while compiling for another one. May be
-    called while JAX traces: the comparison runs in a thread of its own, which knows of no trace, mesh or context.
-    Within `built` and `unchecked` it is not waited for here, and begins with `begin_checks`.
+    A pass is stored in the user's cache, because compiling the case takes seconds. Nothing is compared without a GPU
+    (interpreted kernels have their own tests) or while compiling for another GPU. The function may be called while JAX
+    traces: the comparison runs in its own thread, outside of any trace, mesh or context. Within `built` and `unchecked`
+    it returns at once, and the comparison starts with `begin_checks`.
 
     Args:
-      call: what makes the kernel another one: dtype, head dim, ...
-      compare: makes the case and returns (results of the implementation, those of the reference in float32).
+      op: the operation.
+      name: the implementation.
+      call: everything that makes the kernel another one: dtype, head dim, ...
+      compare: makes the case and returns (results of the implementation, results of the reference in float32).
+    Returns:
+      why this GPU must not run the implementation, or None.
     """
     if _target is not None or _device_capability(jax.default_backend()) is None:
         return None
     with _first_use_lock:
         if (op, name, call) not in first_uses:
             first_uses[op, name, call] = check = Future()
-            _held.append(functools.partial(_check, check, op, name, call, compare))
+            _pending.append(functools.partial(_check, check, op, name, call, compare))
         check = first_uses[op, name, call]
     beside = _beside.get()
     if beside is None or check.done():
@@ -91,28 +100,28 @@ def first_use(op: str, name: str, call: str, compare: Callable[[], tuple[Sequenc
 
 
 def begin_checks() -> None:
-    """Begins the checks that were asked for so far.
+    """Starts the checks that were asked for so far.
 
-    Who builds a program says when: once it is lowered, and XLA, which needs no Python, has begun. Threads that trace
-    checks beside a program take Python's time from it: lowering a step of Qwen3-30B-A3B took 7 s for 4, all of which
-    XLA waited for. Its checks take less time than XLA.
+    It is called once a program is lowered and XLA, which needs no Python, has started to compile it. Checks trace in
+    threads, which take Python's time from lowering: lowering a step of Qwen3-30B-A3B took 7 s in place of 4 with checks
+    beside it, and XLA waited all that time. The checks themselves take less time than XLA.
     """
     with _first_use_lock:
-        for check in _held:
+        for check in _pending:
             _checkers.submit(check)
-        _held.clear()
+        _pending.clear()
 
 
 def exactly[**P, R](results: Callable[P, R]) -> Callable[P, R]:
-    """jit of a reference's results for a check. Without the search for the fastest matrix products, which takes seconds
-    a product, longer than everything else of a check, and the GPU from the programs that are compiled beside it."""
+    """jit for a reference's results in a check, without autotuning of matrix products. Autotuning takes seconds for
+    each product, longer than the rest of a check, and it uses the GPU that other programs are compiled on."""
     return jax.jit(results, compiler_options={"xla_gpu_autotune_level": 0})
 
 
 @contextlib.contextmanager
 def unchecked():
-    """For shapes alone, of what `built` lowers later: nothing waits for the checks of first uses that are asked for
-    here. A kernel is taken as right; should it fail, `built` finds that out."""
+    """A context for abstract evaluation of what `built` lowers later. Checks of first uses that are asked for within it
+    are not waited for, and kernels are assumed to be right; `built` finds out if one is not."""
     token = _beside.set([])
     try:
         yield
@@ -121,10 +130,12 @@ def unchecked():
 
 
 def built[Built](build: Callable[[], Built]) -> Built:
-    """What `build` gives, programs that it traces and lowers, and may compile; the checks of first uses run beside it.
+    """The result of `build`, which traces, lowers and may compile programs, while the checks of first uses run beside
+    it.
 
-    Their kernels are taken as right until it ends, so that a start waits for no check that is shorter than compiling.
-    A model of experts has a dozen, of up to 20 s. Where one fails, everything is built once more, without its kernel.
+    Kernels are assumed to be right until it ends, so that a start does not wait for checks that are shorter than
+    compiling. A model of experts has a dozen checks, of up to 20 s. If a check fails, everything is built once more
+    without that kernel.
     """
     asked: list[Future[str | None]] = []
     token = _beside.set(asked)
@@ -138,30 +149,32 @@ def built[Built](build: Callable[[], Built]) -> Built:
             return programs
     finally:
         _beside.reset(token)
-    jax.clear_caches()  # of traces with a kernel that is refused now
+    jax.clear_caches()  # removes traces with a kernel that is refused now
     return build()
 
 
 def _failed(checks: list[Future[str | None]]) -> bool:
-    """Whether one did; waits for all."""
+    """Waits for all checks; whether one of them failed."""
     begin_checks()
-    return any([check.result() is not None for check in checks])  # noqa: C419 - of a generator, not for all
+    return any([check.result() is not None for check in checks])  # noqa: C419 - a list, so that all are waited for
 
 
 def _check(check: Future[str | None], op: str, name: str, call: str, compare: Callable) -> None:
+    """Runs a check and sets its future's result."""
     try:
         check.set_result(_checked(op, name, call, compare))
-    except BaseException as error:  # whoever waits for the check is told
+    except BaseException as error:  # raised again where the check is waited for
         check.set_exception(error)
 
 
 def _checked(op: str, name: str, call: str, compare: Callable[[], tuple[Sequence, Sequence]]) -> str | None:
+    """The result of a check: None if it passes or has passed before, else the reason, which is logged."""
     passed = _pass(op, name, call)
     if passed.is_file():
         return None
     reason = _difference(compare)
     if reason is None:
-        with contextlib.suppress(OSError):  # a cache that cannot be written costs the next start its time
+        with contextlib.suppress(OSError):  # if the cache cannot be written, the next start repeats the check
             passed.parent.mkdir(parents=True, exist_ok=True)
             passed.touch()
     else:
@@ -170,8 +183,8 @@ def _checked(op: str, name: str, call: str, compare: Callable[[], tuple[Sequence
 
 
 def _pass(op: str, name: str, call: str) -> Path:
-    """The file that says that a check passed with this kind of GPU, these kernels and all that compiles and runs them.
-    JAXTUNE_CACHE moves its folder."""
+    """The file that records that a check passed with this kind of GPU, these kernels, and all software that compiles
+    and runs them. JAXTUNE_CACHE moves its folder."""
     device = jax.local_devices()[0]
     made_with = (device.device_kind, device.client.platform_version, *versions.of_kernels(), _sources())
     root = os.environ.get("JAXTUNE_CACHE") or Path.home() / ".cache" / "jaxtune"
@@ -180,7 +193,7 @@ def _pass(op: str, name: str, call: str) -> Path:
 
 @functools.cache
 def _sources() -> str:
-    """A digest of the package's kernels."""
+    """A digest of the kernels' sources."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
@@ -188,16 +201,17 @@ def _sources() -> str:
 
 
 def _difference(compare: Callable[[], tuple[Sequence, Sequence]]) -> str | None:
+    """Why the results of a case differ from the reference, or why the case failed; None if they agree."""
     try:
         errors = []
-        with jax.enable_x64(False):  # under which small cases would be made in float64
+        with jax.enable_x64(False):  # with it, small cases would be float64
             cases = compare()
         for result, reference in zip(*cases, strict=True):
             result, reference = np.asarray(result, np.float64), np.asarray(reference, np.float64)
             if result.shape != reference.shape:
                 raise ValueError(f"result of shape {result.shape}, the reference's is {reference.shape}")
             errors.append(float(np.linalg.norm(result - reference) / np.linalg.norm(reference)))
-    except Exception as error:  # whatever keeps a kernel from running is a reason to run another one
+    except Exception as error:  # any error of a kernel is a reason to use another implementation
         return f"failed in the check at its first use on this GPU: {type(error).__name__}: {str(error)[:300]}"
     for number, error in enumerate(errors):
         if not error <= _FIRST_USE_BOUND:
@@ -209,7 +223,7 @@ def _difference(compare: Callable[[], tuple[Sequence, Sequence]]) -> str | None:
 
 
 def device_kind() -> str | None:
-    """The name of the GPU to lower for, such as "NVIDIA H200"; None where there is none or only its capability is
+    """The name of the GPU to lower for, such as "NVIDIA H200"; None without a GPU, or if only its capability is
     known."""
     described = jax.sharding.get_abstract_mesh().abstract_device
     if described is not None:
@@ -220,18 +234,19 @@ def device_kind() -> str | None:
 
 
 def multiprocessors() -> int:
-    """How many multiprocessors the GPU to lower for has."""
+    """The number of multiprocessors of the GPU to lower for."""
     described = jax.sharding.get_abstract_mesh().abstract_device
     if described is not None:
         return described.num_cores
     if _target is not None:
-        return 132  # no more is known of it: as many as an H100 or H200
+        return 132  # only the capability is known: assume the number of an H100 or H200
     return jax.local_devices(backend="gpu")[0].core_count
 
 
 @contextlib.contextmanager
 def compile_for(capability: tuple[int, int]):
-    """Choose implementations as if the machine had a GPU of this compute capability: to compile where there is none."""
+    """A context in which implementations are chosen as if the machine had a GPU of this compute capability, for
+    compiling without a GPU."""
     global _target
     before, _target = _target, capability
     try:
@@ -242,8 +257,8 @@ def compile_for(capability: tuple[int, int]):
 
 @contextlib.contextmanager
 def unsaid():
-    """What is computed here has no use for faster implementations, such as a check in float32: nothing is said of those
-    that refuse it."""
+    """A context without messages on refused implementations, for computations that do not need speed, such as a check
+    in float32."""
     global _unsaid
     before, _unsaid = _unsaid, True
     try:
@@ -254,7 +269,7 @@ def unsaid():
 
 @functools.cache
 def _say_once(op: str, name: str, refused: tuple[tuple[str, str], ...]) -> None:
-    """A GPU's owner wants to know what keeps the faster implementation away."""
+    """Logs once why faster implementations refuse a call."""
     reasons = "; ".join(f"{other}: {reason}" for other, reason in refused)
     logger.warning("%s runs on %s (%s)", op, name, reasons)
 
@@ -262,19 +277,27 @@ def _say_once(op: str, name: str, refused: tuple[tuple[str, str], ...]) -> None:
 def on_request(
     name: str, implementation: str | None, why: str, refusal: Callable[[], str | None]
 ) -> Callable[[], str | None]:
-    """The refusal, for a Table, of an implementation that serves only where `implementation`, what was asked for, is
-    its name; why: such as "not measured on a GPU yet"."""
+    """A refusal, for a Table, of an implementation that is used only if `implementation`, the requested name, is its
+    own.
+
+    Args:
+      name: the implementation's.
+      implementation: what the caller asked for; None: nothing.
+      why: why it is not used otherwise, such as "not measured on a GPU yet".
+      refusal: returns why it refuses the call even if asked for.
+    """
     if implementation == name:
         return refusal
     return lambda: f"{why}: runs where it is asked for by name"
 
 
 def choose(op: str, table: Table, implementation: str | None) -> str:
-    """Name of the implementation to run.
+    """The name of the implementation to run.
 
     Args:
-      table: the implementations, see Table.
-      implementation: an explicit name, or None for the first that supports the call.
+      op: the operation.
+      table: its implementations; see Table.
+      implementation: an explicit name; None: the first that supports the call.
     Raises:
       ValueError: the explicit name is unknown or refuses the call.
     """

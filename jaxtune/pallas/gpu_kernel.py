@@ -1,9 +1,9 @@
-"""`plgpu.kernel` for all our Mosaic kernels: interpreted where that is asked for, with a name that profiles show, and
-found again by XLA's cache. `interpreted` is the one switch of tests that have no GPU.
+"""`plgpu.kernel` for all Mosaic kernels of jaxtune: interpreted on request, with a name that profiles show, and with a
+module that XLA's compilation cache recognises. `interpreted` is the one switch for tests without a GPU.
 
 jaxlib 0.11 puts a name for dumps into each kernel's module, with a number that counts the modules of the process. The
-number is part of what XLA's compilation cache looks a program up by, so one whose kernels are lowered in another order
-than last time (a thread was faster, a check was left out) would be compiled again.
+number is part of the key of XLA's compilation cache, so a program whose kernels are lowered in another order than last
+time (a thread was faster, a check was left out) would be compiled again.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _interpret: Any = None
 
 @contextlib.contextmanager
 def interpreted():
-    """Runs the bodies of all our Mosaic kernels in Pallas' GPU interpreter, on any machine: for tests. On a Hopper GPU
-    it changes nothing: there the same tests run the kernels themselves."""
+    """A context in which the bodies of all Mosaic kernels run in Pallas' GPU interpreter, on any machine; for tests. On
+    a Hopper GPU it changes nothing: there the same tests run the kernels themselves."""
     global _interpret
     if dispatch.compute_capability() == (9, 0) and jax.default_backend() == "gpu":
         yield
@@ -44,20 +44,21 @@ def interpreted():
 
 
 def interpreter() -> Any:
-    """What `kernel` is to interpret with, or None."""
+    """The interpreter's parameters for `kernel`; None outside of `interpreted`."""
     return _interpret
 
 
 def kernel(body, name: str, interpret=None, **options):
-    """plgpu.kernel(body, **options), run by the interpreter where `interpret` has its parameters.
+    """plgpu.kernel(body, **options), run by the interpreter if `interpret` has its parameters.
 
     Args:
-      body: a module's function, or a functools.partial of one. What that holds, and the options, are hashable or lists
-        and dictionaries of what is: they tell kernels apart.
-      name: a scope of its own in op_names; jaxtune.profile knows by it what the kernel does.
+      body: a module's function, or a functools.partial of one. Its arguments, and the options, are hashable, or lists
+        and dictionaries of hashable values: they identify the kernel.
+      name: a scope in op_names, by which jaxtune.profile recognises the kernel.
+      interpret: the interpreter's parameters, or None.
     """
     _name_modules_alike()
-    if interpret is not None:  # not jitted: in a program of its own, the interpreter's callbacks hung
+    if interpret is not None:  # not jitted, because in a separate program the interpreter's callbacks hung
         return meshes.on_each_device(plgpu.kernel(body, kernel_name=name, interpret=interpret, **options))
     function, *given = (body.func, body.args, body.keywords) if isinstance(body, functools.partial) else (body,)
     values, structure = jax.tree.flatten((given, options))
@@ -74,8 +75,10 @@ _traced_once: dict[Hashable, Callable[..., Any]] = {}
 
 
 def _jitted(function, name: str) -> Callable[..., Any]:
+    """The function under an inlined jit with this name, without x64."""
+
     def call(*operands):
-        with jax.enable_x64(False):  # with which numbers that a kernel makes would have 64 bits
+        with jax.enable_x64(False):  # with it, numbers created in a kernel would have 64 bits
             return function(*operands)
 
     call.__name__ = name
@@ -86,10 +89,10 @@ _TARGET = "mosaic_gpu_v2"
 
 
 def compile_beside(program: jax.stages.Lowered, device: Any, pool: Executor) -> list[Future[None]]:
-    """Begins to compile a program's kernels for a jax.Device, a thread of `pool` each; gives what is to come of them.
+    """Starts to compile a program's kernels for a jax.Device, each in a thread of `pool`; returns their futures.
 
-    XLA compiles kernels one after the other as the last of a program, and those of one that it takes from its cache,
-    too. One that the process has compiled before, in whatever program, it takes as it is.
+    XLA compiles kernels one by one at the end of a program, and also those of a program that it takes from its cache. A
+    kernel that the process has compiled before, in any program, is not compiled again.
     """
     module: Any = program.compiler_ir()
     kernels: dict[bytes, dict[str, Any]] = {}
@@ -106,11 +109,12 @@ def compile_beside(program: jax.stages.Lowered, device: Any, pool: Executor) -> 
 
 
 def _value(setting) -> Any:
+    """The value of an MLIR attribute."""
     return setting.value_bytes if isinstance(setting, ir.StringAttr) else setting.value
 
 
 def _compile(kernel: dict[str, Any], device: Any) -> None:
-    """Compiles a kernel in a program that never runs, for only then it would matter what the kernel is given."""
+    """Compiles a kernel in a program that never runs, so its arguments do not matter."""
     call = jax.ffi.ffi_call(_TARGET, jax.ShapeDtypeStruct((), jnp.int32), has_side_effect=True)
     given = jax.ShapeDtypeStruct((), jnp.int32, sharding=SingleDeviceSharding(device))
     jax.jit(lambda given: call(given, **kernel)).lower(given).compile()

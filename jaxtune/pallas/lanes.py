@@ -1,8 +1,9 @@
-"""What the Mosaic kernels do lane by lane, where Pallas has no word for it: table look-ups, and warp-level products.
+"""Lane-level building blocks of Mosaic kernels for which Pallas has no operation: table look-ups and warp-level
+products.
 
-Each function here emits PTX through Pallas' `inline_mgpu`, from registers to registers (and from memory that Pallas
-cannot index by lane); those called ir_... give MLIR values to the others. The interpreter cannot run it; mosaic.py has
-its meaning in jnp beside each call.
+Each function emits PTX through Pallas' `inline_mgpu`, from registers to registers (and from memory that Pallas cannot
+index by lane). Functions named ir_... return MLIR values to the others. The interpreter cannot run them; mosaic.py has
+their meaning in jnp beside each call.
 """
 
 from __future__ import annotations
@@ -19,19 +20,22 @@ from jaxtune.pallas import mosaic_types
 from jaxtune.system.private_mlir import arith, gpu, ir, llvm, nvvm, vector
 
 SCALAR = plgpu.Layout.WG_SPLAT(())
-ROWS_OF_A_WARP = 16  # of the weight, in the small product: the M of mma.m16n8k16
+ROWS_OF_A_WARP = 16  # rows of the weight in a small product: the M of mma.m16n8k16
 _WARPS = 4
 
 
 def ir_i32():
+    """MLIR's type of 32-bit integers."""
     return ir.IntegerType.get_signless(32)
 
 
 def ir_const(value: int):
+    """A 32-bit integer constant."""
     return arith.constant(ir_i32(), ir.IntegerAttr.get(ir_i32(), value))
 
 
 def ir_add(*values):
+    """The sum of 32-bit integers."""
     total = values[0]
     for value in values[1:]:
         total = arith.addi(total, value)
@@ -39,18 +43,22 @@ def ir_add(*values):
 
 
 def ir_mul(a, b: int):
+    """A 32-bit integer times a constant."""
     return arith.muli(a, ir_const(b))
 
 
 def ir_shift_right(value, amount: int):
+    """A logical shift to the right."""
     return arith.shrui(value, ir_const(amount)) if amount else value
 
 
 def ir_item(value, index: int):
+    """Element `index` of a vector register."""
     return vector.extract(value, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([index]))
 
 
 def ir_vector(values):
+    """A vector register of these values."""
     result = llvm.mlir_undef(ir.VectorType.get((len(values),), values[0].type))
     for index, value in enumerate(values):
         result = vector.insert(value, result, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([index]))
@@ -64,7 +72,7 @@ def ir_words(value, count: int):
 
 
 def ir_thread():
-    """Of its warpgroup, 0 to 127."""
+    """The number of the thread within its warpgroup, 0 to 127."""
     return arith.remui(arith.index_castui(ir_i32(), gpu.thread_id(gpu.Dimension.x)), ir_const(128))
 
 
@@ -75,27 +83,28 @@ def ir_scalar(array):
 
 
 def ir_address(ref, index, element):
-    """Pointer to ref's element number `index` (int32), of MLIR type `element`."""
+    """A pointer to element number `index` (int32) of ref, of MLIR type `element`."""
     return utils.getelementptr(utils.memref_ptr(ref), [index], element)
 
 
 def ir_load(ref, index, element, result=None):
+    """Element number `index` of ref, read as MLIR type `result`."""
     return llvm.load(result or element, ir_address(ref, index, element))
 
 
 def ir_product(a, b):
-    """float32 a * b; in PTX, so that no addition after it is contracted into it."""
+    """float32 a * b, in PTX so that a following addition is not fused with it."""
     return utils.inline_ptx("mul.rn.f32 $0, $1, $2;", a, b, result_types=ir.F32Type.get())
 
 
 def ir_narrow(low, high, dtype):
-    """Two float32 rounded into one 32-bit register."""
+    """Two float32 rounded to `dtype`, in one 32-bit register."""
     name = "bf16" if dtype == jnp.bfloat16 else "f16"
     return utils.inline_ptx(f"cvt.rn.{name}x2.f32 $0, $1, $2;", high, low, result_types=ir_i32())
 
 
 def block_scales(codes, nested, offset, map_ref, layout):
-    """float32 map[codes] * nested + offset, in `layout` as the uint8 codes; nested, offset: float32 scalars."""
+    """float32 map[codes] * nested + offset, in `layout` as the uint8 codes; nested and offset are float32 scalars."""
 
     @mosaic_types.inline_mgpu(
         arg_types=(layout, SCALAR, SCALAR, plgpu.RefType()),
@@ -114,14 +123,14 @@ def block_scales(codes, nested, offset, map_ref, layout):
 
 
 def powers_of_two(codes, layout):
-    """float32 2^(codes - 127), in `layout` as the uint8 codes, of which none is 255."""
+    """float32 2^(codes - 127), in `layout` as the uint8 codes, none of which is 255."""
 
     @mosaic_types.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(codes.shape, jnp.float32, layout))
     def powers(_, codes):
         found = np.empty_like(codes.registers)
         for place, register in np.ndenumerate(codes.registers):
             bits = arith.shli(arith.extui(ir_i32(), ir_item(register, 0)), ir_const(23))
-            bits = arith.maxui(bits, ir_const(1 << 22))  # 2^-127, which has no exponent
+            bits = arith.maxui(bits, ir_const(1 << 22))  # 2^-127 is subnormal
             found[place] = ir_vector([arith.bitcast(ir.F32Type.get(), bits)])
         return mgpu.FragmentedArray(_registers=found, _layout=codes.layout, _is_signed=None)
 
@@ -129,17 +138,19 @@ def powers_of_two(codes, layout):
 
 
 def ir_permute(low, high, selector):
+    """PTX's byte permutation of two words."""
     return utils.prmt(*(ir_const(word) if isinstance(word, int) else word for word in (low, high, selector)))
 
 
 def _signed(word: int) -> int:
+    """An unsigned 32-bit number as the signed one with the same bits."""
     return word - (1 << 32) if word >> 31 else word
 
 
 def _entries(table: bytes, word):
-    """float32 entries of a table of 16 for the eight codes of a word, from the lowest bits up.
+    """The float32 entries of a table of 16 for the eight codes of a word, from the lowest bits up.
 
-    A byte permutation finds four bytes at once in a table of eight, here one for each byte of an entry.
+    A byte permutation looks up four bytes at once in a table of eight; it is done for each byte of an entry.
     """
     values = np.frombuffer(table, np.float32).view(np.uint32)
     planes = [[_signed(int(w)) for w in ((values >> 8 * byte) & 255).astype(np.uint8).view("<u4")] for byte in range(4)]
@@ -154,15 +165,15 @@ def _entries(table: bytes, word):
                 continue
             below, above = ir_permute(a, b, at), ir_permute(c, d, at)
             by_byte.append(arith.xori(below, arith.andi(arith.xori(below, above), mask)))
-        # Four words of four bytes, turned over.
+        # Transposes four words of four bytes.
         pairs = [(ir_permute(by_byte[i], by_byte[i + 1], s)) for i in (0, 2) for s in (0x5140, 0x7362)]
         found += [ir_permute(pairs[n >> 1], pairs[2 + (n >> 1)], (0x5410, 0x7632)[n & 1]) for n in range(4)]
     return [arith.bitcast(ir.F32Type.get(), entry) for entry in found]
 
 
 def _shuffled_entries(lane_entry, word):
-    """As _entries, of a table that lies across a warp's lanes, entry i in lanes i and i + 16: of an index a shuffle
-    reads the low four bits, and ignores the others."""
+    """As _entries, for a table that is spread over a warp's lanes, entry i in lanes i and i + 16. A shuffle reads the
+    low four bits of an index and ignores the others."""
     shuffle = nvvm.ShflKind.idx
     return [
         nvvm.shfl_sync(ir_const(-1), lane_entry, ir_shift_right(word, 4 * n), ir_const(0x101F), shuffle)
@@ -183,11 +194,18 @@ def table_values(
     low_first: bool,
     beside_products: bool,
 ):
-    """`dtype`[2 x codes]: entries of the table, float32[16], times scales. codes: uint8, four a register; scales: one a
-    register of codes.
+    """`dtype`[2 x codes]: entries of a table of 16 float32 values, times scales.
 
-    low_first: whether a byte's first number is in its low bits. beside_products: by byte permutations, which leave
-    shared memory alone, not by shuffles, which are fewer instructions (a dequantising pass: 3.9 TB/s, not 3.4).
+    Args:
+      codes: uint8, four in a register.
+      scales: float32, one for each register of codes.
+      table: the entries' bytes.
+      table_ref: the entries in memory.
+      codes_layout, scales_layout, out_layout: layouts of codes, scales and the result.
+      dtype: of the result.
+      low_first: whether a byte's first number is in its low bits.
+      beside_products: look up by byte permutations, which do not use shared memory, and not by shuffles, which need
+        fewer instructions (a dequantising pass: 3.9 TB/s in place of 3.4).
     """
 
     @mosaic_types.inline_mgpu(
@@ -213,7 +231,7 @@ def table_values(
 
 
 def fill_banks(table_ref, table_smem, warpgroups: int):
-    """Copies 32-bit [256] into each of 32 columns of table_smem [256, 32]: a lane then reads its own bank."""
+    """Copies 32-bit [256] into each of the 32 columns of table_smem [256, 32], so that each lane reads its own bank."""
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def fill(_, table_ref, table_smem):
@@ -221,7 +239,7 @@ def fill_banks(table_ref, table_smem, warpgroups: int):
         four = ir.VectorType.get((4,), ir_i32())
         for start in range(0, 256 * 8, 128 * warpgroups):
             place = ir_add(thread, ir_const(start))
-            if start + 128 * warpgroups > 256 * 8:  # the last ones are written several times
+            if start + 128 * warpgroups > 256 * 8:  # threads past the end write the last element again
                 place = arith.minui(place, ir_const(256 * 8 - 1))
             value = ir_load(table_ref, ir_shift_right(place, 3), ir_i32())
             llvm.store(ir_vector([value] * 4), ir_address(table_smem, place, four))
@@ -230,8 +248,16 @@ def fill_banks(table_ref, table_smem, warpgroups: int):
 
 
 def absmax_share(absmax_ref, nested_ref, first_row, rows: int, warpgroups: int):
-    """A thread's share of the absmax of rows first_row to first_row + rows - 1, for `keep_scales`: ([128 x 4 n] of
-    absmax_ref's dtype, float32[128 x n] nested absmax or None). absmax_ref: [all rows, blocks]; n: shares of four.
+    """A thread's share of the absmax of rows first_row to first_row + rows - 1, for `keep_scales`.
+
+    Args:
+      absmax_ref: [all rows, blocks].
+      nested_ref: float32 absmax of absmax's blocks; None without double quantisation.
+      first_row: of the tile.
+      rows: of the tile.
+      warpgroups: that share the work.
+    Returns:
+      ([128 x 4 n] of absmax_ref's dtype, float32[128 x n] nested absmax or None), for n groups of four per thread.
     """
     blocks = absmax_ref.shape[1]
     groups = rows * blocks // 4
@@ -269,7 +295,8 @@ def absmax_share(absmax_ref, nested_ref, first_row, rows: int, warpgroups: int):
 
 
 def keep_scales(share, nested_refs, scales_smem, blocks: int, warpgroups: int):
-    """scales_smem[row, block] = float32 absmax, of what `absmax_share` loaded. nested_refs: map and offset, or none."""
+    """Writes scales_smem[row, block] = float32 absmax, from what `absmax_share` loaded; nested_refs are map and offset,
+    or none."""
     arrays = [part for part in share if part is not None]
     layouts = [plgpu.Layout.WG_STRIDED(part.shape, vector) for part, vector in zip(arrays, (4, 1), strict=False)]
     refs = [scales_smem, *nested_refs]
@@ -304,11 +331,11 @@ def keep_scales(share, nested_refs, scales_smem, blocks: int, warpgroups: int):
 
 
 def x_fragments(chunk, x_ref, width: int, parts: int):
-    """uint32[128 x 2 n]: what each lane multiplies by in one chunk, the right sides of `small_product`, of width n.
+    """uint32[128 x 2 n]: each lane's right sides for `small_product`, of width n, in one chunk.
 
-    x_ref: [tokens, columns], 16-bit. Of eight columns of a right side, the first 8 / parts are tokens over the first
-    part of a warp's elements of a row, the next ones the same tokens over the second. Tokens that are not there repeat
-    the last one.
+    x_ref is [tokens, columns], 16-bit. Of the eight columns of a right side, the first 8 / parts are tokens over the
+    first part of a warp's elements of a row, and the next ones are the same tokens over the second part. Missing tokens
+    repeat the last one.
     """
     each = 8 // parts
     shape = (128 * 2 * width,)
@@ -342,10 +369,13 @@ def x_fragments(chunk, x_ref, width: int, parts: int):
 
 
 def ir_products(words, rights, pair, name: str):
-    """For 16 rows of 64 elements, a lane's four numbers of each of the products with 8 columns.
+    """For 16 rows of 64 elements, a lane's four numbers of each product with 8 columns.
 
-    words: of the lane's codes, two for each half of the rows. rights: by product, the lane's eight of its columns.
-    pair: (word, byte) -> the two elements that a byte of a word stands for. name: of the elements' dtype in PTX.
+    Args:
+      words: the lane's codes, two words for each half of the rows.
+      rights: for each product, the lane's eight elements of the right side.
+      pair: maps (word, byte) to the two elements that a byte of a word encodes.
+      name: PTX's name of the elements' dtype.
     """
     f32 = ir.F32Type.get()
     zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
@@ -456,10 +486,8 @@ def small_product(acc, codes, x, chunk, pairs_smem, scales_smem, layouts, dtype)
 
 
 def store_sums(partial_smem, out_ref, first_row, dtype):
-    """out_ref[token, first_row + row] = the sum of what small_product left for them; by one warpgroup.
-
-    partial_smem: [warpgroups] of small_product's accumulators.
-    """
+    """Sets out_ref[token, first_row + row] to the sums that small_product left in partial_smem, which has the
+    accumulators of all warpgroups; done by one warpgroup."""
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR))
     def store(_, partial_smem, out_ref, first_row):
@@ -491,11 +519,11 @@ def store_sums(partial_smem, out_ref, first_row, dtype):
     store(partial_smem, out_ref, first_row)
 
 
-# ---- of several kernels
+# ---- shared by several kernels
 
 
 def fill_table(table_ref, table_smem):
-    """Copies a one-dimensional array of 32-bit values, by one warpgroup."""
+    """Copies a one-dimensional array of 32-bit values to shared memory, by one warpgroup."""
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def fill(_, table_ref, table_smem):
@@ -510,7 +538,7 @@ def fill_table(table_ref, table_smem):
 
 
 def warpgroup_barrier():
-    """All that the warpgroup's threads wrote to shared memory is seen by all of them."""
+    """A barrier after which the warpgroup's threads see what they wrote to shared memory."""
 
     @mosaic_types.inline_mgpu()
     def wait(_):
@@ -520,8 +548,8 @@ def warpgroup_barrier():
 
 
 def store_chunk(values, out_ref, chunk, layout):
-    """Stores 16-bit values [n], in `layout` (WG_STRIDED by 8), as chunk number `chunk` of n numbers of out_ref, in
-    memory and of any shape."""
+    """Stores 16-bit values [n], in `layout` (WG_STRIDED by 8), as chunk number `chunk` of out_ref, an array in memory
+    of any shape."""
 
     @mosaic_types.inline_mgpu(arg_types=(layout, SCALAR, plgpu.RefType()))
     def store(_, values, chunk, out_ref):
@@ -535,7 +563,8 @@ def store_chunk(values, out_ref, chunk, layout):
 
 
 def copies_see_stores():
-    """Between stores and copies by TMA of what they stored, on both sides of what tells the one of the other."""
+    """A fence between stores and TMA copies of what they stored; needed on both sides of the synchronisation between
+    the two."""
 
     @mosaic_types.inline_mgpu()
     def fence(_):
@@ -546,21 +575,22 @@ def copies_see_stores():
 
 # ---- bulk copies to shared memory, and barriers that they report to
 #
-# One lane asks for all parts of a chunk, by copies that know no shapes, with 64-bit addresses.
+# One lane starts the copies of all parts of a chunk, as plain bytes with 64-bit addresses.
 
 
 def ir_chunk(ref, number, size: int, element):
-    """Pointer to chunk `number` of ref, of `size` elements of the MLIR type; in 64 bits."""
+    """A 64-bit pointer to chunk `number` of ref; a chunk has `size` elements of the MLIR type."""
     return utils.getelementptr(utils.memref_ptr(ref), [number], ir.Type.parse(f"!llvm.array<{size} x {element}>"))
 
 
 def _shared(ref, index, size: int):
-    """32-bit address, in shared memory, of `index` times `size` bytes into ref."""
+    """The 32-bit address in shared memory at `index` times `size` bytes into ref."""
     return ir_add(llvm.ptrtoint(ir_i32(), utils.memref_ptr(ref)), ir_mul(index, size))
 
 
 def begin_barriers(full_smem):
-    """Sets up barriers of one arrival each in full_smem, int32[2 barriers]; others see them after program_barrier."""
+    """Initialises barriers of one arrival each in full_smem, int32[2 barriers]; other threads see them after
+    program_barrier."""
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(),))
     def begin(_, full_smem):
@@ -576,7 +606,7 @@ def begin_barriers(full_smem):
 
 
 def program_barrier():
-    """All that the program's threads wrote to shared memory is seen by all of them."""
+    """A barrier after which all threads of the program see what they wrote to shared memory."""
 
     @mosaic_types.inline_mgpu()
     def wait(_):
@@ -586,9 +616,11 @@ def program_barrier():
 
 
 def copy_chunk(sources, slots, sizes, full_smem, number, slot):
-    """Begins to copy chunk `number` of each of `sources`, of so many bytes, to number `slot` of `slots`; by one lane.
+    """Starts to copy chunk `number` of each of `sources`, with `sizes` bytes, to slot `slot` of `slots`; done by one
+    lane.
 
-    Barrier `slot` of full_smem completes when all is there."""
+    Barrier `slot` of full_smem completes when everything has arrived.
+    """
     refs = (*sources, *slots, full_smem)
 
     @mosaic_types.inline_mgpu(arg_types=(SCALAR, SCALAR, *(plgpu.RefType() for _ in refs)))
@@ -613,7 +645,8 @@ def copy_chunk(sources, slots, sizes, full_smem, number, slot):
 
 
 def wait_for_chunk(full_smem, slot, parity):
-    """Until a copy to the slot is there: the first, third, ... with parity 0, the second, fourth, ... with 1."""
+    """Waits until a copy to the slot has arrived: the first, third, ... with parity 0, the second, fourth, ... with
+    parity 1."""
 
     @mosaic_types.inline_mgpu(arg_types=(SCALAR, SCALAR, plgpu.RefType()))
     def wait(_, slot, parity, full_smem):

@@ -1,10 +1,10 @@
-"""Public ops under a mesh of several devices.
+"""Public operations on a mesh of several devices.
 
 Kernels know no mesh: they see the plain local arrays that a shard_map gives them. Training runs in one shard_map over
-the whole mesh, in which nothing here does anything. In code that leaves the division to XLA, which chooses what each
-device holds, the plain forms are divided by it, and `on_each_device` makes the shard_map around what it cannot divide.
-A mesh whose axes are Explicit (what jax.make_mesh makes unless it is told otherwise) asks each operation for the
-sharding of its result instead. `on_any_mesh` lets an op run under either.
+the whole mesh, within which this module does nothing. In code that leaves the division to XLA, XLA divides plain JAX
+operations, and `on_each_device` puts a shard_map around kernels, which XLA cannot divide. On a mesh whose axes are
+Explicit (the default of jax.make_mesh), every operation must state the sharding of its result. `on_any_mesh` lets an
+operation run in both cases.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 
 def on_any_mesh[**Parameters, Result](function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Runs an op under the mesh of its arrays, or that in force, with axes for XLA to divide over.
+    """Runs an operation on the mesh of its arrays, or on the current mesh, with all axes left to XLA.
 
-    Where axes of that mesh are Explicit, a result is divided as the op's first jax.Array is, along the leading axes in
-    which both have the same size; its other axes, and all where there is no such array, are whole on every device.
+    If axes of that mesh are Explicit, a result is divided as the operation's first jax.Array is, along the leading axes
+    in which both have the same size. Its other axes, and all axes if there is no such array, are whole on every device.
     """
 
     @functools.wraps(function)
@@ -50,13 +50,13 @@ def on_any_mesh[**Parameters, Result](function: Callable[Parameters, Result]) ->
 
 
 def _mesh(arrays: list[Any]) -> AbstractMesh | None:
-    """The mesh in force, or else that of the arrays, if one has several devices."""
+    """The current mesh, or else that of the arrays; None unless it has several devices."""
     meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(array).sharding.mesh for array in arrays)]
     return next((mesh for mesh in meshes if not mesh.empty and mesh.size > 1), None)
 
 
 def _as_first(first: Sequence[Any], shape: tuple[int, ...]) -> PartitionSpec:
-    """The spec of the array in `first`, if there is one, for a result of this shape."""
+    """The partition spec for a result of this shape, taken from the array in `first` if there is one."""
     spec = []
     for array in first:
         for axis, size, other in zip(array.sharding.spec, array.shape, shape, strict=False):
@@ -69,17 +69,20 @@ def _as_first(first: Sequence[Any], shape: tuple[int, ...]) -> PartitionSpec:
 def on_each_device[**Parameters, Result](
     function: Callable[Parameters, Result], rows: int = 0, results: int | None = None, axis: str = "data"
 ) -> Callable[Parameters, Result]:
-    """The function, run by each device on plain local arrays where XLA would divide it: it cannot divide a kernel.
+    """The function, run by each device on plain local arrays where XLA would otherwise have to divide a kernel, which
+    it cannot.
 
-    Without a mesh of several devices, and inside a shard_map over it, it is the function as it is. Otherwise rows are
+    Without a mesh of several devices, and within a shard_map over it, it is the function itself. Otherwise rows are
     divided over the mesh's axis `axis`, if there is one, and devices along other axes repeat each other's work. Rows
     that the axis does not divide evenly are whole on every device.
 
     Args:
-      function: of arrays, trees of arrays and whatever else; it is not differentiated.
-      rows: how many of its first arguments have rows in front. All other arrays are whole on every device.
-      results: how many of its first results have rows in front; what follows them are sums over rows, or None. By
-        default, those of `rows` = 0 apart, all do.
+      function: of arrays, trees of arrays and other values; it is not differentiated.
+      rows: the number of its first arguments that have rows as leading axis. All other arrays are whole on every
+        device.
+      results: the number of its first results that have rows as leading axis; the results after them are sums over
+        rows, or None. By default all results have rows, unless `rows` is 0.
+      axis: the mesh's axis.
     """
 
     @functools.wraps(function)
@@ -94,7 +97,7 @@ def on_each_device[**Parameters, Result](
         by_axis = rows > 0 and axis in axes and leaves[places[0]].shape[0] % mesh.shape[axis] == 0
         divided, whole = PartitionSpec(axis) if by_axis else PartitionSpec(), PartitionSpec()
 
-        computed: Callable = function  # of arguments put together again
+        computed: Callable = function
 
         def local(arrays):
             given = list(leaves)

@@ -1,4 +1,4 @@
-"""Names of Mosaic GPU with types that a checker can follow: JAX's own annotations say less than its code does."""
+"""Names of Mosaic GPU with types that a type checker can follow, because JAX's own annotations are incomplete."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
 def inline_mgpu(*, arg_types=(), return_type=None) -> Callable[[Callable], Callable]:
-    """plgpu.inline_mgpu, whose function is called without the context that its body gets first."""
+    """plgpu.inline_mgpu, typed so that the function is called without the context that its body gets as first
+    argument."""
     return plgpu.inline_mgpu(arg_types=arg_types, return_type=return_type)
 
 
 def tiled(dtype, row_bytes: int = 128) -> tuple:
-    """Transforms of an array in shared memory that tensor cores read: tiles of 8 rows of `row_bytes`, which are
-    swizzled over the banks."""
+    """Transforms of an array in shared memory that tensor cores read: tiles of 8 rows of `row_bytes`, swizzled over the
+    banks."""
     tiling = plgpu.TilingTransform((8, row_bytes // jnp.dtype(dtype).itemsize))  # type: ignore[abstract]
     return tiling, plgpu.SwizzleTransform(row_bytes)  # type: ignore[abstract]

@@ -1,4 +1,4 @@
-"""Which implementation of each op this machine runs for a typical call, and why not the others."""
+"""Which implementation of each operation this machine uses for a typical call, and why not the others."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ _HIDDEN, _EXPERTS = 4096, 32
 
 @dataclasses.dataclass(frozen=True)
 class KernelChoice:
-    """One call of an op: the chosen implementation, and of every implementation, in the order in which they are tried,
-    why it refuses the call (None: it would serve it)."""
+    """The choice for one call of an operation."""
 
     op: str
-    call: str
-    chosen: str
+    call: str  # the call in words
+    chosen: str  # the implementation that runs
+    # every implementation in the order in which they are tried: why it refuses the call, or None
     refusals: dict[str, str | None]
 
     def to_text(self) -> str:
+        """The choice as lines of text."""
         lines = [f"{self.op}: {self.call}"]
         for name, refusal in self.refusals.items():
             verdict = "chosen" if name == self.chosen else f"refuses: {refusal}" if refusal else "not needed"
@@ -43,7 +44,7 @@ class KernelChoice:
 
 
 def kernel_choices() -> list[KernelChoice]:
-    """The choices of every op, for bfloat16 and the GPU of this machine (or that of dispatch.compile_for)."""
+    """The choices of every operation, for bfloat16 and this machine's GPU (or that of dispatch.compile_for)."""
     query = jax.ShapeDtypeStruct((_ROWS, _LENGTH, _HEADS, _HEAD_DIM), jnp.bfloat16)
     wide = jax.ShapeDtypeStruct((_ROWS, _LENGTH, _HEADS, _WIDE_HEAD_DIM), jnp.bfloat16)
     ids = jax.ShapeDtypeStruct((_ROWS, _LENGTH), jnp.int32)
@@ -92,5 +93,6 @@ def kernel_choices() -> list[KernelChoice]:
 
 
 def _choice(op: str, call: str, table: dispatch.Table) -> KernelChoice:
+    """The choice for one call."""
     chosen = dispatch.choose(op, table, None)
     return KernelChoice(op, call, chosen, {name: refuse() for name, refuse in table.items()})

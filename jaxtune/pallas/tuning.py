@@ -1,9 +1,10 @@
-"""Measured block sizes of kernels: an entry for each op, shape bucket and dtype, one file for each kind of GPU.
+"""Measured block sizes of kernels: an entry for each operation, shape bucket and dtype, in one file for each kind of
+GPU.
 
-The user's own measurements (`jaxtune tune` writes them) go first if they were made with the installed jaxlib; then
-those packaged in `tuned/`, files of the same form (`jaxtune tune --output` writes them); where there is neither, a
-kernel takes its heuristic. A user's file that is damaged or holds something else costs a line in the log, no more: the
-next measurement writes it anew.
+The user's own measurements (written by `jaxtune tune`) are used first if they were made with the installed jaxlib; then
+those packaged in `tuned/`, files of the same format (written by `jaxtune tune --output`). Without either a kernel uses
+its heuristic. A user's file that is damaged or contains something else only causes a line in the log; the next
+measurement replaces it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ _forced: contextvars.ContextVar[Mapping[str, Mapping[str, Any]]] = contextvars.C
 
 @contextlib.contextmanager
 def forced(op: str, blocks: Mapping[str, Any]):
-    """Lets an op take these blocks whatever was measured, in this thread: to measure or to check them."""
+    """A context in which an operation takes these blocks whatever was measured, in this thread; for measuring and
+    checking blocks."""
     token = _forced.set({**_forced.get(), op: blocks})
     try:
         yield
@@ -50,11 +52,13 @@ def forced(op: str, blocks: Mapping[str, Any]):
 
 
 def tuned(op: str, bucket: str, dtype, kind_of_blocks: type | None = None) -> dict[str, Any] | None:
-    """The best blocks measured for an op on the GPU to lower for, or None for the op's heuristic.
+    """The best blocks measured for an operation on the GPU to lower for; None: use the operation's heuristic.
 
     Args:
-      bucket: what of the shapes the blocks depend on, such as "head_dim=128".
-      kind_of_blocks: the dataclass that they are to fill; an entry that does not is ignored.
+      op: the operation.
+      bucket: the part of the shapes that the blocks depend on, such as "head_dim=128".
+      dtype: of the operands.
+      kind_of_blocks: the dataclass that the blocks fill; an entry that does not fit it is ignored.
     """
     if op in _forced.get():
         return dict(_forced.get()[op])
@@ -85,20 +89,22 @@ def measure(
     say: Callable[[str], None] = lambda text: None,
     path: Path | None = None,
 ) -> dict[str, Any]:
-    """Times every candidate on this machine's GPU and keeps the fastest.
+    """Times every candidate on this machine's GPU and stores the fastest.
 
     Args:
-      candidates: blocks to try. One that does not compile or run, or whose result is wrong, is passed over.
-      prepare: compiles the op with the blocks in force and gives a function that runs it once; called by several
-        threads.
-      wrong: why a result is not the op's, or None.
+      op, bucket, dtype: what the blocks are for; see `tuned`.
+      candidates: blocks to try. One that does not compile or run, or whose result is wrong, is skipped.
+      prepare: compiles the operation with the blocks in force and returns a function that runs it once; called by
+        several threads.
+      wrong: returns why a result is wrong, or None.
       say: gets a line for each candidate: its blocks before it runs, the rest after.
-      path: the file that keeps it; the user's cache unless another is named. A cache that cannot be written is said in
-        the log, and the entry comes back all the same.
+      path: the file that stores the result; None: the user's cache. If the cache cannot be written, this is logged, and
+        the entry is returned all the same.
     Returns:
       the entry {"blocks": the fastest, "milliseconds": its time, "tried": [[blocks, milliseconds or why not], ...]}.
     Raises:
-      RuntimeError: no candidate runs, or there is no GPU. OSError: the named file cannot be written.
+      RuntimeError: no candidate runs, or there is no GPU.
+      OSError: the given file cannot be written.
     """
     kind = dispatch.device_kind()
     if kind is None:
@@ -114,14 +120,14 @@ def measure(
         wait(waiting)  # nothing compiles while another one is timed
     for blocks, program in zip(candidates, waiting, strict=True):
         words = f"{op}, {bucket}: " + ", ".join(f"{name} {value}" for name, value in blocks.items())
-        say(f"{words}: ")  # a kernel that hangs is the one named last
+        say(f"{words}: ")  # printed first, so that a kernel that hangs is known
         milliseconds = math.inf
         try:
             run = program.result()
             problem = wrong(run())
             if problem is None:
                 milliseconds = _milliseconds(run)
-        except Exception as error:  # does not fit this GPU: that is what is being found out
+        except Exception as error:  # a candidate that does not fit this GPU is skipped
             problem = f"{type(error).__name__}: {str(error)[:120]}"
         tried.append([dict(blocks), problem or round(milliseconds, 4)])
         say(f"{problem or f'{milliseconds:.4f} ms'}\n")
@@ -140,8 +146,8 @@ def measure(
 
 
 def as_the_first() -> Callable[[Any], str | None]:
-    """A `wrong` for `measure`: the first candidate that runs, which should be known to be right, is what results are
-    compared with; an error of 2 % by the norm (see dispatch.first_use) is one."""
+    """A `wrong` for `measure` that compares results with those of the first candidate that runs, which should be known
+    to be right; a relative error above 2 % in the norm is wrong (see dispatch.first_use)."""
     right: list[Any] = []
 
     @jax.jit
@@ -160,28 +166,31 @@ def as_the_first() -> Callable[[Any], str | None]:
 
 
 def cache_file(kind: str) -> Path:
-    """Where the user's measurements of a kind of GPU are kept; JAXTUNE_TUNING_DIR names another folder."""
+    """The file with the user's measurements for a kind of GPU; JAXTUNE_TUNING_DIR moves its folder."""
     folder = os.environ.get("JAXTUNE_TUNING_DIR") or Path.home() / ".cache" / "jaxtune" / "tuning"
     return Path(folder) / _file_name(kind)
 
 
 def _file_name(kind: str) -> str:
+    """The file for a kind of GPU."""
     return re.sub(r"[^a-z0-9]+", "_", kind.lower()) + ".json"
 
 
 def _key(op: str, bucket: str, dtype) -> str:
+    """The key of an entry."""
     return f"{op}, {bucket}, {jax.numpy.dtype(dtype).name}"
 
 
 @functools.cache
 def _entries(kind: str, cache: str) -> dict[str, Any]:
+    """All entries for a kind of GPU, the user's before the packaged ones."""
     packaged = resources.files("jaxtune.pallas") / "tuned" / _file_name(kind)
     entries = json.loads(packaged.read_text(encoding="utf-8"))["entries"] if packaged.is_file() else {}
     return {**entries, **_own(Path(cache))}
 
 
 def _own(path: Path) -> dict[str, Any]:
-    """The entries of a user's file that were measured with this jaxlib; none of a file that is not one of ours."""
+    """The entries of a user's file that were measured with this jaxlib; none if the file is not one of jaxtune's."""
     try:
         record = json.loads(read_plain(path))
     except FileNotFoundError:
@@ -201,17 +210,19 @@ def _own(path: Path) -> dict[str, Any]:
 
 
 def _is_entry(entry: Any) -> bool:
-    """Whether it is an entry as `measure` makes them; blocks are whole numbers and switches."""
+    """Whether a value is an entry as `measure` makes them: blocks are integers and booleans."""
     blocks = entry.get("blocks") if isinstance(entry, dict) else None
     return isinstance(blocks, dict) and all(isinstance(value, int | str) for value in blocks.values())
 
 
 @functools.cache
 def _say_once(text: str) -> None:
+    """Logs a line once."""
     logger.warning(text)
 
 
 def _store(path: Path, kind: str, key: str, entry: dict[str, Any]) -> None:
+    """Adds an entry to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     entries = {**_own(path), key: entry}
     record = {"device": kind, "jaxlib": metadata.version("jaxlib"), "entries": entries}
@@ -220,7 +231,7 @@ def _store(path: Path, kind: str, key: str, entry: dict[str, Any]) -> None:
 
 
 def _milliseconds(run: Callable[[], Any], rounds: int = 5, runs: int = 4) -> float:
-    """The fastest of `rounds` means over `runs` queued together."""
+    """The fastest of `rounds` means over `runs` launches that are queued back to back."""
     for _ in range(2):
         jax.block_until_ready(run())
     best = math.inf

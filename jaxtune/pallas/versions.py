@@ -1,4 +1,5 @@
-"""The versions of all software that makes or runs a kernel: with another one, a kernel that was right may be wrong."""
+"""The versions of all software that compiles or runs kernels. With another version, a kernel that was right may be
+wrong."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from jaxtune.system import private_jax
 
-# What these install compiles kernels (JAX, Triton, ptxas among NVIDIA's) or is called for them (cuDNN, cuBLAS).
+# Packages that compile kernels (JAX, Triton, NVIDIA's ptxas) or whose functions kernels call (cuDNN, cuBLAS).
 _PACKAGES = ("jax", "triton", "pytorch-triton", "nvidia-")  # and jaxlib, jax-cuda13-plugin, jax-triton, ...
 _DRIVER = Path("/proc/driver/nvidia/version")
 _LIBRARIES = ("cudnn", "cublas", "cuda_runtime")
@@ -17,18 +18,21 @@ _LIBRARIES = ("cudnn", "cublas", "cuda_runtime")
 
 @functools.cache
 def of_kernels() -> tuple[str, ...]:
-    """The installed packages, the NVIDIA libraries that are loaded, which need not be a package's, and the driver."""
+    """The versions of the installed packages, of the loaded NVIDIA libraries, which may come from elsewhere, and of the
+    driver."""
     named = {(each.metadata["Name"] or "").lower().replace("_", "-"): each.version for each in metadata.distributions()}
     found = [f"{name} {version}" for name, version in sorted(named.items()) if name.startswith(_PACKAGES)]
     return (*found, *_loaded(), _driver())
 
 
 def _loaded() -> list[str]:
+    """The versions of the loaded NVIDIA libraries."""
     functions = {name: getattr(private_jax.lib.cuda_versions, f"{name}_get_version", None) for name in _LIBRARIES}
     return [f"loaded {name} {_version(function)}" for name, function in functions.items() if function is not None]
 
 
 def _version(function: Callable[[], int]) -> int | str:
+    """A library's version, or why it cannot be loaded."""
     try:
         return function()
     except RuntimeError as error:  # the library cannot be loaded: kernels that need it will say so
@@ -36,7 +40,8 @@ def _version(function: Callable[[], int]) -> int | str:
 
 
 def _driver() -> str:
+    """The version of NVIDIA's kernel driver."""
     try:
         return _DRIVER.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:  # Windows' Linux has no such file
+    except OSError:  # the file does not exist under WSL
         return "unknown driver"

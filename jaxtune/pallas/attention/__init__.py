@@ -1,4 +1,4 @@
-"""Packed causal attention: pay only for what a token can see."""
+"""Packed causal attention whose cost depends only on what each token can see."""
 
 from jaxtune.pallas.attention.api import attention, attention_backward, attention_forward
 from jaxtune.pallas.attention.layout import PackedLayout, packed_layout

@@ -25,8 +25,8 @@ def implementations(
     soft_cap=None,
     sinks=None,
 ) -> dispatch.Table:
-    """The implementations of a call in the order in which they are tried, each with why it refuses it, its gradients
-    included; of query, only shape and dtype count."""
+    """The implementations of a call in the order in which they are tried, each with a function that returns why it
+    refuses the call, gradients included. Of `query` only shape and dtype are used."""
     options = dict(window=window, soft_cap=soft_cap, sinks=sinks)
 
     def vendor():
@@ -50,7 +50,7 @@ def implementations(
     }
     hopper = dispatch.compute_capability() == (9, 0)
     if layout.max_documents != 1 or (hopper and query.shape[1] <= SHORT_ROWS and query.shape[-1] in mosaic.FORWARD):
-        # On packed rows our kernels win by the blocks they skip. On short whole rows a step is as fast with either
+        # On packed rows our kernels are faster, as they skip blocks. On short whole rows a step is as fast with either
         # (8B on an H200: 0.999 of cuDNN's speed at 8 x 2,048, 0.994 at 4 x 4,096; alone at 8 x 2,048 with D=256, 1.30),
         # and ours sum in one order: the same bits in every run and under every plan. On longer ones that would cost
         # more: alone 0.90 at 8,192 tokens.
@@ -59,6 +59,7 @@ def implementations(
 
 
 def _checked(op, query, key, value, layout, scale, window, soft_cap, sinks) -> Arguments:
+    """A checker with the arrays of a call checked."""
     check = Arguments(op)
     check.array("query", query, "B T heads D", FLOATS)
     check.array("key", key, "B T kv_heads D", query.dtype)
@@ -71,7 +72,7 @@ def _checked(op, query, key, value, layout, scale, window, soft_cap, sinks) -> A
 
 
 def _check_features(check: Arguments, query, key, scale, window, soft_cap, sinks) -> None:
-    """What all functions here take beside arrays of tokens; query and key have their shapes."""
+    """Checks the arguments that all functions here share besides arrays of tokens; query and key have their shapes."""
     if query.shape[2] % key.shape[2]:
         raise ValueError(
             f"{check.op}: {query.shape[2]} query heads are not a multiple of {key.shape[2]} key/value heads"
@@ -84,13 +85,14 @@ def _check_features(check: Arguments, query, key, scale, window, soft_cap, sinks
 
 
 def _pick(query, key, value, layout, implementation, **options):
-    """The module of the implementation; options: those of `implementations`."""
+    """The module of the implementation to use; options are those of `implementations`."""
     table = implementations(query, layout, kv_heads=key.shape[2], **options)
     return IMPLEMENTATIONS[dispatch.choose("attention", table, implementation)]
 
 
 def _by_rows(function, operands: int, results: int):
-    """function(*arrays, layout, sinks) on each device's rows. operands: arrays and layout, which have rows in front."""
+    """function(*arrays, layout, sinks), run on each device's rows; `operands` is the number of arrays and layouts with
+    rows as leading axis, `results` that of such results."""
     return meshes.on_each_device(lambda *given: function(*given[:-1], sinks=given[-1]), rows=operands, results=results)
 
 
@@ -159,17 +161,20 @@ def attention_backward(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
 def _attention(query, key, value, sinks, layout, static, implementation, backward_implementation):
+    """The differentiable attention; `static` has the keyword arguments as hashable pairs."""
     return _attention_fwd(query, key, value, sinks, layout, static, implementation, backward_implementation)[0]
 
 
 def _attention_fwd(query, key, value, sinks, layout, static, implementation, backward_implementation):
+    """The forward rule: (out, residuals)."""
     out, lse = attention_forward(query, key, value, layout, sinks=sinks, implementation=implementation, **dict(static))
     return out, (query, key, value, sinks, layout, out, lse)
 
 
 def _attention_bwd(static, implementation, backward_implementation, residuals, dout):
+    """The backward rule: gradients of query, key, value, sinks and (None for) the layout."""
     query, key, value, sinks, layout, out, lse = residuals
-    if not layout.full:  # whatever a loss makes of padding
+    if not layout.full:  # padding may have any gradient, even NaN
         dout = jnp.where((jnp.arange(dout.shape[1]) < layout.doc_end)[:, :, None, None], dout, 0)
     options = dict(static, sinks=sinks, implementation=backward_implementation)
     return (*attention_backward(query, key, value, out, lse, dout, layout, **options), None)

@@ -1,10 +1,10 @@
-"""Attention through cuDNN, where that is exact.
+"""Attention through cuDNN, where it is exact.
 
-cuDNN has no segment ids; it has a packed ("THD") path that takes the starts and lengths of at most n documents a
-row. Measured on an H200 with cuDNN 9.19: exact up to 32 documents a row, its dq wrong at 64. So it serves rows that
-are one document, and packed rows for which the layout promises at most 32; first_use.py checks it at that number on
-the GPU that is there.
-The call is private to JAX (jaxtune.system.private_jax): this file is the only place that makes it.
+cuDNN has no segment ids. Its packed ("THD") path takes the starts and lengths of at most n documents a row. Measured on
+an H200 with cuDNN 9.19, it is exact up to 32 documents a row, and its dq is wrong at 64. It therefore serves rows that
+are one document, and packed rows whose layout guarantees at most 32 documents; first_use.py checks it with that number
+on the GPU in use. The call is private to JAX (jaxtune.system.private_jax), and this module is the only one that makes
+it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_DOCUMENTS = 32
 
 
 def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | None:
-    """Why cuDNN cannot serve this call exactly, or None if it can."""
+    """Why cuDNN cannot serve this call exactly; None if it can."""
     from jaxtune.pallas.dispatch import compute_capability
 
     capability = compute_capability()
@@ -45,17 +45,17 @@ def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | No
 
 
 def _slots(layout: PackedLayout) -> int:
-    """Documents a row that the packed path has room for; cuDNN takes that path from two on."""
+    """The number of documents a row that the packed path is given room for; it needs at least two."""
     return max(2, layout.max_documents or 0)
 
 
 def _documents(layout: PackedLayout):
-    """lengths int32[B, M], offsets int32[B, M + 1] (starts; unused entries -1), as the THD path wants them."""
+    """lengths int32[B, M] and offsets int32[B, M + 1] (starts; unused entries -1) in the format of the THD path."""
     rows, length = layout.doc_start.shape
     count = _slots(layout)
     index = jnp.arange(length, dtype=jnp.int32)
     first = (layout.doc_start == index) & (layout.doc_end > index)
-    slot = jnp.where(first, jnp.cumsum(first, axis=1) - 1, count)  # past the end: dropped
+    slot = jnp.where(first, jnp.cumsum(first, axis=1) - 1, count)  # an index past the end is dropped
     row = jnp.broadcast_to(jnp.arange(rows)[:, None], slot.shape)
     empty = jnp.full((rows, count), -1, jnp.int32)
     starts = empty.at[row, slot].set(jnp.broadcast_to(index, slot.shape), mode="drop")
@@ -67,7 +67,7 @@ def _documents(layout: PackedLayout):
 def _stat_index(layout: PackedLayout):
     """For each token the (document, offset) of its entry in cuDNN's statistics [B * M, heads, T].
 
-    JAX hands cuDNN the documents of all rows one after the other, so a document's number counts from row 0 on.
+    JAX passes the documents of all rows to cuDNN in one list, so documents are numbered from row 0 on.
     """
     index = jnp.arange(layout.doc_start.shape[1], dtype=jnp.int32)
     first = (layout.doc_start == index) & (layout.doc_end > index)
@@ -76,6 +76,7 @@ def _stat_index(layout: PackedLayout):
 
 
 def _call_arguments(layout, query, scale, window):
+    """(arrays, static arguments) of JAX's call of cuDNN for a layout."""
     unused = jnp.zeros(0, query.dtype)
     if layout.max_documents == 1:
         mask, arrays = cudnn.MaskType.CAUSAL, (unused, unused, unused, unused)
@@ -95,7 +96,7 @@ def _call_arguments(layout, query, scale, window):
 
 
 def _real(layout, array):
-    """Zeroes padding: cuDNN leaves those rows unwritten."""
+    """The array with zeros at padding, which cuDNN leaves unwritten."""
     if layout.full:
         return array
     real = jnp.arange(array.shape[1]) < layout.doc_end

@@ -1,7 +1,8 @@
-"""The cases on which implementations are compared with the reference at their first use on a GPU (dispatch.first_use).
+"""The cases with which implementations are compared with the reference at their first use on a GPU
+(dispatch.first_use).
 
-Our kernels are checked on one small case. cuDNN chooses among kernels of its own by the sizes of a call, and one of
-them was wrong for its number of documents alone, so packed rows are checked at the call's own sizes.
+Our kernels are checked on one small case. cuDNN chooses among its own kernels by the sizes of a call, and one of them
+was wrong for one number of documents only, so packed rows are checked with the call's own sizes.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from jaxtune.pallas import dispatch, tuning
 from jaxtune.pallas.attention import cudnn, reference
 from jaxtune.pallas.attention.layout import PackedLayout, packed_layout
 
-# Padding in front, between and behind; a document of one token; one longer than the window; three tiles and a tail.
+# (segment id, tokens): padding in front, between and behind; a document of one token; one longer than the window; three
+# tiles and a rest.
 _RUNS = ((0, 5), (1, 90), (2, 1), (1, 160), (0, 7), (3, 110), (0, 27))
 _WINDOW = 100
-_WHOLE_LENGTH = 1024  # at most, of a row that is one document
-# Documents of cuDNN's case, each at most its part of a row; what it leaves of the part is padding.
+_WHOLE_LENGTH = 1024  # a row that is one document is checked with at most this length
+# Lengths of the documents in cuDNN's case. Each is in its own part of a row and cut to it; the rest of the part is
+# padding.
 _DOCUMENT_LENGTHS = (90, 1, 160, 7, 110)
 
 
@@ -30,7 +33,12 @@ def refusal(name: str, module, query, kv_heads: int | None, soft_cap, blocks: Ma
     """Why this GPU must not run the kernels of `module` for calls like this one, or None.
 
     Args:
-      blocks: op of tuning.py -> the blocks that the call takes: other blocks are another kernel.
+      name: the implementation.
+      module: its functions.
+      query: of the call; only shape and dtype are used.
+      kv_heads: of the call.
+      soft_cap: of the call.
+      blocks: {operation of tuning.py: the blocks that the call takes}; other blocks are another kernel.
     """
     dim, dtype = query.shape[-1], jnp.dtype(query.dtype)
     group = 2 if kv_heads is None or query.shape[2] // kv_heads % 2 == 0 else 1
@@ -63,7 +71,7 @@ def refusal(name: str, module, query, kv_heads: int | None, soft_cap, blocks: Ma
 
 
 def _arrays(shape: tuple[int, int], heads: int, kv_heads: int, dim: int, dtype) -> list[jax.Array]:
-    """query, key, value, dout."""
+    """Random query, key, value and dout."""
     keys = jax.random.split(jax.random.key(0), 4)
     counts = (heads, kv_heads, kv_heads, heads)
     return [jax.random.normal(key, (*shape, count, dim)).astype(dtype) for key, count in zip(keys, counts, strict=True)]
@@ -73,7 +81,7 @@ def cudnn_refusal(query, kv_heads: int | None, layout: PackedLayout, window: int
     """Why this GPU must not run cuDNN for calls like this one, or None."""
     rows, length, heads, dim = query.shape
     kv_heads, dtype, documents = kv_heads or heads, jnp.dtype(query.dtype), layout.max_documents
-    assert documents is not None  # which cuDNN refuses
+    assert documents is not None  # cuDNN refuses calls without it
     if documents == 1:
         rows, length = 1, min(length, _WHOLE_LENGTH)
     call = f"{dtype.name}, {rows} x {length} x {heads} over {kv_heads} heads x {dim}, up to {documents} documents a row"
@@ -110,7 +118,8 @@ def cudnn_refusal(query, kv_heads: int | None, layout: PackedLayout, window: int
 
 
 def _documents(rows: int, length: int, most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(row, start, tokens) of each document: `most` in the first row, one or two fewer in others, over all of a row."""
+    """(row, start, tokens) of each document: `most` documents in the first row, one or two fewer in others, spread over
+    the whole row."""
     most = min(most, length)
     part = length // most
     sizes = [part - part // 10] if most == 1 else [min(part, tokens) for tokens in _DOCUMENT_LENGTHS]

@@ -1,7 +1,7 @@
-"""PackedLayout: which keys each query of a batch may see, computed once per batch and handed to every layer.
+"""PackedLayout: which keys each query of a batch can see, computed once per batch and passed to every layer.
 
-Visibility is by contiguous run of a segment id. An id that returns later in the row is a new document, 0 is
-padding anywhere, and no ids at all means one document a row. The layout knows no block size and no window: every
+Tokens see each other within a contiguous run of a segment id. An id that returns later in the row is a new document, 0
+is padding anywhere, and no ids at all means one document a row. The layout knows no block size and no window: every
 kernel derives its visible and masked blocks from it.
 """
 
@@ -48,12 +48,13 @@ class PackedLayout:
 def packed_layout(
     shape: tuple[int, int], segment_ids: jax.Array | None = None, max_documents: int | None = None
 ) -> PackedLayout:
-    """Builds the layout of a batch of `shape` = (rows, length); static shapes, no host sync, usable inside jit.
+    """Builds the layout of a batch of `shape` = (rows, length). Shapes are static, nothing waits for the device, and it
+    can be used within jit.
 
     Args:
       shape: (rows, length), each at least 1.
-      segment_ids: int[B, T], 0 is padding, or None for one document a row.
-      max_documents: see PackedLayout; that it holds is not checked here, because that would wait for the device.
+      segment_ids: int[B, T], 0 is padding; None: one document a row.
+      max_documents: see PackedLayout. It is not verified here, because that would wait for the device.
     Raises:
       TypeError, ValueError: an argument is not as described here.
     """

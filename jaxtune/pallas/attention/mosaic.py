@@ -1,13 +1,13 @@
 """Packed attention as Pallas Mosaic GPU kernels for Hopper (wgmma, TMA, warp specialisation).
 
-Which blocks exist is decided by the layout: a tile of queries [a, b] needs keys from the lower bound of a (its
-document's start, or the window's) to b; a tile of keys [a, b] is needed by queries from a to the upper bound of b.
-Bounds never fall along a row, so the first and last token of a tile bound all of it. Blocks between the bounds are
-loaded; of those only the ones that a bound crosses are masked. XLA writes the tiles into a table, the most expensive
-first, and the kernels (mosaic_forward.py, mosaic_backward.py, mosaic_backward_wide.py) work through it.
+The layout determines which blocks exist. A tile of queries [a, b] needs keys from the lower bound of a (the start of
+its document, or of the window) to b. A tile of keys [a, b] is needed by queries from a to the upper bound of b. Bounds
+never fall along a row, so the first and last token of a tile bound all of it. Blocks between the bounds are loaded, and
+only those that a bound crosses are masked. XLA writes the tiles into a table, the most expensive first, and the kernels
+(mosaic_forward.py, mosaic_backward.py, mosaic_backward_wide.py) work through it.
 
-The backward is two kernels, one for dq and one for dk and dv (which walks all query heads of its key head), so that
-every sum has one fixed order: bitwise deterministic without atomics.
+The backward has one kernel for dq and one for dk and dv (which visits all query heads of its key head), so that every
+sum has a fixed order: results are bitwise deterministic without atomics.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jaxtune.pallas.dispatch import compute_capability, multiprocessors
 _PAD = 128  # rows are padded to a multiple of this
 _INTERPRETED_PROGRAMS = 2
 
-# By head dim, where nothing was measured on the GPU (pallas/tuning.py).
+# Blocks by head dim, used where nothing was measured on the GPU (pallas/tuning.py).
 FORWARD = {
     64: Blocks(64, 128, 3, True),
     128: Blocks(64, 128, 2, True),
@@ -53,10 +53,13 @@ _SHORT_WINDOW = 1024
 
 
 def bucket(dim: int, whole: bool, window: int | None) -> str:
-    """What the fastest blocks depend on: the head dim that there are kernels for, and how long the walks are. A short
-    window makes them so whatever the documents are; a long one hardly matters.
+    """The part of a call that the fastest blocks depend on: the head dim of the kernels, and how many blocks a tile
+    visits. A short window makes the visits short whatever the documents are; a long window hardly matters.
 
-    whole: whether every row is one document.
+    Args:
+      dim: the head dim.
+      whole: whether every row is one document.
+      window: the window, or None.
     """
     if window is not None and window <= _SHORT_WINDOW:
         return f"head_dim={dim}, window up to {max(128, 1 << (window - 1).bit_length())}"
@@ -64,7 +67,7 @@ def bucket(dim: int, whole: bool, window: int | None) -> str:
 
 
 def _blocks(kernel: str, query, layout: PackedLayout, window: int | None) -> Blocks:
-    """The blocks measured for such calls, else those for packed rows, else the heuristic's; query as in a kernel."""
+    """The blocks measured for such calls, else those measured for packed rows, else the heuristic's."""
     op, dim = f"attention {kernel}", query.shape[-1]
     for name in (bucket(dim, layout.max_documents == 1, window), bucket(dim, False, None)):
         found = tuning.tuned(op, name, query.dtype, Blocks)
@@ -74,7 +77,7 @@ def _blocks(kernel: str, query, layout: PackedLayout, window: int | None) -> Blo
 
 
 def blocks_of(query, layout: PackedLayout, window: int | None) -> dict[str, dict[str, Any]]:
-    """op of tuning.py -> its blocks for such a call; of query, only shape and dtype count."""
+    """{operation of tuning.py: its blocks} for such a call; of `query` only shape and dtype are used."""
     query = jax.ShapeDtypeStruct((kernel_dim(query.shape[-1]),), query.dtype)
     return {f"attention {kernel}": _blocks(kernel, query, layout, window).as_dict() for kernel in HEURISTIC}
 
@@ -104,6 +107,7 @@ def _bounds(layout: PackedLayout, window: int | None):
 
 
 def _padded(array, axis):
+    """The array padded with zeros along an axis to a multiple of _PAD."""
     extra = -array.shape[axis] % _PAD
     if not extra:
         return array
@@ -113,7 +117,8 @@ def _padded(array, axis):
 
 
 def _operand(array):
-    """[B, T, heads, D] with whole tiles and a head dim that there are kernels for; zeros add nothing to a product."""
+    """[B, T, heads, D] padded to whole tiles and to a head dim for which there are kernels; zeros do not change
+    products."""
     return jnp.pad(_padded(array, 1), [(0, 0)] * 3 + [(0, kernel_dim(array.shape[-1]) - array.shape[-1])])
 
 
@@ -123,7 +128,7 @@ def kernel_dim(dim: int) -> int:
 
 
 def _prepare(layout, window):
-    """Bounds, padded to whole tiles: the padding sees nothing."""
+    """The bounds, padded to whole tiles; padding sees nothing."""
     lower, upper = _bounds(layout, window)
     length = lower.shape[1]
     extra = -length % _PAD
@@ -136,8 +141,11 @@ def _prepare(layout, window):
 def _table(starts, first, count, falling: bool | None):
     """The work of a kernel, int32[B * tiles, 4]: row, first token, first block of the other side, number of blocks.
 
-    starts int32[tiles], of numpy; first, count int32[B, tiles]. The lines stand in falling order of `count`; falling
-    says whether every row of it falls already (or rises) and rows are equal, which spares the sort, or is None.
+    Args:
+      starts: int32[tiles], numpy.
+      first, count: int32[B, tiles].
+      falling: True or False if `count` falls or rises along every row and rows are equal, which spares the sort; None:
+        lines are sorted by falling count.
     """
     rows, tiles = count.shape
     row = np.broadcast_to(np.arange(rows, dtype=np.int32)[:, None], count.shape)
@@ -149,24 +157,26 @@ def _table(starts, first, count, falling: bool | None):
 
 
 def _whole_blocks(tokens, blocks: Blocks):
-    """How many blocks of the other side lie before these tokens. Not `//`, which asks for every number's sign."""
+    """The number of blocks of the other side that are before these tokens, without `//`, which tests every number's
+    sign."""
     return jax.lax.div(tokens, jnp.int32(blocks.step))
 
 
 def _query_table(lower, blocks: Blocks, pairs: bool, full: bool):
-    """See mosaic_parts.QuerySide. full: whether every row is one document without padding."""
+    """The table of mosaic_parts.QuerySide; `full`: every row is one document without padding."""
     size = blocks.own * (1 if pairs else WARPGROUPS)
     starts = np.arange(0, lower.shape[1], size, dtype=np.int32)
     first = _whole_blocks(lower[:, ::size], blocks)
     end = (np.minimum(starts + size, lower.shape[1]) + blocks.step - 1) // blocks.step
-    # A tile of padding may have its bound past its end.
+    # The bound of a tile of padding may be past its end.
     count = jnp.maximum(end - first, 1)
     first = jnp.minimum(first, lower.shape[1] // blocks.step - 1)
     return _table(starts, first, count, False if full else None)
 
 
 def _key_table(upper, blocks: Blocks, shared: bool, full: bool):
-    """See mosaic_backward.key_kernel, and _query_table. shared: whether the warpgroups have the same keys."""
+    """The table of mosaic_backward.key_kernel; `shared`: both warpgroups have the same keys; `full` as in
+    _query_table."""
     size = blocks.own * (1 if shared else WARPGROUPS)
     starts = np.arange(0, upper.shape[1], size, dtype=np.int32)
     first = np.broadcast_to(starts // blocks.step, (upper.shape[0], len(starts)))
@@ -175,8 +185,8 @@ def _key_table(upper, blocks: Blocks, shared: bool, full: bool):
 
 
 def _barriers(blocks: Blocks, own_copies: int, brought_copies: int, buffers: int) -> list:
-    """What most kernels have: one for each of the `buffers` of the item's own, filled by `own_copies` copies; the
-    pipeline's, of which each of the two that announce a block waits for `brought_copies`; and that of Turns."""
+    """The barriers of most kernels: one for each of the `buffers` of an item's own side, filled by `own_copies` copies;
+    those of the pipeline, where each of the two that announce a block waits for `brought_copies`; and that of Turns."""
     return [
         plgpu.Barrier(num_arrivals=own_copies, num_barriers=buffers),
         *_pipeline_barriers(blocks, brought_copies),
@@ -185,13 +195,14 @@ def _barriers(blocks: Blocks, own_copies: int, brought_copies: int, buffers: int
 
 
 def _pipeline_barriers(blocks: Blocks, copies: int) -> list:
+    """The pipeline's barriers: that a block has arrived, and that its slot is free."""
     slots = (blocks.stages, blocks.value_stages or blocks.stages)
     full = [plgpu.Barrier(num_arrivals=copies, num_barriers=count) for count in slots]
     return [*full, *(plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=count) for count in slots)]
 
 
 def _call(kernel, out_type, scratch, blocks: Blocks, compiler: dict[str, Any] | None = None, **static):
-    """A kernel with its buffers and barriers; compiler: more of Pallas' parameters."""
+    """Calls a kernel with its buffers and barriers; `compiler` has further parameters of Pallas."""
     return gpu_kernel.kernel(
         functools.partial(kernel, blocks=blocks, interpreted=gpu_kernel.interpreter() is not None, **static),
         f"attention_{kernel.__name__.removesuffix('_kernel')}",
@@ -207,11 +218,13 @@ def _call(kernel, out_type, scratch, blocks: Blocks, compiler: dict[str, Any] | 
 
 
 def _numbers(count, size, dtype):
+    """Shared memory for `count` vectors of `size` numbers."""
     return plgpu.SMEM((count, size), dtype)
 
 
 def _pairs(query, key, blocks: Blocks) -> bool:
-    """Whether the warpgroups take a head each that share their keys: narrower tiles see fewer keys in vain."""
+    """Whether each warpgroup takes one of two heads that share their keys; narrower tiles then see fewer masked
+    keys."""
     return (query.shape[2] // key.shape[2]) % WARPGROUPS == 0
 
 
@@ -236,7 +249,9 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
             *_barriers(blocks, 2, 1, buffers * WARPGROUPS if buffers == 3 else buffers),
         ],
         blocks,
-        compiler=dict(reduction_scratch_bytes=0),  # a row of scores is one warp's; three buffers leave 2 KB
+        compiler=dict(
+            reduction_scratch_bytes=0
+        ),  # no scratch is needed, as a row of scores belongs to one warp; three buffers leave 2 KB
         pairs=pairs,
         scale=scale,
         soft_cap=soft_cap,
@@ -244,14 +259,14 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
     out, lse = outputs[0][:, :length, :, :given_dim], outputs[1][..., :length]
     if sinks is None:
         return out, lse
-    # A sink is one more term of the softmax's sum and carries no value: it scales what is there.
+    # A sink is one more term of the softmax's sum without a value, so it only scales the output.
     with_sink = jnp.logaddexp(lse, sinks.astype(jnp.float32)[:, None])
     share = jnp.moveaxis(jnp.exp(lse - with_sink), 1, 2)[..., None]
     return (out * share).astype(out.dtype), with_sink
 
 
 def _query_gradient(operands, lower, blocks: Blocks, layout, options):
-    """dq of padded operands: query, key, value, dout, stat and delta times scale."""
+    """dq from padded operands: query, key, value, dout, lse and delta times scale."""
     query, key = operands[:2]
     own, pairs, count, dim = blocks.own, _pairs(query, key, blocks), blocks.buffers * WARPGROUPS, query.shape[-1]
     both = smem((count, own, dim), query.dtype)

@@ -1,4 +1,4 @@
-"""The bodies of the backward kernels (see mosaic_parts.py)."""
+"""The bodies of the backward kernels; mosaic_parts.py describes what the kernels share."""
 
 from __future__ import annotations
 
@@ -29,9 +29,12 @@ from jaxtune.pallas.attention.mosaic_parts import (
 
 
 def _weights_and_gradient(scores, dweights, shape, stat, seen, between, issued, scale, soft_cap):
-    """(weights times the slope of the soft cap, dweights) from the products (left, right) that give the raw scores and
-    dweights; stat is the log-sum-exp, in log2. The weights are computed while the tensor cores make dweights. `between`
-    runs between the two products, `issued` after them."""
+    """(weights times the slope of the soft cap, dweights) from the two products (left, right) that give the raw scores
+    and dweights.
+
+    `stat` is the log-sum-exp in log2. The weights are computed while the tensor cores compute dweights. `between` runs
+    between the two products, `issued` after both are issued.
+    """
 
     def compute(score_acc, dweight_acc):
         plgpu.wgmma(score_acc, *scores)
@@ -163,7 +166,7 @@ def query_kernel(
 
 
 def masked_keys(weights, *, base, upper, queries, lean):
-    """`weights` [keys from base on, queries from `queries` on], with 0 where a query does not see a key."""
+    """`weights` [keys from `base` on, queries from `queries` on], with 0 where a query does not see a key."""
     shape = weights.shape
     if lean:
         key_ids = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=plgpu.Layout.WGMMA.reduce(1)) + base
@@ -175,10 +178,14 @@ def masked_keys(weights, *, base, upper, queries, lean):
 
 
 def bring_queries(items, group, width, operands, slots, full, free):
-    """The work of the warpgroup that brings blocks of queries for dk and dv: of `width` queries, for every one of the
-    `group` heads that share a key head.
+    """The work of the warpgroup that loads blocks of `width` queries for dk and dv, for each of the `group` heads that
+    share a key head.
 
-    operands: query, dout, stat and delta; slots: of query, of dout and of both numbers; full, free: of query and dout.
+    Args:
+      items: of the program.
+      operands: query, dout, stat and delta in memory.
+      slots: shared memory for query, dout, and both vectors of numbers.
+      full, free: barriers of query and dout.
     """
     q_ref, do_ref, stat_ref, delta_ref = operands
     q_smem, do_smem, numbers_smem = slots
@@ -239,9 +246,9 @@ def key_kernel(
     soft_cap,
     interpreted,
 ):
-    """dk and dv of tiles of keys: walks the query blocks that see the tile, of every query head in turn.
+    """dk and dv of tiles of keys. It visits the query blocks that see the tile, for every query head in turn.
 
-    A line of the table: row, first key, first block of queries, number of blocks.
+    A line of the table is: row, first key, first block of queries, number of blocks.
     """
     wg = lax.axis_index("wg")
     group = q_ref.shape[2] // k_ref.shape[2]

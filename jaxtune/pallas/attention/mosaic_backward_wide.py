@@ -1,9 +1,9 @@
 """The body of the dk/dv kernel for head dims whose two gradients do not fit one warpgroup's registers.
 
-At D=256 the dk of 64 keys takes 128 registers of every thread of a warpgroup, and their dv as many. So both warpgroups
-have the same 64 keys: the first makes the weights and dv, the second dweights and dk, two products a step each. What
-the second needs of the first, the weights (times the slope of the soft cap), goes through shared memory, in fp32 and
-two slots: the first is up to two steps ahead, and its exponentials run beside the other one's products.
+At D=256 the dk of 64 keys takes 128 registers of every thread of a warpgroup, and dv the same. So both warpgroups have
+the same 64 keys: the first computes the weights and dv, the second dweights and dk, two products a step each. The
+second needs the first one's weights (times the slope of the soft cap), which go through shared memory, in fp32 and two
+slots. The first is up to two steps ahead, and its exponentials overlap with the other's products.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def wide_key_kernel(
     soft_cap,
     interpreted,
 ):
-    """dk and dv of tiles of keys: walks the query blocks that see the tile, of every query head in turn.
+    """dk and dv of tiles of keys. It visits the query blocks that see the tile, for every query head in turn.
 
-    A line of the table: row, first key, first block of queries, number of blocks.
+    A line of the table is: row, first key, first block of queries, number of blocks.
     """
     wg = lax.axis_index("wg")
     group = q_ref.shape[2] // k_ref.shape[2]

@@ -1,4 +1,4 @@
-"""The body of the forward kernel (see mosaic_parts.py)."""
+"""The body of the forward kernel; mosaic_parts.py describes what the kernels share."""
 
 from __future__ import annotations
 
@@ -22,15 +22,20 @@ from jaxtune.pallas.attention.mosaic_parts import (
     rows_of,
 )
 
-# Where the running maximum of scores starts: so far above MASKED that a masked score weighs exactly nothing, whatever
-# a fused multiply-add leaves of the difference.
+# The initial running maximum of scores. It is so far above MASKED that a masked score's weight is exactly 0, whatever
+# rounding a fused multiply-add leaves.
 _UNSEEN = -1e20
 
 
 class _Softmax:
-    """The running softmax of the forward, in powers of two. Its state, one number a row: the maximum so far and the sum
-    of the weights. lean: the maximum is that of the scores as they are (of the tanh, with a soft cap), and the factor
-    on them goes into the multiply-add that subtracts it."""
+    """The running softmax of the forward, in powers of two. Its state is, for each row, the maximum so far and the sum
+    of weights.
+
+    Args:
+      scale, soft_cap: of the attention.
+      lean: the maximum is taken over raw scores (over the tanh, with a soft cap), and the factor on them is applied in
+        the multiply-add that subtracts the maximum.
+    """
 
     def __init__(self, scale, soft_cap, lean):
         self.scale, self.soft_cap = scale, soft_cap
@@ -38,10 +43,11 @@ class _Softmax:
         self.lean = lean and self.unit > 0  # a negative factor would turn the maximum into the minimum
 
     def start(self, own, layout):
+        """The initial state for `own` rows."""
         return filled((own,), _UNSEEN if self.lean else MASKED, layout), filled((own,), 0.0, layout)
 
     def step(self, scores, state, mask):
-        """(weights of a block, by what the sums so far fade, state)."""
+        """(weights of a block, factor on the sums so far, new state)."""
         top, total = state
         if not self.lean:
             scores, _ = capped(scores, self.scale, self.soft_cap)
@@ -58,7 +64,7 @@ class _Softmax:
         return weights, fade, (new, total * fade + weights.sum(axis=1))
 
     def end(self, state):
-        """(1 / sum, log-sum-exp in natural log)."""
+        """(1 / sum, log-sum-exp in the natural logarithm)."""
         top, total = state
         if self.lean:
             top = top * self.unit

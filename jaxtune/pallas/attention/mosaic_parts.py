@@ -1,10 +1,10 @@
-"""What the Mosaic GPU attention kernels share (mosaic.py says what they do, and starts them).
+"""What the Mosaic GPU attention kernels share; mosaic.py describes and calls them.
 
-A kernel runs as many programs as the GPU has multiprocessors, each with two warpgroups that compute and one that
-brings blocks. A program works through a list of items: a tile of queries of two heads (or, without grouped heads,
-two tiles of one head), or a tile of keys of one key head. An item's own side (queries and their gradient, or keys and
-values) is double-buffered and the bringing warpgroup runs ahead across items, so that an item's start and end hide
-behind the work of its neighbours: on packed rows an item has two to ten steps, and they cost as much as the steps.
+A kernel runs one program on each multiprocessor, with two warpgroups that compute and one that loads blocks. A program
+works through a list of items. An item is a tile of queries of two heads (or, without grouped heads, two tiles of one
+head), or a tile of keys of one key head. An item's own side (queries and their gradient, or keys and values) is
+double-buffered, and the loading warpgroup runs ahead across items, so that the start and end of an item overlap with
+its neighbours' work. On packed rows an item has two to ten steps, and start and end cost as much as the steps.
 """
 
 from __future__ import annotations
@@ -22,62 +22,57 @@ from jaxtune.pallas import mosaic_types
 
 LOG2E = math.log2(math.e)
 MASKED = -1e30
-WARPGROUPS = 2  # that compute
-# A thread's registers, computing and bringing. All three warpgroups start with an equal share of 65,536 / 128 = 512, in
-# steps of 8: 168. To ask for more than there are is to wait for ever.
+WARPGROUPS = 2  # warpgroups that compute
+# Registers of a thread that computes, and of one that loads. All three warpgroups start with an equal share of
+# 65,536 / 128 = 512, in steps of 8: 168. Asking for more than there are would wait forever.
 _REGISTERS = (240, 24)
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How a kernel cuts its work, and in which of its forms it runs.
+    """How a kernel divides its work, and which of its variants runs."""
 
-    Attributes:
-      own: rows that a warpgroup holds.
-      step: rows of the other side that it takes at a time.
-      stages: blocks of `step` rows that are on their way at a time.
-      turns: whether the two warpgroups take turns on the tensor cores (Turns).
-      lean: fewer instructions a score: a mask by one comparison and, in the forward, the scale and the subtraction of
-        the maximum in one multiply-add.
-      buffers: of an item's own side; 1 where shared memory has no room for 2 (the forward then has three for both
-        warpgroups). That of the forward and of dq.
-      value_stages: `stages` of the values in dq, which are given back before the keys; None: as many as of the keys.
-    """
-
-    own: int
-    step: int
-    stages: int
-    turns: bool
+    own: int  # rows of a warpgroup's own side
+    step: int  # rows of the other side that are taken at a time
+    stages: int  # blocks of `step` rows that are being loaded at a time
+    turns: bool  # whether the two warpgroups take turns on the tensor cores (Turns)
+    # fewer instructions per score: a mask by one comparison and, in the forward, scaling and subtraction of the maximum
+    # in one multiply-add
     lean: bool = False
+    # for an item's own side, in the forward and dq; 1 if shared memory has no room for 2 (the forward then has three
+    # for both warpgroups)
     buffers: int = 2
+    # `stages` of the values in dq, which are freed before the keys; None: the same as for keys
     value_stages: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Its fields, without those that have their default."""
+        """The fields that differ from their defaults."""
         fields = dataclasses.fields(self)
         return {f.name: getattr(self, f.name) for f in fields if getattr(self, f.name) != f.default}
 
 
 def smem(shape, dtype):
-    """Shared memory that the tensor cores and the copy engine can read, and warpgroups without bank conflicts."""
+    """Shared memory that tensor cores and TMA can read, and warpgroups can access without bank conflicts."""
     return plgpu.SMEM(shape, dtype, transforms=mosaic_types.tiled(dtype))
 
 
 def rows_of(value, shape):
-    """Broadcasts one number a row over the columns."""
+    """One number per row, broadcast over the columns."""
     return lax.broadcast_in_dim(value, shape, [0])
 
 
 def filled(shape, value, layout):
+    """A float32 array with one value, in a layout."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
 def ids(shape, axis, base):
+    """`base` + the index along an axis, as an array of this shape."""
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA) + base
 
 
 def capped(scores, scale, soft_cap):
-    """(scores in units of log2, derivative of the cap or None)."""
+    """(scores in units of log2, derivative of the soft cap or None)."""
     if soft_cap is None:
         return scores * (scale * LOG2E), None
     capped = jnp.tanh(scores * (scale / soft_cap))
@@ -85,7 +80,7 @@ def capped(scores, scale, soft_cap):
 
 
 def products(*pairs, shape, issued):
-    """One fresh fp32 accumulator of `shape` for each (left, right); `issued` runs while the tensor cores do."""
+    """A new fp32 accumulator of `shape` for each (left, right); `issued` runs while the tensor cores compute."""
 
     def compute(*accs):
         for acc, (left, right) in zip(accs, pairs, strict=True):
@@ -97,8 +92,8 @@ def products(*pairs, shape, issued):
 
 
 def add_product(total, left, right, interpreted):
-    """total + left right, left from registers, accumulated in place. The interpreter knows neither run_state nor wgmma
-    with a left side in registers, so there it is written out."""
+    """total + left right, with left from registers, accumulated in place. The interpreter has neither run_state nor
+    wgmma with a left side in registers, so it computes the product in jnp."""
     if interpreted:
         return total + lax.dot(left, right[...], preferred_element_type=jnp.float32)
 
@@ -109,27 +104,30 @@ def add_product(total, left, right, interpreted):
 
 
 class Turns:
-    """Keeps the two warpgroups half a step apart: while one has the tensor cores, the other does its softmax
-    (FlashAttention-3, arXiv 2407.08608, calls it ping-pong). Every step swaps twice."""
+    """Keeps the two warpgroups half a step apart: while one uses the tensor cores, the other computes its softmax (the
+    ping-pong schedule of FlashAttention-3, arXiv 2407.08608). Every step swaps twice."""
 
     def __init__(self, barrier, wg, wanted: bool):
         self.barrier, self.wg, self.wanted = barrier, wg, wanted
 
     def swap(self):
+        """Hands the tensor cores to the other warpgroup and waits for its own turn."""
         if self.wanted:
             plgpu.barrier_arrive(self.barrier)
             plgpu.barrier_wait(self.barrier)
 
     def begin(self):
+        """Makes the second warpgroup start half a step later."""
         pl.when(self.wg == 1)(self.swap)
 
     def end(self):
+        """Balances `begin`."""
         pl.when(self.wg == 0)(self.swap)
 
 
 def within(shape, axis, base, first, count):
-    """Whether base + the index along `axis` is one of the `count` numbers from `first` on (count, first: one for each
-    index of the other axis): as unsigned numbers one comparison is enough."""
+    """Whether base + the index along `axis` is one of the `count` numbers from `first` on; count and first have one
+    value for each index of the other axis. On unsigned numbers one comparison is enough."""
     offset = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
     offset = offset - lax.broadcast_in_dim(first - base, shape, [1 - axis])
     count = lax.broadcast_in_dim(count, shape, [1 - axis])
@@ -137,8 +135,8 @@ def within(shape, axis, base, first, count):
 
 
 class Items:
-    """The items of a program: `heads` for each line of the work table (mosaic.py), whose lines stand in falling
-    order of cost. They are dealt out to the programs back and forth, so that every program gets as much work."""
+    """The items of a program: `heads` for each line of the work table (mosaic.py), whose lines are sorted by falling
+    cost. Items are dealt to the programs back and forth, so that every program gets the same amount of work."""
 
     def __init__(self, table_ref, heads: int):
         self.table_ref, self.heads = table_ref, heads
@@ -148,19 +146,20 @@ class Items:
         self.rounds = whole + (self._number(jnp.int32(whole)) < total).astype(jnp.int32)
 
     def _number(self, turn):
+        """The number of the item of a turn."""
         forth = lax.rem(turn, jnp.int32(2)) == 0
         return turn * self.programs + jnp.where(forth, self.me, self.programs - 1 - self.me)
 
     def at(self, turn):
-        """[head number, the line's columns...] of an item, all int32; past the last one, whatever item there is."""
+        """[head number, the line's columns...] of an item, all int32; past the last item, any item."""
         number = jnp.minimum(self._number(turn), self.table_ref.shape[0] * self.heads - 1)
         line = lax.div(number, jnp.int32(self.heads))
         columns = [self.table_ref[line, column] for column in range(self.table_ref.shape[1])]
         return [lax.rem(number, jnp.int32(self.heads)), *columns]
 
     def each(self, work):
-        """work(turn, done, item, following) -> steps, for every item; `done` steps were made before it. The following
-        item is read a whole item ahead: it is there when it is needed. Returns the steps of all."""
+        """Calls work(turn, done, item, following) -> steps for every item, where `done` steps were made before it. The
+        following item is read one item ahead. Returns the number of all steps."""
 
         def one(turn, carry):
             done, item = carry
@@ -171,7 +170,7 @@ class Items:
 
 
 def computing(wg, number: int | None = None):
-    """Decorates what the computing warpgroups do, or that one of them; bringing, what brings their blocks."""
+    """A decorator for the code of the computing warpgroups, or of warpgroup `number` alone."""
 
     def decorate(body):
         @pl.when(wg < WARPGROUPS if number is None else wg == number)
@@ -183,6 +182,8 @@ def computing(wg, number: int | None = None):
 
 
 def bringing(wg):
+    """A decorator for the code of the warpgroup that loads blocks."""
+
     def decorate(body):
         @pl.when(wg == WARPGROUPS)
         def _():
@@ -193,8 +194,8 @@ def bringing(wg):
 
 
 def bring(number, copies):
-    """Starts each copy (source, slots, full, free) of step `number` into its slot of the pipeline, once that one's last
-    content was used."""
+    """Starts each copy (source, slots, full, free) of step `number` into its slot of the pipeline, after the slot's
+    previous content was used."""
     for source, target, full, free in copies:
         stages = jnp.int32(target.shape[0])
         slot = lax.rem(number, stages)
@@ -203,18 +204,24 @@ def bring(number, copies):
 
 
 def drain(done, *rings):
-    """Waits until all that was brought has been used: a barrier must not be left with an unseen arrival. A ring: its
-    slots and their `free`."""
+    """Waits until everything that was loaded has been used, because a barrier must not end with an arrival that was not
+    waited for. A ring is (slots, their `free` barrier)."""
     for target, free in rings:
         for slot in range(target.shape[0]):
             pl.when(slot < done)(lambda free=free, slot=slot: plgpu.barrier_wait(free.at[slot]))
 
 
 class QuerySide:
-    """What the forward and dq share: where an item's queries are, and which of its scores are masked.
+    """What the forward and dq share: the positions of an item's queries, and which of its scores are masked.
 
-    pairs: the warpgroups take the same queries of as many heads that share their keys; else neighbouring queries of
-    one head. A line of the table: row, first query, first block of keys, number of blocks.
+    A line of the table is: row, first query, first block of keys, number of blocks.
+
+    Args:
+      q_ref, k_ref, table_ref: the kernel's operands.
+      blocks: the kernel's.
+      pairs: the warpgroups take the same queries of two heads that share their keys; otherwise neighbouring queries of
+        one head.
+      wg: the warpgroup.
     """
 
     def __init__(self, q_ref, k_ref, table_ref, blocks: Blocks, pairs: bool, wg):
@@ -230,18 +237,19 @@ class QuerySide:
             return item[1], item[0] * WARPGROUPS + wg, pl.multiple_of(item[2], own)
         first = item[2] + wg * own
         if self.length % (WARPGROUPS * own):
-            # The row's last tile may be a warpgroup short: that one does its neighbour's work again, bit for bit.
+            # The row's last tile may have queries for one warpgroup only; the other repeats its work, bit for bit.
             first = jnp.minimum(first, self.length - own)
         return item[1], item[0], pl.multiple_of(first, own)
 
     def keys(self, item, i):
-        """(row, keys of step i, key head)."""
+        """(row, keys of step i, key head), as an index."""
         head = item[0] * WARPGROUPS if self.pairs else item[0]
         first = (item[3] + i) * self.blocks.step
         return item[1], pl.ds(first, self.blocks.step), lax.div(head, jnp.int32(self.group))
 
     def masked(self, values, item, i, lower, last_lower, fill):
-        """`values` [own, step], with `fill` where a query does not see a key; as it is if no bound crosses it."""
+        """`values` [own, step], with `fill` where a query does not see a key; unchanged if no bound crosses the
+        block."""
         base, keys, shape = self.place(item)[2], (item[3] + i) * self.blocks.step, values.shape
 
         def mask(values):
@@ -257,7 +265,7 @@ class QuerySide:
         return lax.cond(crossed, mask, lambda values: values, values)
 
     def bring_keys(self, k_ref, v_ref, k_smem, v_smem, k_full, v_full, k_free, v_free):
-        """The work of the warpgroup that brings blocks."""
+        """The work of the warpgroup that loads blocks of keys and values."""
 
         def work(turn, done, item, following):
             def step(i, _):

@@ -1,8 +1,9 @@
-"""Attention in plain jnp: the definition. Right on every device, fp32 softmax, memory bounded by query chunks.
+"""Attention in plain jnp, which defines the operation. It is right on every device, with an fp32 softmax, and bounds
+its memory by computing chunks of queries.
 
 score[q, k] = scale * query[q] . key[k];  soft cap: cap * tanh(score / cap);  key k is visible to query q iff
-doc_start[q] <= k <= q < doc_end[q] and q - k < window. A sink is one more logit of its head that carries no value
-(gpt-oss). lse is the natural logarithm of the softmax denominator, sink included. Rows that see nothing give 0.
+doc_start[q] <= k <= q < doc_end[q] and q - k < window. A sink is one more logit of its head without a value (gpt-oss).
+lse is the natural logarithm of the softmax denominator, sink included. Rows that see nothing give 0.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-# Scores of one query chunk, in elements: 256 MB of fp32. One chunk covers everything of ordinary test size.
+# The largest number of scores of one chunk of queries: 256 MB of fp32. Cases of ordinary test size are one chunk.
 _MAX_SCORES = 1 << 26
 _MASKED = -1e30  # finite, so that a row without visible keys stays free of inf - inf
 
 
 def _precision(dtype):
+    """The precision of products: exact for float32."""
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
@@ -42,7 +44,7 @@ def _visible(start, end, first, length, window):
 
 
 def _chunked(length, per_query):
-    """(chunk, padded length): how many queries at a time keep the scores within _MAX_SCORES."""
+    """(chunk, padded length): the number of queries at a time that keeps the scores within _MAX_SCORES."""
     chunk = max(1, min(length, _MAX_SCORES // max(1, per_query)))
     count = -(-length // chunk)
     chunk = -(-length // count)

@@ -1,4 +1,5 @@
-"""Shapes of real models and rows of real lengths, shared by tests and benchmarks. Sums to 32,768 tokens a case."""
+"""Shapes of real models and rows with realistic document lengths, shared by tests and benchmarks. Each case has 32,768
+tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ SEED = 0
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One benchmark case: rows of `length` tokens; without `documents` every row is one document."""
+    """One benchmark case: rows of `length` tokens."""
 
     name: str
     rows: int
@@ -19,12 +20,14 @@ class Case:
     heads: int = 32
     kv_heads: int = 8
     dim: int = 128
+    # None: every row is one document; a number of documents; or "log-normal" lengths
     documents: str | int | None = None
     window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
 
     def segments(self) -> np.ndarray | None:
+        """int32[rows, length] segment ids; None if every row is one document."""
         if self.documents is None:
             return None
         if isinstance(self.documents, int):
@@ -34,7 +37,8 @@ class Case:
 
 
 def log_normal_segments(rows: int, length: int, mean: float, sigma: float, seed: int = SEED) -> np.ndarray:
-    """int32[rows, length]: rows filled with documents of log-normal lengths, like instruction data; no padding."""
+    """int32[rows, length]: rows filled with documents of log-normal lengths, as in instruction data, without
+    padding."""
     rng = np.random.default_rng(seed)
     segments = np.zeros((rows, length), np.int32)
     for row in range(rows):

@@ -1,12 +1,12 @@
 """Packed attention as Triton kernels, for every NVIDIA GPU since Ampere (compute capability 8.0).
 
-A tile of queries walks keys from the lower bound of its first token to its own last token, a tile of keys walks the
-queries up to the upper bound of its last token: bounds never fall along a row. Blocks start at the bound itself, not
-at a multiple of their size, so a tile inside one document has no masked block on that side; only blocks that a bound
-crosses are masked. dq has one kernel, dk and dv another (which walks all query heads of its key head), so every sum
-has one fixed order: bitwise deterministic without atomics.
+A tile of queries visits keys from the lower bound of its first token to its own last token, a tile of keys visits
+queries up to the upper bound of its last token; bounds never fall along a row. Blocks start at the bound itself, not at
+a multiple of their size, so a tile within one document has no masked block on that side, and only blocks that a bound
+crosses are masked. dq has one kernel, dk and dv another (which visits all query heads of its key head), so every sum
+has a fixed order: results are bitwise deterministic without atomics.
 
-The bodies are in triton_kernels.py, which imports triton and is itself imported where it is used.
+The kernels are in triton_kernels.py, which imports triton and is therefore imported only where it is used.
 """
 
 from __future__ import annotations
@@ -23,24 +23,28 @@ from jaxtune.pallas.attention.layout import PackedLayout
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """How a kernel cuts its work: queries x keys at a time; `stages` of the side that it walks are on their way."""
+    """How a kernel divides its work."""
 
-    queries: int
-    keys: int
+    queries: int  # queries at a time
+    keys: int  # keys at a time
     warps: int
-    stages: int
+    stages: int  # blocks of the visited side that are loaded at a time
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
+    """The tiles of the three kernels."""
+
     forward: Tile
     query: Tile  # dq
     key: Tile  # dk and dv
 
 
-# Shared memory that one block may have, in KB: compute capability 9.0 has 227, 8.0 and 8.7 have 163, 8.6, 8.9 and 12.x
-# have 99. {shared memory: {head dim: tiles}}. Measured on an H200: those of 227 as they are; the others in code for 8.6
-# (mma.sync), with as many blocks on a multiprocessor as an A100's and a 4090's shared memory would hold.
+# {shared memory of one block in KB: {head dim: tiles}}. Compute capability 9.0 has 227 KB, 8.0 and 8.7 have 163, 8.6,
+# 8.9
+# and 12.x have 99. Measured on an H200: those for 227 directly; the others in code for 8.6 (mma.sync), with the number
+# of
+# blocks on a multiprocessor that an A100's and a 4090's shared memory allows.
 TILES = {
     227: {
         64: Tiles(Tile(64, 64, 4, 3), Tile(64, 32, 4, 3), Tile(64, 64, 4, 3)),
@@ -59,7 +63,7 @@ _SHARED_MEMORY_KB = {(9, 0): 227, (8, 0): 163, (8, 7): 163}
 
 
 def tiles(dim: int) -> Tiles:
-    """The tiles of a head dim on the GPU to lower for; an unknown one gets those that fit everywhere."""
+    """The tiles for a head dim on the GPU to lower for; an unknown GPU gets those that fit everywhere."""
     capability = dispatch.compute_capability()
     return TILES[_SHARED_MEMORY_KB.get(capability, 99) if capability else 99][dim]
 
@@ -77,7 +81,7 @@ def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | No
 
 
 def _call(kernel, tile: Tile, own: int, grid_heads: int, arguments, out_types, key, *, scale, window, soft_cap):
-    """Runs a kernel whose programs hold `own` rows of one head; arguments[0] is query."""
+    """Calls a kernel whose programs have `own` rows of one head; arguments[0] is query."""
     if not scale > 0:
         raise ValueError(f"attention: the Triton kernels need scale > 0, not {scale}; pass implementation='reference'")
     rows, length, heads, dim = arguments[0].shape

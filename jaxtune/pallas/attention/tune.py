@@ -19,7 +19,7 @@ KERNELS = ("forward", "dquery", "dkey")
 
 
 def candidates(kernel: str, dim: int) -> list[dict[str, Any]]:
-    """Blocks to try, those of the heuristic first. Some overflow the shared memory."""
+    """Blocks to try, those of the heuristic first. Some exceed the shared memory."""
     first = mosaic.HEURISTIC[kernel][dim]
     forms: list[dict[str, Any]] = [dict(turns=turns, lean=lean) for lean in (False, True) for turns in (True, False)]
     stages = (2, 3, 4)
@@ -27,7 +27,7 @@ def candidates(kernel: str, dim: int) -> list[dict[str, Any]]:
         stages, forms = (1, 2), [dict(form, buffers=1) for form in forms]
         if kernel == "dquery":
             forms += [dict(form, value_stages=1) for form in forms]
-        if kernel == "dkey":  # whose warpgroups pass each other their work, and know no turns
+        if kernel == "dkey":  # its warpgroups hand work to each other and do not take turns
             forms = [form for form in forms if not form["turns"]]
     found = [mosaic.Blocks(64, *sizes, **form) for form in forms for sizes in itertools.product((64, 128), stages)]
     found = [b for b in found if b != first and (b.value_stages is None or b.value_stages < b.stages)]
@@ -41,14 +41,15 @@ def tune(
     say: Callable[[str], None] = lambda text: None,
     path: Path | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Times the blocks of the kernels on one case and keeps the fastest for calls like it (tuning.py). Needs the GPU.
+    """Times the blocks of the kernels on one case and stores the fastest for calls like it (tuning.py). Needs a GPU.
 
     Args:
       case: shapes, documents, window, soft cap.
-      kernels: of KERNELS.
+      kernels: some of KERNELS.
+      dtype: of the operands.
       say, path: see tuning.measure.
     Returns:
-      kernel -> its entry, see tuning.measure.
+      {kernel: its entry}; see tuning.measure.
     Raises:
       RuntimeError: the heuristic's blocks are wrong on this GPU, or no candidate runs.
     """
@@ -76,7 +77,7 @@ def tune(
         return mosaic.backward(query, key, value, out, lse, dout, layout(given), **options)[kept]
 
     def prepare(function, *arguments):
-        # A function of its own for each trace: its blocks are no part of what jit knows it by.
+        # A new function for each trace, because jit's cache does not know the blocks.
         compiled = jax.jit(lambda *arguments: function(*arguments)).lower(*arguments).compile()
         return lambda: compiled(*arguments)
 
@@ -90,6 +91,7 @@ def tune(
 
 
 def _measured(kernel: str, case: Case, dtype, prepare, say, path) -> dict[str, Any]:
+    """The entry of one kernel for a case."""
     dim = mosaic.kernel_dim(case.dim)
     return tuning.measure(
         f"attention {kernel}",
