@@ -230,6 +230,21 @@ def test_budgets_are_twelve_a_model_and_what_they_came_to_is_told():
     assert shown["m: largest fall of speed to the next card"]["value"] == pytest.approx(0.1)
 
 
+@pytest.mark.parametrize(
+    ("model", "from_gb"), [("8b_nf4", 8), ("8b", 17.25), ("gpt_oss_nf4", 18.75), ("qwen35_9b_nf4", 10.75)]
+)
+def test_a_little_memory_less_costs_little_speed(model, from_gb):
+    """By the planner's forecasts, at the twelve budgets: at most 4 % to the next card. Below `from_gb` more is lost:
+    there the smallest plan is all that fits, or a step is cut into twice as many micro-batches."""
+    ahead = budgets.Ahead(model, 4)
+    found = {card: ahead.next(card) for card in ahead.budgets}
+    speeds = [forecast.tokens_per_second for forecast, _ in found.values()]
+    assert len(speeds) == 12 and speeds == sorted(speeds)
+    lost = budgets.falls({f"{card:g}": forecast.tokens_per_second for card, (forecast, _) in found.items()})
+    large = {card: share for card, share in lost.items() if share > budgets._FALL}
+    assert all(float(card) < from_gb for card in large), large
+
+
 def test_the_lives_on_cards_are_recipes_that_fit_them():
     """Each is a packaged recipe of a shape that the benchmarks know, and its overrides are keys of the config."""
     for name, life in cards.LIVES.items():

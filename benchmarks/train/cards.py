@@ -20,7 +20,8 @@ The record is written after each phase and is added to by the next call; --phase
 they are recorded. Of each phase it holds: the commit, seconds, the exit status, the most device bytes that the
 allocator had given out by its end, the most host bytes that its process held in memory of its own (resident, without
 pages of files: what the kernel takes back when it needs them), the seconds of its `parts` (loading weights, writing a
-model, reading it back), and in `problem` the last line of what it said, where it failed.
+model, reading it back, the fingerprints of a result's files, waiting for the disk), and in `problem` the last line of
+what it said, where it failed.
 
 A merged model that no later phase reads may be larger than the disk (66 GB of a 32B): such a life's shards are each
 read back and compared with what was made of the model, and then emptied, before the next one is written.
@@ -96,9 +97,11 @@ STEPS, STOP_AFTER = 8, 4
 
 
 def time_parts(parts: dict[str, float]) -> None:
-    """Adds up what loading, writing and reading back take in this process, in seconds."""
+    """Adds up the seconds that parts of a phase take in this process."""
     from jaxtune.export import gguf_file
     from jaxtune.models import hf
+    from jaxtune.models.files import folders
+    from jaxtune.train.folder import results
 
     def timed(module: Any, function: str, part: str) -> None:
         inner = getattr(module, function)
@@ -116,6 +119,8 @@ def time_parts(parts: dict[str, float]) -> None:
     timed(hf, "write_checkpoint", "write")
     timed(gguf_file, "write", "write")
     timed(gguf_file, "verify", "read_back")
+    timed(results, "fingerprints", "fingerprints")
+    timed(folders, "sync", "sync")
 
 
 def empty_shards() -> None:

@@ -13,6 +13,7 @@ import pytest
 from jaxtune.train.config import CheckpointConfig, EvaluationConfig, MemoryConfig, OptimConfig
 from jaxtune.train.planning.choice import PlanError
 from jaxtune.train.planning.forward import ForwardPlanner
+from jaxtune.train.planning.phases import phase_lines, phases_of
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, lora_model, make_config
 
@@ -153,6 +154,22 @@ def test_a_trainer_that_only_evaluates_refuses_to_train(tmp_path):
     trainer = Trainer(lora_model(), None, make_config(tmp_path), dataset(documents(12)), trains=False)
     with pytest.raises(ValueError, match="trains=False"):
         trainer.train()
+
+
+def test_a_save_needs_host_memory_beside_what_the_step_pinned(tmp_path):
+    """An 8B's whole state of 32 GB, saved beside 19 GB of pinned residuals, took 41 GB where 32 had been stated."""
+    config = make_config(tmp_path, checkpoint=CheckpointConfig(every_steps=2))
+    trainer = Trainer(lora_model(), None, config, dataset(documents(12)))
+    planner = trainer.planner
+    pinning = dataclasses.replace(planner.forecast, host_bytes=19e9)
+    found = phases_of(
+        trainer.model.prepared, trainer.model.trainable, planner.cost, pinning, planner.device, trainer.config
+    )
+    host = {each.name: each.host_bytes for each in found}
+    assert host["step"] == 19e9 and host["save"] == 19e9 + host["resume"] > 19e9
+    lines = phase_lines(found, None, 19e9)
+    assert len(lines) == 2 and "warning: save will need 19.00 GB of 19.00 GB of host memory: " in lines[1]
+    assert "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=N" in lines[1]
 
 
 # ---- the whole life of a run

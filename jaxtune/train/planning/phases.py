@@ -30,6 +30,10 @@ from jaxtune.train.planning.forecasts import Forecast
 from jaxtune.train.planning.forward import forward_bytes
 from jaxtune.train.planning.planner import out_of_memory
 
+_LESS_SAVED = (
+    "a smaller model or, where it is host memory that is short, XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=N in the "
+    "environment, which has the step pin at most N GiB of it"
+)
 # Bytes per number while a matrix is encoded: it exists in 16 bits, in float32 and as codes.
 _ENCODING_BYTES = 2.0 + 4.0 + 1.0
 
@@ -146,7 +150,10 @@ def phases_of(
     if config.data.eval is not None or config.data.eval_rows:
         found.append(Phase("evaluate", parts.fixed_bytes(plan.micro_batches) + forward, 0.0, less_rows))
     if config.checkpoint.every_steps or config.checkpoint.every_minutes:
-        found.append(Phase("save", parts.fixed_bytes(plan.micro_batches), saved_bytes, "a smaller model"))
+        # What the step pinned stays pinned while a copy of the state is written.
+        found.append(
+            Phase("save", parts.fixed_bytes(plan.micro_batches), forecast.host_bytes + saved_bytes, _LESS_SAVED)
+        )
     if sampled is not None:
         asking = weights + trained + start + sampled.bytes(parts, device)
         found.append(Phase("sample", asking, 0.0, "a smaller evaluation.max_new_tokens"))
