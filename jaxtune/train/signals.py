@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 # EX_TEMPFAIL of sysexits.h. A scheduler may start the same command again.
 EXIT_SAVED = 75
+_AGAIN_SECONDS = 0.05
 
 
 class Interrupted(KeyboardInterrupt):
@@ -27,8 +29,9 @@ class StopSignal:
     The loop asks for `requested` after every step and between the batches of an evaluation, saves and leaves with
     `EXIT_SAVED`: "the same command goes on from there". Inside `at_once`, where nothing would be lost (loading,
     tokenising, compiling, generation, export), the first signal raises Interrupted instead; inside `held`, within it,
-    it only sets `requested` again. Old handlers come back on exit. Outside the main thread, where Python takes no
-    handlers, it does nothing and `requested` stays False.
+    it only sets `requested` again. Python drops what is raised while it runs a finaliser or a callback of the garbage
+    collector: the signal then comes once more. Old handlers come back on exit. Outside the main thread, where Python
+    takes no handlers, it does nothing and `requested` stays False.
     """
 
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -38,11 +41,14 @@ class StopSignal:
         self.signal_name: str | None = None
         self._wished = False  # by SIGTERM or SIGINT
         self._raises = False
+        self._again: threading.Timer | None = None  # which sends a signal that Python dropped once more
         self._old: dict[int, Any] = {}
+        self._hook: Any = None
 
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():
             self._old = {number: signal.signal(number, self._handle) for number in handled(self.signals)}
+            self._hook, sys.unraisablehook = sys.unraisablehook, self._send_again
         return self
 
     def __exit__(self, *exc) -> None:
@@ -50,6 +56,10 @@ class StopSignal:
             # None: a handler that was not set from Python cannot be set from it.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._old = {}
+        if self._hook is not None:
+            sys.unraisablehook, self._hook = self._hook, None
+        if self._again is not None:
+            self._again.cancel()
 
     @contextlib.contextmanager
     def at_once(self) -> Iterator[None]:
@@ -77,8 +87,22 @@ class StopSignal:
         if self._raises and self.requested:
             raise Interrupted(self.signal_name)
 
+    def _send_again(self, unraisable: Any) -> None:
+        """In place of sys.unraisablehook."""
+        if not isinstance(unraisable.exc_value, Interrupted):
+            self._hook(unraisable)
+            return
+        number = signal.Signals[str(unraisable.exc_value)]
+        self._again = threading.Timer(_AGAIN_SECONDS, os.kill, (os.getpid(), number))  # once that code is done
+        self._again.daemon = True
+        self._again.start()
+
     def _handle(self, number: int, frame: object) -> None:
         name = signal.Signals(number).name
+        if self._again is not None:
+            self._again = None
+            self._raise_what_came()
+            return
         again = self.requested and self._wished and number != signal.SIGHUP
         self._wished = self._wished or number != signal.SIGHUP
         if again:

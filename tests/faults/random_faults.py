@@ -75,7 +75,7 @@ class Command:
             from jaxtune import cli
 
             sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
-            sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+            sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
             code = 1
             try:
                 code = cli.console(arguments)

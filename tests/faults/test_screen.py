@@ -25,7 +25,7 @@ from jaxtune.train.callbacks import Callback
 from jaxtune.train.display.metrics import read_metrics
 from jaxtune.train.folder.checkpoint import saved_steps
 from jaxtune.train.folder.results import read_result
-from jaxtune.train.signals import EXIT_SAVED, StopSignal
+from jaxtune.train.signals import EXIT_SAVED, Interrupted, StopSignal
 from jaxtune.train.trainer import Trainer
 from tests.faults.command import STEPS, make_folder
 from tests.train.tiny_runs import assert_same, dataset, documents, lora_model, make_config
@@ -240,6 +240,23 @@ def test_a_hang_up_is_no_second_wish(monkeypatch):
             for number in numbers.split():
                 os.kill(os.getpid(), signal.Signals[f"SIG{number}"])
             assert stop.requested and stop.signal_name == f"SIG{numbers.split()[0]}"
+
+
+def test_a_signal_that_python_drops_comes_once_more(capfd):
+    """As everything that a finaliser or a callback of the garbage collector raises: a stopped export went on."""
+
+    class Dropping:
+        def __del__(self):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.01)
+
+    hook = sys.unraisablehook
+    with StopSignal() as stop, pytest.raises(Interrupted, match="SIGTERM"), stop.at_once():
+        Dropping()
+        time.sleep(30)
+    assert stop.requested and sys.unraisablehook is hook
+    said = capfd.readouterr().err
+    assert said.count("SIGTERM: leaving") == 1 and "ignored" not in said
 
 
 def test_an_ignored_hang_up_stays_ignored():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import math
 import re
 from types import SimpleNamespace
 
@@ -33,7 +34,7 @@ from jaxtune.train.config import (
 )
 from jaxtune.train.display import report
 from jaxtune.train.planning import choice, devices, fitting
-from jaxtune.train.planning.choice import PlanError, choose
+from jaxtune.train.planning.choice import PlanError, choose, saved_bytes
 from jaxtune.train.planning.cost import abstract_model, step_cost
 from jaxtune.train.planning.devices import CONTEXT_BYTES, find_device
 from jaxtune.train.planning.forecasts import forecast
@@ -46,7 +47,7 @@ SHAPE = config_from_hf(PUBLISHED["meta-llama/Llama-3.1-8B"])
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 DENSE = residuals_of(tiny_model().layers)
 NAMES = [residual.name for residual in DENSE]
-H200 = find_device("NVIDIA H200", 140e9)
+H200 = dataclasses.replace(find_device("NVIDIA H200", 140e9), host_memory_bytes=math.inf)
 
 
 def config_8b(**changes) -> TrainConfig:
@@ -282,6 +283,21 @@ def test_pinned_memory_is_bounded(parts_8b):
     for host in (10e9, 40e9, 200e9):
         best = choose(long, config_8b(rows_per_step=1), dataclasses.replace(H200, host_bytes=host), 40e9)
         assert best.host_bytes <= host
+
+
+def test_what_is_pinned_leaves_room_for_a_checkpoint():
+    """A whole 8B on an 80 GB card: beside what it pins, a host of 50 GB holds a copy of the state of 32 GB, or the run
+    would be killed when it first saves. Where there is host memory enough, the plan is as before."""
+    optim = OptimConfig(name="adamw_8bit")
+    config = config_8b(model=ModelConfig(path="a shape"), adapter=None, optim=optim, micro_batches=1)
+    parts = step_cost(abstract_model(SHAPE, config), config)
+    saved = saved_bytes(parts)
+    assert saved == pytest.approx(4 * parts.trained, rel=0.02)  # bf16 weights and two moments of 8 bits
+    small, large = (
+        choose(parts, config, dataclasses.replace(H200, host_bytes=35e9, host_memory_bytes=host), 83e9)
+        for host in (50e9, 500e9)
+    )
+    assert small.host_bytes <= 50e9 - saved - 4e9 < large.host_bytes <= 35e9
 
 
 def test_gate_and_up_are_in_fp8_where_keeping_them_does_not_fit():

@@ -226,7 +226,7 @@ def test_8b_without_an_adapter():
     """On one H200 AdamW's fp32 states fit nowhere but on a host with 70 GB to pin; that is said."""
     shape = config_from_hf(PUBLISHED["meta-llama/Llama-3.1-8B"])
     config = TrainConfig(model=ModelConfig(path="a shape"), data=DataConfig(train="rows"), steps=9, rows_per_step=2)
-    device = dataclasses.replace(find_device("NVIDIA H200", 80e9), host_bytes=100e9)
+    device = dataclasses.replace(find_device("NVIDIA H200", 80e9), host_bytes=100e9, host_memory_bytes=256e9)
     parts = cost.step_cost(cost.abstract_model(shape, config), config)
     with pytest.raises(choice.PlanError):
         choice.choose(parts, config, device, 80e9)

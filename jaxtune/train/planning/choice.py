@@ -31,6 +31,7 @@ from jaxtune.train.planning.forecasts import (
 )
 from jaxtune.train.planning.plan import StepPlan, parse_residuals
 
+_HOST_OTHER_BYTES = 4e9  # host memory of Python, its libraries and the compiler
 _TILE_TOKENS = 16384  # the MLPs of a long row run over at most this many tokens at a time
 _PLACED_ALONE = 7  # at most this many groups of residuals have a placement of their own
 _ROWS = 64  # rows of the table of pairs that are computed at a time, so that they fit the processor's cache
@@ -156,8 +157,22 @@ def choose(
 
 
 def beside_states(parts: StepCost, device: Device) -> Device:
-    """The device, with its host memory reduced by the optimizer's offloaded states."""
-    return dataclasses.replace(device, host_bytes=max(device.host_bytes - parts.hosted_bytes, 0.0))
+    """The device, with its host memory reduced to what residuals may take: beside the optimizer's offloaded states, and
+    beside the copy of the whole state that a checkpoint makes in host memory. Without room for that copy, a run would
+    be killed at its first save.
+    """
+    room = min(device.host_bytes, device.host_memory_bytes - saved_bytes(parts) - _HOST_OTHER_BYTES)
+    return dataclasses.replace(device, host_bytes=max(room - parts.hosted_bytes, 0.0))
+
+
+def trained_bytes(parts: StepCost) -> float:
+    """Device bytes of the trained parameters."""
+    return sum(size for name, size in parts.fixed.items() if name.startswith("trained parameters"))
+
+
+def saved_bytes(parts: StepCost) -> float:
+    """Bytes of a device's state in a checkpoint."""
+    return trained_bytes(parts) + parts.fixed["optimizer states"] + parts.hosted_bytes
 
 
 def _residents(parts: StepCost, least: int) -> list[int]:

@@ -56,6 +56,8 @@ class Device:
     usual_host_bytes: float | None = None
     # Bytes/s to the other devices of its host, in one direction, as collectives reach it.
     peer: float = math.inf
+    # Bytes of its host's whole memory that are this device's, beside the other devices of the run.
+    host_memory_bytes: float = math.inf
 
 
 _PINNED_SHARE = 0.7  # share of the host's memory that may be pinned
@@ -165,7 +167,8 @@ def find_device(
     hopper = "H100" in name or "H200" in name
     peer = (rated.nvlink_gbps or rated.link_gbps or _ONE_MEMORY_GBPS) * 1e9 * shares.peers
     if memory_bytes is not None:
-        return Device(name, memory_bytes, *rates, _pinnable_bytes(*sharing), note, hopper, peer=peer)
+        pinnable, whole = _pinnable_bytes(*sharing), host_memory_bytes() / sharing[0]
+        return Device(name, memory_bytes, *rates, pinnable, note, hopper, peer=peer, host_memory_bytes=whole)
     assert sheet is not None
     host = sheet.host_gb if host_gb is None else host_gb
     source = "usual for this device; set plan.host_gb to yours" if host_gb is None else "plan.host_gb"
@@ -179,6 +182,7 @@ def find_device(
         peer=peer,
         host_note=f"{host:g} GB ({source}), of which {_PINNED_SHARE:.0%} may be pinned",
         usual_host_bytes=sheet.host_gb * 1e9 * _PINNED_SHARE,
+        host_memory_bytes=host * 1e9,
     )
 
 

@@ -24,6 +24,7 @@ from jaxtune.models.placement import partition
 from jaxtune.pallas.formats import Stored
 from jaxtune.system.invocation import spelled
 from jaxtune.train.config import TrainConfig
+from jaxtune.train.planning.choice import saved_bytes, trained_bytes
 from jaxtune.train.planning.cost import StepCost
 from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.forecasts import Forecast
@@ -91,15 +92,10 @@ def questions_at_a_time(
     )  # generate pads lengths to powers of two
     sampled = Sampled(most, prompt, answer)
     while sampled.rows > 1 and budget_bytes is not None:
-        if parts.fixed["frozen weights"] + _trained_bytes(parts) + sampled.bytes(parts, device) <= budget_bytes:
+        if parts.fixed["frozen weights"] + trained_bytes(parts) + sampled.bytes(parts, device) <= budget_bytes:
             break
         sampled = dataclasses.replace(sampled, rows=sampled.rows // 2)
     return sampled
-
-
-def _trained_bytes(parts: StepCost) -> float:
-    """Device bytes of the trained parameters."""
-    return sum(size for name, size in parts.fixed.items() if name.startswith("trained parameters"))
 
 
 def phases_of(
@@ -126,8 +122,8 @@ def phases_of(
     """
     plan, fixed = forecast.plan, parts.fixed
     weights = fixed["frozen weights"] + parts.resident_bytes(plan.residuals.resident)
-    trained, states, start = _trained_bytes(parts), fixed["optimizer states"], partition.held_bytes(given, fsdp)
-    saved_bytes = trained + states + parts.hosted_bytes
+    trained, states, start = trained_bytes(parts), fixed["optimizer states"], partition.held_bytes(given, fsdp)
+    saved = saved_bytes(parts)
     tokens = parts.rows / plan.micro_batches / parts.devices * parts.length
     forward = forward_bytes(parts, tokens, plan.chunk_tokens, device)
     step = forecast.peak_bytes
@@ -142,7 +138,7 @@ def phases_of(
     arriving = min(IN_FLIGHT_BYTES, parameters(nnx.state(model)) * parts.dtype.itemsize)
     found = [
         Phase("load", weights + start + max(2.0 * arriving, encoding), float(arriving), "model.load_in=nf4"),
-        Phase("resume", weights + trained + states, saved_bytes, "a device with more memory"),
+        Phase("resume", weights + trained + states, saved, "a device with more memory"),
     ]
     if config.objective.name in ("dpo", "kto"):
         found.append(Phase("reference", weights + trained + states + forward, 0.0, less_rows))
@@ -151,9 +147,7 @@ def phases_of(
         found.append(Phase("evaluate", parts.fixed_bytes(plan.micro_batches) + forward, 0.0, less_rows))
     if config.checkpoint.every_steps or config.checkpoint.every_minutes:
         # What the step pinned stays pinned while a copy of the state is written.
-        found.append(
-            Phase("save", parts.fixed_bytes(plan.micro_batches), forecast.host_bytes + saved_bytes, _LESS_SAVED)
-        )
+        found.append(Phase("save", parts.fixed_bytes(plan.micro_batches), forecast.host_bytes + saved, _LESS_SAVED))
     if sampled is not None:
         asking = weights + trained + start + sampled.bytes(parts, device)
         found.append(Phase("sample", asking, 0.0, "a smaller evaluation.max_new_tokens"))
