@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 # EX_TEMPFAIL of sysexits.h. A scheduler may start the same command again.
@@ -43,7 +43,7 @@ class StopSignal:
         self._raises = False
         self._again: threading.Timer | None = None  # which sends a signal that Python dropped once more
         self._old: dict[int, Any] = {}
-        self._hook: Any = None
+        self._hook: Callable[[sys.UnraisableHookArgs], object] | None = None
 
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():
@@ -87,9 +87,10 @@ class StopSignal:
         if self._raises and self.requested:
             raise Interrupted(self.signal_name)
 
-    def _send_again(self, unraisable: Any) -> None:
+    def _send_again(self, unraisable: sys.UnraisableHookArgs) -> None:
         """In place of sys.unraisablehook."""
         if not isinstance(unraisable.exc_value, Interrupted):
+            assert self._hook is not None
             self._hook(unraisable)
             return
         number = signal.Signals[str(unraisable.exc_value)]
