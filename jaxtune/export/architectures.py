@@ -98,7 +98,7 @@ def _problems(config: DecoderConfig, arch: Architecture) -> list[str]:
         if not right:
             found.append(f"{what}: llama.cpp cannot run it")
 
-    check(all(layer.mixer is None and layer.feed_forward is None for layer in config.layers), "layers of another kind")
+    check(all(part.config is None for layer in config.layers for part in layer.parts), "layers of another kind")
     present = {_QKV: config.qkv_bias, _OUT: config.out_bias, _MLP: config.mlp_bias}
     for place in sorted(place for place, there in present.items() if there and place not in arch.biases):
         check(False, f"biases of the {place} projections")

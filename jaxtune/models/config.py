@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -65,14 +65,64 @@ class RopeConfig:
 class PartConfig(Protocol):
     """A frozen, hashable description of a mixer or a feed-forward; see models/layers.
 
-    their_name: what Hugging Face calls it in a layer, such as self_attn.
+    their_name: what Hugging Face calls it in a layer, such as self_attn; "" where its tensors are the layer's own.
     """
 
-    their_name: ClassVar[str]
+    @property
+    def their_name(self) -> str: ...
 
     def make(self, config: DecoderConfig, key: Any, dtype: Any) -> nnx.Module:
         """The module, with random weights."""
         ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A mixer or a feed-forward of a layer, and the norms around it.
+
+    name: the attribute of the Block that holds the module; tensors in our checkpoints and plans are named by it.
+    config: what makes the module. None: of the part "mixer" attention of the decoder's shape; of the part "mlp" the
+      decoder's experts, or where it has none an MLP of its shape.
+    norm: True: the part reads what its stage is given through a norm of its own, `{name}_norm`. False: it reads that as
+      it is. A name: it reads through the norm of that earlier part of its stage.
+    post_norm: whether a norm of its own, `{name}_post_norm`, follows it.
+    """
+
+    name: str
+    config: PartConfig | None = None
+    norm: bool | str = True
+    post_norm: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """Parts that all read the same value, which what they give is added to.
+
+    post_norm: whether their sum passes a norm, `{name of the first part}_sum_norm`, before it is added.
+    """
+
+    parts: tuple[Part, ...]
+    post_norm: bool = False
+
+    def __post_init__(self):
+        names = [part.name for part in self.parts]
+        for index, part in enumerate(self.parts):
+            if isinstance(part.norm, str) and part.norm not in names[:index]:
+                raise ValueError(f"part {part.name!r}: norm = {part.norm!r}: must be an earlier part of its stage")
+
+
+def in_sequence(*parts: Part) -> tuple[Stage, ...]:
+    """Stages of one part each: every part reads what the ones before it left."""
+    return tuple(Stage((part,)) for part in parts)
+
+
+MIXER, FEED_FORWARD = Part("mixer"), Part("mlp")
+# Layers that several families have: a norm before attention and MLP, only after them, and both; and both reading the
+# layer's input through one norm (Command R).
+PRE_NORM = in_sequence(MIXER, FEED_FORWARD)
+POST_NORM = in_sequence(Part("mixer", norm=False, post_norm=True), Part("mlp", norm=False, post_norm=True))
+PRE_AND_POST_NORM = in_sequence(Part("mixer", post_norm=True), Part("mlp", post_norm=True))
+PARALLEL = (Stage((MIXER, Part("mlp", norm="mixer"))),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,18 +131,49 @@ class LayerSpec:
 
     window: sliding window in tokens (a query sees itself and window - 1 keys before it), or None for full attention.
     rotary: which of the model's rotary bases, or None for no position encoding.
-    mixer: what mixes tokens; None: attention of the decoder's shape.
-    feed_forward: what follows it; None: experts where the decoder has them, an MLP where not.
+    stages: what the layer is made of, in the order in which it runs.
+    output_scale: whether the layer's output is multiplied by a number of the checkpoint that does not train,
+      `layer_scalar` (Gemma 4).
     """
 
     window: int | None = None
     rotary: int | None = 0
-    mixer: PartConfig | None = None
-    feed_forward: PartConfig | None = None
+    stages: tuple[Stage, ...] = PRE_NORM
+    output_scale: bool = False
 
     def __post_init__(self):
         if self.window is not None:
             values.whole("sliding_window", self.window)
+        names = [part.name for part in self.parts]
+        if not names or len(set(names)) != len(names):
+            raise ValueError(f"the parts of a layer are {names}: there must be one, and no name twice")
+        for part in self.parts:
+            if part.config is None and part.name not in ("mixer", "mlp"):
+                raise ValueError(f"part {part.name!r} has no config: only 'mixer' and 'mlp' follow from the decoder's")
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Those of all stages, in the order in which they run."""
+        return tuple(part for stage in self.stages for part in stage.parts)
+
+    def config_of(self, name: str) -> PartConfig | None:
+        """The config of the part of that name; None where it follows from the decoder's, or there is no such part."""
+        return next((part.config for part in self.parts if part.name == name), None)
+
+    @property
+    def their_names(self) -> dict[str, str]:
+        """{name of a part: what Hugging Face calls it in a layer}"""
+        usual = {"mixer": "self_attn", "mlp": "mlp"}
+        return {part.name: part.config.their_name if part.config else usual[part.name] for part in self.parts}
+
+    def replaced(self, **configs: PartConfig | None) -> LayerSpec:
+        """The same layer with these configs of parts, by name; of a part whose value is None, the one that it has."""
+
+        def one(part: Part) -> Part:
+            return dataclasses.replace(part, config=configs.get(part.name) or part.config)
+
+        stages = (dataclasses.replace(stage, parts=tuple(map(one, stage.parts))) for stage in self.stages)
+        return dataclasses.replace(self, stages=tuple(stages))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,9 +226,7 @@ class DecoderConfig:
     norm_offset: the norm multiplies by norm_offset + weight in fp32 (1.0 in Gemma, where weights start at 0).
     float32_norm: the norm multiplies by its weight in fp32, too, and rounds once (OLMo 2, gpt-oss).
     centred_norm: the norm takes the mean off first: a LayerNorm without bias (Command R).
-    pre_norm, post_norm: a norm before, and one on the output of, attention and MLP (Gemma has both, OLMo 2 only post).
-    parallel: attention and MLP both read the layer's input, through one norm (Command R).
-    residual_scale: factor on what attention and MLP add to the layer's input (Granite).
+    residual_scale: factor on what each part of a layer adds to the layer's input (Granite).
     qk_norm: RMSNorm of queries and keys over each head, or over the whole projection (OLMo 2).
     fused_qkv, fused_gate_up: they are one matrix, in the checkpoint and here (both in Phi-3), so adapters match PEFT's.
     interleaved_rotary: neighbouring numbers of a head are rotated against each other, not its halves (GLM, Command R).
@@ -177,9 +256,6 @@ class DecoderConfig:
     norm_offset: float = 0.0
     float32_norm: bool = False
     centred_norm: bool = False
-    pre_norm: bool = True
-    post_norm: bool = False
-    parallel: bool = False
     residual_scale: float = 1.0
     qk_norm: Literal["head", "projection"] | None = None
     activation: Literal["silu", "gelu_tanh", "gelu"] = "silu"

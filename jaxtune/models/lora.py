@@ -37,10 +37,10 @@ def experts(model: Decoder) -> Iterator[tuple[str, ExpertLinear]]:
 
 
 def _in_layers(model: Decoder) -> Iterator[tuple[str, Any]]:
-    for index, layer in enumerate(model.layers):
-        theirs = {part: module.their_name for part, module in layer.parts.items()}
+    for index, (layer, spec) in enumerate(zip(model.layers, model.config.layers, strict=True)):
+        theirs = spec.their_names
         for part, name, matrix in layer.matrices():
-            yield f"model.layers.{index}.{theirs[part]}.{name}", matrix
+            yield ".".join(part for part in ("model.layers", str(index), theirs[part], name) if part), matrix
 
 
 def matrices(model: Decoder) -> Iterator[tuple[str, Linear | ExpertLinear]]:
@@ -286,7 +286,7 @@ def adapter_settings(model: Decoder) -> dict[str, Any] | None:
         part = name.rsplit(".", 1)[1]
         whole = all(other in loras for other in everything if other.endswith("." + part))
         if isinstance(lora, ExpertLora):
-            parameters.add(f"mlp.experts.{part}" if whole else name)
+            parameters.add(name.split(".", 3)[3] if whole else name)  # as in mlp.experts.down_proj, of all layers
         else:
             targets.add(part if whole else name)
     return {

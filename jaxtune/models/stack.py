@@ -473,4 +473,4 @@ def _describe(block: Block, graph, spec: LayerSpec, plan: LayerPlan, tile: int |
     dropped = plan.named("recompute", residuals)
     tiled = bool(inside) and set(inside) <= set(dropped)
     kept, in_fp8, offloaded = (plan.named(how, residuals) for how in ("keep", "fp8", "offload"))
-    return _Layer(graph, spec, kept, in_fp8, offloaded, block.aux, tile if tiled else None, block.order.free)
+    return _Layer(graph, spec, kept, in_fp8, offloaded, tuple(block.aux), tile if tiled else None, block.order.free)

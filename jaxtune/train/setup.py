@@ -18,7 +18,7 @@ from jaxtune.train.optimizer.schedule import learning_rate_schedule
 from jaxtune.train.planning.forward import ForwardPlanner
 from jaxtune.train.planning.meshes import mesh_of
 from jaxtune.train.planning.planner import Planner
-from jaxtune.train.program.loss import router_losses
+from jaxtune.train.program.loss import aux_losses
 from jaxtune.train.program.step import StepProgram
 from jaxtune.train.program.trained_model import TrainedModel
 
@@ -62,7 +62,7 @@ def step_programs(
         dropout=any(rate > 0 for rate in rates),
         scale_loss=config.precision == "fp16",
         weights=weight_storage(config.optim.weights, config.precision, size),
-        router_losses=router_losses(config, model.prepared),
+        aux_losses=aux_losses(config, model.prepared),
         bound=rule.bound,
         # Not adapters, whose many small tensors are better updated at once.
         by_tensor=rule.bound is not None and not has_adapter(model.given),

@@ -333,7 +333,7 @@ class Trainer:
 
     def notes(self) -> list[str]:
         """How weights are kept and rounded, a line each."""
-        losses = self.program.router_losses
+        losses = self.program.aux_losses
         return report.precision_notes(
             self.config, self.storage(), self.gradients, losses, self.model.given, self.model.qat
         )

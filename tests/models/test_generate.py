@@ -12,7 +12,7 @@ import pytest
 from tiny_models import adapted_model, tiny_model
 
 from jaxtune import from_pretrained, generate, merge_adapter
-from jaxtune.models.config import LayerSpec, RopeConfig, Source
+from jaxtune.models.config import PRE_AND_POST_NORM, LayerSpec, RopeConfig, Source
 from jaxtune.models.generation.sampling import Sampling, filtered
 from jaxtune.models.generation.slots import programs
 
@@ -28,7 +28,7 @@ FEATURES = {
         final_soft_cap=3.0,
         embedding_scale=4.0,
         norm_offset=1.0,
-        post_norm=True,
+        stages=PRE_AND_POST_NORM,
         tie_embeddings=True,
         activation="gelu_tanh",
     ),

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from tiny_models import adapted_model, tiny_model
 
-from jaxtune.models.config import LayerSpec
+from jaxtune.models.config import PRE_AND_POST_NORM, LayerSpec
 from jaxtune.models.files.quant import prepare_qat, quantize
 from jaxtune.pallas import dispatch, gpu_kernel
 from jaxtune.pallas.gated import ACTIVATIONS
@@ -25,8 +25,8 @@ def adapted(model, **settings):
 
 # name -> (model, dropout key)
 CASES = {
-    "full": lambda dtype, sizes: (tiny_model(dtype, mlp_bias=True, post_norm=True, **sizes), None),
-    "lora": lambda dtype, sizes: (adapted(tiny_model(dtype, mlp_bias=True, post_norm=True, **sizes)), None),
+    "full": lambda dtype, sizes: (tiny_model(dtype, mlp_bias=True, stages=PRE_AND_POST_NORM, **sizes), None),
+    "lora": lambda dtype, sizes: (adapted(tiny_model(dtype, mlp_bias=True, stages=PRE_AND_POST_NORM, **sizes)), None),
     "fused": lambda dtype, sizes: (adapted(tiny_model(dtype, fused_gate_up=True, **sizes)), None),
     "dropout": lambda dtype, sizes: (adapted(tiny_model(dtype, **sizes), lora_dropout=0.4), KEY),
     "dora": lambda dtype, sizes: (adapted(tiny_model(dtype, **sizes), use_dora=True), None),

@@ -12,7 +12,7 @@ from flax import nnx
 from tiny_models import adapted_model, tiny_model
 
 from benchmarks.serial import serial_transfers
-from jaxtune.models.config import LayerSpec, RopeConfig
+from jaxtune.models.config import PARALLEL, PRE_AND_POST_NORM, LayerSpec, RopeConfig
 from jaxtune.models.layers.attention import Attention
 from jaxtune.models.linear import Frozen
 from jaxtune.models.placement import transfers as schedule
@@ -38,7 +38,7 @@ PLANS = {
 
 def make_model(**settings):
     rotary = (RopeConfig(), RopeConfig(theta=100.0))
-    model = tiny_model(layers=SPECS, rotary=rotary, qk_norm="head", post_norm=True, attention_soft_cap=3.0)
+    model = tiny_model(layers=SPECS, rotary=rotary, qk_norm="head", stages=PRE_AND_POST_NORM, attention_soft_cap=3.0)
     return adapted_model(model, r=2, **settings)
 
 
@@ -127,7 +127,7 @@ def operations(**settings) -> float:
 
 @pytest.mark.parametrize(
     "norms, most",
-    [(dict(post_norm=True), 1.03), (dict(qk_norm="head"), 1.02), (dict(qk_norm="projection"), 1.02)],
+    [(dict(stages=PRE_AND_POST_NORM), 1.03), (dict(qk_norm="head"), 1.02), (dict(qk_norm="projection"), 1.02)],
     ids=str,
 )
 def test_a_norm_of_products_multiplies_nothing_again(norms, most):
@@ -200,7 +200,7 @@ def test_a_tiled_mlp_gives_the_same(tile):
 
 def test_a_parallel_layer_under_a_mixed_plan_and_in_tiles():
     """Both of its parts read the layer's input, through one norm."""
-    traits = dict(parallel=True, centred_norm=True, residual_scale=0.3, interleaved_rotary=True)
+    traits = dict(stages=PARALLEL, centred_norm=True, residual_scale=0.3, interleaved_rotary=True)
     model = tiny_model(layers=SPECS[:1], **traits)
     want = loss_and_gradients(model, ResidualPlan((KEEP,)))
     assert_same(loss_and_gradients(model, ResidualPlan((MIX,))), want)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,8 +18,10 @@ from jaxtune.models.hf import model_from_config
 from jaxtune.models.lora import get_peft_model, matrices
 from jaxtune.models.registry import family
 
+TWO_LAYERS = (LayerSpec(),) * 2
 
-def tiny_config(**changes) -> DecoderConfig:
+
+def tiny_config(layers=TWO_LAYERS, stages=None, **changes) -> DecoderConfig:
     settings = dict(
         family="llama",
         vocab_size=48,
@@ -26,7 +30,7 @@ def tiny_config(**changes) -> DecoderConfig:
         num_heads=2,
         num_kv_heads=1,
         head_dim=8,
-        layers=(LayerSpec(),) * 2,
+        layers=tuple(dataclasses.replace(layer, stages=stages or layer.stages) for layer in layers),
         max_position_embeddings=128,
         attention_scale=8**-0.5,
         initializer_range=0.2,

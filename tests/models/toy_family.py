@@ -29,9 +29,9 @@ HF = {
 def from_hf(hf: dict):
     layers = (
         LayerSpec(),
-        LayerSpec(mixer=Decay(12)),
-        LayerSpec(mixer=Decay(20), feed_forward=Square(32)),
-        LayerSpec(window=4, mixer=AttentionShape(4, 2, 8, 8**-0.5), feed_forward=MLPShape(40)),
+        LayerSpec().replaced(mixer=Decay(12)),
+        LayerSpec().replaced(mixer=Decay(20), mlp=Square(32)),
+        LayerSpec(window=4).replaced(mixer=AttentionShape(4, 2, 8, 8**-0.5), mlp=MLPShape(40)),
     )
     return common.decoder_config(hf, layers=layers)
 

@@ -14,7 +14,7 @@ from jaxtune.models.linear import Linear
 
 @dataclasses.dataclass(frozen=True)
 class Square:
-    """LayerSpec.feed_forward of `width` channels."""
+    """Part.config of `width` channels."""
 
     their_name: ClassVar[str] = "square"
 
@@ -25,7 +25,6 @@ class Square:
 
 
 class SquareForward(nnx.Module):
-    their_name = Square.their_name
     order = BackwardOrder()
 
     def __init__(self, shape: Square, config, key, dtype):

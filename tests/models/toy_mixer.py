@@ -16,7 +16,7 @@ from jaxtune.models.linear import Linear
 
 @dataclasses.dataclass(frozen=True)
 class Decay:
-    """LayerSpec.mixer: `width` channels, each of which keeps `share` of itself from token to token."""
+    """Part.config: `width` channels, each of which keeps `share` of itself from token to token."""
 
     their_name: ClassVar[str] = "decay"
 
@@ -28,7 +28,6 @@ class Decay:
 
 
 class DecayMixer(nnx.Module):
-    their_name = Decay.their_name
     state_reads = ("trail",)
 
     def __init__(self, shape: Decay, config, key, dtype):

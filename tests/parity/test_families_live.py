@@ -25,7 +25,7 @@ from jaxtune.models.norm import norm_of
 from jaxtune.models.registry import config_from_hf, family
 from jaxtune.models.rope import rotary_table
 from jaxtune.train.data.batches import Batch
-from jaxtune.train.program.loss import loss_sums
+from jaxtune.train.program.loss import declared_losses, loss_sums
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 # scope: the tests of a family follow one another, so that one worker loads and compiles it.
@@ -83,7 +83,7 @@ def test_load_balancing_and_z_loss(name, both):
     assert coefficient == theirs.config.router_aux_loss_coef
 
     def loss(model):
-        total, count, values = loss_sums(model, batch, routers=True)
+        total, count, values = loss_sums(model, batch, aux_losses=declared_losses(model))
         return total / count + coefficient * values[0], values
 
     (value, values), grads = nnx.value_and_grad(loss, has_aux=True)(ours)

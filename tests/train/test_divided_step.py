@@ -33,7 +33,7 @@ from jaxtune.train.data.pairs import PackedPairs
 from jaxtune.train.objectives.kto import KTO
 from jaxtune.train.objectives.preference import DPO, ORPO
 from jaxtune.train.objectives.reward import Reward
-from jaxtune.train.program.loss import RouterLosses
+from jaxtune.train.program.loss import declared_losses
 from jaxtune.train.program.step import StepProgram, trainable_names
 from jaxtune.train.trainer import Trainer
 from tests.train.test_preference import pairs
@@ -71,6 +71,7 @@ def experts_whole(**changes) -> Decoder:
     return model
 
 
+LOSSES = declared_losses(experts_whole())
 MODELS = {
     "adapters with dropout and DoRA, the head whole": (
         lambda: moved(get_peft_model(one_layer(), r=4, lora_dropout=0.3, use_dora=True, modules_to_save=["lm_head"])),
@@ -86,7 +87,7 @@ MODELS = {
     ),
     "experts whole, with routers' losses": (
         experts_whole,
-        dict(router_losses=RouterLosses(aux_loss_coef=0.3, z_loss_coef=0.2)),
+        dict(aux_losses=LOSSES.weighted(dict(router_aux_loss=0.3, router_z_loss=0.2))),
     ),
 }
 
@@ -120,7 +121,7 @@ DIVIDED = {
     ),
     "experts, with routers' losses": (
         lambda: experts_whole(layers=(LayerSpec(),) * 2),
-        dict(router_losses=RouterLosses(aux_loss_coef=0.3, z_loss_coef=0.2)),
+        dict(aux_losses=LOSSES.weighted(dict(router_aux_loss=0.3, router_z_loss=0.2))),
     ),
 }
 
@@ -141,7 +142,7 @@ PREFERENCES = {
     ),
     "ORPO of experts, with routers' losses": (
         lambda: experts_whole(layers=(LayerSpec(),) * 2),
-        dict(objective=ORPO(0.4), batch=preferences(), router_losses=RouterLosses(aux_loss_coef=0.3)),
+        dict(objective=ORPO(0.4), batch=preferences(), aux_losses=LOSSES.weighted(dict(router_aux_loss=0.3))),
     ),
     "KTO": (
         lambda: moved(get_peft_model(one_layer(), r=4)),

@@ -17,7 +17,7 @@ from jaxtune.models.residual_plan import RECOMPUTE, ResidualPlan
 from jaxtune.pallas.attention import attention
 from jaxtune.train.config import DataConfig, MeshConfig, OptimConfig
 from jaxtune.train.data.packing import pack
-from jaxtune.train.program.loss import loss_sums
+from jaxtune.train.program.loss import declared_losses, loss_sums
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import LENGTH, dataset, documents, lora_model, make_config
 
@@ -70,7 +70,7 @@ def test_gradients_through_the_stack_are_those_of_the_definition():
     @jax.jit
     def ours(trainable):
         model = nnx.merge(graph, trainable, frozen)
-        values = loss_sums(model, batch, plan=plan, routers=True)[2]
+        values = loss_sums(model, batch, plan=plan, aux_losses=declared_losses(model))[2]
         return AUX * values[0] + Z * values[1], values
 
     @jax.jit
@@ -93,7 +93,8 @@ def test_packed_rows_have_the_losses_of_padded_ones():
     each = jax.tree.map(jnp.asarray, dataset(made, packing=False).batches(len(made), shuffle=False).batch_at(0))
     packed = jax.tree.map(jnp.asarray, pack(made, LENGTH)[0])
     assert len(packed.tokens) < len(each.tokens)
-    one, other = (jax.jit(functools.partial(loss_sums, routers=True))(model, batch) for batch in (each, packed))
+    sums = jax.jit(functools.partial(loss_sums, aux_losses=declared_losses(model)))
+    one, other = (sums(model, batch) for batch in (each, packed))
     for a, b in zip(one, other, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
@@ -123,7 +124,7 @@ def test_a_step_adds_what_is_documented(tmp_path, changes):
 
     def step_loss(trainable):
         model = nnx.merge(graph, trainable, frozen)
-        found = [loss_sums(model, part, routers=True) for part in batches]
+        found = [loss_sums(model, part, aux_losses=declared_losses(model)) for part in batches]
         values = sum(count * value for count, (_, _, value) in zip(counts, found, strict=True)) / sum(counts)
         return sum(loss for loss, _, _ in found) / sum(counts) + AUX * values[0] + Z * values[1], values
 
@@ -140,9 +141,10 @@ def test_a_step_adds_what_is_documented(tmp_path, changes):
 def test_the_coefficient_is_the_models_where_the_config_names_none(tmp_path):
     def coefficients(model, **settings):
         trainer = Trainer(model, None, make_config(tmp_path, **settings), train_rows=dataset(documents(8)))
-        losses = trainer.program.router_losses
-        aux, z = losses.aux_loss_coef, losses.z_loss_coef
-        said = f"routers: load-balancing loss times {aux:g}, z-loss times {z:g}"
+        losses = trainer.program.aux_losses
+        assert losses.names == ("router_aux_loss", "router_z_loss")
+        aux, z = (coefficient for *_, coefficient in losses.losses)
+        said = f"added to the loss: load-balancing loss times {aux:g}, z-loss times {z:g}"
         assert trainer.notes()[1:] == ([said] if aux or z else [])
         return aux, z
 

@@ -15,7 +15,7 @@ from jax.extend.core import jaxprs_in_params
 from jax.interpreters import partial_eval
 from tiny_models import tiny_config, tiny_model
 
-from jaxtune.models.config import LayerSpec, MoEConfig
+from jaxtune.models.config import PRE_AND_POST_NORM, LayerSpec, MoEConfig
 from jaxtune.models.decoder import Decoder, noised
 from jaxtune.models.lora import get_peft_model
 from jaxtune.pallas.attention import packed_layout
@@ -218,7 +218,7 @@ def with_dtype(model, dtype):
     return model
 
 
-FEATURES = dict(qk_norm="head", post_norm=True, qkv_bias=True, attention_soft_cap=5.0, final_soft_cap=5.0)
+FEATURES = dict(qk_norm="head", stages=PRE_AND_POST_NORM, qkv_bias=True, attention_soft_cap=5.0, final_soft_cap=5.0)
 
 
 def products(dtype, stored="float32"):

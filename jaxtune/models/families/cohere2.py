@@ -3,7 +3,7 @@ and rotary positions, interleaved, and the others neither."""
 
 from __future__ import annotations
 
-from jaxtune.models.config import DecoderConfig
+from jaxtune.models.config import PARALLEL, DecoderConfig
 from jaxtune.models.families import common
 
 NORMS = {"mixer_norm": "input_layernorm"}
@@ -27,7 +27,7 @@ def from_hf(hf: dict) -> DecoderConfig:
         norm_eps=hf["layer_norm_eps"],
         logit_scale=float(hf["logit_scale"]),
         centred_norm=True,
-        parallel=True,
+        stages=PARALLEL,
         interleaved_rotary=True,
         qkv_bias=bias,
         out_bias=bias,

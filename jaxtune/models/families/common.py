@@ -17,7 +17,15 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxtune.models.config import DecoderConfig, LayerSpec, MoEConfig, PartConfig, RopeConfig
+from jaxtune.models.config import (
+    POST_NORM,
+    PRE_AND_POST_NORM,
+    DecoderConfig,
+    LayerSpec,
+    MoEConfig,
+    PartConfig,
+    RopeConfig,
+)
 from jaxtune.models.layers.delta_net import DeltaNetShape
 from jaxtune.models.layers.mlp import MLPShape
 
@@ -184,10 +192,14 @@ def head_dim(hf: Mapping[str, Any]) -> int:
 
 
 def decoder_config(hf: Mapping[str, Any], **features) -> DecoderConfig:
-    """The part of from_hf that all families share; `features` are the family's own fields of DecoderConfig."""
+    """The part of from_hf that all families share; `features` are the family's own fields of DecoderConfig, and
+    `stages`, what all layers are made of, if not attention and MLP with a norm before each."""
     refuse(hf, *_UNSUPPORTED, *(() if "moe" in features else _EXPERTS))
     heads, dim = require(hf, "num_attention_heads"), head_dim(hf)
     layers = features.pop("layers", None) or (LayerSpec(),) * require(hf, "num_hidden_layers")
+    stages = features.pop("stages", None)
+    if stages is not None:
+        layers = tuple(dataclasses.replace(layer, stages=stages) for layer in layers)
     fields = {
         "family": require(hf, "model_type"),
         "vocab_size": require(hf, "vocab_size"),
@@ -322,7 +334,7 @@ def gemma_features(hf: Mapping[str, Any]) -> dict[str, Any]:
         "activation": activation(hf, "hidden_activation"),
         "embedding_scale": require(hf, "hidden_size") ** 0.5,
         "norm_offset": 1.0,
-        "post_norm": True,
+        "stages": PRE_AND_POST_NORM,
         "qkv_bias": bias,
         "out_bias": bias,
     }
@@ -331,7 +343,7 @@ def gemma_features(hf: Mapping[str, Any]) -> dict[str, Any]:
 def olmo_features(hf: Mapping[str, Any]) -> dict[str, Any]:
     """What OLMo 2 and 3 have in common, as fields of DecoderConfig."""
     bias = bool(hf.get("attention_bias", False))
-    norms = {"pre_norm": False, "post_norm": True, "qk_norm": "projection", "float32_norm": True}
+    norms = {"stages": POST_NORM, "qk_norm": "projection", "float32_norm": True}
     return {"qkv_bias": bias, "out_bias": bias, **norms}
 
 
@@ -380,7 +392,8 @@ def delta_config(
     shape = DeltaNetShape(**{ours: hf[theirs] for theirs, ours in _DELTA_KEYS.items()}, together=together)
     mixers = {FULL: None, LINEAR: shape}
     layers = tuple(
-        LayerSpec(mixer=mixers[kind], feed_forward=(feed_forwards or {}).get(index)) for index, kind in enumerate(kinds)
+        LayerSpec().replaced(mixer=mixers[kind], mlp=(feed_forwards or {}).get(index))
+        for index, kind in enumerate(kinds)
     )
     if hf["hidden_act"] != "silu":
         raise ValueError(f"config.json: hidden_act {hf['hidden_act']!r}: a gated delta net's convolution ends in silu")
@@ -396,13 +409,14 @@ def delta_config(
 
 def delta_to_hf(config: DecoderConfig) -> dict[str, Any]:
     """What delta_config reads beside decoder_config's keys."""
-    shapes = {layer.mixer for layer in config.layers if isinstance(layer.mixer, DeltaNetShape)}
+    mixers = [layer.config_of("mixer") for layer in config.layers]
+    shapes = {mixer for mixer in mixers if isinstance(mixer, DeltaNetShape)}
     if len(shapes) > 1:
         raise ValueError(f"layers have different gated delta nets {shapes}: Hugging Face configs hold one")
     given = {theirs: getattr(shape, ours) for shape in shapes for theirs, ours in _DELTA_KEYS.items()}
     return given | {
         "attention_bias": config.qkv_bias,
-        "layer_types": [FULL if layer.mixer is None else LINEAR for layer in config.layers],
+        "layer_types": [FULL if mixer is None else LINEAR for mixer in mixers],
         "partial_rotary_factor": config.rotary[0].partial_rotary_factor,
     }
 
@@ -440,25 +454,24 @@ def mlp_layers(hf: Mapping[str, Any]) -> dict[int, PartConfig]:
 
 
 def mlp_layers_to_hf(config: DecoderConfig) -> dict[str, Any]:
-    listed = [index for index, layer in enumerate(config.layers) if layer.feed_forward is not None]
+    listed = [index for index, layer in enumerate(config.layers) if layer.config_of("mlp") is not None]
     return {"mlp_only_layers": listed, "decoder_sparse_step": 1}
 
 
 def tensor_name(
-    path: Sequence[Any], norms: Mapping[str, str], layers: Sequence[LayerSpec] = (), head: str = "lm_head"
+    path: Sequence[Any], norms: dict[str, str], layers: Sequence[LayerSpec] = (), head: str = "lm_head"
 ) -> str:
     """Hugging Face's name of the tensor at `path` in a Decoder: ("layers", 0, "mlp", "up_proj", "weight") -> ...
 
-    layers: the decoder's, where any has a mixer or a feed-forward of its own. head: its head_name.
+    layers: the decoder's, where any has parts of its own. head: its head_name.
     """
     if path[0] == "layers":
-        _, index, part, *rest = path
+        _, index, part, *rest = map(str, path)
         spec = layers[int(index)] if layers else LayerSpec()
-        mixer, feed_forward = (config and config.their_name for config in (spec.mixer, spec.feed_forward))
-        part = {"mixer": mixer or "self_attn", "mlp": feed_forward or "mlp", **norms}[str(part)]
-        if rest[0] == "experts":  # all experts' matrices are tensors of one module, not modules
-            return f"model.layers.{index}.{part}.experts.{rest[1]}" + ("_bias" if rest[2] == "bias" else "")
-        if rest[0] == "router":
+        part = (spec.their_names | {"layer_scalar": "layer_scalar"} | norms)[part]
+        if rest[:1] == ["experts"]:  # all experts' matrices are tensors of one module, not modules
+            rest = ["experts", rest[1] + ("_bias" if rest[2] == "bias" else "")]
+        if rest[:1] == ["router"]:
             rest[0] = norms.get("router", "router")
-        return ".".join(("model.layers", str(index), part, *map(str, rest)))
+        return ".".join(name for name in ("model.layers", index, part, *rest) if name)
     return {"embedding": "model.embed_tokens", "norm": "model.norm", "head": head}[str(path[0])] + f".{path[1]}"

@@ -3,7 +3,7 @@ window, the others have no position encoding."""
 
 from __future__ import annotations
 
-from jaxtune.models.config import DecoderConfig, LayerSpec
+from jaxtune.models.config import POST_NORM, DecoderConfig, LayerSpec
 from jaxtune.models.families import common
 
 NORMS = common.POST_NORMS
@@ -19,8 +19,7 @@ def from_hf(hf: dict) -> DecoderConfig:
     return common.decoder_config(
         hf,
         layers=common.global_nope_layers(hf, kinds) if hybrid else (LayerSpec(),) * count,
-        pre_norm=False,
-        post_norm=True,
+        stages=POST_NORM,
         qk_norm="head",
     )
 

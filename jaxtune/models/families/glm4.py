@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxtune.models.config import DecoderConfig
+from jaxtune.models.config import PRE_AND_POST_NORM, DecoderConfig
 from jaxtune.models.families import common
 
 NORMS = {
@@ -23,7 +23,7 @@ _DEFAULTS = {
 def from_hf(hf: dict) -> DecoderConfig:
     hf = _DEFAULTS | hf
     return common.decoder_config(
-        hf, post_norm=True, fused_gate_up=True, interleaved_rotary=True, qkv_bias=hf["attention_bias"]
+        hf, stages=PRE_AND_POST_NORM, fused_gate_up=True, interleaved_rotary=True, qkv_bias=hf["attention_bias"]
     )
 
 

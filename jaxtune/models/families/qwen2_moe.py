@@ -29,7 +29,7 @@ def from_hf(hf: dict) -> DecoderConfig:
     windows, mlps = common.layer_windows(hf, common.layer_kinds(hf, default)), common.mlp_layers(hf)
     return common.decoder_config(
         hf,
-        layers=tuple(LayerSpec(window, feed_forward=mlps.get(index)) for index, window in enumerate(windows)),
+        layers=tuple(LayerSpec(window).replaced(mlp=mlps.get(index)) for index, window in enumerate(windows)),
         qkv_bias=hf["qkv_bias"],
         moe=common.shared_experts(hf, hf["norm_topk_prob"]),
     )

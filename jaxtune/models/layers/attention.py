@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,17 +30,28 @@ from jaxtune.pallas.decode_attention import (
 
 @dataclasses.dataclass(frozen=True)
 class AttentionShape:
-    """LayerSpec.mixer of a layer whose attention has other heads than the decoder's."""
+    """Part.config of an attention that differs from the decoder's; a setting that is None is the decoder's.
 
-    their_name: ClassVar[str] = "self_attn"
+    qk_norm: as the decoder's, or "none". Which window and rotary base it has, the LayerSpec says.
+    """
 
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    attention_scale: float
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    attention_scale: float | None = None
+    qk_norm: Literal["head", "projection", "none"] | None = None
+    qkv_bias: bool | None = None
+    out_bias: bool | None = None
+    attention_gate: bool | None = None
+    attention_sinks: bool | None = None
+    their_name: str = "self_attn"
 
     def make(self, config: DecoderConfig, key: jax.Array, dtype) -> Attention:
-        return Attention(dataclasses.replace(config, **dataclasses.asdict(self)), key, dtype)
+        own = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        del own["their_name"]
+        if self.qk_norm == "none":
+            own["qk_norm"] = None
+        return Attention(dataclasses.replace(config, **own), key, dtype)
 
 
 class Attention(nnx.Module):
@@ -52,7 +63,6 @@ class Attention(nnx.Module):
     normed, which would otherwise be multiplied again. Attention norms and rotates them once more in the backward.
     """
 
-    their_name = AttentionShape.their_name
     state_reads = ("key", "value")
 
     def __init__(self, config: DecoderConfig, key: jax.Array, dtype):

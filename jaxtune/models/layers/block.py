@@ -1,8 +1,12 @@
-"""One layer: norms and residual additions around a mixer and a feed-forward.
+"""One layer: parts in stages, with norms and residual additions around them.
+
+A stage gives all of its parts the same value of the residual stream, each through a norm, and adds what they give to
+it. The layer of most families has two stages of one part:
 
 layer_input -> [norm, mixer] + layer_input -> mid -> [norm, feed-forward] + mid -> layer_output
 
-In a parallel block the feed-forward is fed what the mixer is: [norm, feed-forward] is of layer_input, with one norm.
+A layer can have one part alone, parts in parallel on one norm (Command R), or parts in parallel whose sum is normed
+(Gemma 4's experts beside the dense MLP); see Part, Stage and LayerSpec in models/config.py.
 """
 
 from __future__ import annotations
@@ -16,53 +20,114 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtune.models.config import DecoderConfig, LayerSpec
+from jaxtune.models.config import DecoderConfig, LayerSpec, Stage
 from jaxtune.models.layers.attention import Attention
 from jaxtune.models.layers.experts import MoE
 from jaxtune.models.layers.mlp import MLP
-from jaxtune.models.layers.segment import INPUT, OUTPUT, BackwardOrder, Context, Residual, Segment, matrix_of
+from jaxtune.models.layers.segment import (
+    INPUT,
+    OUTPUT,
+    STREAM,
+    BackwardOrder,
+    Context,
+    Mixer,
+    Residual,
+    Scratch,
+    Segment,
+    Sizes,
+    matrix_of,
+)
 from jaxtune.models.layers.tiles import in_tiles
+from jaxtune.models.linear import Frozen
 from jaxtune.models.norm import norm_of
 
 LAYER_INPUT, MID, LAYER_OUTPUT = "layer_input", "mid", "layer_output"
 
 
-class Block(nnx.Module):
-    """A mixer and a feed-forward. Holds nothing that differs from layer to layer of one kind.
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """The place of a part in its layer.
 
-    The feed-forward's attribute is `mlp`, as in Hugging Face's classes, whatever it is.
+    given: the value of the residual stream that its stage reads. norm, post_norm: the block's attributes of the norms
+    around it, or None. begins: the value that what it gives is added to; None for the first part of a sum that is
+    normed. ends: the value that this makes. sums: whether `ends` is part of such a sum, and not of the residual stream.
     """
 
+    given: str
+    norm: str | None
+    post_norm: str | None
+    begins: str | None
+    ends: str
+    sums: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class _SumNorm:
+    """The norm of a stage's sum. name: the block's attribute. total: the sum. begins, ends: what the normed sum is
+    added to, and what that makes."""
+
+    name: str
+    total: str
+    begins: str
+    ends: str
+
+
+class Block(nnx.Module):
+    """The parts of one layer, each as the attribute that its Part names, and their norms. Holds nothing that differs
+    from layer to layer of one kind."""
+
     def __init__(self, config: DecoderConfig, spec: LayerSpec, key: jax.Array, dtype):
-        keys = jax.random.split(key)
+        self.stages, self.residual_scale = spec.stages, config.residual_scale
+        usual = {"mixer": Attention, "mlp": MLP if config.moe is None else MoE}
+        keys = jax.random.split(key, len(spec.parts))
 
-        def norm(wanted):
-            return norm_of(config, config.hidden_size, dtype) if wanted else None
+        def add_norm(name: str, wanted: bool) -> None:
+            setattr(self, name, norm_of(config, config.hidden_size, dtype) if wanted else None)
 
-        feed_forward = MLP if config.moe is None else MoE
-        self.mixer: Any = (spec.mixer.make if spec.mixer else Attention)(config, keys[0], dtype)
-        self.mlp: Any = (spec.feed_forward.make if spec.feed_forward else feed_forward)(config, keys[1], dtype)
-        self.mixer_norm = norm(config.pre_norm)
-        self.mlp_norm = norm(config.pre_norm and not config.parallel)
-        self.mixer_post_norm = norm(config.post_norm)
-        self.mlp_post_norm = norm(config.post_norm)
-        self.parallel, self.residual_scale = config.parallel, config.residual_scale
+        for part, own in zip(spec.parts, keys, strict=True):
+            make = usual[part.name] if part.config is None else part.config.make
+            setattr(self, part.name, make(config, own, dtype))
+            add_norm(f"{part.name}_norm", part.norm is True)
+            add_norm(f"{part.name}_post_norm", part.post_norm)
+        for stage in spec.stages:
+            if stage.post_norm:
+                add_norm(f"{stage.parts[0].name}_sum_norm", True)
+        self.layer_scalar = Frozen(jnp.ones((1,), dtype)) if spec.output_scale else None
 
     @property
     def parts(self) -> dict[str, Any]:
         """{attribute: mixer or feed-forward}, in the order in which they run."""
-        return {"mixer": self.mixer, "mlp": self.mlp}
+        return {part.name: getattr(self, part.name) for stage in self.stages for part in stage.parts}
+
+    @property
+    def mixers(self) -> dict[str, Mixer]:
+        """Those of the parts that look at other tokens, and so have a state in generation."""
+        return {name: module for name, module in self.parts.items() if hasattr(module, "state_reads")}
 
     def normed(self, part: str, x: jax.Array) -> jax.Array:
-        norm = self.mixer_norm if self.parallel else getattr(self, f"{part}_norm")
-        return x if norm is None else norm(x)
+        """x, a value of the residual stream, as the part reads it."""
+        norm = _layout(self.stages)[0][part].norm
+        return x if norm is None else getattr(self, norm)(x)
 
-    def added(self, part: str, x: jax.Array, out: jax.Array) -> jax.Array:
-        norm = getattr(self, f"{part}_post_norm")
-        out = out if norm is None else norm(out)
+    def added(self, part: str, x: jax.Array | None, out: jax.Array) -> jax.Array:
+        """What the part gives, normed where it has a norm for that, on x; x is None for the first part of a sum."""
+        place = _layout(self.stages)[0][part]
+        out = out if place.post_norm is None else getattr(self, place.post_norm)(out)
+        if x is None:
+            return out
+        if place.sums:
+            return x + out
+        return self._on_stream(x, out, place.ends)
+
+    def _on_stream(self, x: jax.Array, out: jax.Array, ends: str) -> jax.Array:
         if self.residual_scale != 1.0:  # a product in float32, rounded once, as torch has it of a tensor and a number
             out = (out.astype(jnp.float32) * self.residual_scale).astype(out.dtype)
-        return x + out
+        out = x + out
+        if ends == LAYER_OUTPUT and self.layer_scalar is not None:
+            out = out * self.layer_scalar[...].astype(out.dtype)
+        return out
+
+    # ---- the chain
 
     def segments(self, tile: int | None = None, aux: Collection[str] = ()) -> tuple[Segment, ...]:
         """The chain from layer_input to layer_output; `run` and `backward` take the block, of which `matrices` are.
@@ -71,33 +136,39 @@ class Block(nnx.Module):
           tile: tokens of each row that tokenwise segments run over at a time, as one segment; None: they run whole.
           aux: the names wanted of what leaves the layer beside its output.
         """
-        chain = self.part_segments("mixer") + self.part_segments("mlp")
+        chain = tuple(s for name in self.parts for s in self.part_segments(name))
         chain = tuple(s for s in chain if not s.aux or s.outputs[0] in aux)
         return chain if tile is None else in_tiles(self, chain, tile)
 
     @property
-    def aux(self) -> tuple[str, ...]:
-        """Names of all that can leave the layer beside its output."""
-        return tuple(name for part in ("mixer", "mlp") for s in self.part_segments(part) if s.aux for name in s.outputs)
-
-    @property
-    def order(self) -> BackwardOrder:
-        order, fed = self.mlp.order, self._fed("mlp")
-        return dataclasses.replace(order, shared=tuple(fed if name == INPUT else name for name in order.shared))
-
-    def _fed(self, part: str) -> str:
-        """The value that "mixer" or "mlp" is fed, before its norm."""
-        return LAYER_INPUT if part == "mixer" or self.parallel else MID
+    def aux(self) -> dict[str, Segment]:
+        """{name: the segment that makes it} of all that can leave the layer beside its output."""
+        return {s.outputs[0]: s for name in self.parts for s in self.part_segments(name) if s.aux}
 
     def part_segments(self, part: str) -> tuple[Segment, ...]:
-        """Those of "mixer" or of "mlp"."""
-        ends = (LAYER_INPUT, MID) if part == "mixer" else (MID, LAYER_OUTPUT)
-        post_norm = getattr(self, f"{part}_post_norm") is not None
-        return tuple(
-            made
-            for segment in getattr(self, part).segments()
-            for made in _in_block(segment, part, self._fed(part), *ends, post_norm)
-        )
+        """Those of one part, with the norms and the addition after it."""
+        (segments, names), (places, norms) = self._own_segments()[part], _layout(self.stages)
+        place = places[part]
+        made = tuple(new for s in segments for new in _in_block(s, part, place, names))
+        return made + (() if part not in norms else (_sum_norm_segment(norms[part], made[-1].tokenwise),))
+
+    def _own_segments(self) -> dict[str, tuple[tuple[Segment, ...], dict[str, str]]]:
+        """{part: (its segments, {its own name of a residual: the block's})}. A name of a segment or residual that an
+        earlier part has is `{part}_{name}` in the block."""
+        found: dict[str, tuple[tuple[Segment, ...], dict[str, str]]] = {}
+        taken: dict[str, set[str]] = {"segments": set(), "residuals": set()}
+
+        def names_of(part: str, kind: str, own: list[str]) -> dict[str, str]:
+            names = {name: f"{part}_{name}" if name in taken[kind] else name for name in own}
+            taken[kind] |= set(own)
+            return names
+
+        for part, module in self.parts.items():
+            segments = module.segments()
+            named = names_of(part, "segments", [s.name for s in segments])
+            residuals = names_of(part, "residuals", [n for s in segments for n in s.outputs if n != OUTPUT])
+            found[part] = tuple(dataclasses.replace(s, name=named[s.name]) for s in segments), residuals
+        return found
 
     def residuals(self) -> tuple[Residual, ...]:
         """What the layer may leave for its backward, in the order in which it is made."""
@@ -105,40 +176,128 @@ class Block(nnx.Module):
         return (Residual(LAYER_INPUT, recomputable=False), *made[:-1])
 
     def matrices(self) -> list[tuple[str, str, Any]]:
-        """(mixer or mlp, dotted name in it, Linear or ExpertLinear) of every matrix, in the order they multiply."""
+        """(part, dotted name in it, Linear or ExpertLinear) of every matrix, in the order they multiply."""
         named = (name for segment in self.segments() for name in segment.matrices)
         parted = ((name, name.partition(".")) for name in named)
         return [(part, rest, matrix_of(self, name)) for name, (part, _, rest) in parted]
+
+    @property
+    def order(self) -> BackwardOrder:
+        """What the feed-forwards say of it; of several, whatever one of them needs."""
+        orders, shared, free = [], [], []
+        for part, module in self.parts.items():
+            if part not in self.mixers:
+                orders.append(module.order)
+                names = self._own_segments()[part][1] | {INPUT: _layout(self.stages)[0][part].given}
+                shared += [names[name] for name in module.order.shared]
+                free += [names[name] for name in module.order.free]
+        return BackwardOrder(
+            derivatives_at_once=any(order.derivatives_at_once for order in orders),
+            shared=tuple(shared),
+            weights_first=all(order.weights_first for order in orders),
+            free=tuple(free),
+        )
+
+    # ---- what the planner asks
+
+    def forward_bytes(self, sizes: Sizes) -> float:
+        """Bytes at the end of the layer's forward beside the residuals there are: the most that a feed-forward says; of
+        a layer without one, its input, its output and what is added to the one for the other."""
+        found = [
+            module.forward_bytes(self.sizes_of(part, sizes))
+            for part, module in self.parts.items()
+            if part not in self.mixers
+        ]
+        return max(found, default=3.0 * sizes[LAYER_INPUT])
+
+    def backward_bytes(self, part: str, sizes: Sizes) -> Scratch:
+        """Of a part's backward; a mixer has nothing around it."""
+        found = self.parts[part].backward_bytes(self.sizes_of(part, sizes))
+        return Scratch(found, 0.0, covers_mixer=False) if part in self.mixers else found
+
+    def waiting_bytes(self, part: str, sizes: Sizes) -> float:
+        """Of a mixer, see Mixer."""
+        return self.parts[part].waiting_bytes(self.sizes_of(part, sizes))
+
+    def sizes_of(self, part: str, sizes: Sizes) -> Sizes:
+        """The same with the part's own names of its residuals."""
+        changed = {own: name for own, name in self._own_segments()[part][1].items() if own != name}
+        if not changed:
+            return sizes
+        recomputed = {own for own, name in changed.items() if name in sizes.recomputed}
+        return dataclasses.replace(
+            sizes,
+            residuals={**sizes.residuals, **{own: sizes[name] for own, name in changed.items()}},
+            recomputed=(sizes.recomputed - changed.keys()) | recomputed,
+        )
 
     # ---- generation
 
     @property
     def state_reads(self) -> tuple[str, ...]:
-        """Residuals that the state of generation begins from."""
-        return self.mixer.state_reads
+        """Residuals that the states of generation begin from."""
+        return tuple(self._own_segments()[part][1][name] for part, m in self.mixers.items() for name in m.state_reads)
 
-    def first_state(self, values: Mapping[str, jax.Array], lengths: jax.Array, new_tokens: int, context: Context):
-        """The mixer's state after prompts; values: of `state_reads`. Arguments as Mixer's."""
-        return self.mixer.first_state(values, lengths, new_tokens, context)
+    def first_state(
+        self, values: Mapping[str, jax.Array], lengths: jax.Array, new_tokens: int, context: Context
+    ) -> dict[str, object]:
+        """{part: state} of the mixers after prompts; values: of `state_reads`. Arguments as Mixer's."""
+        found: dict[str, object] = {}
+        for part, mixer in self.mixers.items():
+            names = self._own_segments()[part][1]
+            own = {name: values[names[name]] for name in mixer.state_reads}
+            found[part] = mixer.first_state(own, lengths, new_tokens, context)
+        return found
 
-    def step(self, layer_input: jax.Array, state, at: jax.Array, context: Context):
-        """More tokens of each row, for generation: (layer_output [B, N, hidden], the mixer's next state)."""
-        out, state = self.mixer.step(self.normed("mixer", layer_input), state, at, context)
-        values = {LAYER_INPUT: layer_input, MID: self.added("mixer", layer_input, out)}
-        for segment in self.part_segments("mlp"):
-            if not segment.aux:
-                values |= zip(segment.outputs, segment.run(self, context, *map(values.get, segment.reads)), strict=True)
-        return values[LAYER_OUTPUT], state
+    def step(self, layer_input: jax.Array, state: Mapping[str, object], at: jax.Array, context: Context):
+        """More tokens of each row, for generation: (layer_output [B, N, hidden], the next {part: state})."""
+        values, after = {LAYER_INPUT: layer_input}, {}
+        places, norms = _layout(self.stages)
+        for part, module in self.parts.items():
+            segments = self.part_segments(part)
+            if part in state:
+                place = places[part]
+                x = self.normed(part, values[place.given])
+                out, after[part] = module.step(x, state[part], at, context)
+                values[place.ends] = self.added(part, None if place.begins is None else values[place.begins], out)
+                segments = segments[-1:] if part in norms else ()
+            for segment in segments:
+                if not segment.aux:
+                    outputs = segment.run(self, context, *map(values.get, segment.reads))
+                    values |= zip(segment.outputs, outputs, strict=True)
+        return values[LAYER_OUTPUT], after
 
 
-def _in_block(segment: Segment, part: str, fed: str, begins: str, ends: str, post_norm: bool) -> tuple[Segment, ...]:
-    """A part's segment as one of the block: fed with the normed value `fed`, and added to `begins` where the part
-    ends. There a norm of what the part gives is a segment of its own: its derivative reads that value, which would
-    otherwise have to be multiplied again."""
+@functools.lru_cache(64)
+def _layout(stages: tuple[Stage, ...]) -> tuple[dict[str, _Place], dict[str, _SumNorm]]:
+    """({part: its place}, {the last part of a stage whose sum is normed: that norm})."""
+    places, norms = {}, {}
+    count, made, stream = sum(len(stage.parts) for stage in stages), 0, LAYER_INPUT
+    for stage in stages:
+        given, total = stream, None
+        first = stage.parts[0].name
+        for part in stage.parts:
+            made += 1
+            after = LAYER_OUTPUT if made == count else MID if made == 1 else f"{MID}_{made}"
+            begins, ends = (total, f"{part.name}_sum") if stage.post_norm else (stream, after)
+            norm = f"{part.name if part.norm is True else part.norm}_norm" if part.norm else None
+            post_norm = f"{part.name}_post_norm" if part.post_norm else None
+            places[part.name] = _Place(given, norm, post_norm, begins, ends, stage.post_norm)
+            total, stream = ends, ends
+        if stage.post_norm:
+            norms[stage.parts[-1].name] = _SumNorm(f"{first}_sum_norm", stream, given, after)
+            stream = after
+    return places, norms
+
+
+def _in_block(segment: Segment, part: str, place: _Place, names: Mapping[str, str]) -> tuple[Segment, ...]:
+    """A part's segment as one of the block: fed with the normed value that its stage is given, and added to `begins`
+    where the part ends. There a norm of what the part gives is a segment of its own: its derivative reads that value,
+    which would otherwise have to be multiplied again."""
     ending = segment.outputs == (OUTPUT,)
-    reads = tuple(fed if name == INPUT else name for name in segment.reads)
-    adds = ending and not post_norm
-    added = adds and begins not in reads
+    reads = tuple(place.given if name in (INPUT, STREAM) else names.get(name, name) for name in segment.reads)
+    adds = ending and place.post_norm is None
+    added = adds and place.begins is not None and place.begins not in reads
 
     def run(block: Block, context: Context, *values):
         own = values[:-1] if added else values
@@ -146,28 +305,47 @@ def _in_block(segment: Segment, part: str, fed: str, begins: str, ends: str, pos
         outputs = segment.run(getattr(block, part), context, *own)
         if not adds:
             return tuple(outputs)
-        return (block.added(part, values[-1 if added else reads.index(begins)], outputs[0]),)
+        x = None if place.begins is None else values[-1 if added else reads.index(place.begins)]
+        return (block.added(part, x, outputs[0]),)
 
-    def add(block: Block, context: Context, out: jax.Array, x: jax.Array):
+    def add(block: Block, context: Context, out: jax.Array, *x: jax.Array):
         del context
-        return (block.added(part, x, out),)
+        return (block.added(part, x[0] if x else None, out),)
 
     backward = segment.backward
     if backward is not None:
         assert INPUT not in segment.reads and not ending, "a backward of its own has no norm in it"
         backward = functools.partial(_backward_in_block, segment.backward, part)
-    made = f"{part}_out" if post_norm else ends
+    made = place.ends if adds else f"{part}_out"
     first = dataclasses.replace(
         segment,
-        reads=(*reads, begins) if added else reads,
-        makes=(dataclasses.replace(segment.makes[0], name=made),) if ending else segment.makes,
+        reads=(*reads, place.begins) if added else reads,
+        makes=(dataclasses.replace(segment.makes[0], name=made),) if ending else _renamed(segment.makes, names),
         run=run,
         backward=backward,
         matrices=tuple(f"{part}.{name}" for name in segment.matrices),
     )
     if not ending or adds:
         return (first,)
-    return first, Segment(f"{part}_post_norm", (made, begins), (Residual(ends),), add, tokenwise=segment.tokenwise)
+    begins = () if place.begins is None else (place.begins,)
+    after = Segment(f"{part}_post_norm", (made, *begins), (Residual(place.ends),), add, tokenwise=segment.tokenwise)
+    return first, after
+
+
+def _renamed(residuals: tuple[Residual, ...], names: Mapping[str, str]) -> tuple[Residual, ...]:
+    def one(residual: Residual) -> Residual:
+        decided_with = residual.decided_with and names[residual.decided_with]
+        return dataclasses.replace(residual, name=names[residual.name], decided_with=decided_with)
+
+    return tuple(map(one, residuals))
+
+
+def _sum_norm_segment(norm: _SumNorm, tokenwise: bool) -> Segment:
+    def run(block: Block, context: Context, total: jax.Array, x: jax.Array):
+        del context
+        return (block._on_stream(x, getattr(block, norm.name)(total), norm.ends),)
+
+    return Segment(norm.name, (norm.total, norm.begins), (Residual(norm.ends),), run, tokenwise=tokenwise)
 
 
 def _backward_in_block(backward, part: str, block_of, trainable, *arguments):

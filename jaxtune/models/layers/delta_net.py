@@ -34,7 +34,7 @@ from jaxtune.pallas.delta_rule.chunked import CHUNK, GROUP_TOKENS
 
 @dataclasses.dataclass(frozen=True)
 class DeltaNetShape:
-    """LayerSpec.mixer of a gated delta net.
+    """Part.config of a gated delta net.
 
     heads: value heads, which key_heads divides; key_dim, value_dim: of a head. taps: of the convolution.
     together: queries, keys, values and gates come from one matrix, key head by key head, and the rates from another
@@ -96,7 +96,6 @@ class DeltaNet(nnx.Module):
     A head's decay is -exp(A_log) softplus(a + dt_bias), its beta sigmoid(b).
     """
 
-    their_name = DeltaNetShape.their_name
     state_reads = ("qkv", "rates")
 
     def __init__(self, shape: DeltaNetShape, config: DecoderConfig, key: jax.Array, dtype):

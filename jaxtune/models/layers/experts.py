@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,17 @@ from jax.lax import optimization_barrier
 from jaxtune.models.config import DecoderConfig, MoEConfig
 from jaxtune.models.fitted import EXPERTS_BYTES
 from jaxtune.models.layers.mlp import MLP
-from jaxtune.models.layers.segment import INPUT, OUTPUT, BackwardOrder, Context, Residual, Scratch, Segment, Sizes
+from jaxtune.models.layers.segment import (
+    INPUT,
+    OUTPUT,
+    AuxLoss,
+    BackwardOrder,
+    Context,
+    Residual,
+    Scratch,
+    Segment,
+    Sizes,
+)
 from jaxtune.models.linear import Linear
 from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.gated import ACTIVATIONS
@@ -180,11 +190,10 @@ _gradients_together.defvjp(lambda values: (values, None), lambda _, gradients: (
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsShape:
-    """LayerSpec.feed_forward of a layer with experts that the decoder's other layers do not have."""
-
-    their_name: ClassVar[str] = "mlp"
+    """Part.config of experts that the decoder's other layers do not have."""
 
     moe: MoEConfig
+    their_name: str = "mlp"
 
     def make(self, config: DecoderConfig, key: jax.Array, dtype) -> MoE:
         return MoE(dataclasses.replace(config, moe=self.moe), key, dtype)
@@ -199,7 +208,6 @@ class MoE(nnx.Module):
     everywhere, so nothing chooses anew.
     """
 
-    their_name = ExpertsShape.their_name
     # The sort by `choice` and the norm of the input, a tenth of the gradient of experts' rows beside it, are shared.
     # What the sort makes is a five-hundredth of a layer's residuals, and takes a dozen kernels to make again.
     order = BackwardOrder(derivatives_at_once=True, shared=("choice", INPUT), weights_first=False, free=("choice",))
@@ -288,7 +296,15 @@ class MoE(nnx.Module):
                 (INPUT, "choice"),
                 (Residual("router_sums"),),
                 lambda moe, context, x, choice: (moe.router_sums(x, choice),),
-                aux=True,
+                aux=(
+                    AuxLoss(
+                        "router_aux_loss",
+                        "load-balancing loss",
+                        RouterSums.load_balancing_loss,
+                        self.moe.router_aux_loss_coef if self.moe.output_router_logits else 0.0,
+                    ),
+                    AuxLoss("router_z_loss", "z-loss", RouterSums.z_loss),
+                ),
                 multiplications=router_alone,
             ),
             Segment(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import ClassVar
 
 import jax
 from flax import nnx
@@ -18,11 +17,10 @@ from jaxtune.pallas.gated import ACTIVATIONS, gated_backward, mosaic
 
 @dataclasses.dataclass(frozen=True)
 class MLPShape:
-    """LayerSpec.feed_forward of a layer with an MLP of its own width."""
-
-    their_name: ClassVar[str] = "mlp"
+    """Part.config of an MLP of its own width."""
 
     intermediate_size: int
+    their_name: str = "mlp"
 
     def make(self, config: DecoderConfig, key: jax.Array, dtype) -> MLP:
         return MLP(dataclasses.replace(config, intermediate_size=self.intermediate_size), key, dtype)
@@ -31,7 +29,6 @@ class MLPShape:
 class MLP(nnx.Module):
     """down(activation(gate(x)) * up(x)); gate_proj and up_proj, or one gate_up_proj."""
 
-    their_name = MLPShape.their_name
     order = BackwardOrder()
 
     def __init__(self, config: DecoderConfig, key: jax.Array, dtype):

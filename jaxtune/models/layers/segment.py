@@ -1,6 +1,6 @@
 """The words in which a layer describes itself.
 
-A layer is a block around a mixer, which looks at other tokens, and a feed-forward, which does not. Each of the two
+A layer is a block around parts: mixers, which look at other tokens, and feed-forwards, which do not. Each part
 yields the segments that it is run in: pieces between named residuals. The stack runs the chain and decides by a plan
 what becomes of every residual between forward and backward; the planner, generation, adapters and the names of tensors
 read the same declaration. None of them knows a segment, a residual or a kind of layer by name.
@@ -20,9 +20,9 @@ from flax import nnx
 from jaxtune.models.config import LayerSpec
 from jaxtune.pallas.attention import PackedLayout
 
-# In a mixer's or a feed-forward's own segments: what the block feeds it, normed, and what it gives back, which the
-# block adds to what it was fed.
-INPUT, OUTPUT = "input", "output"
+# In a part's own segments: what the block feeds it through its norm; the same without the norm; and what it gives back,
+# which the block adds to the residual stream.
+INPUT, STREAM, OUTPUT = "input", "stream", "output"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,18 +81,37 @@ class Backward(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
+class AuxLoss:
+    """A loss of a part's own that training may add to an objective's, such as the one that balances a router.
+
+    Args:
+      name: of the metric. Training adds `coefficient` times the loss, or the value of the run's config key
+        `{name}_coef` where that is set.
+      title: what reports call it.
+      value: of what the segment makes, summed over all layers, rows and devices: float32[], a mean over tokens.
+      coefficient: what the model's own config says; 0: training adds nothing unless the run asks for it.
+    """
+
+    name: str
+    title: str
+    value: Callable[..., jax.Array]
+    coefficient: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
 class Segment:
     """A piece of a layer between named residuals.
 
     Args:
-      reads: names of the values it takes; INPUT is what the block feeds the mixer or the feed-forward.
-      makes: what it gives; a residual named OUTPUT is the end of the mixer or of the feed-forward.
+      reads: names of the values it takes; INPUT and STREAM are what the block feeds the part.
+      makes: what it gives; a residual named OUTPUT is the end of the part.
       run: (module, context, *values) -> a tuple, one value for each of `makes`.
       matrices: the module's matrices that it multiplies by, as dotted names ("experts.down_proj"), in the order in
         which adapters are drawn.
       backward: its own derivative; None: jax.vjp of `run`.
       differentiable: whether anything has a gradient through it.
-      aux: what it makes is no residual: it leaves the stack beside the output, summed over the layers, where asked for.
+      aux: the losses made of its one output, which is no residual: where one of them is wanted it leaves the stack
+        beside the layers' output, summed over the layers that make it.
       experts_per_token: experts that a token is multiplied by, of each matrix that has experts.
       separable: its outputs can be computed each alone.
       tokenwise: it may run over tiles of tokens, together with its neighbours that may.
@@ -115,7 +134,7 @@ class Segment:
     matrices: tuple[str, ...] = ()
     backward: Backward | None = None
     differentiable: bool = True
-    aux: bool = False
+    aux: tuple[AuxLoss, ...] = ()
     experts_per_token: int = 0
     separable: bool = False
     tokenwise: bool = False
@@ -189,16 +208,14 @@ class Scratch:
 class LayerPart(Protocol):
     """What the block asks of a mixer and of a feed-forward, both nnx modules."""
 
-    their_name: str  # what Hugging Face calls it in a layer: self_attn, mlp
-
     def segments(self) -> tuple[Segment, ...]: ...
 
 
 class Mixer(LayerPart, Protocol):
     """A part that looks at other tokens.
 
-    To add one: a file with the module and a frozen dataclass whose `make(config, key, dtype)` gives it, which a
-    LayerSpec names as its `mixer`.
+    To add one: a file with the module and a frozen dataclass whose `make(config, key, dtype)` gives it, which a Part of
+    a LayerSpec has as its `config`. `state_reads` is what makes a part a mixer.
     """
 
     state_reads: tuple[str, ...]  # residuals that the state of generation begins from

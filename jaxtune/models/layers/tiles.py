@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -11,16 +13,31 @@ from jaxtune.models.layers.segment import Context, Segment, multiplications
 
 def tiled_residuals(segments: tuple[Segment, ...]) -> tuple[str, ...]:
     """Names of what tokenwise segments make for each other: all of it is recomputed where they run over tiles."""
-    return tuple(name for s in segments if s.tokenwise for name in s.outputs)[:-1]
+    return tuple(name for chain in _chains(segments) for s in chain for name in s.outputs if s is not chain[-1])
+
+
+def _chains(segments: tuple[Segment, ...]) -> list[tuple[Segment, ...]]:
+    """The runs of tokenwise segments that follow one another, and of which nothing is read outside but the end."""
+    runs = [tuple(run) for tokenwise, run in itertools.groupby(segments, lambda s: s.tokenwise) if tokenwise]
+
+    def closed(run: tuple[Segment, ...]) -> bool:
+        inside = {name for segment in run[:-1] for name in segment.outputs}
+        read = {name for segment in segments if segment not in run for name in segment.reads}
+        return len(run) > 1 and len(run[-1].outputs) == 1 and inside.isdisjoint(read)
+
+    return [run for run in runs if closed(run)]
 
 
 def in_tiles(module: nnx.Module, segments: tuple[Segment, ...], tile: int) -> tuple[Segment, ...]:
-    """The chain with its tokenwise segments, which follow one another, as one that runs over tiles of `tile` tokens of
-    each row. Sums of the weights' gradients are then over tiles."""
-    chain = [segment for segment in segments if segment.tokenwise]
-    if not chain:
-        return segments
+    """The chain with each run of tokenwise segments as one that runs over tiles of `tile` tokens of each row. Sums of
+    the weights' gradients are then over tiles."""
+    for chain in _chains(segments):
+        first = segments.index(chain[0])
+        segments = (*segments[:first], _joined(module, chain, tile), *segments[first + len(chain) :])
+    return segments
 
+
+def _joined(module: nnx.Module, chain: tuple[Segment, ...], tile: int) -> Segment:
     made = {name for segment in chain for name in segment.outputs}
     reads = tuple(dict.fromkeys(name for segment in chain for name in segment.reads if name not in made))
 
@@ -56,9 +73,7 @@ def in_tiles(module: nnx.Module, segments: tuple[Segment, ...], tile: int) -> tu
         once = sum(multiplications(segment, module, tokens, length) for segment in chain)
         return 2 * once if backward else once
 
-    joined = Segment("tiles", reads, chain[-1].makes, run, backward=backward, scoped=False, multiplications=work)
-    first = segments.index(chain[0])
-    return (*segments[:first], joined, *segments[first + len(chain) :])
+    return Segment("tiles", reads, chain[-1].makes, run, backward=backward, scoped=False, multiplications=work)
 
 
 def _over_tiles(step, carry, arrays: tuple[jax.Array, ...], beside: tuple[jax.Array, ...], tile: int):

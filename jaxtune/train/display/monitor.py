@@ -216,7 +216,7 @@ class Monitor:
             "peak_memory_bytes": memory_peak_bytes(),
         }
         line |= {key: float(value) for key, value in values["own"].items()}
-        line |= {key: float(values[key]) for key in ("router_aux_loss", "router_z_loss") if key in values}
+        line |= {key: float(value) for key, value in values.get("aux", {}).items()}
         if config.precision == "fp16":
             line["loss_scale"] = float(values["loss_scale"])
         for callback in self.run.callbacks:

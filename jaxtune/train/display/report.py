@@ -28,7 +28,7 @@ from jaxtune.train.planning.cost import StepCost
 from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.forecasts import Forecast, product_time, state_seconds
 from jaxtune.train.planning.plan import residuals_text
-from jaxtune.train.program.loss import RouterLosses
+from jaxtune.train.program.loss import AuxLosses
 from jaxtune.train.program.step import trainable_names
 
 
@@ -145,7 +145,7 @@ def precision_notes(
     config: TrainConfig,
     storage: Mapping[str, str],
     gradients: str,
-    routers: RouterLosses,
+    aux_losses: AuxLosses,
     model: Decoder,
     qat: FakeQuant | None,
 ) -> list[str]:
@@ -155,7 +155,7 @@ def precision_notes(
       config: the run's.
       storage: how "weights" and the state of the "optimizer" are stored.
       gradients: the dtype in which they are summed.
-      routers: the routers' losses that are added.
+      aux_losses: the layers' own losses that are added.
       model: as it was given.
       qat: how its linears are rounded; None: not at all.
     """
@@ -165,10 +165,8 @@ def precision_notes(
         f"compute {config.precision}; trained weights {storage['weights']}{rounding}; gradients {gradients}; "
         f"optimizer state {storage['optimizer']}{host}"
     ]
-    if routers:
-        notes.append(
-            f"routers: load-balancing loss times {routers.aux_loss_coef:g}, z-loss times {routers.z_loss_coef:g}"
-        )
+    if aux_losses:
+        notes.append(f"added to the loss: {aux_losses}")
     if qat is not None:
         start = 0 if config.qat is None else config.qat.start
         skipped = not_quantized(model, qat)

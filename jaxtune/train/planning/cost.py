@@ -65,8 +65,8 @@ class SegmentCost:
     name: str
     outputs: tuple[str, ...]  # names of the residuals that it makes
     work: Work
-    in_mixer: bool  # it belongs to the mixer
-    first: bool  # it is the mixer's first segment
+    in_mixer: bool  # it belongs to a mixer
+    first: bool  # it is the first segment of a mixer
     ends: bool  # it makes the layer's output
     separable: bool  # as in models/layers/segment.py
     tokenwise: bool  # as in models/layers/segment.py
@@ -88,20 +88,25 @@ class LayerKind:
         return self.residuals[name] * tokens + self.padding[name]
 
     @functools.cached_property
-    def mixer_outputs(self) -> tuple[tuple[str, ...], ...]:
-        """The names of the outputs of each of the mixer's segments."""
-        return tuple(segment.outputs for segment in self.block.part_segments("mixer"))
+    def outputs(self) -> Mapping[str, tuple[tuple[str, ...], ...]]:
+        """{part: the names of the outputs of each of its segments}, in the order in which the parts run."""
+        return {part: tuple(s.outputs for s in self.block.part_segments(part)) for part in self.block.parts}
+
+    @functools.cached_property
+    def mixer_outputs(self) -> Mapping[str, tuple[tuple[str, ...], ...]]:
+        """`outputs` of the parts that are mixers."""
+        return {part: self.outputs[part] for part in self.block.mixers}
 
     @functools.cached_property
     def derivative_bytes(self) -> tuple[tuple[tuple[str, ...], Callable[[Sizes], float]], ...]:
-        """(names of its outputs, its `held_bytes`) of each of the mixer's segments that has them."""
-        segments = self.block.part_segments("mixer")
-        return tuple((s.outputs, s.held_bytes) for s in segments if s.held_bytes is not None)
+        """(names of its outputs, its `held_bytes`) of each segment that has them."""
+        block = self.block
 
-    @functools.cached_property
-    def feed_forward_outputs(self) -> tuple[str, ...]:
-        """The names of everything that the feed-forward's segments make."""
-        return tuple(name for segment in self.block.part_segments("mlp") for name in segment.outputs)
+        def of_part(part: str, bytes_of: Callable[[Sizes], float]) -> Callable[[Sizes], float]:
+            return lambda sizes: bytes_of(block.sizes_of(part, sizes))
+
+        segments = ((part, s) for part in block.parts for s in block.part_segments(part))
+        return tuple((s.outputs, of_part(part, s.held_bytes)) for part, s in segments if s.held_bytes is not None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -336,7 +341,8 @@ def _segment_costs(kinds: list[LayerKind]) -> tuple[SegmentCost, ...]:
     found: dict[tuple, tuple[Segment, bool, bool]] = {}
     for kind in {id(kind): kind for kind in kinds}.values():
         for segment in kind.block.segments():
-            in_mixer, first = segment.outputs in kind.mixer_outputs, segment.outputs == kind.mixer_outputs[0]
+            in_mixer = any(segment.outputs in outputs for outputs in kind.mixer_outputs.values())
+            first = any(segment.outputs == outputs[0] for outputs in kind.mixer_outputs.values())
             found.setdefault((segment.name, segment.outputs), (segment, in_mixer, first))
     costs = []
     for (name, outputs), (segment, in_mixer, first) in found.items():

@@ -236,7 +236,7 @@ def _remade(parts: StepCost, dropped, rounded, whole, of_kinds, seconds, device,
         )
         moments = _backward_bytes(kind, facts)
         at_feed_forward, at_mixer = max(at_feed_forward, moments[0]), max(at_mixer, moments[1])
-        work_forward = max(work_forward, kind.block.mlp.forward_bytes(facts))
+        work_forward = max(work_forward, kind.block.forward_bytes(facts))
     return recompute, at_feed_forward, at_mixer, work_forward
 
 
@@ -263,28 +263,46 @@ def _travelling(parts: StepCost, offloaded, whole, hosted: float, seconds, devic
 
 
 def _backward_bytes(kind: LayerKind, sizes: Sizes) -> tuple[float, float]:
-    """(at the feed-forward's backward, at the mixer's backward) bytes of what a layer recomputes and makes."""
+    """(at a feed-forward's backward, at a mixer's backward) the most bytes of what a layer recomputes and makes; a
+    feed-forward whose scratch covers the mixers before it counts as a mixer."""
+    block = kind.block
     dropped = {name: sizes[name] for name in kind.residuals if name in sizes.recomputed}
-    total = sum(dropped.values())
-    mixer, feed_forward = kind.block.mixer, kind.block.mlp
-    scratch = feed_forward.backward_bytes(sizes)
     derivatives = kind.derivative_bytes
     waiting = sum(bytes_of(sizes) for outputs, bytes_of in derivatives if not dropped.keys().isdisjoint(outputs))
-    if scratch.covers_mixer:
-        return -math.inf, scratch.own + mixer.waiting_bytes(sizes) + scratch.around + total + waiting
-    first, *middle, last = kind.mixer_outputs
-    at_feed_forward = total + scratch.own + waiting
-    if not any(
-        name in dropped for outputs in middle for name in outputs
-    ):  # then the inputs of these segments are not recomputed earlier
-        at_feed_forward -= sum(dropped.get(name, 0.0) for name in first)
-    at_mixer = total
-    for name in kind.feed_forward_outputs:
-        at_mixer -= dropped.get(name, 0.0)
-    at_mixer += mixer.backward_bytes(sizes)
-    if sizes.tiles > 1:
-        at_mixer -= sum(dropped.get(name, 0.0) for name in last)
-    return at_feed_forward + scratch.around, at_mixer
+    remaining = sum(dropped.values())  # without the residuals of parts whose backward is done
+    at_feed_forward = at_mixer = -math.inf
+    covered = False
+    for part, outputs in reversed([*kind.outputs.items()]):
+        scratch = block.backward_bytes(part, sizes)
+        bytes_here = remaining + scratch.own + scratch.around
+        if part in kind.mixer_outputs:
+            if sizes.tiles > 1:
+                bytes_here -= sum(dropped.get(name, 0.0) for name in outputs[-1])
+            at_mixer = at_mixer if covered else max(at_mixer, bytes_here)
+        elif scratch.covers_mixer:
+            covered = True
+            of_mixers = sum(block.waiting_bytes(mixer, sizes) for mixer in _mixers_before(kind, part))
+            at_mixer = max(at_mixer, bytes_here + waiting + of_mixers)
+        else:
+            later = sum(_not_made_yet(kind.outputs[mixer], dropped) for mixer in _mixers_before(kind, part))
+            at_feed_forward = max(at_feed_forward, bytes_here + waiting - later)
+        for name in (name for made in outputs for name in made):
+            remaining -= dropped.get(name, 0.0)
+    return at_feed_forward, at_mixer
+
+
+def _mixers_before(kind: LayerKind, part: str) -> list[str]:
+    """The mixers that run before a part."""
+    parts = list(kind.outputs)
+    return [name for name in parts[: parts.index(part)] if name in kind.mixer_outputs]
+
+
+def _not_made_yet(outputs: tuple[tuple[str, ...], ...], dropped: Mapping[str, float]) -> float:
+    """Bytes of the outputs of a mixer's first segment that are recomputed only after the feed-forward's backward. They
+    are recomputed earlier if a segment in the middle of the mixer, which reads them, is."""
+    if any(name in dropped for made in outputs[1:-1] for name in made):
+        return 0.0
+    return sum(dropped.get(name, 0.0) for name in outputs[0])
 
 
 def forecast(parts: StepCost, plan: StepPlan, device: Device) -> Forecast:

@@ -37,7 +37,7 @@ def forward_bytes(parts: StepCost, tokens: float, chunk_tokens: int, device: Dev
     for kind in parts.kinds:
         residuals = {name: kind.residual_bytes(name, tokens) for name in kind.residuals}
         sizes = Sizes(residuals, frozenset(residuals), 1, parts.dtype, parts.length, device.hopper, device.name)
-        layers.append(sum(residuals.values()) + kind.block.mlp.forward_bytes(sizes))
+        layers.append(sum(residuals.values()) + kind.block.forward_bytes(sizes))
     hidden = tokens * parts.hidden_size * parts.dtype.itemsize
     logits = chunk_tokens * parts.vocab_size * (4.0 + parts.dtype.itemsize)
     return 2 * hidden + max(max(layers), logits)

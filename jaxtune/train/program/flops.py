@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.lora import experts, linears
+from jaxtune.models.layers.segment import matrix_of, numbers_met
 from jaxtune.train.data import Batch
 
 
@@ -22,20 +22,6 @@ def flop_counter(model: Decoder) -> Callable[[np.ndarray], float]:
     """A function from the lengths of a step's documents to the step's model FLOPs; see model_flops_per_step."""
     config = model.config
     matmul = trained = adapters = 0
-    for _, linear in linears(model):
-        size = linear.sizes[0] * linear.sizes[1]
-        matmul += size
-        trained += size if isinstance(linear.weight, nnx.Param) else 0
-        if linear.lora is not None:
-            adapters += linear.lora.a.size + linear.lora.b.size
-    active = 0 if config.moe is None else config.moe.experts_per_token  # experts that each token uses
-    for _, matrix in experts(model):
-        count, out_size, in_size = matrix.sizes
-        size = out_size * in_size * active
-        matmul += size
-        trained += size if isinstance(matrix.weight, nnx.Param) else 0
-        if matrix.lora is not None:
-            adapters += (matrix.lora.a.size + matrix.lora.b.size) // count * active
     head = model.head_variable
     matmul += head.size
     trained += head.size if isinstance(head, nnx.Param) else 0
@@ -46,6 +32,13 @@ def flop_counter(model: Decoder) -> Callable[[np.ndarray], float]:
             # Work that is neither a matrix nor attention counts twice in the backward, once for each argument.
             beside += 3 * segment.token_flops
             widths[spec.window] += segment.attention_width
+            for matrix in (matrix_of(layer, name) for name in segment.matrices):
+                size = numbers_met(segment, matrix)
+                matmul += size
+                trained += size if isinstance(matrix.weight, nnx.Param) else 0
+                if matrix.lora is not None:
+                    whole, experts = matrix.lora.a.size + matrix.lora.b.size, matrix.num_experts
+                    adapters += whole // experts * segment.experts_per_token if experts else whole
 
     def flops(lengths: np.ndarray) -> float:
         """Model FLOPs of a step with these documents."""

@@ -1,17 +1,19 @@
 """The training loss: a sum and a count, divided once by the count of the whole optimizer step.
 
-Routers of experts may have losses of their own (RouterLosses). These are means over all layers and over the tokens of a
-micro-batch on all its devices; padding does not count. Each micro-batch adds its router losses times its number of
-targets, so that after the one division they are the mean over micro-batches, weighted as the token losses are. The
-load-balancing loss is a product of two means, so it depends on how rows are divided into micro-batches, as it does in
-other trainers: it asks for equally used experts within each micro-batch. With one micro-batch a step has exactly
-transformers' loss.
+Parts of layers may have losses of their own (AuxLoss in models/layers/segment.py), such as those of experts' routers.
+These are means over all layers and over the tokens of a micro-batch on all its devices; padding does not count. Each
+micro-batch adds its own times its number of targets, so that after the one division they are the mean over
+micro-batches, weighted as the token losses are. The load-balancing loss is a product of two means, so it depends on how
+rows are divided into micro-batches, as it does in other trainers: it asks for equally used experts within each
+micro-batch. With one micro-batch a step has exactly transformers' loss.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+import operator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,6 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.layers.segment import AuxLoss
 from jaxtune.models.placement import partition
 from jaxtune.models.residual_plan import ResidualPlan
 from jaxtune.pallas.linear_cross_entropy import linear_cross_entropy, linear_token_losses
@@ -27,50 +30,84 @@ from jaxtune.train.data.batches import Batch
 
 
 @dataclasses.dataclass(frozen=True)
-class RouterLosses:
-    """Coefficients with which the load-balancing loss and the router z-loss are added to the mean loss."""
+class AuxLosses:
+    """The losses that parts of a model's layers declare, with the coefficients by which they are added to the mean
+    loss. They are measured if any coefficient is not zero."""
 
-    aux_loss_coef: float = 0.0
-    z_loss_coef: float = 0.0
+    # (name of the sums that the layers make for it, the loss, its coefficient), in the order of the layers
+    losses: tuple[tuple[str, AuxLoss, float], ...] = ()
 
     def __bool__(self) -> bool:
         """Whether any coefficient is not zero."""
-        return self.aux_loss_coef != 0 or self.z_loss_coef != 0
+        return any(coefficient != 0 for *_, coefficient in self.losses)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the losses, which are those of their metrics."""
+        return tuple(loss.name for _, loss, _ in self.losses)
+
+    @property
+    def made_of(self) -> tuple[str, ...]:
+        """Names of the sums that the layers make for them."""
+        return tuple(dict.fromkeys(name for name, *_ in self.losses))
+
+    def values(self, sums: Mapping[str, object]) -> jax.Array:
+        """float32[n]: each loss before its coefficient. sums: {name: sum over all layers, rows and devices}."""
+        return jnp.stack([loss.value(sums[name]) for name, loss, _ in self.losses])
 
     def added(self, values: jax.Array) -> jax.Array:
-        """The loss to add, from the values float32[2] of the load-balancing loss and the z-loss."""
-        return self.aux_loss_coef * values[0] + self.z_loss_coef * values[1]
+        """float32[]: the loss to add, from the values of all losses."""
+        terms = [coefficient * values[index] for index, (*_, coefficient) in enumerate(self.losses)]
+        return functools.reduce(operator.add, terms)
+
+    def weighted(self, coefficients: Mapping[str, float | None]) -> AuxLosses:
+        """The same losses with coefficients by name; a loss that is not named, or with None, keeps its coefficient."""
+
+        def one(loss: AuxLoss, old: float) -> float:
+            new = coefficients.get(loss.name)
+            return old if new is None else new
+
+        return AuxLosses(tuple((name, loss, one(loss, old)) for name, loss, old in self.losses))
+
+    def __str__(self) -> str:
+        """As reports say it: "load-balancing loss times 0.01, z-loss times 0"."""
+        return ", ".join(f"{loss.title} times {coefficient:g}" for _, loss, coefficient in self.losses)
 
 
-NO_ROUTER_LOSSES = RouterLosses()
+NO_AUX_LOSSES = AuxLosses()
 
 
-def router_losses(config: TrainConfig, model: Decoder) -> RouterLosses:
-    """The router losses of a run: the config's coefficients, or the model's if the config has no router_aux_loss_coef,
+def declared_losses(model: Decoder) -> AuxLosses:
+    """The losses that the layers of a model declare, with the coefficients of the model's own config."""
+    found: dict[str, tuple[str, AuxLoss, float]] = {}
+    for layer in model.layers:
+        for name, segment in layer.aux.items():
+            for loss in segment.aux:
+                found.setdefault(loss.name, (name, loss, loss.coefficient))
+    return AuxLosses(tuple(found.values()))
+
+
+def aux_losses(config: TrainConfig, model: Decoder) -> AuxLosses:
+    """The layers' losses of a run: with `{name}_coef` of the config, or the model's coefficient if that key is unset,
     as in transformers.
 
     Raises:
-      ValueError: the config has one, and the model has no experts.
+      ValueError: the config has a coefficient for a loss that no layer of the model declares.
     """
-    moe = model.config.moe
-    if moe is None:
-        for key in ("router_aux_loss_coef", "router_z_loss_coef"):
-            if getattr(config, key):
-                raise ValueError(
-                    f"{key} = {getattr(config, key)}: a {model.config.family} model has no experts; unset it"
-                )
-        return NO_ROUTER_LOSSES
-    aux = config.router_aux_loss_coef
-    if aux is None:
-        aux = moe.router_aux_loss_coef if moe.output_router_logits else 0.0
-    return RouterLosses(aux, config.router_z_loss_coef)
+    declared = declared_losses(model)
+    keys = [field.name for field in dataclasses.fields(config) if field.name.endswith("_loss_coef")]
+    for key in keys:
+        if getattr(config, key) and key.removesuffix("_coef") not in declared.names:
+            family = model.config.family
+            raise ValueError(f"{key} = {getattr(config, key)}: a {family} model has no experts; unset it")
+    return declared.weighted({name: getattr(config, f"{name}_coef", None) for name in declared.names})
 
 
 class Forward:
     """Runs the model over a micro-batch for an objective.
 
     It applies the step's plan and dropout, and collects what the step sums in addition to the objective's sums: the
-    layers' gradients and the routers' losses. One Forward is made for each micro-batch while the step is traced.
+    layers' gradients and the layers' own losses. One Forward is made for each micro-batch while the step is traced.
 
     Args:
       max_documents: the largest number of documents in a row, which allows faster attention (see PackedLayout).
@@ -79,12 +116,11 @@ class Forward:
       dropout_key: key for the adapters' dropout; None: no dropout.
       noise: (key, alpha) of the noise on the embeddings; None: no noise.
       gradient_sums: sums to which the layers' gradients are added; see run_stack.
-      routers: whether to collect the routers' losses, for a model with experts.
+      aux_losses: the layers' own losses to collect.
 
     Attributes:
       runs: how often the trained model was run so far; the first run adds to gradient_sums.
-      routers: float32[2], the load-balancing loss and the router z-loss of the batch, summed over the runs; None if
-        they are not collected.
+      aux: float32[n], the values of aux_losses for the batch, summed over the runs; None if there are none.
     """
 
     def __init__(
@@ -95,14 +131,14 @@ class Forward:
         chunk_tokens: int | None = None,
         dropout_key: jax.Array | None = None,
         gradient_sums: Any = None,
-        routers: bool = False,
+        aux_losses: AuxLosses = NO_AUX_LOSSES,
         noise: tuple[jax.Array, float] | None = None,
     ):
         self._max_documents, self._chunk_tokens = max_documents, chunk_tokens
         self._plan, self._dropout_key, self._gradient_sums, self._noise = plan, dropout_key, gradient_sums, noise
-        self._aux: tuple[str, ...] = ("router_sums",) if routers else ()
+        self._aux_losses = aux_losses
         self.runs = 0
-        self.routers: jax.Array | None = None
+        self.aux: jax.Array | None = None
 
     def __call__(self, model: Decoder, batch: Batch) -> jax.Array:
         """[rows, length, hidden]: the trained model's hidden states after its final norm, in the compute dtype."""
@@ -112,13 +148,12 @@ class Forward:
             noise = None if noise is None else (jax.random.fold_in(noise[0], self.runs), noise[1])
         self.runs += 1
         options: dict[str, Any] = dict(plan=self._plan, dropout_key=key, gradient_sums=sums, noise=noise)
-        hidden, values = self._run(model, batch, **options, aux=self._aux)
-        if self._aux:
-            sums = partition.total(
-                values["router_sums"]
-            )  # the losses are products of sums over the rows of all devices
-            found = jnp.stack([sums.load_balancing_loss(), sums.z_loss()])
-            self.routers = found if self.routers is None else self.routers + found
+        hidden, values = self._run(model, batch, **options, aux=self._aux_losses.made_of)
+        if self._aux_losses.losses:
+            # A loss may be a product of sums over the rows of all devices.
+            sums = {name: partition.total(values[name]) for name in self._aux_losses.made_of}
+            found = self._aux_losses.values(sums)
+            self.aux = found if self.aux is None else self.aux + found
         return hidden
 
     def frozen(self, model: Decoder, batch: Batch) -> jax.Array:
@@ -170,8 +205,8 @@ def loss_sums(model: Decoder, batch: Batch, **options: Any) -> tuple[jax.Array, 
       batch: its fields are [rows, length].
       options: those of Forward.
     Returns:
-      (sum of weighted next-token losses, sum of weights, Forward.routers); float32 scalars.
+      (sum of weighted next-token losses, sum of weights, Forward.aux); float32 scalars.
     """
     forward = Forward(**options)
     loss, count = forward.cross_entropy(model, forward(model, batch), batch)
-    return loss, count, forward.routers
+    return loss, count, forward.aux

@@ -28,7 +28,7 @@ from jaxtune.train.objectives.sft import SUPERVISED
 from jaxtune.train.optimizer import optimizer_offload
 from jaxtune.train.optimizer.optim import UpdateBound, decayed_tensors, step_optimizer
 from jaxtune.train.optimizer.rounding import stochastic_round
-from jaxtune.train.program.loss import NO_ROUTER_LOSSES, Forward, RouterLosses
+from jaxtune.train.program.loss import NO_AUX_LOSSES, AuxLosses, Forward
 
 # Dynamic loss scaling for fp16: the scale is doubled after this many finite steps, and halved after an overflow.
 _GROWTH_STEPS = 2000
@@ -67,7 +67,7 @@ class Sums:
     gradients: Any  # of the (scaled) loss sum: float32, or in the weights' dtypes if a step has one micro-batch
     loss: jax.Array  # float32 sum of weighted losses
     count: jax.Array  # float32 number of targets
-    routers: jax.Array | None = None  # float32[2]: the routers' losses times the count; None without them
+    aux: jax.Array | None = None  # float32[n]: the layers' own losses times the count; None without them
     own: dict[str, jax.Array] = dataclasses.field(default_factory=dict)  # the objective's own sums, by name
 
 
@@ -91,7 +91,7 @@ class StepProgram:
     weights: Literal["fp32", "bf16"] = "fp32"
     micro_batches: int = 1  # number of micro-batches of a step
     chunk_tokens: int | None = None  # as in Forward
-    router_losses: RouterLosses = NO_ROUTER_LOSSES  # added to the loss of a model with experts
+    aux_losses: AuxLosses = NO_AUX_LOSSES  # the layers' own losses, added to the objective's
     # a bound on an update's elements that is known before the update (optim.update_bound). Without one an update is
     # computed twice, because whether it is finite must be known before old states are overwritten.
     bound: UpdateBound | None = None
@@ -188,9 +188,10 @@ class StepProgram:
 
         tensors = partition.divide(trainable, self.mesh)
         gradients = jax.tree.map(gradient, tensors, is_leaf=lambda leaf: isinstance(leaf, partition.Shard))
-        loss, count, routers = zeros(), zeros(), zeros((2,)) if self.router_losses else None
+        loss, count = zeros(), zeros()
+        aux = zeros((len(self.aux_losses.losses),)) if self.aux_losses else None
         own = {name: zeros() for name in sorted(self.objective.sums)}
-        return Sums(partition.undivided(gradients), loss, count, routers, own)
+        return Sums(partition.undivided(gradients), loss, count, aux, own)
 
     def accumulate(self, sums: Sums, state: TrainState, frozen, batch: Batch, micro_batch: jax.Array) -> Sums:
         """The sums with one micro-batch added; `sums` is donated.
@@ -240,15 +241,15 @@ class StepProgram:
                 chunk_tokens=self.chunk_tokens,
                 dropout_key=key,
                 gradient_sums=layer_sums,
-                routers=bool(self.router_losses),
+                aux_losses=self.aux_losses if self.aux_losses else NO_AUX_LOSSES,
                 noise=noise,
             )
             loss, count, own = self._loss(nnx.merge(self.graph, trainable, frozen), batch, forward)
-            total, routers, runs = loss, forward.routers, forward.runs
-            if routers is not None:
-                total = loss + partition.total(count) * self.router_losses.added(routers)
-                routers = count * routers
-            return total * state.loss_scale if self.scale_loss else total, (loss, count, routers, own)
+            total, aux, runs = loss, forward.aux, forward.runs
+            if aux is not None:
+                total = loss + partition.total(count) * self.aux_losses.added(aux)
+                aux = count * aux
+            return total * state.loss_scale if self.scale_loss else total, (loss, count, aux, own)
 
         # The layers' gradients are added to their sums layer by layer, and exist for one layer at a time.
         layer_sums = sums.gradients.get("layers")
@@ -289,8 +290,8 @@ class StepProgram:
         """One optimizer step from the sums; both arguments are donated.
 
         Returns:
-          (state, zeroed sums, metrics). The metrics are loss (the mean, without the routers' losses), router_aux_loss
-            and router_z_loss (before their coefficients, with experts only), own (the objective's metrics), grad_norm
+          (state, zeroed sums, metrics). The metrics are loss (the mean, without the layers' own losses), aux
+            ({name: such a loss before its coefficient}, if any is added), own (the objective's metrics), grad_norm
             (before clipping), learning_rate, count, finite (bool), skipped, skipped_in_row, loss_scale, and grad_norms
             float32[n], one for each trainable tensor.
         """
@@ -304,7 +305,7 @@ class StepProgram:
             norm = jnp.sqrt(squares.sum())
             finite = jnp.isfinite(norm) & jnp.isfinite(
                 sums.loss
-            )  # a router's loss that is not finite shows in the gradient
+            )  # a layer's loss that is not finite shows in the gradient
             if self.max_grad_norm is not None:
                 scale *= jnp.minimum(1.0, self.max_grad_norm / (norm + 1e-6))
             optimizer = step_optimizer(self.optimizer)
@@ -359,8 +360,8 @@ class StepProgram:
             }
             if self.schedule is not None:
                 metrics["learning_rate"] = jnp.asarray(self.schedule(state.step - state.skipped), jnp.float32)
-            if sums.routers is not None:
-                metrics["router_aux_loss"], metrics["router_z_loss"] = sums.routers / count
+            if sums.aux is not None:
+                metrics["aux"] = dict(zip(self.aux_losses.names, sums.aux / count, strict=True))
             return new, jax.tree.map(jnp.zeros_like, given), metrics
 
     def _means(self, sums: Sums, count: jax.Array) -> dict:
