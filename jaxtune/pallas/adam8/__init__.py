@@ -1,4 +1,4 @@
-"""Adam's update over 8-bit moments, in place."""
+"""Adam's update with 8-bit moments, in place."""
 
 from jaxtune.pallas.adam8.api import adam_update, plain_update, refusal
 

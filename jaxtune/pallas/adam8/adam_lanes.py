@@ -1,7 +1,7 @@
-"""What adam8.py does lane by lane, and its copies to shared memory; see lanes.py.
+"""Lane-level operations of the Adam kernel, and its copies to shared memory; see lanes.py.
 
-The copies are written out here: of the five parts of a chunk one lane asks for all, through bulk copies that know no
-shapes, with 64-bit addresses.
+The copies are written in PTX: one lane starts the copies of all five parts of a chunk, as plain bytes with 64-bit
+addresses.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from jaxtune.system.private_mlir import arith, ir, llvm
 
 
 def _elementwise(arrays, refs, layout, dtype, function):
-    """function(elements, refs) of each element of `arrays`, all in `layout`."""
+    """function(elements, refs) for each element of `arrays`, all of which have `layout`."""
 
     @mosaic_types.inline_mgpu(
         arg_types=(*(layout for _ in arrays), *(plgpu.RefType() for _ in refs)),
@@ -53,7 +53,7 @@ def _elementwise(arrays, refs, layout, dtype, function):
 
 
 def looked_up(codes, table_smem, layout):
-    """float32 of the table at uint8 codes; table_smem: float32[256, 32], of lanes.fill_banks."""
+    """float32 entries of the table at uint8 codes; table_smem is float32[256, 32] from lanes.fill_banks."""
 
     @mosaic_types.inline_mgpu(
         arg_types=(layout, plgpu.RefType()), return_type=plgpu.ShapeDtypeStruct(codes.shape, jnp.float32, layout)
@@ -76,7 +76,8 @@ def looked_up(codes, table_smem, layout):
 
 
 def direction(m, v, mean_factor, root_factor, eps, layout):
-    """m mean_factor / (sqrt(v) root_factor + eps), by the approximate square root and reciprocal (1 and 2 units)."""
+    """m mean_factor / (sqrt(v) root_factor + eps), by the approximate square root and reciprocal (errors of 1 and 2
+    units in the last place)."""
 
     def of_one(elements, _):
         m, v, mean_factor, root_factor = elements
@@ -91,10 +92,10 @@ def direction(m, v, mean_factor, root_factor, eps, layout):
 
 
 def places(x, cells_smem, shift: int, first_cell: int, signed: bool, layout):
-    """uint8 codes of float32 x from -1 (or 0) to 1 in a dynamic map; cells_smem: of adam8.cells.
+    """uint8 codes of float32 x in [-1, 1] (or [0, 1]) in a dynamic map; cells_smem has adam8.cells.
 
-    The upper bits of |x| number its cell, in which the place rises by one at most; an entry is made so that adding the
-    lower bits carries into the place where it does.
+    The upper bits of |x| are the number of its cell, within which the code rises by one at most. A cell's entry is such
+    that adding the lower bits of |x| carries into the code exactly where it rises.
     """
     one, mask = 0x3F800000, (1 << shift) - 1
 
@@ -114,13 +115,15 @@ def places(x, cells_smem, shift: int, first_cell: int, signed: bool, layout):
     return _elementwise([x], [cells_smem], layout, jnp.uint8, code)
 
 
-# ---- chunks, to and from memory
+# ---- chunks in memory
 
 
 def store_chunk(array, ref, number, layout):
-    """ref[size number :][: size] = array, [rows, columns] of `size` elements; ref: of one dimension.
+    """ref[size number :][: size] = array, where array is [rows, columns] with `size` elements and ref is
+    one-dimensional.
 
-    The start is computed in 64 bits: number times size may be beyond int32."""
+    The start is computed in 64 bits, because number times size may exceed int32.
+    """
 
     @mosaic_types.inline_mgpu(arg_types=(layout, SCALAR, plgpu.RefType()))
     def store(_, array, number, ref):

@@ -1,11 +1,11 @@
-"""Adam's update over 8-bit moments as one Pallas Mosaic GPU kernel for Hopper: every byte is read and written once.
+"""Adam's update with 8-bit moments as one Pallas Mosaic GPU kernel for Hopper, which reads and writes every byte once.
 
-A warp holds whole blocks of 256 elements, so a block's new absmax is known before its codes are written. XLA needs the
-moments twice: once for the absmax, and again to encode them. The gradient is read as it is and scaled here, and moments
-are updated in place, so that beside the state there is the direction and nothing else.
+A warp has whole blocks of 256 elements, so a block's new absmax is known before its codes are written. XLA needs the
+moments twice, once for the absmax and again to encode them. The gradient is scaled here, and moments are updated in
+place, so that in addition to the state only the direction is in memory.
 
-A warpgroup goes from chunk to chunk. While it computes one from registers, bulk copies bring its next one to shared
-memory, which no store to the same arrays holds up.
+A warpgroup goes from chunk to chunk. While it computes one from registers, bulk copies load its next one into shared
+memory; they are not delayed by stores to the same arrays.
 """
 
 from __future__ import annotations
@@ -33,24 +33,27 @@ from jaxtune.pallas.formats.blockwise8 import (
     upper_bounds,
 )
 
-_BLOCKS = 8  # that a warpgroup has in hand at a time: two a warp
+_BLOCKS = 8  # blocks that a warpgroup works on at a time, two per warp
 _CHUNK = _BLOCKS * BLOCK
-# Of a program: they share the maps, 64 KB. By ptxas' registers and by shared memory one program of six fits a
-# multiprocessor, of which an H100 and an H200 have 132.
+# Warpgroups of a program, which share the maps (64 KB), and number of programs. By ptxas' registers and by shared
+# memory,
+# one program of six warpgroups fits a multiprocessor, of which an H100 and an H200 have 132.
 WARPGROUPS, _PROGRAMS = 6, 132
-# By signedness: how many lower bits of a float32 number lie within a cell (see `cells`), and the first cell: that of
-# 2^-22 and of 2^-23, below which every magnitude is nearest to 0.
+# By signedness: the number of lower bits of a float32 number within a cell (see `cells`), and the first cell, which
+# starts
+# at 2^-22 or 2^-23; smaller magnitudes are rounded to 0.
 _SHIFT = {True: 17, False: 16}
 _FIRST = {True: (127 - 22) << 6, False: (127 - 23) << 7}
 
-# Of [8, 256]: two blocks a warp, four neighbours a lane, so that each of a warp's writes of float32 fills sectors.
+# Layout of [8, 256]: two blocks per warp and four neighbours per lane, so that each float32 write of a warp fills
+# sectors.
 _LAYOUT = plgpu.Layout.TILED(Tiling(((4, 128), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 
 
 @functools.cache
 def cells(signed: bool) -> np.ndarray:
-    """int32: of each cell of equal upper bits, from the first to that of 1: places below it, shifted, plus what makes
-    the lower bits of a magnitude above the cell's bound carry."""
+    """int32: for each cell of numbers with equal upper bits, from the first cell to that of 1: the number of codes
+    below it, shifted, plus the value with which adding the lower bits of a magnitude above the cell's bound carries."""
     shift, first = _SHIFT[signed], _FIRST[signed]
     bounds = upper_bounds(signed).view(np.int32)
     starts = np.arange(first, (0x3F800000 >> shift) + 1, dtype=np.int64) << shift
@@ -76,8 +79,8 @@ def refusal(gradient, m_codes) -> str | None:
 
 
 def _small_case(dtype):
-    """(what the kernel makes, what XLA makes) of a second step, made and skipped, by one program, whose warpgroups have
-    three chunks or four, and XLA a part."""
+    """(kernel's results, XLA's results) of a second step, made and skipped, by one program whose warpgroups have three
+    chunks or four; XLA computes the rest."""
     betas, eps, size = (0.9, 0.95), 1e-8, (3 * WARPGROUPS + 2) * _CHUNK + 300
 
     @jax.jit
@@ -105,7 +108,7 @@ def _small_case(dtype):
 
 
 def plain_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, scale, finite, *, betas, eps):
-    """`adam_update` in plain jnp: on any machine, and divided by XLA over any mesh."""
+    """`adam_update` in plain jnp, on any machine, divided by XLA over any mesh."""
     _check("plain_update", gradient, m, m_absmax, v, v_absmax, betas, eps)
     (beta1, beta2), shape, old = betas, gradient.shape, (m, m_absmax, v, v_absmax)
     g = in_blocks(gradient) * scale
@@ -118,6 +121,7 @@ def plain_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, s
 
 
 def _check(op, gradient, m, m_absmax, v, v_absmax, betas, eps) -> None:
+    """Checks the arrays of an update."""
     check = Arguments(op)
     check.array("gradient", gradient, "...", FLOATS)
     check.sizes["blocks"] = (-(-gradient.size // BLOCK), f" ({BLOCK} elements of the gradient in each)")
@@ -131,7 +135,7 @@ def _check(op, gradient, m, m_absmax, v, v_absmax, betas, eps) -> None:
 
 
 def _written_out_places(x, table, signed: bool):
-    """What adam_lanes.places computes, for the interpreter."""
+    """The result of adam_lanes.places in jnp, for the interpreter."""
     shift, first = _SHIFT[signed], _FIRST[signed]
     bits = lax.bitcast_convert_type(x, jnp.int32)
     magnitude = jnp.clip(bits & 0x7FFFFFFF, first << shift, 0x3F800000)
@@ -142,14 +146,16 @@ def _written_out_places(x, table, signed: bool):
 
 
 def _kernel(g_ref, m_ref, m_max_ref, v_ref, v_max_ref, factors_ref, *refs, betas, eps, interpreted):
-    """g_ref and direction_ref are flat; m_ref to v_max_ref are updated in place, up to the direction's size. A
-    warpgroup reads and writes chunks of its own, and has each in registers before it writes it.
+    """The kernel's body. g_ref and direction_ref are flat; m_ref to v_max_ref are updated in place, up to the
+    direction's size. A warpgroup reads and writes only its own chunks, and has each in registers before it writes it.
 
-    factors_ref: float32[4]: 1 / correction1, 1 / sqrt(correction2), the gradient's, and 0 where nothing may change."""
+    factors_ref is float32[4]: 1 / correction1, 1 / sqrt(correction2), the gradient's scale, and 0 if nothing may
+    change.
+    """
     tables, direction_ref, smem, slots, full_smem = refs[:4], refs[4], refs[5:9], refs[9:14], refs[14]
     moments = (m_ref, m_max_ref, v_ref, v_max_ref)
     sources = (g_ref, *moments)
-    sizes = [_CHUNK * g_ref.dtype.itemsize] + 2 * [_CHUNK, _BLOCKS * 4]  # of a chunk, in bytes
+    sizes = [_CHUNK * g_ref.dtype.itemsize] + 2 * [_CHUNK, _BLOCKS * 4]  # bytes of a chunk
     wg = lax.axis_index("wg")
     worker = lax.axis_index("program") * WARPGROUPS + wg
     workers = lax.axis_size("program") * WARPGROUPS
@@ -231,17 +237,22 @@ def _kernel(g_ref, m_ref, m_max_ref, v_ref, v_max_ref, factors_ref, *refs, betas
 def adam_update(
     gradient, m, m_absmax, v, v_absmax, correction1, correction2, scale, finite, *, betas, eps, divided=False
 ):
-    """One step of Adam over a tensor with 8-bit moments; see `refusal`.
+    """One step of Adam on a tensor with 8-bit moments; see `refusal`.
 
-    Donated moments are updated where they lie, if nothing else reads them: not even a choice between old and new ones,
-    which is made here.
+    Donated moments are updated in place if nothing else reads them. Choosing between old and new moments outside would
+    read them, so the choice is made here.
 
     Args:
-      gradient: bfloat16 or float32, of any shape. m, v: uint8[blocks, 256] and float32[blocks], as blockwise8.encode.
-      correction1, correction2: float32 1 - beta^t. scale: float32, by which the gradient is multiplied in float32.
-      finite: bool; where it is false, the moments stay as they are, and the direction means nothing.
-      divided: the devices of the mesh's axis `fsdp` have a part each of the gradient and of its moments. Of what is
-        whole on them each makes the whole: to make a part each and exchange them takes longer, and another place.
+      gradient: bfloat16 or float32, of any shape.
+      m, v: uint8[blocks, 256], as from blockwise8.encode.
+      m_absmax, v_absmax: float32[blocks].
+      correction1, correction2: float32 1 - beta^t.
+      scale: float32, by which the gradient is multiplied in float32.
+      finite: bool; if it is false, the moments stay as they are, and the direction is meaningless.
+      betas, eps: Adam's.
+      divided: the devices of the mesh's axis `fsdp` have a part each of the gradient and of its moments. A tensor that
+        is whole on them is updated by each device in full, because updating parts and exchanging them takes longer and
+        more memory.
     Returns:
       (direction float32 of gradient's shape, and the new m, m_absmax, v, v_absmax).
     Raises:
@@ -251,7 +262,7 @@ def adam_update(
     numbers = (correction1, correction2, scale, finite)
     update = functools.partial(_adam_update, programs=_PROGRAMS, interpret=gpu_kernel.interpreter())
     update = functools.partial(update, betas=tuple(betas), eps=float(eps))
-    # Where both are divided, and between blocks, each device updates its own part of the tensor.
+    # If both are divided, at borders of blocks, each device updates its own part of the tensor.
     parts = jax.sharding.get_abstract_mesh().shape.get("fsdp", 1)
     divides = divided and gradient.ndim >= 2 and not any(size % parts for size in (gradient.shape[0], m.shape[0]))
     divides = divides and gradient.size % (parts * BLOCK) == 0
@@ -263,7 +274,7 @@ def adam_update(
 def _adam_update(
     gradient, m, m_absmax, v, v_absmax, correction1, correction2, scale, finite, *, betas, eps, programs, interpret
 ):
-    """adam_update by at most so many programs: the check at first use has one go over all chunks."""
+    """adam_update with at most `programs` programs; the check at first use has one program process all chunks."""
     size = gradient.size
     whole = size // _CHUNK * _CHUNK  # elements that the kernel takes; XLA takes the rest
     flat = gradient.reshape(size)
@@ -276,7 +287,7 @@ def _adam_update(
         m, m_absmax, v, v_absmax = (ref[whole // BLOCK :] for ref in moments)
         numbers = (correction1, correction2, scale, finite)
         last, *new = plain_update(flat[whole:], m, m_absmax, v, v_absmax, *numbers, betas=betas, eps=eps)
-        for ref, values in zip(moments, new, strict=True):  # before the kernel: XLA cannot write into what it returns
+        for ref, values in zip(moments, new, strict=True):  # before the kernel, whose results XLA cannot write into
             ref[whole // BLOCK :] = values
         rest = [last]
     codes = plgpu.SMEM((WARPGROUPS * _BLOCKS, BLOCK), jnp.uint8)
@@ -293,10 +304,16 @@ def _adam_update(
         scratch_types=[
             *(plgpu.SMEM((256, 32), jnp.float32) for _ in range(2)),
             *(plgpu.SMEM(table.shape, table.dtype) for table in tables[2:]),
-            *(plgpu.SMEM((WARPGROUPS * _BLOCKS, BLOCK), gradient.dtype), codes, absmax, codes, absmax),  # a slot each
+            *(
+                plgpu.SMEM((WARPGROUPS * _BLOCKS, BLOCK), gradient.dtype),
+                codes,
+                absmax,
+                codes,
+                absmax,
+            ),  # a slot for each warpgroup
             plgpu.SMEM((2 * WARPGROUPS,), jnp.int32),  # barriers of the slots
         ],
-        # The kernel waits where it must: for tables and copies, and before a slot is copied to again.
+        # The kernel itself waits for tables and copies, and before it copies to a slot again.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )(flat, *moments, factors, *map(jnp.asarray, tables))
     direction = jnp.concatenate([direction, *rest]).reshape(gradient.shape)

@@ -14,8 +14,8 @@ IMPLEMENTATIONS = {"triton": triton, "chunked": chunked, "reference": reference}
 
 
 def implementations(key, value) -> dispatch.Table:
-    """The implementations in the order in which they are tried, each with why it refuses a call; of the arrays, only
-    shape and dtype count."""
+    """The implementations in the order in which they are tried, each with a function that returns why it refuses a
+    call; of the arrays, only shape and dtype are used."""
     return {
         "triton": lambda: triton.refusal(key, value),
         "chunked": lambda: None,
@@ -24,12 +24,14 @@ def implementations(key, value) -> dispatch.Table:
 
 
 def _check_layout(check: Arguments, layout) -> None:
+    """Checks the layout."""
     check.is_a("layout", layout, PackedLayout, "a PackedLayout: packed_layout((rows, length), segment_ids) makes one")
     check.array("layout.doc_start", layout.doc_start, "B T", jnp.int32)
     check.array("layout.doc_end", layout.doc_end, "B T", jnp.int32)
 
 
 def _check_tokens(check: Arguments, key, value, decay, beta) -> None:
+    """Checks the arrays of tokens."""
     check.array("key", key, "B T key_heads K", FLOATS)
     check.array("value", value, "B T heads V", key.dtype)
     check.array("decay", decay, "B T heads", jnp.float32)
@@ -49,19 +51,21 @@ def gated_delta_rule(
     *,
     implementation: str | None = None,
 ) -> jax.Array:
-    """What each token reads of a state that its document has written (arXiv 2412.06464); differentiable.
+    """The output of the gated delta rule (arXiv 2412.06464) for each token of packed documents; differentiable.
 
-    The state of a value head is a matrix, 0 where a document begins. A token lets it decay, replaces beta of what the
-    state holds at the token's key by the token's value, and reads at its query; see reference.py. Query and key are
-    made unit vectors first, and what is read is divided by sqrt(K). Decays, beta, states and sums are float32; the
-    Triton kernels round factors of matrix products to key's dtype, the others do not.
+    The state of a value head is a matrix that is 0 at the start of a document. Each token decays the state, replaces
+    the share beta of what the state stores at the token's key by the token's value, and then reads the state at its
+    query; reference.py has the formula. Query and key are normalised to unit vectors first, and the output is divided
+    by sqrt(K). Decays, beta, states and sums are float32; the Triton kernels round factors of matrix products to key's
+    dtype, the other implementations do not.
 
     Args:
       query, key: [B, T, key_heads, K] bfloat16, float16 or float32.
-      value: [B, T, heads, V] in key's dtype, heads a multiple of key_heads: heads / key_heads neighbours share one.
-      decay: float32[B, T, heads], the logarithm of what remains of the state, finite, at most 0; -104 leaves nothing.
+      value: [B, T, heads, V] in key's dtype; heads is a multiple of key_heads, and neighbouring heads / key_heads heads
+        share a key head.
+      decay: float32[B, T, heads], the logarithm of the factor on the state, finite, at most 0; -104 gives 0.
       beta: float32[B, T, heads], in [0, 1].
-      layout: document bounds. At padding, too, the other arrays must be finite.
+      layout: document bounds. The other arrays must be finite at padding too.
       implementation: "triton", "chunked", "reference", or None for the first that supports the call.
     Returns:
       [B, T, heads, V] in value's dtype; padding gives 0, and gets no gradient.
@@ -80,7 +84,7 @@ def gated_delta_rule(
 def delta_rule_state(
     key: jax.Array, value: jax.Array, decay: jax.Array, beta: jax.Array, lengths: jax.Array
 ) -> jax.Array:
-    """The state that the first `lengths` tokens of each row, one document, have written: for generation.
+    """The state after the first `lengths` tokens of each row, which is one document; for generation.
 
     Args: as in gated_delta_rule, and
       lengths: int[B], from 0 to T.
@@ -99,7 +103,7 @@ def delta_rule_state(
 def delta_rule_step(
     query: jax.Array, key: jax.Array, value: jax.Array, decay: jax.Array, beta: jax.Array, state: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """One more token of each row.
+    """One more token of each row: its output and the next state.
 
     Args: as in gated_delta_rule with T = 1, and
       state: float32[B, heads, K, V], before the token.
@@ -157,10 +161,11 @@ def short_convolution(x: jax.Array, weight: jax.Array, layout: PackedLayout) -> 
 
 @meshes.on_any_mesh
 def short_convolution_step(x: jax.Array, weight: jax.Array, window: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """One more token of each row.
+    """One more token of each row: its output and the next window.
 
     Args:
-      x: [B, 1, C], weight: float[C, k]: as in short_convolution.
+      x: [B, 1, C].
+      weight: float[C, k], as in short_convolution.
       window: [B, k - 1, C] in x's dtype, the tokens before this one, 0 where there were none.
     Returns:
       (out [B, 1, C] in x's dtype, the next window).

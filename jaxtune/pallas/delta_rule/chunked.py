@@ -1,18 +1,18 @@
-"""The gated delta rule in plain jnp, a chunk of tokens at a time: products of matrices, and few steps in a row.
+"""The gated delta rule in plain jnp by chunks of tokens, with matrix products and few sequential steps.
 
-Within a chunk the errors e that tokens write into the state depend on each other through a unit lower triangular
-matrix (the WY form of arXiv 2406.06484, with decays as in arXiv 2412.06464). With the chunk's first state S,
+Within a chunk the errors e that tokens write into the state depend on each other through a unit lower triangular matrix
+(the WY form of arXiv 2406.06484, with decays as in arXiv 2412.06464). With the chunk's first state S,
 
     (1 + A) e = beta (v - d k S),   A[i, j] = beta_i (k_i . k_j) D[i, j] below the diagonal
     out = d q S + P e,              P[i, j] = (q_i . k_j) D[i, j] on and below it
     S <- d_last S + sum_j D[last, j] k_j e_j^T
 
-where D[i, j] is the decay from token j to token i, 0 where they are of different documents, and d[i] that from the
-chunk's first state, 0 where the document of i begins in the chunk. So borders are exact wherever they are.
+where D[i, j] is the decay from token j to token i, 0 if they are of different documents, and d[i] the decay from the
+chunk's first state, 0 if the document of i starts within the chunk. Borders are therefore exact wherever they are.
 
-Chunks stand together in groups. Of a group, A and P and the inverse of 1 + A are made for all chunks at once, and the
-states run through it; its backward makes all that again from the group's first state. What is kept of a row is one
-state a group.
+Chunks are processed in groups. For a group, A, P and the inverse of 1 + A are computed for all chunks at once, and then
+the state runs through the chunks. The backward recomputes all this from the group's first state, so one state per group
+is stored for each row.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jaxtune.pallas.delta_rule.reference import unit
 
 CHUNK = 64
-GROUP_TOKENS = 4096  # of all rows, whose matrices [CHUNK, CHUNK] exist at a time
+GROUP_TOKENS = 4096  # tokens (of all rows) whose matrices [CHUNK, CHUNK] exist at a time
 
 
 def forward(query, key, value, decay, beta, layout):
@@ -34,7 +34,7 @@ def forward(query, key, value, decay, beta, layout):
     length = value.shape[1]
     index = jnp.arange(length)
     real = (index < layout.doc_end)[..., None]
-    # What is padding writes nothing into any state.
+    # Padding writes nothing into any state.
     decay, beta = (jnp.where(real, x.astype(jnp.float32), 0.0) for x in (decay, beta))
     out, _ = _run(query, key, value, decay, beta, jnp.broadcast_to(layout.doc_start, value.shape[:2]))
     return jnp.where(real[..., None], out, 0.0).astype(value.dtype)
@@ -49,17 +49,18 @@ def state(key, value, decay, beta, lengths):
 
 def chunk(query, key, value, decay, beta, state):
     """See api.delta_rule_chunk."""
-    goes_on = jnp.full(value.shape[:2], -1, jnp.int32)  # the document began before
-    out, state = _run(query, key, value, decay, beta, goes_on, state)
+    continued = jnp.full(value.shape[:2], -1, jnp.int32)  # the document started before the first token
+    out, state = _run(query, key, value, decay, beta, continued, state)
     return out.astype(value.dtype), state
 
 
 def _run(query, key, value, decay, beta, doc_start, first=None):
-    """float32 (out [B, T, heads, V], the last state [B, heads, K, V]); first: the state before, 0 if there is none."""
+    """float32 (out [B, T, heads, V], the last state [B, heads, K, V]); `first` is the state before the tokens, None:
+    0."""
     rows, length, heads, value_dim = value.shape
     key_heads, key_dim = key.shape[2:]
     chunk = min(CHUNK, 1 << (length - 1).bit_length())
-    count = -(-length // chunk)  # of chunks
+    count = -(-length // chunk)  # number of chunks
     groups = -(-count // max(1, GROUP_TOKENS // (chunk * rows)))
     each = -(-count // groups)
     padded = groups * each * chunk
@@ -69,7 +70,7 @@ def _run(query, key, value, decay, beta, doc_start, first=None):
         array = jnp.pad(array, ((0, 0), (0, padded - length), *((0, 0),) * (array.ndim - 2)), mode=filling)
         return jnp.moveaxis(array.reshape(rows, groups, each, chunk, *array.shape[2:]), 1, 0)
 
-    # What fills the last chunk belongs to the last document, and writes nothing.
+    # Tokens that pad the last chunk belong to the last document, and write nothing.
     arrays = (*map(cut, (query, key, value, decay, beta)), cut(doc_start, "edge"))
     firsts = jnp.arange(0, padded, chunk).reshape(groups, each)
     precision = jax.lax.Precision.HIGHEST if value.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
@@ -82,7 +83,8 @@ def _run(query, key, value, decay, beta, doc_start, first=None):
 
 
 def _group(precision, state, group):
-    """(state after the group, float32 out [B, chunks, chunk, heads, V]); state [B, key_heads, heads of each, K, V]."""
+    """(state after the group, float32 out [B, chunks, chunk, heads, V]); state is [B, key_heads, heads of each, K,
+    V]."""
     firsts, query, key, value, decay, beta, doc_start = group
     chunk, key_heads, key_dim = key.shape[2:]
     product = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
@@ -101,11 +103,11 @@ def _group(precision, state, group):
     same = (doc_start[..., None] <= places) & (places[:, None] >= places)
     same = jnp.moveaxis(same, 1, 0)[:, :, None, None]  # [chunks, B, 1, 1, chunk, chunk]
     inherits = jnp.moveaxis(doc_start < 0, 1, 0)[:, :, None, None]  # [chunks, B, 1, 1, chunk]
-    # D by sums from each token on: differences of sums from the chunk's first would round as the largest decay does.
+    # D is computed by sums starting at each token, as differences of sums from the chunk's first token round more.
     later = jnp.where(below, decay[..., None], 0.0)
     sums = jnp.matmul((~below.T).astype(jnp.float32), later, precision=jax.lax.Precision.HIGHEST)
     between = jnp.exp(jnp.where(same, sums, -jnp.inf))
-    total = jnp.where(same, decay[..., None, :], 0.0).sum(-1)  # of the document up to here, in the chunk
+    total = jnp.where(same, decay[..., None, :], 0.0).sum(-1)  # sums over the document's tokens in the chunk
     since = jnp.where(inherits, jnp.exp(total), 0.0)  # d
     alike = product("nbhid,nbhjd->nbhij", key, key)[:, :, :, None]
     attended = product("nbhid,nbhjd->nbhij", query, key)[:, :, :, None] * between
@@ -114,8 +116,8 @@ def _group(precision, state, group):
 
     def one(state, inputs):
         query, key, value, beta, since, attended, solve, after = inputs
-        remembered = product("bhid,bhgdv->bhgiv", key, state) * since[..., None]
-        error = product("bhgij,bhgjv->bhgiv", solve, beta[..., None] * (value - remembered))
+        stored = product("bhid,bhgdv->bhgiv", key, state) * since[..., None]
+        error = product("bhgij,bhgjv->bhgiv", solve, beta[..., None] * (value - stored))
         out = product("bhid,bhgdv->bhgiv", query, state) * since[..., None]
         out = out + product("bhgij,bhgjv->bhgiv", attended, error)
         written = product("bhid,bhgiv->bhgdv", key, error * after[..., None])
@@ -128,10 +130,11 @@ def _group(precision, state, group):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def unit_lower_inverse(lower: jax.Array, precision) -> jax.Array:
-    """The inverse of 1 + lower, float32[..., n, n] with nothing on and above the diagonal; n a power of two.
+    """The inverse of 1 + lower, float32[..., n, n] with zeros on and above the diagonal; n is a power of two.
 
-    From the inverses of blocks on the diagonal follow those of blocks twice as large: products of matrices, and as
-    stable as substitution (the series in powers of `lower`, of the same products, is not: its terms grow as binomials).
+    The inverses of diagonal blocks give those of blocks twice as large, by matrix products. This is as stable as
+    substitution. The series in powers of `lower`, which needs the same products, is not, because its terms grow as
+    binomials.
     """
     n = lower.shape[-1]
     row, column = jnp.arange(n)[:, None], jnp.arange(n)

@@ -1,6 +1,6 @@
-"""The short causal convolution of each channel along a row, begun anew with each document, in plain jnp.
+"""The short causal convolution of each channel along a row, restarted with each document, in plain jnp.
 
-out[t] = silu(sum over j of weight[k - 1 - j] x[t - j]), where t - j is a token of t's document.
+out[t] = silu(sum over j of weight[k - 1 - j] x[t - j]), over those j for which t - j is a token of t's document.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 @jax.checkpoint
 def forward(x, weight, layout):
-    """See api.short_convolution. Its derivative holds x, and makes the float32 sums again: they are twice as large."""
+    """See api.short_convolution. Its derivative stores x and recomputes the float32 sums, which are twice as large."""
     length, taps = x.shape[1], weight.shape[1]
     index = jnp.arange(length)
     total = jnp.zeros(x.shape, jnp.float32)

@@ -1,7 +1,7 @@
-"""The gated delta rule token by token in float32: the definition. And one token of it, for generation.
+"""The gated delta rule token by token in float32, which defines the operation; and one token of it, for generation.
 
-Of every value head the state S [key_dim, value_dim] is 0 where a document begins. A token with the unit vectors q and k
-of its key head, its value v, its decay g <= 0 and its share beta does
+The state S [key_dim, value_dim] of every value head is 0 at the start of a document. A token with the unit vectors q
+and k of its key head, its value v, its decay g <= 0 and its share beta does
 
     S <- exp(g) S;   S <- S + k (beta (v - S^T k))^T;   out = S^T q / sqrt(key_dim)
 """
@@ -13,7 +13,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-_EPS = 1e-6  # below the squared length of a vector that is made a unit vector
+_EPS = 1e-6  # added to the squared length of a vector that is normalised
 
 
 def unit(x: jax.Array) -> jax.Array:

@@ -1,19 +1,20 @@
 """The gated delta rule as Triton kernels, for NVIDIA GPUs since Ampere (compute capability 8.0).
 
-Chunks of 64 tokens, as in chunked.py, with what a token has to add named without its beta, so that nothing is divided
-by it: the error z solves (1 + B) z = v - d k S with B[i, j] = (k_i . k_j) D[i, j] beta_j, and what is written is
-beta z. Queries and keys stay as they are: what makes them unit vectors goes into numbers of tokens.
+Chunks have 64 tokens, as in chunked.py, but the error is defined without beta, so that nothing is divided by it: the
+error z solves (1 + B) z = v - d k S with B[i, j] = (k_i . k_j) D[i, j] beta_j, and beta z is what is written. Queries
+and keys are not normalised in memory; their inverse lengths are factors per token.
 
-The forward is three kernels. Of every chunk at once: what a token keeps, reads and writes of the state; then the
-inverse of 1 + B and the weights with which queries read the chunk's own tokens, both 16-bit. Then the states walk along
-a row, a program for some columns of a head's state, which stays in its registers in float32 and is rounded to 16 bits
-only on its way into products. For the backward it leaves the state before each chunk, and z.
+The forward has three kernels. Two process all chunks in parallel: the first computes, for each token, its factors for
+keeping, reading and writing the state; the second the inverse of 1 + B, and the weights with which queries read the
+chunk's own tokens, both in 16 bits. The third walks along a row, with a program for some columns of a head's state,
+which stays in registers in float32 and is rounded to 16 bits only for products. For the backward it stores the state
+before each chunk, and z.
 
-The backward is five kernels: the gradients of the states walk back, leaving that after each chunk and dvalue; then,
-chunk by chunk, the gradients of the two matrices, dquery, dkey, and ddecay with dbeta. No inverse is differentiated:
-d(1 + B) = -dv z^T. Every sum has one fixed order.
+The backward has five kernels. The first walks back with the gradients of the states, and stores the gradient after each
+chunk and dvalue. The others compute, chunk by chunk, the gradients of the two matrices, dquery, dkey, and ddecay with
+dbeta. No inverse is differentiated, as d(1 + B) = -dv z^T. Every sum has a fixed order.
 
-The bodies are in triton_kernels.py, which imports triton and is itself imported where it is used.
+The kernels are in triton_kernels.py, which imports triton and is therefore imported only where it is used.
 """
 
 from __future__ import annotations
@@ -31,9 +32,8 @@ from jaxtune.pallas.attention import PackedLayout, packed_layout
 from jaxtune.pallas.delta_rule import reference
 from jaxtune.pallas.delta_rule.chunked import CHUNK
 
-DIM = 128  # of keys and of values
-# Of a kernel: warps, columns that it takes at a time (of a state, the rows of a matrix product), and how many such
-# steps are on their way while it goes through them.
+DIM = 128  # dimensions of keys and of values
+# {kernel: (warps, columns at a time (for a state: the rows of a matrix product), steps that are loaded ahead)}
 _TILES = {
     "numbers": (4, DIM, 1),
     "chunk": (4, DIM, 1),
@@ -44,11 +44,11 @@ _TILES = {
     "dkey": (8, 32, 3),
     "rates": (1, DIM, 1),
 }
-_ROOMY = ((8, 0), (8, 7), (9, 0))  # where shared memory has room for more than one step
+_ROOMY = ((8, 0), (8, 7), (9, 0))  # compute capabilities whose shared memory has room for more than one step
 
 
 def _tile(kernel: str) -> tuple[int, int, int]:
-    """_TILES, for the GPU in use."""
+    """The entry of _TILES, adapted to the GPU in use."""
     capability = dispatch.compute_capability()
     if kernel == "reverse" and capability == (9, 0):
         return 8, DIM, 3  # 210 KB
@@ -70,8 +70,8 @@ def refusal(key, value) -> str | None:
 
 
 def _first_use(dtype, group: int) -> str | None:
-    """Why this GPU must not run the kernels for calls like this one, or None: Triton has compiled such kernels wrongly
-    before, in releases that people have."""
+    """Why this GPU must not run the kernels for calls like this one, or None. Released versions of Triton have compiled
+    such kernels wrongly."""
 
     def compare():
         runs = ((1, 70), (0, 5), (2, 1), (3, 130), (4, 64), (0, 27))
@@ -104,6 +104,7 @@ def forward(query, key, value, decay, beta, layout: PackedLayout):
 
 @jax.custom_vjp
 def _rule(query, key, value, decay, beta, layout):
+    """The rule with a custom derivative."""
     made = _by_rows(_chunks, 6)(query, key, decay, beta, value, layout)
     return _by_rows(functools.partial(_states, save=False), 4)(query, key, value, made)[0]
 
@@ -116,7 +117,7 @@ def _rule_fwd(query, key, value, decay, beta, layout):
 
 def _rule_bwd(residuals, dout):
     query, key, layout, made, error, states = residuals
-    if not layout.full:  # whatever a loss makes of padding
+    if not layout.full:  # padding may have any gradient, even NaN
         dout = jnp.where((jnp.arange(dout.shape[1]) < layout.doc_end)[..., None, None], dout, 0)
     return (*_by_rows(_backward, 7)(query, key, dout, error, states, layout, made), None)
 
@@ -130,6 +131,7 @@ def _by_rows(function, rows: int):
 
 
 def _call(kernel: str, arguments, out_types, grid, key, value, **constants: Any):
+    """Calls one of the kernels with its tile and the sizes of key and value."""
     from jaxtune.pallas.delta_rule import triton_kernels
 
     length, heads, value_dim = value.shape[1:]
@@ -155,23 +157,24 @@ def _call(kernel: str, arguments, out_types, grid, key, value, **constants: Any)
 
 
 class Made(NamedTuple):
-    """What of chunks depends on no state: two matrices of each, and numbers of tokens, float32[B, heads, tokens]."""
+    """Values of chunks that do not depend on a state: two matrices of each chunk, and numbers of tokens, float32[B,
+    heads, tokens]."""
 
     inverse: jax.Array  # [B, heads, chunks, CHUNK, CHUNK]
-    weights: jax.Array  # likewise: with which queries read the errors of the chunk's tokens
-    total: jax.Array  # decays, summed from the beginning of a token's document in the chunk
-    share: jax.Array  # beta, and 0 of padding
-    unit_q: jax.Array  # 1 over the query's length, divided by sqrt(K); 0 of padding
+    weights: jax.Array  # of the same shape: weights with which queries read the errors of the chunk's tokens
+    total: jax.Array  # sum of decays since the start of the token's document within the chunk
+    share: jax.Array  # beta; 0 at padding
+    unit_q: jax.Array  # 1 over the query's length, divided by sqrt(K); 0 at padding
     unit_k: jax.Array  # 1 over the key's length
-    kept: jax.Array  # what of the chunk's first state a token's key finds
-    read: jax.Array  # likewise its query
-    written: jax.Array  # what the chunk's last state has of a token's error
-    reach: jax.Array  # that before beta
-    faded: jax.Array  # [B, heads, chunks], what of a chunk's first state is left in its last
+    kept: jax.Array  # factor with which a token's key reads the chunk's first state
+    read: jax.Array  # factor with which a token's query reads the chunk's first state
+    written: jax.Array  # factor with which a token's error enters the chunk's last state
+    reach: jax.Array  # `written` without beta
+    faded: jax.Array  # [B, heads, chunks]: factor of a chunk's first state in its last
 
 
 def _chunks(query, key, decay, beta, value, layout) -> Made:
-    """Of value, only the shape counts."""
+    """The values of chunks that do not depend on a state; of value, only the shape is used."""
     rows, length, heads = value.shape[:3]
     chunks = math.ceil(length / CHUNK)
     numbers = jax.ShapeDtypeStruct((rows, heads, chunks * CHUNK), jnp.float32)
@@ -199,7 +202,7 @@ def _chunks(query, key, decay, beta, value, layout) -> Made:
 
 
 def _states(query, key, value, made: Made, *, save: bool):
-    """(out, errors, states); the latter two mean nothing unless they are to be saved."""
+    """(out, errors, states); the last two are meaningless unless `save`."""
     rows, length, heads, value_dim = value.shape
     chunks = math.ceil(length / CHUNK)
     like_value = jax.ShapeDtypeStruct(value.shape, value.dtype)
@@ -217,7 +220,7 @@ def _states(query, key, value, made: Made, *, save: bool):
 
 
 def _reverse(query, key, dout, made: Made):
-    """(dvalue, gradients of the states after the chunks)"""
+    """(dvalue, gradients of the states after the chunks)."""
     rows, length, heads, value_dim = dout.shape
     states = (rows, heads, math.ceil(length / CHUNK), value_dim, key.shape[-1])
     return _call(
@@ -231,7 +234,7 @@ def _reverse(query, key, dout, made: Made):
 
 
 def _backward(query, key, dout, error, states, layout, made: Made):
-    """(dquery, dkey, dvalue, ddecay, dbeta)"""
+    """(dquery, dkey, dvalue, ddecay, dbeta)."""
     dvalue, dstates = _reverse(query, key, dout, made)
     bounds = layout.doc_start, layout.doc_end
     matrices = jax.ShapeDtypeStruct(made.inverse.shape, made.inverse.dtype)

@@ -1,21 +1,20 @@
-"""The bodies of the Triton kernels of the gated delta rule; triton.py says what they compute, and calls them.
+"""The bodies of the Triton kernels of the gated delta rule; triton.py describes and calls them.
 
-Arrays of tokens are [B, T, heads, dim], contiguous; numbers of tokens that the kernels make themselves are
-float32[B, heads, CHUNKS * CHUNK]; matrices of a chunk [B, heads, CHUNKS, CHUNK, CHUNK], states
-[B, heads, CHUNKS, VALUE_DIM, KEY_DIM]. No operand on the left of a product is the transpose of a result: Triton 3.4 to
-3.7 compile that wrongly for Hopper.
+Arrays of tokens are [B, T, heads, dim], contiguous. Numbers per token that the kernels compute are float32[B, heads,
+CHUNKS * CHUNK], matrices of a chunk [B, heads, CHUNKS, CHUNK, CHUNK], states [B, heads, CHUNKS, VALUE_DIM, KEY_DIM]. No
+left operand of a product is the transpose of a result, because Triton 3.4 to 3.7 compile that wrongly for Hopper.
 """
 
 import triton
 import triton.language as tl
 
 _EPS = tl.constexpr(1e-6)  # as in reference.py
-_LEAST = tl.constexpr(-100.0)  # of a decay: exp of it is nothing in float32, and its sums are exact enough
+_LEAST = tl.constexpr(-100.0)  # the smallest decay: its exp is 0 in float32, and its sums are exact enough
 
 
 @triton.jit
 def _tokens(array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr):
-    """[CHUNK, DIM] of one head from token `first` on; what is past the row is 0."""
+    """[CHUNK, DIM] of one head from token `first` on; tokens past the row are 0."""
     rows = tl.arange(0, CHUNK)
     pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[:, None] * STRIDE + tl.arange(0, DIM)[None, :]
     if LENGTH % CHUNK == 0:
@@ -26,7 +25,7 @@ def _tokens(array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.co
 
 @triton.jit
 def _tokens_turned(array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr):
-    """The transpose of _tokens, loaded as such."""
+    """The transpose of _tokens, loaded in that layout."""
     rows = tl.arange(0, CHUNK)
     pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[None, :] * STRIDE + tl.arange(0, DIM)[:, None]
     if LENGTH % CHUNK == 0:
@@ -59,6 +58,7 @@ def _piece_turned(
 def _put_tokens(
     array, values, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr
 ):
+    """Stores [CHUNK, DIM] as the tokens from `first` on."""
     rows = tl.arange(0, CHUNK)
     pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[:, None] * STRIDE + tl.arange(0, DIM)[None, :]
     values = values.to(array.dtype.element_ty)
@@ -72,6 +72,7 @@ def _put_tokens(
 def _put_tokens_turned(
     array, values, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr
 ):
+    """Stores the transpose of [DIM, CHUNK] as the tokens from `first` on."""
     rows = tl.arange(0, CHUNK)
     pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[None, :] * STRIDE + tl.arange(0, DIM)[:, None]
     values = values.to(array.dtype.element_ty)
@@ -83,7 +84,8 @@ def _put_tokens_turned(
 
 @triton.jit
 def _along(sums, array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr):
-    """The product of each row of `sums` with its token, which is loaded anew: it would take registers all along."""
+    """The inner product of each row of `sums` with its token, which is loaded again, because keeping it would take
+    registers."""
     return tl.sum(sums * _tokens(array, first, STRIDE, DIM, LENGTH, CHUNK).to(tl.float32), 1)
 
 
@@ -96,24 +98,26 @@ def _inverse_length(array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGT
 
 @triton.jit
 def _matrix(array, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A matrix [ROWS, COLUMNS] from memory."""
     return tl.load(array + tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :])
 
 
 @triton.jit
 def _turned(array, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The transpose of a matrix [ROWS, COLUMNS], loaded as such."""
+    """The transpose of a matrix [ROWS, COLUMNS], loaded in that layout."""
     return tl.load(array + tl.arange(0, COLUMNS)[:, None] + tl.arange(0, ROWS)[None, :] * COLUMNS)
 
 
 @triton.jit
 def _put_matrix(array, values, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Stores a matrix [ROWS, COLUMNS]."""
     pointers = array + tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     tl.store(pointers, values.to(array.dtype.element_ty))
 
 
 @triton.jit
 def _bounds(starts, ends, first, LENGTH: tl.constexpr, CHUNK: tl.constexpr):
-    """(first token of each token's document, whether it is one); what is past the row is padding."""
+    """(first token of each token's document, whether it is a real token); tokens past the row are padding."""
     places = first + tl.arange(0, CHUNK)
     start = tl.load(starts + places, mask=places < LENGTH, other=0)
     end = tl.load(ends + places, mask=places < LENGTH, other=0)
@@ -123,19 +127,19 @@ def _bounds(starts, ends, first, LENGTH: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def _reads(start, places):
-    """[CHUNK, CHUNK]: whether a token sees another of the chunk, itself too."""
+    """[CHUNK, CHUNK]: whether a token sees another token of the chunk, itself included."""
     return (start[:, None] <= places[None, :]) & (places[:, None] >= places[None, :])
 
 
 @triton.jit
 def _left(sums, seen):
-    """What is left of a token's writing when another reads it."""
+    """The factor of a token's writing when another token reads it."""
     return tl.where(seen, tl.exp(tl.minimum(sums[:, None] - sums[None, :], 0.0)), 0.0)
 
 
 @triton.jit
 def _after(sums, start, places, is_last):
-    """What the state after the chunk still has of what a token writes."""
+    """The factor of a token's writing in the state after the chunk."""
     last = tl.sum(tl.where(is_last, sums, 0.0), 0)
     last_start = tl.sum(tl.where(is_last, start, 0), 0)
     return tl.where(places >= last_start, tl.exp(tl.minimum(last - sums, 0.0)), 0.0)
@@ -143,13 +147,13 @@ def _after(sums, start, places, is_last):
 
 @triton.jit
 def _sum_from_begin(before, before_begins, token, begins):
-    """Of a scan: the sum from the beginning of a token's document, which begins anew where one does."""
+    """The operator of a scan: sums since the start of a token's document, restarting at each document."""
     return tl.where(begins != 0, token, before + token), before_begins | begins
 
 
 @triton.jit
 def _sum_to_end(after, after_ends, token, ends):
-    """Of a scan from the last token back: the sum to the end of a token's document; it begins anew where one ends."""
+    """The operator of a scan from the last token back: sums up to the end of a token's document."""
     return tl.where(ends != 0, token, token + after), after_ends | ends
 
 
@@ -159,9 +163,11 @@ def numbers_kernel(query, key, decay, beta, starts, ends,
                    LENGTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr,
                    HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
                    WIDTH: tl.constexpr):  # fmt: skip
-    """The numbers of a chunk's tokens, of all value heads of a key head. Grid: (key_heads, chunks, B).
+    """The numbers of a chunk's tokens, for all value heads of a key head. Grid: (key_heads, chunks, B).
 
-    A kernel whose products have layouts of their own would make each of them 16 times over in a thread."""
+    They have a kernel of their own, because a kernel with matrix products has layouts in which a thread would compute
+    each number 16 times.
+    """
     key_head = tl.program_id(0)
     chunk = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
@@ -198,16 +204,16 @@ def numbers_kernel(query, key, decay, beta, starts, ends,
 
 @triton.jit
 def _inverse(lower, CHUNK: tl.constexpr):
-    """The inverse of 1 + lower, float32[CHUNK, CHUNK] with nothing on and above the diagonal: blocks of 2 on the
-    diagonal, and from them those twice as large. What enters products is float16: the inverse is what is left of errors
-    of unit vectors, at most 1, and float16 has TF32's 11 bits."""
+    """The inverse of 1 + lower, float32[CHUNK, CHUNK] with zeros on and above the diagonal. It starts with blocks of 2
+    on the diagonal, from which blocks twice as large follow. Factors of products are float16: the inverse maps errors
+    of unit vectors, is at most 1, and float16 has TF32's 11 bits."""
     LEVELS: tl.constexpr = 6 if CHUNK == 64 else 5
     row = tl.arange(0, CHUNK)[:, None]
     column = tl.arange(0, CHUNK)[None, :]
     whole = tl.where(row == column, 1.0, tl.where(row >> 1 == column >> 1, -lower, 0.0))
     for level in tl.static_range(1, LEVELS):
         narrow = whole.to(tl.float16)
-        # Shifts before they meet: of most, the compiler knows the result for a whole warp.
+        # Shifted before they are combined: for most, the compiler knows the result for a whole warp.
         corner = tl.dot(narrow, tl.where((row >> level) ^ (column >> level) == 1, lower, 0.0).to(tl.float16))
         whole -= tl.dot(corner.to(tl.float16), narrow)
     return whole
@@ -267,7 +273,7 @@ def _walk(
     VALUE_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Of a program that walks along a row: its first column of values, where its keys and its values begin, and the
+    """For a program that walks along a row: its first column of values, the offsets of its keys and values, and the
     number of its first chunk. Grid: (parts of values, heads, B)."""
     part = tl.program_id(0) * WIDTH
     head = tl.program_id(1)
@@ -281,14 +287,14 @@ def forward_kernel(query, key, value, inverse, weights, kept, read, written, fad
                    LENGTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr,
                    HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
                    WIDTH: tl.constexpr, SAVE: tl.constexpr):  # fmt: skip
-    """The states of a value head through a row, WIDTH of their columns, and what is read of them. All is transposed:
-    the state is always on the left of its products, and stays in registers."""
+    """The states of a value head along a row, WIDTH of their columns, and the outputs read from them. Everything is
+    transposed: the state is always the left operand of its products, and stays in registers."""
     part, keys, values, line = _walk(LENGTH, CHUNKS, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, WIDTH)
     state = tl.zeros([WIDTH, KEY_DIM], tl.float32)
     for chunk in range(CHUNKS):
         first = chunk * CHUNK
         at = line * CHUNK + first + tl.arange(0, CHUNK)
-        # Triton brings ahead only what products are made of: these are asked for before the products that wait.
+        # Triton prefetches only operands of products, so these are loaded before the products that wait.
         reading = tl.load(read + at)
         fade = tl.load(faded + line + chunk)
         k = _tokens(key + keys, first, KEY_HEADS * KEY_DIM, KEY_DIM, LENGTH, CHUNK)
@@ -317,8 +323,8 @@ def reverse_kernel(query, key, dout, inverse, weights, kept, read, written, fade
                    LENGTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr,
                    HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
                    WIDTH: tl.constexpr):  # fmt: skip
-    """The gradients of a value head's states, from the row's end, and dvalue; as forward_kernel. dstates: of the state
-    after each chunk."""
+    """The gradients of a value head's states from the row's end, and dvalue, with forward_kernel's structure. dstates
+    are the gradients of the states after each chunk."""
     part, keys, values, line = _walk(LENGTH, CHUNKS, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, WIDTH)
     dstate = tl.zeros([WIDTH, KEY_DIM], tl.float32)
     for step in range(CHUNKS):
@@ -349,8 +355,8 @@ def pairs_kernel(query, key, starts, ends, error, dvalue, dout, total, share, un
                  LENGTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr,
                  HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
                  WIDTH: tl.constexpr):  # fmt: skip
-    """The gradients of a value head's two matrices of a chunk, along their products of queries and keys with keys; and
-    what they make of the decays' and beta's gradients. Grid: (heads, chunks, B)."""
+    """The gradients of a value head's two matrices of a chunk, from the products of queries and keys with keys, and
+    their part of the decays' and beta's gradients. Grid: (heads, chunks, B)."""
     head = tl.program_id(0)
     chunk = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
@@ -388,7 +394,7 @@ def pairs_kernel(query, key, starts, ends, error, dvalue, dout, total, share, un
     _put_matrix(to_weights + line * CHUNK * CHUNK, pairs * b[None, :], CHUNK, CHUNK)
     system *= tl.where(places[:, None] > places[None, :], left, 0.0) * -tl.load(unit_k + at)[:, None]
     _put_matrix(to_system + line * CHUNK * CHUNK, system * b[None, :], CHUNK, CHUNK)
-    # Of one float32 matrix: pairs on the same side of a decay cancel exactly.
+    # Both sums are over one float32 matrix, so that pairs on the same side of a decay cancel exactly.
     shares = pairs * attended + system * alike
     columns = tl.sum(shares, 0)
     tl.store(flow + at, tl.sum(shares * b[None, :], 1) - columns * b)
@@ -415,10 +421,10 @@ def dquery_kernel(
     SCALE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """dquery of a chunk, from all value heads of a key head. asked: of each, what its reading of states is of its own
-    gradient, which is its decays' too. Grid: (key_heads, chunks, B).
+    """dquery of a chunk, from all value heads of a key head. `asked` is, for each value head, the part of the gradient
+    from reading states, which also enters the decays' gradients. Grid: (key_heads, chunks, B).
 
-    Factors of tokens are rows of a product: they multiply what comes out, and what goes in comes from memory as it is.
+    Factors per token are applied to rows of a product's result, so that its operands can be used as they are in memory.
     """
     key_head = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -459,11 +465,12 @@ def dkey_kernel(query, key, error, dvalue, states, dstates, kept, written, to_we
     """dkey of a chunk, from all value heads of a key head, transposed: eight warps share its rows. Grid: (key_heads,
     chunks, B).
 
-    One loop goes through all value heads, WIDTH columns of their states and the tokens that are as many parts of the
-    chunk at a time: what all products are made of is brought ahead, from one value head into the next.
+    One loop runs over all value heads, and within each over WIDTH columns of their states and an equal part of the
+    chunk's tokens. The operands of all products are prefetched, also from one value head to the next.
 
-    What of a decay's gradient is found on the way, of each value head: lost and gained, the products of keys with
-    dvalue and with the error through the states, and fading, that of the state before the chunk and dstates."""
+    Parts of the decays' gradients are stored for each value head: `lost` and `gained`, the products of keys with dvalue
+    and with the error through the states, and `fading`, the product of the state before the chunk with dstates.
+    """
     key_head = tl.program_id(0)
     chunk = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
@@ -525,8 +532,9 @@ def rates_kernel(share, starts, ends, kept, faded, reach, flow, dbeta_of_pairs, 
                  WIDTH: tl.constexpr):  # fmt: skip
     """ddecay and dbeta of a chunk of a value head. Grid: (heads, chunks, B).
 
-    A decay's gradient is a sum over the later tokens: what a query or a key that reads has of its own gradient along
-    itself, less what a key that writes has."""
+    A decay's gradient is a sum over the later tokens: the reading queries' and keys' inner products with their own
+    gradients, minus those of the writing keys.
+    """
     head = tl.program_id(0)
     chunk = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)

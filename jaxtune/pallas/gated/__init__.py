@@ -1,4 +1,4 @@
-"""The gated activation of an MLP: its backward, in place where a kernel serves."""
+"""The backward of an MLP's gated activation, computed in place if the kernel supports the call."""
 
 from jaxtune.pallas.gated.api import gated_backward
 from jaxtune.pallas.gated.reference import ACTIVATIONS

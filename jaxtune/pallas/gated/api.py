@@ -16,12 +16,13 @@ IMPLEMENTATIONS = {"mosaic": mosaic, "reference": reference}
 def gated_backward(
     gate: jax.Array, up: jax.Array, dgated: jax.Array, activation: str, *, implementation: str | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """activation(gate) * up and, of its gradient dgated, the gradients of gate and of up; all of one shape and float
-    dtype.
+    """(activation(gate) * up, gradient of gate, gradient of up), given the gradient dgated of the first; all of one
+    shape and float dtype.
 
     Args:
+      gate, up, dgated: the arrays.
       activation: a name of ACTIVATIONS.
-      implementation: "mosaic" (the results take the arguments' memory, if nothing else reads them), "reference", or
+      implementation: "mosaic" (the results reuse the arguments' memory if nothing else reads them), "reference", or
         None for the first that supports the call.
     Raises:
       TypeError, ValueError: an argument is not as described here.
@@ -39,12 +40,13 @@ def gated_backward(
     def run(gate, up, dgated):
         return IMPLEMENTATIONS[chosen(gate)].gated_backward(gate, up, dgated, activation)
 
-    # The plain form is XLA's to divide.
+    # XLA divides the reference by itself.
     return (run if chosen(gate) == "reference" else meshes.on_each_device(run, rows=3))(gate, up, dgated)
 
 
 def implementations(dtype, size: int, activation: str) -> dispatch.Table:
-    """The implementations of a call in the order in which they are tried, each with why it refuses it."""
+    """The implementations of a call in the order in which they are tried, each with a function that returns why it
+    refuses it."""
 
     def refusal():
         return mosaic.refusal(dtype, size, activation) or _first_use(activation)
@@ -53,7 +55,7 @@ def implementations(dtype, size: int, activation: str) -> dispatch.Table:
 
 
 def _first_use(activation: str) -> str | None:
-    """Why this GPU must not run the kernel, by a small case; its chunks do not fill the last program."""
+    """Why this GPU must not run the kernel, from a small case whose chunks do not fill the last program."""
 
     def compare():
         gate, up, dgated = (4 * jax.random.normal(jax.random.key(0), (3, 7, mosaic.CHUNK))).astype(jnp.bfloat16)

@@ -1,7 +1,7 @@
-"""The backward of a gated activation as a Pallas Mosaic GPU kernel for Hopper, which writes over what it reads.
+"""The backward of a gated activation as a Pallas Mosaic GPU kernel for Hopper, which overwrites its inputs.
 
-Bound by memory: a lane reads 16 bytes of each array, and writes as many of each result where they were. What keeps the
-memory busy is how many warps a multiprocessor holds, for a lane needs few registers.
+It is bound by memory. A lane reads 16 bytes of each array and writes 16 bytes of each result to the same place. The
+memory is kept busy by many warps on each multiprocessor, as a lane needs few registers.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtune.pallas import dispatch, gpu_kernel
 
 _VECTOR = 8  # bfloat16 that a lane reads and writes at once: 16 bytes
-CHUNK = 128 * _VECTOR  # of a warpgroup, which is a program
-MOST = 2**32  # elements
+CHUNK = 128 * _VECTOR  # elements of a warpgroup, which is a program
+MOST = 2**32  # the largest number of elements
 
 
 def refusal(dtype, size: int, activation: str) -> str | None:
@@ -34,7 +34,7 @@ def refusal(dtype, size: int, activation: str) -> str | None:
 
 
 def unsupported(dtype, size: int, activation: str) -> str | None:
-    """Why it cannot on any GPU, or None; but for what is too large."""
+    """Why the kernel cannot serve such arrays on any GPU, or None; the limit on the size is not tested."""
     if activation not in ("silu", "gelu_tanh"):
         return f"activation {activation}: Mosaic has no erf"
     if dtype != jnp.bfloat16:
@@ -45,13 +45,13 @@ def unsupported(dtype, size: int, activation: str) -> str | None:
 
 
 def _sigmoid(z):
-    """By the approximate square root, for Pallas has no approximate division; an error of 2^-21."""
+    """The sigmoid by the approximate square root, because Pallas has no approximate division; its error is 2^-21."""
     root = lax.rsqrt(1.0 + jnp.exp(-z))
     return root * root
 
 
 def _share(x, activation: str):
-    """(s, its derivative) of an activation that is x s(x); float32."""
+    """(s, its derivative) of an activation of the form x s(x), in float32."""
     if activation == "silu":
         share = _sigmoid(x)
         return share, share * (1.0 - share)
@@ -62,7 +62,7 @@ def _share(x, activation: str):
 
 
 def _results(values, activation: str):
-    """float32 (gated, dgate, dup) of (gate, up, dgated)"""
+    """float32 (gated, dgate, dup) from (gate, up, dgated)."""
     gate, up, dgated = (each.astype(jnp.float32) for each in values)
     share, slope = _share(gate, activation)
     active = gate * share
@@ -70,7 +70,7 @@ def _results(values, activation: str):
 
 
 def _kernel(gate_ref, up_ref, dgated_ref, *, activation):
-    """Replaces gate, up, dgated, bfloat16[chunks, CHUNK], by gated, dgate, dup."""
+    """Replaces gate, up and dgated, bfloat16[chunks, CHUNK], by gated, dgate and dup."""
     refs = (gate_ref, up_ref, dgated_ref)
     layout = plgpu.Layout.WG_STRIDED((CHUNK,), _VECTOR)
     number = lax.axis_index("chunk")
@@ -89,7 +89,7 @@ def gated_backward(gate, up, dgated, activation: str):
         out_type=(),
         grid=(gate.size // CHUNK,),
         grid_names=("chunk",),
-        # A warpgroup reads and writes elements of its own: nothing waits for another.
+        # A warpgroup reads and writes only its own elements, so nothing has to wait.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )(*refs)
     return tuple(ref[...].reshape(gate.shape) for ref in refs)

@@ -1,4 +1,4 @@
-"""Cross entropy of hidden states against a vocabulary head, without the whole logits."""
+"""Cross entropy and log-probabilities from hidden states and a vocabulary head, without storing all logits."""
 
 from jaxtune.pallas.linear_cross_entropy.api import (
     chunk_length,

@@ -1,4 +1,4 @@
-"""The public function."""
+"""Losses and log-probabilities from hidden states and a vocabulary head: the public functions."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from jaxtune.pallas.arguments import FLOATS, INTEGERS, Arguments
 from jaxtune.pallas.linear_cross_entropy import reference
 from jaxtune.pallas.meshes import on_any_mesh
 
-CHUNK_LOGITS = 1 << 27  # that exist at a time by default
+CHUNK_LOGITS = 1 << 27  # the number of logits that exist at a time by default
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _loss(hidden, head, targets, weights, static):
-    # One sum over all tokens: the same whatever the chunks.
+    """The sum of weighted losses with a custom derivative; gradients are computed in the forward."""
+    # One sum over all tokens, so that it does not depend on the chunks.
     return (weights * reference.forward(hidden, head, targets, weights, **dict(static), gradients=False).losses).sum()
 
 
@@ -37,11 +38,14 @@ _loss.defvjp(_loss_fwd, _loss_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _token_losses(hidden, head, targets, weights, static):
+    """The weighted loss of each token with a custom derivative."""
     return weights * reference.forward(hidden, head, targets, weights, **dict(static), gradients=False).losses
 
 
 def _token_losses_fwd(hidden, head, targets, weights, static):
-    if dict(static)["head_gradient"]:  # the head's is a sum over tokens, whose shares are only known in the backward
+    if dict(static)[
+        "head_gradient"
+    ]:  # the head's gradient is a sum over tokens whose factors are known in the backward only
         return _token_losses(hidden, head, targets, weights, static), (hidden, head, targets, weights)
     losses, _, dhidden, _ = reference.forward(hidden, head, targets, weights, **dict(static), gradients=True)
     return weights * losses, (dhidden, losses)
@@ -249,12 +253,12 @@ def _checked(
 
 
 def chunk_length(rows: int, length: int, chunk_tokens: int) -> int:
-    """Tokens of each row whose logits exist at a time, of all rows at most chunk_tokens: the fewest that need no more
-    chunks than so many do, as the last chunk is filled up."""
+    """The number of tokens of each row whose logits exist at a time, so that all rows have at most chunk_tokens. It is
+    the smallest number that needs no more chunks, because the last chunk is padded."""
     most = max(1, min(length, chunk_tokens // max(1, rows)))
     return -(-length // max(1, -(-length // most)))
 
 
 def implementations() -> dispatch.Table:
-    """The implementations in the order in which they are tried; there is one, for every call."""
+    """The implementations in the order in which they are tried; there is one, which supports every call."""
     return {"reference": lambda: None}

@@ -11,13 +11,13 @@ _MULTIPLE = 8
 
 
 def fills_up(vocab_size: int, dtype: jnp.dtype) -> bool:
-    """Whether the head is copied once, filled up to a multiple of 8. XLA does so with each size of a product in 16 bits
-    on a GPU, and would copy the head for every chunk."""
+    """Whether the head is copied once, padded to a multiple of 8 rows. XLA pads every dimension of a 16-bit product on
+    a GPU so, and would otherwise copy the head for every chunk."""
     return vocab_size % _MULTIPLE != 0 and jnp.dtype(dtype).itemsize == 2
 
 
 def filled_up(head: jax.Array) -> jax.Array:
-    """The head [V, D] with rows of zeros behind the vocabulary, where it is filled up."""
+    """The head [V, D] with rows of zeros after the vocabulary, if it is padded."""
     return jnp.pad(head, ((0, -len(head) % _MULTIPLE), (0, 0))) if fills_up(len(head), head.dtype) else head
 
 

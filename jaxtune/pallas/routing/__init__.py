@@ -1,4 +1,5 @@
-"""Which expert gets which token: choosing, sorting into groups, and the way back; and what balances the choice."""
+"""Routing of tokens to experts: choosing experts, sorting tokens into groups, undoing the sort, and the losses that
+balance the choice."""
 
 from jaxtune.pallas.routing.api import (
     Routing,

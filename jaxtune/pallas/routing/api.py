@@ -1,8 +1,8 @@
 """Routing of tokens to experts: the public functions.
 
 A pair is a token with one of its k experts; pair t * k + j is token t with its j-th choice. Sorting puts the pairs into
-a buffer of rows, expert by expert, in the order of the tokens within an expert. Every sum has one order and nothing is
-added by atomics, in the backward as in the forward: the same input gives the same bits.
+a buffer of rows, expert by expert, and within an expert in the order of the tokens. Every sum has a fixed order,
+without atomics, in the backward as in the forward, so the same input gives the same bits.
 """
 
 from __future__ import annotations
@@ -20,38 +20,35 @@ from jaxtune.pallas.grouped_matmul import api as grouped
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups, divided
 from jaxtune.pallas.routing import first_use, mosaic, mosaic_sort, reference
 
-# Each has spread; a token's rows are summed by the reference.
+# Implementations of `spread`. The sum over a token's rows is always computed by the reference.
 IMPLEMENTATIONS = {"reference": reference, "mosaic": mosaic}
 _SORTS = {
     "reference": reference.Passes(reference.BLOCK, reference.histogram, reference.slots),
     "mosaic": reference.Passes(mosaic_sort.BLOCK, mosaic_sort.histogram, mosaic_sort.slots),
 }
-_MANY = 128  # experts: from here on our sort is the faster one, in most runs (README.md)
+_MANY = 128  # with this many experts or more, our sort is faster than XLA's in most runs (README.md)
 _SORT_REASON = f"slower than XLA's for fewer than {_MANY} experts"
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """Where every pair lies in the sorted buffer.
+    """The position of every pair in the sorted buffer."""
 
-    Attributes:
-      slots: int32[T, k], the row of each pair; the number of rows for pairs that are routed nowhere.
-      source: int32[rows], the pair of each row; T * k for rows that hold nothing.
-      groups: the rows' experts.
-    """
-
-    slots: jax.Array
-    source: jax.Array
-    groups: Groups
+    slots: jax.Array  # int32[T, k]: the row of each pair; the number of rows for pairs without an expert
+    source: jax.Array  # int32[rows]: the pair of each row; T * k for empty rows
+    groups: Groups  # the experts of the rows
 
 
 @meshes.on_any_mesh
 def choose_experts(logits: jax.Array, k: int, real: jax.Array | None = None) -> jax.Array:
-    """int32[T, k]: the k largest of logits [T, E], the largest first, the lower index first among equals.
+    """int32[T, k]: the indices of the k largest of logits [T, E], the largest first, and of equal ones the lower index
+    first.
 
-    real: bool[T], or None for all; a token that is not real (padding) gets E, no expert.
-
+    Args:
+      logits: [T, E].
+      k: number of experts of a token.
+      real: bool[T], or None for all; a token that is not real (padding) gets E, no expert.
     Raises:
       TypeError, ValueError: an argument is not as described here.
     """
@@ -67,12 +64,15 @@ def choose_experts(logits: jax.Array, k: int, real: jax.Array | None = None) -> 
 
 @meshes.on_any_mesh
 def expert_weights(logits: jax.Array, choice: jax.Array, *, renormalize: bool) -> jax.Array:
-    """float32[T, k]: what each token's experts count for; 0 where there is no expert. Differentiable by logits.
+    """float32[T, k]: the weight of each token's experts, 0 where it has no expert. Differentiable with respect to
+    logits.
 
     Args:
-      logits: [T, E]. choice: int32[T, k], as from choose_experts; E, no expert, in the place of any.
-      renormalize: the weights of a token sum to one: the softmax over its chosen logits, which is the softmax over all,
-        divided by the chosen ones' sum (gpt-oss, Mixtral, Qwen3-MoE's norm_topk_prob). Otherwise the softmax over all.
+      logits: [T, E].
+      choice: int32[T, k] from choose_experts; E means no expert.
+      renormalize: the weights of a token sum to one: the softmax over its chosen logits, which equals the softmax over
+        all experts divided by the sum over the chosen ones (gpt-oss, Mixtral, Qwen3-MoE's norm_topk_prob). Otherwise
+        the softmax over all.
     Raises:
       TypeError, ValueError: an argument is not as described here.
     """
@@ -82,7 +82,7 @@ def expert_weights(logits: jax.Array, choice: jax.Array, *, renormalize: bool) -
     logits = logits.astype(jnp.float32)
     there = choice < logits.shape[1]
     weights = reference.chosen(logits if renormalize else jax.nn.softmax(logits, axis=-1), choice)
-    if renormalize:  # a finite number: a token may have no expert at all
+    if renormalize:  # masked with a finite number, because a token may have no expert at all
         weights = jax.nn.softmax(jnp.where(there, weights, jnp.finfo(jnp.float32).min), axis=-1)
     return jnp.where(there, weights, 0.0)
 
@@ -91,10 +91,13 @@ def expert_weights(logits: jax.Array, choice: jax.Array, *, renormalize: bool) -
 def route(
     choice: jax.Array, num_experts: int, tile_rows: int = TILE_ROWS, *, implementation: str | None = None
 ) -> Routing:
-    """Sorts the pairs of choice int32[T, k] by expert, stably; those with `num_experts` or more go nowhere.
+    """Sorts the pairs of choice int32[T, k] by expert, stably. Pairs with `num_experts` or more have no expert.
 
-    implementation: "reference", "mosaic", or None for the faster.
-
+    Args:
+      choice: int32[T, k] from choose_experts.
+      num_experts: E.
+      tile_rows: each expert's rows are padded to a multiple of it.
+      implementation: "reference", "mosaic", or None for the faster one.
     Raises:
       TypeError, ValueError: an argument is not as described here.
     """
@@ -109,8 +112,8 @@ def route(
 
 
 def implementations(dtype, hidden: int, k: int) -> dispatch.Table:
-    """The implementations of what spreads tokens to their rows, in the order in which they are tried, each with why it
-    refuses the call."""
+    """The implementations of `spread`, which copies tokens to their rows, in the order in which they are tried, each
+    with a function that returns why it refuses the call."""
 
     def refusal():
         return mosaic.refusal(dtype, hidden, k) or first_use.refusal("mosaic", mosaic)
@@ -119,7 +122,7 @@ def implementations(dtype, hidden: int, k: int) -> dispatch.Table:
 
 
 def sort_implementations(num_experts: int, implementation: str | None = None) -> dispatch.Table:
-    """As `implementations`, of route. implementation: the name that was asked for, or None."""
+    """As `implementations`, for route; `implementation` is the name that was asked for, or None."""
 
     def refusal():
         return mosaic_sort.refusal() or first_use.sort_refusal("mosaic", _SORTS["mosaic"])
@@ -130,6 +133,7 @@ def sort_implementations(num_experts: int, implementation: str | None = None) ->
 
 
 def _check_routing(op: str, routing: Routing) -> Arguments:
+    """A checker with the routing checked."""
     check = Arguments(op)
     check.is_a("routing", routing, Routing, "a Routing, as route makes")
     grouped.check_groups(check, routing.groups, "routing.groups")
@@ -140,6 +144,7 @@ def _check_routing(op: str, routing: Routing) -> Arguments:
 
 
 def _spread(x, routing, implementation):
+    """Each pair's token in its row, by the implementation chosen."""
     table = implementations(x.dtype, x.shape[1], routing.slots.shape[1])
     name = dispatch.choose("routing spread", table, implementation)
     return IMPLEMENTATIONS[name].spread(x, routing.slots, routing.source)
@@ -147,6 +152,7 @@ def _spread(x, routing, implementation):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _permute(x, routing, implementation):
+    """permute with a custom derivative."""
     return _spread(x, routing, implementation)
 
 
@@ -164,11 +170,13 @@ _permute.defvjp(_permute_fwd, _permute_bwd)
 
 @meshes.on_any_mesh
 def permute(x: jax.Array, routing: Routing, *, implementation: str | None = None) -> jax.Array:
-    """x [T, H] -> [rows, H]: each pair's token in its row; rows that hold nothing are zero, and their gradients must be
-    so. Gradients are summed over a token's pairs in float32, in the order of its choices.
+    """x [T, H] -> [rows, H]: each pair's token in its row. Empty rows are zero, and their gradients must be zero.
+    Gradients are summed over a token's pairs in float32, in the order of its choices.
 
-    implementation: "reference", "mosaic", or None for the first that supports the call.
-
+    Args:
+      x: [T, H].
+      routing: from route.
+      implementation: "reference", "mosaic", or None for the first that supports the call.
     Raises:
       TypeError, ValueError: an argument is not as described here.
     """
@@ -178,6 +186,7 @@ def permute(x: jax.Array, routing: Routing, *, implementation: str | None = None
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _unpermute(rows, routing, implementation):
+    """unpermute with a custom derivative."""
     del implementation
     return reference.summed(rows, routing.slots)
 
@@ -195,11 +204,13 @@ _unpermute.defvjp(_unpermute_fwd, _unpermute_bwd)
 
 @meshes.on_any_mesh
 def unpermute(rows: jax.Array, routing: Routing, *, implementation: str | None = None) -> jax.Array:
-    """rows [rows, H] -> [T, H]: each token's rows, summed in float32 in the order of its choices, in rows' dtype. Rows
-    that hold nothing must be zero.
+    """rows [rows, H] -> [T, H]: the sum of each token's rows, in float32 in the order of its choices, in the rows'
+    dtype. Empty rows must be zero.
 
-    implementation: permute's, in the gradient of this.
-
+    Args:
+      rows: [rows, H].
+      routing: from route.
+      implementation: as in permute, for the gradient.
     Raises:
       TypeError, ValueError: an argument is not as described here.
     """
@@ -208,12 +219,12 @@ def unpermute(rows: jax.Array, routing: Routing, *, implementation: str | None =
 
 
 def _row_tokens(routing):
-    """int32[rows]: the token of each row; T for rows that hold nothing."""
+    """int32[rows]: the token of each row; T for empty rows."""
     return divided(routing.source, routing.slots.shape[1])
 
 
 def _as_rows(x, routing, static):
-    """(x and its rows' tokens, for a product that gathers; or the rows and None)"""
+    """(x, the tokens of its rows) for a product that gathers while it multiplies; otherwise (the rows, None)."""
     if grouped.gathers(static.implementation):
         return x, _row_tokens(routing)
     return _spread(x, routing, None), None
@@ -221,6 +232,7 @@ def _as_rows(x, routing, static):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _of_tokens(x, weight, lora, routing, static):
+    """matmul_of_tokens with a custom derivative."""
     return _of_tokens_fwd(x, weight, lora, routing, static)[0]
 
 
@@ -251,10 +263,10 @@ def matmul_of_tokens(
     fp8: bool = False,
     implementation: str | None = None,
 ) -> jax.Array:
-    """grouped_matmul(permute(x, routing), ...): x [T, in] -> [rows, out]. The permuted rows do not stay for the
-    gradients, which take what they need of x.
+    """grouped_matmul(permute(x, routing), ...): x [T, in] -> [rows, out]. The permuted rows are not stored for the
+    gradients, which gather from x.
 
-    Args: of grouped_matmul.
+    Args: those of grouped_matmul.
     Raises:
       TypeError, ValueError: an argument is not as described here.
     """
@@ -268,6 +280,7 @@ def matmul_of_tokens(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _to_tokens(rows, weight, lora, routing, static):
+    """matmul_to_tokens with a custom derivative."""
     return _to_tokens_fwd(rows, weight, lora, routing, static)[0]
 
 
@@ -296,10 +309,10 @@ def matmul_to_tokens(
     fp8: bool = False,
     implementation: str | None = None,
 ) -> jax.Array:
-    """unpermute(grouped_matmul(rows, ...), routing): rows [rows, in] -> [T, out]. Its gradients take the result's as it
-    is, of tokens, and permute it where they need it.
+    """unpermute(grouped_matmul(rows, ...), routing): rows [rows, in] -> [T, out]. The gradient of the result stays [T,
+    out] and is permuted where it is needed.
 
-    Args: of grouped_matmul.
+    Args: those of grouped_matmul.
     Raises:
       TypeError, ValueError: an argument is not as described here.
     """
@@ -313,10 +326,13 @@ def matmul_to_tokens(
 
 @meshes.on_any_mesh
 def token_bias(out: jax.Array, weights: jax.Array, bias: jax.Array, choice: jax.Array) -> jax.Array:
-    """out [T, n] + each token's experts' biases by their weights, summed in float32; in out's dtype.
+    """out [T, n] plus the weighted biases of each token's experts, summed in float32; in out's dtype.
 
     Args:
-      weights: float32[T, k]; 0 where there is no expert. bias: [E, n]. choice: int32[T, k], as from choose_experts.
+      out: [T, n].
+      weights: float32[T, k]; 0 where there is no expert.
+      bias: [E, n].
+      choice: int32[T, k] from choose_experts.
     Raises:
       TypeError, ValueError: an argument is not as described here.
     """
@@ -330,6 +346,7 @@ def token_bias(out: jax.Array, weights: jax.Array, bias: jax.Array, choice: jax.
 
 @jax.custom_vjp
 def _with_bias(out, weights, bias, choice):
+    """token_bias with a custom derivative."""
     total = out.astype(jnp.float32)
     for weight, expert in zip(weights.T, choice.T, strict=True):
         total += weight[:, None] * bias.at[expert].get(mode="clip").astype(jnp.float32)
@@ -344,7 +361,7 @@ def _token_bias_bwd(residuals, dout):
     weights, bias, choice = residuals
     exact: Any = dict(precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
     dweights = reference.chosen(jnp.einsum("tn,en->te", dout, bias.astype(dout.dtype), **exact), choice)
-    # Dead code where the bias is frozen.
+    # XLA removes this if the bias is frozen.
     by_expert = reference.chosen_by(weights, choice, bias.shape[0])
     dbias = jnp.einsum("te,tn->en", by_expert, dout.astype(jnp.float32), **exact)
     return dout, dweights, dbias.astype(bias.dtype), None
@@ -355,7 +372,7 @@ _with_bias.defvjp(_token_bias_fwd, _token_bias_bwd)
 
 @meshes.on_any_mesh
 def row_weights(weights: jax.Array, routing: Routing) -> jax.Array:
-    """weights [T, k] -> [rows]: each pair's in its row; 0 in rows that hold nothing.
+    """weights [T, k] -> [rows]: each pair's weight in its row; 0 in empty rows.
 
     Raises:
       TypeError, ValueError: an argument is not as described here.
@@ -366,6 +383,7 @@ def row_weights(weights: jax.Array, routing: Routing) -> jax.Array:
 
 @jax.custom_vjp
 def _row_weights(weights, routing):
+    """row_weights with a custom derivative."""
     return reference.rows_of(weights.reshape(-1), routing.source)
 
 

@@ -20,7 +20,7 @@ def refusal(name: str, kernels: ModuleType) -> str | None:
     def compare():
         draw = np.random.default_rng(0)
         x = jnp.asarray(draw.standard_normal((_TOKENS, _HIDDEN)), jnp.bfloat16)
-        # Pairs in rows of any order, with empty rows between; some are nowhere.
+        # Pairs are in rows of any order with empty rows between them; some pairs have no expert.
         pairs, rows = _TOKENS * _K, 1024
         places = draw.permutation(rows)[:pairs].astype(np.int32)
         places[draw.permutation(pairs)[:40]] = rows
@@ -38,10 +38,10 @@ def refusal(name: str, kernels: ModuleType) -> str | None:
 
 
 def sort_refusal(name: str, passes: reference.Passes) -> str | None:
-    """As `refusal`, of the passes of a sort; their numbers are exact, so that one that is off by one is caught."""
+    """As `refusal`, for the passes of a sort. Their results are exact integers, so any difference counts."""
 
     def compare():
-        expert = jnp.asarray(np.random.default_rng(0).integers(0, 97, 900), jnp.int32)  # 96: nowhere
+        expert = jnp.asarray(np.random.default_rng(0).integers(0, 97, 900), jnp.int32)  # 96: no expert
         own = reference.Passes(reference.BLOCK, reference.histogram, reference.slots)
 
         def run(passes):
@@ -49,7 +49,7 @@ def sort_refusal(name: str, passes: reference.Passes) -> str | None:
             return slots, source, groups.tile_expert, groups.sizes
 
         want = run(own)
-        # As 0 (right) or 1, for first_use's bound is relative.
+        # first_use's bound is relative, so results are 1 where equal and 2 where not.
         return [1.0 + (got != exact) for got, exact in zip(run(passes), want, strict=True)], [
             jnp.ones(exact.shape) for exact in want
         ]

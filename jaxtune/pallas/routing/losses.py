@@ -1,4 +1,5 @@
-"""What the losses on a router are made of: sums over tokens, which add up over layers, devices and parts of a batch."""
+"""The sums from which the losses of a router are computed. Sums over tokens can be added over layers, devices and parts
+of a batch."""
 
 from __future__ import annotations
 
@@ -15,41 +16,35 @@ from jaxtune.pallas.routing import reference
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RouterSums:
-    """Sums over the tokens that a router saw, float32; differentiable by its logits but for `pairs`.
+    """Sums over the tokens of a router, float32; differentiable with respect to its logits, except `pairs`."""
 
-    Attributes:
-      pairs: [E], pairs of a token and an expert, by expert.
-      probability: [E], of the softmax over all experts.
-      square: [], of the log-sum-exp of the logits, squared.
-      tokens: [].
-    """
-
-    pairs: jax.Array
-    probability: jax.Array
-    square: jax.Array
-    tokens: jax.Array
+    pairs: jax.Array  # [E]: number of pairs of a token and an expert, by expert
+    probability: jax.Array  # [E]: sum of the softmax over all experts
+    square: jax.Array  # []: sum of the squared log-sum-exp of the logits
+    tokens: jax.Array  # []: number of tokens
 
     def __add__(self, other: RouterSums) -> RouterSums:
         return jax.tree.map(jnp.add, self, other)
 
     def load_balancing_loss(self) -> jax.Array:
-        """float32[]: E sum_e f_e p_e, f_e the pairs that go to expert e for each token, p_e its mean probability.
+        """float32[]: E sum_e f_e p_e, where f_e is the number of pairs of expert e per token, and p_e its mean
+        probability.
 
-        Of sums over all layers it is transformers' load_balancing_loss_func (Switch Transformers, arXiv 2101.03961,
-        equations 4 to 6): k where every expert is met as often, E at most.
+        With sums over all layers it is transformers' load_balancing_loss_func (Switch Transformers, arXiv 2101.03961,
+        equations 4 to 6): k if all experts are used equally often, E at most.
         """
         count = jnp.maximum(self.tokens, 1.0)
         return self.pairs.shape[0] * (self.pairs / count * (self.probability / count)).sum()
 
     def z_loss(self) -> jax.Array:
-        """float32[]: the mean square of a token's log-sum-exp, transformers' router_z_loss_func (ST-MoE, arXiv
+        """float32[]: the mean square of the tokens' log-sum-exp, transformers' router_z_loss_func (ST-MoE, arXiv
         2202.08906, equation 5)."""
         return self.square / jnp.maximum(self.tokens, 1.0)
 
 
 @on_any_mesh
 def router_sums(logits: jax.Array, choice: jax.Array) -> RouterSums:
-    """The sums of logits [T, E] and choice int32[T, k], as from choose_experts; tokens that go nowhere do not count.
+    """The sums for logits [T, E] and choice int32[T, k] from choose_experts; tokens without an expert do not count.
 
     Raises:
       TypeError, ValueError: an argument is not as described here.

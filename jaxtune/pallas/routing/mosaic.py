@@ -1,10 +1,10 @@
-"""Spreading tokens to their rows as a Pallas Mosaic GPU kernel for Hopper: TMA moves whole rows.
+"""Spreading tokens to their rows as a Pallas Mosaic GPU kernel for Hopper, in which TMA copies whole rows.
 
-`spread` reads every token once and writes it to its k rows, never through registers: row by row, as the rows lie, a
-token is read k times, and too late for the L2 to have it still.
+`spread` reads every token once and writes it to its k rows, without passing through registers. A gather in the order of
+the rows reads a token k times, and too late to find it in the L2 cache.
 
-On an H200, 16,384 tokens of gpt-oss-20b and Qwen3-30B-A3B: `spread` takes 0.15 and 0.20 ms (XLA's gather 0.24 and
-0.33, a kernel that gathered row by row as much), its bytes 0.12 and 0.17.
+On an H200, 16,384 tokens of gpt-oss-20b and Qwen3-30B-A3B: `spread` takes 0.15 and 0.20 ms (XLA's gather 0.24 and 0.33,
+like a kernel that gathered row by row); the bytes alone take 0.12 and 0.17.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import gpu_kernel, persistent
 
-_WIDTH = 64  # a row is so many numbers by hidden / 64: a box of TMA has at most 256 in a direction
-_ROWS, _STAGES = 4, 3  # of a spread: tokens that go together, and how many times that are on their way
-_EMPTY = 32  # rows that are looked at together for some that hold nothing
-_PROGRAMS = 2  # of a spread on a multiprocessor
+_WIDTH = 64  # a row is copied as [hidden / 64, 64], because a TMA box has at most 256 elements along an axis
+_ROWS, _STAGES = 4, 3  # tokens that are copied at a time, and how many such copies are in flight
+_EMPTY = 32  # rows that are tested for emptiness at a time
+_PROGRAMS = 2  # programs per multiprocessor
 
 
 def refusal(dtype, hidden: int, k: int) -> str | None:
@@ -41,17 +41,19 @@ def refusal(dtype, hidden: int, k: int) -> str | None:
 
 
 def _kernel(body, name: str, **options):
+    """The kernel, interpreted in tests."""
     return gpu_kernel.kernel(body, name, gpu_kernel.interpreter(), **options)
 
 
 def _programs(count: int, of_a_core: int) -> int:
+    """The number of programs for `count` pieces of work, with `of_a_core` on each multiprocessor."""
     return min(count, of_a_core * persistent.cores() if gpu_kernel.interpreter() is None else 3)
 
 
 def _spread_kernel(
     x_ref, zeros_ref, slots_ref, source_ref, out_ref, rows_smem, zero_smem, full, zero_full, *, programs, k, pairs
 ):
-    """out[slots[t, j]] = x[t], and zeros in rows that hold none of the pairs."""
+    """out[slots[t, j]] = x[t], and zeros in empty rows."""
     program = lax.axis_index("program")
     rows, chunks = out_ref.shape[0], x_ref.shape[0] // _ROWS
     mine = lax.div(chunks - program + (programs - 1), jnp.int32(programs))

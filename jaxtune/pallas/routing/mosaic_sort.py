@@ -1,7 +1,7 @@
 """The two passes of the counting sort over all pairs as Pallas Mosaic GPU kernels: histograms, and slots.
 
-A block is 128 pairs. Both passes are comparisons of a block with itself or with the experts' numbers, in registers,
-which are summed along rows. What is between them, sums over blocks and the groups' starts, is the reference's.
+A block is 128 pairs. Both passes compare a block with itself or with the experts' numbers, in registers, and sum along
+rows. The work between them, sums over blocks and the groups' starts, is done by the reference.
 
 On an H200, 16,384 tokens: 0.033 ms for 32 experts, 4 a token (XLA's 0.028), 0.034 for 128 and 8 (0.056).
 """
@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtune.pallas import gpu_kernel
 
 BLOCK = 128
-_EXPERTS = 64  # that are compared at a time
+_EXPERTS = 64  # experts that are compared at a time
 _ALONG = plgpu.Layout.WGMMA
 _ROWS, _COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
@@ -35,6 +35,7 @@ def refusal() -> str | None:
 
 
 def _kernel(body, name: str, blocks: int, out_shape):
+    """A kernel with one program per block."""
     return gpu_kernel.kernel(
         body,
         name,
@@ -46,19 +47,22 @@ def _kernel(body, name: str, blocks: int, out_shape):
 
 
 def _down(values, columns: int):
+    """A column vector broadcast over columns."""
     return lax.broadcast_in_dim(values, (values.shape[0], columns), (0,))
 
 
 def _across(values, rows: int):
+    """A row vector broadcast over rows."""
     return lax.broadcast_in_dim(values, (rows, values.shape[0]), (1,))
 
 
 def _number(rows: int, columns: int, axis: int):
+    """The index along an axis."""
     return plgpu.broadcasted_iota(jnp.int32, (rows, columns), axis, layout=_ALONG)
 
 
 def _histogram_kernel(expert_ref, out_ref):
-    """out[block, e]: how many pairs of a block go to expert e."""
+    """out[block, e]: the number of pairs of a block that go to expert e."""
     block = lax.axis_index("block")
     pairs = plgpu.load(expert_ref.at[pl.ds(block * BLOCK, BLOCK)], layout=_COLUMNS, optimized=False)
     for first in range(0, out_ref.shape[1], _EXPERTS):
@@ -67,7 +71,7 @@ def _histogram_kernel(expert_ref, out_ref):
 
 
 def _slot_kernel(expert_ref, firsts_ref, out_ref):
-    """out[pair] = the row of the first of its block's pairs of its expert, and how many of those come before it."""
+    """out[pair]: the row of the first pair of its block and expert, plus the number of those pairs before it."""
     block = lax.axis_index("block")
     here = pl.ds(block * BLOCK, BLOCK)
     pairs = plgpu.load(expert_ref.at[here], layout=_ROWS, optimized=False)

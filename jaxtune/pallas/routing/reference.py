@@ -1,7 +1,7 @@
 """Routing in plain jnp: a counting sort by blocks, and gathers.
 
-Sorting counts in blocks of pairs: how many of a block go to each expert, and how many of its own expert come before a
-pair within its block. Both are comparisons that are summed on the spot; nothing of the size pairs x experts is stored.
+The sort counts in blocks of pairs: the number of a block's pairs that go to each expert, and for each pair the number
+of earlier pairs of its expert in its block. Both are sums of comparisons; no array of size pairs x experts is stored.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ BLOCK = 256
 
 
 class Passes(NamedTuple):
-    """The two passes of a sort over all pairs, which are in blocks of so many: see histogram and slots."""
+    """The two passes of a sort over all pairs, and the block size that they use; see histogram and slots."""
 
-    block: int
+    block: int  # number of pairs of a block
     histogram: Callable[[jax.Array, int], jax.Array]
     slots: Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def chosen(values: jax.Array, choice: jax.Array) -> jax.Array:
-    """values [T, E] at choice [T, k]; 0 past the end. Its gradient is a comparison, not a scatter."""
+    """values [T, E] at choice [T, k]; 0 for indices past the end. Its gradient is a comparison, not a scatter."""
     index = jnp.arange(values.shape[1], dtype=jnp.int32)
     return jnp.where(index == choice[:, :, None], values[:, None], 0).sum(-1)
 
 
 def chosen_by(values: jax.Array, choice: jax.Array, num_experts: int) -> jax.Array:
-    """values [T, k] -> [T, E]: each token's value for an expert of its choice, 0 for others: `chosen`'s gradient."""
+    """values [T, k] -> [T, E]: each token's value for an expert that it chose, 0 for others. This is the gradient of
+    `chosen`."""
     index = jnp.arange(num_experts, dtype=jnp.int32)
     return jnp.where(index == choice[:, :, None], values[:, :, None], 0).sum(1)
 
@@ -45,13 +46,14 @@ def expert_counts(choice: jax.Array, num_experts: int, mask: jax.Array) -> jax.A
 
 
 def histogram(blocks: jax.Array, num_experts: int) -> jax.Array:
-    """int32[n, E]: how many pairs of each block go to each expert; blocks: the experts, int32[n, pairs of a block]."""
+    """int32[n, E]: the number of pairs of each block that go to each expert; blocks has the pairs' experts, int32[n,
+    pairs of a block]."""
     return (blocks[:, :, None] == jnp.arange(num_experts, dtype=jnp.int32)).sum(1, dtype=jnp.int32)
 
 
 def slots(blocks: jax.Array, firsts: jax.Array) -> jax.Array:
-    """int32[n, pairs of a block]: firsts [n, E] of each pair's block and expert, and how many pairs of the block and
-    expert come before it; of pairs that go nowhere, any number."""
+    """int32[n, pairs of a block]: firsts [n, E] of each pair's block and expert, plus the number of earlier pairs of
+    that block and expert; any number for pairs without an expert."""
     index = jnp.arange(blocks.shape[1])
     before = index[:, None] > index
     rank = ((blocks[:, :, None] == blocks[:, None, :]) & before).sum(2, dtype=jnp.int32)
@@ -59,10 +61,8 @@ def slots(blocks: jax.Array, firsts: jax.Array) -> jax.Array:
 
 
 def sort_pairs(expert: jax.Array, num_experts: int, tile_rows: int, passes: Passes):
-    """expert int32[pairs] -> (slots int32[pairs], source int32[rows], Groups); see api.Routing.
-
-    passes: who runs the two that go over all pairs.
-    """
+    """expert int32[pairs] -> (slots int32[pairs], source int32[rows], Groups); see api.Routing. `passes` computes the
+    two passes over all pairs."""
     pairs = expert.shape[0]
     short = -pairs % passes.block
     expert = jnp.where((expert >= 0) & (expert < num_experts), expert, num_experts)
@@ -87,35 +87,36 @@ def spread(x: jax.Array, slots: jax.Array, source: jax.Array) -> jax.Array:
 def rows_of(x: jax.Array, index: jax.Array) -> jax.Array:
     """x[index]; zero where index is past the end.
 
-    16-bit rows are moved four numbers at a time, or two: XLA's gather moves one element a thread (one number at a time
-    0.32 ms, two 0.24, H200).
+    16-bit rows are moved as words of four numbers, or two, because XLA's gather moves one element per thread (one
+    number at a time 0.32 ms, two 0.24, H200).
     """
     if x.ndim != 2 or x.dtype.itemsize != 2 or x.shape[1] % 2:
         return _gathered(x, index)
     count, word = (2, jnp.uint32) if x.shape[1] % 4 else (4, jnp.uint64)
-    with jax.enable_x64(True):  # there are no words of 64 bits without
+    with jax.enable_x64(True):  # 64-bit words need x64
         words = jax.lax.bitcast_convert_type(x.reshape(x.shape[0], -1, count), word)
         rows = jax.lax.bitcast_convert_type(_gathered(words, index), x.dtype)
         return rows.reshape(*index.shape, x.shape[1])
 
 
 def _gathered(x, index):
-    # What jnp's own mode "fill" does, with a quarter of the instructions: no index is negative. A layer of experts has
-    # eight of these, and XLA compiles each of them anew.
+    """x[index], zero where index is past the end."""
+    # The same as jnp's mode "fill" with a quarter of the instructions, because no index is negative. A layer of experts
+    # has eight of these, and XLA compiles each separately.
     there = index < x.shape[0]
     return jnp.where(jnp.expand_dims(there, range(index.ndim, index.ndim + x.ndim - 1)), _row(x, index), 0)
 
 
 def _row(x, index):
-    """x at index, at its last row where that is past the end: a gather, which XLA clamps by itself."""
+    """x at index, at its last row if index is past the end: a gather, which XLA clamps by itself."""
     return x.at[index].get(mode="clip", wrap_negative_indices=False)
 
 
 def summed(rows: jax.Array, slots: jax.Array) -> jax.Array:
     """[rows, H], slots [T, k] -> [T, H]: sum_j rows[slots[:, j]], in float32 from the first j to the last.
 
-    Rows that hold nothing are zero. The last row is one of them wherever a slot is past the end (a pair goes nowhere):
-    so many tiles would hold a pair more. Hence such a slot reads it, and nothing is compared.
+    Empty rows are zero. If any slot is past the end (a pair without an expert), the last row is empty, because
+    otherwise all rows would have a pair. A slot past the end therefore reads the last row, without a comparison.
     """
     first, *others = (_row(rows, column).astype(jnp.float32) for column in slots.T)
     for other in others:
