@@ -1,4 +1,4 @@
-"""Products of rows sorted by expert with the experts' weights, with their adapters."""
+"""Products of rows sorted by expert with the experts' weights and their adapters."""
 
 from jaxtune.pallas.grouped_matmul.api import GroupedLora, grouped_bias, grouped_matmul, implementations
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups

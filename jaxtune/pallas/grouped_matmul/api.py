@@ -34,47 +34,44 @@ _PRODUCTS = {
 }
 # Products that take experts as they are stored, by the value of model.compute that asks for it.
 AS_STORED = {"fp8": fp8_experts.product}
-_AHEAD = "mosaic_ahead"  # takes a weight in four bits as it is stored; others, decoded before
-_MOSAIC = ("mosaic", _AHEAD)  # whose kernels multiply by an adapter's A and B, and make the adapters' gradients, too
+_AHEAD = "mosaic_ahead"  # takes a weight in four bits as it is stored; the others need it decoded
+_MOSAIC = ("mosaic", _AHEAD)  # their kernels also multiply by an adapter's A and B, and compute the adapters' gradients
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GroupedLora:
-    """A low-rank addition to each expert's weight.
+    """A low-rank addition to each expert's weight."""
 
-    Attributes:
-      a: [E, r, in], b: [E, out, r]; cast to x's dtype on use.
-      scale: alpha / r, or alpha / sqrt(r) for rsLoRA.
-    """
-
-    a: jax.Array
-    b: jax.Array
+    a: jax.Array  # [E, r, in]; cast to x's dtype on use
+    b: jax.Array  # [E, out, r]; cast to x's dtype on use
+    # alpha / r, or alpha / sqrt(r) for rsLoRA
     scale: float = dataclasses.field(default=1.0, metadata=dict(static=True))
 
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """What of a call is known when it is traced.
+    """What is known of a call when it is traced."""
 
-    adapter_first: in the backward, before the gradient of x. fp8: of a weight that multiplies as it is stored, a tuple
-    of one, the implementation that was asked for.
-    """
-
-    transposed: bool
-    scale: float
+    transposed: bool  # weights are [E, in, out]
+    scale: float  # the adapter's
     implementation: str
-    adapter_first: bool
+    adapter_first: bool  # the backward computes the adapter's gradients before the gradient of x
+    # for a weight that is multiplied as it is stored, the requested implementation, in a tuple of one
     fp8: tuple[str | None, ...] = ()
 
 
 def implementations(
     dtype, in_size: int, out_size: int, groups: Groups, weight=None, implementation: str | None = None
 ) -> dispatch.Table:
-    """The implementations of a call in the order in which they are tried, each with why it refuses it.
+    """The implementations of a call in the order in which they are tried, each with a function that returns why it
+    refuses it.
 
     Args:
-      weight: in four bits, or None for an array.
+      dtype: of x.
+      in_size, out_size: of the weights.
+      groups: of the rows.
+      weight: in four bits; None for an array.
       implementation: the name that was asked for, or None.
     """
 
@@ -87,7 +84,7 @@ def implementations(
         reason = mosaic_refusal() or mosaic_ahead.refusal(weight)
         return reason or first_use.refusal(_AHEAD, mosaic.product, weight)
 
-    # One of several devices takes it by name only: beside NCCL's kernels it is not proved that it cannot hang.
+    # On several devices it is used only if asked for: it is not proved that it cannot hang beside NCCL's kernels.
     if jax.sharding.get_abstract_mesh().size > 1:
         ahead_refusal = dispatch.on_request(_AHEAD, implementation, mosaic_ahead.NOT_PROVED, ahead_refusal)
 
@@ -106,12 +103,13 @@ def implementations(
 
 
 def gathers(implementation: str) -> bool:
-    """Whether an implementation's products bring tokens' rows themselves: `tokens` of `forward` and `backward`."""
+    """Whether an implementation's products gather tokens' rows themselves, as `forward` and `backward` need for
+    `tokens`."""
     return implementation == "mosaic" and first_use.refusal("mosaic", mosaic.product, None, gathering=True) is None
 
 
 def _product(x, weight, groups, contract, extra, static: Static, tokens):
-    """A weight in few bits is decoded when x is there and not before, or multiplies as it is stored."""
+    """The product with a weight, which is decoded once x is there and not earlier, or multiplied as it is stored."""
     implementation = static.implementation
     if static.fp8:
         plain = _PRODUCTS[implementation]
@@ -124,7 +122,7 @@ def _product(x, weight, groups, contract, extra, static: Static, tokens):
 
 
 def _thin(x, weight, groups, contract, implementation, tokens):
-    """By an adapter's A or B; columns past the rank are zero."""
+    """The product with an adapter's A or B; columns past the rank are zero."""
     if implementation in _MOSAIC:
         return mosaic.thin(x, weight, groups, contract, tokens)
     return reference.thin(x, weight, groups, contract)
@@ -133,7 +131,7 @@ def _thin(x, weight, groups, contract, implementation, tokens):
 def _contracted(thin, wide, groups, rank, implementation, tokens):
     """thin [rows, at least rank], wide [rows, n] -> float32[E, rank, n]: contracted over the rows of each expert.
 
-    tokens: int32[rows], if wide [T, n] has tokens' rows.
+    `tokens` is int32[rows] if wide is [T, n] and its rows are to be gathered.
     """
     if implementation in _MOSAIC and mosaic_contract.refusal(wide.dtype) is None:
         return mosaic_contract.contract_rows(thin, wide, groups, rank, tokens)
@@ -143,12 +141,13 @@ def _contracted(thin, wide, groups, rank, implementation, tokens):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _grouped(x, weight, lora, groups, static: Static):
+    """grouped_matmul with a custom derivative."""
     return forward(x, weight, lora, groups, static)[0]
 
 
 def forward(x, weight, lora, groups, static: Static, tokens=None):
-    """(out, residuals for `backward`). tokens: int32[rows], if x [T, in] has tokens' rows, and the implementation
-    `gathers`; T for rows that hold nothing."""
+    """(out, residuals for `backward`). `tokens` is int32[rows] if x is [T, in] and the implementation `gathers` its
+    rows; T for empty rows."""
     contract = 1 if static.transposed else 2
     inner = extra = None
     if lora is not None:
@@ -160,10 +159,10 @@ def forward(x, weight, lora, groups, static: Static, tokens=None):
 
 
 def backward(static: Static, residuals, dout, x_tokens=None, dout_tokens=None):
-    """Gradients of the rows, weight and adapter.
+    """Gradients of the rows, the weight and the adapter.
 
-    x_tokens, dout_tokens: int32[rows], if residuals have x [T, in] of tokens in place of the rows, or dout is [T, out];
-    the latter as `forward`'s.
+    `x_tokens` and `dout_tokens` are int32[rows] if the residuals have x [T, in] in place of the rows, or dout is [T,
+    out]; the latter as `tokens` in `forward`.
     """
     x, weight, lora, groups, inner = residuals
     contract = 2 if static.transposed else 1
@@ -174,13 +173,13 @@ def backward(static: Static, residuals, dout, x_tokens=None, dout_tokens=None):
         extra = (dinner, a.mT if static.transposed else a)
         da = _contracted(dinner, x, groups, a.shape[1], static.implementation, x_tokens)
         db = _contracted(scaled(inner, static.scale), dout, groups, a.shape[1], static.implementation, dout_tokens)
-        # Else XLA keeps db as it is, and sums of it, up to the end of the program, where each is copied.
+        # Without this XLA would keep db and its sums until the end of the program, where each is copied.
         db = with_layout_constraint(db.mT, Layout(major_to_minor=(0, 1, 2)))
         dlora = (da.astype(a.dtype), db.astype(b.dtype))
         if static.adapter_first:
             dlora, dout = jax.lax.optimization_barrier((dlora, dout))
     dx = _product(dout, weight, groups, contract, extra, static, dout_tokens)
-    # Dead code, which costs nothing, wherever the weight is frozen; weights in four bits have no gradient.
+    # XLA removes this if the weight is frozen; weights in four bits have no gradient.
     dweight = None
     if not isinstance(weight, Stored):
         rows, drows = reference.rows_of(x, x_tokens), reference.rows_of(dout, dout_tokens)
@@ -209,10 +208,13 @@ def check_groups(check: Arguments, groups: Groups, name: str = "groups") -> None
 
 
 def checked(op: str, name: str, x, shape: str, weight, groups: Groups, lora, transposed: bool, routing=None) -> None:
-    """Checks the arguments of a product by `op`.
+    """Checks the arguments of a product.
 
     Args:
-      name, shape: x's, whose last axis is "in". routing: the Routing of the groups, if that is what was given.
+      op: the operation, for messages.
+      name, shape: x's name and shape in words, whose last axis is "in".
+      x, weight, groups, lora, transposed: as in grouped_matmul.
+      routing: the Routing with the groups, if that is what was given.
     """
     check = Arguments(op)
     check_groups(check, groups, "groups" if routing is None else "routing.groups")
@@ -239,7 +241,7 @@ def prepared(
     fp8: bool,
     implementation: str | None,
 ):
-    """(x, weight, lora, static) as forward takes them; the arguments are grouped_matmul's."""
+    """(x, weight, lora, static) in the form that forward takes; the arguments are grouped_matmul's."""
     in_size, out_size = weight.shape[1:] if transposed else weight.shape[:0:-1]
     as_stored = fp8 and isinstance(weight, Stored) and weight.compute in AS_STORED
     packed = weight if isinstance(weight, Stored) and not as_stored else None
@@ -265,21 +267,22 @@ def grouped_matmul(
     fp8: bool = False,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Multiplies each expert's rows by its weight, and by its adapter.
+    """Multiplies each expert's rows by its weight, and adds its adapter's product.
 
-    Rows that hold nothing must be zero, and come out zero; see permute. Differentiable by x, a weight that is an array,
-    and the adapter.
+    Empty rows must be zero, and their results are zero; see permute. Differentiable with respect to x, a weight that is
+    an array, and the adapter.
 
     Args:
-      x: [rows, in] bfloat16, float16 or float32, sorted as `groups` says; the compute dtype. Weights in another dtype
-        are cast to it.
-      weight: [E, out, in], or [E, in, out] if `transposed`; an array or in four bits, as `formats.NF4.encode(array)`
-        and `MXFP4` make it (decoded for each product, by "mosaic_ahead" while it multiplies).
+      x: [rows, in] bfloat16, float16 or float32, sorted as `groups` says; its dtype is the compute dtype, to which
+        other weights are cast.
+      weight: [E, out, in], or [E, in, out] if `transposed`; an array, or in four bits as from
+        `formats.NF4.encode(array)` or `MXFP4` (decoded for each product, by "mosaic_ahead" while it multiplies).
       groups: `routing.route(choice, E).groups`.
-      derivative_follows: the derivative is taken soon, and x serves nothing else. A weight that is decoded first is
-        then decoded once for both; the adapter's gradients are made before x's, whose product needs no x beside it.
-      fp8: a weight in FP8 is multiplied as it is stored, in both directions, as quant_matmul does it: rows are rounded
-        to e4m3 (fp8_experts.py). Adapters multiply x as it is.
+      lora: the adapter, or None.
+      derivative_follows: the derivative is computed soon, and x has no other use. A weight that has to be decoded is
+        then decoded once for both, and the adapter's gradients are computed before x's, so that x can be freed.
+      fp8: a weight in FP8 is multiplied as it is stored, in both directions, as in quant_matmul: rows are rounded to
+        e4m3 (fp8_experts.py). Adapters multiply x unrounded.
       implementation: "mosaic", "mosaic_ahead", "triton", "reference", or None for the first that supports the call.
     Returns:
       [rows, out] in x's dtype.
@@ -293,7 +296,7 @@ def grouped_matmul(
 
 @meshes.on_any_mesh
 def grouped_bias(rows: jax.Array, bias: jax.Array, groups: Groups) -> jax.Array:
-    """rows [rows, out] + the bias of each row's expert, bias [E, out]; in rows' dtype.
+    """rows [rows, out] plus the bias of each row's expert, bias [E, out]; in rows' dtype.
 
     Raises:
       TypeError, ValueError: an argument is not as described here.
@@ -308,6 +311,7 @@ def grouped_bias(rows: jax.Array, bias: jax.Array, groups: Groups) -> jax.Array:
 
 @jax.custom_vjp
 def _biased(rows, bias, groups):
+    """grouped_bias with a custom derivative."""
     added = reference.per_tile(bias, groups)[:, None].astype(jnp.float32)
     return (reference.tiled(rows, groups).astype(jnp.float32) + added).reshape(rows.shape).astype(rows.dtype)
 

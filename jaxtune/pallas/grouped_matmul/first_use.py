@@ -23,8 +23,10 @@ def refusal(name: str, product: Callable, weight, *, gathering: bool = False) ->
     """Why this GPU must not run `product` (an implementation of reference.product), or None.
 
     Args:
-      weight: as stored, or None for an array.
-      gathering: whether it is to bring tokens' rows itself, too.
+      name: the implementation.
+      product: the function.
+      weight: a stored weight, or None for an array.
+      gathering: whether it must also gather tokens' rows.
     """
 
     def compare():

@@ -1,13 +1,14 @@
 """Products of sorted rows with experts' weights in FP8 as they are stored.
 
-As quant_matmul/fp8_product.py: both operands are e4m3, sums are float32. A weight [E, A, B] whose scales belong to rows
-multiplies along B with its scales outside of the sum. Along A they are factors of the summed axis: sorted rows, each of
-one expert, take them before they are rounded. Scales of 128 x 128 stand inside both sums. The tensor cores take e4m3
-along the summed axis alone, so along A the codes are transposed first, in each product (two bytes a weight).
+As in quant_matmul/fp8_product.py, both operands are e4m3 and sums are float32. If the scales of a weight [E, A, B]
+belong to rows, they are outside of the sum in products along B. In products along A they are factors of the summed
+axis; each sorted row belongs to one expert and is multiplied by them before it is rounded. Scales of 128 x 128 are
+inside both sums. Tensor cores accept e4m3 with the summed axis contiguous only, so for products along A the codes are
+transposed first, in each product (two bytes per weight).
 
-On Hopper fp8_rounding.py rounds rows, which it may bring from where their tokens are, and fp8_mosaic.py multiplies; on
-other GPUs that multiply in FP8 XLA rounds and fp8_triton.py multiplies. Elsewhere, and where these refuse, rows are
-rounded all the same, and what the codes stand for is multiplied in 16 bits: the same values, at no gain.
+On Hopper fp8_rounding.py rounds rows, which it can gather from the tokens, and fp8_mosaic.py multiplies. On other GPUs
+that multiply in FP8, XLA rounds and fp8_triton.py multiplies. Elsewhere, and if these refuse, rows are rounded all the
+same and the decoded values are multiplied in 16 bits, which gives the same values without a gain in speed.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def product(
     plain: Callable,
     implementation: str | None = None,
 ) -> jax.Array:
-    """As reference.product. tokens: int32[rows], if x [T, K] has tokens' rows; T for rows that hold nothing.
+    """As reference.product. `tokens` is int32[rows] if x is [T, K] and its rows are gathered; T for empty rows.
 
     Args:
       plain: multiplies arrays in 16 or 32 bits, as reference.product does.
@@ -64,7 +65,7 @@ def product(
 
 
 def _scales(weight: FP8, contract: int) -> tuple[jax.Array | None, jax.Array | None]:
-    """(factors [E, K] of the rows, scales of the sum's results): float32, each or None."""
+    """(factors [E, K] of the rows, scales of the sum's results), each float32 or None."""
     scales = weight.scales.astype(jnp.float32)
     if fp8_product.in_blocks(weight):
         return None, scales if contract == 2 else scales.mT
@@ -73,7 +74,7 @@ def _scales(weight: FP8, contract: int) -> tuple[jax.Array | None, jax.Array | N
 
 
 def _rounded(x, factors, groups: Groups, tokens, blocks: bool) -> tuple[jax.Array, jax.Array]:
-    """(e4m3[rows, K], float32[rows, 1] or of `blocks` [rows, K / 128])"""
+    """(e4m3[rows, K], scales float32[rows, 1], or with `blocks` [rows, K / 128])."""
     rows = reference.rows_of(x, tokens)
     if factors is not None:
         wide = reference.tiled(rows, groups).astype(jnp.float32) * reference.per_tile(factors, groups)[:, None]
@@ -82,10 +83,12 @@ def _rounded(x, factors, groups: Groups, tokens, blocks: bool) -> tuple[jax.Arra
 
 
 def _by_reference(x, weight: FP8, groups: Groups, contract: int, extra, tokens, plain: Callable = reference.product):
+    """The product in 16 bits of the rounded rows' and the codes' values."""
     blocks, (factors, _) = fp8_product.in_blocks(weight), _scales(weight, contract)
     with jax.named_scope("to_fp8"):
         codes, scale = _rounded(x, factors, groups, tokens, blocks)
-    # Tied to the rows: else XLA decodes weights of later layers early and keeps those of a forward for the backward.
+    # Tied to the rows, because XLA would decode weights of later layers early, and keep those of a forward for the
+    # backward.
     codes, weight = jax.lax.optimization_barrier((codes, weight))
     if blocks:
         scale = jnp.repeat(scale, fp8_product.BLOCK, axis=1)[:, : codes.shape[1]]
@@ -94,9 +97,10 @@ def _by_reference(x, weight: FP8, groups: Groups, contract: int, extra, tokens, 
     return plain(rows, side, groups, contract, extra)
 
 
-# What kernels are checked against, which must round as they do: by default XLA leaves rounding to e4m3 out on a GPU
-# where the codes are widened again. The programs of a run are compiled without that
-# (train/program/programs.py). Autotuning is off as in dispatch.exactly.
+# The function with which kernels are compared must round as they do: by default XLA removes a rounding to e4m3 on a GPU
+# if the codes are widened again. The programs of a run are compiled without that (train/program/programs.py).
+# Autotuning
+# is off, as in dispatch.exactly.
 _exact = jax.jit(
     _by_reference,
     static_argnums=3,
@@ -105,6 +109,7 @@ _exact = jax.jit(
 
 
 def _by_kernel(x, weight: FP8, groups: Groups, contract: int, extra, tokens, name: str):
+    """The product by a kernel, with the rows rounded for it."""
     blocks, (factors, scales) = fp8_product.in_blocks(weight), _scales(weight, contract)
     with jax.named_scope("to_fp8"):
         if blocks or name != "mosaic":
@@ -115,7 +120,7 @@ def _by_kernel(x, weight: FP8, groups: Groups, contract: int, extra, tokens, nam
     side = weight.codes
     u, add = (None, None) if extra is None else extra
     if contract == 1:
-        # Tied to the rows: the copy is made when they are there, and is neither shared by products nor kept.
+        # Tied to the rows, so that the copy is made when they are there, and is neither shared by products nor kept.
         codes, side = jax.lax.optimization_barrier((codes, side))
         side, add = side.mT, None if add is None else add.mT
     tiles = groups.tile_expert, groups.tile_sizes
@@ -123,10 +128,10 @@ def _by_kernel(x, weight: FP8, groups: Groups, contract: int, extra, tokens, nam
 
 
 def _first_use(name: str, blocks: bool, dtype, rank: int, whole: bool) -> str | None:
-    """Why this GPU must not run the kernels, by a small case in both directions, with an adapter that fills as many
-    columns as this rank does, of rows in a buffer and of tokens'.
+    """Why this GPU must not run the kernels, from a small case in both directions, with rows in a buffer and gathered
+    from tokens, and with an adapter padded to the same number of columns as one of this rank.
 
-    whole: whether 128 divides what is summed; else steps along it are shorter, and of another swizzle.
+    `whole`: whether 128 divides the summed axis; otherwise steps along it are shorter, and swizzled differently.
     """
     filled = fp8_mosaic.filled_rank(rank) if rank else 0
     sizes, shape, count = (200, 0, 1, 128), (4, 512, 768) if whole else (4, 576, 960), 150

@@ -1,13 +1,13 @@
-"""Rows of tokens brought to shared memory as they are needed, in place of a buffer that they are copied to first.
+"""Rows of tokens gathered into shared memory when they are needed, in place of copying them to a buffer first.
 
-TMA copies boxes, and on Hopper no rows of any numbers. Here the 128 lanes of a warpgroup copy 16 bytes each at a time
-(cp.async), eight of them a row's 128 bytes, to where TMA would put them: tiles of 8 rows of 128 bytes, swizzled. A lane
-has every 16th row, and always the same 16 bytes of a row.
+TMA copies boxes, and on Hopper it cannot gather rows. Here the 128 lanes of a warpgroup copy 16 bytes each at a time
+(cp.async), eight of them the 128 bytes of a row, to the places where TMA would put them: tiles of 8 rows of 128 bytes,
+swizzled. A lane has every 16th row, and always the same 16 bytes of a row.
 
-Copies report to barriers of their own when they arrive (`tell`), and nobody waits for them but who multiplies
-(`wait`). It costs nothing against TMA over rows that lie in order (README.md), given one thing: the fence before wgmma
-must name shared memory. Without `.shared::cta` it waits for all traffic of the memory, 450 cycles a step, and the same
-product took 1.79 ms for 1.18 (Qwen3-30B-A3B's gate/up, H200).
+Copies signal their own barriers when they arrive (`tell`), and only the multiplying warpgroups wait for them (`wait`).
+This is as fast as TMA over consecutive rows (README.md), with one condition: the fence before wgmma must name shared
+memory. Without `.shared::cta` it waits for all memory traffic, 450 cycles a step, and the same product took 1.79 ms in
+place of 1.18 (Qwen3-30B-A3B's gate/up, H200).
 """
 
 from __future__ import annotations
@@ -36,19 +36,20 @@ from jaxtune.pallas.lanes import (
 )
 from jaxtune.system.private_mlir import arith, ir, llvm
 
-_EVERY = 16  # a lane's rows are so far apart
-_PIECE = 16  # bytes
-_COLUMNS = 64  # of a tile, 16 bits each: 128 bytes
-_TILE = 8 * 128  # bytes
+_EVERY = 16  # distance between a lane's rows
+_PIECE = 16  # bytes that a lane copies at a time
+_COLUMNS = 64  # columns of a tile, 16 bits each: 128 bytes
+_TILE = 8 * 128  # bytes of a tile
 
 
 def _layout(rows: int):
-    """Of int32[8 rows], a row's number in each of its eight lanes: lane t has those of rows t // 8 + 16 i."""
+    """The layout of int32[8 rows] in which a row's number is in each of its eight lanes: lane t has those of rows t //
+    8 + 16 i."""
     return plgpu.Layout.WG_STRIDED((8 * rows,), rows // _EVERY)
 
 
 def numbers(tokens_ref, first, rows: int, interpreted: bool):
-    """tokens_ref [first : first + rows], int32, as `bring` takes it; rows: a multiple of 16."""
+    """tokens_ref [first : first + rows], int32, in the layout that `bring` takes; rows is a multiple of 16."""
     if interpreted:
         return tokens_ref[pl.ds(first, rows)]
     layout = _layout(rows)
@@ -71,10 +72,16 @@ def numbers(tokens_ref, first, rows: int, interpreted: bool):
 
 
 def bring(x_ref, tokens, target, first_column, transforms, interpreted: bool):
-    """target [rows, columns] in shared memory = x_ref [T, K] at tokens, from first_column on, once a barrier was told
-    of it and waited for; a token that is T is a row of zeros.
+    """Copies rows of x_ref [T, K] at `tokens`, from first_column on, to target [rows, columns] in shared memory. They
+    have arrived once a barrier was told of it (`tell`) and waited for. Token T is a row of zeros.
 
-    tokens: as from `numbers`. first_column: a multiple of 8. transforms: of target, tiles of (8, 64) swizzled by 128.
+    Args:
+      x_ref: [T, K].
+      tokens: from `numbers`.
+      target: in shared memory.
+      first_column: a multiple of 8.
+      transforms: of target: tiles of (8, 64) swizzled by 128.
+      interpreted: whether the interpreter runs it.
     """
     rows, columns = target.shape
     if interpreted:
@@ -87,12 +94,12 @@ def bring(x_ref, tokens, target, first_column, transforms, interpreted: bool):
     def copy(_, tokens, first_column, x_ref, target):
         count, width = ir.MemRefType(x_ref.type).shape
         first, piece = ir_shift_right(ir_thread(), 3), arith.andi(ir_thread(), ir_const(7))
-        within = arith.andi(first, ir_const(7))  # its tile of 8 rows, of which parts lie side by side
+        within = arith.andi(first, ir_const(7))  # within its tile of 8 rows, whose parts are contiguous
         swizzled = arith.xori(piece, within)
         address = arith.trunci(ir_i32(), llvm.ptrtoint(ir.IntegerType.get_signless(64), utils.memref_ptr(target)))
         tile = ir_mul(ir_shift_right(first, 3), parts * _TILE)
         address = ir_add(address, tile, ir_mul(within, 128), ir_mul(swizzled, _PIECE))
-        start = ir_add(ir_shift_right(ir_scalar(first_column), 3), piece)  # in pieces of 8 numbers
+        start = ir_add(ir_shift_right(ir_scalar(first_column), 3), piece)  # counted in pieces of 8 numbers
         eight = ir.VectorType.get((8,), ir.MemRefType(x_ref.type).element_type)
         for number in range(rows // _EVERY):
             token = ir_item(tokens.registers.flat[0], number)
@@ -110,18 +117,19 @@ def bring(x_ref, tokens, target, first_column, transforms, interpreted: bool):
 
 
 def barriers(slots: int):
-    """Scratch for `begin`, `tell` and `wait`."""
+    """Scratch memory for `begin`, `tell` and `wait`."""
     return plgpu.SMEM((2 * slots,), jnp.int32)
 
 
 def _barrier(barriers_ref, slot):
+    """The 32-bit address of a slot's barrier."""
     pointer = ir_address(barriers_ref, slot, ir.IntegerType.get_signless(64))
     return arith.trunci(ir_i32(), llvm.ptrtoint(ir.IntegerType.get_signless(64), pointer))
 
 
 def begin(barriers_ref, interpreted: bool):
-    """Sets up the barriers; by the warpgroup that brings, before all else."""
-    if interpreted:  # where copies do not lag
+    """Initialises the barriers; called by the loading warpgroup before everything else."""
+    if interpreted:  # the interpreter's copies are synchronous
         return
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(),))
@@ -138,7 +146,7 @@ def begin(barriers_ref, interpreted: bool):
 
 
 def tell(barriers_ref, slot, interpreted: bool):
-    """The slot's barrier, as soon as all that this lane has brought has arrived."""
+    """Signals the slot's barrier as soon as everything that this lane has copied has arrived."""
     if interpreted:
         return
 
@@ -151,8 +159,9 @@ def tell(barriers_ref, slot, interpreted: bool):
 
 
 def wait(barriers_ref, slot, parity, interpreted: bool):
-    """Until what was told of has arrived in the slot, and wgmma sees it: the first, third, ... time with parity 0, the
-    second, fourth, ... with 1. Only after a barrier at which who brings arrives later than it calls `begin`."""
+    """Waits until everything announced for the slot has arrived and is visible to wgmma: the first, third, ... time
+    with parity 0, the second, fourth, ... with 1. It must come after a barrier at which the loading warpgroup arrives
+    after it called `begin`."""
     if interpreted:
         return
 

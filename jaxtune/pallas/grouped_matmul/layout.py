@@ -1,8 +1,8 @@
-"""Rows sorted by expert, where every expert starts at a whole tile.
+"""The layout of rows sorted by expert, in which every expert starts at a whole tile.
 
-A tile of rows then belongs to one expert, whatever the sizes of the groups: kernels mask nothing and store whole
-tiles, and the rows of an expert are contracted tile by tile. The price is half a tile of rows an expert on average,
-which are zeros and take part in nothing.
+A tile of rows then belongs to one expert, whatever the sizes of the groups: kernels need no masks and store whole
+tiles, and the rows of an expert are contracted tile by tile. The price is half a tile of empty rows per expert on
+average, which are zero.
 """
 
 from __future__ import annotations
@@ -12,39 +12,33 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-TILE_ROWS = 128  # what two warpgroups multiply at a time
+TILE_ROWS = 128  # rows that two warpgroups multiply at a time
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """Which expert each tile of rows belongs to.
+    """Which expert each tile of rows belongs to."""
 
-    Attributes:
-      tile_expert: int32[tiles], rising; the experts' number E for the tiles at the end that hold nothing.
-      count: int32[], tiles that hold something.
-      tile_sizes: int32[tiles], rows of each tile that hold something, the first of it.
-      sizes: int32[E], rows of each expert.
-      tile_rows: rows of a tile.
-    """
-
-    tile_expert: jax.Array
-    count: jax.Array
-    tile_sizes: jax.Array
-    sizes: jax.Array
-    tile_rows: int = dataclasses.field(metadata=dict(static=True))
+    tile_expert: jax.Array  # int32[tiles], ascending; the number of experts E for empty tiles at the end
+    count: jax.Array  # int32[]: number of tiles that are not empty
+    tile_sizes: jax.Array  # int32[tiles]: rows of each tile that are not empty; they are the first ones
+    sizes: jax.Array  # int32[E]: rows of each expert
+    tile_rows: int = dataclasses.field(metadata=dict(static=True))  # rows of a tile
 
     @property
     def num_experts(self) -> int:
+        """The number of experts."""
         return self.sizes.shape[0]
 
     @property
     def tiles(self) -> int:
+        """The number of tiles, empty ones included."""
         return self.tile_expert.shape[0]
 
     @property
     def rows(self) -> int:
-        """Rows of the sorted buffer, those that hold nothing included."""
+        """Rows of the sorted buffer, empty ones included."""
         return self.tiles * self.tile_rows
 
     def starts(self) -> jax.Array:
@@ -53,10 +47,10 @@ class Groups:
 
 
 def divided(numbers: jax.Array, by: int) -> jax.Array:
-    """numbers // by of integers that are not negative.
+    """numbers // by, for integers that are not negative.
 
-    A power of two is a shift. `//` asks for every number's sign, and of a signed division XLA makes six operations;
-    a layer of experts has several, and XLA compiles each of them anew.
+    For a power of two it is a shift. `//` tests every number's sign, and XLA makes six operations of a signed division.
+    A layer of experts has several, and XLA compiles each separately.
     """
     divisor = jnp.asarray(by, numbers.dtype)
     if by & (by - 1):
@@ -65,33 +59,34 @@ def divided(numbers: jax.Array, by: int) -> jax.Array:
 
 
 def _tiles(sizes, tile_rows):
-    """How many tiles each group has."""
+    """The number of tiles of each group."""
     return divided(sizes + (tile_rows - 1), tile_rows)
 
 
 def _ends(counts):
-    """The cumulative sum of a count for each expert: by comparisons, for which XLA takes a third of the operations of a
-    sum over windows, and one kernel."""
+    """The cumulative sum of one count per expert, by comparisons, which take XLA a third of the operations of a
+    windowed sum, and one kernel."""
     index = jnp.arange(counts.shape[0], dtype=jnp.int32)
     return jnp.where(index[:, None] >= index, counts, 0).sum(1, dtype=jnp.int32)
 
 
 def _first_tiles(sizes, tile_rows):
+    """The first tile of each group."""
     tiles = _tiles(sizes, tile_rows)
     return _ends(tiles) - tiles
 
 
 def groups_of(sizes: jax.Array, max_rows: int, tile_rows: int = TILE_ROWS) -> Groups:
-    """The layout of groups of these sizes, int32[E], that sum to at most max_rows."""
+    """The layout of groups of these sizes, int32[E], whose sum is at most max_rows."""
     experts = sizes.shape[0]
-    # sum of ceil(size / tile_rows), at its largest
+    # The largest possible sum of ceil(size / tile_rows).
     tiles = min((max_rows + experts * (tile_rows - 1)) // tile_rows, max_rows)
     sizes = sizes.astype(jnp.int32)
     of_group = _tiles(sizes, tile_rows)
     ends = _ends(of_group)
     index = jnp.arange(tiles, dtype=jnp.int32)
-    tile_expert = (index[:, None] >= ends).sum(1, dtype=jnp.int32)  # how many experts end before this tile
+    tile_expert = (index[:, None] >= ends).sum(1, dtype=jnp.int32)  # the number of experts that end before this tile
     lasts = (ends - of_group) * tile_rows + sizes  # the row after each expert's last
-    lasts = jnp.append(lasts, 0)  # of the tiles that hold nothing
+    lasts = jnp.append(lasts, 0)  # for the empty tiles
     left = lasts.at[tile_expert].get(mode="promise_in_bounds", wrap_negative_indices=False) - index * tile_rows
     return Groups(tile_expert, ends[-1], jnp.clip(left, 0, tile_rows), sizes, tile_rows)

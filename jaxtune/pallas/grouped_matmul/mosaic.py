@@ -1,10 +1,11 @@
 """The grouped product as a Pallas Mosaic GPU kernel for Hopper (wgmma, TMA, warp specialisation).
 
-Persistent: a program for each SM takes every n-th item, an item being a tile of rows times a tile of columns. One
-warpgroup brings blocks of 64 along K, as many ahead as fit, and goes on to the next item while the two others, each
-with 64 of the 128 rows, store the last one. Since a tile of rows has one expert, all items cost the same, and the work
-is even over SMs whatever the sizes of the groups. Items go by bands of rows, so that what runs at a time shares rows
-and weights in L2. An adapter's product is a few more steps along K, of its own two operands.
+The kernel is persistent: a program for each multiprocessor takes every n-th item, where an item is a tile of rows times
+a tile of columns. One warpgroup loads blocks of 64 along K, as many ahead as fit, and continues with the next item
+while the two others, each with 64 of the 128 rows, store the last one. A tile of rows has one expert, so all items cost
+the same, and the work is even over multiprocessors whatever the sizes of the groups. Items are ordered in bands of
+rows, so that items computed at the same time share rows and weights in the L2 cache. An adapter's product is a few more
+steps along K, with its own two operands.
 """
 
 from __future__ import annotations
@@ -24,22 +25,23 @@ from jaxtune.pallas.grouped_matmul import gather
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups
 from jaxtune.pallas.grouped_matmul.mosaic_ahead import Decoder
 
-_WARPGROUPS = 2  # that compute
+_WARPGROUPS = 2  # warpgroups that compute
 _OWN = TILE_ROWS // _WARPGROUPS  # rows of each
-_STEP = 64  # along K: 128 bytes, a row of the swizzle
+_STEP = 64  # columns of a step along K: 128 bytes, a row of the swizzle
 _TRANSFORMS = mosaic_types.tiled(jnp.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Registers:
-    """Of each thread of a warpgroup, by what it does; of all together 65,536."""
+    """Registers of each thread of a warpgroup, by the warpgroup's task; all threads together have 65,536."""
 
-    memory: int
-    compute: int
-    decode: int = 0
+    memory: int  # of the warpgroup that loads
+    compute: int  # of those that multiply
+    decode: int = 0  # of the one that decodes, if there is one
 
     @staticmethod
     def of(gathered: bool, decoding: bool) -> _Registers:
+        """The registers for a kernel that gathers rows, or decodes weights."""
         if decoding:
             return _Registers(40, 184, 96)
         return _Registers(72, 216) if gathered else _Registers(40, 232)
@@ -47,24 +49,22 @@ class _Registers:
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """columns: of a tile of the output. stages: blocks of K on their way. band: tiles of rows that go together.
+    """How the kernel divides its work."""
 
-    lead: steps along K, at most `stages`, by which the first warpgroup starts before the second. They then stay apart,
-    for they share the tensor cores, and one multiplies while the other stores; 0: together.
-    """
-
-    columns: int
-    stages: int
-    band: int = 16
+    columns: int  # of a tile of the output
+    stages: int  # blocks along K that are loaded ahead
+    band: int = 16  # tiles of rows that are processed together
+    # steps along K, at most `stages`, by which the first warpgroup starts before the second. They stay apart, as they
+    # share the tensor cores, and one multiplies while the other stores; 0: they start together
     lead: int = 0
 
 
-# The first whose columns divide the output's, in the order measured on an H200; stages are what shared memory holds
+# The first whose columns divide the output's is taken, in the order measured on an H200; stages fill the shared memory
 # beside the tile that is stored.
 BLOCKS = (Blocks(192, 4), Blocks(256, 3), Blocks(128, 5), Blocks(64, 6))
-_MOST_COLUMNS_BESIDE = 192  # a decoder; the accumulator of more needs registers that four warpgroups have not
+_MOST_COLUMNS_BESIDE = 192  # the most columns beside a decoder; four warpgroups do not have the registers for more
 
-# What the tuner measures (tune.py).
+# Blocks that the tuner measures (tune.py).
 CANDIDATES = (*BLOCKS[:3], Blocks(192, 4, 8), Blocks(256, 3, 8), Blocks(192, 4, 16, 2), Blocks(128, 6, 8, 4))
 
 
@@ -78,27 +78,27 @@ def refusal(dtype, in_size: int, out_size: int, tile_rows: int) -> str | None:
         return f"dtype {dtype}"
     if tile_rows != TILE_ROWS:
         return f"tiles of {tile_rows} rows, not {TILE_ROWS}"
-    for size in (in_size, out_size):  # the other direction is the backward's
+    for size in (in_size, out_size):  # the backward's product has the other direction
         if size % _STEP:
             return f"size {size} is not a multiple of {_STEP}"
     return None
 
 
 def candidates(out_size: int, ahead: bool) -> list[Blocks]:
-    """The blocks that the tuner measures; ahead: for weights in four bits."""
+    """The blocks that the tuner measures; `ahead`: for weights in four bits."""
     if ahead:
         return [blocks for blocks in CANDIDATES if blocks.columns <= min(_MOST_COLUMNS_BESIDE, out_size)]
     return [blocks for blocks in CANDIDATES if out_size % blocks.columns == 0]
 
 
 def bucket(in_size: int, out_size: int, contract: int, ahead: bool) -> str:
-    """What of a call its blocks depend on, for tuning.py."""
+    """The part of a call that its blocks depend on, for tuning.py."""
     return f"in={in_size}, out={out_size}, contract={contract}" + (", decoding" if ahead else "")
 
 
 def blocks_for(in_size: int, out_size: int, contract: int, dtype, ahead: bool) -> Blocks:
-    """The blocks measured for a product; or the first that divide it, or beside a decoder the widest, if its last tile
-    overlaps the one before by little."""
+    """The blocks measured for a product; else the first whose columns divide the output's, or beside a decoder the
+    widest whose last tile overlaps little with the one before."""
     measured = tuning.tuned("grouped_matmul", bucket(in_size, out_size, contract, ahead), dtype, Blocks)
     if measured is not None:
         return Blocks(**measured)
@@ -122,10 +122,10 @@ def _kernel(
     decoder: Decoder | None,
     packed: int,
 ):
-    """out [rows, N] = x [rows, K] W[expert of each tile] + u [rows, R] L[expert]; W, L are [E, N, K] or [E, K, N].
+    """out [rows, N] = x [rows, K] W[expert of each tile] + u [rows, R] L[expert]; W and L are [E, N, K] or [E, K, N].
 
-    rest: the rows' tokens, if x is `gathered` from [T, K]; u and L, if `with_extra`; W, or the `packed` operands from
-    which `decoder` makes it; out, and of a decoder the buffer for W; scratch.
+    `rest` has: the rows' tokens if x is `gathered` from [T, K]; u and L if `with_extra`; W, or the `packed` operands
+    from which `decoder` computes it; out, and for a decoder the buffer for W; scratch memory.
     """
     if gathered:
         tokens_ref, *rest = rest
@@ -149,7 +149,7 @@ def _kernel(
     main_steps = x_ref.shape[1] // _STEP
     all_steps = main_steps + (u_ref.shape[1] // _STEP if with_extra else 0)
     count = count_ref[0]
-    # Within `stages` steps the first warpgroup needs no slot that the second has to free.
+    # For `stages` steps the first warpgroup needs no slot that the second has to free.
     lead = min(blocks.lead, stages, all_steps)
 
     def item_place(index):
@@ -218,7 +218,7 @@ def _kernel(
         first = jnp.int32(0)
         start = (first, expert_ref[tile_of(first)], *([tokens_of(first)] if gathered else []))
         total, *_ = lax.fori_loop(0, mine, item, start)
-        # Every arrival is waited for: a barrier must not be left halfway.
+        # Every arrival is waited for, because a barrier must not be left in the middle of a phase.
         last = jnp.maximum(total - stages, 0)
         lax.fori_loop(last, total, lambda at, _: plgpu.barrier_wait(free.at[slot_of(at)]), None)
 
@@ -247,7 +247,7 @@ def _kernel(
             row_tile, column_tile = item_place(index)
             following = sizes_ref[tile_of(index + 1)]
             own = steps(row_tile)
-            multiplied = jnp.where(size > wg * _OWN, own, 0)  # none where this warpgroup's rows hold nothing
+            multiplied = jnp.where(size > wg * _OWN, own, 0)  # none if this warpgroup's rows are empty
 
             def accumulate(acc):
                 def step(number, at):
@@ -257,7 +257,7 @@ def _kernel(
                     plgpu.wgmma(
                         acc, x_smem.at[slot, pl.ds(wg * _OWN, _OWN)], side.transpose((1, 0)) if contract == 2 else side
                     )
-                    plgpu.wgmma_wait(1)  # the one before is done
+                    plgpu.wgmma_wait(1)  # the previous product is done
                     pl.when(number > 0)(lambda: release(at - 1))
                     if lead:
                         let_start((index == 0) & (number == lead - 1))
@@ -279,7 +279,7 @@ def _kernel(
             lax.fori_loop(multiplied, own, pass_on, at)
             at = at + own
             rows = pl.ds(row_tile * TILE_ROWS + wg * _OWN, _OWN)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item has left
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's copy has been read
             out_smem.at[wg][...] = total.astype(out_ref.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(out_smem.at[wg], out_ref.at[rows, columns_of(column_tile)])
@@ -304,26 +304,28 @@ def _kernel(
 
 
 def _smem(shape, dtype):
+    """Swizzled shared memory."""
     return plgpu.SMEM(shape, dtype, transforms=_TRANSFORMS)
 
 
 def _filled(array, axis: int):
-    """With zeros up to whole steps along an axis."""
+    """The array padded with zeros to whole steps along an axis."""
     widths = [(0, 0)] * array.ndim
     widths[axis] = (0, -array.shape[axis] % _STEP)
     return jnp.pad(array, widths)
 
 
 def thin(x, weight, groups: Groups, contract: int, tokens=None):
-    """As reference.thin, and zeros in the columns that fill up the last step: what `extra` takes as it is.
+    """As reference.thin, with zeros in the columns that pad the last step, so that `extra` can take it as it is.
 
-    It reads x once, but not the tiles that hold nothing, and copies no weight for each of its tiles.
+    It reads x once, without the empty tiles, and copies no weight for each of its tiles.
     """
     return product(x, _filled(weight.astype(x.dtype), 3 - contract), groups, contract, tokens=tokens)
 
 
 def product(x, weight, groups: Groups, contract: int, extra=None, tokens=None, *, blocks: Blocks | None = None):
-    """See reference.product; weight: in x's dtype, or in four bits if mosaic_ahead takes it; then no tokens."""
+    """See reference.product. The weight is in x's dtype, or in four bits if mosaic_ahead supports it, and then without
+    tokens."""
     columns, ahead = weight.shape[3 - contract], isinstance(weight, Stored)
     if ahead and tokens is not None:
         raise ValueError("grouped_matmul: beside a decoder no rows are gathered")

@@ -1,33 +1,33 @@
-"""Weights in four bits for the grouped product of mosaic.py: decoded in the same kernel, ahead of the products.
+"""Weights in four bits for the grouped product of mosaic.py, decoded in the same kernel ahead of the products.
 
-A product of many rows leaves a GPU's memory and its lanes idle, which is all that decoding takes. A warpgroup more in
-every program decodes a share of each expert's weight, expert after expert, to the buffer that the product reads, and
-counts; who brings an expert's weight waits for the count. So a weight is decoded once, whatever the tiles that need it;
-inside the products it would be for every tile of rows.
+A product of many rows leaves a GPU's memory and ordinary lanes idle, which is what decoding needs. An additional
+warpgroup in every program decodes a share of each expert's weight, expert by expert, into the buffer that the product
+reads, and counts its work; the warpgroup that loads an expert's weight waits for the count. A weight is thus decoded
+once, however many tiles need it. Decoded within the products, it would be decoded for every tile of rows.
 
-Measured (Qwen3-30B-A3B's gate/up, H200): this 1.35 ms, a product without decoding 1.16, decoding alone 0.25 by a pass
-and 0.6 by these warpgroups. Slices of the decoding between two steps of the warpgroup that brings: 1.94 ms. Decoding
-not long before it is needed: 1 % faster, for more that can go wrong.
+Measured (Qwen3-30B-A3B's gate/up, H200): this kernel 1.35 ms, a product without decoding 1.16, decoding alone 0.25 by a
+separate pass and 0.6 by these warpgroups. Slices of the decoding between two steps of the loading warpgroup: 1.94 ms.
+Decoding shortly before the weight is needed: 1 % faster, with more that can go wrong.
 
-All programs must run at once: those that wait for an expert spin until every program has decoded its share of it. The
-grid is one program a multiprocessor, and a program takes all of its registers (64,512 of 65,536), so that on a device
-where nothing else runs all are resident. Nothing guarantees it: only a cooperative launch does in CUDA, which Mosaic's
-is not.
+All programs must run at the same time, because a program that waits for an expert spins until every program has decoded
+its share. The grid is one program per multiprocessor, and a program takes all of its registers (64,512 of 65,536), so
+on a device where nothing else runs all programs are resident. CUDA guarantees this only for cooperative launches, and
+Mosaic's launch is not one.
 
-Beside a kernel that ends by itself a program comes late, and that is all. Beside NCCL's, which spin for those of
-another device, it takes an argument, and this one does not close. All devices run one program: take the first
-collective c, in its order, that is not done everywhere. What was before c has left. Where c is wholly resident on all
-devices, it ends. Where it has not come yet, it waits for a product like this, which then has all multiprocessors and
-ends. What is left is c resident in part, on a device where this kernel is, too: c's other blocks wait for
-multiprocessors that our programs hold, which spin for programs of ours that wait for those that c holds. c's channels
-are independent, and the first ones of two devices would end and free theirs; but the blocks of NCCL on Hopper come in
-clusters, which want several multiprocessors of one neighbourhood free at a time, and which of two waiting kernels gets
-a free one is not documented (XLA gives collectives a stream of higher priority). So c may be resident nowhere that
-matters, while ours is in part: then both wait for ever. Two of these kernels at once on one device would, too; XLA
-runs products on one stream.
+Beside a kernel that ends by itself, a program only starts late. Beside NCCL's kernels, which spin for those of another
+device, there is no complete proof that both end. The attempt: all devices run one program. Take the first collective c,
+in its order, that is not done everywhere. Everything before c has ended. If c is completely resident on all devices, it
+ends. If it has not started, it waits for a product like this, which then has all multiprocessors and ends. The
+remaining case is that c is partly resident on a device where this kernel is too: c's other blocks wait for
+multiprocessors that our programs occupy, which spin for programs of ours that wait for multiprocessors that c occupies.
+c's channels are independent, and the first ones of two devices would end and free theirs. But the blocks of NCCL on
+Hopper come in clusters, which need several free multiprocessors of one neighbourhood at a time, and which of two
+waiting kernels gets a free one is not documented (XLA gives collectives a stream of higher priority). So c may be
+resident nowhere that matters while ours is partly resident, and then both wait for ever. Two of these kernels at the
+same time on one device would wait for each other too; XLA runs products on one stream.
 
-So on a mesh of several devices the default decodes first (`NOT_PROVED`). It would be safe with programs for fewer
-multiprocessors than there are less NCCL's blocks, or in a cooperative launch before which the collectives have ended.
+Therefore the default on a mesh of several devices decodes first (`NOT_PROVED`). The kernel would be safe with programs
+for fewer multiprocessors (all minus NCCL's blocks), or in a cooperative launch before which the collectives have ended.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from jaxtune.pallas.quant_matmul.mosaic_decode import SMALLEST, Chunks
 NOT_PROVED = (
     "a mesh of several devices: not proved that its programs, which wait for each other, cannot hang beside NCCL"
 )
-_AHEAD = 1  # chunks that are on their way while one is decoded; two were no faster
+_AHEAD = 1  # chunks that are loaded while one is decoded; two were no faster
 
 
 def refusal(weight: Stored) -> str | None:
@@ -59,27 +59,28 @@ def refusal(weight: Stored) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """Decodes a weight [E, ., .] by warpgroups of all programs, one of each."""
+    """Decodes a weight [E, ., .] by one warpgroup of each program."""
 
-    chunks: Chunks
-    experts: int
+    chunks: Chunks  # how the weight is divided and decoded
+    experts: int  # E
 
     @staticmethod
     def of(weight: Stored, dtype) -> Decoder:
+        """The decoder of a weight."""
         experts = weight.shape[0]
         return Decoder(Chunks.of(weight, dtype, weight.size // experts), experts)
 
     @property
     def share(self) -> int:
-        """Chunks of an expert."""
+        """The number of chunks of an expert."""
         return self.chunks.count // self.experts
 
     def semaphores(self):
-        """One for each expert, of all programs."""
+        """The semaphores of all programs, one for each expert."""
         return pl.get_global(plgpu.SemaphoreType.REGULAR((self.experts,)))
 
     def decode(self, operands, weight_ref, ready, program, programs: int):
-        """What the warpgroup does: every so many-th chunk."""
+        """The work of the decoding warpgroup: every n-th chunk, n being the number of programs."""
 
         def load(number):
             chunk = jnp.minimum(program + number * programs, self.chunks.count - 1)
@@ -93,7 +94,7 @@ class Decoder:
             lanes.store_chunk(values, weight_ref, chunk, self.chunks.out_layout)
             expert, following = (lax.div(at, jnp.int32(self.share)) for at in (chunk, chunk + programs))
 
-            # To tell of it costs more than to decode a chunk: once for all of an expert that are this program's.
+            # A signal costs more than decoding a chunk, so there is one for all of this program's chunks of an expert.
             @pl.when(following != expert)
             def _():
                 lanes.copies_see_stores()
@@ -105,12 +106,12 @@ class Decoder:
         lax.fori_loop(0, mine, step, tuple(load(jnp.int32(number)) for number in range(_AHEAD)))
 
     def written_out(self, operands, weight_ref):
-        """What `decode` does, of all programs, for the interpreter, which knows no semaphores."""
+        """The result of `decode` in all programs, for the interpreter, which has no semaphores."""
         chunks = [jnp.int32(chunk) for chunk in range(self.chunks.count)]
         values = [self.chunks.values(operands, at, self.chunks.load(operands, at), interpreted=True) for at in chunks]
         weight_ref[...] = jnp.concatenate(values).reshape(weight_ref.shape)
 
     def wait(self, ready, expert, programs: int):
-        """Until the expert's weight is decoded, and can be brought by TMA."""
+        """Waits until the expert's weight is decoded and can be loaded by TMA."""
         plgpu.semaphore_wait(ready.at[expert], min(self.share, programs), decrement=False, memory_scope="gpu")
         lanes.copies_see_stores()

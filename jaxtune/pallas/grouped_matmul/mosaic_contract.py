@@ -1,10 +1,12 @@
-"""Gradients of adapters as a Pallas Mosaic GPU kernel for Hopper: rows of each expert contracted, thin by wide.
+"""Gradients of adapters as a Pallas Mosaic GPU kernel for Hopper: a thin and a wide array are contracted over the rows
+of each expert.
 
-As a product batched by tile, and then summed over an expert's tiles, each tile's result is written and read again: 84
-MB for 335 MB of rows. Here one accumulator takes all rows of an expert, from the first to the last.
+If the product were batched by tile and then summed over an expert's tiles, each tile's result would be written and read
+again: 84 MB for 335 MB of rows. Here one accumulator takes all rows of an expert.
 
-Persistent, as mosaic.py: item i, an expert and some columns of the wide side, goes to program i mod programs. One
-warpgroup brings 64 rows at a time, and goes on to the next item while the other stores the last one.
+The kernel is persistent, as mosaic.py: item i, an expert and some columns of the wide side, is computed by program i
+mod programs. One warpgroup loads 64 rows at a time, and continues with the next item while the other stores the last
+one.
 """
 
 from __future__ import annotations
@@ -22,16 +24,18 @@ from jaxtune.pallas.grouped_matmul import gather, reference
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups, groups_of
 
 _STEP = 64  # rows at a time, and columns of the thin side: the least that wgmma takes there
-# Columns of an item, the first that divide the wide side's, and steps on their way: two programs fit a multiprocessor.
+# Columns of an item (the first that divide the wide side's are taken), and steps that are loaded ahead; two programs
+# fit a
+# multiprocessor.
 _STAGES = {128: 3, 192: 2, 64: 5}
 _PROGRAMS = 2
-_TRANSFORMS = mosaic_types.tiled(jnp.bfloat16)  # of 16 bits
+_TRANSFORMS = mosaic_types.tiled(jnp.bfloat16)  # for any 16-bit dtype
 
 
 def _kernel(thin_ref, wide_ref, bounds_ref, *rest, programs: int, gathered: bool):
     """out [E, r, n] = thin [rows, R]^T wide [rows, n] over the tiles from bounds[e] to bounds[e + 1].
 
-    rest: the rows' tokens, if they are `gathered` from wide [T, n]; out; scratch.
+    `rest` has: the rows' tokens if they are `gathered` from wide [T, n]; out; scratch memory.
     """
     if gathered:
         tokens_ref, *rest = rest
@@ -39,7 +43,7 @@ def _kernel(thin_ref, wide_ref, bounds_ref, *rest, programs: int, gathered: bool
     stages, _, columns = wide_smem.shape
     wg, program = lax.axis_index("wg"), lax.axis_index("program")
     blocks, parts = wide_ref.shape[1] // columns, thin_ref.shape[1] // _STEP
-    kept = out_ref.shape[1] // parts  # rows of an item's result, whose others are of columns that fill up the thin side
+    kept = out_ref.shape[1] // parts  # rows of an item's result without those that come from the thin side's padding
     items = out_ref.shape[0] * blocks * parts
     mine = lax.div(items - program + (programs - 1), jnp.int32(programs))
 
@@ -91,7 +95,7 @@ def _kernel(thin_ref, wide_ref, bounds_ref, *rest, programs: int, gathered: bool
             return lax.fori_loop(0, count, step, start)[0]
 
         total = lax.fori_loop(0, mine, item, jnp.int32(0))
-        # Every arrival is waited for: a barrier must not be left halfway.
+        # Every arrival is waited for, because a barrier must not be left in the middle of a phase.
         last = jnp.maximum(total - stages, 0)
         lax.fori_loop(last, total, lambda at, _: plgpu.barrier_wait(free.at[slot_of(at)]), None)
 
@@ -111,7 +115,7 @@ def _kernel(thin_ref, wide_ref, bounds_ref, *rest, programs: int, gathered: bool
                         round_ = lax.div(at, jnp.int32(stages))
                         gather.wait(rest[0], slot, lax.rem(round_, jnp.int32(2)), written_out)
                     plgpu.wgmma(acc, thin_smem.at[slot].transpose((1, 0)), wide_smem.at[slot])
-                    plgpu.wgmma_wait(1)  # the one before is done
+                    plgpu.wgmma_wait(1)  # the previous product is done
                     pl.when(number > 0)(lambda: release(at - 1))
                     return at + 1
 
@@ -122,7 +126,7 @@ def _kernel(thin_ref, wide_ref, bounds_ref, *rest, programs: int, gathered: bool
             total = pl.run_scoped(accumulate, plgpu.ACC((_STEP, columns), jnp.float32))
             at = at + own
             pl.when(own > 0)(lambda: release(at - 1))
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item has left
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's copy has been read
             out_smem[...] = total
             plgpu.commit_smem()
             target = out_ref.at[expert, pl.ds(part * kept, kept), pl.ds(block * columns, columns)]
@@ -136,14 +140,15 @@ def _kernel(thin_ref, wide_ref, bounds_ref, *rest, programs: int, gathered: bool
 
 
 def _smem(shape, dtype):
+    """Swizzled shared memory."""
     return plgpu.SMEM(shape, dtype, transforms=mosaic_types.tiled(dtype))
 
 
 def contract_rows(thin: jax.Array, wide: jax.Array, groups: Groups, rank: int, tokens=None) -> jax.Array:
     """thin [rows, R], wide [rows, n] -> float32[E, rank, n]: thin_e^T wide_e over the rows of each expert.
 
-    R and n are multiples of 64; columns of thin from rank on are zero, or of the same numbers as any. tokens:
-    int32[rows], the rows of wide [T, n] that count, T for zeros; they are gathered as they are needed.
+    R and n are multiples of 64. Columns of thin from `rank` on are not used; they must be zero or finite. `tokens` is
+    int32[rows] if wide is [T, n] and its rows are gathered; T for zeros.
     """
     experts, size = groups.num_experts, wide.shape[1]
     columns = next(columns for columns in _STAGES if size % columns == 0)
@@ -175,7 +180,7 @@ def contract_rows(thin: jax.Array, wide: jax.Array, groups: Groups, rank: int, t
 
 
 def refusal(dtype) -> str | None:
-    """Why this GPU must not run the kernel, or None: it is compared with the reference at its first use."""
+    """Why this GPU must not run the kernel, or None; it is compared with the reference at its first use."""
 
     def compare():
         groups = groups_of(jnp.asarray((300, 0, 1, 128, 700), jnp.int32), 1129)

@@ -1,8 +1,8 @@
-"""Sums over each expert's tiles as a Pallas Mosaic GPU kernel for Hopper: every number is read once.
+"""Sums over each expert's tiles as a Pallas Mosaic GPU kernel for Hopper, which reads every number once.
 
-As a product with zeros and ones (reference.per_expert) the sums take 128 multiplications a number for 128 experts, in
-full float32. Here a program adds up a run of numbers of one expert's tiles, which follow one another, from the first
-tile to the last.
+As a product with zeros and ones (reference.per_expert), the sums take 128 multiplications per number for 128 experts,
+in full float32. Here a program sums a run of numbers over the consecutive tiles of one expert, from the first to the
+last.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from jaxtune.pallas import dispatch, gpu_kernel
 from jaxtune.pallas.grouped_matmul import reference
 from jaxtune.pallas.grouped_matmul.layout import Groups, groups_of
 
-_RUNS = (1024, 512)  # numbers of a program: two or one 16-byte loads of each thread
+_RUNS = (1024, 512)  # numbers of a program: two 16-byte loads of each thread, or one
 
 
 def _kernel(values_ref, bounds_ref, out_ref, *, run: int):
-    """out [E, n] = values [tiles, n], summed over the tiles from bounds[e] to bounds[e + 1]."""
+    """out [E, n] = values [tiles, n] summed over the tiles from bounds[e] to bounds[e + 1]."""
     expert = lax.axis_index("expert")
     here = pl.ds(lax.axis_index("run") * run, run)
     layout = plgpu.Layout.WG_STRIDED((run,), 4)
@@ -37,7 +37,7 @@ def _kernel(values_ref, bounds_ref, out_ref, *, run: int):
 
 
 def _sums(values: jax.Array, groups: Groups, run: int) -> jax.Array:
-    """values float32[tiles, n] -> float32[E, n]"""
+    """values float32[tiles, n] -> float32[E, n], by the kernel."""
     experts = groups.num_experts
     ends = jnp.arange(experts + 1, dtype=jnp.int32)
     bounds = (groups.tile_expert < ends[:, None]).sum(1, dtype=jnp.int32)
@@ -48,13 +48,13 @@ def _sums(values: jax.Array, groups: Groups, run: int) -> jax.Array:
         out_type=jax.ShapeDtypeStruct((experts, values.shape[1]), jnp.float32),
         grid=(experts, values.shape[1] // run),
         grid_names=("expert", "run"),
-        # Nothing in memory is both read and written.
+        # No memory is both read and written, so nothing has to wait.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )(values, bounds)
 
 
 def refusal() -> str | None:
-    """Why this GPU must not run the kernel, or None: it is compared with the reference at its first use."""
+    """Why this GPU must not run the kernel, or None; it is compared with the reference at its first use."""
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
 
@@ -68,7 +68,7 @@ def refusal() -> str | None:
 
 
 def per_expert(values: jax.Array, groups: Groups) -> jax.Array:
-    """As reference.per_expert, which also takes what the kernel cannot."""
+    """As reference.per_expert, which is used where the kernel does not support the call."""
     size = math.prod(values.shape[1:])
     run = next((run for run in _RUNS if size % run == 0), None)
     if run is None or refusal() is not None:

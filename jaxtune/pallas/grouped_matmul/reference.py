@@ -1,7 +1,8 @@
-"""Grouped products in plain jnp: tile by tile, with a tile's rows and its expert's weight. fp32 accumulation; fp32
-operands are multiplied in full fp32.
+"""Grouped products in plain jnp, tile by tile, each with its expert's weight. Accumulation is in fp32; fp32 operands
+are multiplied in full fp32.
 
-Thin products, those with an adapter's A or B, are one batched product over the tiles: all but mosaic.py use them.
+Thin products, those with an adapter's A or B, are one batched product over the tiles. All implementations except
+mosaic.py use them.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ import jax.numpy as jnp
 
 from jaxtune.pallas.grouped_matmul.layout import Groups
 
-_THIN = 256  # at most this wide, per-tile results are kept and then summed by expert
+_THIN = 256  # up to this width, results per tile are stored and then summed by expert
 
 
 def _precision(dtype):
+    """The precision of products: exact for float32."""
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
 def rows_of(array: jax.Array, tokens: jax.Array | None) -> jax.Array:
-    """array [T, n] at tokens int32[rows]: zeros where it is T; the array itself for None."""
+    """array [T, n] at tokens int32[rows], with zeros where a token is T; the array itself for None."""
     return array if tokens is None else array.at[tokens].get(mode="fill", fill_value=0)
 
 
@@ -31,12 +33,13 @@ def tiled(rows: jax.Array, groups: Groups) -> jax.Array:
 
 
 def per_tile(values: jax.Array, groups: Groups) -> jax.Array:
-    """values [E, ...] -> [tiles, ...]: each tile's expert's; of any expert for tiles that hold nothing."""
+    """values [E, ...] -> [tiles, ...]: the value of each tile's expert; that of any expert for empty tiles."""
     return values.at[groups.tile_expert].get(mode="clip")
 
 
 def per_expert(values: jax.Array, groups: Groups) -> jax.Array:
-    """values float32[tiles, ...] -> float32[E, ...]: sums over each expert's tiles, as a product: in one order."""
+    """values float32[tiles, ...] -> float32[E, ...]: sums over each expert's tiles, as a matrix product, which has a
+    fixed order."""
     experts = jnp.arange(groups.num_experts, dtype=jnp.int32)
     member = (groups.tile_expert == experts[:, None]).astype(jnp.float32)
     return jnp.tensordot(member, values, 1, precision=jax.lax.Precision.HIGHEST)
@@ -56,7 +59,7 @@ def thin(x: jax.Array, weight: jax.Array, groups: Groups, contract: int) -> jax.
 
 
 def product(x: jax.Array, weight: jax.Array, groups: Groups, contract: int, extra=None) -> jax.Array:
-    """As thin, for wide weights; extra: (u [rows, r], l), whose thin product is added."""
+    """As thin, for wide weights. The thin product of `extra`, (u [rows, r], l), is added."""
 
     def one(tile):
         rows, expert = tile
@@ -78,7 +81,7 @@ def product(x: jax.Array, weight: jax.Array, groups: Groups, contract: int, extr
 def contract_rows(left: jax.Array, right: jax.Array, groups: Groups, dtype, sums: Callable = per_expert) -> jax.Array:
     """left [rows, p], right [rows, q] -> [E, p, q]: left_e^T right_e over the rows of each expert.
 
-    Rows that hold nothing must be zero on one side and finite on the other. sums: what adds up a thin product's tiles.
+    Empty rows must be zero on one side and finite on the other. `sums` adds the tiles of a thin product.
     """
     left, right = tiled(left, groups), tiled(right, groups)
 

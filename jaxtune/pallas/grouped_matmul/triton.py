@@ -1,11 +1,11 @@
-"""The grouped product as a Triton kernel, for every NVIDIA GPU since Ampere (compute capability 8.0): forward and dx.
+"""The grouped product as a Triton kernel, forward and dx, for every NVIDIA GPU since Ampere (compute capability 8.0).
 
-A program has a tile of the output. Since a tile of rows has one expert, all tiles cost the same; those of rows that
-hold nothing store zeros. Programs go by bands of rows, so that what runs at a time shares rows and weights in L2. An
-adapter's product is one more step along K. The body is in triton_kernels.py, which imports triton and is itself
-imported where it is used.
+A program has a tile of the output. A tile of rows has one expert, so all tiles cost the same; empty ones store zeros.
+Programs are ordered in bands of rows, so that programs that run at the same time share rows and weights in the L2
+cache. An adapter's product is one more step along K. The kernel is in triton_kernels.py, which imports triton and is
+therefore imported only where it is used.
 
-Run on an H200 (README.md); tiles are those that fit, not measured.
+It was run on an H200 (README.md). Tiles are chosen to fit, and not measured.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from jaxtune.pallas.grouped_matmul.layout import Groups
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """rows x columns of the output, `step` along K at a time, of which `stages` are on their way."""
+    """How the kernel divides its work."""
 
-    rows: int
-    columns: int
-    step: int
+    rows: int  # of a tile of the output
+    columns: int  # of a tile of the output
+    step: int  # columns along K at a time
     warps: int
-    stages: int
-    band: int = 8
+    stages: int  # steps that are loaded ahead
+    band: int = 8  # tiles of rows that are processed together
 
 
-# By the shared memory that a block may have, in KB (9.0 has 227, 8.0 and 8.7 have 163, all others 99).
+# Tiles by the shared memory of a block in KB (9.0 has 227, 8.0 and 8.7 have 163, all others 99).
 TILES = {227: Tile(128, 256, 64, 8, 3), 163: Tile(128, 128, 32, 4, 4), 99: Tile(128, 128, 32, 4, 3)}
 _SHARED_MEMORY_KB = {(9, 0): 227, (8, 0): 163, (8, 7): 163}
 _DTYPES = (jnp.bfloat16, jnp.float16)
 
 
 def tile() -> Tile:
-    """That of the GPU to lower for; an unknown one gets the tile that fits everywhere."""
+    """The tile for the GPU to lower for; an unknown GPU gets the one that fits everywhere."""
     capability = dispatch.compute_capability()
     return TILES[_SHARED_MEMORY_KB.get(capability, 99) if capability else 99]
 
@@ -57,7 +57,7 @@ def refusal(dtype, tile_rows: int) -> str | None:
 
 
 def product(x, weight, groups: Groups, contract: int, extra=None, *, cut: Tile | None = None):
-    """See reference.product; weight in x's dtype."""
+    """See reference.product; the weight is in x's dtype."""
     from jaxtune.pallas.grouped_matmul import triton_kernels
 
     cut = cut or tile()

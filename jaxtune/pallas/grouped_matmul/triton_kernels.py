@@ -1,4 +1,4 @@
-"""The body of the Triton kernel of the grouped product; triton.py says what it does and calls it."""
+"""The body of the Triton kernel of the grouped product; triton.py describes and calls it."""
 
 import triton
 import triton.language as tl
@@ -16,7 +16,7 @@ def _side(
     STEP: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """[STEP, COLUMNS] of an expert's weight, [OUTER, INNER] if FAST, else [INNER, OUTER]; zero outside."""
+    """[STEP, COLUMNS] of an expert's weight, which is [OUTER, INNER] if FAST, else [INNER, OUTER]; zero outside."""
     weight += expert.to(tl.int64) * (INNER * OUTER)
     if FAST:
         places = columns[None, :] * INNER + along[:, None]

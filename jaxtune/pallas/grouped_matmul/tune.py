@@ -29,13 +29,14 @@ SHAPES = (
 def tune(
     dtype=jnp.bfloat16, say: Callable[[str], None] = lambda text: None, path: Path | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Times the blocks on balanced groups, forward and dx, of weights in `dtype` and in NF4, and keeps the fastest
+    """Times the blocks on balanced groups, forward and dx, for weights in `dtype` and in NF4, and stores the fastest
     (tuning.py).
 
     Args:
+      dtype: of the operands.
       say, path: see tuning.measure.
     Returns:
-      product -> its entry, see tuning.measure.
+      {product: its entry}; see tuning.measure.
     """
     entries = {}
     for (experts, pairs, in_size, out_size, transposed), ahead in itertools.product(SHAPES, (False, True)):

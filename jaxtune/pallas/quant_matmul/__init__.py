@@ -1,4 +1,4 @@
-"""y = x W^T + scale (x A^T) B^T for one to n weights that share x, each stored as an array or in few bits."""
+"""y = x W^T + scale (x A^T) B^T for one or several weights that share x, each an array or quantised."""
 
 from jaxtune.pallas.quant_matmul.api import LoraWeights, decoded, in_e4m3, quant_matmul
 

@@ -1,4 +1,4 @@
-"""The one function that multiplies by a linear's weight."""
+"""The product of activations with linears' weights, quantised or not: the public functions."""
 
 from __future__ import annotations
 
@@ -16,24 +16,20 @@ from jaxtune.pallas.formats.fp8 import ROW
 from jaxtune.pallas.quant_matmul import fp8_product, mosaic, reference, triton
 from jaxtune.pallas.quant_matmul.as_stored import product_of
 
-# Who decodes weights in four bits; the products of many tokens are the vendor's.
+# Implementations of decoding and of small products; products of many tokens use the vendor's GEMM.
 IMPLEMENTATIONS = {"mosaic": mosaic, "triton": triton, "reference": reference}
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LoraWeights:
-    """A low-rank addition to a weight [out, in].
+    """A low-rank addition to a weight [out, in]."""
 
-    Attributes:
-      a: [r, in], b: [out, r]; cast to x's dtype on use.
-      scale: alpha / r, or alpha / sqrt(r) for rsLoRA.
-      row_scale: float32[out] or None; multiplies the output before the bias (DoRA's magnitude over the row norms).
-    """
-
-    a: jax.Array
-    b: jax.Array
+    a: jax.Array  # [r, in]; cast to x's dtype on use
+    b: jax.Array  # [out, r]; cast to x's dtype on use
+    # float32[out] or None; multiplies the output before the bias (DoRA's magnitude over the row norms)
     row_scale: jax.Array | None = None
+    # alpha / r, or alpha / sqrt(r) for rsLoRA
     scale: float = dataclasses.field(default=1.0, metadata=dict(static=True))
 
 
@@ -108,8 +104,8 @@ def quant_matmul(
 
 
 def decoded(weight: jax.Array | Stored, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(weight as an array, x), for a product of the two: a quantised weight, of any shape, is decoded to x's dtype
-    when x is there, and not before."""
+    """(weight as an array, x), for a product of the two: a quantised weight, of any shape, is decoded to x's dtype once
+    x is there and not earlier."""
     if not isinstance(weight, Stored):
         return weight, x
     name = dispatch.choose("quant_matmul", implementations([weight], x.dtype), None)
@@ -118,9 +114,9 @@ def decoded(weight: jax.Array | Stored, x: jax.Array) -> tuple[jax.Array, jax.Ar
 
 @meshes.on_any_mesh
 def in_e4m3(x: jax.Array) -> FP8:
-    """x [..., width], bfloat16, float16 or float32, rounded as a product in FP8 rounds it, to be read in its place.
+    """x [..., width], bfloat16, float16 or float32, rounded as a product in FP8 rounds it, to be stored in its place.
 
-    A row that is not finite makes one, and no other, that is not. Rounding what has been read gives the same codes.
+    A row that is not finite makes only itself not finite. Rounding the decoded values again gives the same codes.
 
     Raises:
       TypeError, ValueError: x is not as described here.
@@ -131,9 +127,11 @@ def in_e4m3(x: jax.Array) -> FP8:
 
 
 def implementations(weights: Sequence[jax.Array | Stored], dtype, implementation: str | None = None) -> dispatch.Table:
-    """The implementations of a call in the order in which they are tried, each with why it refuses it.
+    """The implementations of a call in the order in which they are tried, each with a function that returns why it
+    refuses it.
 
-    Over arrays alone there is but the vendor's GEMM, unless `implementation` names another, which then says so.
+    If all weights are arrays, only the vendor's GEMM is listed, unless `implementation` names another, which then
+    refuses the call.
     """
     packed = [weight for weight in weights if isinstance(weight, Stored)]
     if not packed and implementation is None:

@@ -1,14 +1,15 @@
 """The product of e4m3 codes as a Pallas Mosaic GPU kernel for Hopper (wgmma, TMA, warp specialisation).
 
-Persistent, as pallas/grouped_matmul: a program for each multiprocessor takes every n-th tile of the output. One
-warpgroup brings 128 (or 64) codes along K of both sides, as many steps ahead as fit, and goes on to the next tile while
-the two others, each with 64 of the 128 rows, store the last one. Where rows are sorted by expert (grouped_matmul), a
-tile's other side is its expert's; tiles that hold nothing take no step, and half a tile that does is not multiplied.
+The kernel is persistent, as in pallas/grouped_matmul: a program for each multiprocessor takes every n-th tile of the
+output. One warpgroup loads 128 (or 64) codes along K of both sides, as many steps ahead as fit, and continues with the
+next tile while the two others, each with 64 of the 128 rows, store the last one. If rows are sorted by expert
+(grouped_matmul), a tile's other side is its expert's; empty tiles take no step, and an empty half of a tile is not
+multiplied.
 
-Scales of rows stand outside the sum: the tensor cores add up all of K, and what is stored is scaled once, in registers.
-Scales of 128 numbers along K (and of as many of the weight's rows) stand inside: the tensor cores add up 128, which a
-warpgroup scales and adds in float32, 128 columns at a time, while the other one multiplies. Its scales are read a step
-ahead. An adapter's product is the first step, of its own two operands in 16 bits.
+Scales of rows are outside of the sum: the tensor cores sum over all of K, and the result is scaled once, in registers.
+Scales of 128 numbers along K (and of 128 of the weight's rows) are inside: the tensor cores sum over 128, and a
+warpgroup scales and adds the results in float32, 128 columns at a time, while the other one multiplies. Its scales are
+read a step ahead. An adapter's product is the first step, with its own two operands in 16 bits.
 """
 
 from __future__ import annotations
@@ -24,31 +25,30 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import dispatch, gpu_kernel, mosaic_types, persistent
 
-_WARPGROUPS = 2  # that compute
+_WARPGROUPS = 2  # warpgroups that compute
 _OWN = 64  # rows of each
-ROWS = _WARPGROUPS * _OWN  # of a tile
-STEP = 128  # codes along K: a row of the swizzle, and what shares a scale
-_HALF_STEP = 64  # where whole ones do not divide K and scales stand outside
-_COLUMNS = (256, 192, 128, 64)  # of a tile; the first that divide the output's
+ROWS = _WARPGROUPS * _OWN  # rows of a tile
+STEP = 128  # codes along K of a step: a row of the swizzle, and the codes that share a scale
+_HALF_STEP = 64  # a shorter step, if whole ones do not divide K and scales are outside of the sum
+_COLUMNS = (256, 192, 128, 64)  # columns of a tile; the first that divide the output's are taken
 _STORED = 64  # columns that are stored at a time
-_MEMORY_REGISTERS, _COMPUTE_REGISTERS = 72, 216  # of a thread; of all together 65,536
-_RANKS = (16, 32, 64)  # of an adapter, filled up: rows of a swizzle of 32, 64 and 128 bytes
-_SHARED_BYTES = 231_000  # of a program's shared memory, less its barriers
+_MEMORY_REGISTERS, _COMPUTE_REGISTERS = 72, 216  # registers of a thread; all threads have 65,536
+_RANKS = (16, 32, 64)  # ranks to which an adapter is padded: rows of a swizzle of 32, 64 and 128 bytes
+_SHARED_BYTES = 231_000  # a program's shared memory without its barriers
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """columns: of a tile of the output. stages: steps on their way. band: tiles of rows that go together. step: codes
-    along K that are brought together."""
+    """How the kernel divides its work."""
 
-    columns: int
-    stages: int
-    band: int = 16
-    step: int = STEP
+    columns: int  # of a tile of the output
+    stages: int  # steps that are loaded ahead
+    band: int = 16  # tiles of rows that are processed together
+    step: int = STEP  # codes along K of a step
 
 
 def blocks_for(in_size: int, out_size: int, rank: int, in_blocks: bool) -> Blocks:
-    """rank: of the adapter, filled up; 0: none."""
+    """The blocks for a product; `rank` is the padded rank of the adapter, 0 without one."""
     columns = next(size for size in _COLUMNS if out_size % size == 0 and not (in_blocks and size % STEP))
     step = STEP if in_size % STEP == 0 else _HALF_STEP
     left = _SHARED_BYTES - 2 * _WARPGROUPS * _OWN * _STORED * 2 - 2 * rank * (ROWS + columns)
@@ -56,8 +56,8 @@ def blocks_for(in_size: int, out_size: int, rank: int, in_blocks: bool) -> Block
 
 
 def refusal(tokens: int, in_size: int, out_size: int, rank: int, dtype, in_blocks: bool) -> str | None:
-    """Why this kernel cannot multiply [tokens, in_size] by [out_size, in_size], and add what an adapter of this rank
-    gives, in `dtype`; or None."""
+    """Why this kernel cannot multiply [tokens, in_size] by [out_size, in_size] and add the product of an adapter of
+    this rank, in `dtype`; or None."""
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     multiple = STEP if in_blocks else _HALF_STEP
@@ -67,7 +67,7 @@ def refusal(tokens: int, in_size: int, out_size: int, rank: int, dtype, in_block
     if tokens < ROWS:
         return f"{tokens} tokens, fewer than {ROWS}"
     if tokens % 8:
-        return f"{tokens} tokens, no multiple of 8"  # Mosaic finds no layout
+        return f"{tokens} tokens, no multiple of 8"  # Mosaic has no layout for others
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {jnp.dtype(dtype)}"
     if filled_rank(rank) is None:
@@ -76,7 +76,7 @@ def refusal(tokens: int, in_size: int, out_size: int, rank: int, dtype, in_block
 
 
 def filled_rank(rank: int) -> int | None:
-    """The columns that an adapter's operands have in the kernel; None: it is too large."""
+    """The number of columns of an adapter's operands in the kernel; None: the rank is too large."""
     return next((size for size in _RANKS if rank <= size), None)
 
 
@@ -95,8 +95,9 @@ def _kernel(
     """out [M, N] = scaled(x [M, K] w[e] [N, K]^T) + u [M, R] l[e] [N, R]^T; w and l are [E, N, K] and [E, N, R], and e
     is the expert of a tile of rows, or 0.
 
-    x_scale [M] and w_scale [E, N], or `in_blocks` [K / 128, M] and [E, N / 128, K / 128]; rest: where rows are
-    `grouped` each tile's expert and how many of its rows hold something; u and l where there is a rank; out; scratch.
+    x_scale is [M] and w_scale [E, N]; with `in_blocks` they are [K / 128, M] and [E, N / 128, K / 128]. `rest` has: if
+    rows are `grouped`, each tile's expert and its number of rows that are not empty; u and l if there is a rank; out;
+    scratch memory.
     """
     if grouped:
         expert_ref, sizes_ref, *rest = rest
@@ -151,14 +152,14 @@ def _kernel(
                 plgpu.copy_gmem_to_smem(w_ref.at[expert, here, along], w_smem.at[slot], full.at[slot])
                 return at + 1
 
-            if rank:  # of tiles that hold nothing, too, whose rows of u are zeros
+            if rank:  # for empty tiles too, whose rows of u are zeros
                 pl.when(index > 0)(lambda: plgpu.barrier_wait(extra_free))
                 plgpu.copy_gmem_to_smem(u_ref.at[rows], u_smem.at[0], extra_full)
                 plgpu.copy_gmem_to_smem(l_ref.at[expert, here], l_smem.at[0], extra_full)
             return lax.fori_loop(0, steps_of(tile), step, at), *following
 
         total, *_ = lax.fori_loop(0, mine, item, (jnp.int32(0), *tile_of(jnp.int32(0))))
-        # Every arrival is waited for: a barrier must not be left halfway.
+        # Every arrival is waited for, because a barrier must not be left in the middle of a phase.
         last = jnp.maximum(total - stages, 0)
         lax.fori_loop(last, total, lambda at, _: plgpu.barrier_wait(free.at[slot_of(at)]), None)
         if rank:
@@ -171,7 +172,8 @@ def _kernel(
         return lax.broadcast_in_dim(scales, (_OWN, count), [0])
 
     def adapter(acc, at, first: int = 0, count: int = columns):
-        # Zero, but not to the compiler: it would make the operands' addresses once and keep, or spill, them.
+        # Zero, which the compiler must not know: it would compute the operands' addresses once and keep, or spill,
+        # them.
         zero = lax.shift_right_logical(at, jnp.int32(30))
         plgpu.wgmma(acc, u_smem.at[zero, own], l_smem.at[zero, pl.ds(first, count)].transpose((1, 0)))
 
@@ -193,7 +195,7 @@ def _kernel(
                 slot = slot_of(at)
                 plgpu.barrier_wait(full.at[slot])
                 plgpu.wgmma(acc, x_smem.at[slot, own], w_smem.at[slot].transpose((1, 0)))
-                plgpu.wgmma_wait(1)  # the one before is done
+                plgpu.wgmma_wait(1)  # the previous product is done
                 pl.when(number > 0)(lambda: plgpu.barrier_arrive(free.at[slot_of(at - 1)]))
                 return at + 1
 
@@ -274,7 +276,7 @@ def _kernel(
             parts = (by_blocks if in_blocks else by_rows)(row, column, at, tile, steps, steps_of(tile, wg * _OWN))
             for number, (first, part) in enumerate(parts):
                 stored = out_smem.at[wg, number % 2]
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the one before the last has left
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the copy before the last has been read
                 stored[...] = part.astype(out_ref.dtype)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(stored, out_ref.at[rows, pl.ds(column + first, _STORED)])
@@ -287,19 +289,23 @@ def _kernel(
 
 
 def _smem(shape, dtype, row_bytes: int = 128):
+    """Swizzled shared memory."""
     return plgpu.SMEM(shape, dtype, transforms=mosaic_types.tiled(dtype, row_bytes))
 
 
 def product(
     x, w, x_scale, w_scale, extra=None, tiles: tuple[jax.Array, jax.Array] | None = None, *, dtype, in_blocks: bool
 ):
-    """dtype[M, N]: the codes x [M, K] times w [N, K]^T, scaled, and u l^T of `extra`; see `refusal`.
+    """dtype[M, N]: the codes x [M, K] times w [N, K]^T, scaled, plus u l^T of `extra`; see `refusal`.
 
     Args:
-      x_scale, w_scale: float32 [M] and [N]; `in_blocks`: [K / 128, M] and [N / 128, K / 128].
-      extra: bfloat16 (u [M, R], l [N, R]), R of `filled_rank`; by rows in units of the two scales.
-      tiles: int32[M / 128] both, of each 128 rows the expert, and how many, the first of them, hold something; then w,
-        w_scale and l are those of each expert, along an axis in front.
+      x, w: e4m3 codes.
+      x_scale, w_scale: float32 [M] and [N]; with `in_blocks` [K / 128, M] and [N / 128, K / 128].
+      extra: bfloat16 (u [M, R], l [N, R]), R of `filled_rank`; with scales by rows, in units of the two scales.
+      tiles: int32[M / 128] both: for each 128 rows their expert, and the number of rows that are not empty, which come
+        first. Then w, w_scale and l have a leading axis of experts.
+      dtype: of the result.
+      in_blocks: whether scales are inside the sum.
     """
     if tiles is None:
         w, w_scale, extra = w[None], w_scale[None], None if extra is None else (extra[0], extra[1][None])

@@ -1,18 +1,18 @@
-"""Products with weights in FP8 as they are stored: e4m3 times e4m3, added up in float32.
+"""Products with weights in FP8 as they are stored: e4m3 times e4m3, summed in float32.
 
-The other operand (a token's activations, or its gradients) is rounded to e4m3: each row by its own largest magnitude,
-or for a weight whose scales are of 128 x 128 numbers each 128 of a row by theirs. Scales of the weight's rows stand
-outside the sum of the forward, x W^T, and are factors of the summed axis in the backward, dy W: there the gradient
-takes them before it is rounded. Scales of 128 x 128 stand inside both sums, of 128 products each.
+The other operand (activations or gradients) is rounded to e4m3: each row by its own largest magnitude, or, for a weight
+with scales of 128 x 128 numbers, each 128 numbers of a row by theirs. Scales of the weight's rows are outside of the
+sum in the forward, x W^T. In the backward, dy W, they are factors of the summed axis, and the gradient is multiplied by
+them before it is rounded. Scales of 128 x 128 are inside both sums, of 128 products each.
 
-The backward multiplies the gradients of all weights that share x, side by side, by these weights one below the other:
-one product, whose sum over the weights costs no pass over memory. It needs the codes transposed, for the tensor cores
-take e4m3 along the summed axis alone. That copy is made in each step (two bytes a weight, about 6 ms of an 8B step on
-an H200) and not kept (another 7 GB).
+The backward multiplies the gradients of all weights that share x, side by side, by these weights stacked: one product,
+in which the sum over the weights takes no pass over memory. It needs the codes transposed, because tensor cores accept
+e4m3 with the summed axis contiguous only. The transposed copy is made in each step (two bytes per weight, about 6 ms of
+an 8B step on an H200) and not stored (another 7 GB).
 
-On Hopper fp8_rounding.py rounds rows and fp8_mosaic.py multiplies. On other GPUs that multiply in FP8 (of compute
-capability 8.9 and later) XLA makes the vendor's product of a dot_general over rows, and fp8_triton.py multiplies
-blocks, for which XLA has a loop over products. On a CPU the values are the same.
+On Hopper fp8_rounding.py rounds rows and fp8_mosaic.py multiplies. On other GPUs that multiply in FP8 (compute
+capability 8.9 and later), XLA uses the vendor's product for scales by rows, and fp8_triton.py multiplies blocks, for
+which XLA has a loop over products. On a CPU the values are the same.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from jaxtune.pallas.formats.fp8 import LARGEST, ROW, TILE, scale_of
 from jaxtune.pallas.quant_matmul import fp8_mosaic, fp8_rounding, fp8_triton
 
 _KERNELS = {"mosaic": fp8_mosaic.product, "triton": fp8_triton.product}
-BLOCK = 128  # numbers along the summed axis that share a scale, where rows do not
-_NO_SCALE = 1e-30  # in place of a weight's scale of zero, by which an adapter's operand is divided
+BLOCK = 128  # numbers along the summed axis that share a scale, if rows do not
+_NO_SCALE = 1e-30  # replaces a weight's scale of zero, by which an adapter's operand is divided
 
-# An addition to a product: (u [n, r], side [columns, r]), u side^T.
+# A product u side^T that is added to another: (u [n, r], side [columns, r]).
 More = tuple[jax.Array, jax.Array]
 
 
 def in_blocks(weight: FP8) -> bool:
-    """Whether its scales stand inside the sum."""
+    """Whether a weight's scales are inside the sum."""
     return weight.block == TILE
 
 
@@ -44,8 +44,8 @@ kind = in_blocks  # see as_stored.py
 
 
 def rounded(rows: jax.Array, blocks: bool = False) -> tuple[jax.Array, jax.Array]:
-    """rows [n, k] -> (e4m3[n, k], float32[n, 1], or of `blocks` [n, k / 128]): codes, and the scale by which those of a
-    row, or of 128 of it, are multiplied. A row that is not finite makes a scale that is not."""
+    """rows [n, k] -> (e4m3[n, k], float32[n, 1], or with `blocks` [n, k / 128]): codes, and the scales by which a row's
+    codes, or 128 of them, are multiplied. A row that is not finite gets a scale that is not."""
     wide = rows.astype(jnp.float32)
     if blocks:
         count, width = rows.shape
@@ -61,9 +61,9 @@ def rounded(rows: jax.Array, blocks: bool = False) -> tuple[jax.Array, jax.Array
 def side_by_side(
     arrays: Sequence[jax.Array], factors: jax.Array | None, implementation: str | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """`rounded` of the rows of arrays [n, k each] side by side, times factors float32[all k].
+    """`rounded` for arrays [n, k each] concatenated along the last axis and multiplied by factors float32[all k].
 
-    implementation: "reference", or another for the first that supports the call.
+    `implementation` is "reference", or any other for the first that supports the call.
     """
 
     def refusal():
@@ -80,7 +80,7 @@ def side_by_side(
 
 
 def operand(x: jax.Array, blocks: bool, implementation: str | None = None) -> tuple[jax.Array, jax.Array]:
-    """x [n, k] as `rounded` gives it, for the forward of all weights whose scales stand alike."""
+    """x [n, k] as `rounded` returns it, for the forward of all weights with the same kind of scales."""
     if not blocks:
         return side_by_side([x], None, implementation)
     with jax.named_scope("to_fp8"):
@@ -90,8 +90,8 @@ def operand(x: jax.Array, blocks: bool, implementation: str | None = None) -> tu
 def forward(
     coded: tuple[jax.Array, jax.Array], weight: FP8, more: More | None, dtype, implementation: str | None = None
 ) -> jax.Array:
-    """x W^T + u side^T in `dtype`, of x as `rounded` gives it; a row of x that is not finite makes one, and no other,
-    that is not."""
+    """x W^T + u side^T in `dtype`, for x as `rounded` returns it. A row of x that is not finite makes only its own
+    result not finite."""
     scales = weight.scales.astype(jnp.float32)
     if not in_blocks(weight):
         scales = jnp.broadcast_to(scales.reshape(-1), weight.shape[:1])
@@ -105,9 +105,10 @@ def backward(
     dtype,
     implementation: str | None = None,
 ) -> jax.Array:
-    """The sum of dy W over the weights, and u side^T, in `dtype`; all weights by rows, or all in blocks."""
+    """The sum of dy W over the weights, plus u side^T, in `dtype`. All weights have scales by rows, or all in
+    blocks."""
     blocks = in_blocks(weights[0])
-    if blocks:  # each weight's begin anew
+    if blocks:  # each weight's blocks start at its own first row
         with jax.named_scope("to_fp8"):
             parts = [rounded(_whole_blocks(dout, 1), blocks) for dout in douts]
             coded = jnp.concatenate([c for c, _ in parts], axis=1), jnp.concatenate([s for _, s in parts], axis=1)
@@ -121,7 +122,7 @@ def backward(
 
 
 def _whole_blocks(array: jax.Array, axis: int) -> jax.Array:
-    """With zeros up to a multiple of 128 along an axis."""
+    """The array padded with zeros to a multiple of 128 along an axis."""
     short = -array.shape[axis] % BLOCK
     return jnp.pad(array, [(0, short if a == axis else 0) for a in range(array.ndim)]) if short else array
 
@@ -135,10 +136,16 @@ def multiply(
     blocks: bool,
     implementation: str | None,
 ) -> jax.Array:
-    """dtype[n, columns]: codes [n, k] times side, e4m3[columns, k], over k, with their scales, and `more`.
+    """dtype[n, columns]: codes [n, k] times side, e4m3[columns, k], over k, with their scales, plus `more`.
 
-    side_scale: float32[columns] or None, of `blocks` float32[columns / 128, k / 128].
-    implementation: "mosaic", "triton", "reference", or None for the first that supports the call.
+    Args:
+      coded: codes and scales, from `rounded`.
+      side: the other operand's codes.
+      side_scale: float32[columns] or None; with `blocks` float32[columns / 128, k / 128].
+      more: operands of a product that is added, or None.
+      dtype: of the result.
+      blocks: whether scales are inside the sum.
+      implementation: "mosaic", "triton", "reference", or None for the first that supports the call.
     """
     codes, scale = coded
     sizes = (codes.shape[0], codes.shape[1], side.shape[0])
@@ -166,23 +173,27 @@ def multiply(
 
 
 def _thin(u: jax.Array, side: jax.Array) -> jax.Array:
+    """u side^T in u's dtype."""
     precision = jax.lax.Precision.HIGHEST if u.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     numbers = (((1,), (1,)), ((), ()))
     return jax.lax.dot_general(u, side.astype(u.dtype), numbers, precision=precision, preferred_element_type=u.dtype)
 
 
 def _dot(codes: jax.Array, side: jax.Array, dtype) -> jax.Array:
+    """The product of codes, summed in float32."""
     return jax.lax.dot_general(codes, side, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
 
 
 def _by_rows(codes, scale, side, side_scale, dtype):
-    # What leaves the product is scaled in a pass of its own, which is half as long over bfloat16; another rounding is
-    # nothing beside those to e4m3. float16 would overflow.
+    """The product in XLA, with scales by rows."""
+    # The product's result is scaled in a separate pass, which takes half the time in bfloat16; another rounding is
+    # negligible beside those to e4m3. float16 would overflow.
     out = _dot(codes, side, jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32).astype(jnp.float32) * scale
     return (out if side_scale is None else out * side_scale).astype(dtype)
 
 
 def _by_blocks(codes, scale, side, side_scale, dtype):
+    """The product in XLA, with scales inside the sum."""
     codes, side = _whole_blocks(codes, 1), _whole_blocks(side, 1)
     columns = side.shape[0]
     of_columns = jnp.repeat(side_scale, BLOCK, axis=0)[:columns]
@@ -197,8 +208,8 @@ def _by_blocks(codes, scale, side, side_scale, dtype):
 
 
 def by_kernel(codes, scale, u, add, side, side_scale, dtype, blocks, name: str, tiles=None):
-    """`multiply` by a kernel of ours, u and add its `more` or None; given `tiles`, as fp8_mosaic.product takes them,
-    add, side and side_scale are each expert's, along an axis in front."""
+    """`multiply` by one of our kernels, with u and add from `more`, or None. With `tiles`, as fp8_mosaic.product takes
+    them, add, side and side_scale have a leading axis of experts."""
     if blocks:
         scale = scale.T
     else:
@@ -210,7 +221,7 @@ def by_kernel(codes, scale, u, add, side, side_scale, dtype, blocks, name: str, 
     if u is not None:
         wanted = fp8_mosaic.filled_rank(add.shape[-1])
         u = u[:, :wanted]
-        if not blocks:  # what is scaled at the end
+        if not blocks:  # the adapter's product is scaled with the rest at the end
             u, add = u.astype(jnp.float32) / scale[:, None], add.astype(jnp.float32) / side_scale[..., None]
 
         def filled(array):
@@ -221,9 +232,9 @@ def by_kernel(codes, scale, u, add, side, side_scale, dtype, blocks, name: str, 
 
 
 def _first_use(name: str, blocks: bool, dtype, rank: int, whole: bool) -> str | None:
-    """Why this GPU must not run the kernel, by a small case whose rows overlap, with an adapter that fills as many
-    columns as this rank does: another width is another swizzle, and so is a sum that 128 does not divide (not `whole`).
-    """
+    """Why this GPU must not run the kernel, from a small case whose rows overlap, with an adapter padded to the same
+    number of columns as one of this rank. Another number of columns, or a summed axis that 128 does not divide (not
+    `whole`), is another swizzle."""
     filled, width = fp8_mosaic.filled_rank(rank) if rank else 0, 1024 if whole else 960
 
     def compare():
@@ -252,7 +263,7 @@ def _first_use(name: str, blocks: bool, dtype, rank: int, whole: bool) -> str | 
 
 
 def _first_rounding(dtype) -> str | None:
-    """Why this GPU must not run the kernel that rounds, by a small case of two arrays, whose rows are whole pieces or
+    """Why this GPU must not run the kernel that rounds, from a small case of two arrays whose rows are whole pieces or
     end in one that overlaps."""
 
     def compare():

@@ -1,10 +1,10 @@
-"""Rounding rows to e4m3 as a Pallas Mosaic GPU kernel for Hopper, in one pass over memory.
+"""Rounding of rows to e4m3 as a Pallas Mosaic GPU kernel for Hopper, in one pass over memory.
 
-A warpgroup has a row, or the rows of several arrays side by side, in its registers in 16 bits: it finds the largest
-magnitude, and writes codes and scale. XLA reads what it rounds twice. Short rows are several to a warpgroup, which asks
-for all of them before it waits for one: as a program each, they would wait for memory most of the time. Bit for bit
-fp8_product.rounded. Rows that are sorted by expert take the factors of theirs, and may be read from where their tokens
-are.
+A warpgroup has a row, or the rows of several arrays side by side, in its registers in 16 bits. It finds the largest
+magnitude, and writes codes and scale. XLA would read its input twice. If rows are short, a warpgroup has several and
+loads all before it waits for one; with one program per row they would wait for memory most of the time. The result
+equals fp8_product.rounded bit for bit. Rows that are sorted by expert are multiplied by their expert's factors, and can
+be gathered from the tokens.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from jaxtune.pallas.formats.fp8 import LARGEST, scale_of
 
 _LANES = 128
 _VECTORS = (8, 4)  # 16-bit numbers that a lane reads at once
-_TILE_ROWS = 128  # that have one expert
-_MOST = 28_672  # numbers of a row: 112 registers of a lane
-_TOGETHER = 8192  # numbers that a warpgroup reads at once, where rows are shorter
+_TILE_ROWS = 128  # rows that have one expert
+_MOST = 28_672  # the longest row: 112 registers of a lane
+_TOGETHER = 8192  # numbers that a warpgroup reads at once, if rows are shorter
 
 
 def _vector(widths: Sequence[int]) -> int | None:
-    """Numbers that a lane reads at once: as many as divide rows of these widths, or else fit in them."""
+    """The number of values that a lane reads at once: the largest that divides rows of these widths, or else fits in
+    them."""
 
     def fits(width: int, vector: int) -> bool:
         return width >= _LANES * vector and width % vector == 0
@@ -53,11 +54,12 @@ def refusal(widths: Sequence[int], dtype) -> str | None:
 
 
 def _kernel(*refs, widths: tuple[int, ...], together: int, scaled: bool, grouped: bool, gathered: bool):
-    """refs: an array [rows, width] for each of `widths`; where `scaled` factors, float32[E, all widths]; where
-    `grouped` each tile's expert; where `gathered` each row's token, and the arrays are [T, width]; codes, scales.
+    """`refs` are: an array [rows, width] for each of `widths`; if `scaled`, factors float32[E, all widths]; if
+    `grouped`, each tile's expert; if `gathered`, each row's token, and the arrays are [T, width]; codes; scales.
 
-    A program has `together` rows; the last ones overlap those of the one before, as the last piece of a row may overlap
-    the one before it: both store the same."""
+    A program has `together` rows. The last program's rows may overlap with those of the one before, and the last piece
+    of a row with the piece before it; both store the same values.
+    """
     *given, codes_ref, scale_ref = refs
     arrays, others = given[: len(widths)], iter(given[len(widths) :])
     factors_ref = next(others) if scaled else None
@@ -67,7 +69,7 @@ def _kernel(*refs, widths: tuple[int, ...], together: int, scaled: bool, grouped
     assert vector is not None
     piece = _LANES * vector
     load = functools.partial(plgpu.load, layout=plgpu.Layout.WG_STRIDED((piece,), vector), optimized=False)
-    pieces, before = [], 0  # (array, where in its row, where in all)
+    pieces, before = [], 0  # (array, position in its row, position in all widths)
     for ref, width in zip(arrays, widths):
         pieces += [(ref, at, before + at) for at in (min(first, width - piece) for first in range(0, width, piece))]
         before += width
@@ -118,8 +120,10 @@ def rounded(
     float32[rows]); see `refusal`.
 
     Args:
-      experts: int32[rows / 128], of each 128 rows; then factors are those of each expert, [E, all widths].
-      tokens: int32[rows], if the arrays have tokens' rows, [T, width each]; T for rows of zeros.
+      arrays: of 16 bits.
+      factors: or None.
+      experts: int32[rows / 128], for each 128 rows; factors are then [E, all widths].
+      tokens: int32[rows], if the arrays are [T, width each] and their rows are gathered; T for rows of zeros.
     """
     widths = tuple(array.shape[1] for array in arrays)
     rows = arrays[0].shape[0] if tokens is None else tokens.shape[0]

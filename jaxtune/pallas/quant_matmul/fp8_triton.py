@@ -1,8 +1,9 @@
-"""The product of e4m3 codes as a Triton kernel, for NVIDIA GPUs that have one (compute capability 8.9 and up) and are
-no Hopper: scales, adapters and experts' tiles as in fp8_mosaic.py.
+"""The product of e4m3 codes as a Triton kernel, for NVIDIA GPUs that multiply in FP8 (compute capability 8.9 and later)
+other than Hopper. Scales, adapters and experts' tiles are as in fp8_mosaic.py.
 
-A program has a tile of the output, by bands of rows. The body is in fp8_triton_kernels.py, which imports triton and is
-itself imported where it is used. It was run in Triton's interpreter only; tiles are those that fit, not measured.
+A program has a tile of the output; programs are ordered in bands of rows. The kernel is in fp8_triton_kernels.py, which
+imports triton and is therefore imported only where it is used. It was run in Triton's interpreter only. Tiles are
+chosen to fit, and not measured.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ import jax.numpy as jnp
 
 from jaxtune.pallas import compat, dispatch
 
-ROWS = 128  # of a tile
-_COLUMNS = (128, 64)  # of a tile; the first that divide the output's
-_BLOCK = 128  # codes along K that share a scale, where rows do not
-_STEPS = (128, 64)  # codes along K at a time; the first that divide K
+ROWS = 128  # rows of a tile
+_COLUMNS = (128, 64)  # columns of a tile; the first that divide the output's are taken
+_BLOCK = 128  # codes along K that share a scale, if rows do not
+_STEPS = (128, 64)  # codes along K at a time; the first that divide K are taken
 _WARPS, _STAGES, _BAND = 8, 3, 8
 
 
 def refusal(in_size: int, out_size: int, rank: int, dtype, in_blocks: bool) -> str | None:
-    """Why this kernel cannot multiply [., in_size] by [out_size, in_size], and add what an adapter of this rank, filled
-    up, gives, in `dtype`; or None."""
+    """Why this kernel cannot multiply [., in_size] by [out_size, in_size] and add the product of an adapter of this
+    (padded) rank, in `dtype`; or None."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -45,7 +46,7 @@ def product(x, w, x_scale, w_scale, extra=None, tiles=None, *, dtype, in_blocks:
     from jaxtune.pallas.quant_matmul import fp8_triton_kernels
 
     (tokens, inner), outer = x.shape, w.shape[-2]
-    # A block's sum stands beside the total: of 128 columns both spill on Ada.
+    # A block's sum is in registers beside the total; with 128 columns both spill on Ada.
     most = 64 if in_blocks and dispatch.compute_capability() == (8, 9) else _COLUMNS[0]
     columns = next(size for size in _COLUMNS if size <= most and outer % size == 0)
     none = jnp.zeros((1,), jnp.int32)

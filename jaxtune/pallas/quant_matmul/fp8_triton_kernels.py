@@ -1,4 +1,4 @@
-"""The body of the Triton kernel of products of codes; fp8_triton.py says what it does and calls it."""
+"""The body of the Triton kernel of products of codes; fp8_triton.py describes and calls it."""
 
 import triton
 import triton.language as tl
@@ -9,8 +9,9 @@ def product_kernel(x, w, x_scale, w_scale, u, side, tile_expert, tile_sizes, out
                    TOKENS: tl.constexpr, INNER: tl.constexpr, OUTER: tl.constexpr, RANK: tl.constexpr,
                    GROUPED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
                    STEP: tl.constexpr, BAND: tl.constexpr):  # fmt: skip
-    """One tile of out [TOKENS, OUTER] = scaled(x [TOKENS, INNER] w[e] [OUTER, INNER]^T + ...), see fp8_mosaic.product;
-    BLOCK: 0, or what shares a scale along INNER, which is a step. Grid: (row tiles times column tiles,)."""
+    """One tile of out [TOKENS, OUTER] = scaled(x [TOKENS, INNER] w[e] [OUTER, INNER]^T + ...); see fp8_mosaic.product.
+    BLOCK is the number of codes along INNER that share a scale, which is a step, or 0. Grid: (row tiles times column
+    tiles,)."""
     ROW_TILES: tl.constexpr = (TOKENS + ROWS - 1) // ROWS
     COLUMN_TILES: tl.constexpr = OUTER // COLUMNS
     item = tl.program_id(0)
@@ -41,7 +42,7 @@ def product_kernel(x, w, x_scale, w_scale, u, side, tile_expert, tile_sizes, out
             total += tl.dot(left, right) * (ours * theirs)[:, None]
         else:
             total = tl.dot(left, right, total)
-    if RANK:  # not first: over the loop its operands would take registers that there are not
+    if RANK:  # after the loop, because during it there are no registers for its operands
         rank = tl.arange(0, RANK)
         thin = tl.load(u + here[:, None] * RANK + rank[None, :], mask=there[:, None], other=0.0)
         total = tl.dot(thin, tl.load(side + columns[None, :] * RANK + rank[:, None]), total)

@@ -1,4 +1,4 @@
-"""What line_matmul.py does lane by lane; see lanes.py."""
+"""Lane-level operations of line_matmul.py; see lanes.py."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from jaxtune.system.private_mlir import arith, gpu, ir, llvm, nvvm
 
 
 def _fragment_row():
-    """Which of eight neighbouring rows a lane's quad holds: two by two, so that four quads, a phase of an 8-byte read,
-    meet different banks of a swizzled tile."""
+    """The number of a quad's row among eight neighbouring rows. Rows are interleaved by twos, so that four quads, which
+    an 8-byte read serves at a time, access different banks of a swizzled tile."""
     group = ir_shift_right(arith.andi(ir_thread(), ir_const(31)), 2)
     return arith.ori(arith.andi(ir_mul(group, 2), ir_const(7)), ir_shift_right(group, 2))
 
@@ -45,7 +45,7 @@ def fill_columns(source_ref, table_smem, first: int, warpgroups: int):
     def fill(_, source_ref, table_smem):
         thread = arith.index_castui(ir_i32(), gpu.thread_id(gpu.Dimension.x))
         for start in range(0, 256 * 8, 128 * warpgroups):
-            # With three warpgroups the last rows are written twice.
+            # With three warpgroups the last rows are written twice, with the same values.
             place = arith.minui(ir_add(thread, ir_const(start)), ir_const(256 * 8 - 1))
             row = ir_shift_right(place, 3)
             at = ir_add(ir_mul(row, 64), ir_mul(arith.andi(place, ir_const(7)), 4), ir_const(first))
@@ -55,10 +55,11 @@ def fill_columns(source_ref, table_smem, first: int, warpgroups: int):
 
 
 def span_absmax(absmax_ref, nested_ref, first_row, first_line, rows: int, together: int, warpgroups: int):
-    """A thread's share of the absmax of `rows` rows over four lines of 256 elements, for `keep_span`: ([128 x 4 n] of
-    absmax_ref's dtype, float32[128 x n] nested absmax or None). absmax_ref: [all rows, blocks]. Of the lines from
-    first_line on, `together` are neighbours, and then come as many of each other warpgroup. Lines that are not there
-    repeat the last one.
+    """A thread's share of the absmax of `rows` rows over four lines of 256 elements, for `keep_span`.
+
+    Returns ([128 x 4 n] of absmax_ref's dtype, float32[128 x n] nested absmax or None). absmax_ref is [all rows,
+    blocks]. Of the lines from first_line on, `together` are neighbours, followed by the same number for each other
+    warpgroup. Lines past the end repeat the last one.
     """
     blocks = absmax_ref.shape[1]
     count = -(-4 * rows // 128)
@@ -97,10 +98,10 @@ def span_absmax(absmax_ref, nested_ref, first_row, first_line, rows: int, togeth
 
 
 def keep_span(share, offset, table_smem, scales_smem, rows: int):
-    """scales_smem[block of the span, place of the row] = float32 absmax, of what `span_absmax` loaded.
+    """Sets scales_smem[block of the span, position of the row] to the float32 absmax that `span_absmax` loaded.
 
-    scales_smem: float32[16, rows and a few]. Of 16 rows, the two that a lane holds (see `line_product`) are neighbours.
-    offset: float32, or None; the map of quantised absmax is in table_smem's columns 32 to 63.
+    scales_smem is float32[16, rows and a few]. The two of 16 rows that a lane has (see `line_product`) are neighbours.
+    `offset` is float32, or None; the map of quantised absmax is in table_smem's columns 32 to 63.
     """
     arrays = [part for part in share if part is not None]
     layouts = [plgpu.Layout.WG_STRIDED(part.shape, vector) for part, vector in zip(arrays, (4, 1), strict=False)]
@@ -143,16 +144,16 @@ def keep_span(share, offset, table_smem, scales_smem, rows: int):
 def line_product(acc, codes_smem, x_smem, scales_smem, line, first_scale, table_smem, transforms, dtype):
     """acc + one line's part of weight @ x^T, on the tensor cores (mma.m16n8k16).
 
-    codes_smem: uint8[16 g, 128 n], rows of the weight by n lines of 256 elements, tiled and swizzled by `transforms`;
-    of number `line` the first of four warps takes the first block of 64, and so on. x_smem: [tokens, n, 256], 16-bit;
-    scales_smem: of `keep_span`, from its block `first_scale`; table_smem: uint32[256, 64], of which a lane reads its
-    own column.
+    codes_smem is uint8[16 g, 128 n]: rows of the weight by n lines of 256 elements, tiled and swizzled by `transforms`.
+    Of line number `line` the first of four warps takes the first block of 64, and so on. x_smem is [tokens, n, 256],
+    16-bit. scales_smem comes from `keep_span`, and is read from its block `first_scale` on. Of table_smem, uint32[256,
+    64], a lane reads its own column.
 
-    A lane has 8 bytes of a row and block: which of a product's k a lane holds does not matter as long as x is held
-    alike, so the lane's 16 elements of x are neighbours too. Each block's sum is scaled in float32.
+    A lane has 8 bytes of a row and block. The order of a product's k does not matter if it is the same in x, so the
+    lane's 16 elements of x are neighbours too. Each block's sum is scaled in float32.
 
-    acc: float32[512 g n], of n times 8 tokens: a register of four for each 16 rows and 8 tokens. The first two are for
-    tokens 2 q and 2 q + 1 and a row r of the first 8, the others for row r + 8 (quad q, r: `_fragment_row`).
+    acc is float32[512 g n] for n times 8 tokens: a register of four for each 16 rows and 8 tokens. The first two are
+    for tokens 2 q and 2 q + 1 and a row r of the first 8, the others for row r + 8 (quad q, r: `_fragment_row`).
     """
     layout = plgpu.Layout.WG_STRIDED(acc.shape, 4)
     name = "bf16" if dtype == jnp.bfloat16 else "f16"
@@ -186,7 +187,7 @@ def line_product(acc, codes_smem, x_smem, scales_smem, line, first_scale, table_
             at = ir_add(
                 ir_mul(token, lines * elements), ir_mul(ir_scalar(line), elements), ir_mul(warp, 64), ir_mul(quad, 16)
             )
-            # Quads next to each other take their halves in turns: their rows are in the same banks.
+            # Neighbouring quads read their halves in alternating order, as their rows are in the same banks.
             halves = [arith.xori(ir_mul(odd, 8), ir_const(8 * half)) for half in range(2)]
             found = [
                 llvm.load(four, ir_address(x_smem, ir_add(at, half), ir.IntegerType.get_signless(16)))
@@ -242,9 +243,9 @@ def line_product(acc, codes_smem, x_smem, scales_smem, line, first_scale, table_
 
 
 def keep_line_sums(acc, partial_smem, first):
-    """partial_smem[first + warp, token, row] = each warp's own sums of `line_product`.
+    """Sets partial_smem[first + warp, token, row] to each warp's own sums of `line_product`.
 
-    partial_smem: float32[all warps, tokens, rows and four]: a quad's tokens are in different banks.
+    partial_smem is float32[all warps, tokens, rows and four], so that a quad's tokens are in different banks.
     """
     layout = plgpu.Layout.WG_STRIDED(acc.shape, 4)
 
@@ -270,9 +271,9 @@ def keep_line_sums(acc, partial_smem, first):
 
 
 def store_line_sums(partial_smem, totals_smem, out_ref, split, first_row, warpgroups: int, splits: int):
-    """out_ref[0, token, first_row + row] = the sum over all warps of `keep_line_sums`, of each of a cluster's `splits`
-    programs, in their order; by all. totals_smem: 32-bit, at least [tokens, rows], which is overwritten.
-    """
+    """Sets out_ref[0, token, first_row + row] to the sum over all warps of `keep_line_sums`, and over a cluster's
+    `splits` programs, in a fixed order; done by all threads. totals_smem is 32-bit, at least [tokens, rows], and is
+    overwritten."""
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR))
     def store(_, partial_smem, totals_smem, out_ref, split, first_row):
@@ -325,7 +326,9 @@ def store_line_sums(partial_smem, totals_smem, out_ref, split, first_row, warpgr
         nvvm.cluster_wait(aligned=True)
         share = -(-places // splits)
         for_places(ir_mul(ir_scalar(split), share), share, places, put_all)
-        nvvm.cluster_arrive_relaxed(aligned=True)  # nobody leaves whose sums are still read; what was stored can wait
+        nvvm.cluster_arrive_relaxed(
+            aligned=True
+        )  # no program ends while its sums are still read; stores need not be waited for
         nvvm.cluster_wait(aligned=True)
 
     store(partial_smem, totals_smem, out_ref, split, first_row)

@@ -1,13 +1,13 @@
-"""The product of a few tokens by a weight in four bits, by whole lines: a Pallas Mosaic GPU kernel for Hopper.
+"""The product of a few tokens with a weight in four bits, by whole memory lines: a Pallas Mosaic GPU kernel for Hopper.
 
-A program has up to 128 rows of the weight and a part of the columns, which its warpgroups take in turns: together they
-read memory from left to right. To each, TMA brings lines of codes (128 bytes of each row) and the tokens' elements that
-go with them, several ahead; of a line each warp multiplies one block of 64. Against `mosaic.small_matmul`: what is on
-its way takes shared memory, not registers; x is read once for all rows of a program, not for every 16; a code byte
-becomes an address by one instruction.
+A program has up to 128 rows of the weight and a part of the columns, which its warpgroups take in turns, so that
+together they read memory from left to right. TMA loads for each warpgroup lines of codes (128 bytes of each row) and
+the corresponding elements of the tokens, several ahead. Of a line each warp multiplies one block of 64. Compared with
+`mosaic.small_matmul`, loads in flight take shared memory in place of registers, x is read once for all rows of a
+program in place of every 16, and a byte of codes becomes an address by one instruction.
 
-Programs that share rows are a cluster, and read each other's sums. These are added in one order: warps within a
-program, then the parts of the columns.
+Programs that share rows are a cluster, and read each other's sums. These are added in a fixed order: first warps within
+a program, then the parts of the columns.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from jaxtune.pallas import lanes, mosaic_types
 from jaxtune.pallas.formats.four_bit import BLOCK, NESTED_BLOCK
 from jaxtune.pallas.quant_matmul import line_lanes
 
-LINE = 256  # elements: their codes are a line of memory
-_SPAN = 4  # lines whose scales are decoded together
+LINE = 256  # elements whose codes are a line of memory
+_SPAN = 4  # lines whose scales are decoded at a time
 _WARPS = 4
 _TRANSFORMS = mosaic_types.tiled(jnp.uint8)
-_SMEM_BYTES = 227 * 1024  # of a program, at most
+_SMEM_BYTES = 227 * 1024  # the most shared memory of a program
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """groups: of 16 rows of the weight, that a program has. stages: copies that are on their way to a warpgroup, each
-    of so many neighbouring `lines`. splits: programs that share the columns of a row, a cluster."""
+    """How the kernel divides its work."""
 
-    groups: int
-    warpgroups: int
-    stages: int
-    splits: int = 1
-    lines: int = 1
+    groups: int  # groups of 16 rows of the weight that a program has
+    warpgroups: int  # of a program
+    stages: int  # copies that are loaded ahead for a warpgroup
+    splits: int = 1  # programs that share the columns of a row; they are a cluster
+    lines: int = 1  # neighbouring lines of a copy
 
     @property
     def rows(self) -> int:
+        """Rows of the weight that a program has."""
         return 16 * self.groups
 
 
 def refusal(tile: Tile, rows: int, columns: int, tokens: int) -> str | None:
-    """Why this tile cannot serve a weight [rows, columns] and so many tokens, or None."""
+    """Why this tile cannot serve a weight [rows, columns] and this number of tokens, or None."""
     if rows % 16 or columns % (_SPAN * LINE) or rows < tile.rows:
         return f"weight {(rows, columns)}; wants rows in multiples of 16, {tile.rows} at least, and columns of 1024"
     if not 1 <= tile.groups <= 8 or not 1 <= tile.warpgroups <= 4 or not 1 <= tile.stages * tile.warpgroups <= 32:
@@ -64,15 +64,16 @@ def refusal(tile: Tile, rows: int, columns: int, tokens: int) -> str | None:
 
 
 def _smem_bytes(tile: Tile, tokens: int) -> int:
+    """Shared memory of a program."""
     ring = tile.warpgroups * tile.stages * tile.lines * (tile.rows * LINE // 2 + tokens * LINE * 2)
     partial = tile.warpgroups * _WARPS * tokens * (tile.rows + 4) * 4
     scales = tile.warpgroups * 4 * _SPAN * (tile.rows + 2) * 4
-    return 256 * 64 * 4 + max(ring, partial) + scales + 4096  # barriers, and what alignment costs
+    return 256 * 64 * 4 + max(ring, partial) + scales + 4096  # barriers and alignment
 
 
 def tiles(rows: int, columns: int, tokens: int, programs: int = 132) -> list[Tile]:
-    """Tiles to measure for a weight [rows, columns]: over the ways to divide it that leave the fewest multiprocessors
-    idle, each with as much on its way as fits."""
+    """Tiles to measure for a weight [rows, columns]: the divisions that leave the fewest multiprocessors idle, each
+    with as many loads ahead as fit."""
 
     def work(way: tuple[int, int]) -> float:
         """Rows of the weight that the busiest multiprocessor has; a second round begins with an idle memory."""
@@ -83,7 +84,7 @@ def tiles(rows: int, columns: int, tokens: int, programs: int = 132) -> list[Til
     best = [min(((splits, g) for g in range(8, 0, -1) if 16 * g <= rows), key=work) for splits in (1, 2, 4, 3)]
     ways = [way for way in sorted(best, key=work) if work(way) <= 1.25 * min(map(work, best))][:3]
     if best[0] not in ways:
-        ways = [*ways[:2], best[0]]  # one without a cluster
+        ways = [*ways[:2], best[0]]  # the last one is without a cluster
     found = []
     for (warpgroups, lines), (splits, groups) in itertools.product(((4, 1), (2, 1), (2, 2)), ways):
         fitting = (Tile(groups, warpgroups, stages, splits, lines) for stages in (8, 7, 6, 5, 4, 3, 2))
@@ -92,35 +93,38 @@ def tiles(rows: int, columns: int, tokens: int, programs: int = 132) -> list[Til
 
 
 def _written_out_sums(codes, x, scales, table, widths: int):
-    """What line_lanes.line_product adds for one line, for the interpreter: float32[512 groups widths] in its order.
+    """What line_lanes.line_product adds for one line, in jnp for the interpreter: float32[512 groups widths] in its
+    order.
 
-    codes: uint8[rows, 128]; scales: float32[rows, 4]; table: `dtype`[256, 2].
+    codes is uint8[rows, 128], scales float32[rows, 4], table `dtype`[256, 2].
     """
     rows = codes.shape[0]
     values = table[codes.astype(jnp.int32)].astype(jnp.float32).reshape(rows, _WARPS, BLOCK)
     x = jnp.pad(x.astype(jnp.float32), ((0, 8 * widths - x.shape[0]), (0, 0))).reshape(-1, _WARPS, BLOCK)
     sums = jnp.einsum("rwk,twk->rtw", values, x) * scales[:, None, :]
-    # Row (i, h, low bits of the quad's number, its upper bit), token (width, q, e), warp.
+    # Axes: row (i, h, low bits of the quad's number, its upper bit), token (width, q, e), warp.
     sums = sums.reshape(rows // 16, 2, 4, 2, widths, 4, 2, _WARPS)
     return sums.transpose(0, 4, 7, 3, 2, 5, 1, 6).reshape(-1)
 
 
 def _written_out_partial(acc, tokens: int, groups: int, widths: int):
-    """What line_lanes.keep_line_sums stores, for the interpreter: float32[4 warps, tokens, rows]."""
+    """What line_lanes.keep_line_sums stores, in jnp for the interpreter: float32[4 warps, tokens, rows]."""
     sums = acc.reshape(groups, widths, _WARPS, 2, 4, 4, 2, 2)
     return sums.transpose(2, 1, 5, 7, 0, 6, 4, 3).reshape(_WARPS, 8 * widths, 16 * groups)[:, :tokens]
 
 
 def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, tile: Tile, dtype, interpreted):
-    """refs: map, nested absmax and offset, if absmax is quantised; the output [1, tokens, rows], or [splits, tokens,
-    rows] of parts, interpreted; shared memory."""
+    """The kernel's body. `refs` has: map, nested absmax and offset if absmax is quantised; the output [1, tokens,
+    rows], or interpreted [splits, tokens, rows] of parts; shared memory."""
     *nested_refs, out_ref, table_smem, aliased, scales_smem, full, done = refs
     (codes_smem, x_smem), (partial_smem,) = aliased
     wg, split = lax.axis_index("wg"), lax.axis_index("split") if tile.splits > 1 else jnp.int32(0)
     tokens, lines = x_ref.shape[:2]
     rows, warpgroups, stages = tile.rows, tile.warpgroups, tile.stages
     widths, steps_of_span = -(-tokens // 8), _SPAN // tile.lines
-    first_row = jnp.minimum(lax.axis_index("tile") * rows, codes_ref.shape[0] - rows)  # the last ones may overlap
+    first_row = jnp.minimum(
+        lax.axis_index("tile") * rows, codes_ref.shape[0] - rows
+    )  # the last program's rows may overlap with the one before
     first = lax.div(split * (lines // tile.lines), jnp.int32(tile.splits))
     steps = lax.div((split + 1) * (lines // tile.lines), jnp.int32(tile.splits)) - first  # of this program
     steps = lax.div(steps - wg + (warpgroups - 1), jnp.int32(warpgroups))  # of this warpgroup
@@ -188,7 +192,7 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, tile: Tile, dtype, i
 
     def one_span(span, carry):
         acc, share = carry
-        keep_scales(share)  # every warp is through with the span before
+        keep_scales(share)  # every warp has finished the previous span
         share = load_absmax(span + 1)
         all_of_this_warpgroup()
 
@@ -205,7 +209,7 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, tile: Tile, dtype, i
     size = 512 * tile.groups * widths
     acc = plgpu.layout_cast(jnp.zeros(size, jnp.float32), plgpu.Layout.WG_STRIDED((size,), 4))
     acc, _ = lax.fori_loop(0, lax.div(steps + (steps_of_span - 1), jnp.int32(steps_of_span)), one_span, (acc, share))
-    plgpu.barrier_arrive(done)  # what follows lies where lines have been
+    plgpu.barrier_arrive(done)  # the sums reuse the memory of the lines
     plgpu.barrier_wait(done)
     if interpreted:
         partial = _written_out_partial(acc, tokens, tile.groups, widths)
@@ -228,9 +232,13 @@ def matmul(x, codes, absmax, nested, pairs: np.ndarray, tile: Tile, kernel, inte
     """x [tokens, in] weight^T: [tokens, out] in x's dtype; see `refusal`.
 
     Args:
-      codes: uint8[out, in / 2]; absmax: uint8 or float32[out, in / 64].
+      x: [tokens, in].
+      codes: uint8[out, in / 2].
+      absmax: uint8 or float32[out, in / 64].
       nested: map, nested absmax and offset float32[1] of a quantised absmax, or nothing.
-      pairs: x's dtype [256, 2], the elements of each byte. kernel, interpret: as mosaic._kernel takes them.
+      pairs: x's dtype [256, 2], the elements of each byte.
+      tile: how the work is divided.
+      kernel, interpret: as mosaic._kernel takes them.
     """
     (tokens, columns), rows = x.shape, codes.shape[0]
     ring = (tile.warpgroups, tile.stages)
@@ -239,7 +247,7 @@ def matmul(x, codes, absmax, nested, pairs: np.ndarray, tile: Tile, kernel, inte
         plgpu.SMEM((*ring, tokens, tile.lines, LINE), x.dtype),
     )
     partial = (plgpu.SMEM((tile.warpgroups * _WARPS, tokens, tile.rows + 4), jnp.float32),)
-    # The interpreter has no clusters whose programs read each other's memory: it leaves the parts to XLA.
+    # The interpreter has no clusters whose programs read each other's memory, so XLA adds the parts.
     parts = tile.splits if interpret is not None else 1
     programs = -(-rows // tile.rows)
     if parts == tile.splits:
@@ -257,12 +265,12 @@ def matmul(x, codes, absmax, nested, pairs: np.ndarray, tile: Tile, kernel, inte
         scratch_types=[
             plgpu.SMEM((256, 64), jnp.uint32),
             plgpu.RefUnion(lines, partial),
-            # Two more than a multiple of 16: four lines of a row are stored to different banks.
+            # Two more than a multiple of 16, so that four lines of a row are stored to different banks.
             plgpu.SMEM((tile.warpgroups, 4 * _SPAN, tile.rows + 2), jnp.float32),
             plgpu.Barrier(num_arrivals=2, num_barriers=tile.warpgroups * tile.stages),
             plgpu.Barrier(num_arrivals=tile.warpgroups),
         ],
-        # Within a warpgroup the kernel waits where it must, above.
+        # The kernel itself contains all waits that a warpgroup needs.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )(
         x.reshape(tokens, columns // LINE, LINE),

@@ -1,10 +1,8 @@
-"""Four-bit weights as Pallas Mosaic GPU kernels for Hopper: a dequantising pass, and the product of a few tokens.
+"""Four-bit weights as Pallas Mosaic GPU kernels for Hopper: a dequantising pass, and the product with a few tokens.
 
-`dequantize` is bound by memory: it reads half a byte and writes two for an element, before the vendor's GEMM.
-`small_matmul` (1 to 16 tokens, decoding) reads the codes only, and multiplies on the tensor cores as they come.
-
-Of one token it is that of row_matmul.py. Where a measurement of the GPU says so (pallas/tuning.py), `small_matmul` is
-that of line_matmul.py.
+`dequantize` is bound by memory: it reads half a byte and writes two per element, before the vendor's GEMM.
+`small_matmul` (1 to 16 tokens, for decoding) reads only the codes, and multiplies on the tensor cores as they arrive.
+For one token it uses row_matmul.py, and where a measurement on the GPU says so (pallas/tuning.py), line_matmul.py.
 """
 
 from __future__ import annotations
@@ -26,8 +24,8 @@ from jaxtune.pallas.formats.four_bit import BLOCK, NESTED_BLOCK, NF4, FourBit
 from jaxtune.pallas.quant_matmul import line_matmul, row_matmul
 from jaxtune.pallas.quant_matmul.mosaic_decode import SMALLEST, Chunks, absmax_operands
 
-MAX_TOKENS = 16  # of small_matmul
-_AHEAD = 1  # chunks that are on their way while one is multiplied; more cost registers, and with them programs
+MAX_TOKENS = 16  # the most tokens of small_matmul
+_AHEAD = 1  # chunks that are loaded while one is multiplied; more take registers, and so allow fewer programs
 _ROWS = lanes.ROWS_OF_A_WARP
 
 
@@ -68,6 +66,7 @@ def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
 
 
 def _kernel(body, name: str, interpret, **options):
+    """The kernel, interpreted in tests."""
     return gpu_kernel.kernel(functools.partial(body, interpreted=interpret is not None), name, interpret, **options)
 
 
@@ -75,20 +74,21 @@ def _kernel(body, name: str, interpret, **options):
 
 
 def _dequantize_kernel(*refs, chunks: Chunks, interpreted: bool):
-    """A program decodes a chunk. refs: its operands, and the output, by chunk."""
+    """The kernel's body: a program decodes a chunk. `refs` are its operands and the output, by chunk."""
     *operands, out_ref = refs
     at = lax.axis_index("chunk")
     out_ref.at[at][...] = chunks.values(operands, at, chunks.load(operands, at), interpreted)
 
 
 def dequantize(weight: Stored, dtype) -> jax.Array:
-    """The tensor in bfloat16 or float16, bit for bit what weight.decode(dtype) gives; see `refusal`. Of MXFP4, numbers
-    under 2^-126 are not zero."""
+    """The tensor in bfloat16 or float16, bit for bit what weight.decode(dtype) gives; see `refusal`. For MXFP4, numbers
+    below 2^-126 are not rounded to zero."""
     return _dequantize(weight, jnp.dtype(dtype), gpu_kernel.interpreter())
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))  # so that a program compiles it once for all weights of a shape
 def _dequantize(weight: Stored, dtype, interpret) -> jax.Array:
+    """dequantize, compiled once in a program for all weights of a shape."""
     chunks = Chunks.of(weight, dtype, weight.size)
     values = _kernel(
         functools.partial(_dequantize_kernel, chunks=chunks),
@@ -101,18 +101,17 @@ def _dequantize(weight: Stored, dtype, interpret) -> jax.Array:
     return values.reshape(weight.shape)
 
 
-# ---- the product of a few tokens
+# ---- the product with a few tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """How the small product cuts its work. parts: of 64 bytes, that a warp takes of a row (see lanes.small_product);
-    width: columns of a product; programs: as many as the registers of an H100's or H200's 132 multiprocessors hold."""
+    """How the small product divides its work."""
 
-    parts: int
-    width: int
-    warpgroups: int
-    programs: int
+    parts: int  # parts of 64 bytes that a warp takes of a row (see lanes.small_product)
+    width: int  # columns of a product
+    warpgroups: int  # of a program
+    programs: int  # as many as the registers of the 132 multiprocessors of an H100 or H200 allow
 
     @property
     def chunk(self) -> int:
@@ -121,15 +120,15 @@ class _Plan:
 
     @property
     def codes(self):
-        """Layout of uint8[16, chunk / 2]: a warp has `parts` times 64 bytes of a row, a lane 16 of them."""
+        """The layout of uint8[16, chunk / 2]: a warp has `parts` times 64 bytes of a row, a lane 16 of them."""
         rows, own = 8 // self.parts, 64 * self.parts
         tiling = Tiling(((rows, 4 * own), (rows, own), (16,)))
         return plgpu.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-3, -2), vector_dim=-1)
 
 
 def _plan(rows: int, columns: int, tokens: int) -> _Plan:
-    """As measured on an H200. Whole lines of memory are worth 15 % over half lines, but cost the registers that more
-    tokens need; warpgroups of their own are worth 7 % where there are tiles enough."""
+    """The plan, as measured on an H200. Whole memory lines are 15 % faster than half lines, but take the registers that
+    more tokens need; separate warpgroups are 7 % faster if there are enough tiles."""
     if tokens <= 4 and columns % 1024 == 0 and columns >= 2048:
         warpgroups = 1 if rows // _ROWS >= 4 * 132 else 2
         return _Plan(2, 8, warpgroups, 4 * 132 // warpgroups)
@@ -137,7 +136,7 @@ def _plan(rows: int, columns: int, tokens: int) -> _Plan:
 
 
 def _written_out_product(acc, codes, pairs, scales, x, parts):
-    """What lanes.small_product computes, for the interpreter, where its result means something; 0 elsewhere."""
+    """The meaningful results of lanes.small_product, in jnp for the interpreter; 0 elsewhere."""
     each = 8 // parts
     tokens = acc.shape[1] // parts
     values = pairs[codes.astype(jnp.int32)].astype(jnp.float32).reshape(parts, 2, each, 4, parts, 2, BLOCK)
@@ -149,7 +148,7 @@ def _written_out_product(acc, codes, pairs, scales, x, parts):
 
 
 def _written_out_sums(partial, tokens, parts):
-    """What lanes.store_sums computes, for the interpreter: [tokens, 16]."""
+    """What lanes.store_sums computes, in jnp for the interpreter: [tokens, 16]."""
     each = 8 // parts
     sums = partial.reshape(partial.shape[0], parts, 4, 2, each, parts, -1, parts, each)
     total = jnp.einsum("pswiahegt,hg->etsia", sums, jnp.eye(parts))
@@ -157,9 +156,10 @@ def _written_out_sums(partial, tokens, parts):
 
 
 def _small_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, dtype, plan: _Plan, interpreted):
-    """Every so many-th tile of rows of the weight by all tokens; the warpgroups divide the columns, and add at the end.
+    """The kernel's body: every n-th tile of rows of the weight times all tokens. The warpgroups divide the columns, and
+    add their sums at the end.
 
-    What a tile needs from memory is on its way while the one before is multiplied.
+    What a tile needs from memory is loaded while the one before is multiplied.
     """
     *nested_refs, out_ref, pairs_smem, scales_smem, partial_smem, ready, done = refs
     wg, program = lax.axis_index("wg"), lax.axis_index("program")
@@ -168,8 +168,8 @@ def _small_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, dtype, plan: _
     chunk_size, warpgroups = plan.chunk, plan.warpgroups
     blocks = columns // BLOCK
     chunks = columns // chunk_size
-    steps = lax.div(chunks - wg + (warpgroups - 1), warpgroups)  # of this warpgroup over a tile
-    tiles = lax.div(codes_ref.shape[0] // _ROWS - program + (programs - 1), programs)  # of this program
+    steps = lax.div(chunks - wg + (warpgroups - 1), warpgroups)  # the steps of this warpgroup over a tile
+    tiles = lax.div(codes_ref.shape[0] // _ROWS - program + (programs - 1), programs)  # the tiles of this program
 
     def row_of(number):
         return (program + jnp.minimum(number, tiles - 1) * programs) * _ROWS
@@ -216,10 +216,10 @@ def _small_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, dtype, plan: _
 
     def one_tile(number, carry):
         share, coming = carry
-        scales = scales_smem.at[lax.rem(number, 2)]  # others may still read those of the tile before
+        scales = scales_smem.at[lax.rem(number, 2)]  # other warpgroups may still read the previous tile's
         keep_scales(share, scales)
         share = load_absmax(number + 1)
-        # Every warpgroup has written its part of the scales, and is through with the tile before.
+        # Every warpgroup has written its part of the scales and finished the previous tile.
         plgpu.barrier_arrive(ready)
         plgpu.barrier_wait(ready)
 
@@ -261,13 +261,13 @@ def _pairs(table: bytes, dtype) -> np.ndarray:
 
 
 def small_bucket(weight: FourBit, tokens: int) -> str:
-    """What of a small product's shape its measurement is for."""
+    """The part of a small product's shape that its measurement is for."""
     rows, columns = weight.shape
     return f"{rows} x {columns}, tokens={next(n for n in (1, 4, 8, 16) if tokens <= n)}"
 
 
 def line_tile(weight: FourBit, dtype, tokens: int) -> line_matmul.Tile | None:
-    """The tile of line_matmul that this product takes because it was measured to be the fastest, or None."""
+    """The tile of line_matmul that was measured to be the fastest for this product, or None."""
     found = tuning.tuned("small_matmul", small_bucket(weight, tokens), dtype, line_matmul.Tile)
     if not found or line_refusal(tile := line_matmul.Tile(**found), weight, dtype, tokens) is not None:
         return None
@@ -275,7 +275,7 @@ def line_tile(weight: FourBit, dtype, tokens: int) -> line_matmul.Tile | None:
 
 
 def line_refusal(tile: line_matmul.Tile, weight: FourBit, dtype, tokens: int) -> str | None:
-    """Why `small_matmul` with this tile cannot serve this call, or None; on a GPU, its first use is checked."""
+    """Why `small_matmul` with this tile cannot serve this call, or None; on a GPU its first use is checked."""
     reason = small_refusal(weight, dtype, tokens)
     reason = reason or line_matmul.refusal(tile, weight.shape[0], weight.shape[1], tokens)
     if reason is not None or gpu_kernel.interpreter() is not None:
@@ -295,11 +295,12 @@ def line_refusal(tile: line_matmul.Tile, weight: FourBit, dtype, tokens: int) ->
 
 @dispatch.exactly
 def _exact(x, weight: FourBit):
+    """The product in float32."""
     return jnp.dot(x.astype(jnp.float32), weight.decode(jnp.float32).T, precision=lax.Precision.HIGHEST)
 
 
 def row_refusal(weight: FourBit, dtype) -> str | None:
-    """Why `small_matmul` of one token cannot be that of row_matmul, or None; on a GPU, its first use is checked."""
+    """Why `small_matmul` of one token cannot use row_matmul, or None; on a GPU its first use is checked."""
     rows, columns = weight.shape if len(weight.shape) == 2 else (0, 0)
     cut = row_matmul.plan(rows, columns)
     if cut is None:
@@ -310,7 +311,7 @@ def row_refusal(weight: FourBit, dtype) -> str | None:
 
     def compare():
         keys = jax.random.split(jax.random.key(0), 2)
-        # More chunks than stages for each of two programs, and one more for the first.
+        # Each of two programs has more chunks than stages, and the first has one more than the second.
         small = (2 * cut.pairs * (2 * cut.stages + 3), columns)
         stored = NF4.encode(jax.random.normal(keys[0], small), weight.nested_absmax is not None)
         x = jax.random.normal(keys[1], (1, columns)).astype(dtype)
@@ -324,10 +325,12 @@ def row_refusal(weight: FourBit, dtype) -> str | None:
 def small_matmul(x: jax.Array, weight: FourBit, tile: line_matmul.Tile | None = None) -> jax.Array:
     """x [tokens, in] weight^T: [tokens, out] in x's dtype, for at most 16 tokens; see `small_refusal`.
 
-    Table entries are rounded to x's dtype, products summed in float32 and scaled there by a block's absmax.
+    Table entries are rounded to x's dtype; products are summed in float32 and scaled there by a block's absmax.
 
     Args:
-      tile: makes it the product of line_matmul with this tile; by default `line_tile` and `row_refusal` decide.
+      x: [tokens, in].
+      weight: [out, in].
+      tile: use line_matmul with this tile; None: `line_tile` and `row_refusal` decide.
     """
     tile = tile or line_tile(weight, x.dtype, x.shape[0])
     if tile is None and x.shape[0] == 1 and row_refusal(weight, x.dtype) is None:
@@ -337,6 +340,7 @@ def small_matmul(x: jax.Array, weight: FourBit, tile: line_matmul.Tile | None = 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _row_matmul(x: jax.Array, weight: FourBit, programs: int, interpret) -> jax.Array:
+    """small_matmul of one token by row_matmul."""
     pairs = _pairs(weight.table.tobytes(), jnp.dtype(x.dtype))
     absmax, *nested = absmax_operands(weight)
     return row_matmul.matmul(x, weight.codes, absmax, nested, pairs, weight.shape[0], _kernel, interpret, programs)
@@ -344,6 +348,7 @@ def _row_matmul(x: jax.Array, weight: FourBit, programs: int, interpret) -> jax.
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _small_matmul(x: jax.Array, weight: FourBit, tile: line_matmul.Tile | None, interpret) -> jax.Array:
+    """small_matmul by this module's kernel, or by line_matmul with a tile."""
     tokens, columns = x.shape
     rows = weight.shape[0]
     plan = _plan(rows, columns, tokens)
@@ -363,7 +368,7 @@ def _small_matmul(x: jax.Array, weight: FourBit, tile: line_matmul.Tile | None, 
         thread_name="wg",
         scratch_types=[
             plgpu.SMEM((256, 32), jnp.uint32),
-            # Rows of 4 more than a multiple of 8: two by two, they are read from different banks.
+            # Rows have 4 more than a multiple of 8 elements, so that pairs of rows are read from different banks.
             plgpu.SMEM((2, _ROWS, columns // BLOCK + 4), jnp.float32),
             plgpu.SMEM((plan.warpgroups, 64 * plan.parts, plan.width), jnp.float32),
             plgpu.Barrier(num_arrivals=plan.warpgroups),

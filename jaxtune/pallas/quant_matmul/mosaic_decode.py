@@ -1,7 +1,7 @@
-"""What a warpgroup does to decode weights in four bits, chunk by chunk: for the dequantising pass (mosaic.py), and for
-products that decode ahead of themselves (grouped_matmul/mosaic_ahead.py).
+"""How a warpgroup decodes weights in four bits, chunk by chunk, for the dequantising pass (mosaic.py) and for products
+that decode ahead (grouped_matmul/mosaic_ahead.py).
 
-A chunk is `lines` lines of 512 bytes of codes, 1,024 numbers each, whatever rows of the weight they are.
+A chunk is `lines` lines of 512 bytes of codes, 1,024 numbers each, whatever rows of the weight they belong to.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from jaxtune.pallas.formats import Stored, mxfp4
 from jaxtune.pallas.formats.four_bit import NESTED_BLOCK, FourBit
 from jaxtune.pallas.formats.mxfp4 import MXFP4
 
-_LINE = 512  # bytes of codes that a warpgroup takes at once: four a lane
+_LINE = 512  # bytes of codes that a warpgroup takes at once, four per lane
 SMALLEST = 2 * _LINE  # numbers of a chunk of one line
 
-# [lines x 16] absmax: the lanes 8 i to 8 i + 7 of a warpgroup hold number i of a line.
+# Layout of [lines x 16] absmax: the lanes 8 i to 8 i + 7 of a warpgroup have number i of a line.
 _SCALES = plgpu.Layout.TILED(Tiling(((16,), (4,), (1,))), warp_dims=(-3,), lane_dims=(-2, Replicated(8)), vector_dim=-1)
-# MXFP4's [lines x 32] scales: lanes 4 i to 4 i + 3 hold number i.
+# Layout of MXFP4's [lines x 32] scales: lanes 4 i to 4 i + 3 have number i.
 _POWERS = plgpu.Layout.TILED(Tiling(((32,), (8,), (1,))), warp_dims=(-3,), lane_dims=(-2, Replicated(4)), vector_dim=-1)
 
 
 def absmax_operands(weight: FourBit) -> list[jax.Array]:
-    """absmax, or its codes, map, nested absmax and offset."""
+    """A weight's absmax, or its codes, map, nested absmax and offset."""
     if weight.nested_map is None or weight.nested_absmax is None or weight.offset is None:
         return [weight.absmax]
     return [weight.absmax, weight.nested_map, weight.nested_absmax, weight.offset.reshape(1)]
@@ -38,30 +38,23 @@ def absmax_operands(weight: FourBit) -> list[jax.Array]:
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """How a weight is decoded.
+    """How a weight is decoded."""
 
-    Attributes:
-      lines: of a chunk; a power of two, so that the blocks of a chunk lie within one nested block.
-      count: of chunks.
-      table: float32[16], as bytes.
-      powers: whether scales are MXFP4's powers of two, or absmax.
-      dtype: of the result, bfloat16 or float16.
-    """
-
-    lines: int
-    count: int
-    table: bytes
-    powers: bool
-    dtype: np.dtype
+    lines: int  # of a chunk; a power of two, so that the blocks of a chunk are within one nested block
+    count: int  # number of chunks
+    table: bytes  # float32[16], as bytes
+    powers: bool  # whether scales are MXFP4's powers of two, or absmax
+    dtype: np.dtype  # of the result, bfloat16 or float16
 
     @staticmethod
     def decodes(weight: Stored) -> bool:
-        """Whether it is in a format that is decoded here."""
+        """Whether a weight is in a format that is decoded here."""
         return isinstance(weight, FourBit | MXFP4)
 
     @staticmethod
     def of(weight: Stored, dtype, whole: int) -> Chunks:
-        """whole: numbers that a chunk must divide, a multiple of SMALLEST, such as those of an expert."""
+        """The chunks of a weight; `whole` is a number of elements that a chunk must divide, a multiple of SMALLEST,
+        such as those of an expert."""
         lines = next(n for n in (8, 4, 2, 1) if whole % (n * SMALLEST) == 0)
         assert isinstance(weight, FourBit | MXFP4)
         powers = isinstance(weight, MXFP4)
@@ -70,29 +63,30 @@ class Chunks:
 
     @property
     def numbers(self) -> int:
-        """Of a chunk."""
+        """The number of elements of a chunk."""
         return self.lines * SMALLEST
 
     @property
     def out_layout(self):
+        """The layout of a decoded chunk."""
         return plgpu.Layout.WG_STRIDED((self.numbers,), 8)
 
     def operands(self, weight: Stored) -> list[jax.Array]:
-        """What a kernel gets: codes and scales by chunk, the table, and of quantised absmax the rest."""
+        """A kernel's operands: codes and scales by chunk, the table, and for quantised absmax the nested arrays."""
         assert isinstance(weight, FourBit | MXFP4)
         scales, *nested = [weight.scales] if isinstance(weight, MXFP4) else absmax_operands(weight)
         table = jnp.asarray(np.frombuffer(self.table, np.float32))
         return [weight.codes.reshape(self.count, -1), scales.reshape(self.count, -1), table, *nested]
 
     def load(self, refs, at):
-        """Of `operands`, what chunk `at` is decoded from, in registers."""
+        """What chunk `at` is decoded from, out of `operands`, in registers."""
         codes_ref, scales_ref, *_ = refs
         codes_layout = plgpu.Layout.WG_STRIDED((self.lines * _LINE,), 4)
         codes = plgpu.load(codes_ref.at[at], layout=codes_layout, optimized=False)
         return codes, plgpu.load(scales_ref.at[at], layout=_POWERS if self.powers else _SCALES, optimized=False)
 
     def values(self, refs, at, loaded, interpreted: bool, *, beside_products: bool = False):
-        """`dtype`[numbers] of a chunk that is loaded, in `out_layout`; beside_products: see lanes.table_values."""
+        """`dtype`[numbers] of a loaded chunk, in `out_layout`; beside_products as in lanes.table_values."""
         _, _, table_ref, *nested_refs = refs
         codes, scales = loaded
         scales_layout = _POWERS if self.powers else _SCALES

@@ -1,11 +1,12 @@
-"""quant_matmul in plain jnp: vendor GEMMs through XLA. fp32 accumulation; fp32 operands are multiplied in full fp32.
+"""quant_matmul in plain jnp: the vendor's GEMMs through XLA. Accumulation is in fp32; fp32 operands are multiplied in
+full fp32.
 
-The backward is written out so that every sum is the `c` of a GEMM that follows: dx = dz A, + dy_1 W_1, + dy_2 W_2, ...
-Autodiff adds the products pairwise, and XLA then spends a pass over memory on each addition.
+The backward is written such that every sum is the `c` of a GEMM: dx = dz A, + dy_1 W_1, + dy_2 W_2, ... Autodiff would
+add the products pairwise, and XLA then spends a pass over memory on each addition.
 
-Weights in four bits are decoded before each product, in either direction; no decoded weight is a residual. Who decodes
-them, and who multiplies a few tokens by them, is an argument (`kernels`): this module or one with the same four
-functions, `refusal`, `dequantize`, `small_refusal`, `small_matmul`.
+Weights in four bits are decoded before each product, in both directions; no decoded weight is a residual. The module
+that decodes them, and multiplies a few tokens by them, is an argument (`kernels`): this one or another with the same
+four functions, `refusal`, `dequantize`, `small_refusal`, `small_matmul`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def small_matmul(x: jax.Array, weight: Stored) -> jax.Array:
 
 
 def _product(x, weight, contract, dtype=None):
-    """dot_general over one axis of each, multiplied in x's dtype; the result in `dtype` (default: x's)."""
+    """dot_general over one axis of each, multiplied in x's dtype; the result is in `dtype` (default: x's)."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     return jax.lax.dot_general(
         x,
@@ -57,10 +58,10 @@ def _product(x, weight, contract, dtype=None):
 
 
 def decoded(weight, x, kernels: ModuleType):
-    """(weight as an array, x); weights in four bits in x's dtype.
+    """(weight as an array, x); weights in four bits are decoded to x's dtype.
 
-    Decoding is tied to x: else XLA shares it between forward and backward and keeps the decoded weight for as long,
-    or takes it out of a loop over tokens.
+    Decoding is tied to x. Otherwise XLA would share it between forward and backward and keep the decoded weight in
+    between, or move it out of a loop over tokens.
     """
     if isinstance(weight, Stored):
         weight, x = optimization_barrier((weight, x))
@@ -69,31 +70,31 @@ def decoded(weight, x, kernels: ModuleType):
 
 
 def _times(x, weight, contract, kernels: ModuleType, more=None, bias=None):
-    """The product of x and a weight over one axis of each; plus that of `more`'s two operands, plus bias."""
+    """The product of x and a weight over one axis of each, plus the product of `more`'s two operands, plus bias."""
     call = (weight, x.dtype, x.shape[0])
     if isinstance(weight, Stored) and contract == (1, 1) and kernels.small_refusal(*call) is None:
         out = kernels.small_matmul(x, weight)
     else:
         if more is not None:
-            # Else XLA may make one GEMM of several small weights that share x, and add their parts to the thin products
-            # instead: the output is then rounded before the adapter's part is added, which is mostly lost in it.
+            # Otherwise XLA may make one GEMM of several small weights that share x, and add its parts to the thin
+            # products: the output is then rounded before the adapter's part is added, and most of that part is lost.
             weight, x = optimization_barrier((weight, x))
         weight, x = decoded(weight, x, kernels)
         out = _product(x, weight, contract)
     if more is not None:
-        # In this order: XLA makes the right operand the c of the left GEMM.
+        # The order matters: XLA makes the right operand the c of the left GEMM.
         u, side = more
         out = out + _product(u, side, contract)
     return out if bias is None else out + bias.astype(out.dtype)
 
 
 def scaled(part, scale):
-    """part times a number, which in part's dtype would be rounded first."""
+    """part times a number, multiplied in float32, because in part's dtype the number would be rounded first."""
     return part if scale == 1.0 else (part.astype(jnp.float32) * scale).astype(part.dtype)
 
 
 def _parts(joined, loras):
-    """Splits [tokens, sum of ranks] into one [tokens, r] an adapter."""
+    """Splits [tokens, sum of ranks] into one [tokens, r] per adapter."""
     at = 0
     for a, _ in loras:
         yield joined[:, at : at + a.shape[0]]
@@ -101,21 +102,27 @@ def _parts(joined, loras):
 
 
 def _join(loras, dtype):
-    """All A's in one thin matrix: its product is bound by reading x, so one pass serves them all."""
+    """All A's in one thin matrix. Its product is bound by reading x, so one pass serves all adapters."""
     return jnp.concatenate([a.astype(dtype) for a, _ in loras], axis=0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _products(x, source, weights, loras, biases, static):
+    """The outputs of all weights, with a custom derivative."""
     return _products_fwd(x, source, weights, loras, biases, static)[0]
 
 
 def _products_fwd(x, source, weights, loras, biases, static):
-    """x [tokens, in]; source: the adapters' input if it differs from x (dropout), else None; loras: (a, b) pairs;
-    biases: one entry a weight, or None.
+    """The forward rule.
 
-    static: (which weight each adapter belongs to, scales, kernels for weights in few bits that are decoded, and where
-    weights multiply as they are stored a tuple of one, the implementation that was asked for).
+    Args:
+      x: [tokens, in].
+      source: the adapters' input if it differs from x (dropout), else None.
+      weights: all that share x.
+      loras: (a, b) pairs.
+      biases: one entry per weight, or None.
+      static: (the weight that each adapter belongs to, scales, `kernels`, and, if weights are multiplied as they are
+        stored, the requested implementation in a tuple of one).
     """
     owners, scales, kernels, as_stored = static
     more: list = [None] * len(weights)
@@ -124,7 +131,7 @@ def _products_fwd(x, source, weights, loras, biases, static):
         inner = _product(x if source is None else source, _join(loras, x.dtype), (1, 1))
         for owner, scale, part, (_, b) in zip(owners, scales, _parts(inner, loras), loras, strict=True):
             more[owner] = (scaled(part, scale), b)
-    coded: dict[tuple, tuple] = {}  # x as products take it, once for all weights of one kind
+    coded: dict[tuple, tuple] = {}  # x in the form of products with one kind of weights
     outputs = []
     for weight, added, bias in zip(weights, more, biases, strict=True):
         product = product_of(weight) if as_stored else None
@@ -156,7 +163,7 @@ def _products_bwd(static, residuals, doutputs):
         more = (dinner, _join(loras, x.dtype))
         if source is not None:
             dsource, more = _product(*more, (1, 0)), None
-    parts: dict[tuple, list] = {}  # (what multiplies weights as they are stored or None, their kind): with gradients
+    parts: dict[tuple, list] = {}  # {(module of products with weights as stored, or None; kind): weights and gradients}
     for pair in zip(doutputs, weights, strict=True):
         product = product_of(pair[1]) if as_stored else None
         parts.setdefault((product, None if product is None else product.kind(pair[1])), []).append(pair)
@@ -165,7 +172,7 @@ def _products_bwd(static, residuals, doutputs):
         if product is None:
             for dout, weight in pairs:
                 part = _times(dout, weight, (1, 0), kernels, more)
-                dx = part if dx is None else part + dx  # in this order: XLA makes the right operand the left's c
+                dx = part if dx is None else part + dx  # the order matters: XLA makes the right operand the left's c
                 more = None
         else:
             added = None if more is None else (more[0], more[1].T)
@@ -173,7 +180,7 @@ def _products_bwd(static, residuals, doutputs):
             part = product.backward(douts, theirs, added, x.dtype, as_stored[0])
             dx = part if dx is None else part + dx
             more = None
-    # Dead code, which costs nothing, wherever the weight is frozen; weights in four bits have no gradient.
+    # XLA removes this if the weight is frozen; weights in four bits have no gradient.
     dweights = tuple(
         None if isinstance(w, Stored) else _product(dout, x, (0, 0), w.dtype)
         for dout, w in zip(doutputs, weights, strict=True)
@@ -190,13 +197,13 @@ _products.defvjp(_products_fwd, _products_bwd)
 
 def dropout(x, rate, key, part=0):
     """Inverted dropout: zero with probability `rate`, the rest scaled by 1 / (1 - rate). The mask is `part` of one that
-    is drawn for as many parts as there are, each as large as x."""
+    is drawn for an array of equal parts, each as large as x."""
     keep = draws.mask(key, x.shape, rate, part)
     return jnp.where(keep, x.astype(jnp.float32) / (1.0 - rate), 0).astype(x.dtype)
 
 
 def matmul(x, weights, loras, biases, dropout_rate, dropout_key, dropout_part, kernels: ModuleType, as_stored: tuple):
-    """See api.quant_matmul; `kernels` as on top of this file, `as_stored` as in `_products_fwd`."""
+    """See api.quant_matmul; `kernels` as described at the top of this file, `as_stored` as in `_products_fwd`."""
     flat = x.reshape(-1, x.shape[-1])
     owners = tuple(index for index, lora in enumerate(loras) if lora is not None)
     source = None
@@ -204,7 +211,7 @@ def matmul(x, weights, loras, biases, dropout_rate, dropout_key, dropout_part, k
         source = dropout(flat, dropout_rate, dropout_key, dropout_part)
     pairs = tuple((loras[index].a, loras[index].b) for index in owners)
     scales = tuple(loras[index].scale for index in owners)
-    # A row scale stands between the product and its bias.
+    # A row scale is applied between the product and its bias.
     row_scales = [None if lora is None else lora.row_scale for lora in loras]
     added = tuple(bias if scale is None else None for bias, scale in zip(biases, row_scales, strict=True))
     static = (owners, scales, kernels, as_stored)

@@ -1,4 +1,4 @@
-"""What row_matmul.py does lane by lane; see lanes.py."""
+"""Lane-level operations of row_matmul.py; see lanes.py."""
 
 from __future__ import annotations
 
@@ -36,15 +36,17 @@ _ONE = plgpu.Layout.WG_STRIDED((128,), 1)
 
 
 def _warp(wg):
+    """The number of the warp within its program."""
     return ir_add(ir_mul(ir_scalar(wg), 4), ir_shift_right(ir_thread(), 5))
 
 
 def _lane():
+    """The number of the lane within its warp."""
     return arith.andi(ir_thread(), ir_const(31))
 
 
 def _block(wg, slices: int):
-    """Of a lane, and of a chunk's blocks, the number of the one whose scale it decodes: lane (row, half, quad)."""
+    """The number, within a chunk, of the block whose scale a lane decodes: lane (row, half, quad)."""
     warp, lane = _warp(wg), _lane()
     pair, part = arith.divui(warp, ir_const(slices)), arith.remui(warp, ir_const(slices))
     row = ir_add(ir_mul(pair, 2), ir_shift_right(lane, 4))
@@ -52,7 +54,7 @@ def _block(wg, slices: int):
 
 
 def own_x(x_ref, wg, slices: int):
-    """uint32[128 x 16]: what a lane multiplies its codes by. x_ref: [columns], 16-bit."""
+    """uint32[128 x 16]: the elements that a lane multiplies its codes by. x_ref is [columns], 16-bit."""
 
     @mosaic_types.inline_mgpu(
         arg_types=(SCALAR, plgpu.RefType()), return_type=plgpu.ShapeDtypeStruct((128 * 16,), jnp.uint32, _X)
@@ -74,14 +76,14 @@ def own_x(x_ref, wg, slices: int):
 
 
 def own_nested(nested_ref, chunk, wg, pairs: int, slices: int, nested_block: int):
-    """float32[128]: the nested absmax of the block that a lane decodes the scale of."""
+    """float32[128]: the nested absmax of the block whose scale a lane decodes."""
 
     @mosaic_types.inline_mgpu(
         arg_types=(SCALAR, SCALAR, plgpu.RefType()), return_type=plgpu.ShapeDtypeStruct((128,), jnp.float32, _ONE)
     )
     def load(_, chunk, wg, nested_ref):
         blocks = pairs * 2 * slices * 16
-        # Warps without work have numbers past the chunk's.
+        # Warps without work have numbers past those of the chunk.
         own = arith.minui(_block(wg, slices), ir_const(blocks - 1))
         number = arith.divui(ir_add(ir_mul(ir_scalar(chunk), blocks), own), ir_const(nested_block))
         registers = np.empty((1,), object)
@@ -92,15 +94,16 @@ def own_nested(nested_ref, chunk, wg, pairs: int, slices: int, nested_block: int
 
 
 def multiply(x, nested, offset, place, slot, wg, refs, *, pairs: int, slices: int, dtype):
-    """partial[place, warp] = the sums of a warp's two rows over its slice, by quads and rows, on the tensor cores.
+    """Sets partial[place, warp] to the sums of a warp's two rows over its slice, by quads and rows, on the tensor
+    cores.
 
-    x: of own_x. nested: of own_nested, and offset: float32 scalar; or None, both. refs: codes uint8[slots, chunk],
-    absmax [slots, blocks of a chunk], table uint32[256, 64], map float32[256] (None without nested), partial
-    float32[places, warps, 8, 2].
+    x comes from own_x; nested from own_nested, and offset is a float32 scalar, or both are None. refs are: codes
+    uint8[slots, chunk], absmax [slots, blocks of a chunk], table uint32[256, 64], map float32[256] (None without
+    nested), partial float32[places, warps, 8, 2].
 
-    A quad of lanes has a block of each row, a lane 8 bytes of it: of each half of the slice. To the tensor cores
-    (m16n8k16) the eight quads are eight rows, of which each has its own k's; the right side's column g has x at those
-    of quad g. So the products' diagonal is wanted, and a lane needs x only where its own codes are. Rows 8 to 15 are
+    A quad of lanes has a block of each row, and a lane 8 bytes of it in each half of the slice. For the tensor cores
+    (m16n8k16) the eight quads are eight rows, each with its own k's; column g of the right side has x at those of quad
+    g. The result is therefore the diagonal of the products, and a lane needs x only at its own codes. Rows 8 to 15 are
     the pair's other row.
     """
     codes, absmax, table, *maps, partial = (ref for ref in refs if ref is not None)
@@ -167,7 +170,7 @@ def multiply(x, nested, offset, place, slot, wg, refs, *, pairs: int, slices: in
                         convergent=True,
                     )
                 products.append(sums)
-            # A lane holds columns 2 t and 2 t + 1 of its quad's row: the diagonal lies in lane t = quad / 2.
+            # A lane has columns 2 t and 2 t + 1 of its quad's row, so the diagonal is in lane t = quad / 2.
             odd = arith.cmpi(arith.CmpIPredicate.eq, arith.andi(quad, ir_const(1)), ir_const(1))
             totals = []
             for row in range(2):
@@ -186,9 +189,10 @@ def multiply(x, nested, offset, place, slot, wg, refs, *, pairs: int, slices: in
 
 
 def store_sums(partial_smem, out_ref, count, program, programs, wg, warpgroups: int, *, pairs: int, slices: int, dtype):
-    """out_ref[row] = what `multiply` left for it in partial_smem, for `count` chunks: program, program + programs, ...
+    """Sets out_ref[row] to the sum of what `multiply` left in partial_smem, for `count` chunks: program, program +
+    programs, ...
 
-    By eight lanes a pair of rows, which add up slices first and then quads.
+    Eight lanes add a pair of rows, first over slices and then over quads.
     """
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR, SCALAR, SCALAR))
@@ -201,7 +205,7 @@ def store_sums(partial_smem, out_ref, count, program, programs, wg, warpgroups: 
         for start in range(0, places * pairs * 8, 128 * warpgroups):
             number = ir_shift_right(ir_add(thread, ir_const(start)), 3)
             place, pair = arith.divui(number, ir_const(pairs)), arith.remui(number, ir_const(pairs))
-            # All lanes add, for they exchange; those past the end over the last one's.
+            # All lanes add, because they exchange values; those past the end repeat the last pair.
             inside = arith.minui(place, ir_const(places - 1))
             first = ir_add(ir_mul(ir_add(ir_mul(inside, warps), ir_mul(pair, slices)), 16), ir_mul(quad, 2))
             sums = None

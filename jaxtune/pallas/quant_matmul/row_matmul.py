@@ -1,14 +1,14 @@
-"""The product of one token by a weight in four bits, by whole rows: a Pallas Mosaic GPU kernel for Hopper.
+"""The product of one token with a weight in four bits, by whole rows: a Pallas Mosaic GPU kernel for Hopper.
 
-A chunk is some pairs of rows, one piece of memory, which a bulk copy brings as it lies; a warp takes a slice of 1,024
-columns of a pair. Slices are the same for every chunk, so a warp holds the token's elements in registers. One program a
-multiprocessor, with one table for all its warps: rows of 256 bytes, so that a byte of codes becomes an address by one
-instruction. Every read of shared memory is free of conflicts but that of the map of quantised absmax.
+A chunk is some pairs of rows, contiguous in memory, which one bulk copy loads; a warp takes a slice of 1,024 columns of
+a pair. Slices are the same for every chunk, so a warp keeps the token's elements in registers. There is one program per
+multiprocessor, with one table for all its warps. The table has rows of 256 bytes, so that a byte of codes becomes an
+address by one instruction. No read of shared memory has bank conflicts, except that of the map of quantised absmax.
 
-Few copies are on their way at a time, for they are served together: the more there are, the later the first arrives,
-and the products of the last ones are left over. What a program does before its first product costs as much as 10 MB of
-weight: the table is filled by all, while a first copy is on its way; a warpgroup that does nothing else asks for the
-others, 0.14 us each.
+Few copies are in flight at a time, because they are served concurrently: with more of them, the first arrives later,
+and the products of the last ones come after all loads. The work of a program before its first product costs as much as
+10 MB of weight. All threads fill the table while a first copy is in flight, and a warpgroup that does nothing else
+starts the other copies, at 0.14 us each.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from jaxtune.pallas.formats.four_bit import BLOCK, NESTED_BLOCK
 from jaxtune.pallas.quant_matmul import line_lanes, row_lanes
 from jaxtune.pallas.quant_matmul.row_lanes import SLICE
 
-_WARPS = 20  # of a program that multiply, at most, where a row has no more slices
-_MOST_WARPS = 28  # with the warpgroup that brings, a program's 1,024 threads
+_WARPS = 20  # the most multiplying warps of a program, unless a row has more slices
+_MOST_WARPS = 28  # with the loading warpgroup these are a program's 1,024 threads
 _RING_BYTES = 72 * 1024
 _SMEM_BYTES = 227 * 1024
 PROGRAMS = 132  # multiprocessors of an H100 or H200
@@ -37,38 +37,40 @@ PROGRAMS = 132  # multiprocessors of an H100 or H200
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """slices: of a row. pairs: of rows, in a chunk. stages: chunks on their way. places: most chunks of a program."""
+    """How the kernel divides its work."""
 
-    slices: int
-    pairs: int
-    stages: int
-    places: int
+    slices: int  # of a row
+    pairs: int  # pairs of rows in a chunk
+    stages: int  # chunks that are loaded ahead
+    places: int  # the most chunks of a program
 
     @property
     def warpgroups(self) -> int:
-        """That multiply."""
+        """The number of multiplying warpgroups."""
         return -(-self.slices * self.pairs // 4)
 
     @property
     def chunk(self) -> int:
-        """Bytes of codes."""
+        """Bytes of codes of a chunk."""
         return self.pairs * self.slices * SLICE
 
     @property
     def blocks(self) -> int:
-        """Of a chunk."""
+        """Blocks of a chunk."""
         return self.chunk * 2 // BLOCK
 
 
 def plan(rows: int, columns: int, programs: int = PROGRAMS) -> Plan | None:
-    """How a weight [rows, columns] is cut; None where it cannot be."""
+    """How a weight [rows, columns] is divided; None if it cannot be."""
     slices = columns // SLICE
     if columns % SLICE or not 0 < slices <= _MOST_WARPS or rows % 2:
         return None
     most = max(1, _WARPS // slices)
     pairs = next(pairs for pairs in (16, 8, 4, 2, 1) if pairs <= most and rows % (2 * pairs) == 0)
     places = -(-rows // (2 * pairs * programs))
-    # Of four chunks, two at a time: 5.4 us, and 5.9 with more (4,096 x 4,096). Of more, four: 11.2 us, with two 12.2.
+    # With four chunks, two in flight: 5.4 us, with more 5.9 (4,096 x 4,096). With more chunks, four in flight: 11.2 us,
+    # with
+    # two 12.2.
     stages = max(2, min(4, places // 2, _RING_BYTES // (pairs * columns)))
     found = Plan(slices, pairs, stages, places)
     table, barriers = 256 * 64 * 4 + 1024, 1024
@@ -78,9 +80,9 @@ def plan(rows: int, columns: int, programs: int = PROGRAMS) -> Plan | None:
 
 
 def _written_out(codes, absmax, x, pairs_table, plan: Plan):
-    """What row_lanes.multiply leaves for a chunk, for the interpreter: float32[pairs x slices, 8, 2].
+    """What row_lanes.multiply leaves for a chunk, in jnp for the interpreter: float32[pairs x slices, 8, 2].
 
-    codes: uint8[chunk]; absmax: float32[blocks]; x: [columns]; pairs_table: `dtype`[256, 2].
+    codes is uint8[chunk], absmax float32[blocks], x [columns], pairs_table `dtype`[256, 2].
     """
     shape = (plan.pairs, 2, plan.slices, 2, 8)
     values = pairs_table[codes.astype(jnp.int32)].astype(jnp.float32).reshape(*shape, BLOCK)
@@ -90,12 +92,13 @@ def _written_out(codes, absmax, x, pairs_table, plan: Plan):
 
 
 def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, plan: Plan, dtype, interpreted):
-    """refs: map, nested absmax and offset, if absmax is quantised; out [rows]; shared memory."""
+    """The kernel's body. `refs` has: map, nested absmax and offset if absmax is quantised; out [rows]; shared
+    memory."""
     *nested_refs, out_ref, table_smem, map_smem, codes_smem, absmax_smem, partial_smem, full_smem, empty, done = refs
     map_ref, nested_ref, offset_ref = nested_refs or (None, None, None)
     wg, program = lax.axis_index("wg"), lax.axis_index("program")
     programs = lax.axis_size("program")
-    own = wg - 1  # of the warpgroups that multiply
+    own = wg - 1  # the number among the multiplying warpgroups
     cut = dict(pairs=plan.pairs, slices=plan.slices)
     chunks = out_ref.shape[0] // (2 * plan.pairs)
     mine = lax.div(chunks - program + (programs - 1), jnp.int32(programs))
@@ -195,10 +198,14 @@ def matmul(x, codes, absmax, nested, pairs: np.ndarray, rows: int, kernel, inter
     """x [1, in] weight^T: [1, out] in x's dtype; see `plan`.
 
     Args:
-      codes: uint8[out x in / 2]; absmax: uint8 or float32[out x in / 64].
+      x: [1, in].
+      codes: uint8[out x in / 2].
+      absmax: uint8 or float32[out x in / 64].
       nested: map, nested absmax and offset float32[1] of a quantised absmax, or nothing.
-      pairs: x's dtype [256, 2], the elements of each byte. kernel, interpret: as mosaic._kernel takes them.
-      programs: at most so many share the rows.
+      pairs: x's dtype [256, 2], the elements of each byte.
+      rows: out.
+      kernel, interpret: as mosaic._kernel takes them.
+      programs: at most this many programs share the rows.
     """
     cut = plan(rows, x.shape[1], programs)
     assert cut is not None, (rows, x.shape)
@@ -221,7 +228,7 @@ def matmul(x, codes, absmax, nested, pairs: np.ndarray, rows: int, kernel, inter
             plgpu.Barrier(num_arrivals=cut.warpgroups, num_barriers=cut.stages),
             plgpu.Barrier(num_arrivals=cut.warpgroups),
         ],
-        # The kernel waits where it must: for copies, for those who read them, and for sums.
+        # The kernel itself contains all waits: for copies, for their readers, and for sums.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )(
         x.reshape(-1),

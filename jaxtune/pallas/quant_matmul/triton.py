@@ -1,7 +1,7 @@
-"""Weights in four bits through Triton, for every NVIDIA GPU since Ampere: dequantise, and multiply few tokens by them.
+"""Weights in four bits through Triton, for every NVIDIA GPU since Ampere: dequantising, and products with a few tokens.
 
-Both decode double-quantised scales in place and are bound by memory. The bodies are in triton_kernels.py, which imports
-triton and is itself imported where it is used.
+Both decode double-quantised scales in the kernel and are bound by memory. The kernels are in triton_kernels.py, which
+imports triton and is therefore imported only where it is used.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from jaxtune.pallas.formats.four_bit import BLOCK, FourBit
 
 __all__ = ["dequantize", "refusal", "small_matmul", "small_refusal"]
 
-MAX_TOKENS = 16  # of small_matmul
-_VECTOR_TOKENS = 2  # up to so many the ordinary cores are faster than the tensor cores
-# Rows of W at a time, blocks of 64 of each, warps; as measured on an H200.
+MAX_TOKENS = 16  # the most tokens of small_matmul
+_VECTOR_TOKENS = 2  # up to this many tokens the ordinary cores are faster than the tensor cores
+# (rows of W at a time, blocks of 64 of each row, warps), as measured on an H200.
 _VECTOR_TILE = (4, 16, 4)
 _MATRIX_TILE, _TALL_MATRIX_TILE = (16, 8, 4), (64, 2, 4)
-_TALL = 8192  # rows of W from which on the second one is better
+_TALL = 8192  # from this many rows of W on, the second one is faster
 _DEQUANTISE_BLOCKS, _DEQUANTISE_WARPS = 64, 4
 _DTYPES = (jnp.bfloat16, jnp.float16)
 
@@ -56,7 +56,7 @@ def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
 
 
 def _parts(weight: FourBit) -> tuple[list[jax.Array], int]:
-    """The arrays of a weight as the kernels take them, and whether its scales are quantised."""
+    """(the arrays of a weight in the form that the kernels take, whether its scales are quantised)."""
     scales = [s for s in (weight.nested_absmax, weight.nested_map, weight.offset) if s is not None]
     nested = len(scales) == 3
     return [weight.codes, weight.absmax, *(scales if nested else [weight.absmax] * 3), jnp.asarray(weight.table)], int(
@@ -65,7 +65,7 @@ def _parts(weight: FourBit) -> tuple[list[jax.Array], int]:
 
 
 def dequantize(weight: FourBit, dtype=None) -> jax.Array:
-    """FourBit.decode, bit for bit: the tensor in `dtype`, by default the one that it came in."""
+    """FourBit.decode, bit for bit: the tensor in `dtype`, by default its original one."""
     from jaxtune.pallas.quant_matmul import triton_kernels
 
     arrays, nested = _parts(weight)
@@ -85,13 +85,13 @@ def dequantize(weight: FourBit, dtype=None) -> jax.Array:
 
 
 def small_matmul(x: jax.Array, weight: FourBit) -> jax.Array:
-    """x W^T for few tokens, without writing W: one pass over its bytes.
+    """x W^T for a few tokens without writing W, in one pass over its bytes.
 
     Args:
       x: [1 to 16, in] bfloat16 or float16.
-      weight: [out, in], in a multiple of 64.
+      weight: [out, in]; `in` is a multiple of 64.
     Returns:
-      [1 to 16, out] in x's dtype; sums in float32.
+      [1 to 16, out] in x's dtype; sums are float32.
     """
     from jaxtune.pallas.quant_matmul import triton_kernels
 

@@ -1,7 +1,7 @@
-"""The bodies of the Triton kernels over weights in four bits; triton.py says what they do and calls them.
+"""The bodies of the Triton kernels for weights in four bits; triton.py describes and calls them.
 
-The bytes are bitsandbytes' own (formats.py): 32 bytes of codes, two a byte, share an absmax. With NESTED an absmax is
-an index into a map, times a scale that 256 of them share, plus an offset, with a rounding in between.
+The bytes are bitsandbytes' own (formats): 32 bytes of codes, two codes a byte, share an absmax. With NESTED an absmax
+is an index into a map, times a scale that 256 of them share, plus an offset, with a rounding in between.
 """
 
 import triton
@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def _decoded(stored, nested_absmax, nested_map, offset, blocks, COUNT: tl.constexpr, NESTED: tl.constexpr):
-    """float32 absmax of the blocks of these numbers, of COUNT in all, from what is stored of them."""
+    """float32 absmax of the blocks with these numbers, of COUNT in all, from the stored values."""
     if NESTED:
         steps = tl.load(nested_map + stored.to(tl.int32))
         nested = tl.load(nested_absmax + blocks // 256, mask=blocks < COUNT, other=0.0)
@@ -21,8 +21,8 @@ def _decoded(stored, nested_absmax, nested_map, offset, blocks, COUNT: tl.conste
 
 @triton.jit
 def _looked_up(packed, table):
-    """(high, low): the table's entries for both nibbles of each byte, a flat array. The gather goes through shared
-    memory, where sixteen words never conflict; loads from the table in global memory take four times as long."""
+    """(high, low): the table's entries for both nibbles of each byte of a flat array. The gather uses shared memory,
+    where sixteen words never conflict; loads from the table in global memory take four times as long."""
     entries = tl.load(table + tl.arange(0, 16))
     packed = packed.to(tl.int32)
     return tl.gather(entries, packed >> 4, 0), tl.gather(entries, packed & 15, 0)
@@ -41,7 +41,7 @@ def dequantise_kernel(
     NESTED: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """BLOCKS blocks of a tensor of SIZE elements. Grid: (ceil(SIZE / (64 BLOCKS)),)."""
+    """Decodes BLOCKS blocks of a tensor of SIZE elements. Grid: (ceil(SIZE / (64 BLOCKS)),)."""
     first = tl.program_id(0).to(tl.int64) * BLOCKS
     left = tl.minimum(SIZE - first * 64, BLOCKS * 64).to(tl.int32)  # elements
     WHOLE: tl.constexpr = SIZE % (BLOCKS * 64) == 0  # without masks, loads and stores are wide
