@@ -11,6 +11,7 @@ from flax import nnx
 
 from jaxtune.compat.arguments import choose
 from jaxtune.compat.model import CompatModel
+from jaxtune.compat.rows import columns_of
 from jaxtune.compat.settings import SFTConfig, given_arguments
 from jaxtune.compat.tables import DPO, KTO, ORPO, REFERENCE_MODEL, REWARD, TRAINER
 from jaxtune.compat.trainer import SFTTrainer, loaded
@@ -123,10 +124,9 @@ class PreferenceTrainer(SFTTrainer):
         name = type(self).__name__
         if formatting_func is not None:
             raise ValueError(f"{name}: it has no formatting_func; give columns prompt, {', '.join(self.columns)}")
-        columns = getattr(dataset, "column_names", None)
-        if columns is None and not isinstance(dataset, str):
+        if not hasattr(dataset, "column_names") and not isinstance(dataset, str):
             dataset = list(dataset)
-            columns = list(dataset[0]) if dataset else []
+        columns = None if isinstance(dataset, str) else columns_of(dataset, type(self).__name__)
         if columns is not None and (missing := [one for one in self.columns if one not in columns]):
             raise ValueError(
                 f"{name}: the data set has no column {', '.join(missing)}; it has {', '.join(map(str, columns))}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,16 @@ from typing import Any
 from jaxtune.compat import folders
 from jaxtune.compat.callbacks import TrainerState
 from jaxtune.system.terminal import say
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainOutput:
+    """What train() returns, as in transformers."""
+
+    global_step: int
+    training_loss: float
+    # train_runtime in seconds, train_loss, epoch, and examples and steps per second of this call
+    metrics: dict[str, float]
 
 
 class Reports:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxtune.train.data.reading import open_sources, read_rows
+from jaxtune.train.folder.run_rows import is_stream
 
 IGNORE = -100  # the label of a token that is not trained on, as in PyTorch's cross entropy
 
@@ -32,29 +33,60 @@ class Tokenised(Sequence):
         return {"input_ids": tokens.tolist(), "labels": labels.tolist()}
 
 
+def columns_of(dataset: Any, trainer: str) -> list[str]:
+    """The columns of a data set, or of the first row of a list or of a stream that does not know them.
+
+    Raises:
+      ValueError: there are no rows.
+    """
+    columns = getattr(dataset, "column_names", None)
+    if columns is not None:
+        return columns
+    first = next(iter(dataset), None)
+    if first is None:
+        raise ValueError(f"{trainer}: the data set has no rows")
+    return list(first)
+
+
 def rows_and_format(dataset: Any, text_field: str, formatting_func) -> tuple[Any, str]:
     """(rows for jaxtune, their format), by TRL's rules: a formatting function first, then a text column, then the known
     columns."""
+    if is_stream(dataset):
+        return _streamed(dataset, text_field, formatting_func)
     if formatting_func is not None:
         return [{"text": text} for text in _formatted(formatting_func, list(dataset))], "text"
     if isinstance(dataset, str | os.PathLike):  # the first row's columns decide, also which tokens are trained on
         known = (row.format for row in read_rows(open_sources(dataset)) if row.value is not None)
         return dataset, next(known, "auto")
-    columns = getattr(dataset, "column_names", None)
-    if columns is None:
+    if not hasattr(dataset, "column_names"):
         dataset = list(dataset)
-        if not dataset:
-            raise ValueError("SFTTrainer: the data set has no rows")
-        columns = list(dataset[0])
+    columns = columns_of(dataset, "SFTTrainer")
     if text_field in columns:
         return (dataset, "text") if text_field == "text" else ([{"text": row[text_field]} for row in dataset], "text")
+    return dataset, _known_form(columns, text_field)
+
+
+def _streamed(dataset: Any, text_field: str, formatting_func: Callable[..., Any] | None) -> tuple[Any, str]:
+    """As rows_and_format, of an IterableDataset, none of whose rows but the first is read here."""
+    columns = columns_of(dataset, "SFTTrainer")
+    if formatting_func is not None:
+        function = formatting_func
+        return dataset.map(lambda row: {"text": _formatted(function, [row])[0]}, remove_columns=columns), "text"
+    if text_field in columns:
+        named = text_field != "text"
+        return dataset.map(lambda row: {"text": row[text_field]}, remove_columns=columns) if named else dataset, "text"
+    return dataset, _known_form(columns, text_field)
+
+
+def _known_form(columns: Sequence[str], text_field: str) -> str:
+    """The form of rows with these columns, which have no column of texts."""
     for names, form in (
         (["messages"], "messages"),
         (["prompt", "completion"], "prompt_completion"),
         (["conversations"], "sharegpt"),
     ):
         if all(name in columns for name in names):
-            return dataset, form
+            return form
     raise ValueError(
         f"SFTTrainer: dataset_text_field = {text_field!r} is not a column of the data set, nor are messages, or prompt "
         f"and completion; it has {', '.join(map(str, columns))}. Name its text column, or give a formatting_func"

@@ -70,3 +70,11 @@ GGUF = {
 }
 # Types that llama.cpp makes from an f16 file; "quantized" is Unsloth's name for q4_k_m.
 LLAMA_CPPS = re.compile(r"quantized|i?q\d_\w+")
+# Collators that pad rows of one batch to one length, and do nothing else.
+PADDING_COLLATORS = (
+    "DataCollatorForLanguageModeling",
+    "DataCollatorForSeq2Seq",
+    "DataCollatorWithPadding",
+    "DefaultDataCollator",
+    "DataCollatorWithFlattening",
+)

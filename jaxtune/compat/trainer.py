@@ -17,7 +17,7 @@ from jaxtune.compat.arguments import choose, settle, tell
 from jaxtune.compat.callbacks import Events, TrainerControl, TrainerState, checked, with_trained
 from jaxtune.compat.measures import EvalPrediction, measures
 from jaxtune.compat.model import CompatModel, FastLanguageModel
-from jaxtune.compat.reports import Reports
+from jaxtune.compat.reports import Reports, TrainOutput
 from jaxtune.compat.rows import Tokenised, rows_and_format
 from jaxtune.compat.settings import (
     SFTConfig,
@@ -31,7 +31,7 @@ from jaxtune.compat.settings import (
     total_steps,
     trained_tokens,
 )
-from jaxtune.compat.tables import OPTIMIZERS, RESIDUALS, RESPONSES, TRAINER
+from jaxtune.compat.tables import OPTIMIZERS, PADDING_COLLATORS, RESIDUALS, RESPONSES, TRAINER
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import computes_in_fp8, stored_in
 from jaxtune.system.terminal import say
@@ -49,17 +49,8 @@ from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.data import TokenDataset
 from jaxtune.train.data.templates import derive_markers
 from jaxtune.train.display.metrics import JSONL
+from jaxtune.train.folder.run_rows import is_stream
 from jaxtune.train.trainer import Trainer
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainOutput:
-    """What train() returns, as in transformers."""
-
-    global_step: int
-    training_loss: float
-    # train_runtime in seconds, train_loss, epoch, and examples and steps per second of this call
-    metrics: dict[str, float]
 
 
 class SFTTrainer(Reports):
@@ -71,7 +62,8 @@ class SFTTrainer(Reports):
         peft_config.
       args: SFTConfig or TrainingArguments, also transformers' and TRL's own.
       train_dataset, eval_dataset: a datasets.Dataset, a list of dicts, or a path, with a column dataset_text_field, or
-        messages, or prompt and completion. As in TRL, all tokens of text and messages are trained on, and only
+        messages, or prompt and completion. An IterableDataset to train on is read during the run, which needs
+        max_steps; one to evaluate on is read whole. As in TRL, all tokens of text and messages are trained on, and only
         completions (assistant_only_loss, completion_only_loss and train_on_responses_only change that).
       processing_class, tokenizer: the model's by default.
       formatting_func: maps a row to a text, or the columns of a batch to texts, instead of a column.
@@ -112,7 +104,7 @@ class SFTTrainer(Reports):
         self.args: Any = self.config_type(**(settings | {name: others.pop(name) for name in moved}))
         vars(self.args).update(vars(found) | vars(self.args))  # unused values are kept, because callbacks may read them
         collator = others.get("data_collator")
-        if type(collator).__name__ in _PADDING_COLLATORS and not getattr(collator, "mlm", False):
+        if type(collator).__name__ in PADDING_COLLATORS and not getattr(collator, "mlm", False):
             others.pop("data_collator")
             tell(type(self).__name__, "data_collator", "rows are packed or padded already")
         settle(type(self).__name__, others, self.table, SFTTrainer)
@@ -242,6 +234,12 @@ class SFTTrainer(Reports):
         epoch = self._epoch_steps if prepared and "epoch" in (saves, evaluates) else None
         self._order()
         steps = args.max_steps if args.max_steps > 0 else None
+        streamed = is_stream(self._rows["train"])
+        if steps is None and streamed:
+            raise ValueError(
+                f"{type(args).__name__}: max_steps = {args.max_steps}: train_dataset is an IterableDataset, whose "
+                "length is not known; set max_steps"
+            )
         if steps is None and prepared:
             steps = total_steps(args, self._epoch_steps)
 
@@ -269,7 +267,8 @@ class SFTTrainer(Reports):
                 eval="eval_dataset" if "eval" in self._rows else None,
                 format=self._format,
                 length=min([self.model.max_seq_length, *lengths]),
-                packing=packing or "step",
+                # Of a stream no step can be laid out before; padded, it trains on the same rows in as many steps.
+                packing=packing or (False if streamed else "step"),
                 template=args.chat_template_path,
                 num_workers=args.dataset_num_proc,
                 **self._masking,
@@ -338,19 +337,28 @@ class SFTTrainer(Reports):
     @property
     def _epoch_steps(self) -> int:
         """The steps of an epoch, at least 1."""
-        return max(1, self._prepared.batches.steps_per_epoch)
+        per_epoch = self._prepared.batches.steps_per_epoch
+        if per_epoch is None:
+            raise ValueError(
+                f"{type(self.args).__name__}: train_dataset is streamed, and nobody knows how long its epochs are: set "
+                "save_strategy and eval_strategy to 'steps' or 'no', and steps by their number"
+            )
+        return max(1, per_epoch)
 
     def _trainer(self, resume: Literal["auto", "never"] = "never", callbacks: Sequence[Callback] = ()) -> Trainer:
         """The Trainer of a run."""
-        data = self._prepared
-        rows = dataclasses.replace(self._rows_for(data.train_data), order=self._order())
+        data, rows = self._prepared, self._rows["train"]
+        if data.train_data is not None:
+            rows = dataclasses.replace(self._rows_for(data.train_data), order=self._order())
         held_out = None if data.eval_data is None else self._rows_for(data.eval_data)
         return Trainer(self._to_train(), self.tokenizer, self.config(resume), rows, held_out, callbacks=callbacks)
 
     @property
     def train_dataset(self) -> Sequence[dict[str, list[int]]]:
-        """The tokenised rows: input_ids, and labels with -100 where a token is not trained on."""
-        return Tokenised(self._prepared.train_data.documents)
+        """The tokenised rows: input_ids, and labels with -100 where a token is not trained on; of a stream,
+        the rows as they were given."""
+        data = self._prepared.train_data
+        return self._rows["train"] if data is None else Tokenised(data.documents)
 
     def train(self, resume_from_checkpoint: bool | str | os.PathLike | None = None) -> TrainOutput:
         """Trains; with resume_from_checkpoint=True, or the last checkpoint-N in output_dir, continues from there.
@@ -370,13 +378,14 @@ class SFTTrainer(Reports):
         self.state.log_history = trainer.history
         given, started = self.model.module, time.monotonic()
         try:
-            events.begin(trainer.config, trainer.total_steps, trainer.batches.steps_per_epoch)
+            per_epoch = trainer.batches.steps_per_epoch or trainer.total_steps  # of a stream, as in transformers
+            events.begin(trainer.config, trainer.total_steps, per_epoch)
             trained = self._handing_back()(trainer.train())
         except BaseException:
             self.model.module = given  # the weights of an interrupted run were donated
             raise
         steps = trainer.steps_done
-        self.state.global_step, self.state.epoch = steps, steps / trainer.batches.steps_per_epoch
+        self.state.global_step, self.state.epoch = steps, steps / per_epoch
         self.model.module = trained
         there = left.write(trained, steps)
         if events.best is not None:
@@ -431,16 +440,6 @@ class SFTTrainer(Reports):
         folder = self._output if output_dir is None else Path(output_dir).expanduser()
         beside = folder.exists() and folder.resolve() == self._output.resolve()
         (folders.save_beside if beside else folders.save)(self.model.module, folder, self.tokenizer)
-
-
-# Collators that only pad the rows of a batch to one length.
-_PADDING_COLLATORS = (
-    "DataCollatorForLanguageModeling",
-    "DataCollatorForSeq2Seq",
-    "DataCollatorWithPadding",
-    "DefaultDataCollator",
-    "DataCollatorWithFlattening",
-)
 
 
 def loaded(name: str, args: SFTConfig, full: bool) -> CompatModel:

@@ -6,8 +6,8 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,12 @@ from jaxtune.system import processes
 from jaxtune.train.callbacks import Between
 from jaxtune.train.config import EvaluationConfig
 from jaxtune.train.data import TokenDataset
-from jaxtune.train.data.batches import Batches
+from jaxtune.train.data.batches import Batch, Batches
 from jaxtune.train.display import metrics as m
 from jaxtune.train.display.monitor import Monitor
 from jaxtune.train.folder.saving import Saver
 from jaxtune.train.planning.phases import phase
-from jaxtune.train.program.programs import Engine, Programs
+from jaxtune.train.program.programs import Engine, LoadedStep, Programs
 from jaxtune.train.program.step import Sums, TrainState
 
 
@@ -61,6 +61,37 @@ def is_owed(wanted: EvaluationConfig, start: int, total_steps: int, output: Path
         return wanted.at_start
     due = wanted.after_last(start) if start >= total_steps else wanted.between(start)
     return due and not processes.of_first(lambda: start in m.evaluations(output / m.JSONL, rows.documents.identity))
+
+
+class _StepRows:
+    """The rows of each step, on the device: loaded while the step before is computed, unless their source has to see
+    the model that it leads to.
+
+    Args:
+      total_steps: of the run. model: gives the model of a state.
+    """
+
+    def __init__(
+        self, engine: Engine, pool: ThreadPoolExecutor, total_steps: int, model: Callable[[TrainState], Decoder]
+    ):
+        self._engine, self._pool, self._total_steps, self._model = engine, pool, total_steps, model
+        self._loading: tuple[int, Future[LoadedStep]] | None = None
+
+    def of(self, step: int, state: TrainState) -> LoadedStep:
+        """As Engine.load_step. state: that the step begins with."""
+        if self._engine.batches.sees_model:
+            return self._engine.load_step(step, lambda: self._model(state))
+        if self._loading is None or self._loading[0] != step:
+            self.load(step)
+        assert self._loading is not None
+        loaded = self._loading[1].result()
+        self.load(step + 1)
+        return loaded
+
+    def load(self, step: int) -> None:
+        """Begins to load a step, if the run has it and its source does not see the model; again, if it was loaded."""
+        if step < self._total_steps and not self._engine.batches.sees_model:
+            self._loading = step, self._pool.submit(self._engine.load_step, step)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,12 +144,10 @@ class Run:
             ThreadPoolExecutor(1, "batches") as pool,
             contextlib.ExitStack() as trace,
         ):
-            coming = pool.submit(engine.load_step, start)
+            rows = _StepRows(engine, pool, self.total_steps, lambda state: self.model(state.trainable))
             for step in range(start, self.total_steps):
-                with monitor.data_wait():
-                    parts, counts = coming.result()
-                if step + 1 < self.total_steps:
-                    coming = pool.submit(engine.load_step, step + 1)
+                with monitor.data_wait(), self._saved_at_an_error(done, state):
+                    parts, counts = rows.of(step, state)
                 if profile.steps and step - start == profile.start:
                     with monitor.pause("profile", step):
                         m.decorate("the profile", lambda: trace.enter_context(self._capture(at(step))))  # noqa: B023
@@ -130,13 +159,15 @@ class Run:
                         programs, sums = engine.first_step(
                             programs, sums, state, frozen, parts, step, progress.print, again
                         )
-                        if engine.planner.plan != planned and step + 1 < self.total_steps:
-                            coming = pool.submit(engine.load_step, step + 1)  # in micro-batches of the new plan
+                        if engine.planner.plan != planned:
+                            rows.load(step + 1)  # in micro-batches of the new plan
                     else:
                         sums = engine.accumulate(at(step), sums, state, frozen, parts)
                     state, sums, latest = programs.update(state, sums)
                 done = step + 1
                 monitor.step_dispatched(step, latest, counts)
+                for text in engine.batches.news():
+                    progress.print(text)
                 stopped = self._between(done, evaluate, saver, state)
                 if tracing and (step - start == profile.start + profile.steps - 1 or done == self.total_steps):
                     with monitor.pause("profile", done):
@@ -155,12 +186,24 @@ class Run:
             if skipped := monitor.skipped_in_row:
                 progress.print(f"warning: the last {skipped} updates were skipped, as their numbers were not finite")
             evaluated = self.evaluation.after_last(done) and self.held_out() is not None
-            good = math.isfinite(evaluate(done)) if evaluated else self._is_finite(at(done), sums, state, frozen)
+            good = math.isfinite(evaluate(done)) if evaluated else self._is_finite(at(done), sums, state, frozen, parts)
             saver.poll(done, state)
             saver.finish(good)
             if not good:
                 progress.print("warning: the loss of the trained weights is not finite")
         return state, done
+
+    @contextlib.contextmanager
+    def _saved_at_an_error(self, done: int, state: TrainState) -> Iterator[None]:
+        """An error inside, of rows that cannot be read, ends the run; what was trained before is saved. Of several
+        processes the others do not know of it, and a save is made by all: the last checkpoint stays."""
+        try:
+            yield
+        except Exception:
+            if self.saver.enabled and processes.count() == 1 and done > self.saver.saved:
+                self.saver.save(done, state)
+                self.saver.finish(good=False)
+            raise
 
     def _between(self, done: int, evaluate: Callable[[int], float], saver: Saver, state: TrainState) -> bool:
         """Lets the callbacks do what they want after `done` steps; whether one of them ends the run."""
@@ -177,9 +220,8 @@ class Run:
             callback.between(moment)
         return processes.of_first(lambda: moment.stopped) if callbacks else False
 
-    def _is_finite(self, programs: Programs, sums: Sums, state: TrainState, frozen) -> bool:
-        """Whether the state gives a finite loss, on the first rows; `sums` is used up."""
-        parts, _ = self.engine.load_step(0)
+    def _is_finite(self, programs: Programs, sums: Sums, state: TrainState, frozen, parts: list[Batch]) -> bool:
+        """Whether the state gives a finite loss, on the rows of the last step; `sums` is used up."""
         first = self.engine.micro_index[0]
         loss = programs.accumulate(sums, state, frozen, parts[0], first).loss
         return math.isfinite(float(partition.on_host(loss).sum()))

@@ -144,7 +144,7 @@ def _require_same_split(result: Result, trainer: Trainer) -> None:
     """Refuses rows that are taken out of data.train otherwise than by the run, which trained on some of them then."""
     key, rows = "config.data.eval_rows", trainer.config.data.eval_rows
     held_out, tokens = result.run.get(key), result.run.get("data.tokens_crc32")
-    if (held_out, tokens) != (rows, trainer.train_data.documents.tokens_crc32):
+    if (held_out, tokens) != (rows, trainer.batches.identity().get("tokens_crc32")):
         of = "data.train" if held_out != rows else "other rows, or by another template"
         raise ValueError(
             f"data.eval_rows = {rows}: the run held out {held_out} rows of {of}, so it was trained on some of these; "

@@ -11,6 +11,7 @@ import optax
 from jaxtune.models.lora import has_adapter, matrices
 from jaxtune.models.placement import partition
 from jaxtune.train.config import TrainConfig
+from jaxtune.train.data.batches import BatchSource
 from jaxtune.train.folder.run_rows import most_documents
 from jaxtune.train.objectives.objective import Objective
 from jaxtune.train.optimizer.optim import UpdateBound, make_optimizer, update_bound, weight_storage
@@ -46,7 +47,7 @@ def update_rule(
 
 
 def step_programs(
-    config: TrainConfig, model: TrainedModel, objective: Objective, rule: UpdateRule, batches, eval_data
+    config: TrainConfig, model: TrainedModel, objective: Objective, rule: UpdateRule, batches: BatchSource, eval_data
 ) -> tuple[StepProgram, StepProgram | None]:
     """(the step, the step before weights are rounded, if qat starts after the first one)."""
     rates = [matrix.lora.rate for _, matrix in matrices(model.prepared) if matrix.lora is not None]
@@ -78,7 +79,7 @@ def planned(
     config: TrainConfig,
     model: TrainedModel,
     objective: Objective,
-    batches,
+    batches: BatchSource,
     optimizer: optax.GradientTransformation | None,
     trains: bool,
 ) -> tuple[TrainConfig, jax.sharding.Mesh, Planner | ForwardPlanner]:

@@ -29,9 +29,8 @@ from jaxtune.train import own_parts, setup
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.config.file import config_to_dict
-from jaxtune.train.data import Batches
+from jaxtune.train.data import Batches, TokenDataset
 from jaxtune.train.data.pairs import PairDataset
-from jaxtune.train.data.steps import laid_out
 from jaxtune.train.data.templates import trained_tokenizer
 from jaxtune.train.display import metrics as m
 from jaxtune.train.display import report
@@ -39,6 +38,7 @@ from jaxtune.train.display.monitor import Monitor, Watched
 from jaxtune.train.end_tokens import with_end_tokens
 from jaxtune.train.folder.checkpoint import Checkpointer, CheckpointError
 from jaxtune.train.folder.record import (
+    POSITION,
     in_first_words,
     record_of,
     recorded_config,
@@ -49,12 +49,11 @@ from jaxtune.train.folder.record import (
 )
 from jaxtune.train.folder.results import Delivery
 from jaxtune.train.folder.run_folder import CHECKPOINTS, CONFIG
-from jaxtune.train.folder.run_rows import prepared_rows
+from jaxtune.train.folder.run_rows import Reader, own_lanes, run_rows, source_of
 from jaxtune.train.folder.saving import Saver
 from jaxtune.train.objectives import references
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.objective import Objective
-from jaxtune.train.optimizer.schedule import total_steps
 from jaxtune.train.planning.cost import COMPUTE_DTYPES
 from jaxtune.train.planning.devices import device_peak_flops, host_memory_bytes
 from jaxtune.train.planning.forward import ForwardPlanner
@@ -77,7 +76,8 @@ class Trainer:
       tokenizer: its Hugging Face tokenizer.
       config: a TrainConfig; its `model` and `adapter` are not applied but recorded, as the model is: recorded_config.
       train_rows, eval_rows: a path, a data set's name, a list of dicts, or a prepared TokenDataset; by default those
-        that config.data names.
+        that config.data names. train_rows may also be a BatchSource (data/batches.py), which makes each step's batch
+        when the step comes, perhaps with the model that trains.
       keeps_model: whether the caller goes on holding `model`. If not, what trains of it is let go once the run has
         copied it, and the planner does not count it.
       weights: a future of the model with its arrays, where `model` has shapes only; awaited once the step is compiled.
@@ -91,7 +91,8 @@ class Trainer:
         optimizer, and train() is refused.
 
     Attributes: `model` (TrainedModel), `engine` (Engine), `tokenizer` (with the chat template that rows are rendered
-    by), `train_data`, `eval_data` (TokenDataset), `output` (Path), `total_steps`, and after train() `history`, the
+    by), `batches` (the BatchSource of its steps), `train_data` (TokenDataset; None where not all rows are known before
+    the run), `eval_data` (TokenDataset or None), `output` (Path), `total_steps`, and after train() `history`, the
     metrics of every step as dicts, and `steps_done`.
     """
 
@@ -129,14 +130,11 @@ class Trainer:
         self.objective.check(self.model.prepared)
         self.callbacks = tuple(callbacks)
 
-        self.train_data, self.eval_data = prepared_rows(
-            self.objective, self.tokenizer, config.data, self.model.given.config, train_rows, eval_rows, not trains
-        )
+        reader = Reader(self.objective, self.tokenizer, config, self.model.given.config)
+        rows, held_out = run_rows(reader, train_rows, eval_rows, not trains)
+        self.train_data = rows if isinstance(rows, TokenDataset) else None
         self.config = config = in_first_words(config)
-        self.batches = self.train_data.batches(config.rows_per_step, seed=config.seed)
-        self.total_steps = total_steps(config, self.batches.steps_per_epoch)
-        if self.train_data.packing == "step":
-            self.batches, self.eval_data = laid_out(self.train_data, self.eval_data, config, self.total_steps)
+        self.batches, self.eval_data, self.total_steps = source_of(rows, held_out, config)
         self._require_starts_within_the_run()
 
         # `own` is what is recorded of the parts that were given.
@@ -146,6 +144,7 @@ class Trainer:
         self.names = trainable_names(self.model.trainable)
         self.flops = flop_counter(self.model.prepared)
         config, mesh, planner = setup.planned(config, self.model, self.objective, self.batches, optimizer, trains)
+        self.batches.divide(mesh.size, own_lanes(mesh))
         rows = self.eval_data and self.eval_data.rows
         self.engine = Engine(*programs, planner, mesh, self.batches, config, rows)
 
@@ -196,6 +195,7 @@ class Trainer:
             if stop is None:
                 stop = stack.enter_context(StopSignal())
             stack.enter_context(stop.held())
+            stack.callback(self.batches.close)
             # A run in a second process is refused before anything is written.
             checkpointer = Checkpointer(self.output / CHECKPOINTS, keep=config.checkpoint.keep)
             stack.enter_context(checkpointer)
@@ -219,7 +219,7 @@ class Trainer:
             shown = m.Progress(self.total_steps, start)
             with logger, shown as progress, Monitor(self._watched(), logger, progress) as monitor:
                 monitor.applied = start
-                saver = Saver(checkpointer, config.checkpoint, start, self.record, monitor, stop)
+                saver = Saver(checkpointer, config.checkpoint, start, self._meta, monitor, stop)
                 state, self.steps_done = self._run(resumed, start, saver, monitor, stop)
             del resumed
             trainable = state.trainable
@@ -399,19 +399,19 @@ class Trainer:
 
     # ---- checkpoints
 
+    def _meta(self, step: int) -> dict[str, Any]:
+        """What a checkpoint of that step records beside its arrays; all processes call it."""
+        position = self.batches.position(step)
+        return self.record() | ({} if position is None else {POSITION: position})
+
     def record(self) -> dict[str, Any]:
-        """What a checkpoint records beside its arrays."""
+        """What makes a run this one, and what its numbers depend on."""
         return record_of(
             self.config,
             trainable=dict(zip(self.names, jax.tree.leaves(self.model.trainable), strict=True)),
             storage=self.storage(),
             base=self.model.given,
-            data={
-                "rows": len(self.train_data.rows),
-                "tokens_crc32": self.train_data.documents.tokens_crc32,
-                "trained_tokens": self.train_data.report.trained_tokens,
-                **({} if self.train_data.order == "shuffled" else {"order": self.train_data.order}),
-            },
+            data=self.batches.identity(),
             total_steps=self.total_steps,
             own=self.own,
             numerics={
@@ -462,7 +462,9 @@ class Trainer:
             tell(require_same_run(saved, self.record(), self.output))
             self.model.let_go()
 
-        step, restored, _ = checkpointer.restore(like={"state": like}, check=check, partial=weights_only)
+        step, restored, meta = checkpointer.restore(like={"state": like}, check=check, partial=weights_only)
         if step > (steps := self.total_steps):
             raise CheckpointError(f"steps = {steps}: the last checkpoint is of step {step}; give it as many or more")
+        if self.trains:
+            self.batches.resume(step, meta.get(POSITION))
         return step, restored["state"]

@@ -41,7 +41,7 @@ def main() -> int:
 
         setattr(owner, name, ticking)
 
-    around(trainer, "prepared_rows")
+    around(trainer, "run_rows")
     for name in ("_resume", "_start"):
         around(trainer.Trainer, name)
     for name in ("accumulate", "place"):

@@ -214,7 +214,7 @@ def test_a_wrong_key_or_value_is_refused(recipe, text, message):
         (["data.instruction_part=Q:"], "data.response_part = None: data.instruction_part needs it"),
         (["data.response_part=A:"], "data.instruction_part = None: data.response_part needs it"),
         (["data.train_on=all", "data.last_response_only=true"], "needs data.train_on=responses"),
-        (["data={}"], "data.train is missing (string)"),
+        (["data={}"], "data.train is missing (string or list of strings or list of [string, number] pairs)"),
         (["seed"], "cannot read override 'seed': write key=value"),
         (["steps.x=1"], "steps = {\"x\": 1} (override 'steps.x=1'): expected integer or null"),
         (["steps=ten"], "steps = \"ten\" (override 'steps=ten'): expected integer or null"),

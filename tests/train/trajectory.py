@@ -96,40 +96,33 @@ def ours(model_folder: Path, data, output: Path, packed: bool, steps: int = STEP
         evaluation=EvaluationConfig(at_end=False),
         output=str(output),
     )
-    trainer = Trainer(model, None, config, train_rows=data)
-    trainer.batches = trainer.engine.batches = batches
+    trainer = Trainer(model, None, config, train_rows=batches)
     trainer.train()
     return tuple(np.asarray([line[key] for line in trainer.history]) for key in ("loss", "grad_norm"))
 
 
-class StepBatches:
-    """Chosen documents a step: stands in for `Batches`, which packs whole sets. length: tokens of a row."""
-
-    def __init__(self, steps, length: int, packed: bool):
-        from jaxtune.train.data.packing import pack
-
-        self.length = length
-        self.made = [pack(chosen, length, packing=packed)[0] for chosen in steps]
-        self.rows_per_step = max(len(batch.tokens) for batch in self.made)
-        self.steps_per_epoch = len(steps)
-        self.max_documents = None
-
-    def empty(self, rows: int):
-        return type(self.made[0]).empty(rows, self.length)
-
-    def batch_at(self, step: int):
-        batch, made = self.empty(self.rows_per_step), self.made[step]
-        for field in ("tokens", "targets", "weights", "segment_ids", "positions"):
-            getattr(batch, field)[: len(made.tokens)] = getattr(made, field)
-        return batch
-
-    def sources_at(self, step: int) -> list[str]:
-        return [f"step {step}"]
-
-
 def step_batches(data, packed: bool, steps: int = STEPS):
-    """A step's documents, the same ones whether packed or not."""
+    """The source of a run of chosen documents a step, where `Batches` packs whole sets: the same ones whether packed or
+    not, in rows twice as long if packed."""
+    from jaxtune.train.data.batches import BatchSource
+    from jaxtune.train.data.packing import pack
+
     documents = [data.documents[index] for index in range(len(data.documents))]
     cut = [type(d)(d.tokens[: data.length], d.mask[: data.length]) for d in documents]
-    chosen = [[cut[index] for index in step_documents(step, len(cut))] for step in range(steps)]
-    return StepBatches(chosen, 2 * data.length if packed else data.length, packed)
+    slots = 2 * data.length if packed else data.length
+    made = []
+    for step in range(steps):
+        chosen = [cut[index] for index in step_documents(step, len(cut))]
+        made.append(pack(chosen, slots, packing=packed)[0])
+
+    class StepBatches(BatchSource):
+        rows_per_step = max(len(batch.tokens) for batch in made)
+        length = slots
+
+        def batch_at(self, step: int, model=None):
+            batch = self.empty(self.rows_per_step)
+            for field in ("tokens", "targets", "weights", "segment_ids", "positions"):
+                getattr(batch, field)[: len(made[step].tokens)] = getattr(made[step], field)
+            return batch
+
+    return StepBatches()

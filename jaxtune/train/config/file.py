@@ -80,7 +80,9 @@ def _describe(hint: Any) -> str:
         if origin is Literal:
             words.append(" | ".join(arguments))
         elif origin is tuple:
-            words.append("list of pairs of strings" if typing.get_origin(arguments[0]) is tuple else "list of strings")
+            pair = [_WORDS[part] for part in typing.get_args(arguments[0]) if part is not str]
+            of = f"[string, {pair[0]}] pairs" if pair else "pairs of strings"
+            words.append(f"list of {of if typing.get_origin(arguments[0]) is tuple else 'strings'}")
         elif origin is dict:
             words.append(f"mapping of names to {'integers' if arguments[1] is int else 'numbers'}")
         elif dataclasses.is_dataclass(member):

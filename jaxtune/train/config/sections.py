@@ -43,7 +43,11 @@ class DataConfig:
 
     __pydantic_config__ = _STRICT
 
-    train: Annotated[str, "Training rows: a JSONL, JSON, Parquet or CSV file, or a `datasets` folder or name."]
+    train: Annotated[
+        str | tuple[str, ...] | tuple[tuple[str, float], ...],
+        "Training rows: a JSONL, JSON, Parquet or CSV file, a folder of them, or a `datasets` folder or name; a list "
+        "of these; or a list of [rows, weight], which are mixed in these shares.",
+    ]
     eval: Annotated[str | None, "Held-out rows, in the same formats."] = None
     eval_rows: Annotated[int, "Without data.eval: this many rows are taken out of data.train for evaluation."] = 0
     format: Annotated[str, "Format of the rows; 'auto' reads it from their columns."] = "auto"
@@ -68,6 +72,10 @@ class DataConfig:
     on_bad_row: Annotated[Literal["error", "skip"], "Rows that cannot be used; they are reported as file:line."] = (
         "error"
     )
+    streaming: Annotated[
+        bool, "Read data.train during the run, in constant memory, instead of tokenising all of it before."
+    ] = False
+    buffer_size: Annotated[int, "Rows of a stream that are read, shuffled and packed at a time."] = 10_000
     max_rows: Annotated[int | None, "Read no more than this many rows."] = None
     cache_dir: Annotated[str | None, "Folder of the token cache; default: in the user's cache folder."] = None
     num_workers: Annotated[int | None, "Processes that tokenise; default: one for each CPU core."] = None
@@ -76,6 +84,8 @@ class DataConfig:
         require(self.length >= 2, "data.length", self.length, "must be 2 or more")
         not_negative("data.eval_rows", self.eval_rows)
         positive("data.max_rows", self.max_rows)
+        positive("data.buffer_size", self.buffer_size)
+        self._require_what_can_be_streamed()
         positive("data.num_workers", self.num_workers)
         if self.eval is not None:
             require(
@@ -97,6 +107,37 @@ class DataConfig:
             )
         if self.last_response_only:
             require(self.train_on == "responses", "data.last_response_only", True, "needs data.train_on=responses")
+
+    @property
+    def mixed(self) -> tuple[tuple[str, float], ...]:
+        """The (rows, weight) that are mixed; none where all rows are one set."""
+        given = () if isinstance(self.train, str) else self.train
+        return tuple(part for part in given if not isinstance(part, str))
+
+    def _require_what_can_be_streamed(self) -> None:
+        """Refuses what needs all rows, or their number, before the run."""
+        require(self.train != (), "data.train", [], "must name rows")
+        for rows, weight in self.mixed:
+            positive(f"data.train, the weight of {rows}", weight)
+        if self.streaming:
+            why = "a stream, of which nobody knows all rows before it is read"
+        elif self.mixed:
+            why = "several sets of rows, which are mixed during the run"
+        else:
+            return
+        require(self.eval_rows == 0, "data.eval_rows", self.eval_rows, f"data.train is {why}; set data.eval to a file")
+        require(
+            self.packing != "step",
+            "data.packing",
+            self.packing,
+            f"data.train is {why}, and steps cannot be laid out before; set it to true or false",
+        )
+        require(
+            self.max_rows is None or not self.streaming,
+            "data.max_rows",
+            self.max_rows,
+            f"data.train is {why}; `steps` says how much of it is read",
+        )
 
 
 @dataclass(frozen=True)

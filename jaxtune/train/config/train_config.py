@@ -105,6 +105,20 @@ class TrainConfig:
         require_usable_numbers(self, "")
         if self.steps is not None and self.epochs is not None:
             raise ConfigError(f"steps = {self.steps} and epochs = {self.epochs} are both set: keep one")
+        if self.data.streaming or self.data.mixed:
+            what = "data.streaming: the end of a stream" if self.data.streaming else "data.train: the end of a mixture"
+            require(
+                self.steps is not None,
+                "steps",
+                None,
+                f"{what} is not known, so that epochs cannot be counted; set steps (and leave epochs out)",
+            )
+            require(
+                not self.objective.precompute_ref_log_probs,
+                "objective.precompute_ref_log_probs",
+                True,
+                "needs all rows before the run, and rows that are streamed or mixed are not known then; leave it out",
+            )
         if self.steps is None and self.epochs is None:
             object.__setattr__(self, "epochs", 1.0)
         # A config built in Python has no recipe.

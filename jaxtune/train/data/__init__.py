@@ -4,7 +4,8 @@
 `reading.py` (files and data sets), `formats.py` (the five forms of rows), `templates.py`, `tokenizing.py`,
 `markers.py` and `spans.py` (text, tokens, and which of them are trained on), `workers.py` and `cache.py` (many rows,
 once), `packing.py` (documents into rows of fixed length), `batches.py` (a step's number to its batch), `steps.py`
-(steps of so many documents), `preview.py` (to look at).
+(steps of so many documents), `preview.py` (to look at). `streamed.py` does all of that for a window of rows at a time,
+during the run, and `feeds.py` takes the rows of a step from streams and from mixed sets.
 
 One rule holds everywhere: whatever one row can do costs that row (`formats.attempt`), and `on_bad_row` says whether
 the run goes on without it.
@@ -16,7 +17,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -25,7 +26,14 @@ from jaxtune.train.data.batches import Batch, Batches, Order
 from jaxtune.train.data.cache import Summary, cache_key, collect, default_folder, open_or_build
 from jaxtune.train.data.formats import LABELLED, PREFERENCE
 from jaxtune.train.data.packaged import packaged_that_fit
-from jaxtune.train.data.packing import OVERFLOW_POLICIES, Documents, Overflow, PackedRows, PackingReport
+from jaxtune.train.data.packing import (
+    OVERFLOW_POLICIES,
+    Documents,
+    NothingUsable,
+    Overflow,
+    PackedRows,
+    PackingReport,
+)
 from jaxtune.train.data.reading import Source, open_sources, read_rows
 from jaxtune.train.data.templates import resolve_template
 from jaxtune.train.data.workers import Chunk, encode_rows
@@ -45,7 +53,8 @@ class TokenDataset:
 
     documents: one for each usable row. summary: what became of the rows. cached: whether they came from the
     token cache. length, packing, overflow: how they are packed; with "step", `rows` are of one document each, and are
-    laid out by steps (steps.py). order: of an epoch's rows.
+    laid out by steps (steps.py). order: of an epoch's rows. most_documents: in a packed row, where others share its
+    shapes; None sets no limit.
     """
 
     documents: Documents
@@ -56,13 +65,20 @@ class TokenDataset:
     cached: bool = False
     mask_spans: tuple[tuple[str, str], ...] = ()
     order: Order = "shuffled"
+    most_documents: int | None = None
 
     @functools.cached_property
     def rows(self) -> PackedRows:
         """The packed rows, planned when first asked for."""
-        rows = PackedRows(self.documents, self.length, overflow=self.overflow, packing=self.packing is True)
+        rows = PackedRows(
+            self.documents,
+            self.length,
+            overflow=self.overflow,
+            packing=self.packing is True,
+            most=self.most_documents,
+        )
         if not rows.report.trained_tokens:
-            raise ValueError(
+            raise NothingUsable(
                 f"no trained token lies within data.length={self.length} of any document; raise data.length"
             )
         return rows
@@ -97,6 +113,10 @@ class TokenDataset:
     def batches(self, rows_per_step: int, *, seed: int = 0, shuffle: bool = True) -> Batches:
         """Batches of `rows_per_step` packed rows; see `batches.Batches`."""
         return Batches(self.rows, rows_per_step, seed=seed, order=self.order if shuffle else "given")
+
+    def with_most(self, documents: int) -> Self:
+        """The same, in packed rows of that number of documents at most, whose shapes have room for them."""
+        return dataclasses.replace(self, most_documents=documents)
 
     @property
     def longest(self) -> int:
@@ -215,7 +235,7 @@ def prepare(
     else:
         folder = Path(cache_dir).expanduser() if cache_dir is not None else default_folder()
         documents, summary, cached = open_or_build(folder / key, chunks, say)
-    _refuse_unusable(documents, summary, tokenizer, options, vocab_size, ", ".join(source.name for source in sources))
+    _refuse_unusable(documents, summary, tokenizer, options, vocab_size, sources)
     return TokenDataset(documents, summary, length, packing, overflow, cached, options["mask_spans"] or ())
 
 
@@ -246,7 +266,7 @@ def _stop_at_bad_rows(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
 def _with_progress(chunks: Iterable[Chunk], sources: list[Source], max_rows: int | None) -> Iterator[Chunk]:
     """A progress bar where somebody watches a terminal."""
     console = terminal.console(stderr=True)
-    if not console.is_terminal:
+    if not console.is_terminal or any(source.part for source in sources):
         yield from chunks
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -264,24 +284,30 @@ def _with_progress(chunks: Iterable[Chunk], sources: list[Source], max_rows: int
 
 
 def _refuse_unusable(
-    documents: Documents, summary: Summary, tokenizer: Any, options: dict[str, Any], vocab_size: int | None, name: str
+    documents: Documents,
+    summary: Summary,
+    tokenizer: Any,
+    options: dict[str, Any],
+    vocab_size: int | None,
+    sources: list[Source],
 ) -> None:
-    """The guards on a whole set of rows."""
+    """The guards on a whole set of rows; a part of a stream may have no response that ends."""
+    name = ", ".join(dict.fromkeys(source.name for source in sources))
     if not summary.documents:
         if not summary.rows:
-            raise ValueError(f"{name}: there are no rows")
+            raise NothingUsable(f"{name}: there are no rows")
         if summary.bad_rows:
-            raise ValueError(f"{name}: none of {summary.rows:,} rows is usable; first {summary.offenders[0]}")
+            raise NothingUsable(f"{name}: none of {summary.rows:,} rows is usable; first {summary.offenders[0]}")
         where = f"no token of any of {summary.rows:,} rows is trained on"
         if options["response_part"] is not None:
-            raise ValueError(
+            raise NothingUsable(
                 f"{name}: {where}: data.response_part={options['response_part']!r} begins no response in them; "
                 "give the marker as it stands in the text, or leave both markers out"
             )
         if summary.masked:
-            raise ValueError(f"{name}: {where}: data.mask_spans takes out all of every response")
-        raise ValueError(f"{name}: {where}: the template shows no response; set data.train_on: all, or give markers")
-    if not summary.ended:
+            raise NothingUsable(f"{name}: {where}: data.mask_spans takes out all of every response")
+        raise NothingUsable(f"{name}: {where}: the template shows no response; set data.train_on: all, or give markers")
+    if not summary.ended and not any(source.part for source in sources):
         tail = documents[0]
         shown = tokenizer.decode(tail.tokens[tail.mask.nonzero()[0][-12:]])
         raise ValueError(

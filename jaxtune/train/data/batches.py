@@ -1,18 +1,25 @@
-"""Batches of packed rows, in an order that one integer describes.
+"""Batches, and the sources that give one to each step of a run.
 
-`Batch` is what the train step eats. `Batches` is a map from a global step to a `Batch`: the order of an
-epoch is a permutation computed from (seed, epoch) alone, so the data cursor of a run is its step number,
-and resuming reads nothing that was read before.
+A `Batch` is what a train step computes on. A `BatchSource` gives the batch of each step, and says what a checkpoint has
+to record so that a resumed run gets the same ones. `Batches` is the source of rows that are all known before the run:
+the order of an epoch is a permutation computed from (seed, epoch) alone, so its position is the number of the step.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import jax
 import numpy as np
+
+if TYPE_CHECKING:
+    from jaxtune.models.decoder import Decoder
+
+
+# What json.dumps takes.
+type Json = bool | int | float | str | list[Json] | dict[str, Json] | None
 
 
 @jax.tree_util.register_dataclass
@@ -49,6 +56,98 @@ class Batch:
         )
 
 
+class BatchSource:
+    """Gives a run the batch of each of its steps. This is the base of all sources; the defaults are those of a source
+    that needs nothing of what the methods are for.
+
+    `Batches` (below) gives rows that were tokenised before the run, `feeds.FedBatches` rows that are read while it goes
+    on, mixed from several sets. A source may also see the model that trains, and make its rows with it (`sees_model`):
+    that is how reinforcement learning samples. A `Trainer` takes any source as its `train_rows`.
+
+    Attributes:
+        rows_per_step: rows in each batch, over all devices.
+        length: slots in a row.
+        max_documents: the most documents in any row of any step; None promises nothing, and costs faster attention.
+        full: whether every row of every step is one document without padding.
+        sees_model: whether `batch_at` is given the model. The batch of a step can then not be made while the step
+            before it is computed, and the device waits for it.
+        lanes: equal parts that the rows of a batch are made in, one part after another along its first axis; each
+            device, or group of devices, that shares the rows takes its rows from one lane.
+        steps_per_epoch: steps in which every row is seen once; None where nobody knows, and `steps` must be set.
+    """
+
+    rows_per_step: int
+    sees_model: bool = False
+    lanes: int = 1
+
+    @property
+    def length(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def max_documents(self) -> int | None:
+        return None
+
+    @property
+    def full(self) -> bool:
+        return False
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        return None
+
+    def empty(self, rows: int) -> Batch:
+        """A batch of `rows` rows of padding, as fresh numpy arrays: the shapes of what a step computes."""
+        return Batch.empty(rows, self.length)
+
+    def batch_at(self, step: int, model: Callable[[], Decoder] | None = None) -> Batch:
+        """The batch of a step (counted from 0), as numpy arrays `[rows_per_step, ...]`.
+
+        Steps are asked for in ascending order, from the one that the run begins or resumes with; the last one may be
+        asked for again.
+
+        Args:
+            model: where `sees_model`, gives the model as it is before the step; its trained arrays are used up by the
+                step.
+        """
+        raise NotImplementedError
+
+    def sources_at(self, step: int) -> list[str]:
+        """Where the rows of a step that was made lately came from, such as `file:line`: for messages."""
+        return []
+
+    def divide(self, lanes: int, own: Sequence[int]) -> None:
+        """Called once, before the first batch: `lanes` equal parts of the rows are computed on by different devices,
+        and this process needs the parts `own`. A source that sets `lanes` may leave the rows of all others empty."""
+
+    def position(self, step: int) -> Json:
+        """What a checkpoint before `step` has to record, so that `resume` continues with the same batches; None
+        where the number of the step is all that is needed. With several processes, all of them call this."""
+        return None
+
+    def resume(self, step: int, position: Json) -> None:
+        """Makes `step` the next one, from what `position` returned for it."""
+
+    def identity(self) -> dict[str, Json]:
+        """What the rows are known by: a resume is refused where any of it has changed."""
+        return {}
+
+    def described(self, total_steps: int) -> list[str]:
+        """What a run of `total_steps` steps says of its rows, line by line."""
+        return ["training rows: made during the run", f"{total_steps:,} steps of {self.rows_per_step:,} rows"]
+
+    def warnings(self) -> list[str]:
+        """What somebody who gave these rows should know before training, a sentence each."""
+        return []
+
+    def news(self) -> list[str]:
+        """What happened to the rows since this was asked the last time, a sentence each; asked after each step."""
+        return []
+
+    def close(self) -> None:
+        """Called when the run ends, however it does."""
+
+
 class Rows(Protocol):
     """Rows that can be built on demand, such as `packing.PackedRows`."""
 
@@ -56,6 +155,7 @@ class Rows(Protocol):
     max_documents: int
     full: bool
     documents: Any  # packing.Documents, which they are made of
+    report: Any  # packing.PackingReport
 
     def __len__(self) -> int: ...
 
@@ -115,8 +215,8 @@ ORDERS: dict[str, Callable[[int, int, int], np.ndarray]] = {
 }
 
 
-class Batches:
-    """`batch_at(step)` for every step of a run, each of exactly `rows_per_step` rows.
+class Batches(BatchSource):
+    """The source of rows that are known before the run; each batch has exactly `rows_per_step` rows.
 
     Step `s` is batch `s % steps_per_epoch` of epoch `s // steps_per_epoch`. An epoch holds every row once; its
     last batch is filled up with empty rows, so that the shape never changes.
@@ -169,19 +269,32 @@ class Batches:
         return order[index * self._taken : (index + 1) * self._taken]
 
     def empty(self, rows: int) -> Batch:
-        """A batch of `rows` rows of padding, as fresh numpy arrays: the shapes of what a step computes."""
         return self.rows.empty(rows)
 
-    def batch_at(self, step: int) -> Batch:
-        """The batch of a global step (counted from 0), as numpy arrays `[rows_per_step, length]`."""
+    def batch_at(self, step: int, model: Callable[[], Decoder] | None = None) -> Batch:
+        """See BatchSource; any step may be asked for at any time."""
         batch = self.empty(self.rows_per_step)
         for slot, row in enumerate(self.rows_at(step)):
             self.rows.fill(batch, slot, int(row))
         return batch
 
     def sources_at(self, step: int) -> list[str]:
-        """Where the documents of a step came from (`file:line`), in the order of the batch: for messages."""
+        """Where the documents of a step came from (`file:line`), in the order of the batch."""
         return [source for row in self.rows_at(step) for source in self.rows.sources(int(row))]
+
+    def identity(self) -> dict[str, Json]:
+        return {
+            "rows": len(self.rows),
+            "tokens_crc32": self.rows.documents.tokens_crc32,
+            "trained_tokens": self.rows.report.trained_tokens,
+            **({} if self.order == "shuffled" else {"order": self.order}),
+        }
+
+    def described(self, total_steps: int) -> list[str]:
+        return [
+            f"training rows: {self.rows.report}",
+            f"{total_steps:,} steps; {self.steps_per_epoch:,} in an epoch of {len(self.rows):,} rows",
+        ]
 
     def _epoch(self, epoch: int) -> np.ndarray:
         if self.order == "given":

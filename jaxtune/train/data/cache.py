@@ -390,5 +390,5 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 def _code_fingerprint() -> str:
     """A hash of the source of this folder's files that turn rows into tokens: no version to forget."""
     here = Path(__file__).parent
-    names = ("reading", "formats", "templates", "markers", "tokenizing", "spans", "workers", "cache")
+    names = ("reading", "row_files", "formats", "templates", "markers", "tokenizing", "spans", "workers", "cache")
     return hashlib.blake2b(b"".join((here / f"{name}.py").read_bytes() for name in names), digest_size=16).hexdigest()

@@ -23,6 +23,10 @@ Overflow = Literal["truncate", "split", "error"]
 OVERFLOW_POLICIES = ("truncate", "split", "error")
 
 
+class NothingUsable(ValueError):
+    """Rows of which no token can be trained on; the message says why."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Document:
     """Tokens of one document: `tokens` int32[n]; `mask` bool[n], True where the token is trained on."""
@@ -246,6 +250,7 @@ def plan_rows(
     packing: bool = True,
     name: Callable[[int], str] = "document {}".format,
     teaches: Callable[[int, int, int], bool] | None = None,
+    most: int | None = None,
 ) -> Plan:
     """Plans rows of `length` slots for documents of `lengths` (int[n]); documents of length 0 get no place.
 
@@ -253,7 +258,8 @@ def plan_rows(
     document's index, so the plan is deterministic; within a row, pieces stand in the order of their documents.
     `packing=False` gives every piece a row of its own. Documents longer than a row are cut ("truncate"), laid
     out as several pieces ("split"), or refused ("error"); `name` gives the name of a document in that message.
-    `teaches` (document, offset, count) says which pieces of split ones get a place; by default all do.
+    `teaches` (document, offset, count) says which pieces of split ones get a place; by default all do. `most` is the
+    largest number of pieces in a row; None sets no limit.
     """
     if length < 2:
         raise ValueError(f"length must be at least 2 (one token and its target), got {length}")
@@ -266,7 +272,7 @@ def plan_rows(
         idle = [i for i in np.flatnonzero(lengths[document] > length).tolist() if not teaches(*pieces[i].tolist())]
         document, offset, count = np.delete(pieces, idle, 0).T
     if packing:
-        row, rows = _best_fit_decreasing(count, length)
+        row, rows = _best_fit_decreasing(count, length, most)
     else:
         row, rows = np.arange(len(count)), len(count)
     order = np.argsort(row, kind="stable")  # pieces are in document order already
@@ -296,8 +302,8 @@ def _pieces(
     return document, np.zeros(len(document), np.int64), np.minimum(lengths[document], length)
 
 
-def _best_fit_decreasing(count: np.ndarray, length: int) -> tuple[np.ndarray, int]:
-    """The row of every piece (int64[pieces]) and the number of rows.
+def _best_fit_decreasing(count: np.ndarray, length: int, most: int | None = None) -> tuple[np.ndarray, int]:
+    """The row of every piece (int64[pieces]) and the number of rows, each of `most` pieces at most.
 
     Open rows are kept in one stack per remaining capacity. A Python integer has a bit set for every capacity
     with an open row, so the fullest row with room for `c` tokens is its lowest set bit at or above `c`: no
@@ -308,6 +314,7 @@ def _best_fit_decreasing(count: np.ndarray, length: int) -> tuple[np.ndarray, in
     open_rows: list[list[int]] = [[] for _ in range(length + 1)]
     occupied = 0
     rows = 0
+    pieces_of: list[int] = []
     for piece, needed in zip(order.tolist(), count[order].tolist(), strict=True):
         candidates = occupied >> needed
         if candidates:
@@ -319,9 +326,11 @@ def _best_fit_decreasing(count: np.ndarray, length: int) -> tuple[np.ndarray, in
         else:
             capacity, row = length, rows
             rows += 1
+            pieces_of.append(0)
         row_of[piece] = row
+        pieces_of[row] += 1
         left = capacity - needed
-        if left:
+        if left and pieces_of[row] != most:
             open_rows[left].append(row)
             occupied |= 1 << left
     return row_of, rows
@@ -335,10 +344,17 @@ class PackedRows:
         length: slots in a row.
         overflow: what happens to documents longer than a row: "truncate", "split" or "error".
         packing: False gives every document a row of its own.
+        most: documents in a row at most, which `max_documents` then says whatever the rows have; None sets no limit.
     """
 
     def __init__(
-        self, documents: Documents, length: int, *, overflow: Overflow = "truncate", packing: bool = True
+        self,
+        documents: Documents,
+        length: int,
+        *,
+        overflow: Overflow = "truncate",
+        packing: bool = True,
+        most: int | None = None,
     ) -> None:
         lengths = np.asarray(documents.lengths)
         too_long = np.flatnonzero(lengths > length)
@@ -357,7 +373,7 @@ class PackedRows:
         self.documents = documents
         self.length = length
         self.plan = plan_rows(
-            lengths, length, overflow=overflow, packing=packing, name=documents.source, teaches=self._teaches
+            lengths, length, overflow=overflow, packing=packing, name=documents.source, teaches=self._teaches, most=most
         )
         untrained_pieces = 0
         if overflow == "split":
@@ -365,7 +381,7 @@ class PackedRows:
             # The first token of every later piece has nobody to predict it.
             for index in too_long.tolist():
                 trained[index] -= int(np.count_nonzero(documents[index].mask[length::length]))
-        self.max_documents = self.plan.max_documents
+        self.max_documents = most or self.plan.max_documents
         self.full = self.plan.full
         self.report = PackingReport(
             documents=len(documents),
@@ -377,7 +393,7 @@ class PackedRows:
             cut_tokens=cut_tokens,
             split=len(too_long) if overflow == "split" else 0,
             dropped=len(documents) - len(np.unique(self.plan.document)),
-            max_documents=self.max_documents,
+            max_documents=self.plan.max_documents,
             untrained_pieces=untrained_pieces,
         )
 

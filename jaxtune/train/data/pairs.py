@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxtune.train.data import TokenDataset
 from jaxtune.train.data.batches import Batch
-from jaxtune.train.data.packing import Documents, Overflow, PackingReport, plan_rows
+from jaxtune.train.data.packing import Documents, NothingUsable, Overflow, PackingReport, plan_rows
 
 PAIRS = "pairs"  # of Batch.extra: float32[rows, most pairs of a row], 1 where there is a pair
 LABELS = "labels"  # of Batch.extra: float32[rows, most pairs], what is known of a pair
@@ -30,7 +30,8 @@ class PackedPairs:
     one.
 
     reference: float32[documents] or None, sums of log-probabilities that each pair's loss needs of another model;
-    NaN where they are yet to be computed, in place. labels: float32[pairs] or None.
+    NaN where they are yet to be computed, in place. labels: float32[pairs] or None. most: documents in a row at most,
+    for which shapes are made whatever the rows have.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class PackedPairs:
         labels: np.ndarray | None = None,
         whole: bool = False,
         width: int | None = None,
+        most: int | None = None,
     ):
         if len(documents) % 2:
             raise ValueError(f"there are {len(documents)} documents: pairs need two each")
@@ -67,10 +69,16 @@ class PackedPairs:
         dropped = (trained == 0).any(1)
         kept, trained = np.where(dropped[:, None], 0, kept), np.where(dropped[:, None], 0, trained)
         self.kept = kept
+        most_pairs = None if most is None else most // 2
         self.plan = plan_rows(
-            kept.sum(1), self.length, overflow="error", packing=packing, name=lambda pair: documents.source(2 * pair)
+            kept.sum(1),
+            self.length,
+            overflow="error",
+            packing=packing,
+            name=lambda pair: documents.source(2 * pair),
+            most=most_pairs,
         )
-        self.most_pairs = self.plan.max_documents
+        self.most_pairs = most_pairs or self.plan.max_documents
         self.max_documents = 2 * self.most_pairs
         cut = (kept < lengths) & ~dropped[:, None]
         self.report = PackingReport(
@@ -156,9 +164,12 @@ class PairDataset(TokenDataset):
             labels=self.labels,
             whole=self.whole,
             width=2 * self.length if self.packing == "step" else self.width,
+            most=self.most_documents,
         )
         if not len(rows):
-            raise ValueError(f"no pair has a trained token in both answers within data.length={self.length}; raise it")
+            raise NothingUsable(
+                f"no pair has a trained token in both answers within data.length={self.length}; raise it"
+            )
         return rows
 
     @property

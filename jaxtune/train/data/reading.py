@@ -1,99 +1,102 @@
 """Rows from wherever people have them: files, folders, Hugging Face datasets, lists of dicts.
 
 Reading yields a `Row` with its place (file and line), so that every complaint can name it. A row that cannot
-be read is yielded too, with the reason; what becomes of it is the caller's policy. One row can be no more than
-`MAX_ROW_SIZE`, and a compressed file can hold no more than `MAX_EXPANSION` times its own size: nobody's memory
-depends on what a file claims.
+be read is yielded too, with the reason; what becomes of it is the caller's policy. The readers are in `row_files.py`.
+One row can be no more than `MAX_ROW_SIZE`, and a compressed file can hold no more than `MAX_EXPANSION` times its own
+size: nobody's memory depends on what a file claims.
 """
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import hashlib
-import inspect
 import itertools
-import json
 import os
 import re
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from jaxtune.system.terminal import printable
 from jaxtune.train.data.formats import FORMATS, RowError, detect_format
+from jaxtune.train.data.row_files import (
+    Row,
+    is_array,
+    read_csv,
+    read_dataset,
+    read_json,
+    read_jsonl,
+    read_list,
+    read_parquet,
+)
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 _COMPRESSED = re.compile(r"\.(jsonl?|csv|parquet)\.(gz|bz2|xz|zst|zip)$", re.IGNORECASE)  # which reading refuses
 # What names of files and folders call the rows to train on, and those that are kept for later.
 _SPLITS = ({"train", "training"}, {"test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation"})
-MAX_ROW_SIZE = 32 * 2**20  # bytes of a line, characters of a row: about eight million tokens
-MAX_DEPTH = 100  # objects and lists inside each other
-MAX_EXPANSION = 1000  # what rows may hold over what their Parquet file weighs
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One row as read: `value` is its columns, or None with the reason in `error`.
-
-    number: the line in the file (JSONL, JSON, CSV) or the row (Parquet, datasets, lists), from 1.
-    format: the form of its file, a key of `formats.COLUMNS`. size: about how many characters it holds.
-    """
-
-    file: str
-    number: int
-    value: Mapping[str, Any] | None
-    format: str = ""
-    error: str = ""
-    size: int = 0
-
-    @property
-    def place(self) -> str:
-        """`file:number`, for messages."""
-        return f"{self.file}:{self.number}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
     """One file or data set.
 
-    name: how it is called in messages. read: yields its rows. identity: a string that changes when its rows do;
-    None where there is none (lists in memory). count: about how many rows there are, for a progress bar.
+    name: how it is called in messages. read: yields its rows in order, those whose number is above its argument, and
+    passes over the others as cheaply as their format allows. identity: a string that changes when its rows do; None
+    where there is none (lists in memory). count: about how many rows there are, for a progress bar. file: where it is
+    one. streams: whether reading keeps few rows in memory at a time. part: whether it is a part of a stream, which need
+    not be usable alone, and of which nothing is said.
     """
 
     name: str
-    read: Callable[[], Iterator[Row]]
+    read: Callable[[int], Iterator[Row]]
     identity: Callable[[], str] | None = None
     count: Callable[[], int] | None = None
+    file: Path | None = None
+    streams: bool = True
+    part: bool = False
 
 
-def open_sources(source: Any) -> list[Source]:
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """Rows of a stream that are tokenised as one set. name: of the stream. part: see Source."""
+
+    name: str
+    rows: Sequence[Row]
+    part: bool = True
+
+
+def open_sources(source: Any, streaming: bool = False) -> list[Source]:
     """Finds the data behind `source`, and reads nothing yet.
 
     Args:
         source: a file (.jsonl, .json, .parquet, .csv), a folder of such files, a folder written by
             `datasets.save_to_disk`, a data set's name (`name`, `name:config` or `name:config:split`; the split is
-            `train` unless said), a list of any of these, a `datasets.Dataset`, or a list of dicts.
+            `train` unless said), a list of any of these, a `datasets.Dataset` or IterableDataset, a list of dicts, or
+            a Window.
+        streaming: a data set that is named is not downloaded but read as it is needed, and an IterableDataset gives one
+            source for each of its shards.
 
     Raises:
         ValueError: there is no such file or data set, or it is of no known kind.
     """
+    if isinstance(source, Window):
+        files = itertools.groupby(source.rows, key=lambda row: row.file)
+        return [_window_source(source, list(rows)) for _, rows in files] or [_window_source(source, [])]
     if isinstance(source, str | os.PathLike):
         path = Path(source).expanduser()
         if path.is_file():
             return [_file_source(path)]
         if path.is_dir():
-            return [_dataset_source(_load_from_disk(path), str(source))] if _is_saved(path) else _folder(path)
+            return _dataset_sources(_load_from_disk(path), str(source), streaming) if _is_saved(path) else _folder(path)
         if path.suffix.lower() in SUFFIXES or str(source).startswith((".", "/", "~")):
             raise ValueError(f"no such data file or folder: {source}")
-        return [_dataset_source(_load_named(str(source)), str(source))]
-    if hasattr(source, "column_names") and hasattr(source, "features"):  # a datasets.Dataset
-        return [_dataset_source(source, "dataset")]
+        return _dataset_sources(_load_named(str(source), streaming), str(source), streaming)
+    if hasattr(source, "column_names") and hasattr(source, "features"):  # of `datasets`
+        return _dataset_sources(source, "dataset", streaming)
     if isinstance(source, Iterable) and not isinstance(source, Mapping):
         parts = list(source)
         if parts and all(isinstance(part, str | os.PathLike) for part in parts):
-            return [found for part in parts for found in open_sources(part)]
-        return [Source("rows", lambda: _read_list(parts), count=lambda: len(parts))]
+            return [found for part in parts for found in open_sources(part, streaming)]
+        return [Source("rows", lambda after: read_list(parts, after), count=lambda: len(parts))]
     raise ValueError(
         f"data must be a path, a data set's name, a list of them, or a list of dicts, got {type(source).__name__}"
     )
@@ -115,8 +118,12 @@ def read_rows(sources: Sequence[Source], format: str = "auto", max_rows: int | N
         raise ValueError(f"data.format must be one of {', '.join(FORMATS)}, got {format!r}")
     if max_rows is not None and max_rows < 1:
         raise ValueError(f"data.max_rows must be at least 1, got {max_rows}")
-    rows = itertools.chain.from_iterable(_with_format(source.read(), format) for source in sources)
+    rows = itertools.chain.from_iterable(_with_format(source.read(0), format) for source in sources)
     return itertools.islice(rows, max_rows)
+
+
+def _window_source(window: Window, rows: list[Row]) -> Source:
+    return Source(window.name, lambda after: iter(rows), part=window.part)
 
 
 def _with_format(rows: Iterator[Row], format: str) -> Iterator[Row]:
@@ -154,11 +161,19 @@ def _folder(folder: Path) -> list[Source]:
 
 
 def _file_source(file: Path) -> Source:
-    readers = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet, ".csv": _read_csv}
+    readers = {".jsonl": read_jsonl, ".json": read_json, ".parquet": read_parquet, ".csv": read_csv}
     reader = readers.get(file.suffix.lower())
     if reader is None:
         raise ValueError(f"{file}: cannot read {file.suffix or 'a file without suffix'}; known: {', '.join(SUFFIXES)}")
-    return Source(str(file), lambda: reader(file), lambda: _file_identity(file), lambda: _file_count(file))
+    streams = reader is not read_json or not is_array(file)
+    return Source(
+        str(file),
+        lambda after: reader(file, after),
+        lambda: _file_identity(file),
+        lambda: _file_count(file),
+        file,
+        streams,
+    )
 
 
 def _file_identity(file: Path) -> str:
@@ -179,15 +194,20 @@ def _file_count(file: Path) -> int:
         return sum(block.count(b"\n") for block in iter(lambda: stream.read(1 << 20), b""))
 
 
-def _dataset_source(dataset: Any, name: str) -> Source:
+def _dataset_sources(dataset: Any, name: str, streaming: bool) -> list[Source]:
+    shards = dataset.num_shards if streaming and not hasattr(dataset, "__len__") else 1
+    if shards > 1:
+        parts = (dataset.shard(num_shards=shards, index=index) for index in range(shards))
+        return [one for index, part in enumerate(parts) for one in _dataset_sources(part, f"{name}[{index}]", False)]
     # `datasets` keeps a fingerprint of everything that made a data set.
     fingerprint = getattr(dataset, "_fingerprint", None)
-    return Source(
+    source = Source(
         name,
-        lambda: _read_dataset(dataset, name),
+        lambda after: read_dataset(dataset, name, after),
         (lambda: f"{name} {fingerprint}") if fingerprint else None,
         (lambda: len(dataset)) if hasattr(dataset, "__len__") else None,
     )
+    return [source]
 
 
 def _is_saved(folder: Path) -> bool:
@@ -207,242 +227,12 @@ def _load_from_disk(folder: Path) -> Any:
     return dataset
 
 
-def _load_named(name: str) -> Any:
+def _load_named(name: str, streaming: bool) -> Any:
     from datasets import load_dataset
 
     path, config, split = [*name.split(":"), "", ""][:3]
     try:
-        return load_dataset(path, config or None, split=split or "train")
+        return load_dataset(path, config or None, split=split or "train", streaming=streaming)
     except Exception as error:  # the hub's client raises many kinds
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ValueError(f"{name!r} is no file or folder, and as a data set it cannot be loaded: {reason}") from None
-
-
-# --- kinds of files
-
-
-def _object(file: str, number: int, value: Any) -> Row:
-    if not isinstance(value, Mapping):
-        return Row(file, number, None, error=f"not an object with columns but {type(value).__name__}")
-    size, error = _measure(value)
-    return Row(file, number, None if error else value, error=error, size=size)
-
-
-def _table_row(file: str, number: int, value: Mapping[str, Any]) -> Row:
-    """A row of a table, in which objects of one column have all of its keys: None where they had none, as the arguments
-    of calls of different tools and the parameters of their schemas. What no object said is not rendered, as in TRL."""
-    row = _object(file, number, value)
-    if row.value is None:
-        return row
-    return dataclasses.replace(row, value={name: _said(cell) for name, cell in row.value.items()})
-
-
-def _said(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _said(part) for key, part in value.items() if part is not None}
-    return [_said(part) for part in value] if isinstance(value, list | tuple) else value
-
-
-def _measure(value: Any) -> tuple[int, str]:
-    """(about how many characters, what is too much of a row or ""). Level by level: no stack of ours overflows, and
-    a list that holds itself is only too deep."""
-    size, level = 0, [value]
-    for _ in range(MAX_DEPTH):
-        inner: dict[int, Any] = {}
-        for item in level:
-            parts = [*item.keys(), *item.values()] if isinstance(item, Mapping) else item
-            for part in parts:
-                if isinstance(part, Mapping | list | tuple):
-                    inner[id(part)] = part
-                else:
-                    size += len(part) if isinstance(part, str | bytes) else 8
-        if size > MAX_ROW_SIZE:
-            return size, _too_long("characters")
-        if not inner:
-            return size, ""
-        level = list(inner.values())
-    return size, f"nested deeper than {MAX_DEPTH} levels"
-
-
-def _too_long(unit: str) -> str:
-    return f"more than {MAX_ROW_SIZE:,} {unit}, the most that one row may have; divide it into several rows"
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"an object has the key {next(name for name in names if names.count(name) > 1)!r} twice")
-    return found
-
-
-_JSON = json.JSONDecoder(object_pairs_hook=_once)
-
-
-def _read_jsonl(file: Path) -> Iterator[Row]:
-    with open(file, "rb") as stream:
-        for number, line in enumerate(_lines(stream), start=1):
-            if line is None:
-                yield Row(str(file), number, None, error=_too_long("bytes"))
-                continue
-            line = line.removeprefix(b"\xef\xbb\xbf")  # of files that were joined, in the middle too
-            if not line.strip():
-                continue
-            try:
-                yield _object(str(file), number, _JSON.decode(line.decode("utf-8")))
-            except UnicodeDecodeError as error:
-                yield Row(str(file), number, None, error=f"not UTF-8 (byte {error.start} of the line)")
-            except ValueError as error:
-                yield Row(str(file), number, None, error=f"bad JSON: {error}")
-            except RecursionError:
-                yield Row(str(file), number, None, error=f"bad JSON: nested deeper than {MAX_DEPTH} levels")
-
-
-def _lines[AnyStr: (bytes, str)](stream: IO[AnyStr]) -> Iterator[AnyStr | None]:
-    """The lines of a file; None for one that is longer than `MAX_ROW_SIZE`, of which no more is ever held."""
-    while line := stream.readline(MAX_ROW_SIZE + 1):
-        if len(line) <= MAX_ROW_SIZE:
-            yield line
-            continue
-        while len(line) > MAX_ROW_SIZE:  # what readline stopped in the middle of
-            line = stream.readline(MAX_ROW_SIZE + 1)
-        yield None
-
-
-def _read_json(file: Path) -> Iterator[Row]:
-    """A JSON array of objects, or lines of objects under the suffix .json."""
-    with open(file, "rb") as stream:
-        is_array = stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
-    if not is_array:
-        yield from _read_jsonl(file)
-        return
-    data = file.read_bytes().removeprefix(b"\xef\xbb\xbf")
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        yield Row(str(file), line, None, error="not UTF-8; a JSON array with such bytes cannot be read further")
-        return
-    del data
-    at, line, counted = text.index("[") + 1, 1, 0
-    while True:
-        while at < len(text) and text[at] in " \t\r\n,":
-            at += 1
-        line, counted = line + text.count("\n", counted, at), at
-        if at < len(text) and text[at] == "]":
-            if text[at + 1 :].strip():
-                yield Row(str(file), line, None, error="bad JSON, something follows the array's end; write one array")
-            return
-        try:
-            value, at = _JSON.raw_decode(text, at)
-        except (ValueError, RecursionError) as error:
-            reason = str(error) if isinstance(error, ValueError) else f"nested deeper than {MAX_DEPTH} levels"
-            yield Row(str(file), line, None, error=f"bad JSON, the array cannot be read further: {reason}")
-            return
-        yield _object(str(file), line, value)
-
-
-def _read_csv(file: Path) -> Iterator[Row]:
-    def lines(stream: IO[str]) -> Generator[str]:
-        for line in _lines(stream):
-            if line is None:
-                raise csv.Error(_too_long("characters"))
-            yield line
-
-    csv.field_size_limit(max(csv.field_size_limit(), MAX_ROW_SIZE))  # of the module; its own is 131,072 characters
-    # Bytes that are not UTF-8 become lone surrogates, so that only their row is lost.
-    with open(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
-        source = lines(stream)
-        reader = csv.reader(source, strict=True)
-        columns: list[str] | None = None
-        before = 0
-        while True:
-            number = before + reader.line_num + 1
-            try:
-                values = next(reader)
-            except StopIteration:
-                return
-            except csv.Error as error:
-                yield Row(str(file), number, None, error=f"bad CSV: {error}")
-                if inspect.getgeneratorstate(source) == inspect.GEN_CLOSED:  # go on after a line that is too long
-                    before, source = number, lines(stream)
-                    reader = csv.reader(source, strict=True)
-                continue
-            if columns is None:
-                columns = values
-                if twice := [name for name in columns if name and columns.count(name) > 1]:
-                    raise ValueError(f"{file}: its header names the column {twice[0]!r} more than once; rename one")
-            elif not values:
-                continue
-            elif len(values) != len(columns):
-                yield Row(str(file), number, None, error=f"{len(values)} fields, the header has {len(columns)}")
-            elif any("\udc80" <= char <= "\udcff" for value in values if not value.isascii() for char in value):
-                yield Row(str(file), number, None, error="not UTF-8")
-            else:
-                yield _object(str(file), number, dict(zip(columns, values, strict=True)))
-
-
-def _read_parquet(file: Path) -> Iterator[Row]:
-    import pyarrow.parquet as parquet
-
-    weight = file.stat().st_size
-    allowed = max(MAX_ROW_SIZE, MAX_EXPANSION * weight)
-    refusal = ValueError(
-        f"{file}: its {weight:,} bytes hold rows of more than {allowed:,}; a file that expands so far is not read. If "
-        "its rows are truly so much alike, write them as JSONL"
-    )
-    number = read = 0
-    try:
-        metadata = parquet.read_metadata(file)
-        groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
-        chunks = [group.column(index) for group in groups for index in range(group.num_columns)]
-        # Run lengths can claim a thousand million values in a few bytes; each takes a pointer or a number in memory.
-        if sum(max(chunk.total_uncompressed_size, 8 * chunk.num_values) for chunk in chunks) > allowed:
-            raise refusal
-        texts = list({chunk.path_in_schema for chunk in chunks if chunk.physical_type == "BYTE_ARRAY"})
-        # As dictionaries, texts that many rows share are in memory once; each row is made by itself.
-        with parquet.ParquetFile(file, read_dictionary=texts, page_checksum_verification=True) as table:
-            for index, group in enumerate(groups):
-                until = number + group.num_rows
-                # One group of rows after the other: of texts in lists, Arrow cannot join the dictionaries of two.
-                for batch in table.iter_batches(batch_size=1024, row_groups=[index]):
-                    for place in range(batch.num_rows):
-                        number += 1
-                        row = _parquet_row(file, number, batch, place)
-                        read += row.size
-                        if read > allowed:
-                            raise refusal
-                        yield row
-                if number != until:
-                    raise ValueError(f"its group {index} of rows ends {until - number} rows early")
-    except Exception as error:  # of many kinds, where a bit of the file is another
-        if error is refusal:
-            raise
-        where = f" after row {number:,}" if number else ""
-        reason = printable(error).strip() or type(error).__name__
-        raise ValueError(f"{file}: not a readable Parquet file{where}: {reason}; fetch or write it again") from None
-
-
-def _parquet_row(file: Path, number: int, batch: Any, place: int) -> Row:
-    try:
-        return _table_row(str(file), number, {name: batch[name][place].as_py() for name in batch.schema.names})
-    except (ValueError, OverflowError) as error:  # not UTF-8, or a date that Python does not know
-        return Row(str(file), number, None, error=f"cannot be read: {error}")
-
-
-def _read_list(values: list[Any]) -> Iterator[Row]:
-    return (_object("rows", number, value) for number, value in enumerate(values, start=1))
-
-
-def _read_dataset(dataset: Any, name: str) -> Iterator[Row]:
-    rows = iter(dataset)
-    for number in itertools.count(1):
-        try:
-            value = next(rows)
-        except StopIteration:
-            return
-        except Exception as error:  # each kind of column has a decoder of its own, with errors of its own
-            raise ValueError(
-                f"{name}: row {number} cannot be read: {type(error).__name__}: {printable(error)}"
-            ) from error
-        yield _table_row(name, number, value)

@@ -50,7 +50,9 @@ def masked_spans(
         pairs: (opening, closing).
     """
     found = [np.zeros(0, np.int64)]
-    for first, last in responses if pairs else ():
+    if not pairs:
+        return found[0]
+    for first, last in responses:
         last = min(last, len(tokens))
         if first >= last:
             continue

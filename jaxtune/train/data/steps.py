@@ -80,7 +80,7 @@ class StepBatches(Batches):
     def empty(self, rows: int) -> Batch:
         return self.rows.empty(rows, self._length, self._shared)
 
-    def batch_at(self, step: int) -> Batch:
+    def batch_at(self, step: int, model: object = None) -> Batch:
         epoch, index = divmod(int(step), self.steps_per_epoch)
         numbers, of_row = self.rows_at(step), self._epoch_plan(epoch)[index]
         batch = self.empty(self.rows_per_step)
@@ -94,6 +94,13 @@ class StepBatches(Batches):
                 at[row] = self.rows.fill(batch, slot, number, int(at[row]), int(place[row]))
                 place[row] += 1
         return batch
+
+    def described(self, total_steps: int) -> list[str]:
+        layout = f"packed into {self.rows_per_step:,} rows of {self.length:,} tokens for each step"
+        return [
+            f"training rows: {self.rows.report.of_documents}",
+            f"{total_steps:,} steps; {self.steps_per_epoch:,} in an epoch of {len(self.rows):,} rows, {layout}",
+        ]
 
     def _epoch_plan(self, epoch: int) -> np.ndarray:
         epoch = 0 if self.order == "given" else epoch

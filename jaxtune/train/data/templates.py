@@ -24,7 +24,7 @@ from jaxtune.train.data.conversations import GENERATION_MARK, SENTINEL, Conversa
 from jaxtune.train.data.formats import Example, RowError, SetupError, attempt, check_unicode, strings
 from jaxtune.train.data.markers import Markers, special_ids
 from jaxtune.train.data.packaged import PACKAGED, missing_marks, packaged_that_fit
-from jaxtune.train.data.reading import MAX_ROW_SIZE
+from jaxtune.train.data.row_files import MAX_ROW_SIZE
 from jaxtune.train.data.spans import masked_spans, refuse_left_out, special_texts
 from jaxtune.train.data.tokenizing import Tokens, tokenize, tokenize_pieces
 

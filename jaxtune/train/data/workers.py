@@ -44,7 +44,7 @@ from jaxtune.train.data.formats import (
     normalize_pair,
     unread,
 )
-from jaxtune.train.data.reading import Row
+from jaxtune.train.data.row_files import Row
 from jaxtune.train.data.templates import Encoded, RowEncoder
 
 logger = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ import numpy as np
 
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import TrainConfig
-from jaxtune.train.data.batches import Batches
+from jaxtune.train.data.batches import BatchSource
 from jaxtune.train.display import metrics as m
 from jaxtune.train.display.report import measured_lines
 from jaxtune.train.planning.devices import memory_peak_bytes
@@ -83,7 +83,7 @@ class Watched:
 
     config: TrainConfig
     total_steps: int
-    batches: Batches  # of the run's steps
+    batches: BatchSource  # of the run's steps
     unit: str  # what a step's loss is a mean over (Objective.unit)
     trained: Sequence[str]  # names of the trainable tensors
     flops: Callable[[np.ndarray], float]  # maps the lengths of a step's documents to its model FLOPs
@@ -205,8 +205,9 @@ class Monitor:
         slots = self.run.batches.rows_per_step * self.run.batches.length
         work = _Work(1, seconds, slots, counts["tokens"], counts["trained_tokens"], flops, data_wait)
         done, loss, norm = step + 1, float(values["loss"]), float(values["grad_norm"])
+        per_epoch = self.run.batches.steps_per_epoch
         line = {
-            "epoch": round(done / self.run.batches.steps_per_epoch, 4),
+            **({} if per_epoch is None else {"epoch": round(done / per_epoch, 4)}),
             "loss": loss,
             "grad_norm": norm,
             **({"learning_rate": float(values["learning_rate"])} if "learning_rate" in values else {}),

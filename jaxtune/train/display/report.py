@@ -21,7 +21,8 @@ from jaxtune.models.residual_plan import Placement
 from jaxtune.system.invocation import spelled
 from jaxtune.system.terminal import fitted, printable
 from jaxtune.train.config import TrainConfig
-from jaxtune.train.data import Batches, TokenDataset
+from jaxtune.train.data import TokenDataset
+from jaxtune.train.data.batches import BatchSource
 from jaxtune.train.data.preview import MARKS, preview
 from jaxtune.train.display.metrics import duration
 from jaxtune.train.planning.cost import StepCost
@@ -72,9 +73,9 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def data_summary(
-    train: TokenDataset,
+    train: TokenDataset | None,
     held_out: TokenDataset | None,
-    batches: Batches,
+    batches: BatchSource,
     total_steps: int,
     warmup_steps: int,
     context_length: int,
@@ -82,18 +83,18 @@ def data_summary(
     """The rows, steps and epochs of a run in words, and warnings about them.
 
     Args:
-      train, held_out: the tokenised rows.
+      train, held_out: the tokenised rows; train is None if they are not all known before the run.
       batches: of the run's steps.
       total_steps: of the run.
       warmup_steps: schedule.warmup_steps.
       context_length: the number of positions that the model was made for.
     """
-    in_steps = train.packing == "step"
-    lines = [f"training rows: {train.report.of_documents if in_steps else train.report}"]
-    warnings = train.warnings()
+    rows, *steps = batches.described(total_steps)
+    lines = [rows]
     if held_out is not None:
         lines.append(f"evaluation rows: {held_out.report}")
-    warnings += held_out_warnings(train, held_out)
+    lines += steps
+    warnings = [*([] if train is None else train.warnings()), *batches.warnings(), *held_out_warnings(train, held_out)]
     if batches.length > context_length:
         warnings.append(
             f"data.length = {batches.length:,} is more than the {context_length:,} positions that the model was made "
@@ -104,21 +105,18 @@ def data_summary(
             f"schedule.warmup_steps = {warmup_steps:,}, of {total_steps:,} steps in all: the learning rate only rises, "
             "and does not reach optim.learning_rate; lower it, or set schedule.warmup_ratio in its place"
         )
-    per_epoch = batches.steps_per_epoch
-    what = f"{len(train.rows):,} rows"
-    if in_steps:
-        what += f", packed into {batches.rows_per_step:,} rows of {batches.length:,} tokens for each step"
-    lines.append(f"{total_steps:,} steps; {per_epoch:,} in an epoch of {what}")
     return "\n".join(printable(line) for line in [*lines, *(f"warning: {line}" for line in warnings)])
 
 
-def held_out_warnings(train: TokenDataset, held_out: TokenDataset | None) -> list[str]:
+def held_out_warnings(train: TokenDataset | None, held_out: TokenDataset | None) -> list[str]:
     """Warnings about the rows of an evaluation, a sentence each."""
     if held_out is None:
         return []
     # Rows that data.eval_rows takes out of the training file were counted with it but are not trained on.
-    known, documents = train.warnings(), held_out.documents
+    known, documents = [] if train is None else train.warnings(), held_out.documents
     found = [line for line in held_out.warnings() if line not in known]
+    if train is None:
+        return [f"evaluation rows: {line}" for line in found]
     if documents.tokens is not train.documents.tokens and (same := documents.also_in(train.documents)):
         found.append(
             f"{same:,} of {len(documents):,} documents are also trained on: their loss says nothing about others"
@@ -126,7 +124,7 @@ def held_out_warnings(train: TokenDataset, held_out: TokenDataset | None) -> lis
     return [f"evaluation rows: {line}" for line in found]
 
 
-def check(model: Decoder, summary: str, batches: Batches, tokenizer: Any, console: Console) -> None:
+def check(model: Decoder, summary: str, batches: BatchSource, tokenizer: Any, console: Console) -> None:
     """Prints the report of --check: what would be trained, and one packed row with its loss mask. `summary` is
     data_summary's."""
     colours = console.color_system is not None

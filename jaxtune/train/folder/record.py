@@ -25,9 +25,12 @@ from jaxtune.system.version import __version__
 from jaxtune.train.config import ROW_OPTIONS, AdapterConfig, ConfigError, OptimConfig, TrainConfig
 from jaxtune.train.config.file import config_keys, config_to_dict, config_to_yaml, flat_keys, load_config
 from jaxtune.train.data import TokenDataset
+from jaxtune.train.data.batches import BatchSource
 from jaxtune.train.folder.checkpoint import CheckpointError
 from jaxtune.train.folder.run_folder import CONFIG
 
+# The key of a checkpoint's meta that says where its rows continue (BatchSource.position), beside the record.
+POSITION = "position"
 # Keys of a record whose change makes it another run; all other changes are only reported. The places of model and rows
 # may change, because their content is compared. So may the place of optimizer states.
 _INCOMPATIBLE = (
@@ -108,12 +111,13 @@ def require_same_run(saved: dict[str, Any], current: dict[str, Any], output: Pat
     """The harmless differences between a checkpoint's record and the current one, a sentence each.
 
     Args:
-      saved: the checkpoint's record.
+      saved: the checkpoint's record, perhaps with a POSITION beside it.
       current: the record of this run.
       output: the run's folder, for messages.
     Raises:
       CheckpointError: it is another run; the message lists the differences.
     """
+    saved = {key: value for key, value in saved.items() if key != POSITION}
     keys = _INCOMPATIBLE if _of_any_length(current) else (*_INCOMPATIBLE, *_LENGTH)
     adapted = current["config"]["adapter"] is not None
     # In a recipe that sets an adapter's options, adapter.path replaces the whole section.
@@ -195,13 +199,15 @@ def in_first_words(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, data=dataclasses.replace(config.data, template=template), adapter=adapter)
 
 
-def require_same_rows(sets: Mapping[str, TokenDataset | None]) -> None:
+def require_same_rows(sets: Mapping[str, TokenDataset | BatchSource | None]) -> None:
     """Raises ValueError if processes of a run have different rows of tokens; `sets` are named by their config keys."""
     if processes.count() == 1:
         return  # a single process need not compare, and reading every token takes time
     found = {
         key: None
         if data is None
+        else data.identity()
+        if isinstance(data, BatchSource)
         else f"{len(data.documents):,} documents, {int(data.documents.trained.sum()):,} trained tokens, CRC-32 of all "
         f"tokens {data.documents.tokens_crc32:08x}"
         for key, data in sets.items()

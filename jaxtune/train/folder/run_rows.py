@@ -1,63 +1,143 @@
-"""The rows of a run as tokens: those it trains on and those it is evaluated on."""
+"""The rows of a run as tokens: those it trains on, with the source of its batches, and those it is evaluated on."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import os
 from typing import Any
+
+import jax
 
 from jaxtune.models.config import DecoderConfig
 from jaxtune.system import processes
-from jaxtune.train.config import DataConfig
-from jaxtune.train.data import Batches, TokenDataset
+from jaxtune.train.config import TrainConfig
+from jaxtune.train.data import TokenDataset
+from jaxtune.train.data.batches import BatchSource
+from jaxtune.train.data.feeds import FedBatches, PreparedSet, RowSet
+from jaxtune.train.data.reading import open_sources
+from jaxtune.train.data.steps import laid_out
+from jaxtune.train.data.streamed import StreamedRows
 from jaxtune.train.folder.record import require_same_rows
 from jaxtune.train.objectives.objective import Objective
+from jaxtune.train.optimizer.schedule import total_steps
 
 
-def prepared_rows(
-    objective: Objective,
-    tokenizer: Any,
-    data: DataConfig,
-    model: DecoderConfig,
-    train_rows: Any,
-    eval_rows: Any,
-    apart: bool = False,
-) -> tuple[TokenDataset, TokenDataset | None]:
+def run_rows(
+    reader: Reader, train_rows: object = None, eval_rows: object = None, apart: bool = False
+) -> tuple[TokenDataset | BatchSource, TokenDataset | None]:
     """(rows to train on, held-out rows or None), tokenised as the objective reads them. On each host one process
-    tokenises first, and the others read its cache.
+    tokenises first, and the others read its cache. Rows that are streamed or mixed are a source; the first of them are
+    tokenised here.
 
     Args:
-      objective: the run's.
-      tokenizer: the model's.
-      data: the config's section.
-      model: the model's config.
-      train_rows, eval_rows: as for Trainer; None: the rows that `data` names.
+      train_rows, eval_rows: as for Trainer; None: the rows that the config names.
       apart: rows that data.eval_rows takes from the training rows stay apart even if other rows are held out, as in the
         run whose weights are evaluated.
     Raises:
       ValueError: a document has more tokens than the model has positions; processes that see different rows.
     """
-
-    def load(rows, max_rows):
-        """The tokenised rows, with their lengths checked."""
-        prepared = objective.prepare(rows, tokenizer, data, vocab_size=model.vocab_size, max_rows=max_rows)
-        longest = min(data.length, int(prepared.documents.lengths.max()))
-        if longest > model.context_length:  # a longer row is fine: positions restart with each document
-            raise ValueError(
-                f"data.length = {data.length}: the longest document has {longest} tokens, and the model was made "
-                f"for at most {model.context_length} positions; lower data.length"
-            )
-        return prepared
-
+    config, data = reader.config, reader.config.data
+    wanted = data.train if train_rows is None else train_rows
     held_out = data.eval if eval_rows is None else eval_rows
+    mixed, own = _weighted(wanted), isinstance(wanted, BatchSource)
+    made_later = own or bool(mixed) or is_stream(wanted, data.streaming)
+    what = "the rows to train on are streamed, mixed or made during the run"
+    if made_later and data.eval_rows:
+        raise ValueError(
+            f"data.eval_rows = {data.eval_rows}: {what}, and none can be taken out of them; set data.eval, or give "
+            "eval_rows"
+        )
+    if made_later and not own and data.packing == "step":
+        raise ValueError(f"data.packing = 'step': {what}, and steps cannot be laid out before; set true or false")
     with processes.one_a_host():
-        train = load(data.train if train_rows is None else train_rows, data.max_rows)
-        held_out = None if held_out is None else load(held_out, None)
+        train: TokenDataset | BatchSource
+        if isinstance(wanted, BatchSource):
+            train = wanted
+        elif made_later:
+            mixed = mixed or [(wanted, 1.0)]
+            sets = [reader.row_set(rows) for rows, _ in mixed]
+            train = FedBatches(sets, [weight for _, weight in mixed], config.rows_per_step, config.seed)
+        else:
+            train = reader.tokenised(wanted, data.max_rows)
+        held_out = None if held_out is None else reader.tokenised(held_out)
     require_same_rows({"data.train": train, "data.eval": held_out})
+    if isinstance(train, BatchSource):
+        return train, held_out
     if data.eval_rows and (held_out is None or apart):
         train, taken = train.split(data.eval_rows)
         return train, taken if held_out is None else held_out
     return train, held_out
 
 
-def most_documents(batches: Batches, held_out: TokenDataset | None) -> int:
-    """The largest number of documents in a row of the steps or of the evaluation."""
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """Makes rows of a run from what names them. config: of the run. model: that is to train on them."""
+
+    objective: Objective
+    tokenizer: Any
+    config: TrainConfig
+    model: DecoderConfig
+
+    def tokenised(self, rows: object, max_rows: int | None = None) -> TokenDataset:
+        """All of the rows.
+
+        Raises:
+          ValueError: a document has more tokens than the model was made for, or what `Objective.prepare` raises.
+        """
+        data, vocab_size = self.config.data, self.model.vocab_size
+        prepared = self.objective.prepare(rows, self.tokenizer, data, vocab_size=vocab_size, max_rows=max_rows)
+        longest = min(data.length, int(prepared.documents.lengths.max()))
+        if longest > self.model.context_length:  # a longer row is fine: positions restart with each document
+            raise ValueError(
+                f"data.length = {data.length}: the longest document has {longest} tokens, and the model was made "
+                f"for at most {self.model.context_length} positions; lower data.length"
+            )
+        return prepared
+
+    def row_set(self, rows: object) -> RowSet:
+        """The rows as a set that batches are fed from: a stream, or one of a mixture that are prepared."""
+        data, name = self.config.data, str(rows) if isinstance(rows, str | os.PathLike) else "rows"
+        if not is_stream(rows, data.streaming):
+            return PreparedSet(name, self.tokenised(rows, data.max_rows))
+        # The run may use its tokenizer while a thread tokenises with this one, which starts no process for each window.
+        alone = dataclasses.replace(self.config, data=dataclasses.replace(data, num_workers=data.num_workers or 1))
+        own = dataclasses.replace(self, tokenizer=copy.deepcopy(self.tokenizer), config=alone)
+        return StreamedRows(name, open_sources(rows, streaming=True), own.tokenised, data.buffer_size)
+
+
+def is_stream(rows: object, streaming: bool = False) -> bool:
+    """Whether rows are read during the run: because data.streaming says so, or as they are an IterableDataset."""
+    return streaming or (hasattr(rows, "features") and hasattr(rows, "num_shards") and not hasattr(rows, "__len__"))
+
+
+def _weighted(rows: object) -> list[tuple[object, float]]:
+    """The (rows, weight) of rows that are to be mixed; none of all others."""
+    if not isinstance(rows, list | tuple) or not rows:
+        return []
+    pairs = [part for part in rows if isinstance(part, list | tuple) and len(part) == 2]
+    pairs = [(part, float(weight)) for part, weight in pairs if isinstance(weight, int | float)]
+    return pairs if len(pairs) == len(rows) else []
+
+
+def own_lanes(mesh: jax.sharding.Mesh) -> list[int]:
+    """Which of the equal parts of a batch's rows lie on devices of this process."""
+    return [part for part, device in enumerate(mesh.devices.flat) if device.process_index == jax.process_index()]
+
+
+def source_of(
+    train: TokenDataset | BatchSource, held_out: TokenDataset | None, config: TrainConfig
+) -> tuple[BatchSource, TokenDataset | None, int]:
+    """(the source of the run's batches, its held-out rows laid out as the steps' rows are, the steps of the run)."""
+    source = train if isinstance(train, BatchSource) else train.batches(config.rows_per_step, seed=config.seed)
+    steps = total_steps(config, source.steps_per_epoch)
+    if isinstance(train, TokenDataset) and train.packing == "step":
+        return *laid_out(train, held_out, config, steps), steps
+    return source, held_out, steps
+
+
+def most_documents(batches: BatchSource, held_out: TokenDataset | None) -> int | None:
+    """The largest number of documents in a row of the steps or of the evaluation; None where nobody knows."""
+    if batches.max_documents is None:
+        return None
     return max(batches.max_documents, 0 if held_out is None else held_out.rows.max_documents)

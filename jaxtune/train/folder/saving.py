@@ -62,7 +62,7 @@ class Saver:
       checkpointer: writes the checkpoints.
       config: the section checkpoint.
       start: optimizer steps done; a checkpoint of them exists unless it is 0.
-      meta: returns what a checkpoint records.
+      meta: returns what the checkpoint of a step records.
       monitor: knows which updates were made.
       stop: knows whether a signal came.
     """
@@ -72,7 +72,7 @@ class Saver:
         checkpointer: Checkpointer,
         config: CheckpointConfig,
         start: int,
-        meta: Callable[[], dict[str, Any]],
+        meta: Callable[[int], dict[str, Any]],
         monitor: Monitor,
         stop: StopSignal,
     ):
@@ -131,7 +131,7 @@ class Saver:
             self._warned = True
             return
         with self.monitor.pause("save", done):
-            self.checkpointer.save(done, {"state": state}, self.meta(), proven=False)
+            self.checkpointer.save(done, {"state": state}, self.meta(done), proven=False)
         for callback in self.monitor.run.callbacks:
             callback.saved(done)
         self.policy.saved(time.monotonic())

@@ -11,14 +11,19 @@ import optax
 from jaxtune.train.config import ScheduleConfig, TrainConfig
 
 
-def total_steps(config: TrainConfig, steps_per_epoch: int) -> int:
-    """The optimizer steps of a run.
+def total_steps(config: TrainConfig, steps_per_epoch: int | None) -> int:
+    """The optimizer steps of a run. steps_per_epoch: None where nobody knows how many rows there are.
 
     Raises:
-      ValueError: they are more than a counter of 32 bits can hold.
+      ValueError: they are more than a counter of 32 bits can hold, or config.steps is needed and not set.
     """
     if config.steps is not None:
         return config.steps
+    if steps_per_epoch is None:
+        raise ValueError(
+            "steps = null: the number of these rows is not known, so epochs cannot be counted and the learning rate "
+            "has no end; set steps"
+        )
     assert config.epochs is not None
     steps = max(1, round(config.epochs * steps_per_epoch))
     if steps >= 2**31:

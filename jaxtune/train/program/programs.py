@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jaxtune.models.decoder import Decoder
 from jaxtune.models.placement import collectives, partition
 from jaxtune.models.placement.transfers import IN_FLIGHT
 from jaxtune.pallas import dispatch, gpu_kernel
@@ -23,13 +24,14 @@ from jaxtune.system import processes
 from jaxtune.train import host_memory
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.config.file import config_to_dict
-from jaxtune.train.data.batches import Batch, Batches, Rows
+from jaxtune.train.data.batches import Batch, Batches, BatchSource, Rows
 from jaxtune.train.planning.forward import ForwardPlanner
 from jaxtune.train.planning.known import KnownFailures
 from jaxtune.train.planning.planner import Planner, out_of_memory
 from jaxtune.train.program.flops import document_lengths
 from jaxtune.train.program.step import StepProgram, Sums, TrainState
 
+type LoadedStep = tuple[list[Batch], dict[str, Any]]  # of Engine.load_step
 _BLOCK_FOR_ROWS = 32 << 20  # bytes of the rows of two steps of 8 x 65,536 tokens
 
 
@@ -118,7 +120,7 @@ class Engine:
         before_qat: StepProgram | None,
         planner: Planner | ForwardPlanner,
         mesh: jax.sharding.Mesh,
-        batches: Batches,
+        batches: BatchSource,
         config: TrainConfig,
         held_out: Rows | None,
     ):
@@ -184,14 +186,18 @@ class Engine:
         return self.batches.rows_per_step // self.planner.plan.micro_batches
 
     def place(self, batch: Batch, part: int = 0, parts: int = 1) -> Batch:
-        """Micro-batch `part` of `parts`, with its rows divided over the mesh."""
-        size = batch.tokens.shape[0] // parts
-        piece = jax.tree.map(lambda a: a[part * size : (part + 1) * size], batch)
-        return partition.put(piece, self._by_rows)
+        """Micro-batch `part` of `parts`, with its rows divided over the mesh; as many come from each lane."""
+        size, lanes = batch.tokens.shape[0] // parts, self.batches.lanes if parts > 1 else 1
 
-    def load_step(self, step: int) -> tuple[list[Batch], dict[str, Any]]:
-        """(the step's micro-batches on the devices, its token counts and the lengths of its documents)."""
-        batch = self.batches.batch_at(step)
+        def rows(array: np.ndarray) -> np.ndarray:
+            return array.reshape(lanes, parts, size // lanes, *array.shape[1:])[:, part].reshape(size, *array.shape[1:])
+
+        return partition.put(jax.tree.map(rows, batch), self._by_rows)
+
+    def load_step(self, step: int, model: Callable[[], Decoder] | None = None) -> LoadedStep:
+        """(the step's micro-batches on the devices, its token counts and the lengths of its documents). `model` is that
+        of BatchSource.batch_at."""
+        batch = self.batches.batch_at(step, model)
         parts = self.planner.plan.micro_batches
         counts = {
             "tokens": int((batch.segment_ids > 0).sum()),
@@ -300,7 +306,7 @@ class Engine:
                 gpu_kernel.compile_beside(lowered, device, pool)
             return lowered.compile(compiler_options=self.options)
 
-    def _abstract_batch(self, rows: Rows | Batches) -> Batch:
+    def _abstract_batch(self, rows: Rows | BatchSource) -> Batch:
         """Shapes of a micro-batch of these rows; batches of an evaluation have the same number of rows."""
         empty = rows.empty(self.rows)
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._by_rows), empty)

@@ -15,7 +15,8 @@ from jaxtune.train import data
 from jaxtune.train.data import prepare, workers
 from jaxtune.train.data.cache import cache_key, open_or_build
 from jaxtune.train.data.packing import Documents
-from jaxtune.train.data.reading import Row, open_sources, read_rows
+from jaxtune.train.data.reading import open_sources, read_rows
+from jaxtune.train.data.row_files import Row
 from jaxtune.train.data.workers import Chunk, _Process, encode_rows
 from tests.train.data.conftest import make_tokenizer
 

@@ -1,0 +1,260 @@
+"""Batches whose rows come one at a time from feeds: of a stream, or of several sets of rows mixed by weight.
+
+A `RowSet` is a set of rows that may be too large to be known before the run. It gives a `Feed` to each lane, that is to
+each device that shares the rows of a step. The feeds of a set have no row in common, and each says where it is, so that
+a resumed run continues with the very next row. `FedBatches` takes the rows of each step from the feeds.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from jaxtune.system import processes
+from jaxtune.train.data.batches import Batch, BatchSource, Json, Rows, epoch_order
+
+if TYPE_CHECKING:
+    from jaxtune.models.decoder import Decoder
+    from jaxtune.train.data import TokenDataset
+
+_REMEMBERED_STEPS = 4  # of which positions and places of rows are known: the loader is one or two ahead
+_CHOICE = 0x6D6978  # draws of which set a row comes from, apart from all other draws of a seed
+
+
+class Feed(Protocol):
+    """The rows of one set for one lane, in order and without end."""
+
+    def next(self) -> tuple[Rows, int]:
+        """The next row: the rows that it is one of, and its number among them."""
+        ...
+
+    def position(self) -> Json:
+        """Where the feed is, after the rows that it gave: `RowSet.feed` continues there."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class RowSet(Protocol):
+    """Rows of `length` slots, each with `max_documents` documents at most."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def length(self) -> int: ...
+
+    @property
+    def max_documents(self) -> int: ...
+
+    def with_most(self, documents: int) -> RowSet:
+        """The set with shapes for rows of that many documents, which is `max_documents` or more."""
+        ...
+
+    def empty(self, rows: int) -> Batch:
+        """A batch of `rows` rows of padding, as fresh numpy arrays."""
+        ...
+
+    def feed(self, lane: int, lanes: int, seed: int, position: Json) -> Feed:
+        """The rows of one of `lanes` lanes, from a position on; None: from the beginning."""
+        ...
+
+    def identity(self) -> dict[str, Json]:
+        """See BatchSource."""
+        ...
+
+    def described(self) -> str:
+        """What is known of the rows before the run, in words."""
+        ...
+
+    def warnings(self) -> list[str]:
+        """What somebody who gave these rows should know before training, a sentence each."""
+        ...
+
+    def news(self) -> list[str]:
+        """What happened to the set since this was asked the last time, a sentence each."""
+        ...
+
+
+class FedBatches(BatchSource):
+    """The source of rows that come from feeds; see BatchSource.
+
+    Args:
+        sets: of one length. weights: how often a row comes from each of them, up to a common factor. Which set a row
+            comes from is drawn by (seed, step, place in the step).
+    """
+
+    def __init__(self, sets: Sequence[RowSet], weights: Sequence[float], rows_per_step: int, seed: int = 0):
+        most = max(one.max_documents for one in sets)
+        self.sets = [one.with_most(most) for one in sets]
+        self.rows_per_step = rows_per_step
+        self._most, self._seed = most, seed
+        self._bounds = np.cumsum(weights) / np.sum(weights)
+        self._own: tuple[int, ...] = (0,)
+        self._feeds: dict[int, list[Feed]] = {}
+        self._next = 0
+        self._begin: dict[str, Json] = {}
+        self._made: tuple[int, Batch] | None = None
+        self._sources: collections.OrderedDict[int, list[str]] = collections.OrderedDict()
+        self._positions: collections.OrderedDict[int, dict[str, Json]] = collections.OrderedDict()
+
+    @property
+    def length(self) -> int:
+        return self.sets[0].length
+
+    @property
+    def max_documents(self) -> int:
+        return self._most
+
+    def empty(self, rows: int) -> Batch:
+        return self.sets[0].empty(rows)
+
+    def divide(self, lanes: int, own: Sequence[int]) -> None:
+        self.lanes, self._own = lanes, tuple(own)
+
+    def batch_at(self, step: int, model: Callable[[], Decoder] | None = None) -> Batch:
+        if self._made is not None and self._made[0] == step:
+            return self._made[1]
+        if step != self._next:
+            raise ValueError(f"step {step} is asked for, and the next one of these rows is {self._next}")
+        feeds = self._open()
+        batch, sources, each = self.empty(self.rows_per_step), [], self.rows_per_step // self.lanes
+        chosen = self._choices(step)
+        for lane in self._own:
+            for slot in range(lane * each, (lane + 1) * each):
+                rows, row = feeds[lane][chosen[slot]].next()
+                rows.fill(batch, slot, row)
+                sources += rows.sources(row)
+        self._made, self._next = (step, batch), step + 1
+        self._sources[step] = sources
+        self._positions[step + 1] = {str(lane): [feed.position() for feed in feeds[lane]] for lane in self._own}
+        for known in (self._sources, self._positions):
+            while len(known) > _REMEMBERED_STEPS:
+                known.popitem(last=False)
+        return batch
+
+    def _choices(self, step: int) -> list[int]:
+        """The set that each row of a step comes from, by number."""
+        if len(self.sets) == 1:
+            return [0] * self.rows_per_step
+        draws = np.random.Philox(key=np.array([self._seed | _CHOICE << 32, step], np.uint64))
+        chosen = np.searchsorted(self._bounds, draws.random_raw(self.rows_per_step) / 2.0**64, side="right")
+        return np.minimum(chosen, len(self.sets) - 1).tolist()
+
+    def _open(self) -> dict[int, list[Feed]]:
+        """The feeds of this process' lanes, opened when they are first needed."""
+        if not self._feeds:
+            for lane in self._own:
+                known = self._begin.get(str(lane))
+                places = known if isinstance(known, list) else [None] * len(self.sets)
+                self._feeds[lane] = [
+                    one.feed(lane, self.lanes, self._seed + (number << 48), place)
+                    for number, (one, place) in enumerate(zip(self.sets, places, strict=True))
+                ]
+        return self._feeds
+
+    def sources_at(self, step: int) -> list[str]:
+        return self._sources.get(step, [])
+
+    def position(self, step: int) -> Json:
+        own = self._positions[step]
+        return {lane: place for found in processes.all_of(own) for lane, place in found.items()}
+
+    def resume(self, step: int, position: Json) -> None:
+        assert isinstance(position, dict), "a checkpoint of these rows has a position"
+        self.close()
+        self._next, self._begin, self._made = step, position, None
+
+    def identity(self) -> dict[str, Json]:
+        known = self.sets[0].identity() if len(self.sets) == 1 else {"sets": self._mixed_identity()}
+        return {**known, "lanes": self.lanes}
+
+    def _mixed_identity(self) -> dict[str, Json]:
+        shares = np.diff(self._bounds, prepend=0.0)
+        return {
+            str(number): {**one.identity(), "share": round(float(share), 9)}
+            for number, (one, share) in enumerate(zip(self.sets, shares, strict=True))
+        }
+
+    def described(self, total_steps: int) -> list[str]:
+        shares = np.diff(self._bounds, prepend=0.0)
+        words = [one.described() for one in self.sets]
+        if len(words) > 1:
+            words = [f"{share:.1%} of the rows from {text}" for share, text in zip(shares, words, strict=True)]
+        divided = "" if self.lanes == 1 else f", divided over {self.lanes} devices"
+        return [
+            f"training rows: {'; '.join(words)}",
+            f"{total_steps:,} steps of {self.rows_per_step:,} rows, which are made during the run{divided}",
+        ]
+
+    def warnings(self) -> list[str]:
+        found = [(one.name, text) for one in self.sets for text in one.warnings()]
+        return [text if len(self.sets) == 1 else f"{name}: {text}" for name, text in found]
+
+    def news(self) -> list[str]:
+        return [text for one in self.sets for text in one.news()]
+
+    def close(self) -> None:
+        feeds, self._feeds = self._feeds, {}
+        for feed in (feed for several in feeds.values() for feed in several):
+            feed.close()
+
+
+class PreparedSet:
+    """Rows that are all known before the run, as one set of a mixture. See RowSet."""
+
+    def __init__(self, name: str, data: TokenDataset):
+        self.name, self.data = name, data
+
+    @property
+    def length(self) -> int:
+        return self.data.length
+
+    @property
+    def max_documents(self) -> int:
+        return self.data.rows.max_documents
+
+    def with_most(self, documents: int) -> PreparedSet:
+        return PreparedSet(self.name, self.data.with_most(documents))
+
+    def empty(self, rows: int) -> Batch:
+        return self.data.rows.empty(rows)
+
+    def feed(self, lane: int, lanes: int, seed: int, position: Json) -> _PreparedFeed:
+        return _PreparedFeed(self.data.rows, lane, lanes, seed, position if isinstance(position, int) else 0)
+
+    def identity(self) -> dict[str, Json]:
+        return self.data.batches(1).identity()
+
+    def described(self) -> str:
+        return f"{self.name}: {self.data.report}"
+
+    def warnings(self) -> list[str]:
+        return self.data.warnings()
+
+    def news(self) -> list[str]:
+        return []
+
+
+class _PreparedFeed:
+    """Every row of a set once, in an order of its epoch; then anew. A lane takes every `lanes`-th of them."""
+
+    def __init__(self, rows: Rows, lane: int, lanes: int, seed: int, taken: int):
+        self._rows, self._lane, self._lanes, self._seed, self._taken = rows, lane, lanes, seed, taken
+        self._order: tuple[int, np.ndarray] | None = None
+
+    def next(self) -> tuple[Rows, int]:
+        epoch, place = divmod(self._taken * self._lanes + self._lane, len(self._rows))
+        if self._order is None or self._order[0] != epoch:
+            self._order = epoch, epoch_order(len(self._rows), self._seed, epoch)
+        self._taken += 1
+        return self._rows, int(self._order[1][place])
+
+    def position(self) -> Json:
+        return self._taken
+
+    def close(self) -> None:
+        """Nothing: no thread or file is open."""
