@@ -225,3 +225,23 @@ def test_a_run_that_saves_nothing_by_the_way_leaves_its_model(folder, tmp_path):
     (found[1] / "trainer_state.json").write_text("{}")
     with pytest.raises(ValueError, match="holds checkpoint-3, which jaxtune did not write: name another folder"):
         trainer.train()
+
+
+def test_an_iterable_data_set_is_streamed_for_max_steps(folder, tmp_path):  # noqa: F811
+    stream = Dataset.from_list(rows(64)).to_iterable_dataset(num_shards=4)
+    with pytest.raises(ValueError, match="SFTConfig: max_steps = -1: train_dataset is an IterableDataset"):
+        trainer_of(folder, tmp_path, stream)
+    settings = dict(max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2, logging_steps=1)
+    trainer = trainer_of(folder, tmp_path, stream, **settings)
+    output = trainer.train()
+    assert output.global_step == 3 and output.metrics["epoch"] == 1.0
+    assert trainer.train_dataset is not None and trainer._prepared.train_data is None
+    texts = [{"name": "I am a bot."} for _ in range(20)]
+    named = Dataset.from_list(texts).to_iterable_dataset()
+    for arguments in (dict(dataset_text_field="name"), dict()):
+        formatting = None if arguments else (lambda row: row["name"])
+        args = SFTConfig(output_dir=str(tmp_path / "named"), save_strategy="no", max_steps=1, **arguments)
+        one = SFTTrainer(load(folder)[0], args=args, train_dataset=named, formatting_func=formatting)
+        assert next(iter(one._rows["train"])) == {"text": "I am a bot."}
+    with pytest.raises(ValueError, match="set save_strategy and eval_strategy to 'steps' or 'no'"):
+        trainer_of(folder, tmp_path / "other", stream, max_steps=2, save_strategy="epoch").train()

@@ -160,6 +160,18 @@ def trained_tokens(args: SFTConfig, form: str) -> str:
     return "responses" if completions and args.completion_only_loss is not False else "all"
 
 
+def max_steps(args: SFTConfig, streamed: bool) -> int | None:
+    """max_steps; None: the epochs say how many steps there are, which a data set that is streamed does not know."""
+    if args.max_steps > 0:
+        return args.max_steps
+    if streamed:
+        raise ValueError(
+            f"{type(args).__name__}: max_steps = {args.max_steps}: train_dataset is an IterableDataset, whose length "
+            "is not known; set max_steps"
+        )
+    return None
+
+
 def total_steps(args: SFTConfig, steps_per_epoch: int) -> int:
     """The number of updates of a run, as transformers counts them."""
     return args.max_steps if args.max_steps > 0 else max(1, math.ceil(args.num_train_epochs * steps_per_epoch))

@@ -23,6 +23,7 @@ from jaxtune.compat.settings import (
     SFTConfig,
     TrainingArguments,
     given_arguments,
+    max_steps,
     metrics_config,
     plain_value,
     precision,
@@ -233,13 +234,8 @@ class SFTTrainer(Reports):
         # Rows must be tokenised before an epoch's steps can be counted.
         epoch = self._epoch_steps if prepared and "epoch" in (saves, evaluates) else None
         self._order()
-        steps = args.max_steps if args.max_steps > 0 else None
         streamed = is_stream(self._rows["train"])
-        if steps is None and streamed:
-            raise ValueError(
-                f"{type(args).__name__}: max_steps = {args.max_steps}: train_dataset is an IterableDataset, whose "
-                "length is not known; set max_steps"
-            )
+        steps = max_steps(args, streamed)
         if steps is None and prepared:
             steps = total_steps(args, self._epoch_steps)
 

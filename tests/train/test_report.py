@@ -88,7 +88,13 @@ def test_a_stretched_context_counts_in_full():
 
 
 def test_every_key_of_data_reaches_the_rows():
-    keys = {field.name for field in dataclasses.fields(DataConfig)} - {"train", "eval", "eval_rows"}
+    keys = {field.name for field in dataclasses.fields(DataConfig)} - {
+        "train",
+        "eval",
+        "eval_rows",
+        "streaming",
+        "buffer_size",
+    }
     assert keys <= set(inspect.signature(prepare).parameters)
 
 

@@ -214,7 +214,7 @@ def _is_saved(folder: Path) -> bool:
     return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
 
 
-def _load_from_disk(folder: Path) -> Any:
+def _load_from_disk(folder: Path) -> object:
     from datasets import DatasetDict, load_from_disk
 
     dataset = load_from_disk(str(folder))
