@@ -23,7 +23,7 @@ RETIRED = {
     r"\bremember(?:ed|s)?\b": 14,
     r"\bunfinished\b": 0,
     r"\bbegun\b": 12,
-    r"\bcoming\b": 40,
+    r"\bcoming\b": 36,
     r"\blet_go\b|\blet go\b": 7,
     r"\bso many\b": 19,
     r"\bso much\b": 2,
