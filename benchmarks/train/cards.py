@@ -19,9 +19,9 @@ ends whatever asks for more, from loading to exporting.
 The record is written after each phase and is added to by the next call; --phases leaves those that are not named as
 they are recorded. Of each phase it holds: the commit, seconds, the exit status, the most device bytes that the
 allocator had given out by its end, the most host bytes that its process held in memory of its own (resident, without
-pages of files: what the kernel takes back when it needs them), the seconds of its `parts` (loading weights, writing a
-model, reading it back, the fingerprints of a result's files, waiting for the disk), and in `problem` the last line of
-what it said, where it failed.
+pages of files: what the kernel takes back when it needs them), the seconds of its `parts` (loading weights, comparing
+the merged model's logits, writing a model, reading it back, the fingerprints of a result's files, waiting for the
+disk), and in `problem` the last line of what it said, where it failed.
 
 A merged model that no later phase reads may be larger than the disk (66 GB of a 32B): such a life's shards are each
 read back and compared with what was made of the model, and then emptied, before the next one is written.
@@ -100,6 +100,7 @@ def time_parts(parts: dict[str, float]) -> None:
     """Adds up the seconds that parts of a phase take in this process."""
     from jaxtune.export import gguf_file
     from jaxtune.models import hf
+    from jaxtune.models.adapters import merge
     from jaxtune.models.files import folders
     from jaxtune.train.folder import results
 
@@ -119,6 +120,7 @@ def time_parts(parts: dict[str, float]) -> None:
     timed(hf, "write_checkpoint", "write")
     timed(gguf_file, "write", "write")
     timed(gguf_file, "verify", "read_back")
+    timed(merge, "_check_logits", "check_logits")
     timed(results, "fingerprints", "fingerprints")
     timed(folders, "sync", "sync")
 
