@@ -4,8 +4,9 @@
 
 An item is printed with its signature, its docstring and the comment lines directly above it, without its body. A class
 is printed with its fields, their comments and the signatures of its methods; a module with the names that it defines.
-Private items are drawn as well; functions inside of functions are not. If somebody who knows JAX cannot say from such
-an item what it takes, what it gives and why it exists, its words need mending.
+A method is printed below the first sentence on its class. Private items are drawn as well. Functions within functions
+are not drawn, nor are methods like __init__: Python defines what they do, and a class documents its arguments. If
+somebody who knows JAX cannot say from an item what it takes, what it gives and why it exists, mend its words.
 """
 
 from __future__ import annotations
@@ -76,13 +77,20 @@ def fields(lines: list[str], node: ast.ClassDef) -> list[str]:
     return shown
 
 
+def about(node: ast.ClassDef) -> str:
+    """A class as a line: its name and the first sentence of its docstring."""
+    text = " ".join((ast.get_docstring(node) or "").split())
+    return textwrap.shorten(f"class {node.name}: {text.partition('. ')[0]}", 116)
+
+
 def definitions(body: list[ast.stmt], outer: str = "") -> list[tuple[str, Definition]]:
     """(dotted name, node) of the classes, functions and methods below a module, in the order of the file."""
     found: list[tuple[str, Definition]] = []
     for statement in body:
         if isinstance(statement, Definition):
             name = outer + statement.name
-            found.append((name, statement))
+            if not (outer and statement.name.startswith("__")):
+                found.append((name, statement))
             if isinstance(statement, ast.ClassDef):
                 found += definitions(statement.body, f"{name}.")
         elif isinstance(statement, ast.If | ast.Try):  # definitions under a condition
@@ -98,12 +106,16 @@ def items_of(path: Path, root: Path) -> list[Item]:
     names = [name for name, _ in found if "." not in name]
     shown = [*docstring(lines, tree), "", textwrap.fill("defines: " + (", ".join(names) or "nothing"), 116)]
     items = [Item(f"{place}:1", "module", place, "\n".join(shown).strip())]
+    classes = {name: about(node) for name, node in found if isinstance(node, ast.ClassDef)}
     for name, node in found:
         parts = comment_above(lines, first_line(node)) + header(lines, node) + docstring(lines, node)
         kind = "function"
         if isinstance(node, ast.ClassDef):
             kind, parts = "class", parts + fields(lines, node)
-        items.append(Item(f"{place}:{node.lineno}", kind, name, textwrap.dedent("\n".join(parts)).strip()))
+        text = textwrap.dedent("\n".join(parts)).strip()
+        if (owner := name.rpartition(".")[0]) in classes:
+            text = f"{classes[owner]}\n\n{text}"
+        items.append(Item(f"{place}:{node.lineno}", kind, name, text))
     return items
 
 

@@ -36,12 +36,14 @@ def bare(x): return hidden_two
 
 
 class Shape:
-    """A rectangle."""
+    """A rectangle. It is never turned."""
 
     # Metres, both of them.
     width: float
     height: float = 1.0
     """Up to the roof."""
+
+    def __len__(self): return 4
 
     def area(self) -> float:
         """Square metres."""
@@ -65,7 +67,7 @@ def test_items_are_shown_without_their_bodies(items):
     )
     assert items["_half"].place == "room/shapes.py:8"
     assert items["bare"].text == "def bare(x):"
-    assert items["Shape.area"].text == 'def area(self) -> float:\n    """Square metres."""'
+    assert items["Shape.area"].text == 'class Shape: A rectangle\n\ndef area(self) -> float:\n    """Square metres."""'
     assert not [item.name for item in items.values() if "hidden" in item.text]
 
 

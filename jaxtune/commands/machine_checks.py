@@ -96,7 +96,7 @@ def _driver(card: dict[str, str] | None) -> Finding:
 
 
 def _devices(card: dict[str, str] | None) -> Iterator[Finding]:
-    """Checks that JAX uses the GPU, that it is supported, and that its memory is free."""
+    """Findings on the GPU: that JAX uses it, that it is supported, and that its memory is free."""
     import jax
 
     from jaxtune.profile.data_sheets import refusal
@@ -131,7 +131,7 @@ def _devices(card: dict[str, str] | None) -> Iterator[Finding]:
 
 
 def _room() -> Iterator[Finding]:
-    """Checks host memory and the disk space for models."""
+    """Findings on host memory and on disk space for models."""
     from huggingface_hub import constants
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
@@ -150,7 +150,7 @@ def _room() -> Iterator[Finding]:
 
 
 def _rates() -> Iterator[Finding]:
-    """Compares measured rates with the data sheet."""
+    """Findings on measured rates of products and copies, compared with the data sheet."""
     import jax
 
     from jaxtune import profile

@@ -83,6 +83,7 @@ class EarlyStoppingCallback(TrainerCallback):
         self.early_stopping_patience_counter = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Checks that there is an evaluation and a metric to compare."""
         if args.metric_for_best_model is None:
             raise ValueError(
                 "EarlyStoppingCallback: metric_for_best_model = None: name what is watched, such as 'eval_loss'"
@@ -92,6 +93,7 @@ class EarlyStoppingCallback(TrainerCallback):
         self.early_stopping_patience_counter = 0
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        """Counts evaluations without improvement, and stops training after enough of them."""
         value = best_value(args, metrics)
         threshold = self.early_stopping_threshold
         if is_better(args, value, state.best_metric) and (
@@ -244,6 +246,7 @@ class Events(Callback):
         self.tell("on_step_begin")
 
     def between(self, moment: Between) -> None:
+        """Called after each step: sends the events, and does what is due or requested."""
         control = self.control
         self._at(moment.step, moment.model)
         due = {name: bool(every) and moment.step % every == 0 for name, every in self._scheduled.items()}
@@ -265,11 +268,13 @@ class Events(Callback):
         self.tell("on_step_begin")
 
     def _at(self, step: int, model: Callable[[], Decoder]) -> None:
+        """Sets step and epoch of the state, and the weights of the model."""
         self.state.global_step, self.state.epoch = step, step / self._steps_per_epoch
         self.model.module = lambda: self._handed_back(model())
 
     def _do(self, moment: Between, due: Mapping[str, bool]) -> None:
-        """Does what control requests, in transformers' order."""
+        """Logs, evaluates and saves as control requests, in transformers' order. `due` says what the arguments ask for
+        at this step."""
         for name, is_due in due.items():
             if is_due and not getattr(self.control, f"should_{name}") and name not in self._told:
                 self._told.add(name)
@@ -288,14 +293,17 @@ class Events(Callback):
         self.control.should_log = self.control.should_evaluate = self.control.should_save = False
 
     def stepped(self, step: int, metrics: dict[str, Any]) -> None:
+        """Sends on_log with the numbers of a step, if it is due."""
         if self.control.should_log and step == self.state.global_step:
             self.control.should_log = False
             self.tell("on_log", logs=metrics)
 
     def evaluating(self, step: int, model: Callable[[], Decoder]) -> None:
+        """Called before an evaluation, with the current model."""
         self._at(step, model)
 
     def evaluated(self, step: int, metrics: dict[str, Any]) -> None:
+        """Sends on_log and on_evaluate with the numbers of an evaluation, and keeps the best weights."""
         metrics["epoch"] = round(self.state.epoch, 4)
         metrics |= self.measure()
         self.tell("on_log", logs=metrics)  # as in transformers, where evaluations are logs too
@@ -310,6 +318,7 @@ class Events(Callback):
                 self.best = jax.tree.map(np.array, jax.device_get(nnx.state(self.model.module, nnx.Param)))
 
     def saved(self, step: int) -> None:
+        """Sends on_save, and writes the folder for the script if the save was due or requested."""
         if step == self._asked:
             self._leave(step)
         self.tell("on_save")

@@ -46,6 +46,7 @@ class ModelSettings(SimpleNamespace):
     """The values of config.json as attributes. Setting one has no effect, because training reads the module."""
 
     def to_dict(self) -> dict[str, Any]:
+        """The values as a dict."""
         return dict(vars(self))
 
 
@@ -106,6 +107,7 @@ class CompatModel:
 
     @property
     def has_adapter(self) -> bool:
+        """Whether the module has adapters."""
         return has_adapter(self.module)
 
     def print_trainable_parameters(self) -> None:

@@ -115,12 +115,14 @@ class PreferenceTrainer(SFTTrainer):
         return lambda module: _with_rates(module, rates)
 
     def _packing(self) -> bool:
+        """False; raises ValueError if the script asks for packing."""
         if self.args.packing:
             name = type(self.args).__name__
             raise ValueError(f"{name}: packing = True is not supported. Instead: jaxtune train with objective=...")
         return False
 
     def _read(self, dataset: Any, formatting_func: Any) -> tuple[Any, str]:
+        """(rows, their format), after a check that they have the columns of the trainer."""
         name = type(self).__name__
         if formatting_func is not None:
             raise ValueError(f"{name}: it has no formatting_func; give columns prompt, {', '.join(self.columns)}")
@@ -134,6 +136,7 @@ class PreferenceTrainer(SFTTrainer):
         return dataset, self.form
 
     def _train_on(self) -> str:
+        """Which tokens are trained on: those of the responses."""
         return "responses"
 
 
@@ -156,6 +159,7 @@ class DPOTrainer(ReferencedTrainer):
     config_type = DPOConfig
 
     def _objective(self) -> ObjectiveConfig:
+        """The objective's section of the config."""
         args = self.args
         kinds = [args.loss_type] if isinstance(args.loss_type, str) else list(args.loss_type)
         if len(kinds) != 1:
@@ -172,6 +176,7 @@ class ORPOTrainer(PreferenceTrainer):
     config_type = ORPOConfig
 
     def _objective(self) -> ObjectiveConfig:
+        """The objective's section of the config."""
         return ObjectiveConfig("orpo", beta=self.args.beta)
 
 
@@ -183,10 +188,12 @@ class KTOTrainer(ReferencedTrainer):
     columns = ("completion", "label")
 
     def _rows_for(self, data: TokenDataset) -> TokenDataset:
+        """The rows in groups of a micro-batch, within which answers are compared."""
         assert isinstance(data, PairDataset)
         return in_groups(data, self.args.per_device_train_batch_size)
 
     def _objective(self) -> ObjectiveConfig:
+        """The objective's section of the config."""
         names = ("beta", "desirable_weight", "undesirable_weight", "precompute_ref_log_probs")
         return ObjectiveConfig("kto", **{name: getattr(self.args, name) for name in names})
 
@@ -213,4 +220,5 @@ class RewardTrainer(PreferenceTrainer):
         super().__init__(model, args, *others, **arguments)
 
     def _objective(self) -> ObjectiveConfig:
+        """The objective's section of the config."""
         return ObjectiveConfig("reward", center_rewards_coefficient=self.args.center_rewards_coefficient)

@@ -31,6 +31,7 @@ class Reports:
 
     @property
     def _output(self) -> Path:
+        """output_dir."""
         return Path(self.args.output_dir).expanduser()
 
     def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
@@ -55,11 +56,14 @@ class Reports:
         folders.write_state(self._output, self.state)
 
     def is_world_process_zero(self) -> bool:
+        """Whether this is the first process of the run."""
         return self.state.is_world_process_zero
 
     def is_local_process_zero(self) -> bool:
+        """Whether this is the first process on its host."""
         return self.state.is_local_process_zero
 
 
 def _write(path: Path, values: Mapping[str, Any]) -> None:
+    """Writes values as JSON."""
     path.write_text(json.dumps(values, indent=4, sort_keys=True, default=float) + "\n", encoding="utf-8")

@@ -54,11 +54,13 @@ class NumpyTensor(np.ndarray):
     and `argmax` accepts `dim` for `axis`."""
 
     def to(self, *_: Any, **__: Any) -> NumpyTensor:
+        """The array itself."""
         return self
 
     cpu = detach = numpy = to
 
     def argmax(self, axis: Any = None, *arguments: Any, dim: Any = None, **options: Any) -> Any:
+        """The index of the largest value along `axis`, or along torch's `dim`."""
         return np.asarray(self).argmax(axis if dim is None else dim, *arguments, **options)
 
 

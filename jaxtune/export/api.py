@@ -164,6 +164,7 @@ def _folder(write: Callable) -> Callable[[Decoder, _Job], Exported]:
 
 
 def _stored(to: Format) -> Callable[[Decoder, _Job], Exported]:
+    """The export function of a quantised format."""
     return _folder(lambda model, *rest: folders.write_stored(to, _whole(model), *rest))
 
 

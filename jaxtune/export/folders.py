@@ -1,4 +1,4 @@
-"""Export as Hugging Face folders for other programs: merged, or in a format of few bits.
+"""Export as Hugging Face folders for other programs: merged, or in a quantised format.
 
 Each function takes weights that are made one tensor at a time (models/files/weights.py), merged where the model has an
 adapter, and reads what it wrote back byte for byte.
@@ -32,13 +32,13 @@ def write_merged(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes
 
 
 def write_stored(to: Format, weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
-    """Linears and experts in a format of few bits, as its export declares it.
+    """Writes linears and experts in a quantised format, as the format's export declares.
 
-    A weight of whose values a header says something (of double-quantised NF4 a mean of each matrix, as text) is made
-    twice, unless it is in that format already.
+    If a file's header contains values of a weight (double-quantised NF4: a mean of each matrix, as text), weights that
+    are not yet in the format are made twice.
 
     Raises:
-      ValueError: a model with experts, where the format's readers have none.
+      ValueError: the model has experts, and the format's readers do not support them.
     """
     assert to.export is not None
     if to.export.without_experts is not None and weights.model.config.moe is not None:
@@ -71,11 +71,12 @@ def write_mxfp4(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes:
 
 
 def _in_mxfp4(make: Callable[[], Any], dtype: str) -> Stored:
-    """An experts' matrix [E, in, out], which files hold as [E, out, in]."""
+    """An experts' matrix in MXFP4; `make` gives it as [E, in, out], files store it as [E, out, in]."""
     return _encoded_transposed(dense(make(), dtype))
 
 
 def _encoded_transposed(array: jax.Array) -> Stored:
+    """An array [E, in, out] encoded in MXFP4 as [E, out, in]."""
     return FORMATS["mxfp4"].encode(array.swapaxes(1, 2))
 
 

@@ -123,7 +123,7 @@ def write(
 
 
 def _planned(tensor: Tensor, array: Any) -> Any:
-    """The array, if it has the shape that was planned for its tensor."""
+    """The array; raises ArithmeticError if it has not the shape that was planned for its tensor."""
     if tuple(array.shape) != tensor.shape:
         raise ArithmeticError(f"gguf: {tensor.name} is {list(array.shape)}, and was planned as {list(tensor.shape)}")
     return array

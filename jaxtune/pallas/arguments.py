@@ -36,7 +36,7 @@ class Arguments:
     """
 
     def __init__(self, op: str, **sizes: int):
-        """See the class."""
+        """A checker for one call; the arguments are described at the class."""
         self.op = op
         self.sizes: dict[str, tuple[int, str]] = {word: (size, "") for word, size in sizes.items()}
 

@@ -60,10 +60,12 @@ class _Stream:
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
+        """Writes lines as `write` does."""
         for line in lines:
             self.write(line)
 
     def flush(self) -> None:
+        """Flushes the stream."""
         try:
             self._stream.flush()
         except (OSError, ValueError) as error:
@@ -205,4 +207,5 @@ class PrintableFormatter(logging.Formatter):
     """A log formatter whose lines are printable."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """The record as a printable line."""
         return printable(super().format(record))

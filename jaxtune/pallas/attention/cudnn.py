@@ -104,7 +104,8 @@ def _real(layout, array):
 
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """See api.attention_forward."""
+    """(out [B, T, heads, D], lse float32[B, heads, T]) of packed causal attention, computed by cuDNN. Arguments are
+    those of api.attention_forward."""
     arrays, static = _call_arguments(layout, query, scale, window)
     out, stats = cudnn._dot_product_attention_fwd_p_wrapper.bind(query, key, value, *arrays, **static, is_training=True)
     if layout.max_documents == 1:
@@ -115,7 +116,8 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
 
 
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """See api.attention_backward."""
+    """(dquery, dkey, dvalue, dsinks or None) of packed causal attention from its saved out and lse, computed by cuDNN.
+    Arguments are those of api.attention_backward."""
     arrays, static = _call_arguments(layout, query, scale, window)
     if layout.max_documents == 1:
         stats = lse

@@ -229,7 +229,8 @@ def _pairs(query, key, blocks: Blocks) -> bool:
 
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """See api.attention_forward."""
+    """(out [B, T, heads, D], lse float32[B, heads, T]) of packed causal attention, computed by the Mosaic kernels.
+    Arguments are those of api.attention_forward."""
     _, length, _, given_dim = query.shape
     lower, _ = _prepare(layout, window)
     query, key, value = (_operand(a) for a in (query, key, value))
@@ -310,7 +311,8 @@ def _key_gradients(operands, upper, blocks: Blocks, layout, options):
 
 
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """See api.attention_backward."""
+    """(dquery, dkey, dvalue, dsinks or None) of packed causal attention from its saved out and lse, computed by the
+    Mosaic kernels. Arguments are those of api.attention_backward."""
     _, length, _, given_dim = query.shape
     lower, upper = _prepare(layout, window)
     delta = jnp.einsum("bthd,bthd->bht", out.astype(jnp.float32), dout.astype(jnp.float32))

@@ -66,7 +66,8 @@ def _join(array, length):
 
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """See api.attention_forward."""
+    """(out [B, T, heads, D], lse float32[B, heads, T]) of packed causal attention, computed by plain jnp, in chunks of
+    queries. Arguments are those of api.attention_forward."""
     rows, length, heads, dim = query.shape
     kv_heads = key.shape[2]
     grouped = query.reshape(rows, length, kv_heads, heads // kv_heads, dim)
@@ -112,7 +113,8 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
 
 
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """See api.attention_backward."""
+    """(dquery, dkey, dvalue, dsinks or None) of packed causal attention from its saved out and lse, computed by plain
+    jnp, in chunks of queries. Arguments are those of api.attention_backward."""
     rows, length, heads, dim = query.shape
     kv_heads = key.shape[2]
     group = heads // kv_heads

@@ -105,7 +105,8 @@ def _call(kernel, tile: Tile, own: int, grid_heads: int, arguments, out_types, k
 
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """See api.attention_forward."""
+    """(out [B, T, heads, D], lse float32[B, heads, T]) of packed causal attention, computed by the Triton kernels.
+    Arguments are those of api.attention_forward."""
     from jaxtune.pallas.attention import triton_kernels
 
     rows, length, heads, dim = query.shape
@@ -127,7 +128,8 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
 
 
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """See api.attention_backward."""
+    """(dquery, dkey, dvalue, dsinks or None) of packed causal attention from its saved out and lse, computed by the
+    Triton kernels. Arguments are those of api.attention_backward."""
     from jaxtune.pallas.attention import triton_kernels
 
     heads, dim = query.shape[2:]

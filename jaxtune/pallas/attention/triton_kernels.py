@@ -26,6 +26,7 @@ def _block(
 
 @triton.jit
 def _store(array, values, first, LENGTH: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr):
+    """Stores ROWS rows of one head from `first` on, without those past the end."""
     rows = tl.arange(0, ROWS)
     pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[:, None] * STRIDE + tl.arange(0, DIM)[None, :]
     values = values.to(array.dtype.element_ty)

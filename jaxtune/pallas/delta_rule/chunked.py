@@ -30,7 +30,8 @@ GROUP_TOKENS = 4096  # tokens (of all rows) whose matrices [CHUNK, CHUNK] exist 
 
 
 def forward(query, key, value, decay, beta, layout):
-    """See api.gated_delta_rule."""
+    """The output [B, T, heads, V] of the gated delta rule over packed documents, computed by chunks of tokens.
+    Arguments are those of api.gated_delta_rule."""
     length = value.shape[1]
     index = jnp.arange(length)
     real = (index < layout.doc_end)[..., None]
@@ -41,14 +42,16 @@ def forward(query, key, value, decay, beta, layout):
 
 
 def state(key, value, decay, beta, lengths):
-    """See api.delta_rule_state."""
+    """float32[B, heads, K, V]: the state after the first `lengths` tokens of each row. Arguments are those of
+    api.delta_rule_state."""
     real = (jnp.arange(value.shape[1]) < lengths[:, None])[..., None]
     decay, beta = (jnp.where(real, x.astype(jnp.float32), 0.0) for x in (decay, beta))
     return _run(key, key, value, decay, beta, jnp.zeros(value.shape[:2], jnp.int32))[1]
 
 
 def chunk(query, key, value, decay, beta, state):
-    """See api.delta_rule_chunk."""
+    """(out [B, T, heads, V], the next state) for more tokens of each row, whose document started before them. Arguments
+    are those of api.delta_rule_chunk."""
     continued = jnp.full(value.shape[:2], -1, jnp.int32)  # the document started before the first token
     out, state = _run(query, key, value, decay, beta, continued, state)
     return out.astype(value.dtype), state
@@ -149,11 +152,13 @@ def unit_lower_inverse(lower: jax.Array, precision) -> jax.Array:
 
 
 def _inverse_fwd(lower, precision):
+    """The forward rule of the inverse: (inverse, residual)."""
     inverse = unit_lower_inverse(lower, precision)
     return inverse, inverse
 
 
 def _inverse_bwd(precision, inverse, gradient):
+    """The backward rule of the inverse: minus its transpose times the gradient times its transpose."""
     turned = jnp.swapaxes(inverse, -1, -2)
     return (-jnp.matmul(jnp.matmul(turned, gradient, precision=precision), turned, precision=precision),)
 

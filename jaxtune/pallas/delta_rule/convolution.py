@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 @jax.checkpoint
 def forward(x, weight, layout):
-    """See api.short_convolution. Its derivative stores x and recomputes the float32 sums, which are twice as large."""
+    """silu of the causal convolution of each channel of x [B, T, C] along its document, with weight [C, k]; see
+    api.short_convolution. The derivative stores x and recomputes the float32 sums, which are twice as large."""
     length, taps = x.shape[1], weight.shape[1]
     index = jnp.arange(length)
     total = jnp.zeros(x.shape, jnp.float32)
@@ -23,7 +24,7 @@ def forward(x, weight, layout):
 
 
 def step(x, weight, window):
-    """See api.short_convolution_step."""
+    """(out [B, 1, C], the next window [B, k - 1, C]) for one more token of each row; see api.short_convolution_step."""
     seen = jnp.concatenate([window, x], axis=1)
     total = (seen.astype(jnp.float32) * weight.T.astype(jnp.float32)).sum(1, keepdims=True)
     return jax.nn.silu(total).astype(x.dtype), seen[:, 1:]

@@ -23,7 +23,8 @@ def unit(x: jax.Array) -> jax.Array:
 
 
 def forward(query, key, value, decay, beta, layout):
-    """See api.gated_delta_rule."""
+    """The output [B, T, heads, V] of the gated delta rule over packed documents, computed token by token. Arguments are
+    those of api.gated_delta_rule."""
     rows, _, heads, _ = value.shape
     begins = jnp.arange(value.shape[1]) == layout.doc_start
     real = jnp.arange(value.shape[1]) < layout.doc_end
@@ -40,7 +41,8 @@ def forward(query, key, value, decay, beta, layout):
 
 
 def step(query, key, value, decay, beta, state):
-    """See api.delta_rule_step."""
+    """(out [B, 1, heads, V], the next state) for one more token of each row. Arguments are those of
+    api.delta_rule_step."""
     out, state = _token(query[:, 0], key[:, 0], value[:, 0], decay[:, 0], beta[:, 0], state)
     return out[:, None].astype(value.dtype), state
 

@@ -98,7 +98,8 @@ def _first_use(dtype, group: int) -> str | None:
 
 
 def forward(query, key, value, decay, beta, layout: PackedLayout):
-    """See api.gated_delta_rule."""
+    """The output [B, T, heads, V] of the gated delta rule over packed documents, computed by the Triton kernels.
+    Arguments are those of api.gated_delta_rule."""
     return _rule(query, key, value, decay, beta, layout)
 
 
@@ -110,12 +111,14 @@ def _rule(query, key, value, decay, beta, layout):
 
 
 def _rule_fwd(query, key, value, decay, beta, layout):
+    """The forward rule: (out, residuals)."""
     made = _by_rows(_chunks, 6)(query, key, decay, beta, value, layout)
     out, error, states = _by_rows(functools.partial(_states, save=True), 4)(query, key, value, made)
     return out, (query, key, layout, made, error, states)
 
 
 def _rule_bwd(residuals, dout):
+    """The backward rule: gradients of query, key, value, decay and beta, and None for the layout."""
     query, key, layout, made, error, states = residuals
     if not layout.full:  # padding may have any gradient, even NaN
         dout = jnp.where((jnp.arange(dout.shape[1]) < layout.doc_end)[..., None, None], dout, 0)

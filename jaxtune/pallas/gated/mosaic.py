@@ -80,7 +80,8 @@ def _kernel(gate_ref, up_ref, dgated_ref, *, activation):
 
 
 def gated_backward(gate, up, dgated, activation: str):
-    """See api.gated_backward, and `refusal`."""
+    """(gated, dgate, dup) from bfloat16 gate, up and the gradient dgated, written over the arguments; see
+    api.gated_backward, and `refusal` for the calls that it supports."""
     refs = [jax.new_ref(each.reshape(-1, CHUNK)) for each in (gate, up, dgated)]
     gpu_kernel.kernel(
         functools.partial(_kernel, activation=activation),

@@ -190,10 +190,12 @@ def backward(static: Static, residuals, dout, x_tokens=None, dout_tokens=None):
 
 
 def _grouped_fwd(x, weight, lora, groups, static):
+    """The forward rule of grouped_matmul: (out, residuals)."""
     return forward(x, weight, lora, groups, static)
 
 
 def _grouped_bwd(static, residuals, dout):
+    """The backward rule of grouped_matmul: gradients of rows, weight, adapter, and None for the groups."""
     return *backward(static, residuals, dout), None
 
 
@@ -317,10 +319,12 @@ def _biased(rows, bias, groups):
 
 
 def _bias_fwd(rows, bias, groups):
+    """The forward rule of grouped_bias: (out, residuals)."""
     return _biased(rows, bias, groups), (bias, groups)
 
 
 def _bias_bwd(residuals, drows):
+    """The backward rule of grouped_bias: gradients of rows and bias, and None for the groups."""
     bias, groups = residuals
     wide = reference.tiled(drows, groups).astype(jnp.float32)
     return drows, reference.per_expert(wide.sum(1), groups).astype(bias.dtype), None

@@ -316,7 +316,8 @@ def _filled(array, axis: int):
 
 
 def thin(x, weight, groups: Groups, contract: int, tokens=None):
-    """As reference.thin, with zeros in the columns that pad the last step, so that `extra` can take it as it is.
+    """x [rows, K] times each expert's thin weight [E, n, K] (contract = 2) or [E, K, n] (contract = 1) -> [rows, n],
+    padded with zero columns to whole steps, so that `extra` can take it as it is.
 
     It reads x once, without the empty tiles, and copies no weight for each of its tiles.
     """
@@ -324,8 +325,9 @@ def thin(x, weight, groups: Groups, contract: int, tokens=None):
 
 
 def product(x, weight, groups: Groups, contract: int, extra=None, tokens=None, *, blocks: Blocks | None = None):
-    """See reference.product. The weight is in x's dtype, or in four bits if mosaic_ahead supports it, and then without
-    tokens."""
+    """x [rows, K] times each expert's weight [E, n, K] (contract = 2) or [E, K, n] (contract = 1) -> [rows, n], plus
+    the product of `extra`'s (u, l), as reference.product. The weight is in x's dtype, or in four bits if mosaic_ahead
+    supports it, and then without `tokens`. blocks: None: those of blocks_for."""
     columns, ahead = weight.shape[3 - contract], isinstance(weight, Stored)
     if ahead and tokens is not None:
         raise ValueError("grouped_matmul: beside a decoder no rows are gathered")

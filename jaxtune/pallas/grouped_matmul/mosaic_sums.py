@@ -68,7 +68,8 @@ def refusal() -> str | None:
 
 
 def per_expert(values: jax.Array, groups: Groups) -> jax.Array:
-    """As reference.per_expert, which is used where the kernel does not support the call."""
+    """values float32[tiles, ...] -> float32[E, ...]: sums over each expert's tiles, by the kernel where it supports the
+    call, else by reference.per_expert."""
     size = math.prod(values.shape[1:])
     run = next((run for run in _RUNS if size % run == 0), None)
     if run is None or refusal() is not None:

@@ -59,7 +59,8 @@ def thin(x: jax.Array, weight: jax.Array, groups: Groups, contract: int) -> jax.
 
 
 def product(x: jax.Array, weight: jax.Array, groups: Groups, contract: int, extra=None) -> jax.Array:
-    """As thin, for wide weights. The thin product of `extra`, (u [rows, r], l), is added."""
+    """x [rows, K] times each expert's weight [E, n, K] (contract = 2) or [E, K, n] (contract = 1) -> [rows, n] in x's
+    dtype, for wide weights, plus the thin product of `extra`, (u [rows, r], l)."""
 
     def one(tile):
         rows, expert = tile

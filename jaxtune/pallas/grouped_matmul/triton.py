@@ -57,7 +57,9 @@ def refusal(dtype, tile_rows: int) -> str | None:
 
 
 def product(x, weight, groups: Groups, contract: int, extra=None, *, cut: Tile | None = None):
-    """See reference.product; the weight is in x's dtype."""
+    """x [rows, K] times each expert's weight [E, n, K] (contract = 2) or [E, K, n] (contract = 1) -> [rows, n], plus
+    the product of `extra`'s (u, l), as reference.product; the weight is in x's dtype. cut: None: the tile of this
+    GPU."""
     from jaxtune.pallas.grouped_matmul import triton_kernels
 
     cut = cut or tile()

@@ -23,11 +23,13 @@ def _loss(hidden, head, targets, weights, static):
 
 
 def _loss_fwd(hidden, head, targets, weights, static):
+    """The forward rule of the loss: (loss, residuals), which are the gradients themselves."""
     losses, _, dhidden, dhead = reference.forward(hidden, head, targets, weights, **dict(static), gradients=True)
     return (weights * losses).sum(), (dhidden, dhead, losses)
 
 
 def _loss_bwd(static, residuals, dloss):
+    """The backward rule of the loss: the stored gradients times dloss."""
     *gradients, losses = residuals
     dhidden, dhead = jax.tree.map(lambda each: (each.astype(jnp.float32) * dloss).astype(each.dtype), gradients)
     return dhidden, dhead, None, losses * dloss
@@ -43,6 +45,7 @@ def _token_losses(hidden, head, targets, weights, static):
 
 
 def _token_losses_fwd(hidden, head, targets, weights, static):
+    """The forward rule of the token losses: (losses, residuals). The residuals are gradients if the head is frozen."""
     if dict(static)[
         "head_gradient"
     ]:  # the head's gradient is a sum over tokens whose factors are known in the backward only
@@ -52,6 +55,7 @@ def _token_losses_fwd(hidden, head, targets, weights, static):
 
 
 def _token_losses_bwd(static, residuals, dlosses):
+    """The backward rule of the token losses; the logits are computed again if the head trains."""
     if dict(static)["head_gradient"]:
         hidden, head, targets, weights = residuals
         shares = weights * dlosses
@@ -66,12 +70,15 @@ _token_losses.defvjp(_token_losses_fwd, _token_losses_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _log_probs(hidden, head, targets, static):
+    """(log-probabilities, entropies) with a custom derivative of the first."""
     ones = jnp.ones(targets.shape, jnp.float32)
     results = reference.forward(hidden, head, targets, ones, **dict(static), gradients=False, entropies=True)
     return -results.losses, results.entropies
 
 
 def _log_probs_fwd(hidden, head, targets, static):
+    """The forward rule of the log-probabilities: (results, residuals). The residuals are gradients if the head is
+    frozen."""
     # The factors of the tokens in the head's gradient are known in the backward only.
     if dict(static)["head_gradient"]:
         return _log_probs(hidden, head, targets, static), (hidden, head, targets)
@@ -81,6 +88,7 @@ def _log_probs_fwd(hidden, head, targets, static):
 
 
 def _log_probs_bwd(static, residuals, gradients):
+    """The backward rule of the log-probabilities; the logits are computed again if the head trains."""
     dlogps, _ = gradients
     if dict(static)["head_gradient"]:
         hidden, head, targets = residuals
@@ -95,10 +103,12 @@ _log_probs.defvjp(_log_probs_fwd, _log_probs_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _log_probs_and_entropies(hidden, head, targets, static):
+    """(log-probabilities, entropies) with a custom derivative of both."""
     return _log_probs(hidden, head, targets, static)
 
 
 def _log_probs_and_entropies_bwd(static, residuals, gradients):
+    """The backward rule of log-probabilities and entropies, which computes the logits again."""
     (hidden, head, targets), (dlogps, dentropies) = residuals, gradients
     more = dict(gradients=True, entropies=True, entropy_weights=dentropies)
     results = reference.forward(hidden, head, targets, -dlogps, **dict(static), **more)

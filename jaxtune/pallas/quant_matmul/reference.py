@@ -147,6 +147,7 @@ def _products_fwd(x, source, weights, loras, biases, static):
 
 
 def _products_bwd(static, residuals, doutputs):
+    """The backward rule: gradients of x, the adapters' input, weights, adapters and biases."""
     owners, scales, kernels, as_stored = static
     x, source, weights, loras, biases, inner = residuals
     dsource = more = None
@@ -203,7 +204,8 @@ def dropout(x, rate, key, part=0):
 
 
 def matmul(x, weights, loras, biases, dropout_rate, dropout_key, dropout_part, kernels: ModuleType, as_stored: tuple):
-    """See api.quant_matmul; `kernels` as described at the top of this file, `as_stored` as in `_products_fwd`."""
+    """x [..., in] times each weight, with adapters and biases: a list of [..., out_i]. The arguments are those of
+    api.quant_matmul, `kernels` is described at the top of this file, and `as_stored` in `_products_fwd`."""
     flat = x.reshape(-1, x.shape[-1])
     owners = tuple(index for index, lora in enumerate(loras) if lora is not None)
     source = None

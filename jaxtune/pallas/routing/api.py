@@ -157,10 +157,12 @@ def _permute(x, routing, implementation):
 
 
 def _permute_fwd(x, routing, implementation):
+    """The forward rule of permute: (result, residuals)."""
     return _permute(x, routing, implementation), routing
 
 
 def _permute_bwd(implementation, routing, drows):
+    """The backward rule of permute: a gradient for each differentiable argument."""
     del implementation
     return reference.summed(drows, routing.slots), None
 
@@ -192,10 +194,12 @@ def _unpermute(rows, routing, implementation):
 
 
 def _unpermute_fwd(rows, routing, implementation):
+    """The forward rule of unpermute: (result, residuals)."""
     return _unpermute(rows, routing, implementation), routing
 
 
 def _unpermute_bwd(implementation, routing, dx):
+    """The backward rule of unpermute: a gradient for each differentiable argument."""
     return _spread(dx, routing, implementation), None
 
 
@@ -237,12 +241,14 @@ def _of_tokens(x, weight, lora, routing, static):
 
 
 def _of_tokens_fwd(x, weight, lora, routing, static):
+    """The forward rule of matmul_of_tokens: (result, residuals)."""
     rows, tokens = _as_rows(x, routing, static)
     out, (_, *residuals) = grouped.forward(rows, weight, lora, routing.groups, static, tokens)
     return out, ((x, *residuals), routing)
 
 
 def _of_tokens_bwd(static, residuals, dout):
+    """The backward rule of matmul_of_tokens: a gradient for each differentiable argument."""
     residuals, routing = residuals
     drows, *others = grouped.backward(static, residuals, dout, _row_tokens(routing))
     return reference.summed(drows, routing.slots), *others, None
@@ -285,11 +291,13 @@ def _to_tokens(rows, weight, lora, routing, static):
 
 
 def _to_tokens_fwd(rows, weight, lora, routing, static):
+    """The forward rule of matmul_to_tokens: (result, residuals)."""
     out, residuals = grouped.forward(rows, weight, lora, routing.groups, static)
     return reference.summed(out, routing.slots), (residuals, routing)
 
 
 def _to_tokens_bwd(static, residuals, dout):
+    """The backward rule of matmul_to_tokens: a gradient for each differentiable argument."""
     residuals, routing = residuals
     dout, tokens = _as_rows(dout, routing, static)
     return *grouped.backward(static, residuals, dout, dout_tokens=tokens), None
@@ -354,10 +362,12 @@ def _with_bias(out, weights, bias, choice):
 
 
 def _token_bias_fwd(out, weights, bias, choice):
+    """The forward rule of token_bias: (result, residuals)."""
     return _with_bias(out, weights, bias, choice), (weights, bias, choice)
 
 
 def _token_bias_bwd(residuals, dout):
+    """The backward rule of token_bias: a gradient for each differentiable argument."""
     weights, bias, choice = residuals
     exact: Any = dict(precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
     dweights = reference.chosen(jnp.einsum("tn,en->te", dout, bias.astype(dout.dtype), **exact), choice)
@@ -388,10 +398,12 @@ def _row_weights(weights, routing):
 
 
 def _row_weights_fwd(weights, routing):
+    """The forward rule of row_weights: (result, residuals)."""
     return _row_weights(weights, routing), routing
 
 
 def _row_weights_bwd(routing, drows):
+    """The backward rule of row_weights: a gradient for each differentiable argument."""
     return reference.rows_of(drows, routing.slots), None
 
 

@@ -106,7 +106,8 @@ def _spread_kernel(
 
 
 def spread(x: jax.Array, slots: jax.Array, source: jax.Array) -> jax.Array:
-    """x [T, H], slots int32[T, k], source int32[rows] -> [rows, H]; see reference.spread."""
+    """x [T, H], slots int32[T, k], source int32[rows] -> [rows, H]: each pair's token in its row, zeros in empty
+    rows."""
     tokens, hidden = x.shape
     rows, k = source.shape[0], slots.shape[1]
     short = -tokens % _ROWS

@@ -89,14 +89,16 @@ def _slot_kernel(expert_ref, firsts_ref, out_ref):
 
 
 def histogram(blocks: jax.Array, num_experts: int) -> jax.Array:
-    """See reference.histogram; blocks: int32[n, 128]."""
+    """int32[n, E]: the number of pairs of each block that go to each expert; blocks has the pairs' experts, int32[n,
+    128]."""
     padded = num_experts + -num_experts % _EXPERTS
     count = _kernel(_histogram_kernel, "expert_histograms", len(blocks), (len(blocks), padded))
     return count(blocks.reshape(-1))[:, :num_experts]
 
 
 def slots(blocks: jax.Array, firsts: jax.Array) -> jax.Array:
-    """See reference.slots; blocks: int32[n, 128]."""
+    """int32[n, 128]: firsts [n, E] of each pair's block and expert, plus the number of earlier pairs of that block and
+    expert; blocks has the pairs' experts, int32[n, 128]."""
     firsts = jnp.pad(firsts, ((0, 0), (0, -firsts.shape[1] % _EXPERTS)))
     place = _kernel(_slot_kernel, "expert_slots", len(blocks), (blocks.size,))
     return place(blocks.reshape(-1), firsts).reshape(blocks.shape)

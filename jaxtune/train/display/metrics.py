@@ -120,8 +120,11 @@ class MetricsLogger:
 class _Sink:
     """A logger's interface: `log` gets a dict with step, time and metrics."""
 
-    def log(self, line: dict[str, Any]) -> None: ...
-    def close(self) -> None: ...
+    def log(self, line: dict[str, Any]) -> None:
+        """Records one line: step, time and metrics."""
+
+    def close(self) -> None:
+        """Finishes writing."""
 
 
 class _JsonlSink(_Sink):
@@ -132,6 +135,7 @@ class _JsonlSink(_Sink):
         self._torn = False  # whether the last line may be incomplete, as after a full disk
 
     def log(self, line: dict[str, Any]) -> None:
+        """Appends the line to the file; raises OSError if only a part of it was written."""
         data = b"\n" * self._torn + json.dumps(line, allow_nan=False).encode() + b"\n"
         self._torn = True
         if self._file.write(data) != len(data):
@@ -139,6 +143,7 @@ class _JsonlSink(_Sink):
         self._torn = False
 
     def close(self) -> None:
+        """Closes the file."""
         self._file.close()
 
 
@@ -152,10 +157,12 @@ class _TensorBoardSink(_Sink):
         self._writer = SummaryWriter(str(folder), purge_step=None if resumed_step is None else resumed_step + 1)
 
     def log(self, line: dict[str, Any]) -> None:
+        """Writes the numbers of a line."""
         for key, value in _numbers(line).items():
             self._writer.add_scalar(key, value, line["step"], walltime=line["time"])
 
     def close(self) -> None:
+        """Closes the event file."""
         self._writer.close()
 
 
@@ -174,9 +181,11 @@ class _WandbSink(_Sink):
         atomic_write(id_file, self._run.id)
 
     def log(self, line: dict[str, Any]) -> None:
+        """Sends the numbers of a line."""
         self._run.log({"step": line["step"], **_numbers(line)})
 
     def close(self) -> None:
+        """Ends the run at Weights & Biases."""
         self._run.finish()
 
 
@@ -203,9 +212,11 @@ class _TrackioSink(_Sink):
         atomic_write(name_file, name)
 
     def log(self, line: dict[str, Any]) -> None:
+        """Stores the numbers of a line."""
         self._run.log(_numbers(line), step=line["step"])
 
     def close(self) -> None:
+        """Ends the run in trackio."""
         with contextlib.redirect_stdout(sys.stderr):
             self._run.finish()
 

@@ -95,7 +95,7 @@ class Run:
 
 
 def _state(path: Path) -> Any:
-    """A value that changes when a file does."""
+    """A value that changes when a file does: its inode, size and time of modification; None if it is missing."""
     try:
         status = path.stat()
     except OSError:

@@ -225,8 +225,8 @@ class Checkpointer:
         self._error.__cause__ = error
 
     def _purge(self, newest: int) -> None:
-        """Removes checkpoints older than the kept ones, damaged ones, and those of later steps, which a rewound run
-        abandoned."""
+        """Removes checkpoints older than the kept ones, damaged ones, and those of steps after `newest`, which a
+        rewound run abandoned."""
         self._damaged.discard(newest)
         steps = self.steps()
         usable = [step for step in steps if step <= newest and step not in self._damaged]

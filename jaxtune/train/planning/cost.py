@@ -285,6 +285,7 @@ def packed_slack(frozen) -> float:
 
 
 def _device_here() -> str:
+    """The kind of this process's first device, by which fitted numbers are looked up."""
     return dispatch.device_kind() or ""
 
 
@@ -333,6 +334,7 @@ def _masked_sizes(model: Decoder) -> list[int]:
 
 
 def _mean(values: list[float]) -> float:
+    """The mean of some numbers."""
     return sum(values) / len(values)
 
 

@@ -71,10 +71,12 @@ class Forecast:
 
 
 def product_time(device: Device) -> ProductTime:
+    """The fitted numbers of matrix products on a device."""
     return PRODUCT_TIME.of("mosaic", device.name)
 
 
 def _step_time(device: Device) -> StepTime:
+    """The fitted numbers of a step on a device."""
     return STEP_TIME.of("xla", device.name)
 
 
