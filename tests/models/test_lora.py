@@ -139,6 +139,19 @@ def test_rank_and_alpha_patterns(base):
     assert got["model.layers.0.self_attn.k_proj"] == (4, 8)
 
 
+def test_the_first_matching_pattern_wins(base):
+    """Whichever of two patterns is the longer one, the order in which they are given decides."""
+    patterns = {r"layers\.1\.self_attn\.q_proj": 3, "q_proj": 2, ".*_proj": 5}
+    for order in (list(patterns), list(patterns)[::-1]):
+        chosen = {pattern: patterns[pattern] for pattern in order}
+        model = get_peft_model(base, r=4, rank_pattern=chosen, alpha_pattern={key: 8 * r for key, r in chosen.items()})
+        got = {name: (linear.lora.rank, linear.lora.alpha) for name, linear in linears(model)}
+        first = order[0] == ".*_proj"
+        assert got["model.layers.1.self_attn.q_proj"] == ((5, 40) if first else (3, 24))
+        assert got["model.layers.0.self_attn.q_proj"] == ((5, 40) if first else (2, 16))
+        assert got["model.layers.0.mlp.up_proj"] == (5, 40)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("names", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]])
 def test_modules_to_save_keep_a_tie(names, tied):

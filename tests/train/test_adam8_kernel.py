@@ -12,6 +12,7 @@ from jaxtune.pallas import dispatch, gpu_kernel
 from jaxtune.pallas.adam8 import api as kernel
 from jaxtune.pallas.formats.blockwise8 import BLOCK, dynamic_map, nearest_codes, upper_bounds
 from jaxtune.train.optimizer.adam8 import scale_by_adam_8bit
+from tests.pallas.conftest import without_races  # noqa: F401 - a fixture
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -60,6 +61,7 @@ def bits(tree) -> list[bytes]:
 
 @pytest.mark.parametrize(("dtype", "scale"), [(jnp.bfloat16, 1.0), (jnp.bfloat16, 0.037), (jnp.float32, 1e-7)])
 @pytest.mark.gpu
+@pytest.mark.usefixtures("without_races")
 def test_steps_are_those_of_the_reference(dtype, scale, monkeypatch):
     """Three steps over a tensor with parts of a chunk and of a block, whole chunks with blocks of zeros, and one too
     small for 8 bits. Gradients come multiplied, and are scaled back."""
