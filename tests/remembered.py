@@ -6,8 +6,9 @@ A test's key is a digest of the files that it can read: its own, whatever those 
 the data beside them, pytest's settings, the real test data if the test takes them, the versions that are installed,
 the instructions of the processor, and the environment variables that change what JAX, XLA, hypothesis or a test here
 does. Of a package that loads its names when they are asked for, what is asked for counts;
-of the family modules, a test with a parameter `name` that is a family counts its own. A test of a file that starts
-programs, imports by name or looks for files counts every file.
+of the family modules, a test with a parameter `name` that is a family counts its own. A test that imports by name,
+looks for files or reads pages counts every file; whether it does is read from the statements that give the names in it
+and in its fixtures their meanings, through all files of the tests that it imports.
 
 A test of signals, processes, threads or races passes at one moment and can fail at the next, with the same files. It is
 never remembered.
@@ -46,6 +47,8 @@ _NOT_OF_THE_KEY = {*_PLACES, "JAXTUNE_PARITY"}
 # What runs beside a test, or interrupts it: a test with one of these words is never remembered.
 _TIMED = {"signal", "signals", "threading", "multiprocessing", "concurrent", "asyncio", "workers", "launch"}
 _TIMED |= {"Popen", "fork", "kill", "killpg", "executable"}
+# A test with one of these words can read files that it does not import, or pages.
+_BY_NAME = {"importlib", "runpy", "multiprocessing", "ROOT", "parents", "executable", "getcwd", "cwd", ".md"}
 
 
 @functools.cache
@@ -115,22 +118,6 @@ def reachable(file: Path, folders: tuple[Path, ...]) -> frozenset[Path]:
 
 
 @functools.cache
-def _by_name(file: Path) -> bool:
-    """Whether a file of the tests can reach others than it imports, or reads files that it finds."""
-    modules = {f"{module}.{name}" for module, name in _imported(_tree(file).body)}
-    modules -= {"importlib.metadata", "importlib.resources"}  # of files that count for every test
-    if {module.split(".")[0] for module in modules} & {"importlib", "runpy", "multiprocessing"}:
-        return True
-    nodes = list(ast.walk(_tree(file)))
-    names = {node.id for node in nodes if isinstance(node, ast.Name)}
-    names |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-    # A program that is not Python, such as an assembler, reads what it is handed; one of ours needs ROOT to be found.
-    if names & {"ROOT", "parents", "executable", "getcwd", "cwd"}:
-        return True
-    return ".md" in file.read_text(encoding="utf-8").replace('test_data / "README.md"', "")  # but that of the real data
-
-
-@functools.cache
 def _everything() -> frozenset[Path]:
     """Every file of the repository but what is made in it: environments, caches and builds begin with a dot or are
     named here."""
@@ -170,11 +157,15 @@ def _own_files(test_file: Path) -> frozenset[Path]:
 
 
 @functools.cache
-def files_of(test_file: Path, family: str | None = None) -> frozenset[Path]:
-    """Every file that a test of `test_file` can read; family: of whose modules it needs that one's alone."""
+def files_of(test_file: Path, family: str | None = None, everything: bool = False) -> frozenset[Path]:
+    """Every file that a test of `test_file` can read.
+
+    Args:
+      family: of whose modules it needs that one's alone. everything: it finds files, see reads_by_name.
+    """
     found = _own_files(test_file)
     of_tests = {file for file in found if _of_tests(file)}
-    if any(_by_name(file) for file in of_tests):
+    if everything:
         found |= _everything()
     if family is not None:
         others = {f for f in _FAMILIES.glob("*.py") if f.name not in (*_NO_FAMILY, f"{family}.py")}
@@ -185,36 +176,58 @@ def files_of(test_file: Path, family: str | None = None) -> frozenset[Path]:
 
 
 def _words(nodes: Iterable[ast.AST]) -> set[str]:
-    """Names, attributes, what imports name, and the names of scripts, anywhere below `nodes`."""
+    """Names, attributes, what imports name, the names of scripts, and ".md" for the name of a page, anywhere below
+    `nodes`."""
     found = set()
-    for node in (inner for outer in nodes for inner in ast.walk(outer)):
+    nodes = list(nodes)
+    walked = [node for outer in nodes for node in ast.walk(outer)]
+    # The page of the real data is of the test data, whose checksums count.
+    passed = {id(node.right) for node in walked if isinstance(node, ast.BinOp) and _is_test_data(node.left)}
+    for node in walked:
         if isinstance(node, ast.Name):
             found.add(node.id)
         elif isinstance(node, ast.Attribute):
             found.add(node.attr)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.endswith(".py"):
-            found.add(Path(node.value).name)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in passed:
+            if node.value.endswith(".py"):
+                found.add(Path(node.value).name)
+            if ".md" in node.value:
+                found.add(".md")
     for module, name in _imported(nodes):
-        found |= {*module.split("."), name or ""}
+        found |= _of_import(module, name or "")
     return found
+
+
+def _is_test_data(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id == "test_data"
+
+
+def _of_import(module: str, name: str) -> set[str]:
+    words = {*module.split("."), *name.split(".")}
+    # importlib's other modules import nothing: they read files that count for every test.
+    return words - {"importlib"} if words & {"metadata", "resources"} else words
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 @functools.cache
 def _meanings(file: Path) -> dict[str, set[str]]:
-    """{name at the top of a file: the words of the statements that define or import it}."""
+    """{name at the top of a file: the words of the statements that define or import it}; under "" those of statements
+    that define no name, which are run when the file is imported."""
     found: dict[str, set[str]] = {}
     for node in _tree(file).body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             named = {node.name: _words([node])}
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             of = getattr(node, "module", None) or ""
-            named = {
-                alias.asname or alias.name.split(".")[0]: {*of.split("."), *alias.name.split(".")}
-                for alias in node.names
-            }
+            named = {alias.asname or alias.name.split(".")[0]: _of_import(of, alias.name) for alias in node.names}
         else:
             stored = [inner for inner in ast.walk(node) if isinstance(inner, ast.Name)]
             named = {inner.id: _words([node]) for inner in stored if isinstance(inner.ctx, ast.Store)}
+            if not isinstance(node, (ast.Assign, ast.AnnAssign)) and not _is_text(node):
+                named[""] = _words([node])
         for name, words in named.items():
             found[name] = found.get(name, set()) | words
     return found
@@ -226,19 +239,38 @@ def _of_scripts() -> dict[str, set[str]]:
     return {file.name: _words([_tree(file)]) for file in _everything() if file.suffix == ".py" and _of_tests(file)}
 
 
-def timed(test_file: Path, names: Iterable[str]) -> bool:
-    """Whether a test has a signal, a process or a thread of its own, by the names of the test and its fixtures: any of
-    the words that give these names their meanings, in the files of the tests that it imports, at any remove."""
-    files = [file for file in _own_files(test_file) if _of_tests(file)]
-    todo, seen = [*names], {*names}
+@functools.cache
+def _all_meanings(test_file: Path) -> dict[str, set[str]]:
+    """_meanings of all files of the tests that one imports, at any remove, and of the scripts that they start."""
+    found = {name: set(words) for name, words in _of_scripts().items()}
+    for file in _own_files(test_file):
+        if _of_tests(file):
+            for name, words in _meanings(file).items():
+                found[name] = found.get(name, set()) | words
+    return found
+
+
+@functools.cache
+def _reached(test_file: Path, names: frozenset[str]) -> frozenset[str]:
+    """The names, and the words that give these and each other their meanings."""
+    meanings, todo, seen = _all_meanings(test_file), [*names], {*names}
     while todo:
-        name = todo.pop()
-        if name in _TIMED:
-            return True
-        words = set().union(_of_scripts().get(name, ()), *(_meanings(file).get(name, ()) for file in files))
+        words = meanings.get(todo.pop(), set())
         todo.extend(words - seen)
         seen |= words
-    return False
+    return frozenset(seen)
+
+
+def timed(test_file: Path, names: Iterable[str]) -> bool:
+    """Whether a test has a signal, a process or a thread of its own, by the names of the test and its fixtures."""
+    return not _TIMED.isdisjoint(_reached(test_file, frozenset(names)))
+
+
+def reads_by_name(test_file: Path, names: Iterable[str]) -> bool:
+    """Whether a test can reach other files than it imports, by the names of the test and its fixtures and by what is
+    run when its files are imported. A program that is not Python, such as an assembler, reads what it is handed; one of
+    ours needs ROOT to be found."""
+    return not _BY_NAME.isdisjoint(_reached(test_file, frozenset([*names, ""])))
 
 
 def environment() -> str:
@@ -256,8 +288,8 @@ def _real_data() -> str:
 
 
 @functools.cache
-def _key_of_files(test_file: Path, family: str | None) -> str:
-    lines = sorted(map(_line, files_of(test_file, family)))
+def _key_of_files(test_file: Path, family: str | None, everything: bool) -> str:
+    lines = sorted(map(_line, files_of(test_file, family, everything)))
     return hashlib.sha256("\n".join([versions(), *lines]).encode()).hexdigest()
 
 
@@ -282,9 +314,10 @@ def key(item: pytest.Item, environment: str) -> str | None:
     """None for a test that is never remembered."""
     fixtures = getattr(item, "fixturenames", ())
     of_classes = (node.name for node in item.listchain() if isinstance(node, pytest.Class))
-    if timed(Path(item.path), [getattr(item, "originalname", None) or item.name, *of_classes, *fixtures]):
+    file, names = Path(item.path), [getattr(item, "originalname", None) or item.name, *of_classes, *fixtures]
+    if timed(file, names):
         return None
-    files = _key_of_files(Path(item.path), _family(item))
+    files = _key_of_files(file, _family(item), reads_by_name(file, names))
     data = _real_data() if "test_data" in fixtures else ""
     return hashlib.sha256(f"{item.nodeid} {files} {data} {environment}".encode()).hexdigest()[:32]
 

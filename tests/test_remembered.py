@@ -46,12 +46,84 @@ def test_a_test_of_no_family_reads_all_of_them(parity_path):
     assert families == {file.name for file in FAMILIES.glob("*.py")}
 
 
-def test_a_test_that_starts_python_or_looks_for_files_reads_everything(parity_path):
+def test_a_test_that_looks_for_files_reads_everything(parity_path):
+    file = ROOT / "tests/docs/test_docs.py"
     wanted = {
         ROOT / name for name in ("README.md", "Makefile", "jaxtune/commands/machine_checks.py", "tests/test_compat.py")
     }
-    for name in ("tests/test_cli.py", "tests/test_rules.py", "tests/docs/test_docs.py", "tests/faults/test_kills.py"):
-        assert wanted <= remembered.files_of(ROOT / name)
+    assert wanted <= remembered.files_of(file, everything=True)
+    assert not wanted <= remembered.files_of(file)
+    for name, test in (
+        ("tests/docs/test_docs.py", "test_links_lead_somewhere"),
+        ("tests/test_rules.py", "test_imports_go_one_way"),
+        ("tests/test_words.py", "test_retired_words_only_become_fewer"),
+    ):
+        assert f"def {test}(" in (ROOT / name).read_text()
+        assert remembered.reads_by_name(ROOT / name, [test]), name
+
+
+# Each can read, in some way, what it does not import; or not.
+BY_NAME = {
+    "places.py": """
+import importlib
+from pathlib import Path
+ROOT = Path(__file__).parent
+def listed(): return list(ROOT.iterdir())
+def loaded(name): return importlib.import_module(name)
+def plain(): return 1
+""",
+    "conftest.py": """
+import pytest
+@pytest.fixture
+def page(): return "guide.md"
+@pytest.fixture
+def number(): return 1
+""",
+    "test_places.py": """
+from importlib.metadata import version
+from pathlib import Path
+import pytest
+from places import listed, loaded, plain
+CASES = sorted(Path(__file__).parents[0].glob("*.py"))
+def test_by_name_of_a_root(): listed()
+def test_by_name_of_a_module(): loaded("json")
+def test_by_name_of_cases(): assert CASES
+@pytest.mark.parametrize("case", CASES)
+def test_by_name_of_a_decorator(case): pass
+def test_by_name_of_a_fixture(page): pass
+def test_by_name_of_a_page(test_data): assert (test_data / "a" / "README.md")
+def test_plain(number): plain()
+def test_plain_page_of_the_data(test_data): assert test_data / "README.md"
+def test_plain_version(): version("pytest")
+""",
+    "test_at_import.py": """
+import os
+os.chdir(os.getcwd())
+def test_by_name_of_what_importing_runs(): pass
+""",
+}
+
+
+def test_which_tests_find_files_is_read_from_their_names(tmp_path, monkeypatch):
+    (tmp_path / "tests").mkdir()
+    for name, text in BY_NAME.items():
+        (tmp_path / "tests" / name).write_text(text)
+    monkeypatch.setattr(remembered, "ROOT", tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path / "tests"))
+    for function in vars(remembered).values():
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
+    try:
+        for name in ("test_places.py", "test_at_import.py"):
+            file = tmp_path / "tests" / name
+            for function in [node for node in remembered._tree(file).body if hasattr(node, "args")]:
+                names = [function.name, *(argument.arg for argument in function.args.args)]
+                wanted = function.name.startswith("test_by_name")
+                assert remembered.reads_by_name(file, names) == wanted, function.name
+    finally:
+        for function in vars(remembered).values():
+            if hasattr(function, "cache_clear"):
+                function.cache_clear()
 
 
 def test_names_that_a_package_loads_when_asked_lead_to_their_modules(parity_path):
