@@ -7,6 +7,7 @@ import gc
 import io
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -48,6 +49,7 @@ from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer
 from tests.train.tiny_runs import LENGTH, VOCAB, arrays, assert_same, dataset, documents, lora_model, make_config
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -341,8 +343,14 @@ def test_a_stopped_run_goes_on_bit_for_bit(straight, tmp_path, how, code, capsys
     assert trainer.total_steps > trainer.batches.steps_per_epoch
     assert trainer.program.max_documents is None  # a promise would let cuDNN's attention in
     script = SCRIPT.format(root=str(ROOT))
+    # Compiled with the passes that this process has: programs of others need not give the same bits.
+    few_passes = "1" if jax.config.values["jax_disable_most_optimizations"] else "0"
     done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path), how], capture_output=True, text=True, timeout=1200
+        [sys.executable, "-c", script, str(tmp_path), how],
+        env=os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": few_passes},
+        capture_output=True,
+        text=True,
+        timeout=1200,
     )
     assert done.returncode == code, done.stdout + done.stderr
     with Checkpointer(tmp_path / "checkpoints") as checkpointer:
