@@ -68,9 +68,9 @@ def programs_are_kept_as_the_command_keeps_them():
 @pytest.fixture(scope="module")
 def compiled_quickly():
     """On a CPU, XLA's costly passes are left out, which are half of the time that a tiny model's program takes to be
-    compiled. For modules that hold results against those of another library or of other programs, within a tolerance, and
-    for those whose equal bits are of one program, such as a run and its resume: two programs that must give the same
-    bits may need the passes, which contract and order sums alike in both."""
+    compiled. For modules that hold results against those of another library or of other programs, within a tolerance,
+    and for those whose equal bits are of one program, such as a run and its resume: two programs that must give the
+    same bits may need the passes, which contract and order sums alike in both."""
     import jax  # not before the settings above
 
     if jax.default_backend() != "cpu":
