@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtune.pallas import gpu_kernel, mosaic_types, persistent, tuning
 from jaxtune.pallas.decode_attention import mosaic_kernels
 from jaxtune.pallas.decode_attention.mosaic_kernels import LINE, MOST_HEADS
+from jaxtune.pallas.decode_attention.mosaic_lanes import TILE
 from jaxtune.pallas.decode_attention.splits import (
     MASKED,
     SPLIT,
@@ -30,8 +32,6 @@ from jaxtune.pallas.decode_attention.splits import (
     seen_of,
 )
 from jaxtune.pallas.dispatch import compute_capability
-
-TILE_HEADS = 64  # rows of a tensor-core tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Blocks:
         return dataclasses.asdict(self)
 
 
-HEURISTIC = {64: Blocks(64, 4, 2), 96: Blocks(64, 3, 2), 128: Blocks(64, 2, 2), 256: Blocks(64, 2, 1)}
+HEURISTIC = {64: Blocks(64, 4, 3), 96: Blocks(64, 3, 3), 128: Blocks(64, 3, 2), 256: Blocks(64, 3, 1)}
 
 
 def blocks_of(dim: int, dtype) -> Blocks:
@@ -70,8 +70,8 @@ def refusal(query, keys) -> str | None:
         return f"a cache of {keys.dtype}"
     if query.shape[-1] not in HEURISTIC:
         return f"head dim {query.shape[-1]}; there are {', '.join(map(str, HEURISTIC))}"
-    if query.shape[1] // keys.shape[1] > TILE_HEADS:
-        return f"{query.shape[1] // keys.shape[1]} query heads a key/value head; at most {TILE_HEADS}"
+    if query.shape[1] // keys.shape[1] > TILE:
+        return f"{query.shape[1] // keys.shape[1]} query heads a key/value head; at most {TILE}"
     step = blocks_of(query.shape[-1], query.dtype).step
     if keys.shape[2] % step:
         return f"capacity {keys.shape[2]}, no multiple of {step}"
@@ -99,9 +99,9 @@ def work_of(lengths, capacity: int, window: int | None, step: int):
     return table, (tiles > 0).sum(dtype=jnp.int32)[None], *order_of(tiles)
 
 
-def _smem(shape, dtype, dim: int):
+def _smem(shape, dtype):
     """Shared memory for tensor cores; rows of 96 numbers are three swizzled pieces of 64 bytes."""
-    row_bytes = 128 if dim * jnp.dtype(dtype).itemsize % 128 == 0 else 64
+    row_bytes = 128 if shape[-1] * jnp.dtype(dtype).itemsize % 128 == 0 else 64
     return plgpu.SMEM(shape, dtype, transforms=mosaic_types.tiled(dtype, row_bytes))
 
 
@@ -127,12 +127,8 @@ def _split(query, keys, values, table, lines, blocks: Blocks, scale, soft_cap):
         num_threads=blocks.workers,
         thread_name="wg",
         scratch_types=[
-            _smem((blocks.workers, TILE_HEADS, dim), query.dtype, dim),
-            _smem((slots, blocks.step, dim), keys.dtype, dim),
-            _smem((slots, blocks.step, dim), keys.dtype, dim),
-            _smem((blocks.workers, TILE_HEADS, dim), jnp.float32, dim),
-            plgpu.SMEM((blocks.workers, TILE_HEADS), jnp.float32),
-            plgpu.Barrier(num_arrivals=1, num_barriers=blocks.workers),
+            _smem((slots, blocks.step, dim), keys.dtype),
+            _smem((slots, blocks.step, dim), keys.dtype),
             plgpu.Barrier(num_arrivals=1, num_barriers=slots),
             plgpu.Barrier(num_arrivals=1, num_barriers=slots),
         ],
@@ -165,7 +161,8 @@ def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, s
     group = heads // kv_heads
     blocks = blocks_of(dim, query.dtype)
     table, lines, order, count = work_of(lengths, capacity, window, blocks.step)
-    padding = -group % 8
+    # Lines of partial results are whole, and so are programs of many heads.
+    padding = -group % (MOST_HEADS if group > MOST_HEADS else LINE // math.gcd(LINE, dim))
     grouped = jnp.pad(query.reshape(rows, kv_heads, group, dim), ((0, 0), (0, 0), (0, padding), (0, 0)))
     parts, lse = _split(grouped, keys, values, table, lines, blocks, scale, soft_cap)
     sinks = jnp.pad(log2_sinks(sinks, heads).reshape(kv_heads, group), ((0, 0), (0, padding)), constant_values=MASKED)

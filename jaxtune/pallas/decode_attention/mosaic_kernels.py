@@ -7,7 +7,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxtune.pallas.attention.mosaic_parts import add_product, capped, filled, ids, products, rows_of
+from jaxtune.pallas.attention.mosaic_parts import add_product, capped, filled, ids, rows_of
+from jaxtune.pallas.decode_attention import mosaic_lanes
+from jaxtune.pallas.decode_attention.mosaic_lanes import TILE
 from jaxtune.pallas.decode_attention.splits import MASKED
 
 LINE = 128  # numbers of a partial result that the combining kernel keeps in one register a thread
@@ -23,12 +25,8 @@ def split_kernel(
     count_ref,
     out_ref,
     lse_ref,
-    q_smem,
     k_smem,
     v_smem,
-    out_smem,
-    lse_smem,
-    q_full,
     k_full,
     v_full,
     *,
@@ -43,19 +41,18 @@ def split_kernel(
     the tiles of its next items into its own slots of shared memory while it computes.
 
     Args:
-      q_ref: [B, kv_heads, heads of a group, D], padded to whole tiles of 8 heads. k_ref, v_ref: the caches.
+      q_ref: [B, kv_heads, heads of a group, D]. k_ref, v_ref: the caches.
       table_ref: int32[lines, 6], see mosaic.work_of. count_ref: int32[1], how many of its lines are live.
       out_ref: float32[B, kv_heads, splits, heads of a group, D], normalised over the split. lse_ref: the log-sum-exp
         of each, in powers of two.
     """
     wg, program = lax.axis_index("wg"), lax.axis_index("program")
     kv_heads, capacity, heads, dim = *k_ref.shape[1:3], *q_ref.shape[2:]
-    step, stages = blocks.step, jnp.int32(blocks.stages)
+    step, stages, splits = blocks.step, jnp.int32(blocks.stages), out_ref.shape[2]
     workers = lax.axis_size("program") * blocks.workers
     worker = wg * lax.axis_size("program") + program
     items = count_ref[0] * kv_heads
     rounds = jnp.maximum(lax.div(items - worker + (workers - 1), jnp.int32(workers)), 0)
-    q, out, lse_row = q_smem.at[wg], out_smem.at[wg], lse_smem.at[wg]
     layout = plgpu.Layout.WGMMA.reduce(1)
 
     def item_of(turn):
@@ -81,27 +78,33 @@ def split_kernel(
 
         return lax.cond(tile + 1 == item[4], to_the_next, lambda: (turn, tile + 1, item, following))
 
-    def fetch_query(turn, item):
-        @pl.when(turn < rounds)
-        def _():
-            target = q.at[pl.ds(0, heads)] if heads < q_smem.shape[1] else q
-            plgpu.copy_gmem_to_smem(q_ref.at[item[1], item[0]], target, q_full.at[wg])
-
     def slot_of(number):
         return wg * stages + lax.rem(number, stages)
 
+    def query_of(item):
+        head, row, *_ = item
+        if interpreted:
+            return jnp.pad(q_ref[row, head], ((0, TILE - heads), (0, 0)))
+        return mosaic_lanes.load_rows(q_ref, row * kv_heads + head, (heads, dim))
+
+    def store(item, out, lse):
+        head, row, split, *_ = item
+        if interpreted:
+            out_ref[row, head, split], lse_ref[row, head, split] = out[:heads], lse[:heads]
+        else:
+            chunk = (row * kv_heads + head) * splits + split
+            mosaic_lanes.store_rows(out, lse, out_ref, lse_ref, chunk, heads)
+
     def attend(turn, state):
         done, cursor, item = state
-        head, row, split, first, tiles, newest, seen = item
-        following = item_of(turn + 1)
-        plgpu.barrier_wait(q_full.at[wg])
+        _, _, _, first, tiles, newest, seen = item
+        query = query_of(item)
 
         def one(i, state):
             cursor, acc, top, total = state
             slot = slot_of(done + i)
             plgpu.barrier_wait(k_full.at[slot])
-            key = k_smem.at[slot].transpose((1, 0))
-            (scores,) = products((q, key), shape=(q_smem.shape[1], step), issued=lambda: None)
+            scores = product(query, k_smem.at[slot].transpose((1, 0)), (TILE, step), interpreted)
             fetch(k_ref, k_smem, k_full, cursor, slot)
             scores, _ = capped(scores, scale, soft_cap)
             age = newest - ids(scores.shape, 1, (first + i) * step)
@@ -119,31 +122,33 @@ def split_kernel(
 
         begin = (
             cursor,
-            filled((q_smem.shape[1], dim), 0.0, plgpu.Layout.WGMMA),
-            filled((q_smem.shape[1],), MASKED, layout),
-            filled((q_smem.shape[1],), 0.0, layout),
+            filled((TILE, dim), 0.0, plgpu.Layout.WGMMA),
+            filled((TILE,), MASKED, layout),
+            filled((TILE,), 0.0, layout),
         )
         cursor, acc, top, total = lax.fori_loop(0, tiles, one, begin)
-        fetch_query(turn + 1, following)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's results have left shared memory
-        out[...] = acc * rows_of(1.0 / total, acc.shape)
-        lse_row[...] = top + jnp.log2(total)
-        plgpu.commit_smem()
-        real = pl.ds(0, heads)
-        whole = heads == q_smem.shape[1]
-        plgpu.copy_smem_to_gmem(out if whole else out.at[real], out_ref.at[row, head, split])
-        plgpu.copy_smem_to_gmem(lse_row if whole else lse_row.at[real], lse_ref.at[row, head, split])
-        return done + tiles, cursor, following
+        store(item, acc * rows_of(1.0 / total, acc.shape), top + jnp.log2(total))
+        return done + tiles, cursor, item_of(turn + 1)
 
     first_item = item_of(jnp.int32(0))
-    fetch_query(jnp.int32(0), first_item)
     cursor = (jnp.int32(0), jnp.int32(0), first_item, item_of(jnp.int32(1)))
     for number in range(blocks.stages):
         fetch(k_ref, k_smem, k_full, cursor, slot_of(jnp.int32(number)))
         fetch(v_ref, v_smem, v_full, cursor, slot_of(jnp.int32(number)))
         cursor = advance(cursor)
     lax.fori_loop(0, rounds, attend, (jnp.int32(0), cursor, first_item))
-    plgpu.wait_smem_to_gmem(0)
+
+
+def product(left, right, shape, interpreted):
+    """left right in float32, left from registers; written out for the interpreter, which knows no such wgmma."""
+    if interpreted:
+        return lax.dot(left, right[...], preferred_element_type=jnp.float32)
+
+    def compute(acc):
+        plgpu.wgmma(acc, left, right)
+        return acc[...]
+
+    return pl.run_scoped(compute, plgpu.ACC(shape, jnp.float32))
 
 
 def combine_kernel(part_ref, lse_ref, order_ref, count_ref, sinks_ref, out_ref, *, heads, dim):

@@ -1,0 +1,95 @@
+"""What the Mosaic decode kernel does lane by lane: the few rows of a tensor-core tile that are query heads are read
+from memory into registers, and written from registers to memory, so that shared memory has keys and values alone.
+
+A tile is 64 rows in Layout.WGMMA: warp w has the rows 16 w to 16 w + 15, lane l the rows l / 4 and l / 4 + 8 of these,
+and of every 8 columns the columns 2 (l % 4) and 2 (l % 4) + 1. The interpreter cannot run this; mosaic_kernels.py has
+its meaning in jnp beside each call.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxtune.pallas import mosaic_types
+from jaxtune.pallas.lanes import (
+    SCALAR,
+    ir_add,
+    ir_chunk,
+    ir_const,
+    ir_item,
+    ir_mul,
+    ir_scalar,
+    ir_shift_right,
+    ir_thread,
+)
+from jaxtune.system.private_mlir import arith, ir, llvm
+
+TILE = 64  # rows
+
+
+def _row(half: int):
+    """The first row of this lane, or with half = 1 its second."""
+    thread = ir_thread()
+    of_warp = ir_mul(ir_shift_right(thread, 5), 16)
+    return ir_add(of_warp, ir_shift_right(arith.andi(thread, ir_const(31)), 2), ir_const(8 * half))
+
+
+def _column():
+    return ir_mul(arith.andi(ir_thread(), ir_const(3)), 2)
+
+
+def load_rows(ref, chunk, shape: tuple[int, int]):
+    """`dtype`[64, columns] in Layout.WGMMA: chunk number `chunk` (int32[]) of ref, which is [rows, columns] = shape.
+    The tile's other rows repeat rows of the chunk."""
+    (rows, columns), dtype = shape, jnp.dtype(ref.dtype)
+
+    @mosaic_types.inline_mgpu(
+        arg_types=(SCALAR, plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct((TILE, columns), dtype, plgpu.Layout.WGMMA),
+    )
+    def load(_, chunk, ref):
+        element = utils.dtype_to_ir_type(dtype)
+        start = ir_chunk(ref, ir_scalar(chunk), rows * columns, element)
+        layout = plgpu.Layout.WGMMA.to_mgpu()
+        found = np.empty(layout.registers_shape((TILE, columns)), dtype=object)
+        for half in (0, 1) if rows > 8 else (0,):
+            row = arith.minui(_row(half), ir_const(rows - 1))
+            own = ir_add(ir_mul(row, columns), _column())
+            for tile in range(columns // 8):
+                pointer = utils.getelementptr(start, [ir_add(own, ir_const(8 * tile))], element)
+                found[0, tile, 0, 0, half] = llvm.load(ir.VectorType.get((2,), element), pointer)
+        if rows <= 8:
+            found[:, :, :, :, 1] = found[:, :, :, :, 0]
+        return mgpu.FragmentedArray(_registers=found, _layout=layout, _is_signed=None)
+
+    return load(chunk, ref)
+
+
+def store_rows(values, numbers, out_ref, numbers_ref, chunk, rows: int):
+    """Writes the first `rows` rows of values, float32[64, columns] in Layout.WGMMA, to chunk number `chunk` (int32[])
+    of out_ref, which is [rows, columns]; and those of numbers, float32[64], to that of numbers_ref, [rows]."""
+    columns = values.shape[1]
+
+    @mosaic_types.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.RefType(), plgpu.RefType(), SCALAR)
+    )
+    def store(_, values, numbers, out_ref, numbers_ref, chunk):
+        f32 = ir.F32Type.get()
+        start = ir_chunk(out_ref, ir_scalar(chunk), rows * columns, f32)
+        of_numbers = ir_chunk(numbers_ref, ir_scalar(chunk), rows, f32)
+        for half in (0, 1) if rows > 8 else (0,):
+            row = _row(half)
+            with utils.when(arith.cmpi(arith.CmpIPredicate.ult, row, ir_const(rows))):
+                own = ir_add(ir_mul(row, columns), _column())
+                for tile in range(columns // 8):
+                    pointer = utils.getelementptr(start, [ir_add(own, ir_const(8 * tile))], f32)
+                    llvm.store(values.registers[0, tile, 0, 0, half].flat[0], pointer)
+                number = numbers.registers.reshape(-1)[half]
+                number = ir_item(number, 0) if isinstance(number.type, ir.VectorType) else number
+                llvm.store(number, utils.getelementptr(of_numbers, [row], f32))
+
+    store(values, numbers, out_ref, numbers_ref, chunk)
