@@ -4,48 +4,76 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from jaxtune.commands import common, sampling
 from jaxtune.system.terminal import say
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Answer prompts with a model or an adapter."""
+    """Answer prompts with a model or an adapter.
+
+    A few prompts stand on the command line, and their answers are printed; or many in a JSONL file, and their answers
+    are written to another one, which the same command continues where it was stopped.
+    """
     parser = common.parser("generate", run.__doc__)
     parser.add_argument("model", help="model folder, hub name or adapter folder")
-    parser.add_argument("--prompt", action="append", required=True, help="may be repeated")
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--prompt", action="append", help="may be repeated")
+    asked.add_argument(
+        "--prompts", metavar="FILE", help="JSONL: a line is an object with 'messages', or with 'prompt', and any others"
+    )
+    parser.add_argument(
+        "--output", metavar="FILE", help="JSONL: the lines of --prompts, each with its 'answer' and 'finish_reason'"
+    )
+    parser.add_argument(
+        "--num-answers", type=int, default=1, metavar="N", help="lines of --output for each prompt (default: 1)"
+    )
+    parser.add_argument(
+        "--slots", type=int, metavar="N", help="of --prompts, rows that decode at once (default: by memory, at most 64)"
+    )
     parser.add_argument("--raw", action="store_true", help="use the prompt as it is, not as a user's chat message")
     parser.add_argument(
         "--max-new-tokens", type=int, default=64, metavar="N", help="most tokens of an answer (default: 64)"
     )
     sampling.add_options(parser, temperature=0.0)
     options = parser.parse_args(arguments)
+    if (options.prompts is None) != (options.output is None):
+        parser.error("--prompts and --output go with each other: one is given without the other")
+    if options.prompts is None and (options.num_answers != 1 or options.slots is not None):
+        parser.error("--num-answers and --slots are of --prompts and --output")
+    for flag, value in (("--num-answers", options.num_answers), ("--max-new-tokens", options.max_new_tokens)):
+        if value < 1:
+            parser.error(f"{flag} {value}: must be a positive integer")
 
-    import jaxtune
+    from jaxtune.commands import answers
     from jaxtune.train.end_tokens import with_end_tokens
+    from jaxtune.train.program.program_cache import use_program_cache
 
+    use_program_cache()
+    if options.prompts is not None:
+        answers.read_rows(Path(options.prompts))  # what cannot be read is said before a model is loaded
     model, tokenizer = common.load(options)
     if tokenizer is None:
         raise ValueError(f"{options.model} has no tokenizer: copy its tokenizer files into the model's folder")
     model = with_end_tokens(model, tokenizer)
-    templated = bool(tokenizer.chat_template)
-    if not options.raw and not templated:
+    if not options.raw and not tokenizer.chat_template:
         say(
             f"jaxtune: note: {options.model} has no chat template: the prompt is used as it is, as with --raw",
             file=sys.stderr,
         )
-    if options.raw or not templated:
-        prompts = [tokenizer(prompt)["input_ids"] for prompt in options.prompt]
-    else:
-        chats = [[{"role": "user", "content": prompt}] for prompt in options.prompt]
-        prompts = [
-            tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
-            for chat in chats
-        ]
-    answers = jaxtune.generate(
-        model, prompts, max_new_tokens=options.max_new_tokens, tokenizer=tokenizer, **sampling.settings(options)
+    settings = sampling.settings(options)
+    if options.prompts is None:
+        answers.show(model, tokenizer, options.prompt, options.raw, max_new_tokens=options.max_new_tokens, **settings)
+        return
+    answers.answer_file(
+        model,
+        tokenizer,
+        Path(options.prompts),
+        Path(options.output),
+        raw=options.raw,
+        max_new_tokens=options.max_new_tokens,
+        num_answers=options.num_answers,
+        slots=options.slots,
+        settings=settings,
     )
-    for prompt, answer in zip(options.prompt, answers, strict=True):
-        if len(options.prompt) > 1:
-            say(f"--- {prompt}")
-        say(tokenizer.decode(answer, skip_special_tokens=True))

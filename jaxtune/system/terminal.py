@@ -196,6 +196,28 @@ def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
         yield lambda count: bar.advance(task, count)
 
 
+@contextlib.contextmanager
+def counted(what: str, total: int, done: int = 0) -> Iterator[Callable[[int], None]]:
+    """A bar for work of `total` pieces, of which `done` are there, on stderr while that is a terminal; gives what takes
+    the number of further pieces. Where it is none, or this process is silent, nothing is shown."""
+    if _silent or not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console(stderr=True)) as bar:
+        task = bar.add_task(printable(what), total=total, completed=done)
+        yield lambda count: bar.advance(task, count)
+
+
 def plain(text: object, style: str = "") -> Text:
     """`text` for a rich console or table of another library: printable, with markup shown as text."""
     from rich.text import Text

@@ -130,7 +130,7 @@ def generate(
     if not output_logprobs:
         return answers
     if deterministic:
-        logprobs = _of_the_forward(model, rows, answers, max_new_tokens)
+        logprobs = training_logprobs(model, rows, answers, max_new_tokens)
     return answers, logprobs
 
 
@@ -138,8 +138,11 @@ def _bucket(size: int, smallest: int) -> int:
     return max(smallest, 1 << (size - 1).bit_length())
 
 
-def _of_the_forward(model: Decoder, rows, answers, max_new_tokens: int) -> list[list[float]]:
-    """The log-probabilities of answers as training computes them."""
+def training_logprobs(
+    model: Decoder, rows: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], max_new_tokens: int
+) -> list[list[float]]:
+    """The log-probabilities of the answers to prompts as training computes them, with the kernels that a run with
+    `deterministic: true` takes."""
     width = _bucket(max(map(len, rows)), _SMALLEST_LENGTH) + _bucket(max_new_tokens, _SMALLEST_LENGTH)
     tokens, lengths = np.zeros((_bucket(len(rows), 1), width), np.int32), np.ones(_bucket(len(rows), 1), np.int32)
     for index, (row, answer) in enumerate(zip(rows, answers, strict=True)):

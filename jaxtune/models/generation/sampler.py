@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -34,7 +35,6 @@ from jaxtune.models.placement import partition
 
 _FEWEST_ENDS = 4  # columns of the array of end tokens
 _IN_FLIGHT = 2  # rounds that are dispatched before the oldest is read
-_FIRST_ROOM = 512  # new tokens of a row that the first caches have room for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Sampler:
       model: its adapters are used as they are. Weights are not copied; `update` takes others.
       slots: rows that decode in one batch. None: `most_slots`, or as many as there is memory for.
       length: tokens that a row may have, its prompt included. None: as many as there is memory for, at most the model's
-        positions. Caches begin small and grow in buckets up to it.
+        positions. Caches have room for the longest row that is asked for, and grow in buckets up to it.
       deterministic: a row's tokens and log-probabilities have the same bits whatever else is sampled, in any slot and
         any process, for equal `slots` and equal devices. Prompts are then prefilled one at a time, and the vendor's
         first algorithm is taken for products, not the fastest.
@@ -144,7 +144,7 @@ class Sampler:
         self._live = device.Live(*(jnp.zeros(count, dtype) for dtype in (jnp.int32, jnp.int32, bool)))
         self._changed = np.zeros(count, bool)
         self._given = device.Live(np.zeros(count, np.int32), np.zeros(count, np.int32), np.zeros(count, bool))
-        self._rows = _empty_rows(count, _FEWEST_ENDS, self.config.vocab_size)
+        self._rows = empty_rows(count, _FEWEST_ENDS, self.config.vocab_size)
         self._sent_rows: device.Rows | None = None  # as the device has them; None after a change
 
     # ---- requests
@@ -318,14 +318,13 @@ class Sampler:
             return
         # Rows that decode wait for no more than a bounded piece of a prefill; where most slots are empty, they gain.
         left = self._room_per_round if 2 * len(free) <= len(self._slots) else float("inf")
-        self._reserve([self._waiting[i] for i in range(min(len(free), len(self._waiting)))])
+        self._reserve(self._nearest(len(free)))
         while free and self._waiting:
             batch = self._prefills.ready(self._waiting[0])
             if batch is None:
                 if left <= 0:
                     break
-                nearest = [self._waiting[i] for i in range(min(len(free), len(self._waiting)))]
-                left -= self._prefills.advance(self._leaves, nearest)
+                left -= self._prefills.advance(self._leaves, self._nearest(len(free)))
                 continue
             placed = []
             while free and self._waiting and self._prefills.ready(self._waiting[0]) is batch:
@@ -333,6 +332,10 @@ class Sampler:
                 placed.append((self._prefills.take(request), free[0]))
                 self._place(request, free.pop(0))
             self._states = batch.insert(self._programs, self._states, placed)
+
+    def _nearest(self, count: int) -> list[Request]:
+        """The requests that get the next `count` slots."""
+        return list(itertools.islice(self._waiting, count))
 
     def _place(self, request: Request, slot: int) -> None:
         self._slots[slot], request.slot = request, slot
@@ -376,14 +379,13 @@ class Sampler:
         kept = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(states))
         return kept + 16 * slots * self.config.vocab_size
 
-    def _reserve(self, nearest: Iterable[Request]) -> None:
-        """Gives the caches room for what the next round can write of rows in slots, and for requests that come."""
-        room = _FIRST_ROOM if self._states is None else self._steps
-        needed = [min(request.limit, len(request.tokens) + room) for request in nearest]
-        needed += [self._most_tokens(request, 1) for request in self._slots if request is not None]
-        most = self.plan.length if self._deterministic else max(needed, default=0)
-        if most <= self._capacity:
+    def _reserve(self, nearest: Sequence[Request]) -> None:
+        """Gives the caches room for the whole rows of requests that get a slot next. Where they have too little, they
+        get enough for all that wait: each capacity is a program of its own."""
+        if all(request.limit <= self._capacity for request in nearest):
             return
+        everybody = [*self._waiting, *(request for request in self._slots if request is not None)]
+        most = self.plan.length if self._deterministic else max(request.limit for request in everybody)
         capacity = capacity_bucket(most)
         if self._states is None:
             self._states = device.empty_states(self._structure, self._shapes, len(self._slots), capacity)
@@ -397,18 +399,13 @@ class Sampler:
             self._states = jax.tree.unflatten(treedef, leaves)
         self._capacity = capacity
 
-    def _most_tokens(self, request: Request, more_rounds: int) -> int:
-        """That a row in a slot can have after the rounds that are under way and `more_rounds` others."""
-        return min(request.limit, len(request.tokens) + (request.rounds + more_rounds) * self._steps)
-
     # ---- rounds
 
     def _goes_on(self) -> bool:
         """Whether a row in a slot may have tokens left to make when the rounds that are under way are done."""
-        return any(r is not None and self._most_tokens(r, 0) < r.limit for r in self._slots)
+        return any(r is not None and len(r.tokens) + r.rounds * self._steps < r.limit for r in self._slots)
 
     def _dispatch(self) -> None:
-        self._reserve(())
         if self._sent_rows is None:
             self._sent_rows = jax.tree.map(jnp.asarray, self._rows)
         decode = self._programs.decode
@@ -470,7 +467,7 @@ def seeds_of(seed: int | Sequence[int], count: int, what: str) -> list[tuple[int
     return [(int(own), 0) for own in seeds]
 
 
-def _empty_rows(count: int, ends: int, vocab_size: int) -> device.Rows:
+def empty_rows(count: int, ends: int, vocab_size: int) -> device.Rows:
     def whole(dtype):
         return np.zeros(count, dtype)
 

@@ -1,0 +1,330 @@
+"""Tokens per second of jaxtune.Sampler: full slots, answers of unequal lengths, one row, the first answer of a process.
+
+    python benchmarks/sampling.py --output FILE.json [--seconds 480] [CASE ...]
+
+Prompts are random tokens, 200 each, and so are the weights: a row ends at its limit. Each case is a process of its own
+that adds what it measured to the file, a figure at a time; a case that fails, or for which no time is left, costs only
+itself. All processes share one cache of compiled programs, empty at the beginning.
+
+    full            every slot has a row of 512 new tokens; seconds of the whole, prefill included, after one run of
+                    the same programs. `decode_ms` is of one token of all slots, while none is prefilled.
+    roof            tokens per second if a step took the larger of the weights' bytes at --bandwidth and their
+                    multiplications at --flops, and the bytes of the live caches beside.
+    lognormal       1,024 rows over 64 slots, answers log-normal with mean 700, at most 2,048. `busy` is the share of
+                    slots that made a token that counts; `over_full` is useful tokens per second over those of full
+                    slots times that share.
+    first_answer    seconds from the start of a process to one answer of 16 tokens, without the seconds in which random
+                    weights were made, which stand for those of a load; with an empty cache of programs, and again.
+    mismatch        the packaged model with an adapter: log-probabilities of 16 x 96 sampled tokens against the forward
+                    pass of training, in absolute value.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+_PROMPT, _NEW = 200, 512
+_QWEN3_06B = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "tie_word_embeddings": True,
+}
+_TINY = _QWEN3_06B | {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+_TINY |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """shape: of benchmarks.shapes, or a config. slots: numbers of slots that are filled. others: further figures."""
+
+    shape: str | dict
+    slots: tuple[int, ...] = ()
+    load_in: str | None = None
+    adapter: bool = False
+    others: tuple[str, ...] = ()
+
+
+# The most wanted first: later ones are left out where time is short.
+CASES = {
+    "8b": Case("llama-3.1-8b", (64, 128, 256), others=("lognormal", "one_row")),
+    "8b_nf4": Case("llama-3.1-8b", (64, 128), "nf4"),
+    "0.6b": Case(_QWEN3_06B, (64, 256)),
+    "30b_a3b": Case("qwen3-30b-a3b", (64, 256)),
+    "8b_adapter": Case("llama-3.1-8b", (64,), adapter=True),
+    "mismatch": Case({}),
+    "first_cold": Case("llama-3.1-8b", others=("first_answer",)),
+    "first_cached": Case("llama-3.1-8b", others=("first_answer",)),
+    "tiny": Case(_TINY, (4, 8), adapter=True, others=("lognormal", "one_row", "first_answer")),
+}
+
+
+# ---- one case
+
+
+def made(case: Case) -> Any:
+    import jax
+
+    from benchmarks.random_model import random_model
+    from benchmarks.shapes import SHAPES
+    from jaxtune.models.lora import get_peft_model
+
+    hf = SHAPES[case.shape] if isinstance(case.shape, str) else case.shape
+    model = random_model(hf, jax.random.key(0), case.load_in)
+    return get_peft_model(model, r=16) if case.adapter else model
+
+
+def roof(model: Any, slots: int, bandwidth: float, flops: float, new: int) -> float:
+    """Tokens per second at the mean length of the rows of `full`."""
+    import jax
+    from flax import nnx
+
+    from jaxtune.models.generation import slots as device
+
+    graph, state = nnx.split(model)
+    leaves, treedef = jax.tree.flatten(state)
+    structure = device.structure_of(graph, treedef, model.config)
+    shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in leaves)
+    small, large = (
+        sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(device.states_shape(structure, shapes, slots, length)))
+        for length in (1024, 2048)
+    )
+    cache = (large - small) / 1024 * (_PROMPT + new / 2)
+    embedding = 0 if model.head is None else model.embedding.weight.nbytes
+    weights = sum(a.nbytes for a in leaves) - embedding
+    moe = model.config.moe
+    share = 1.0 if moe is None else moe.experts_per_token / moe.num_experts  # of the weights that a token meets
+    numbers = weights / 2 if moe is None or slots == 1 else weights / 2 * share
+    seconds = max(weights / bandwidth, 2 * numbers * slots / flops) + cache / bandwidth
+    return slots / seconds
+
+
+def prompts_of(model: Any, count: int) -> list[list[int]]:
+    import numpy as np
+
+    draw = np.random.default_rng(0)
+    return draw.integers(3, model.config.vocab_size - 1, (count, _PROMPT)).tolist()
+
+
+def drain(sampler: Any) -> tuple[int, list[tuple[float, int]]]:
+    """(tokens, [(time, tokens of a step)]) until nothing is pending."""
+    began, tokens, steps = time.perf_counter(), 0, []
+    while sampler.pending:
+        made_now = sum(len(piece.ids) for piece in sampler.step())
+        tokens += made_now
+        steps.append((time.perf_counter() - began, made_now))
+    return tokens, steps
+
+
+def warm_up(sampler: Any, prompts: list[list[int]], new: int) -> None:
+    """Compiles the programs of such rows."""
+    requests = [sampler.submit(prompt, new, temperature=1.0, eos_token_ids=()) for prompt in prompts]
+    for _ in range(4):
+        sampler.step()
+    for request in requests:
+        sampler.cancel(request)
+    drain(sampler)
+
+
+def full(model: Any, slots: int, options: argparse.Namespace, new: int = _NEW) -> dict[str, float]:
+    import jaxtune
+
+    prompts = prompts_of(model, slots)
+    sampler = jaxtune.Sampler(model, slots, _PROMPT + 2048)
+    began = time.perf_counter()
+    warm_up(sampler, prompts, new)
+    compiled = time.perf_counter() - began
+    began = time.perf_counter()
+    for index, prompt in enumerate(prompts):
+        sampler.submit(prompt, new, temperature=1.0, index=index, eos_token_ids=())
+    tokens, steps = drain(sampler)
+    seconds = time.perf_counter() - began
+    assert tokens == slots * new, (tokens, slots)
+    whole = [at for at, count in steps if count == slots * 8]
+    decode = (whole[-1] - whole[0]) / (8 * (len(whole) - 1)) if len(whole) > 1 else float("nan")
+    best = roof(model, slots, options.bandwidth, options.flops, new)
+    return {
+        "tokens_per_second": tokens / seconds,
+        "roof": best,
+        "of_roof": tokens / seconds / best,
+        "decode_ms": 1e3 * decode,
+        "decode_of_roof": slots / decode / best,
+        "seconds": seconds,
+        "before_first_tokens": steps[next(i for i, (_, n) in enumerate(steps) if n)][0],
+        "compile_and_start": compiled,
+    }
+
+
+def lognormal(model: Any, full_rate: float, rows: int) -> dict[str, float]:
+    """full_rate: tokens per second of 64 full slots while they decode."""
+    import numpy as np
+
+    import jaxtune
+
+    draw = np.random.default_rng(1)
+    limits = np.clip(draw.lognormal(np.log(700) - 0.5 * 0.7**2, 0.7, rows), 8, 2048).astype(int).tolist()
+    prompts = prompts_of(model, rows)
+    sampler = jaxtune.Sampler(model, 64, _PROMPT + 2048)
+    warm_up(sampler, prompts[:64], 2048)
+    began, rounds, tokens = time.perf_counter(), 0, 0
+    for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+        sampler.submit(prompt, limit, temperature=1.0, index=index, eos_token_ids=())
+    while sampler.pending:
+        made_now = sum(len(piece.ids) for piece in sampler.step())
+        tokens, rounds = tokens + made_now, rounds + bool(made_now)
+    seconds = time.perf_counter() - began
+    busy = tokens / (rounds * 8 * 64)
+    return {
+        "rows": rows,
+        "mean_tokens": tokens / rows,
+        "tokens_per_second": tokens / seconds,
+        "busy": busy,
+        "over_full": tokens / seconds / (full_rate * busy),
+        "seconds": seconds,
+    }
+
+
+def mismatch() -> dict[str, Any]:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    import jaxtune
+    from jaxtune.models.generation.generate import training_logprobs
+    from jaxtune.models.lora import matrices
+
+    found = {}
+    for dtype in ("bfloat16", "float16", "float32"):
+        model, _ = jaxtune.from_pretrained(ROOT / "jaxtune" / "quickstart" / "base", dtype=dtype)
+        model = jaxtune.get_peft_model(model, r=16)
+        for place, (_, linear) in enumerate(matrices(model)):
+            b = linear.lora.b
+            b.set_value(0.02 * jax.random.normal(jax.random.key(place), b.shape, jnp.float32))
+        prompts = np.random.default_rng(0).integers(3, 200, (16, 24)).tolist()
+        sampler = jaxtune.Sampler(model, 16, 128)
+        rows = list(sampler.run(prompts, 96, temperature=1.0, eos_token_ids=()))
+        of_training = training_logprobs(model, prompts, [row.ids for row in rows], 96)
+        apart = np.array([row.logprobs for row in rows]) - np.array(of_training)
+        found[dtype] = {
+            "mean": float(np.abs(apart).mean()),
+            "largest": float(np.abs(apart).max()),
+            "sequence_ratio": [float(np.exp(apart.sum(1)).min()), float(np.exp(apart.sum(1)).max())],
+        }
+    return found
+
+
+def first_answer(case: Case, started: float) -> dict[str, float]:
+    import jax
+
+    imported = time.time() - started
+    model = made(case)
+    jax.block_until_ready(list(jax.live_arrays()))
+    weights = time.time() - started - imported
+    import jaxtune
+
+    jaxtune.generate(model, prompts_of(model, 1), 16, eos_token_ids=())
+    return {"seconds": time.time() - started - weights, "imports": imported, "making_weights": weights}
+
+
+def measure(name: str, options: argparse.Namespace, say: Callable[[str, Any], None]) -> None:
+    from jaxtune.train.program.program_cache import use_program_cache
+
+    use_program_cache()
+    case, started = CASES[name], float(os.environ["STARTED"])
+    if name == "mismatch":
+        say("mismatch", mismatch())
+        return
+    if "first_answer" in case.others:
+        say("first_answer", first_answer(case, started))
+        if not case.slots:
+            return
+    model, rates = made(case), {}
+    new = 24 if name == "tiny" else _NEW
+    for slots in case.slots:
+        figures = full(model, slots, options, new)
+        rates[slots] = 1e3 * slots / figures["decode_ms"]
+        say(f"full_{slots}", figures)
+    if "one_row" in case.others:
+        say("one_row", full(model, 1, options, 24 if name == "tiny" else 128))
+    if "lognormal" in case.others:
+        say("lognormal", lognormal(model, rates[min(rates)], 8 if name == "tiny" else 1024))
+
+
+# ---- all of them
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)} (default: all but tiny)")
+    parser.add_argument("--output", required=True)
+    parser.add_argument("--seconds", type=float, default=480, help="after which no case begins, and one that runs ends")
+    parser.add_argument("--bandwidth", type=float, default=4.8e12, help="bytes per second of the device's memory")
+    parser.add_argument("--flops", type=float, default=650e12, help="of dense 16-bit products")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        measure(options.child, options, lambda figure, value: print("FIGURE", json.dumps([figure, value]), flush=True))
+        return
+    from benchmarks.record import write
+
+    unknown = set(options.cases) - set(CASES)
+    if unknown:
+        parser.error(f"unknown cases: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+    names = options.cases or [name for name in CASES if name != "tiny"]
+    ends = time.monotonic() + options.seconds
+    # This process leaves the device's memory to its children.
+    probe = "import json; from benchmarks.record import environment; print(json.dumps(environment()))"
+    told = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, check=True)
+    record: dict[str, Any] = json.loads(told.stdout.splitlines()[-1]) | {"cases": {}}
+    with tempfile.TemporaryDirectory() as cache:
+        for name in names:
+            found = record["cases"][name] = {}
+            left = ends - time.monotonic()
+            if left < 20:
+                found["failed"] = "no time was left"
+                continue
+            surroundings = os.environ | {"STARTED": str(time.time()), "JAX_COMPILATION_CACHE_DIR": cache}
+            command = [sys.executable, __file__, "--child", name, "--output", options.output]
+            command += ["--bandwidth", str(options.bandwidth), "--flops", str(options.flops)]
+            with subprocess.Popen(command, cwd=ROOT, env=surroundings, stdout=subprocess.PIPE, text=True) as process:
+                killer = threading.Timer(left, process.kill)
+                killer.start()
+                for line in process.stdout or ():
+                    if line.startswith("FIGURE "):
+                        figure, value = json.loads(line.removeprefix("FIGURE "))
+                        found[figure] = value
+                        print(name, figure, json.dumps(value), flush=True)
+                        write(options.output, record)
+                code = process.wait()
+            killer.cancel()
+            if code:
+                found["failed"] = f"exit code {code}"
+                print(name, "failed:", code, flush=True)
+            write(options.output, record)
+
+
+if __name__ == "__main__":
+    main()

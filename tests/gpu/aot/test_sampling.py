@@ -1,0 +1,94 @@
+"""The programs of the sampling engine, compiled for a GPU that is not there: caches are updated where they lie."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from benchmarks.shapes import SHAPES
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.files.quant import quantize
+from jaxtune.models.generation import slots as device
+from jaxtune.models.generation.sampler import empty_rows
+from jaxtune.models.generation.sampling import Kind
+from jaxtune.models.lora import get_peft_model
+from jaxtune.models.registry import config_from_hf
+from tests.gpu.aot.target import H200
+
+SLOTS, CAPACITY, STEPS = 64, 768, 8
+_TYPES = {"bfloat16": "bf16", "float32": "f32", "bool": "pred", "int32": "s32"}
+
+
+def structure_and_shapes(name: str, layers: int, adapter: bool, load_in: str | None):
+    hf = SHAPES[name] | {"num_hidden_layers": layers}
+    if "layer_types" in hf:
+        hf |= {"layer_types": hf["layer_types"][:layers]}
+
+    def make():
+        model = Decoder(config_from_hf(hf), jax.random.key(0), "bfloat16")
+        model = quantize(model, load_in) if load_in else model
+        return get_peft_model(model, r=16) if adapter else model
+
+    model = nnx.eval_shape(make)
+    graph, state = nnx.split(model)
+    leaves, treedef = jax.tree.flatten(state)
+    return device.structure_of(graph, treedef, model.config), tuple(leaves)
+
+
+def compiled(name: str, layers: int, adapter: bool = False, load_in: str | None = None):
+    """(the states' shapes, {program: it, compiled}) of a published shape with fewer layers."""
+    structure, shapes = structure_and_shapes(name, layers, adapter, load_in)
+    where = H200.sharding()
+
+    def placed(tree):
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), tree)
+
+    def ints(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=where)
+
+    with H200.lowering():
+        states = placed(device.states_shape(structure, shapes, SLOTS, CAPACITY))
+        staged = placed(device.states_shape(structure, shapes, 1, 256))
+        live = device.Live(ints(SLOTS), ints(SLOTS), placed(jax.ShapeDtypeStruct((SLOTS,), bool)))
+        rows = placed(empty_rows(SLOTS, 4, structure.config.vocab_size))
+        programs, leaves = device.programs(False), list(placed(shapes))
+        changed = np.zeros(SLOTS, bool)
+        kind = Kind(True, False, False)
+        lowered = {
+            "decode": programs.decode.lower(structure, kind, STEPS, leaves, states, live, None, changed, live, rows),
+            "insert": programs.insert.lower(states, staged, ints(1), ints(1)),
+            "extend": programs.extend.lower(structure, leaves, staged, ints(1, 128), ints(1), ints(1)),
+        }
+    return states, {name: one.compile() for name, one in lowered.items()}
+
+
+def copies(text: str, states) -> list[str]:
+    """The instructions of a compiled program that copy, convert or transpose an array of a state's shape."""
+    found = []
+    for shape in {(_TYPES[str(a.dtype)], a.shape) for a in jax.tree.leaves(states)}:
+        array = re.escape(f"{shape[0]}[{','.join(map(str, shape[1]))}]")
+        found += re.findall(rf"^.*= {array}\S* (?:copy|transpose|copy-start)\(.*$", text, re.MULTILINE)
+    return found
+
+
+CASES = {
+    "8B": ("llama-3.1-8b", 2, False, None),
+    "8B NF4, adapter": ("llama-3.1-8b", 2, True, "nf4"),
+    "gpt-oss": ("gpt-oss-20b", 2, False, None),
+    "experts": ("qwen3-30b-a3b", 2, False, None),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_program_copies_a_cache(case):
+    states, programs = compiled(*CASES[case])
+    for name in ("decode", "insert"):
+        assert not copies(programs[name].as_text(), states), name
+        memory = programs[name].memory_analysis()
+        states_bytes = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(states))
+        assert memory.alias_size_in_bytes >= states_bytes, name
