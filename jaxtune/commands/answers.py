@@ -7,19 +7,26 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.system import files, terminal
 from jaxtune.system.terminal import fitted, say
+
+if TYPE_CHECKING:
+    from jaxtune.models.generation.sampler import Sampler
+
+type Row = Mapping[str, Any]
+type Tokenizer = Any  # of transformers
 
 ANSWER, REASON = "answer", "finish_reason"  # columns that are added to a row
 
 
 def answer_file(
     model: Decoder,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     prompts: Path,
     output: Path,
     *,
@@ -27,7 +34,7 @@ def answer_file(
     max_new_tokens: int,
     num_answers: int,
     slots: int | None,
-    settings: Mapping[str, Any],
+    settings: Row,
 ) -> None:
     """Writes a line for each answer, in the order of the prompts: the prompt's row with `answer` and `finish_reason`.
 
@@ -81,7 +88,7 @@ def answer_file(
     say(fitted(f"jaxtune: {said}", terminal.console(stderr=True)), sys.stderr)
 
 
-def in_order(sampler: Any, numbers: Mapping[int, int], first: int):
+def in_order(sampler: Sampler, numbers: Mapping[int, int], first: int):
     """(index, ids, why it ended) of each request, by index from `first` on. numbers: {request: index}."""
     ids: dict[int, list[int]] = {index: [] for index in numbers.values()}
     ended: dict[int, str] = {}
@@ -95,7 +102,7 @@ def in_order(sampler: Any, numbers: Mapping[int, int], first: int):
                 ended[numbers[piece.request]] = piece.finish_reason
 
 
-def read_rows(file: Path) -> list[dict[str, Any]]:
+def read_rows(file: Path) -> list[Row]:
     """The rows of a file of prompts; lines of white space at its end do not count.
 
     Raises:
@@ -121,7 +128,7 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def prompt_ids(row: Mapping[str, Any], tokenizer: Any, raw: bool, place: str) -> list[int]:
+def prompt_ids(row: Row, tokenizer: Tokenizer, raw: bool, place: str) -> list[int]:
     """The token ids that a row asks the model with.
 
     `messages` are a conversation, of which a last message of the assistant is left out; `tools` beside it are given to
@@ -157,7 +164,7 @@ def prompt_ids(row: Mapping[str, Any], tokenizer: Any, raw: bool, place: str) ->
         raise ValueError(f"{place}: the chat template refuses these messages: {error}") from error
 
 
-def count_answers(file: Any, name: Path, rows: Sequence[Mapping[str, Any]], num_answers: int) -> int:
+def count_answers(file: FileIO, name: Path, rows: Sequence[Row], num_answers: int) -> int:
     """How many answers an output has; what a kill or a full disk left of a line at its end is cut off.
 
     Args:
@@ -187,12 +194,12 @@ def count_answers(file: Any, name: Path, rows: Sequence[Mapping[str, Any]], num_
     return len(whole)
 
 
-def encoded(row: Mapping[str, Any]) -> bytes:
+def encoded(row: Row) -> bytes:
     """A row as a line of JSON, without the line's end."""
     return json.dumps(row, ensure_ascii=False).encode("utf-8", "backslashreplace")
 
 
-def append(file: Any, row: Mapping[str, Any]) -> None:
+def append(file: FileIO, row: Row) -> None:
     """Adds a line to an unbuffered file, or nothing where the disk has no room for all of it."""
     line = encoded(row) + b"\n"
     end = file.seek(0, os.SEEK_END)
@@ -205,7 +212,7 @@ def append(file: Any, row: Mapping[str, Any]) -> None:
         raise
 
 
-def show(model: Decoder, tokenizer: Any, prompts: Sequence[str], raw: bool, **settings: Any) -> None:
+def show(model: Decoder, tokenizer: Tokenizer, prompts: Sequence[str], raw: bool, settings: Row) -> None:
     """Prints the answers to prompts that were given one by one."""
     import jaxtune
 

@@ -64,7 +64,9 @@ def run(arguments: Sequence[str]) -> None:
         )
     settings = sampling.settings(options)
     if options.prompts is None:
-        answers.show(model, tokenizer, options.prompt, options.raw, max_new_tokens=options.max_new_tokens, **settings)
+        answers.show(
+            model, tokenizer, options.prompt, options.raw, {"max_new_tokens": options.max_new_tokens, **settings}
+        )
         return
     answers.answer_file(
         model,

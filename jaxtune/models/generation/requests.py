@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal, Protocol
 
 import numpy as np
 
 from jaxtune.models.generation.sampling import Sampling
+
+
+class Decodes(Protocol):
+    """A tokenizer, as far as stop strings need one."""
+
+    def decode(self, token_ids: Sequence[int], /) -> str:
+        """The text of tokens."""
+        ...
+
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -22,7 +31,7 @@ class StopStrings:
       ValueError: there is no tokenizer, or an empty string.
     """
 
-    def __init__(self, strings: Sequence[str], tokenizer: Any, what: str = "generate"):
+    def __init__(self, strings: Sequence[str], tokenizer: Decodes | None, what: str = "generate"):
         if tokenizer is None or not all(strings):
             lacks = "give the tokenizer that turns tokens into text" if tokenizer is None else "one of them is empty"
             raise ValueError(f"{what}: stop_strings = {list(strings)!r}: {lacks}")
@@ -88,7 +97,7 @@ class Request:
         return tokens, "length" if len(self.tokens) >= self.limit else None
 
 
-def checked_prompt(prompt: Any, vocab_size: int, name: str) -> list[int]:
+def checked_prompt(prompt: Sequence[int], vocab_size: int, name: str) -> list[int]:
     """A prompt as a list of token ids.
 
     Args:

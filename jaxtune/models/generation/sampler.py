@@ -28,7 +28,14 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation import slots as device
 from jaxtune.models.generation.ends import end_token_ids
 from jaxtune.models.generation.prefills import Prefills
-from jaxtune.models.generation.requests import FinishReason, Request, StopStrings, checked_length, checked_prompt
+from jaxtune.models.generation.requests import (
+    Decodes,
+    FinishReason,
+    Request,
+    StopStrings,
+    checked_length,
+    checked_prompt,
+)
 from jaxtune.models.generation.sampling import Kind, Numbers, Sampling
 from jaxtune.models.generation.slot_plan import SLOTS, SlotPlan, capacity_bucket, plan_slots, room_bytes
 from jaxtune.models.placement import partition
@@ -162,7 +169,7 @@ class Sampler:
         min_p: float = 0.0,
         repetition_penalty: float = 1.0,
         stop_strings: str | Sequence[str] = (),
-        tokenizer: Any = None,
+        tokenizer: Decodes | None = None,
         eos_token_ids: int | Sequence[int] | None = None,
     ) -> int:
         """Puts a prompt at the end of the queue, also while others decode.
