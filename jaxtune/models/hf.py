@@ -180,10 +180,10 @@ def from_pretrained(
       path: folder with config.json and safetensors, or a hub name (the local cache comes first); or a PEFT folder.
       dtype: of weights and compute: "bfloat16", "float16" or "float32"; the file's own dtype is cast to it. None: the
         one that an adapter was trained in, where its folder records it; else bfloat16.
-      load_in: a format that the linears of the layers are quantised to on the way: "nf4", as bitsandbytes does it with
-        double quantisation; "fp8": e4m3 with a scale for each row. A checkpoint that is stored in few bits stays as it
-        is. "stored": weights are kept in `dtype`, or as they are stored. None: as an adapter was
-        trained over them, where its folder records it (trained_over.py); else "stored".
+      load_in: a format that the linears of the layers are quantised to on the way (jaxtune/pallas/formats): "nf4", as
+        bitsandbytes does it with double quantisation; "fp8": e4m3 with a scale for each row; and so on. A checkpoint
+        that is stored in few bits stays as it is. "stored": weights are kept in `dtype`, or as they are stored. None:
+        as an adapter was trained over them, where its folder records it (trained_over.py); else "stored".
       max_length: tokens of the longest row you mean to use; refused if the model has no positions for it.
     Returns:
       (model, tokenizer); the tokenizer is None where there are no tokenizer files: of an adapter, in its folder and in

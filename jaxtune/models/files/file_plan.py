@@ -49,7 +49,7 @@ class Group:
             if number == len(self.pieces) - 1:
                 value = None
             for count, (name, tensor) in enumerate(piece.tensors.items(), 1):
-                array = np.ascontiguousarray(partition.on_host(tensor.of(part)))
+                array = np.asarray(partition.on_host(tensor.of(part)), order="C")
                 if count == len(piece.tensors):
                     part = None
                 if array.shape != tuple(tensor.shape) or array.dtype != tensor.dtype:

@@ -212,7 +212,7 @@ def write_file(
     ):
         out.append(len(raw).to_bytes(8, "little") + raw)
         for name, shape, dtype in tensors:
-            array = np.ascontiguousarray(partition.on_host(fetch(name)))
+            array = np.asarray(partition.on_host(fetch(name)), order="C")
             if array.shape != tuple(shape) or array.dtype != dtype:
                 raise ValueError(f"{name}: planned as {dtype.name}{shape}, found {array.dtype.name}{array.shape}")
             written[name] = Written(tuple(shape), dtype, out.append(array.reshape(-1).view(np.uint8)))
