@@ -382,6 +382,7 @@ def test_all_that_is_printed_goes_through_terminal():
 KERNELS_OF = {
     "four_bit": ("quant_matmul.mosaic", "quant_matmul.mosaic_decode", "quant_matmul.triton"),
     "mxfp4": ("quant_matmul.mosaic_decode",),
+    "nvfp4": ("quant_matmul.mosaic_decode",),
     "fp8": ("quant_matmul.fp8_product", "grouped_matmul.fp8_experts"),
 }
 FORMATS_ROOM = "jaxtune.pallas.formats"

@@ -1,4 +1,4 @@
-"""NF4 and FP8 weights against bf16 weights of the same shape, and 8-bit Adam, in one run on one GPU.
+"""NF4, NVFP4 and FP8 weights against bf16 weights of the same shape, and 8-bit Adam, in one run on one GPU.
 
     python benchmarks/kernels/quant_matmul.py --output FILE.json [--only TEXT] [--lines TABLE.json]
 
@@ -32,6 +32,7 @@ from jaxtune.pallas import tuning
 from jaxtune.pallas.formats import FP8, NF4
 from jaxtune.pallas.formats.blockwise8 import dynamic_map
 from jaxtune.pallas.formats.fp8 import TILE
+from jaxtune.pallas.formats.nvfp4 import NVFP4
 from jaxtune.pallas.quant_matmul import LoraWeights, line_matmul, mosaic, quant_matmul
 from jaxtune.pallas.quant_matmul.shapes import WEIGHTS
 from jaxtune.train.optimizer.adam8 import scale_by_adam_8bit
@@ -74,9 +75,21 @@ def random_nf4(rows: int, columns: int, seed) -> NF4:
     )
 
 
-def copies(rows: int, columns: int) -> list[NF4]:
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def random_nvfp4(rows: int, columns: int, seed) -> NVFP4:
+    """Codes and scales drawn at random, as those of a normal weight."""
+    codes, scales = jax.random.split(jax.random.key(seed))
+    blocks = jax.random.uniform(scales, (rows, columns // 16), jnp.float32, 100, 448)
+    return NVFP4(
+        jax.random.bits(codes, (rows, columns // 2), jnp.uint8),
+        blocks.astype(jnp.float8_e4m3fn),
+        jnp.full((1, 1), 30_000.0, jnp.float32),
+    )
+
+
+def copies(rows: int, columns: int, draw: Callable = random_nf4) -> list:
     """Weights that together are at least four times the L2."""
-    return [random_nf4(rows, columns, seed) for seed in range(max(2, -(-8 * L2_BYTES // (rows * columns))))]
+    return [draw(rows, columns, seed) for seed in range(max(2, -(-8 * L2_BYTES // (rows * columns))))]
 
 
 def copy_gb_per_s(count: int) -> float:
@@ -88,8 +101,8 @@ def copy_gb_per_s(count: int) -> float:
     return max(moved / device_ms(kernel, [(array,)]), moved / queued_ms(copy, array, count=20)) / 1e6
 
 
-def dequantising(rows: int, columns: int, copy: float) -> dict:
-    weights = copies(rows, columns)
+def dequantising(rows: int, columns: int, copy: float, draw: Callable = random_nf4) -> dict:
+    weights = copies(rows, columns, draw)
     sides = {
         "kernel": compiled(lambda w: mosaic.dequantize(w, jnp.bfloat16), weights[0]),
         "xla": compiled(lambda w: w.decode(jnp.bfloat16), weights[0]),
@@ -210,6 +223,9 @@ def must_show(record: dict) -> Iterator[dict]:
     if "dequantise" in record:
         worst = min(row["share_of_copy"] for row in record["dequantise"])
         yield figure("NF4 dequantise", "share of copy bandwidth, worst shape", worst, 0.8, 0.9)
+    if "dequantise NVFP4" in record:
+        worst = min(row["share_of_copy"] for row in record["dequantise NVFP4"])
+        yield figure("NVFP4 dequantise", "share of copy bandwidth, worst shape", worst, 0.8, 0.9)
     if "adam_8bit" in record:
         yield figure("8-bit AdamW", "share of copy bandwidth", record["adam_8bit"]["share_of_copy"], 0.75, 0.9)
 
@@ -233,7 +249,9 @@ def main() -> int:
         }
         return record_parts("quant_matmul", options, parts, lambda record: ())
     copy, nf4 = copy_gb_per_s(2**29 // scale**2), functools.partial(random_nf4, seed=0)
-    parts = {"dequantise": over_shapes(dequantising, copy), "adam_8bit": lambda: adam(2**28 // scale**2, copy)}
+    parts: dict[str, Callable] = {"dequantise": over_shapes(dequantising, copy)}
+    parts |= {"dequantise NVFP4": over_shapes(dequantising, copy, random_nvfp4)}
+    parts |= {"adam_8bit": lambda: adam(2**28 // scale**2, copy)}
     for tokens in (4096, 16384):
         for words, with_lora in (("without", False), ("with", True)):
             parts[f"{tokens} tokens, {words} LoRA"] = over_shapes(many_tokens, tokens // scale, nf4, with_lora)

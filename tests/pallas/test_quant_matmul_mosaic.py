@@ -16,6 +16,7 @@ import pytest
 from jaxtune.pallas import dispatch, gpu_kernel, lanes, tuning
 from jaxtune.pallas.formats import FP4, MXFP4, NF4
 from jaxtune.pallas.formats.mxfp4 import TABLE
+from jaxtune.pallas.formats.nvfp4 import NVFP4
 from jaxtune.pallas.quant_matmul import LoraWeights, api, line_matmul, mosaic, quant_matmul, row_matmul
 from jaxtune.pallas.quant_matmul.shapes import WEIGHTS
 
@@ -57,6 +58,27 @@ def test_dequantising_is_decoding(shape, double_quant, dtype):
             got = mosaic.dequantize(each, dtype)
         assert got.dtype == dtype
         np.testing.assert_array_equal(np.asarray(got), np.asarray(each.decode(dtype)))
+
+
+@pytest.mark.parametrize("divides", [True, False])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("shape", [(16, 64), (80, 1024), (12, 512)])
+@pytest.mark.gpu
+def test_dequantising_nvfp4_is_decoding(shape, dtype, divides):
+    draw = np.random.default_rng(0)
+    codes = draw.integers(0, 256, (*shape[:-1], shape[-1] // 2), np.uint8)
+    scales = draw.integers(0, 127, (*shape[:-1], shape[-1] // 16), np.uint8).view(jnp.float8_e4m3fn)
+    whole = np.full((1, 1), 1537.0 if divides else 1 / 1537.0, np.float32)
+    weight = NVFP4(jnp.asarray(codes), jnp.asarray(scales), jnp.asarray(whole), divides=divides)
+    assert mosaic.Chunks.decodes(weight) and mosaic.small_refusal(weight, dtype, 1) == "a weight in NVFP4"
+    with gpu_kernel.interpreted():
+        got = mosaic.dequantize(weight, dtype)
+        array, _ = api.decoded(weight, jnp.ones(3, dtype))
+    assert dispatch.record["quant_matmul"][0] == "mosaic"
+    want = np.asarray(weight.decode(dtype))
+    assert np.asarray(got).tobytes() == want.tobytes() == np.asarray(array).tobytes()
+    each = NVFP4(weight.codes[None], weight.scales[None], jnp.ones((1, shape[0], 1)))
+    assert mosaic.Chunks.decodes(each) == (shape[0] == 1)  # a scale for each row: decoded without a kernel
 
 
 @pytest.mark.parametrize("shape", [(16, 64), (3, 80, 1024), (12, 512)])

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import jax
 
@@ -116,7 +115,7 @@ def read(entry: StoredEntry, dtype_name: str) -> tuple[Stored, Digest]:
     """
     layout, weights, digests = entry.layout, [], []
     for found in entry.pieces:
-        headers: Mapping[str, Any] = found.tensors
+        headers: Mapping = found.tensors
         arrays = {k: shards.read_bytes(h) if k in layout.raw else shards.read_tensor(h) for k, h in headers.items()}
         digests.append([Digest.of(label, arrays[key]) for label, key in layout.digested(found)])
         weights.append(layout.read(found, arrays, dtype_name))
@@ -129,7 +128,7 @@ def read(entry: StoredEntry, dtype_name: str) -> tuple[Stored, Digest]:
     return type(weights[0]).joined(weights, entry.shape), digest
 
 
-def group(name: str, weight: Stored, make: Callable[[], Any], pieces: tuple[int, Iterable] | None) -> Group:
+def group(name: str, weight: Stored, make: Callable[[], Stored], pieces: tuple[int, Iterable] | None) -> Group:
     """What files hold of a weight in few bits.
 
     Args:

@@ -19,6 +19,7 @@ from jaxtune.pallas import lanes
 from jaxtune.pallas.formats import Stored, mxfp4
 from jaxtune.pallas.formats.four_bit import NESTED_BLOCK, FourBit
 from jaxtune.pallas.formats.mxfp4 import MXFP4
+from jaxtune.pallas.formats.nvfp4 import NVFP4
 
 _LINE = 512  # bytes of codes that a warpgroup takes at once, four per lane
 SMALLEST = 2 * _LINE  # numbers of a chunk of one line
@@ -27,6 +28,9 @@ SMALLEST = 2 * _LINE  # numbers of a chunk of one line
 _SCALES = plgpu.Layout.TILED(Tiling(((16,), (4,), (1,))), warp_dims=(-3,), lane_dims=(-2, Replicated(8)), vector_dim=-1)
 # Layout of MXFP4's [lines x 32] scales: lanes 4 i to 4 i + 3 have number i.
 _POWERS = plgpu.Layout.TILED(Tiling(((32,), (8,), (1,))), warp_dims=(-3,), lane_dims=(-2, Replicated(4)), vector_dim=-1)
+# Layout of NVFP4's [lines x 64] scales: lanes 2 i and 2 i + 1 have number i.
+_E4M3 = plgpu.Layout.TILED(Tiling(((64,), (16,), (1,))), warp_dims=(-3,), lane_dims=(-2, Replicated(2)), vector_dim=-1)
+_LAYOUTS = {"absmax": _SCALES, "powers": _POWERS, "bytes": _E4M3}
 
 
 def absmax_operands(weight: FourBit) -> list[jax.Array]:
@@ -43,23 +47,34 @@ class Chunks:
     lines: int  # of a chunk; a power of two, so that the blocks of a chunk are within one nested block
     count: int  # number of chunks
     table: bytes  # float32[16], as bytes
-    powers: bool  # whether scales are MXFP4's powers of two, or absmax
+    # "absmax" of four bits, MXFP4's "powers" of two, or NVFP4's "bytes": e4m3 numbers, which are looked up in a table
+    # that contains the tensor's scale.
+    scales: str
     dtype: np.dtype  # of the result, bfloat16 or float16
 
     @staticmethod
     def decodes(weight: Stored) -> bool:
-        """Whether a weight is in a format that is decoded here."""
-        return isinstance(weight, FourBit | MXFP4)
+        """Whether a weight is in a format that is decoded here; NVFP4 is with one scale for the whole tensor."""
+        return isinstance(weight, FourBit | MXFP4) or (isinstance(weight, NVFP4) and weight.tensor_scale.size == 1)
 
     @staticmethod
     def of(weight: Stored, dtype, whole: int) -> Chunks:
         """The chunks of a weight; `whole` is a number of elements that a chunk must divide, a multiple of SMALLEST,
         such as those of an expert."""
         lines = next(n for n in (8, 4, 2, 1) if whole % (n * SMALLEST) == 0)
-        assert isinstance(weight, FourBit | MXFP4)
-        powers = isinstance(weight, MXFP4)
-        table = (mxfp4.TABLE if isinstance(weight, MXFP4) else weight.table).tobytes()
-        return Chunks(lines, weight.size // (lines * SMALLEST), table, powers, jnp.dtype(dtype))
+        assert isinstance(weight, FourBit | MXFP4 | NVFP4)
+        scales = "absmax" if isinstance(weight, FourBit) else "powers" if isinstance(weight, MXFP4) else "bytes"
+        table = (weight.table if isinstance(weight, FourBit) else mxfp4.TABLE).tobytes()
+        return Chunks(lines, weight.size // (lines * SMALLEST), table, scales, jnp.dtype(dtype))
+
+    @property
+    def scales_layout(self):
+        return _LAYOUTS[self.scales]
+
+    @property
+    def low_first(self) -> bool:
+        """Whether a byte's first number is in its low bits."""
+        return self.scales != "absmax"
 
     @property
     def numbers(self) -> int:
@@ -72,9 +87,15 @@ class Chunks:
         return plgpu.Layout.WG_STRIDED((self.numbers,), 8)
 
     def operands(self, weight: Stored) -> list[jax.Array]:
-        """A kernel's operands: codes and scales by chunk, the table, and for quantised absmax the nested arrays."""
-        assert isinstance(weight, FourBit | MXFP4)
-        scales, *nested = [weight.scales] if isinstance(weight, MXFP4) else absmax_operands(weight)
+        """A kernel's operands: codes and scales by chunk, the table, for quantised absmax the nested arrays, and for
+        e4m3 scales the number of each byte."""
+        assert isinstance(weight, FourBit | MXFP4 | NVFP4)
+        if isinstance(weight, FourBit):
+            scales, *nested = absmax_operands(weight)
+        elif isinstance(weight, MXFP4):
+            scales, nested = weight.scales, []
+        else:
+            scales, nested = lax.bitcast_convert_type(weight.scales, jnp.uint8), [weight.scale_table()]
         table = jnp.asarray(np.frombuffer(self.table, np.float32))
         return [weight.codes.reshape(self.count, -1), scales.reshape(self.count, -1), table, *nested]
 
@@ -83,17 +104,21 @@ class Chunks:
         codes_ref, scales_ref, *_ = refs
         codes_layout = plgpu.Layout.WG_STRIDED((self.lines * _LINE,), 4)
         codes = plgpu.load(codes_ref.at[at], layout=codes_layout, optimized=False)
-        return codes, plgpu.load(scales_ref.at[at], layout=_POWERS if self.powers else _SCALES, optimized=False)
+        return codes, plgpu.load(scales_ref.at[at], layout=self.scales_layout, optimized=False)
 
     def values(self, refs, at, loaded, interpreted: bool, *, beside_products: bool = False):
         """`dtype`[numbers] of a loaded chunk, in `out_layout`; beside_products as in lanes.table_values."""
         _, _, table_ref, *nested_refs = refs
         codes, scales = loaded
-        scales_layout = _POWERS if self.powers else _SCALES
-        if self.powers and interpreted:
+        scales_layout = self.scales_layout
+        if self.scales == "powers" and interpreted:
             scales = lax.bitcast_convert_type(scales.astype(jnp.int32) << 23, jnp.float32)
-        elif self.powers:
+        elif self.scales == "powers":
             scales = lanes.powers_of_two(scales, scales_layout)
+        elif self.scales == "bytes" and interpreted:
+            scales = nested_refs[0][...][scales]
+        elif self.scales == "bytes":
+            scales = lanes.block_scales(scales, jnp.float32(1.0), jnp.float32(0.0), nested_refs[0], scales_layout)
         elif nested_refs:
             map_ref, nested_ref, offset_ref = nested_refs
             nested, offset = nested_ref[lax.div(at * scales.shape[0], jnp.int32(NESTED_BLOCK))], offset_ref[0]
@@ -102,7 +127,7 @@ class Chunks:
             else:
                 scales = lanes.block_scales(scales, nested, offset, map_ref, scales_layout)
         if interpreted:
-            halves = [codes & 15, codes >> 4] if self.powers else [codes >> 4, codes & 15]
+            halves = [codes & 15, codes >> 4] if self.low_first else [codes >> 4, codes & 15]
             nibbles = jnp.stack(halves, axis=1).reshape(-1)
             return (table_ref[...][nibbles] * jnp.repeat(scales, nibbles.size // scales.size)).astype(self.dtype)
         codes_layout = plgpu.Layout.WG_STRIDED(codes.shape, 4)
@@ -115,6 +140,6 @@ class Chunks:
             scales_layout,
             self.out_layout,
             self.dtype,
-            low_first=self.powers,
+            low_first=self.low_first,
             beside_products=beside_products,
         )

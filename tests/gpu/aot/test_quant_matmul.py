@@ -13,6 +13,7 @@ from jaxtune.pallas import dispatch
 from jaxtune.pallas.adam8 import api as adam8
 from jaxtune.pallas.formats import FP8, MXFP4, NF4
 from jaxtune.pallas.formats.fp8 import ROW, TILE
+from jaxtune.pallas.formats.nvfp4 import NVFP4
 from jaxtune.pallas.quant_matmul import LoraWeights, fp8_product, line_matmul, mosaic, quant_matmul
 from jaxtune.train.optimizer.adam8 import scale_by_adam_8bit
 from jaxtune.train.program.programs import compiler_options
@@ -67,6 +68,16 @@ def test_dequantising_mxfp4(ptxas):
     program = compiled(lambda w: mosaic.dequantize(w, jnp.bfloat16), weight)
     assert program.as_text().count(KERNEL) == 1
     assert program.memory_analysis().temp_size_in_bytes == 0
+    assert not any(ptxas())
+
+
+@pytest.mark.parametrize("divides", [True, False])
+def test_dequantising_nvfp4(divides, ptxas):
+    codes, scales = array(1024, 2048, dtype=jnp.uint8), array(1024, 256, dtype=jnp.float8_e4m3fn)
+    weight = NVFP4(codes, scales, array(1, 1, dtype=jnp.float32), divides=divides)
+    program = compiled(lambda w: mosaic.dequantize(w, jnp.bfloat16), weight)
+    assert program.as_text().count(KERNEL) == 1
+    assert program.memory_analysis().temp_size_in_bytes <= 4096  # the table of scales
     assert not any(ptxas())
 
 

@@ -1,0 +1,347 @@
+"""NVFP4: blocks of 16 numbers in four bits (e2m1) that share a scale in e4m3, and a float32 scale for the tensor.
+
+A number is TABLE[code] times the scale of its block, divided by the tensor's scale (compressed-tensors, whose files
+hold 448 * 6 / the largest magnitude) or multiplied by it (nvidia-modelopt, whose files hold the inverse). Either is
+kept as the file has it, so that a file is written again byte for byte.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtune.pallas.arguments import FLOATS, Arguments, describe
+from jaxtune.pallas.formats.division import divide
+from jaxtune.pallas.formats.layout import (
+    SERVED_IN_16_BITS,
+    Arrays,
+    Config,
+    Export,
+    FileTensor,
+    Format,
+    Found,
+    Headers,
+    Layout,
+    Read,
+    Settings,
+    file_tensor,
+)
+from jaxtune.pallas.formats.mxfp4 import TABLE
+from jaxtune.pallas.formats.stored import Stored
+from jaxtune.pallas.meshes import on_any_mesh
+
+BLOCK = 16  # numbers that share a scale
+_LARGEST, _LARGEST_SCALE = 6.0, 448.0  # of e2m1 and of e4m3
+_SCALE_OF_ZEROS = 0.125  # of a block whose scale would round to zero, as compressed-tensors has it
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class NVFP4(Stored):
+    """A tensor [..., out, in] whose last axis is in blocks of 16; a pytree, whose arrays are the leaves.
+
+    Attributes:
+      codes: uint8[..., out, in / 2], two numbers each, the first in the low nibble.
+      scales: float8_e4m3fn[..., out, in / 16].
+      tensor_scale: float32[..., 1 or out, 1]; of experts' matrices that were stored one by one, a number for each row.
+      input_scale: what the file says of activations, in the same shape, or None; products do not use it.
+      divides: whether scales are divided by tensor_scale, or multiplied by it.
+      dtype_name: the dtype that `decode` gives by default.
+    """
+
+    codes: jax.Array
+    scales: jax.Array
+    tensor_scale: jax.Array
+    input_scale: jax.Array | None = None
+    divides: bool = dataclasses.field(default=True, metadata=dict(static=True))
+    dtype_name: str = dataclasses.field(default="bfloat16", metadata=dict(static=True))
+
+    @staticmethod
+    @on_any_mesh
+    def encode(array: jax.Array | np.ndarray) -> NVFP4:
+        """Quantises [..., out, in] in bfloat16, float16 or float32, on its device, as compressed-tensors does by the
+        largest magnitudes of blocks and of each matrix; the bytes are the same on every device.
+
+        Raises:
+          TypeError: array is none of these. ValueError: it has fewer than two axes, no element, or rows that are not
+            whole blocks.
+        """
+        check = Arguments("NVFP4.encode")
+        check.array("array", array, "... out in", FLOATS)
+        if not array.size or array.shape[-1] % BLOCK:
+            raise ValueError(
+                f"NVFP4.encode: array has the shape {tuple(array.shape)}; the last axis must be a multiple of {BLOCK}"
+            )
+        return _encode(jnp.asarray(array))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.codes.shape[:-1], 2 * self.codes.shape[-1])
+
+    @property
+    def kind(self) -> str:
+        return "NVFP4" if self.divides else "NVFP4, multiplied"
+
+    def problem(self) -> str | None:
+        rows, numbers = self.shape[:-1], self.shape[-1]
+        if str(self.codes.dtype) != "uint8" or self.codes.ndim < 2 or numbers % BLOCK:
+            return f"codes are {describe(self.codes)}; they must be uint8[..., out, in / 2], and in whole blocks"
+        if str(self.scales.dtype) != "float8_e4m3fn" or tuple(self.scales.shape) != (*rows, numbers // BLOCK):
+            return f"scales are {describe(self.scales)}; they must be float8_e4m3fn{[*rows, numbers // BLOCK]}"
+        for name in ("tensor_scale", "input_scale"):
+            array, shapes = getattr(self, name), [(*rows[:-1], count, 1) for count in (1, rows[-1])]
+            if array is not None and (str(array.dtype) != "float32" or tuple(array.shape) not in shapes):
+                return f"{name} is {describe(array)}; it must be float32{list(shapes[0])} or {list(shapes[1])}"
+        return None
+
+    def cut(self, axis: int) -> int | None:
+        return BLOCK if axis % self.ndim == self.ndim - 1 else 1
+
+    def divided(self, axis: int, parts: int) -> tuple[int | None, ...] | None:
+        """Codes and scales along the axis; the tensor's scale and the activations' with them, where they have one for
+        each index of it."""
+        cut = super().divided(axis, parts)
+        if cut is None:
+            return None
+        of_tensor = axis if self.tensor_scale.shape[axis] == self.shape[axis] else None
+        return (axis, axis, *(of_tensor for scale in (self.tensor_scale, self.input_scale) if scale is not None))
+
+    @classmethod
+    def joined(cls, pieces: Sequence[Self], shape: tuple[int, ...]) -> Self:
+        """Each piece's scales of the tensor become those of its rows."""
+        if len({piece.input_scale is None for piece in pieces}) > 1:
+            pieces = [dataclasses.replace(piece, input_scale=None) for piece in pieces]
+
+        def by_rows(piece, scale):
+            return None if scale is None else np.broadcast_to(np.asarray(scale), (piece.shape[0], 1))
+
+        wide = [
+            dataclasses.replace(
+                piece,
+                tensor_scale=by_rows(piece, piece.tensor_scale),
+                input_scale=by_rows(piece, piece.input_scale),
+            )
+            for piece in pieces
+        ]
+        return super().joined(wide, shape)
+
+    def piece(self, index: int, start: int, rows: int) -> Self:
+        part = super().piece(index, start, rows)
+        whole = None if part.input_scale is None else part.input_scale[:1]
+        return dataclasses.replace(part, tensor_scale=part.tensor_scale[:1], input_scale=whole)
+
+    def random_like(self, shape: tuple[int, ...], draw: np.random.Generator) -> NVFP4:
+        found = NVFP4.encode(jnp.asarray(draw.standard_normal(shape), jnp.bfloat16))
+        scale = found.tensor_scale if self.divides else 1.0 / found.tensor_scale
+        return dataclasses.replace(found, tensor_scale=scale, divides=self.divides)
+
+    def block_scales(self) -> jax.Array:
+        """float32[..., out, in / 16]: by what the numbers of each block are multiplied."""
+        return _times_tensor_scale(self.scales.astype(jnp.float32), self.tensor_scale, self.divides)
+
+    def scale_table(self) -> jax.Array:
+        """float32[256]: the block scale of each byte of `scales`, of a tensor with one tensor_scale: for kernels."""
+        values = jnp.asarray(np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32))
+        return _times_tensor_scale(values, self.tensor_scale.reshape(()), self.divides)
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def _decode(self, dtype) -> jax.Array:
+        """Table entry times block scale in float32, then cast."""
+        with jax.named_scope("dequantise"):
+            # A pass of its own: with the numbers XLA would make each block's scale 16 times.
+            scales = jax.lax.optimization_barrier(self.block_scales())
+            nibbles = (self.codes[..., None] >> jnp.array([0, 4], jnp.uint8)) & 15
+            values = jnp.asarray(TABLE).at[nibbles].get(mode="promise_in_bounds").reshape(*scales.shape, BLOCK)
+            return (values * scales[..., None]).astype(dtype or self.dtype).reshape(self.shape)
+
+
+def _times_tensor_scale(scales: jax.Array, tensor_scale: jax.Array, divides: bool) -> jax.Array:
+    whole = jnp.broadcast_to(tensor_scale, scales.shape)
+    return divide(scales, whole) if divides else scales * whole
+
+
+@jax.jit
+def _encode(array: jax.Array) -> NVFP4:
+    wide = array.astype(jnp.float32)
+    largest = jnp.abs(wide).max((-2, -1), keepdims=True)
+
+    def rounded(value):  # compressed-tensors takes these quotients in the weights' dtype
+        return value.astype(array.dtype).astype(jnp.float32)
+
+    largest = jnp.maximum(largest, jnp.finfo(array.dtype).tiny)
+    inverse = rounded(divide(jnp.ones_like(largest), largest))  # as torch divides a number by a tensor
+    tensor_scale = rounded(inverse * (_LARGEST * _LARGEST_SCALE))
+    tensor_scale = jnp.where(jnp.isfinite(tensor_scale), tensor_scale, 1.0)
+    blocks = wide.reshape(*wide.shape[:-1], -1, BLOCK)
+    magnitude = jnp.abs(blocks).max(-1)
+    sixth = rounded(divide(magnitude, jnp.full_like(magnitude, _LARGEST)))
+    scales = jnp.minimum(sixth * tensor_scale, _LARGEST_SCALE).astype(jnp.float8_e4m3fn)
+    scales = jnp.where(scales.astype(jnp.float32) == 0, _SCALE_OF_ZEROS, scales.astype(jnp.float32))
+    scales = scales.astype(jnp.float8_e4m3fn)
+    each = _times_tensor_scale(scales.astype(jnp.float32), tensor_scale, True)[..., None]
+    scaled = divide(blocks, jnp.broadcast_to(each, blocks.shape))
+    size = jnp.minimum(jnp.abs(scaled), _LARGEST)
+    # Numbers lie 0.5 apart below 2, 1 below 4 and 2 above; ties go to the even code, as jnp.round has them.
+    step = jnp.where(size < 2, 0.5, jnp.where(size < 4, 1.0, 2.0))
+    size = jnp.round(size / step) * step
+    code = jnp.searchsorted(jnp.asarray(TABLE[:8]), size).astype(jnp.uint8)
+    code = (code | ((scaled < 0).astype(jnp.uint8) << 3)).reshape(*array.shape[:-1], -1, 2)
+    return NVFP4(code[..., 0] | code[..., 1] << 4, scales, tensor_scale, None, True, array.dtype.name)
+
+
+# ---- in checkpoints
+
+
+class _Files(Layout):
+    """What both kinds of checkpoints share. The tensors are `codes`, and `others`: the scales of blocks, the tensor's
+    scale, and that of activations, which may be missing. Scales of a cache in FP8 are left out."""
+
+    divides: bool
+    scalar: tuple[int, ...]  # the shape of the tensor's scale
+
+    def describe(self, name: str, tensors: Headers, read: Read) -> Found:
+        codes = tensors[self.codes]
+        rows, pairs = codes.shape if len(codes.shape) == 2 else (0, 0)
+        where = f"{codes.file}: {name}"
+        scales, of_tensor, _, *_ = self.others
+        wanted: dict[str, tuple[str, tuple]] = {scales: ("F8_E4M3", ((rows, 2 * pairs // BLOCK),))}
+        wanted |= dict.fromkeys(self.others[1:], ("F32", ((), (1,))))
+        for key, (dtype, shapes) in wanted.items():
+            part = tensors.get(key)
+            if part is None and key not in (scales, of_tensor):
+                continue
+            if part is None or part.dtype != dtype or part.shape not in shapes or not rows or 2 * pairs % BLOCK:
+                got = "is missing" if part is None else f"is {part.dtype}{list(part.shape)}"
+                raise ValueError(
+                    f"{where}: {key} {got}; codes {codes.dtype}{list(codes.shape)} in blocks of {BLOCK} need "
+                    f"{dtype}{list(shapes[0])}"
+                )
+        return Found(name, tensors, (rows, 2 * pairs))
+
+    def read(self, found: Found, arrays: Arrays, dtype_name: str) -> NVFP4:
+        scales, of_tensor, of_inputs, *_ = self.others
+        leaves: list = [arrays[self.codes], arrays[scales]]
+        for key in (of_tensor, of_inputs):
+            value = arrays[key].reshape(1, 1) if key in arrays else None
+            if value is not None and not (np.isfinite(value) & (value > 0)).all():
+                raise ValueError(
+                    f"{found.where}: {key} is {value.item():.4g}; it must be positive: fetch the file again"
+                )
+            leaves.append(value)
+        return NVFP4(*leaves, divides=self.divides, dtype_name=dtype_name)
+
+    def holds(self, weight: Stored) -> bool:
+        return isinstance(weight, NVFP4) and weight.divides == self.divides
+
+    def tensors(self, weight: Stored, noted: float | None) -> dict[str, FileTensor]:
+        assert isinstance(weight, NVFP4)
+        scales, of_tensor, of_inputs, *_ = self.others
+        shape, one = self.scalar, np.dtype(np.float32)
+        found = {
+            self.codes: file_tensor(weight.codes, lambda w: w.codes),
+            scales: file_tensor(weight.scales, lambda w: w.scales),
+            of_tensor: FileTensor(shape, one, lambda w: w.tensor_scale.reshape(shape)),
+        }
+        if weight.input_scale is not None:
+            found[of_inputs] = FileTensor(shape, one, lambda w: w.input_scale.reshape(shape))
+        return found
+
+
+class CompressedTensors(_Files):
+    """compressed-tensors' `nvfp4-pack-quantized`, which llm-compressor writes: `X.weight_packed` uint8[out, in / 2],
+    `X.weight_scale` e4m3[out, in / 16], `X.weight_global_scale` float32[1], by which the scales are divided, and where
+    activations are quantised, too, `X.input_global_scale` float32[1]."""
+
+    title = "NVFP4 of compressed-tensors (nvfp4-pack-quantized)"
+    codes = ".weight_packed"
+    codes_dtype = "U8"
+    others = (".weight_scale", ".weight_global_scale", ".input_global_scale")
+    divides = True
+    scalar = (1,)
+
+    def says(self, settings: Settings) -> bool:
+        return (settings.get("quant_method"), settings.get("format")) == ("compressed-tensors", "nvfp4-pack-quantized")
+
+    def check(self, settings: Settings) -> None:
+        for name, group in (settings.get("config_groups") or {}).items():
+            weights = group.get("weights") or {}
+            for key, value in {"num_bits": 4, "type": "float", "group_size": BLOCK, "symmetric": True}.items():
+                if weights.get(key, value) != value:
+                    raise ValueError(
+                        f"config.json: quantization_config.config_groups.{name}.weights.{key} = {weights[key]!r}: of "
+                        f"nvfp4-pack-quantized only {value!r} is supported; use the 16-bit original"
+                    )
+        if settings.get("kv_cache_scheme") is not None:
+            raise ValueError(
+                f"config.json: quantization_config.kv_cache_scheme = {settings['kv_cache_scheme']!r}: only null is "
+                "supported; use the 16-bit original"
+            )
+
+    def claims(self, tensors: Headers) -> bool:
+        return super().claims(tensors) and ".weight_global_scale" in tensors
+
+    def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
+        number = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": BLOCK}
+        number |= {"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}
+        inputs = all(isinstance(weight, NVFP4) and weight.input_scale is not None for weight in weights)
+        group = {
+            "targets": ["Linear"],
+            "weights": number | {"dynamic": False},
+            "input_activations": number | {"dynamic": "local"} if inputs else None,
+            "output_activations": None,
+            "format": "nvfp4-pack-quantized",
+        }
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "nvfp4-pack-quantized",
+            "quantization_status": "compressed",
+            "kv_cache_scheme": None,
+            "config_groups": {"group_0": group},
+            "ignore": plain,
+        }
+
+
+class ModelOpt(_Files):
+    """nvidia-modelopt's export for Hugging Face (`quant_method: modelopt`, `quant_algo: NVFP4`): `X.weight` is
+    uint8[out, in / 2], `X.weight_scale` e4m3[out, in / 16], `X.weight_scale_2` float32[], by which the scales are
+    multiplied, and `X.input_scale` float32[], where activations are quantised, too."""
+
+    title = "NVFP4 of nvidia-modelopt"
+    codes = ".weight"
+    codes_dtype = "U8"
+    others = (".weight_scale", ".weight_scale_2", ".input_scale", ".k_scale", ".v_scale")
+    divides = False
+    scalar = ()
+
+    def says(self, settings: Settings) -> bool:
+        algorithms = ("NVFP4", "W4A16_NVFP4")
+        return settings.get("quant_method") == "modelopt" and settings.get("quant_algo") in algorithms
+
+    def claims(self, tensors: Headers) -> bool:
+        return super().claims(tensors) and ".weight_scale_2" in tensors
+
+    def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
+        number = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": BLOCK}
+        inputs = all(isinstance(weight, NVFP4) and weight.input_scale is not None for weight in weights)
+        group: Config = {"input_activations": number} if inputs else {}
+        return {
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4" if inputs else "W4A16_NVFP4",
+            "config_groups": {"group_0": group | {"weights": number, "targets": ["Linear"]}},
+            "ignore": plain,
+        }
+
+
+FORMAT = Format(
+    word="nvfp4",
+    title="in four bits (NVFP4)",
+    kinds=(NVFP4,),
+    layouts=(CompressedTensors(), ModelOpt()),
+    export=Export("nvfp4", "NVFP4, as compressed-tensors stores it", keeps=SERVED_IN_16_BITS),
+)
