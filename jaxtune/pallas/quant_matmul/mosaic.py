@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtune.pallas import dispatch, gpu_kernel, lanes, tuning
 from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.formats.four_bit import BLOCK, NESTED_BLOCK, NF4, FourBit
-from jaxtune.pallas.quant_matmul import line_matmul, row_matmul
+from jaxtune.pallas.quant_matmul import line_matmul, row_matmul, triton
 from jaxtune.pallas.quant_matmul.mosaic_decode import SMALLEST, Chunks, absmax_operands
 
 MAX_TOKENS = 16  # the most tokens of small_matmul
@@ -58,11 +58,29 @@ def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
     if not isinstance(weight, FourBit):
         return f"a weight in {type(weight).__name__}"
     if tokens > MAX_TOKENS:
-        return f"{tokens} tokens; at most {MAX_TOKENS}"
+        return few_refusal(weight, dtype, tokens)
     rows, columns = weight.shape if len(weight.shape) == 2 else (0, 0)
     if rows % _ROWS or columns % 512 or columns < 1024:
         return f"weight {weight.shape}; wants multiples of {_ROWS} and 512, and 1024 columns or more"
     return refusal(weight, dtype)
+
+
+def few_refusal(weight: Stored, dtype, tokens: int) -> str | None:
+    """Why more than 16 tokens cannot be multiplied by codes that Triton decodes in registers, or None; on a GPU, its
+    first use is checked."""
+    reason = triton.few_refusal(weight, dtype, tokens)
+    if reason is not None:
+        return reason
+
+    def compare():
+        keys = jax.random.split(jax.random.key(0), 2)
+        small = NF4.encode(jax.random.normal(keys[0], (128, weight.shape[1])), weight.nested_absmax is not None)
+        x = jax.random.normal(keys[1], (tokens, weight.shape[1])).astype(dtype)
+        return [triton.few_matmul(x, small)], [_exact(x, small)]
+
+    quantised = "quantised" if weight.nested_absmax is not None else "float32"
+    call = f"{jnp.dtype(dtype).name}, {quantised} absmax, {tokens} tokens, {weight.shape[1]} columns"
+    return dispatch.first_use("quant_matmul", "triton, few tokens", call, compare)
 
 
 def _kernel(body, name: str, interpret, **options):
@@ -332,6 +350,8 @@ def small_matmul(x: jax.Array, weight: FourBit, tile: line_matmul.Tile | None = 
       weight: [out, in].
       tile: use line_matmul with this tile; None: `line_tile` and `row_refusal` decide.
     """
+    if x.shape[0] > MAX_TOKENS:
+        return triton.few_matmul(x, weight)
     tile = tile or line_tile(weight, x.dtype, x.shape[0])
     if tile is None and x.shape[0] == 1 and row_refusal(weight, x.dtype) is None:
         return _row_matmul(x, weight, row_matmul.PROGRAMS, gpu_kernel.interpreter())

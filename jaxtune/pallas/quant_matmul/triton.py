@@ -11,11 +11,11 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxtune.pallas import compat
+from jaxtune.pallas import compat, dispatch
 from jaxtune.pallas.formats import Stored
-from jaxtune.pallas.formats.four_bit import BLOCK, FourBit
+from jaxtune.pallas.formats.four_bit import BLOCK, NF4, FourBit
 
-__all__ = ["dequantize", "refusal", "small_matmul", "small_refusal"]
+__all__ = ["dequantize", "few_matmul", "few_refusal", "refusal", "small_matmul", "small_refusal"]
 
 MAX_TOKENS = 16  # the most tokens of small_matmul
 _VECTOR_TOKENS = 2  # up to this many tokens the ordinary cores are faster than the tensor cores
@@ -24,6 +24,9 @@ _VECTOR_TILE = (4, 16, 4)
 _MATRIX_TILE, _TALL_MATRIX_TILE = (16, 8, 4), (64, 2, 4)
 _TALL = 8192  # from this many rows of W on, the second one is faster
 _DEQUANTISE_BLOCKS, _DEQUANTISE_WARPS = 64, 4
+# Of few_matmul: the most tokens, rows of W of a program, blocks on their way, and the smallest weight for which it was
+# faster than decoding the weight for the vendor's product, on an H200.
+_FEW_TOKENS, _FEW_ROWS, _FEW_STAGES, _FEW_SIZE = 64, 64, 4, 1 << 24
 _DTYPES = (jnp.bfloat16, jnp.float16)
 
 
@@ -62,6 +65,59 @@ def _parts(weight: FourBit) -> tuple[list[jax.Array], int]:
     return [weight.codes, weight.absmax, *(scales if nested else [weight.absmax] * 3), jnp.asarray(weight.table)], int(
         nested
     )
+
+
+def few_refusal(weight: Stored, dtype, tokens: int) -> str | None:
+    """Why `few_matmul` cannot serve this call, or None."""
+    reason = compat.triton_refusal()
+    if reason is not None:
+        return reason
+    if dispatch.compute_capability() != (9, 0):
+        return "measured on Hopper alone (compute capability 9.0)"
+    if not isinstance(weight, NF4) or dtype != jnp.bfloat16:
+        return f"{type(weight).__name__} in {jnp.dtype(dtype).name}; NF4 in bfloat16 alone"
+    if tokens > _FEW_TOKENS:
+        return f"{tokens} tokens; up to {_FEW_TOKENS}"
+    rows, columns = weight.shape if len(weight.shape) == 2 else (0, 0)
+    if rows % _FEW_ROWS or columns % BLOCK or weight.size < _FEW_SIZE:
+        return f"weight {weight.shape}; multiples of {_FEW_ROWS} and {BLOCK}, and {_FEW_SIZE} numbers or more"
+    return None
+
+
+def few_matmul(x: jax.Array, weight: NF4) -> jax.Array:
+    """x W^T for some dozen tokens: codes are decoded in registers, on their way to the tensor cores.
+
+    Args:
+      x: [17 to 64, in] bfloat16. weight: [out, in]; see few_refusal. Table entries are rounded to bfloat16, and again
+        after the scale.
+    Returns:
+      [tokens, out] in x's dtype; sums in float32.
+    """
+    from jaxtune.pallas.quant_matmul import triton_few_kernels
+
+    (tokens, inner), outer = x.shape, weight.shape[0]
+    arrays, nested = _parts(weight)
+    blocks, programs = inner // BLOCK, outer // _FEW_ROWS
+    # Programs enough for all multiprocessors, each with a sum over 16 blocks or more.
+    splits = next(n for n in (8, 4, 2, 1) if n == 1 or (blocks % n == 0 and blocks // n >= 16 and programs * n <= 512))
+    halves = jnp.moveaxis(x.reshape(tokens, inner // 2, 2), 2, 0)
+    (parts,) = compat.triton_call(
+        triton_few_kernels.few_kernel,
+        (halves, *arrays),
+        (jax.ShapeDtypeStruct((splits, tokens, outer), x.dtype if splits == 1 else jnp.float32),),
+        (programs, splits),
+        warps=4,
+        stages=_FEW_STAGES,
+        COUNT=tokens,
+        INNER=inner,
+        OUTER=outer,
+        NESTED=nested,
+        ROWS=_FEW_ROWS,
+        TOKENS=32 if tokens <= 32 else 64,
+        SPLITS=splits,
+        STAGES=_FEW_STAGES,
+    )
+    return parts[0] if splits == 1 else parts.sum(0).astype(x.dtype)
 
 
 def dequantize(weight: FourBit, dtype=None) -> jax.Array:

@@ -13,7 +13,7 @@ from jaxtune.pallas.formats import FP8, NF4
 from jaxtune.pallas.formats.fp8 import ROW, TILE
 from jaxtune.pallas.grouped_matmul import GroupedLora, grouped_matmul
 from jaxtune.pallas.grouped_matmul.layout import groups_of
-from jaxtune.pallas.quant_matmul import fp8_product, triton
+from jaxtune.pallas.quant_matmul import fp8_product, quant_matmul, triton
 from tests.gpu.aot.triton_compiler import GPUS, SHARED_MEMORY_KB, compile_call, recorded_calls, target
 
 OUTER, INNER = 1000, 4096
@@ -88,3 +88,19 @@ def test_they_lower_through_jax_triton_and_compile():
         step = jax.jit(lambda x, w: (triton.small_matmul(x, w), triton.dequantize(w)))
         text = step.lower(x, weight_like(where)).compile().as_text()
     assert text.count('custom_call_target="triton_kernel_call"') == 2
+
+
+@pytest.mark.parametrize(("tokens", "shape"), [(64, (14336, 4096)), (17, (4096, 14336))])
+def test_products_of_some_dozen_rows_fit_an_h200_and_decode_no_weight(tokens, shape, tmp_path):
+    gpu = target((9, 0))
+    where = gpu.sharding()
+    like = jax.eval_shape(lambda: NF4.encode(jnp.zeros(shape, jnp.bfloat16)))
+    weight = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), like)
+    x = jax.ShapeDtypeStruct((tokens, shape[1]), jnp.bfloat16, sharding=where)
+    with gpu.lowering(), recorded_calls() as calls:
+        text = jax.jit(lambda x, weight: quant_matmul(x, [weight])[0]).lower(x, weight).compile().as_text()
+    assert text.count('custom_call_target="triton_kernel_call"') == 1 and "mosaic_gpu" not in text
+    (call,) = calls
+    compiled = compile_call(call, (9, 0), tmp_path)
+    assert compiled.shared_bytes <= SHARED_MEMORY_KB[9, 0] * 1024 and compiled.spilled_bytes == 0
+    assert "wgmma" in compiled.ptx and "lop3.b32" in compiled.ptx
