@@ -188,7 +188,6 @@ def test_both_products_are_those_of_rounded_operands(block):
     ("tokens", "sizes", "rank"),
     [(200, (256, 384), 40), (136, (384, 256), None), (128, (128, 256), 16)],
 )
-@pytest.mark.usefixtures("without_races")
 def test_the_kernel_multiplies_as_its_reference(tokens, sizes, rank, block):
     """Both directions, with adapters of ranks that fill no step; the last tile of rows overlaps the one before."""
     out, width = sizes

@@ -116,7 +116,6 @@ def test_mosaic_in_the_interpreter(case, transposed):
 
 @pytest.mark.parametrize("blocks", [mosaic.Blocks(64, 2, 1), mosaic.Blocks(64, 3, 2, lead=2), mosaic.Blocks(128, 2)])
 @pytest.mark.gpu
-@pytest.mark.usefixtures("without_races")
 def test_mosaic_order_and_size_of_the_items_change_nothing(blocks):
     """Narrow tiles, more of them than programs, bands that do not divide them; one warpgroup before the other; columns
     that tiles do not divide."""
@@ -130,7 +129,6 @@ def test_mosaic_order_and_size_of_the_items_change_nothing(blocks):
 
 @pytest.mark.parametrize("case", SIZES)
 @pytest.mark.gpu
-@pytest.mark.usefixtures("without_races")
 def test_mosaic_brings_the_rows_of_tokens_itself(case):
     """With an adapter's columns, which are rows; the same bits as over rows that were copied before."""
     groups, held, (x, weight, a, *_) = operands(SIZES[case], True)
