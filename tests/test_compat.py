@@ -545,13 +545,13 @@ def test_reward_trainer(folder, tmp_path, monkeypatch):
     )
     assert made.config().objective == ObjectiveConfig("reward", center_rewards_coefficient=0.01)
     made.train()
-    assert made.state.log_history[-1]["eval_margin"] > 0 and made.model.module.config.num_labels == 1
+    assert made.state.log_history[-1]["eval_margin"] > 0 and made.model.module.config.head.name == "score"
     made.save_model(str(tmp_path / "saved"))
     settings = dict(load_in_4bit=False, max_seq_length=128)
     again, _ = FastLanguageModel.from_pretrained(str(tmp_path / "saved"), **settings)
-    assert again.module.config.num_labels == 1
+    assert again.module.config.head.name == "score"
     model, _ = FastLanguageModel.from_pretrained(str(folder), num_labels=1, **settings)
-    assert model.module.config.num_labels == 1
+    assert model.module.config.head.name == "score"
     with pytest.raises(ValueError, match="RewardTrainer: the model has an adapter and no head"):
         RewardTrainer(load(folder)[0], args=args, train_dataset=PREFERENCES)
     with pytest.raises(ValueError, match="num_labels = 2: it can be 1"):

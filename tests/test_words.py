@@ -16,7 +16,7 @@ RETIRED = {
     r"\bmet\b": 6,
     r"\bow(?:ed|es|ing)\b": 6,
     r"\btold\b": 34,
-    r"\btheirs\b": 59,
+    r"\btheirs\b": 55,
     r"\blies\b": 45,
     r"\btogether\b": 81,
     r"\bfates?\b": 0,
@@ -46,7 +46,7 @@ RETIRED = {
     r"\bat hand\b": 1,
     r"\bpersons?\b": 2,
     r"\bkin\b": 1,
-    r"\bin the place of\b": 2,
+    r"\bin the place of\b": 1,
     r"\bgo(?:es)? on\b": 27,
     r"\bcomes? of\b": 0,
 }

@@ -210,7 +210,7 @@ class RewardTrainer(PreferenceTrainer):
     def __init__(self, model: CompatModel | str | os.PathLike, args: Any = None, *others: Any, **arguments: Any):
         if isinstance(model, str | os.PathLike):
             model = loaded(os.fspath(model), given_arguments(args, RewardConfig), arguments.get("peft_config") is None)
-        if isinstance(model, CompatModel) and model.module.config.num_labels is None:
+        if isinstance(model, CompatModel) and model.module.config.head.is_text:
             if model.has_adapter:
                 raise ValueError(
                     "RewardTrainer: the model has an adapter and no head that scores texts: load it with "

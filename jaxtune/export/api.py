@@ -70,8 +70,8 @@ def export_model(
     if outtype is not None and outtype not in gguf_file.OUTTYPES:
         raise ValueError(f"export: outtype = {outtype!r} is unknown; it can be {', '.join(gguf_file.OUTTYPES)}")
     job = _Job(require_new(path, "export"), tokenizer, outtype, name or Path(path).name, max_shard_bytes)
-    if to.startswith("gguf") and model.config.num_labels is not None:
-        raise ValueError(f"export: to = {to!r}: GGUF has no reward models (this model scores texts); take merged")
+    if to.startswith("gguf") and not model.config.head.is_text:
+        raise ValueError(f"export: to = {to!r}: {model.config.head.what}, for which GGUF has no place; take merged")
     grids.require_held(model, to, (outtype or _DEFAULT_OUTTYPE[model.dtype]) if to == "gguf" else None)
     done = FORMATS[to](model, job)
     alone = to in ("adapter", "gguf-adapter")

@@ -68,7 +68,7 @@ def write(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) 
     tensors = {key: tensor for group in planned.values() for key, tensor in group.tensors.items()}
     others = {key for key, tensor in tensors.items() if len(tensor.shape) == 2}
     plain = {key.removesuffix(".weight") for key in others if key.endswith(".weight")} - {"model.embed_tokens"}
-    ignored = sorted({model.config.head_name, *plain})
+    ignored = sorted({model.config.head.name, *plain})
     says = {"quantization_config": quantization_config(group, ignored)}
     folders.write_planned(weights, folder, tokenizer, max_shard_bytes, planned, says, loads=False)
     return [f"{len(left)} linears are kept in 16 bits: their rows are not whole groups of {group}"] if left else []

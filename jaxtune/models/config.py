@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from flax import nnx
 
 from jaxtune.models import values
+from jaxtune.models.heads import TEXT, Head
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,8 +238,7 @@ class DecoderConfig:
       (Qwen3-Next).
     attention_sinks: one more logit a head, learned, in every softmax of attention (gpt-oss).
     moe: experts in place of the MLP, in every layer.
-    num_labels: 1: the head gives one number for each token, a reward, in place of logits (Hugging Face's
-      ForSequenceClassification).
+    head: what the model gives for a token: logits, or a number such as a reward (models/heads.py).
     """
 
     family: str
@@ -273,7 +273,7 @@ class DecoderConfig:
     attention_gate: bool = False
     attention_sinks: bool = False
     moe: MoEConfig | None = None
-    num_labels: int | None = None
+    head: Head = TEXT
     initializer_range: float = 0.02
 
     def __post_init__(self):
@@ -294,11 +294,8 @@ class DecoderConfig:
         ):
             if cap is not None:
                 values.positive(key, cap)
-        if self.num_labels is not None:
-            if self.num_labels != 1:
-                raise ValueError(f"num_labels {self.num_labels}: a model that scores texts gives one number; set 1")
-            if self.tie_embeddings:
-                raise ValueError("num_labels: the head of a model that scores texts is no embedding")
+        if self.tie_embeddings and not self.head.is_text:
+            raise ValueError(f"tie_embeddings: {self.head.what}, and its head is no embedding")
         if self.centred_norm and self.norm_offset:
             raise ValueError(f"norm_offset = {self.norm_offset}: a centred norm has none")
         if self.fused_qkv and self.attention_gate:
@@ -321,11 +318,6 @@ class DecoderConfig:
             if rope.kind == "yarn"
         )
         return max(self.max_position_embeddings, *stretched, 0)
-
-    @property
-    def head_name(self) -> str:
-        """The module of a checkpoint that is the head."""
-        return "lm_head" if self.num_labels is None else "score"
 
     @property
     def num_layers(self) -> int:

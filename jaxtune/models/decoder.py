@@ -112,14 +112,14 @@ class Decoder(nnx.Module):
             blocks = [Block(config, spec, k, dtype) for spec, k in zip(config.layers, keys[2:], strict=True)]
             self.layers = nnx.List(blocks)
             self.norm = norm_of(config, config.hidden_size, dtype)
-            size, std = (config.hidden_size, config.num_labels or config.vocab_size), config.initializer_range
+            size, std = (config.hidden_size, config.head.outputs or config.vocab_size), config.initializer_range
             tied = config.tie_embeddings
             self.head = None if tied else Linear(*size, bias=False, std=std, key=keys[1], dtype=dtype)
 
     @property
     def head_variable(self) -> nnx.Variable:
-        """The [vocab, hidden] tensor that makes logits: the head's own, or the embedding's if tied; [1, hidden] of a
-        model that scores texts."""
+        """The [vocab, hidden] tensor that makes logits: the head's own, or the embedding's if tied; [outputs, hidden]
+        of another head."""
         return self.embedding.weight if self.head is None else self.head.weight
 
     @property
@@ -201,7 +201,7 @@ class Decoder(nnx.Module):
         head, hidden = partition.whole_beside(self.head_variable, hidden)
         head = (head if rows is None else head[rows]).astype(hidden.dtype)
         logits = jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=jnp.float32, precision=precision)
-        if self.config.num_labels is not None:
+        if not self.config.head.is_text:
             return logits
         if self.config.logit_scale != 1.0:
             logits = logits * self.config.logit_scale

@@ -102,7 +102,7 @@ class Pretrained:
             )
         self._graph, flat, modules = _abstract(config, self._dtype)
         norms = family(config.family).NORMS
-        self._variables = {tensor_name(where, norms, config.layers, config.head_name): (where, v) for where, v in flat}
+        self._variables = {tensor_name(where, norms, config.layers, config.head.name): (where, v) for where, v in flat}
         wanted = {name: variable.get_value().shape for name, (_, variable) in self._variables.items()}
         entries, beside = carried.divide(entries, config, hf, whole)
         generation = read_generation_config(folder)

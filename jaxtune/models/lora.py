@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtune.models import values
+from jaxtune.models import heads, values
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.expressions import matching
 from jaxtune.models.layers.experts import ExpertLinear, ExpertLora
@@ -23,7 +23,7 @@ from jaxtune.pallas.formats import dense
 
 def savable(model: Decoder) -> tuple[str, str]:
     """What modules_to_save can name: the embedding and the head."""
-    return "embed_tokens", model.config.head_name
+    return "embed_tokens", model.config.head.name
 
 
 def linears(model: Decoder) -> Iterator[tuple[str, Linear]]:
@@ -38,9 +38,9 @@ def experts(model: Decoder) -> Iterator[tuple[str, ExpertLinear]]:
 
 def _in_layers(model: Decoder) -> Iterator[tuple[str, Any]]:
     for index, (layer, spec) in enumerate(zip(model.layers, model.config.layers, strict=True)):
-        theirs = spec.their_names
+        names = spec.their_names
         for part, name, matrix in layer.matrices():
-            yield ".".join(part for part in ("model.layers", str(index), theirs[part], name) if part), matrix
+            yield ".".join(part for part in ("model.layers", str(index), names[part], name) if part), matrix
 
 
 def matrices(model: Decoder) -> Iterator[tuple[str, Linear | ExpertLinear]]:
@@ -107,7 +107,7 @@ def select_targets(names: Sequence[str], target_modules: str | Sequence[str], ex
         return chosen
     for target in target_modules:
         if not any(name_matches(name, target) for name in names):
-            whole = ("embed_tokens", "lm_head", "score")
+            whole = ("embed_tokens", *(head.name for head in heads.HEADS))
             hint = " (put it in modules_to_save to train it whole)" if target in whole else ""
             if experts:
                 hint = " (experts are named in target_parameters: mlp.experts.gate_up_proj, mlp.experts.down_proj)"
@@ -191,8 +191,8 @@ def get_peft_model(
         expert. Without dropout or DoRA, as in PEFT.
       lora_dropout: on the adapters' input, one mask for the linears that share it.
       use_dora: weight-decomposed adapters (arXiv 2402.09353).
-      modules_to_save: of "embed_tokens", "lm_head": trained whole, in float32 masters; tied heads stay tied. "score",
-        the head of a model that scores texts, always is.
+      modules_to_save: of "embed_tokens", "lm_head": trained whole, in float32 masters; tied heads stay tied. Another
+        head than a language model's, such as "score", always is.
       rank_pattern, alpha_pattern: {regular expression over the end of a module name: value}.
       seed: of the random start of A; B starts at zero.
     Returns:
@@ -224,8 +224,8 @@ def get_peft_model(
         if lora.magnitude is not None:
             lora.magnitude.set_value(row_norm(dense(linear.stored_weight), lora.a[...], lora.b[...], lora.scale))
         linear.lora = lora
-    head = model.config.head_name
-    for name in {*(modules_to_save or ()), *([head] if model.config.num_labels else [])}:
+    head = model.config.head.name
+    for name in {*(modules_to_save or ()), *([] if model.config.head.is_text else [head])}:
         if name not in savable(model):
             known = ", ".join(savable(model))
             raise ValueError(f"modules_to_save: {name!r} cannot be trained whole; there are: {known}")
@@ -314,7 +314,7 @@ def gives_adapter(model: Decoder, settings: Mapping[str, Any]) -> bool:
     except ValueError:
         return False
     loras = {name: matrix.lora for name, matrix in matrices(model) if matrix.lora is not None}
-    saved = {*(settings["modules_to_save"] or ()), *([model.config.head_name] if model.config.num_labels else [])}
+    saved = {*(settings["modules_to_save"] or ()), *([] if model.config.head.is_text else [model.config.head.name])}
     saved = set(savable(model)) if saved and model.head is None else saved
     return (
         wanted == {name: (lora.rank, lora.alpha) for name, lora in loras.items()}

@@ -32,8 +32,8 @@ from jaxtune.models.families import (
     seed_oss,
     smollm3,
 )
-from jaxtune.models.families.common import SCORES
 from jaxtune.models.families.types import checked
+from jaxtune.models.heads import head_of_class
 from jaxtune.pallas.formats import format_of, layouts
 
 FAMILIES: dict[str, ModuleType] = {
@@ -175,12 +175,14 @@ def config_from_hf(hf: dict) -> DecoderConfig:
     module = family(hf.get("model_type"))
     weights_stored_in(hf)  # or refused
     config = module.from_hf(hf)
-    if not str(next(iter(hf.get("architectures") or ()), "")).endswith(SCORES):
+    architecture = str(next(iter(hf.get("architectures") or ()), ""))
+    head = head_of_class(architecture)
+    if head.is_text:
         return config
     labels = hf.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}  # as transformers has it
-    if len(labels) != 1:
+    if len(labels) != head.outputs:
         raise ValueError(
-            f"config.json: {len(labels)} labels (id2label) of {hf['architectures'][0]}: of models that classify only "
+            f"config.json: {len(labels)} labels (id2label) of {architecture}: of models that classify only "
             "those with one label, reward models, can be loaded"
         )
-    return dataclasses.replace(config, num_labels=1, tie_embeddings=False)
+    return dataclasses.replace(config, head=head, tie_embeddings=False)

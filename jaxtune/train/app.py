@@ -26,7 +26,7 @@ from jaxtune.models.hf import Pretrained, model_from_config, save_weights
 from jaxtune.models.lora import get_peft_model, has_adapter
 from jaxtune.models.placement import partition
 from jaxtune.models.registry import config_from_hf, weights_stored_in
-from jaxtune.models.reward import reward_model
+from jaxtune.models.reward import with_head
 from jaxtune.system import processes, terminal
 from jaxtune.system.files import atomic_write, require_makeable
 from jaxtune.system.invocation import spelled
@@ -43,6 +43,7 @@ from jaxtune.train.folder.record import digest, is_digest_of, require_same_setti
 from jaxtune.train.folder.results import holds, require_own, require_replaceable, write_result
 from jaxtune.train.folder.run_folder import ADAPTER, MERGED, RESULTS
 from jaxtune.train.folder.saving import TrainingInterrupted
+from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.planning import choice, cost, devices, fitting, search
 from jaxtune.train.planning.meshes import mesh_of
 from jaxtune.train.planning.phases import Sampled, phase, questions_at_a_time
@@ -114,8 +115,7 @@ def _adapted(model: Decoder, config: TrainConfig) -> Decoder:
     """The model with the head, the adapter and the products that a config asks for."""
     if config.model.compute == "fp8":
         model = compute_in_fp8(model)
-    if config.objective.name == "reward":
-        model = reward_model(model, config.seed)
+    model = with_head(model, objective_of(config).head, config.seed)
     if config.adapter is None:
         return model
     if config.adapter.path is not None:

@@ -32,7 +32,7 @@ def turn_end(tokenizer: Any) -> int | None:
 def with_end_tokens(model: Decoder, tokenizer: Any) -> Decoder:
     """The model, changed in place: its texts, and those of the folder that it is saved to, also end with what ends a
     response in the tokenizer's chat template, and with its EOS."""
-    if tokenizer is None or model.source is None or model.config.num_labels is not None:
+    if tokenizer is None or model.source is None or not model.config.head.is_text:
         return model
     taught = (turn_end(tokenizer), tokenizer.eos_token_id)
     return with_end_token_ids(model, [token for token in taught if token is not None])

@@ -267,7 +267,7 @@ def test_what_is_not_of_the_text_model_is_saved_again(name, tmp_path):
     scored, config = saved(jaxtune.reward_model(model), "scored")  # a text model alone
     assert not beside.keys() & scored.keys() and "model.norm.weight" in scored
     assert config["model_type"] == text["model_type"] and config["architectures"][0].endswith("SequenceClassification")
-    assert from_pretrained(tmp_path / "scored", dtype="float32")[0].config.num_labels == 1
+    assert from_pretrained(tmp_path / "scored", dtype="float32")[0].config.head.name == "score"
     (tmp_path / "whole" / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"is saved as it lies in .*model.safetensors.*; put the folder back"):
         save_pretrained(model, tmp_path / "gone")

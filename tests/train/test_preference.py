@@ -38,7 +38,7 @@ from jaxtune.train.planning.cost import abstract_model, step_cost
 from jaxtune.train.planning.devices import find_device
 from jaxtune.train.planning.forecasts import forecast
 from jaxtune.train.planning.plan import StepPlan
-from jaxtune.train.program.loss import NO_ROUTER_LOSSES, Forward
+from jaxtune.train.program.loss import NO_AUX_LOSSES, Forward
 from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer
 from tests.train.tiny_runs import VOCAB, lora_model, make_config, tiny_model
@@ -396,10 +396,10 @@ def test_pairs_that_are_all_beyond_the_margin_do_not_end_a_run(tmp_path):
 def test_the_reference_of_an_adapter_that_was_trained_before_is_said(tmp_path):
     config = make_config("out", adapter=AdapterConfig(path="taught"), objective=ObjectiveConfig("dpo"))
     storage = {"weights": "fp32", "optimizer": "fp32"}
-    notes = precision_notes(config, storage, "fp32", NO_ROUTER_LOSSES, lora_model(), None)
+    notes = precision_notes(config, storage, "fp32", NO_AUX_LOSSES, lora_model(), None)
     assert notes[-1].startswith("dpo: the reference is the model without its adapter, and not the model with")
     plain = dataclasses.replace(config, adapter=AdapterConfig())
-    assert precision_notes(plain, storage, "fp32", NO_ROUTER_LOSSES, lora_model(), None) == notes[:-1]
+    assert precision_notes(plain, storage, "fp32", NO_AUX_LOSSES, lora_model(), None) == notes[:-1]
 
 
 def test_micro_batches_give_the_same_run(run, tmp_path):

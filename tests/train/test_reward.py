@@ -128,7 +128,7 @@ def test_the_head_in_files(tmp_path, kind):
     config = json.loads((tmp_path / "merged" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForSequenceClassification"] and config["id2label"] == {"0": "LABEL_0"}
     loaded = from_pretrained(tmp_path / "merged", dtype="float32")[0]
-    assert loaded.config.num_labels == 1 and reward_model(loaded) is loaded
+    assert loaded.config.head.name == "score" and reward_model(loaded) is loaded
     np.testing.assert_array_equal(loaded(tokens), merged(tokens))
 
 
@@ -152,7 +152,7 @@ def test_a_run_of_the_command(tmp_path):
     )
     assert app.run(config) == 0
     merged = from_pretrained(tmp_path / "run" / "merged")[0]
-    assert merged.config.num_labels == 1 and merged.head.weight.shape == (1, 16)
+    assert merged.config.head.name == "score" and merged.head.weight.shape == (1, 16)
     adapted = jaxtune.load_adapter(from_pretrained(tmp_path / "base")[0], tmp_path / "run" / "adapter")
     tokens = jnp.arange(8)[None]
     np.testing.assert_allclose(adapted(tokens), merged(tokens), atol=0.05)
@@ -167,7 +167,7 @@ def test_what_does_not_go_together(tmp_path):
         jaxtune.generate(reward_model(tiny_model()), [[1, 2]])
     with pytest.raises(ValueError, match="reward_model: this model has adapters"):
         reward_model(get_peft_model(tiny_model(), r=4))
-    with pytest.raises(ValueError, match="to = 'gguf': GGUF has no reward models"):
+    with pytest.raises(ValueError, match="to = 'gguf': this model scores texts"):
         jaxtune.export_model(reward_model(tiny_model()), tmp_path / "gguf", to="gguf")
     with pytest.raises(ValueError, match=r"objective\.beta = 0\.1: reward has no such option"):
         ObjectiveConfig("reward", beta=0.1)

@@ -16,7 +16,6 @@ from jaxtune.models.registry import whole_tensor_name
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 CONFIG_NAME = "adapter_config.json"
-SCORES = "SEQ_CLS"  # the task_type of an adapter of a model that scores texts
 _PEFT_VERSION = "0.21.2"  # whose format this is
 
 # Settings of PEFT's LoraConfig that load_adapter follows, and those that change nothing once an adapter is trained.
@@ -87,7 +86,7 @@ def config_of(model: Decoder) -> dict[str, Any]:
         settings[key] = {peft_name(model, name): value for name, value in settings[key].items()}
     return settings | {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM" if model.config.num_labels is None else SCORES,
+        "task_type": model.config.head.task_type,
         "peft_version": _PEFT_VERSION,
         "auto_mapping": None,
         "base_model_name_or_path": None if model.source is None else model.source.path,

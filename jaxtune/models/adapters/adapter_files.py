@@ -34,7 +34,6 @@ from jaxtune.models import values
 from jaxtune.models.adapters import trained_over
 from jaxtune.models.adapters.adapter_config import (
     CONFIG_NAME,
-    SCORES,
     WEIGHTS_NAME,
     config_of,
     peft_name,
@@ -47,6 +46,7 @@ from jaxtune.models.files.folders import new_folder
 from jaxtune.models.files.model_folder import save_companions
 from jaxtune.models.files.quant import rounded_by
 from jaxtune.models.generation.ends import with_end_token_ids
+from jaxtune.models.heads import head_of_task
 from jaxtune.models.linear import Frozen
 from jaxtune.models.lora import (
     experts,
@@ -59,7 +59,7 @@ from jaxtune.models.lora import (
 )
 from jaxtune.models.placement import partition
 from jaxtune.models.registry import whole_tensor_name
-from jaxtune.models.reward import reward_model
+from jaxtune.models.reward import with_head
 from jaxtune.system.files import atomic_write
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ def adapter_tensors(model: Decoder) -> dict[str, nnx.Variable | ExpertTensor]:
     if isinstance(model.embedding.weight, nnx.Param):
         tensors[f"{_PREFIX}model.embed_tokens.weight"] = model.embedding.weight
     if isinstance(model.head_variable, nnx.Param):
-        tensors[f"{_PREFIX}{model.config.head_name}.weight"] = model.head_variable
+        tensors[f"{_PREFIX}{model.config.head.name}.weight"] = model.head_variable
     return tensors
 
 
@@ -199,8 +199,8 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
     """
     folder = Path(path).expanduser()
     config, where = read_adapter_config(folder), folder / CONFIG_NAME
-    if config.get("task_type") == SCORES and model.config.num_labels is None:
-        model = reward_model(model)
+    if model.config.head.is_text:
+        model = with_head(model, head_of_task(config.get("task_type")))
     arrays, metadata = _read_tensors(folder)
     _check_base(folder, metadata, model)
     over = trained_over.read(folder)
@@ -381,7 +381,7 @@ def _check_base(folder: Path, metadata: Mapping[str, str], model: Decoder) -> No
 def _modules_to_save(config: Mapping[str, Any]) -> list[str]:
     names = {name.rsplit(".", 1)[-1] for name in config.get("modules_to_save") or ()}
     # PEFT names every module that a head could be.
-    return sorted(names - {"classifier"} if config.get("task_type") == SCORES else names)
+    return sorted(names if head_of_task(config.get("task_type")).is_text else names - {"classifier"})
 
 
 def _check_tied(folder: Path, model: Decoder, arrays: Mapping[str, np.ndarray]) -> None:

@@ -178,7 +178,7 @@ def merged_weights(model: Decoder) -> Weights:
         makers[id(linear.weight)], views[id(linear.weight)] = make, _Merged.of(own, model.dtype)
     for module in (merged.embedding, merged.head):
         if module is not None and isinstance(module.weight, nnx.Param):
-            name = model.config.head_name if isinstance(module, Linear) else "embed_tokens"
+            name = model.config.head.name if isinstance(module, Linear) else "embed_tokens"
             given = module.weight.get_value()
             module.weight = trained(module.weight, jax.ShapeDtypeStruct(given.shape, dtype))
             makers[id(module.weight)] = functools.partial(_trained_whole, name, given, dtype)
@@ -345,7 +345,7 @@ def _check_logits(model: Decoder, merged: Weights, views: dict[int, _Merged], ch
     widest = max(config.hidden_size, config.intermediate_size, config.query_size)
     roundoff = _roundoff(model.norm.weight.get_value().dtype) + _FP32_ROUNDOFF * widest**0.5
     bound = _LOGITS_MARGIN * roundoff * changed**0.5
-    middle = expected.mean(-1 if config.num_labels is None else None, keepdims=True)  # of scores, over all tokens
+    middle = expected.mean(-1 if config.head.is_text else None, keepdims=True)  # of scores, over all tokens
     scale = np.sqrt(np.mean(np.square(expected - middle)))
     error = float(np.sqrt(np.mean(np.square(got - expected))) / scale)
     if not error <= bound:

@@ -222,9 +222,6 @@ def decoder_config(hf: Mapping[str, Any], **features) -> DecoderConfig:
     return DecoderConfig(**(fields | features))
 
 
-SCORES = "ForSequenceClassification"  # how the class of a model that scores texts ends
-
-
 def rope_to_hf(rope: RopeConfig) -> dict[str, Any] | None:
     """rope_scaling of a RopeConfig; None for the default kind."""
     if rope.kind == "default":
@@ -245,11 +242,9 @@ def rope_to_hf(rope: RopeConfig) -> dict[str, Any] | None:
 def hf_config(config: DecoderConfig, architecture: str, **features) -> dict[str, Any]:
     """The part of to_hf that all families share, in the spelling that transformers 4 and 5 both read."""
     rope = config.rotary[0]
-    if config.num_labels is not None:
-        architecture = architecture.replace("ForCausalLM", SCORES)
-        features |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    features |= config.head.hf_config()
     return {
-        "architectures": [architecture],
+        "architectures": [config.head.architecture_of(architecture)],
         "model_type": config.family,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -463,7 +458,7 @@ def tensor_name(
 ) -> str:
     """Hugging Face's name of the tensor at `path` in a Decoder: ("layers", 0, "mlp", "up_proj", "weight") -> ...
 
-    layers: the decoder's, where any has parts of its own. head: its head_name.
+    layers: the decoder's, where any has parts of its own. head: the name of its head.
     """
     if path[0] == "layers":
         _, index, part, *rest = map(str, path)

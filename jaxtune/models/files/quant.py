@@ -206,7 +206,7 @@ def qat_config(model: Decoder) -> dict[str, Any] | None:
     if model.qat is None:
         return None
     require_grid(model, "the model")
-    skipped = [model.config.head_name, *not_quantized(model, model.qat)]
+    skipped = [model.config.head.name, *not_quantized(model, model.qat)]
     return {**dataclasses.asdict(model.qat), "modules_to_not_convert": skipped}
 
 
@@ -266,7 +266,7 @@ def quantization_config(model: Decoder) -> Config | None:
     stored = _stored(model)
     if not stored:
         return None
-    plain = [model.config.head_name, *(name for name, _ in matrices(model) if name not in stored)]
+    plain = [model.config.head.name, *(name for name, _ in matrices(model) if name not in stored)]
     found = FORMATS[str(stored_in(model))]
     weights = [weight for weight in stored.values() if format_of(weight) is found]
     return found.layout(weights[0]).config(weights, plain, model.dtype)

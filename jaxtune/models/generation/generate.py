@@ -85,8 +85,8 @@ def generate(
         scores texts.
     """
     config = model.config
-    if config.num_labels is not None:
-        raise ValueError("generate: this model scores texts (a reward model) and cannot continue them")
+    if not config.head.is_text:
+        raise ValueError(f"generate: {config.head.what} and cannot continue texts")
     if len(prompts) == 0:
         raise ValueError("generate: prompts is empty; give at least one list of token ids")
     rows = [checked_prompt(row, config.vocab_size, f"generate: prompt {i}") for i, row in enumerate(prompts)]

@@ -71,8 +71,8 @@ class JaxtuneLM(TemplateLM):
 
             pretrained, found = from_pretrained(pretrained, dtype=dtype, load_in=load_in)
             tokenizer = tokenizer or found
-        if pretrained.config.num_labels is not None:
-            raise ValueError("JaxtuneLM: this model scores texts (a reward model) and has no log-probabilities")
+        if not pretrained.config.head.is_text:
+            raise ValueError(f"JaxtuneLM: {pretrained.config.head.what} and has no log-probabilities")
         if tokenizer is None:
             raise ValueError("JaxtuneLM: tokenizer is missing: give the model's")
         if not str(batch_size).isdigit() or int(batch_size) < 1:

@@ -123,8 +123,8 @@ class Sampler:
         for name, value in (("tokens_per_round", tokens_per_round), ("prefill_tokens", prefill_tokens)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"Sampler: {name} = {value!r}: must be a positive integer")
-        if model.config.num_labels is not None:
-            raise ValueError("Sampler: this model scores texts (a reward model) and cannot continue them")
+        if not model.config.head.is_text:
+            raise ValueError(f"Sampler: {model.config.head.what} and cannot continue texts")
         self.config, self._ends = model.config, end_token_ids(model)
         # Once: walking over a deep model takes the host as long as the device takes for many tokens.
         graph, state = nnx.split(model)

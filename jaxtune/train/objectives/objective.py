@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Protocol
 import jax
 
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.heads import Head
 from jaxtune.train.config import DataConfig
 from jaxtune.train.data import Batch, TokenDataset
 from jaxtune.train.program.loss import Forward
@@ -20,12 +21,14 @@ class Objective(Protocol):
       unit: what `count` counts, in plural: "targets", "pairs". The mean loss is over them, and metrics have their
         number under this name.
       sums: names of the objective's own sums.
+      head: the head that the model must have; a run of the command gives it a new one where it has a language model's.
       reference_runs: forward passes of a model that does not train, in each loss (Forward.frozen): the planner counts
         their time.
     """
 
     unit: ClassVar[str]
     sums: ClassVar[tuple[str, ...]]
+    head: ClassVar[Head]
 
     @property
     def reference_runs(self) -> int: ...

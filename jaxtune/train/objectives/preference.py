@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.heads import TEXT, Head
 from jaxtune.models.lora import has_adapter, matrices, without_adapter
 from jaxtune.models.placement import partition
 from jaxtune.train.config import ROW_OPTIONS, ConfigError, DataConfig
@@ -78,6 +79,7 @@ class Pairs:
     name: ClassVar[str]
     form: ClassVar[str] = PREFERENCE
     unit: ClassVar[str] = "pairs"
+    head: ClassVar[Head] = TEXT
     sums: ClassVar[tuple[str, ...]]
 
     def prepare(

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.heads import SCORE, Head
 from jaxtune.models.placement import partition
 from jaxtune.train.config import DataConfig
 from jaxtune.train.data import Batch
@@ -52,6 +53,7 @@ class Reward(Pairs):
     center_rewards_coefficient: float | None = None
 
     name: ClassVar[str] = "reward"
+    head: ClassVar[Head] = SCORE
     sums: ClassVar[tuple[str, ...]] = ("min_reward", "mean_reward", "max_reward", "accuracy", "margin")
 
     def prepare(
@@ -64,7 +66,7 @@ class Reward(Pairs):
         return dataclasses.replace(made, labels=margins(rows, made.documents, max_rows), whole=True)
 
     def check(self, model: Decoder) -> None:
-        if model.config.num_labels is None:
+        if model.config.head != SCORE:
             raise ValueError(
                 "objective = reward: this model has no head that scores texts: give it one (jaxtune.reward_model), and "
                 "then an adapter"

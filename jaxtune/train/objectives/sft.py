@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import jax
 
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.heads import TEXT, Head
 from jaxtune.train.config import ROW_OPTIONS, DataConfig
 from jaxtune.train.data import Batch, TokenDataset, prepare
 from jaxtune.train.program.loss import Forward
@@ -20,6 +21,7 @@ class SFT:
 
     unit: ClassVar[str] = "targets"
     sums: ClassVar[tuple[str, ...]] = ()
+    head: ClassVar[Head] = TEXT
 
     @property
     def reference_runs(self) -> int:

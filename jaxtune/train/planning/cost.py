@@ -25,7 +25,7 @@ from jaxtune.models.layers.tiles import tiled_residuals
 from jaxtune.models.lora import get_peft_model
 from jaxtune.models.placement import partition
 from jaxtune.models.residual_plan import residuals_of
-from jaxtune.models.reward import reward_model
+from jaxtune.models.reward import with_head
 from jaxtune.models.rope import rotary_tables
 from jaxtune.models.stack import layer_forward
 from jaxtune.pallas import dispatch
@@ -34,6 +34,7 @@ from jaxtune.pallas.formats import Stored, format_of
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS
 from jaxtune.pallas.linear_cross_entropy import fills_up
 from jaxtune.train.config import MeshConfig, TrainConfig
+from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.optimizer import optimizer_offload
 from jaxtune.train.optimizer.optim import make_optimizer, weight_storage
 from jaxtune.train.optimizer.schedule import learning_rate_schedule
@@ -389,8 +390,7 @@ def abstract_model(shape, config: TrainConfig) -> Decoder:
             model = quantize(model, config.model.load_in)
             if config.model.compute == "fp8":
                 model = compute_in_fp8(model)
-        if config.objective.name == "reward":
-            model = reward_model(model)
+        model = with_head(model, objective_of(config).head)
         if config.adapter is not None:
             model = get_peft_model(model, **config.adapter.settings, seed=config.seed)
         return model
