@@ -18,7 +18,7 @@ RETIRED = {
     r"\btold\b": 34,
     r"\btheirs\b": 55,
     r"\blies\b": 45,
-    r"\btogether\b": 81,
+    r"\btogether\b": 80,
     r"\bfates?\b": 0,
     r"\bremember(?:ed|s)?\b": 14,
     r"\bunfinished\b": 0,

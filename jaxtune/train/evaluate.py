@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.ends import end_token_ids
-from jaxtune.models.generation.generate import generate
+from jaxtune.models.generation.sampler import Sampler
 from jaxtune.train.data.formats import Example, normalize
 from jaxtune.train.data.templates import RowEncoder
 
@@ -33,7 +33,7 @@ def exact_match(
       rows: {"messages": [..., {"role": "assistant", "content": expected}]}, perhaps with "tools"; or what
         formats.normalize made of a row of any form that ends with an answer.
       template: as data.template; None is the tokenizer's own, and gives the prompt of an Example that has one as it is.
-      batch_size: prompts answered at a time; prompts of like length go together.
+      batch_size: the most prompts that are answered at a time; fewer where memory has no room for them.
     Returns:
       (share of right answers, [(question, expected, answer)] in the order of rows); the question is the content of
       the message before the answer.
@@ -52,17 +52,13 @@ def exact_match(
     ends = (encoder.end_ids - within) | set(end_token_ids(model))
     closes = {_first(_tokens(tokenizer, text), ends) for text in set(closing)} - {None}
     turn_ends = closes | set(end_token_ids(model)) if closes and within & encoder.end_ids else ends
-    answers = [""] * len(rows)
-    order = sorted(range(len(rows)), key=lambda index: len(prompts[index]))
-    for first in range(0, len(order), batch_size):
-        chosen = order[first : first + batch_size]
-        # Always a whole batch: the last one repeats its prompt, so that no other program is compiled for it.
-        batch = chosen + [chosen[-1]] * (batch_size - len(chosen)) if first else chosen
-        new = generate(model, [prompts[index] for index in batch], max_new_tokens, eos_token_ids=sorted(turn_ends))
-        for index, ids in zip(chosen, new, strict=False):
-            ids = _after(tokenizer, ids, marks[index])
-            ids = list(itertools.takewhile(lambda token: token not in ends, ids))
-            answers[index] = tokenizer.decode(ids, skip_special_tokens=True).strip()
+    longest = max(map(len, prompts)) + max_new_tokens
+    sampler = Sampler(model, length=longest, most_slots=min(batch_size, len(rows)))
+    answers = []
+    for row in sampler.run(prompts, max_new_tokens, eos_token_ids=sorted(turn_ends)):
+        ids = _after(tokenizer, row.ids, marks[row.index])
+        ids = list(itertools.takewhile(lambda token: token not in ends, ids))
+        answers.append(tokenizer.decode(ids, skip_special_tokens=True).strip())
     right = sum(answer == wanted for answer, wanted in zip(answers, expected, strict=True))
     return right / len(rows), list(zip(questions, expected, answers, strict=True))
 

@@ -329,7 +329,8 @@ class Trainer:
             return []
         of_plan = (planner.cost, planner.forecast, planner.device, self.config, self.mesh.shape[partition.FSDP])
         phases = phases_of(model.prepared, model.trainable, *of_plan, self.sampled)
-        return phase_lines(phases, planner.budget_bytes, host_memory_bytes())
+        sampling = [] if self.sampled is None else [f"  {self.sampled}"]
+        return [*phase_lines(phases, planner.budget_bytes, host_memory_bytes()), *sampling]
 
     def notes(self) -> list[str]:
         """How weights are kept and rounded, a line each."""

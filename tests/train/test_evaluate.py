@@ -84,6 +84,20 @@ ROWS = {
 TOOLS = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}" + packaged.PACKAGED["chatml"].text
 
 
+def sampled_by(monkeypatch, answers) -> None:
+    """Puts `answers(prompts, eos_token_ids=...)`, which gives the ids of all rows, in place of a Sampler's run."""
+
+    class Answers:
+        def __init__(self, model, **_):
+            pass
+
+        def run(self, prompts, max_new_tokens, *, eos_token_ids):
+            for index, ids in enumerate(answers(prompts, eos_token_ids=eos_token_ids)):
+                yield SimpleNamespace(index=index, ids=ids)
+
+    monkeypatch.setattr(evaluate, "Sampler", Answers)
+
+
 @pytest.mark.parametrize(
     ("form", "template"), [("prompts", None), ("prompts", "chatml"), ("alpaca", None), ("tools", TOOLS)]
 )
@@ -93,7 +107,7 @@ def test_rows_of_every_form_are_asked_as_they_are_trained(tokenizer, tmp_path, m
     data = DataConfig(train="none", eval=str(tmp_path / "rows.jsonl"), length=64, template=template)
     config = TrainConfig(model=ModelConfig(path=str(tmp_path)), data=data)
     asked = []
-    monkeypatch.setattr(evaluate, "generate", lambda model, prompts, *_, **__: asked.extend(prompts) or [[]])
+    sampled_by(monkeypatch, lambda prompts, **_: asked.extend(prompts) or [[]])
     exact_match(model, tokenizer, app.answered(config, 1), max_new_tokens=1, template=template)
     (trained,) = prepare([ROWS[form]], tokenizer, length=64, template=template).documents
     assert asked == [trained.tokens[: int(trained.mask.argmax())].tolist()]
@@ -138,11 +152,11 @@ def test_what_was_thought_is_no_part_of_an_answer(model, monkeypatch, opens, clo
     template = THOUGHT.replace("OPEN", opens).replace("CLOSE", closes).replace("PROMPT", prompt)
     tokenizer = make_tokenizer(template)
 
-    def generated(model, prompts, *_, eos_token_ids, **__):
+    def generated(prompts, eos_token_ids):
         ids = tokenizer(says + "<|im_end|>", add_special_tokens=False)["input_ids"]
         return [ids[: next(i for i, token in enumerate(ids) if token in eos_token_ids)] for _ in prompts]
 
-    monkeypatch.setattr(evaluate, "generate", generated)
+    sampled_by(monkeypatch, generated)
     right = conversation("Name a colour.", "blue")
     thought = {"messages": [right["messages"][0], right["messages"][1] | {"reasoning_content": "hm"}]}
     score, answers = exact_match(model, tokenizer, [right, thought, conversation("Name a colour.", "red")])

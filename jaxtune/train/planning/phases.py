@@ -67,6 +67,9 @@ class Sampled:
     prompt: int
     answer: int
 
+    def __str__(self) -> str:
+        return f"sampling: {self.rows} slots of {self.prompt + self.answer:,} tokens"
+
     def bytes(self, parts: StepCost, device: Device) -> float:
         """Device bytes in addition to the weights: keys and values of every position, and the pass over the prompts."""
         cached = sum(parts.residuals.get(name, 0.0) for name in ("key", "value")) * parts.num_layers
