@@ -29,7 +29,7 @@ import numpy as np
 
 from jaxtune.system.files import atomic_write
 
-DIGITS, LENGTH, ROWS_PER_STEP, SAVED_STEPS = 8, 2048, 64, 20
+DIGITS, LENGTH, ROWS_PER_STEP, SAVED_STEPS = 8, 2048, 64, 5
 TOKENS = DIGITS + 1  # of a row, with the one that ends it
 
 
@@ -120,23 +120,32 @@ def main() -> None:
     for old in work.iterdir():
         old.unlink()
     started, draw = time.monotonic(), random.Random(0)
+    saves = given.rows // (LENGTH // TOKENS * ROWS_PER_STEP * SAVED_STEPS)
     command = [sys.executable, "-m", "benchmarks.streaming", str(given.folder), "--child", f"--rows={given.rows}"]
     killed = 0
     while True:
         child = subprocess.Popen(command, env=os.environ | {"JAX_PLATFORMS": "cpu"})
-        try:
-            # A time by which it has read for a while; seconds to start it are not counted as reading.
-            code = child.wait(timeout=draw.uniform(30, 120) if killed < given.kills else None)
-        except subprocess.TimeoutExpired:
+        if killed < given.kills and wait_for(child, work, draw.randint(1, max(1, saves // (given.kills + 1)))):
+            time.sleep(draw.uniform(0, 3))
             child.send_signal(signal.SIGKILL)
             child.wait()
             killed += 1
-            continue
-        if code:
-            sys.exit(code)
-        break
+        elif child.wait():
+            sys.exit(child.returncode)
+        else:
+            break
     seconds = time.monotonic() - started
     report(given, work, killed, seconds)
+
+
+def wait_for(child: subprocess.Popen, work: Path, saves: int) -> bool:
+    """Whether the child saves that many times more before it ends; waits for it."""
+    before = len(list(work.glob("seen-*.npy")))
+    while child.poll() is None:
+        if len(list(work.glob("seen-*.npy"))) >= before + saves:
+            return True
+        time.sleep(0.1)
+    return False
 
 
 def report(given: argparse.Namespace, work: Path, killed: int, seconds: float) -> None:

@@ -32,7 +32,9 @@ OVERRIDES = [
 ]
 
 
-def run(folder: Path, name: str, moment: int = 0, number: str = "SIGKILL") -> subprocess.CompletedProcess[str]:
+def run(
+    folder: Path, name: str, moment: int = 0, number: str = "SIGKILL", rows: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
     root = Path(jaxtune.__file__).parents[1]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(root), str(root / "tests" / "models")]),
@@ -40,7 +42,7 @@ def run(folder: Path, name: str, moment: int = 0, number: str = "SIGKILL") -> su
         "XLA_FLAGS": "",  # one device
     }
     command = [sys.executable, str(root / "tests" / "faults" / "kills.py"), str(folder / "recipe.yaml"), str(moment)]
-    command += [number, *OVERRIDES, f"output={folder / name}"]
+    command += [number, *OVERRIDES, *rows, f"output={folder / name}"]
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
@@ -48,9 +50,17 @@ def weights(result: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in result.iterdir() if path.name != PROOF}
 
 
-def test_killed_at_random_moments(tmp_path):
+@pytest.mark.parametrize("streamed", [False, True])
+def test_killed_at_random_moments(tmp_path, streamed):
     make_folder(tmp_path)
-    straight = run(tmp_path, "straight")
+    rows = ()
+    if streamed:  # in windows that end within a step, so that most kills are in the middle of one
+        lines = (tmp_path / "rows.jsonl").read_text().splitlines(keepends=True)
+        (tmp_path / "shards").mkdir()
+        for shard in range(3):
+            (tmp_path / "shards" / f"{shard}.jsonl").write_text("".join(lines[shard::3]))
+        rows = (f"data.train={tmp_path}/shards", "data.streaming=true", "data.buffer_size=7", "data.packing=false")
+    straight = run(tmp_path, "straight", rows=rows)
     assert straight.returncode == 0, straight.stderr
     moments = int(re.search(r"moments (\d+)", straight.stdout)[1])
 
@@ -62,12 +72,12 @@ def test_killed_at_random_moments(tmp_path):
     for kill in range(KILLS):
         number = "SIGKILL" if kill % 2 else "SIGTERM"
         moment = draw.randint(1, 2 * share) if kill < KILLS - 2 else draw.randint(share // 2, share)
-        done = run(tmp_path, "killed", moment, number)
+        done = run(tmp_path, "killed", moment, number, rows)
         codes.append(done.returncode)
         if done.returncode == 0:
             break
         assert done.returncode == (EXIT_SAVED if number == "SIGTERM" else -signal.SIGKILL), done.stderr
-    done = run(tmp_path, "killed")  # to its end
+    done = run(tmp_path, "killed", rows=rows)  # to its end
     assert done.returncode == 0, done.stderr
     assert "not bit for bit" not in done.stdout
     assert sum(code != 0 for code in codes) >= KILLS // 2, codes

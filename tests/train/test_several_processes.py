@@ -283,6 +283,26 @@ def test_four_processes_divide_a_base_and_rows_and_go_on_when_one_was_killed(rec
         same_tensors(output / file, whole / file, 1e-5)
 
 
+def test_two_processes_stream_the_rows_of_one_and_go_on_when_one_was_killed(recipe, tmp_path):
+    """Each reads a shard of its own, and every other row of the third."""
+    lines = (recipe.parent / "rows.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "shards").mkdir()
+    for shard in range(3):
+        (tmp_path / "shards" / f"{shard}.jsonl").write_text("".join(lines[shard::3]))
+    wanted = [f"data.train={tmp_path}/shards", "data.streaming=true", "data.buffer_size=6", "data.eval=null"]
+    wanted += ["mesh.data=2", "data.packing=false", "steps=8", "checkpoint.every_steps=1"]
+    whole, output = tmp_path / "whole", tmp_path / "run"
+    assert cli.main(["train", str(recipe), f"output={whole}", *wanted]) == 0
+    ended = run_all(recipe, output, wanted, [("outlive", 0), ("kill", 5)])
+    assert ended[1][0] == -9 and ended[0][0] not in (0, 75), ended
+    ended = run_all(recipe, output, wanted, [("none", 0), ("none", 0)])
+    assert [code for code, _ in ended] == [0, 0] and "resuming from step" in ended[0][1], ended
+    assert steps(output)[-8:] == steps(whole)[-8:]
+    same_tensors(output / ADAPTER, whole / ADAPTER)
+    # The rows are divided by devices: on one device they would be others.
+    assert cli.main(["train", str(recipe), f"output={output}", *wanted, "mesh.data=1"]) == 2
+
+
 def test_preferences_and_qat_are_those_of_one_process(tmp_path):
     """Rounded weights, and a reference that is looked up once for all rows, which every process fills in."""
     recipe = make_folder(tmp_path, hidden_size=32, head_dim=16)

@@ -199,10 +199,12 @@ class Engine:
         of BatchSource.batch_at."""
         batch = self.batches.batch_at(step, model)
         parts = self.planner.plan.micro_batches
+        # Of rows in lanes each process has only its own. All have equally many, so the others' are taken to be alike.
+        alike = processes.count() if self.batches.lanes > 1 else 1
         counts = {
-            "tokens": int((batch.segment_ids > 0).sum()),
-            "trained_tokens": int(batch.weights.sum()),
-            "lengths": document_lengths(batch),
+            "tokens": int((batch.segment_ids > 0).sum()) * alike,
+            "trained_tokens": int(batch.weights.sum()) * alike,
+            "lengths": np.tile(document_lengths(batch), alike),
         }
         return [self.place(batch, part, parts) for part in range(parts)], counts
 
