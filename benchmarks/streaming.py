@@ -77,7 +77,8 @@ def numbers_in(batch: Any) -> np.ndarray:
 
 
 def resident_bytes() -> int:
-    return int(re.search(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text())[1]) << 10
+    [found] = re.findall(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text())
+    return int(found) << 10
 
 
 def read(shards: Path, work: Path, rows: int) -> None:

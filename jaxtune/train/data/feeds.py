@@ -90,6 +90,12 @@ class FedBatches(BatchSource):
     def __init__(self, sets: Sequence[RowSet], weights: Sequence[float], rows_per_step: int, seed: int = 0):
         most = max(one.max_documents for one in sets)
         self.sets = [one.with_most(most) for one in sets]
+        for one in self.sets[1:]:
+            if (found := {*one.empty(1).extra}) != (known := {*self.sets[0].empty(1).extra}):
+                raise ValueError(
+                    f"{self.sets[0].name} and {one.name} cannot be mixed: a batch of the first has {sorted(known)}, "
+                    f"one of the second {sorted(found)}: give a column such as margin to all rows, or to none"
+                )
         self.rows_per_step = rows_per_step
         self._most, self._seed = most, seed
         self._bounds = np.cumsum(weights) / np.sum(weights)

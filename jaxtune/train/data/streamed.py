@@ -178,6 +178,11 @@ class StreamedRows:
             with self._lock:
                 self._counts["rows"] += len(rows)
             return None
+        if (found := {*packed.empty(1).extra}) != (known := {*self.empty(1).extra}):
+            raise ValueError(
+                f"{rows[0].place} and the rows after it: a batch of them has {sorted(found)}, and one of the first "
+                f"rows {sorted(known)}: give a column such as margin to all rows, or to none"
+            )
         with self._lock:
             self._counts["rows"] += len(rows)
             if made.summary.bad_rows:

@@ -208,6 +208,23 @@ def test_pairs_stream_with_shapes_that_stay(tmp_path):
     assert sum(batch.extra["pairs"].sum() for batch in batches) > 40
 
 
+def test_a_column_that_some_rows_lack_is_refused_where_it_changes_batches(tmp_path):
+    def pairs(count: int, **more) -> str:
+        rows = [{"prompt": f"Add {n}: ", "chosen": "It is 4.", "rejected": "Who?", **more} for n in range(count)]
+        return "".join(json.dumps(one) + "\n" for one in rows)
+
+    (tmp_path / "rows.jsonl").write_text(pairs(8, margin=1.0) + pairs(8))
+    made = source(tmp_path / "rows.jsonl", objective="reward", length=96)
+    with pytest.raises(ValueError, match=r"rows.jsonl:9 and the rows after it.*margin to all rows, or to none"):
+        for step in range(8):
+            made.batch_at(step)
+    (tmp_path / "with.jsonl").write_text(pairs(8, margin=1.0))
+    (tmp_path / "without.jsonl").write_text(pairs(8))
+    mixed = [(str(tmp_path / name), 1.0) for name in ("with.jsonl", "without.jsonl")]
+    with pytest.raises(ValueError, match=r"with.jsonl and .*without.jsonl cannot be mixed"):
+        source(mixed, objective="reward", length=96, streaming=False, cache_dir=str(tmp_path / "cache"))
+
+
 # ---- mixtures
 
 
