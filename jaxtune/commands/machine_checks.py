@@ -197,13 +197,13 @@ def _attention() -> Finding:
         backward = jax.grad(lambda *arrays: (forward(*arrays).astype(jnp.float32) ** 2).sum(), argnums=(0, 1, 2))
         return [jax.jit(forward)(*arrays), *jax.jit(backward)(*arrays)]
 
-    begun = time.monotonic()
+    started = time.monotonic()
     wide = [array.astype(jnp.float32) for array in (query, key, value)]
     errors = [
-        float(jnp.linalg.norm(ours.astype(jnp.float32) - theirs) / jnp.linalg.norm(theirs))
-        for ours, theirs in zip(run(None, query, key, value), run("reference", *wide), strict=True)
+        float(jnp.linalg.norm(ours.astype(jnp.float32) - expected) / jnp.linalg.norm(expected))
+        for ours, expected in zip(run(None, query, key, value), run("reference", *wide), strict=True)
     ]
-    took = time.monotonic() - begun
+    took = time.monotonic() - started
     what = f"attention: forward and backward within {max(errors):.1e} of float32's (0.02 is allowed), in {took:.1f} s"
     if not max(errors) < 0.02:
         return Finding("wrong", what, f"please report it with the output of: {spelled('info --kernels')}")

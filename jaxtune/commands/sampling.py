@@ -18,7 +18,7 @@ def add_options(parser: argparse.ArgumentParser, temperature: float) -> None:
             "top-p",
             float,
             1.0,
-            "draw from the likeliest tokens with this probability together; 1 (the default): all",
+            "draw from the likeliest tokens whose probabilities sum to this; 1 (the default): all",
         ),
         (
             "min-p",

@@ -47,14 +47,14 @@ def measures(
       preprocess: preprocess_logits_for_metrics: maps (logits float32[1, length, vocab], labels int32[1, length]), NumPy
         arrays whose argmax accepts torch's dim too, to an array or a tuple of arrays with the same first axis.
     Raises:
-      ValueError: all logits together take more than half of the host's memory; the result is not a mapping of numbers.
+      ValueError: all logits take more than half of the host's memory; the result is not a mapping of numbers.
     """
     rows = batches.steps_per_epoch
-    held = rows * batches.length * module.config.vocab_size * 4
-    if preprocess is None and held > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2:
+    logit_bytes = rows * batches.length * module.config.vocab_size * 4
+    if preprocess is None and logit_bytes > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2:
         raise ValueError(
             f"SFTTrainer: compute_metrics needs the logits of {rows:,} rows of {batches.length:,} tokens, which are "
-            f"{held / 1e9:,.0f} GB: give preprocess_logits_for_metrics, such as lambda logits, labels: "
+            f"{logit_bytes / 1e9:,.0f} GB: give preprocess_logits_for_metrics, such as lambda logits, labels: "
             "logits.argmax(-1), or fewer rows"
         )
     graph, state = nnx.split(module)
@@ -68,8 +68,8 @@ def measures(
         if preprocess is not None:
             logits = preprocess(logits.view(NumpyTensor), row.view(NumpyTensor))
         predictions.append(logits)
-    together = jax.tree.map(lambda *parts: np.concatenate([np.asarray(part) for part in parts]), *predictions)
-    found = compute_metrics(EvalPrediction(together, np.concatenate(labels)))
+    joined = jax.tree.map(lambda *parts: np.concatenate([np.asarray(part) for part in parts]), *predictions)
+    found = compute_metrics(EvalPrediction(joined, np.concatenate(labels)))
     if not isinstance(found, Mapping):
         raise ValueError(f"SFTTrainer: compute_metrics returned {type(found).__name__}; it returns a dict of numbers")
     try:

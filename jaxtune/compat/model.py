@@ -222,11 +222,11 @@ class CompatModel:
         methods = [quantization_method] if isinstance(quantization_method, str) else list(quantization_method)
         for method in methods:
             if isinstance(method, str) and method not in GGUF and LLAMA_CPPS.fullmatch(method):
-                theirs = "Q4_K_M" if method == "quantized" else method.upper()
+                type_name = "Q4_K_M" if method == "quantized" else method.upper()
                 raise ValueError(
                     f"{where}: quantization_method = {method!r} is not supported: it is llama.cpp's to make. Instead: "
                     f"quantization_method='f16', then llama-quantize {Path(save_directory) / 'f16'}/*.gguf OUT.gguf "
-                    f"{theirs}; 'q8_0' and 'q4_0' are written here"
+                    f"{type_name}; 'q8_0' and 'q4_0' are written here"
                 )
         for outtype in dict.fromkeys(choose(where, "quantization_method", method, GGUF) for method in methods):
             folder = Path(save_directory) / outtype

@@ -215,8 +215,7 @@ def _reader(file: Path) -> Any:
 
 
 def _has_bytes(file: Path, advanced: Callable[[int], Any], meant: Stored) -> bool:
-    """Whether a file has a tensor's bytes at the position at which they were written; `advanced` is told the bytes
-    read."""
+    """Whether a file has a tensor's bytes at the offset where they were written; `advanced` gets the bytes read."""
     at = meant.offset
     for sums in meant.sums:
         if not byte_files.is_as_written(file, at, sums, advanced):

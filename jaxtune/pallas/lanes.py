@@ -406,7 +406,7 @@ def small_product(acc, codes, x, chunk, pairs_smem, scales_smem, layouts, dtype)
     that the warp has of the row, or half of it, a whole line of memory being its 128 bytes. Then two sets of four
     lanes are two "rows" of the product, of which each finds its part of x in half of the columns; the other half of its
     results means nothing. Within a part, lanes exchange bytes, so that a product lies within one block, whose sum is
-    then scaled. Which of a product's k a lane holds does not matter, as long as x is held alike.
+    then scaled. The order of a product's k does not matter, as long as x has the same order.
 
     acc: float32[64 p, n]. Row (s, w, i, a, h) in [p, 4, 2, 8 / p, p] and column (e, h, t) in [n / 8, p, 8 / p]: the sum
     of warp w over part h, of row (s 2 + i) 8 / p + a and token e 8 / p + t.
@@ -437,12 +437,12 @@ def small_product(acc, codes, x, chunk, pairs_smem, scales_smem, layouts, dtype)
             return llvm.load(i32, ir_address(pairs_smem, offset, ir.IntegerType.get_signless(8)))
 
         # The words of codes by [8 / p rows][block].
-        held = []
+        own_words = []
         for register in codes.registers.flat:
             words = ir_words(register, 4)
             given = [arith.select(first_block, high, low) for low, high in zip(words[:2], words[2:], strict=True)]
             taken = [utils.shfl_bfly(word, 2) for word in given]
-            held.append(
+            own_words.append(
                 (
                     [arith.select(first_block, own, other) for own, other in zip(words[:2], taken, strict=True)],
                     [arith.select(first_block, other, own) for own, other in zip(words[2:], taken, strict=True)],
@@ -464,7 +464,7 @@ def small_product(acc, codes, x, chunk, pairs_smem, scales_smem, layouts, dtype)
         for block in range(2):
             rights = [[*next(x_words), *next(x_words)] for _ in range(widths)]
             for eight in range(parts):
-                words = [held[2 * eight + half][block] for half in range(2)]
+                words = [own_words[2 * eight + half][block] for half in range(2)]
                 products = ir_products(words, rights, pair, name)
                 for width in range(widths):
                     for half in range(2):

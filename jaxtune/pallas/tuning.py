@@ -236,8 +236,8 @@ def _milliseconds(run: Callable[[], Any], rounds: int = 5, runs: int = 4) -> flo
         jax.block_until_ready(run())
     best = math.inf
     for _ in range(rounds):
-        begun = time.perf_counter()
+        started = time.perf_counter()
         results = [run() for _ in range(runs)]
         jax.block_until_ready(results[-1])
-        best = min(best, (time.perf_counter() - begun) / runs * 1e3)
+        best = min(best, (time.perf_counter() - started) / runs * 1e3)
     return best

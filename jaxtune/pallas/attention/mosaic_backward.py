@@ -206,7 +206,7 @@ def bring_queries(items, group, width, operands, slots, full, free):
                     (do_ref.at[row, here, head], do_smem, do_full, do_free),
                 ),
             )
-            # These go with q and do, whose slots are free when theirs are.
+            # These have the same slots as q and do, which are free at the same time.
             plgpu.copy_gmem_to_smem(stat_ref.at[row, head, here], numbers_smem.at[slot], q_full.at[slot])
             plgpu.copy_gmem_to_smem(delta_ref.at[row, head, here], numbers_smem.at[stages + slot], do_full.at[slot])
             return ()

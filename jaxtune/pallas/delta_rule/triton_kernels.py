@@ -305,8 +305,8 @@ def forward_kernel(query, key, value, inverse, weights, kept, read, written, fad
         narrow = state.to(k.dtype)
         if SAVE:
             _put_matrix(states + ((line + chunk) * VALUE_DIM + part) * KEY_DIM, narrow, WIDTH, KEY_DIM)
-        remembered = tl.dot(narrow, tl.trans(k))
-        wanted = v.to(tl.float32) - remembered * tl.load(kept + at)[None, :]
+        recalled = tl.dot(narrow, tl.trans(k))
+        wanted = v.to(tl.float32) - recalled * tl.load(kept + at)[None, :]
         wrong = tl.dot(wanted.to(k.dtype), tl.trans(solve))
         narrow_wrong = wrong.to(k.dtype)
         if SAVE:

@@ -32,14 +32,14 @@ def refusal(name: str, product: Callable, weight, *, gathering: bool = False) ->
     def compare():
         draw = np.random.default_rng(0)
         groups = groups_of(jnp.asarray(_SIZES, jnp.int32), sum(_SIZES))
-        held = np.zeros((groups.rows, 1))
+        occupied = np.zeros((groups.rows, 1))
         for start, size in zip(np.asarray(groups.starts()), _SIZES, strict=True):
-            held[start : start + size] = 1
+            occupied[start : start + size] = 1
 
         def rows(size):
-            return jnp.asarray(draw.standard_normal((groups.rows, size)) * held, jnp.bfloat16)
+            return jnp.asarray(draw.standard_normal((groups.rows, size)) * occupied, jnp.bfloat16)
 
-        tokens = jnp.asarray(np.where(held[:, 0], draw.integers(0, _TOKENS, groups.rows), _TOKENS), jnp.int32)
+        tokens = jnp.asarray(np.where(occupied[:, 0], draw.integers(0, _TOKENS, groups.rows), _TOKENS), jnp.int32)
 
         values = jnp.asarray(draw.standard_normal(_SHAPE), jnp.bfloat16)
         stored: Any = values if weight is None else weight.random_like(_SHAPE, draw)

@@ -139,16 +139,16 @@ def _first_use(name: str, blocks: bool, dtype, rank: int, whole: bool) -> str | 
     def compare():
         draw = np.random.default_rng(0)
         groups = groups_of(jnp.asarray(sizes, jnp.int32), sum(sizes))
-        held = np.concatenate([np.arange(-(-n // TILE_ROWS) * TILE_ROWS) < n for n in sizes])
-        held = np.pad(held, (0, groups.rows - held.size))
-        tokens = jnp.asarray(np.where(held, draw.integers(0, count, groups.rows), count), jnp.int32)
+        occupied = np.concatenate([np.arange(-(-n // TILE_ROWS) * TILE_ROWS) < n for n in sizes])
+        occupied = np.pad(occupied, (0, groups.rows - occupied.size))
+        tokens = jnp.asarray(np.where(occupied, draw.integers(0, count, groups.rows), count), jnp.int32)
         weight = FP8.encode(draw.standard_normal(shape).astype(np.float32), TILE if blocks else ROW)
         got, want = [], []
         for contract in (2, 1):
             x = jnp.asarray(draw.standard_normal((count, shape[contract])), dtype)
             extra = exact = None
             if filled:
-                u = jnp.asarray(draw.standard_normal((groups.rows, filled)) * held[:, None], dtype)
+                u = jnp.asarray(draw.standard_normal((groups.rows, filled)) * occupied[:, None], dtype)
                 side = draw.standard_normal((shape[0], shape[3 - contract], filled))
                 extra = (u, jnp.asarray(side if contract == 2 else side.swapaxes(1, 2), dtype))
                 exact = tuple(part.astype(jnp.float32) for part in extra)

@@ -73,7 +73,7 @@ def numbers(tokens_ref, first, rows: int, interpreted: bool):
 
 def bring(x_ref, tokens, target, first_column, transforms, interpreted: bool):
     """Copies rows of x_ref [T, K] at `tokens`, from first_column on, to target [rows, columns] in shared memory. They
-    have arrived once a barrier was told of it (`tell`) and waited for. Token T is a row of zeros.
+    have arrived once a barrier was signalled (`tell`) and waited for. Token T is a row of zeros.
 
     Args:
       x_ref: [T, K].

@@ -53,9 +53,9 @@ class Blocks:
 
     columns: int  # of a tile of the output
     stages: int  # blocks along K that are loaded ahead
-    band: int = 16  # tiles of rows that are processed together
+    band: int = 16  # tiles of rows in a band
     # steps along K, at most `stages`, by which the first warpgroup starts before the second. They stay apart, as they
-    # share the tensor cores, and one multiplies while the other stores; 0: they start together
+    # share the tensor cores, and one multiplies while the other stores; 0: they start at the same time
     lead: int = 0
 
 

@@ -87,9 +87,9 @@ class Decoder:
             return self.chunks.load(operands, chunk)
 
         def step(number, loaded):
-            loaded, *coming = loaded
+            loaded, *queued = loaded
             chunk = program + number * programs
-            coming.append(load(number + _AHEAD))
+            queued.append(load(number + _AHEAD))
             values = self.chunks.values(operands, chunk, loaded, interpreted=False, beside_products=True)
             lanes.store_chunk(values, weight_ref, chunk, self.chunks.out_layout)
             expert, following = (lax.div(at, jnp.int32(self.share)) for at in (chunk, chunk + programs))
@@ -100,7 +100,7 @@ class Decoder:
                 lanes.copies_see_stores()
                 plgpu.semaphore_signal(ready.at[expert], memory_scope="gpu")
 
-            return tuple(coming)
+            return tuple(queued)
 
         mine = lax.div(self.chunks.count - program + (programs - 1), jnp.int32(programs))
         lax.fori_loop(0, mine, step, tuple(load(jnp.int32(number)) for number in range(_AHEAD)))

@@ -29,7 +29,7 @@ class Tile:
     step: int  # columns along K at a time
     warps: int
     stages: int  # steps that are loaded ahead
-    band: int = 8  # tiles of rows that are processed together
+    band: int = 8  # tiles of rows in a band
 
 
 # Tiles by the shared memory of a block in KB (9.0 has 227, 8.0 and 8.7 have 163, all others 99).

@@ -43,7 +43,7 @@ class Blocks:
 
     columns: int  # of a tile of the output
     stages: int  # steps that are loaded ahead
-    band: int = 16  # tiles of rows that are processed together
+    band: int = 16  # tiles of rows in a band
     step: int = STEP  # codes along K of a step
 
 
@@ -71,7 +71,7 @@ def refusal(tokens: int, in_size: int, out_size: int, rank: int, dtype, in_block
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {jnp.dtype(dtype)}"
     if filled_rank(rank) is None:
-        return f"adapters of rank {rank} together, more than {_RANKS[-1]}"
+        return f"adapters of rank {rank} in all, more than {_RANKS[-1]}"
     return None
 
 
@@ -214,8 +214,8 @@ def _kernel(
         x_scale = plgpu.load(x_scale_ref.at[pl.ds(row + wg * _OWN, _OWN)], layout=by_row, optimized=False)
         for first in range(0, columns, _STORED):
             part = lax.slice(total, (0, first), (_OWN, first + _STORED))
-            theirs = w_scale_ref.at[expert_of(tile), pl.ds(column + first, _STORED)]
-            w_scale = plgpu.load(theirs, layout=by_column, optimized=False)
+            weight_scales = w_scale_ref.at[expert_of(tile), pl.ds(column + first, _STORED)]
+            w_scale = plgpu.load(weight_scales, layout=by_column, optimized=False)
             yield first, part * of_rows(x_scale, _STORED) * lax.broadcast_in_dim(w_scale, part.shape, [1])
 
     def by_blocks(row, column, at, tile, steps, multiplied):
@@ -225,8 +225,8 @@ def _kernel(
         def scales(number):
             number = jnp.minimum(number, all_steps - 1)
             ours = x_scale_ref.at[number, pl.ds(row + wg * _OWN, _OWN)]
-            theirs = [w_scale_ref[expert_of(tile), block + half, number] for half in range(halves)]
-            return plgpu.load(ours, layout=by_row, optimized=False), theirs
+            weight_scales = [w_scale_ref[expert_of(tile), block + half, number] for half in range(halves)]
+            return plgpu.load(ours, layout=by_row, optimized=False), weight_scales
 
         def product(multiply):
             def run(acc):

@@ -200,8 +200,8 @@ def _by_blocks(codes, scale, side, side_scale, dtype):
 
     def add(number, total):
         x, w = (jax.lax.dynamic_slice_in_dim(each, number * BLOCK, BLOCK, axis=1) for each in (codes, side))
-        ours, theirs = (jax.lax.dynamic_index_in_dim(each, number, 1, False) for each in (scale, of_columns))
-        return total + _dot(x, w, jnp.float32) * ours[:, None] * theirs
+        ours, side_scales = (jax.lax.dynamic_index_in_dim(each, number, 1, False) for each in (scale, of_columns))
+        return total + _dot(x, w, jnp.float32) * ours[:, None] * side_scales
 
     total = jnp.zeros((codes.shape[0], columns), jnp.float32)
     return jax.lax.fori_loop(0, scale.shape[1], add, total).astype(dtype)

@@ -53,11 +53,11 @@ def refusal(widths: Sequence[int], dtype) -> str | None:
     return None
 
 
-def _kernel(*refs, widths: tuple[int, ...], together: int, scaled: bool, grouped: bool, gathered: bool):
+def _kernel(*refs, widths: tuple[int, ...], rows_each: int, scaled: bool, grouped: bool, gathered: bool):
     """`refs` are: an array [rows, width] for each of `widths`; if `scaled`, factors float32[E, all widths]; if
     `grouped`, each tile's expert; if `gathered`, each row's token, and the arrays are [T, width]; codes; scales.
 
-    A program has `together` rows. The last program's rows may overlap with those of the one before, and the last piece
+    A program has `rows_each` rows. The last program's rows may overlap with those of the one before, and the last piece
     of a row with the piece before it; both store the same values.
     """
     *given, codes_ref, scale_ref = refs
@@ -74,8 +74,8 @@ def _kernel(*refs, widths: tuple[int, ...], together: int, scaled: bool, grouped
         pieces += [(ref, at, before + at) for at in (min(first, width - piece) for first in range(0, width, piece))]
         before += width
 
-    first = jnp.minimum(lax.axis_index("rows") * together, codes_ref.shape[0] - together)
-    rows = [first + number for number in range(together)]
+    first = jnp.minimum(lax.axis_index("rows") * rows_each, codes_ref.shape[0] - rows_each)
+    rows = [first + number for number in range(rows_each)]
     sources = rows if tokens_ref is None else [tokens_ref[row] for row in rows]
     last = arrays[0].shape[0] - 1
     kept = [[load(ref.at[jnp.minimum(source, last), pl.ds(at, piece)]) for ref, at, _ in pieces] for source in sources]
@@ -133,8 +133,8 @@ def rounded(
         operands.append(factors if grouped else factors[None])
     operands += [experts] if grouped else []
     operands += [] if tokens is None else [tokens]
-    together = min(max(_TOGETHER // sum(widths), 1), rows)
-    options = dict(together=together, scaled=factors is not None, grouped=grouped, gathered=tokens is not None)
+    rows_each = min(max(_TOGETHER // sum(widths), 1), rows)
+    options = dict(rows_each=rows_each, scaled=factors is not None, grouped=grouped, gathered=tokens is not None)
     codes, scale = gpu_kernel.kernel(
         functools.partial(_kernel, widths=widths, **options),
         "to_fp8",
@@ -143,7 +143,7 @@ def rounded(
             jax.ShapeDtypeStruct((rows, sum(widths)), jnp.float8_e4m3fn),
             jax.ShapeDtypeStruct((rows,), jnp.float32),
         ],
-        grid=(-(-rows // together),),
+        grid=(-(-rows // rows_each),),
         grid_names=("rows",),
     )(*operands)
     return codes, scale

@@ -38,7 +38,7 @@ def refusal(in_size: int, out_size: int, rank: int, dtype, in_blocks: bool) -> s
             return f"size {size} is not a multiple of {multiple}"
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {jnp.dtype(dtype)}"
-    return f"adapters of rank {rank} together, more than 64" if rank > 64 else None
+    return f"adapters of rank {rank} in all, more than 64" if rank > 64 else None
 
 
 def product(x, w, x_scale, w_scale, extra=None, tiles=None, *, dtype, in_blocks: bool):

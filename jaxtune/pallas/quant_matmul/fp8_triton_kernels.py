@@ -38,8 +38,8 @@ def product_kernel(x, w, x_scale, w_scale, u, side, tile_expert, tile_sizes, out
         right = tl.load(w + columns[None, :] * INNER + (step * STEP + along)[:, None])
         if BLOCK:
             ours = tl.load(x_scale + step * TOKENS + rows, mask=there, other=0.0)
-            theirs = tl.load(w_scale + (column_tile * COLUMNS // BLOCK) * (INNER // BLOCK) + step)
-            total += tl.dot(left, right) * (ours * theirs)[:, None]
+            weight_scale = tl.load(w_scale + (column_tile * COLUMNS // BLOCK) * (INNER // BLOCK) + step)
+            total += tl.dot(left, right) * (ours * weight_scale)[:, None]
         else:
             total = tl.dot(left, right, total)
     if RANK:  # after the loop, because during it there are no registers for its operands

@@ -54,11 +54,11 @@ def fill_columns(source_ref, table_smem, first: int, warpgroups: int):
     fill(source_ref, table_smem)
 
 
-def span_absmax(absmax_ref, nested_ref, first_row, first_line, rows: int, together: int, warpgroups: int):
+def span_absmax(absmax_ref, nested_ref, first_row, first_line, rows: int, adjacent: int, warpgroups: int):
     """A thread's share of the absmax of `rows` rows over four lines of 256 elements, for `keep_span`.
 
     Returns ([128 x 4 n] of absmax_ref's dtype, float32[128 x n] nested absmax or None). absmax_ref is [all rows,
-    blocks]. Of the lines from first_line on, `together` are neighbours, followed by the same number for each other
+    blocks]. Of the lines from first_line on, `adjacent` are neighbours, followed by the same number for each other
     warpgroup. Lines past the end repeat the last one.
     """
     blocks = absmax_ref.shape[1]
@@ -77,7 +77,7 @@ def span_absmax(absmax_ref, nested_ref, first_row, first_line, rows: int, togeth
     def load(_, first_row, first_line, absmax_ref, *nested_ref):
         absmax_type = ir.MemRefType(absmax_ref.type).element_type
         line = arith.andi(ir_thread(), ir_const(3))
-        others = ir_mul(arith.andi(line, ir_const(4 - together)), warpgroups - 1)
+        others = ir_mul(arith.andi(line, ir_const(4 - adjacent)), warpgroups - 1)
         line = arith.minui(ir_add(ir_scalar(first_line), line, others), ir_const(blocks // 4 - 1))
         kept, factors = [], []
         for number in range(count):
@@ -318,8 +318,8 @@ def store_line_sums(partial_smem, totals_smem, out_ref, split, first_row, warpgr
 
         def put_all(place, token, row):
             own = utils.memref_ptr(totals_smem)
-            theirs = [utils.get_cluster_ptr(own, ir_const(number)) for number in range(splits)]
-            put(token, row, total_of(llvm.load(f32, utils.getelementptr(there, [place], f32)) for there in theirs))
+            pointers = [utils.get_cluster_ptr(own, ir_const(number)) for number in range(splits)]
+            put(token, row, total_of(llvm.load(f32, utils.getelementptr(there, [place], f32)) for there in pointers))
 
         for_places(None, places, places, keep_total)
         nvvm.cluster_arrive(aligned=True)

@@ -233,7 +233,7 @@ def _small_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, dtype, plan: _
         return lanes.small_product(acc, codes, x, chunk, pairs_smem, scales, (plgpu.Layout.WGMMA, plan.codes), dtype)
 
     def one_tile(number, carry):
-        share, coming = carry
+        share, next_codes = carry
         scales = scales_smem.at[lax.rem(number, 2)]  # other warpgroups may still read the previous tile's
         keep_scales(share, scales)
         share = load_absmax(number + 1)
@@ -242,13 +242,13 @@ def _small_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, dtype, plan: _
         plgpu.barrier_wait(ready)
 
         def one_step(index, carry):
-            acc, (codes, *coming) = carry
+            acc, (codes, *next_codes) = carry
             step = number * steps + index
-            coming = (*coming, load_codes(step + _AHEAD))
-            return multiply(step, scales, acc, codes), coming
+            next_codes = (*next_codes, load_codes(step + _AHEAD))
+            return multiply(step, scales, acc, codes), next_codes
 
         acc = plgpu.layout_cast(jnp.zeros(partial_smem.shape[1:], jnp.float32), plgpu.Layout.WGMMA)
-        acc, coming = lax.fori_loop(0, steps, one_step, (acc, coming))
+        acc, next_codes = lax.fori_loop(0, steps, one_step, (acc, next_codes))
         partial_smem.at[wg][...] = acc
         plgpu.barrier_arrive(done)
 
@@ -261,13 +261,13 @@ def _small_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, dtype, plan: _
             else:
                 lanes.store_sums(partial_smem, out_ref, row_of(number), dtype)
 
-        return share, coming
+        return share, next_codes
 
     share = load_absmax(0)
-    coming = tuple(load_codes(jnp.int32(step)) for step in range(_AHEAD))
+    next_codes = tuple(load_codes(jnp.int32(step)) for step in range(_AHEAD))
     if not interpreted:
         lanes.fill_banks(pairs_ref, pairs_smem, warpgroups)
-    lax.fori_loop(0, tiles, one_tile, (share, coming))
+    lax.fori_loop(0, tiles, one_tile, (share, next_codes))
 
 
 @functools.cache

@@ -177,8 +177,8 @@ def _products_bwd(static, residuals, doutputs):
                 more = None
         else:
             added = None if more is None else (more[0], more[1].T)
-            douts, theirs = zip(*pairs, strict=True)
-            part = product.backward(douts, theirs, added, x.dtype, as_stored[0])
+            douts, of_kind = zip(*pairs, strict=True)
+            part = product.backward(douts, of_kind, added, x.dtype, as_stored[0])
             dx = part if dx is None else part + dx
             more = None
     # XLA removes this if the weight is frozen; weights in four bits have no gradient.

@@ -166,12 +166,12 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, plan: Plan, dtype, i
                 written_out(index)
                 return nested
             slot = slot_of(index)
-            coming = nested_of(index + 1)
+            next_nested = nested_of(index + 1)
             lanes.wait_for_chunk(full_smem, slot, lax.rem(lax.div(index, jnp.int32(plan.stages)), jnp.int32(2)))
             given = (codes_smem, absmax_smem, table_smem, map_smem if nested else None, partial_smem)
             row_lanes.multiply(x, nested[0] if nested else None, offset, index, slot, own, given, dtype=dtype, **cut)
             plgpu.barrier_arrive(empty.at[slot])
-            return coming
+            return next_nested
 
         lax.fori_loop(0, mine, one, first)
         plgpu.barrier_arrive(done)

@@ -76,11 +76,11 @@ def _spread_kernel(
         def _():
             plgpu.copy_smem_to_gmem(row, out_ref.at[to], commit_group=False)
 
-    def step(number, held):
+    def step(number, targets_now):
         slot = lax.rem(number, jnp.int32(_STAGES))
         following = targets(number + 1)
         plgpu.barrier_wait(full.at[slot])
-        for pair, target in enumerate(held):
+        for pair, target in enumerate(targets_now):
             store(rows_smem.at[slot, pair // k], target, target < rows)
         plgpu.commit_smem_to_gmem_group()
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the tokens before have left: their slot is free

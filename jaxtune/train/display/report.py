@@ -324,5 +324,5 @@ def plan_elsewhere(
             f"usually let {device.usual_host_bytes / 1e9:.1f} GB be pinned"
         )
     row = f"longest single row that fits: {longest:,} tokens" if longest else "no single row of 1,024 tokens fits"
-    told = Text(fitted("\n".join(lines), console))
-    console.print(Group(told, Text(), _parts_table(forecast), Text(row)))
+    summary = Text(fitted("\n".join(lines), console))
+    console.print(Group(summary, Text(), _parts_table(forecast), Text(row)))

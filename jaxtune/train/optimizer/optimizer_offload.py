@@ -83,8 +83,8 @@ class _Stage:
     """What happens at the same time; groups are given by number."""
 
     update: int | None  # the group that is updated
-    coming: int | None  # the group whose states are copied to the device
-    going: int | None  # the group whose states are copied to the host
+    incoming: int | None  # the group whose states are copied to the device
+    outgoing: int | None  # the group whose states are copied to the host
 
 
 def _stages(sizes: list[int]) -> list[_Stage]:
@@ -143,23 +143,23 @@ def update_by_tensor(work: Work, parameters: Any, opt_state: Any, gradients: Any
         tensors = _members(groups, stage.update)
         gate = (
             [(weights[tensor], slopes[tensor]) for tensor in tensors],
-            hosted(stage.coming),
-            hosted(stage.going),
+            hosted(stage.incoming),
+            hosted(stage.outgoing),
             [weights[tensor] for tensor in last],
         )
-        pairs, coming, going, done = optimization_barrier(gate)
+        pairs, incoming, outgoing, done = optimization_barrier(gate)
         for tensor, weight in zip(last, done, strict=True):
             weights[tensor] = weight
-        coming = jax.device_put(coming, jax.memory.Space.Device)
-        going = jax.device_put(going, jax.memory.Space.Host)
+        incoming = jax.device_put(incoming, jax.memory.Space.Device)
+        outgoing = jax.device_put(outgoing, jax.memory.Space.Host)
         results = []
         for tensor, (weight, slope) in zip(tensors, pairs, strict=True):
             new, state = work(tensor, weight, jax.tree.unflatten(outline, leaves[tensor]), slope)
             results.append((new, jax.tree.leaves(state)))
         # The two transfers start independently.
-        coming, going, results = optimization_barrier((coming, going, results))
-        replace(stage.coming, coming)
-        replace(stage.going, going)
+        incoming, outgoing, results = optimization_barrier((incoming, outgoing, results))
+        replace(stage.incoming, incoming)
+        replace(stage.outgoing, outgoing)
         for tensor, (new, state) in zip(tensors, results, strict=True):
             weights[tensor], leaves[tensor] = new, state
         last = tensors or last

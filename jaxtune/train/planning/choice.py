@@ -65,11 +65,11 @@ def layer_plans(parts: StepCost, offload: bool) -> LayerPlans:
     If there are many groups of residuals, the largest ones are placed independently and all small ones alike: each
     further group triples the number of plans, and small groups have too few bytes to justify that.
     """
-    together: dict[str, list[Residual]] = {}
+    by_decision: dict[str, list[Residual]] = {}
     for residual in parts.known:
         if not residual.small:
-            together.setdefault(residual.decided_with or residual.name, []).append(residual)
-    groups = list(together.values())
+            by_decision.setdefault(residual.decided_with or residual.name, []).append(residual)
+    groups = list(by_decision.values())
     free = [group for group in groups if all(residual.recomputable for residual in group)]
     if len(free) > _PLACED_ALONE:
         free.sort(key=lambda group: sum(parts.residuals[r.name] for r in group), reverse=True)
@@ -146,9 +146,9 @@ def choose(
         else:
             for tile in dict.fromkeys((None, tile_tokens_of(parts, config))):
                 table = _best_layers(parts, tokens_of(parts, micro), device, tile)
-                for held in _residents(parts, resident):
+                for whole in _residents(parts, resident):
                     relatives = _Relatives(parts, [one for one in unlike if _run_alike(one, micro, tile)], table[0])
-                    pairs = _best_pairs(parts, table, micro, chunks, device, budget, tile, held, relatives)
+                    pairs = _best_pairs(parts, table, micro, chunks, device, budget, tile, whole, relatives)
                     found += [_with_whole_weights(parts, pair, device, budget) for pair in pairs]
     fitting = [one for one in found if one.peak_bytes <= budget and not _related(parts, one.plan, unlike)]
     if not fitting:

@@ -274,8 +274,8 @@ def _head_costs(head: nnx.Variable, vocab_size: int, dtype, storage: str) -> tup
 
 def _whole_layer_bytes(trees, layers: int, fsdp: int) -> float:
     """Bytes of the gathered weights of the layer for which they are largest; only weights that are divided count."""
-    held = [[tree["layers"][i] for tree in trees if i in tree.get("layers", {})] for i in range(layers)]
-    return max(sum(partition.divided_sizes(part, fsdp)[0] for part in parts) for parts in held)
+    by_layer = [[tree["layers"][i] for tree in trees if i in tree.get("layers", {})] for i in range(layers)]
+    return max(sum(partition.divided_sizes(part, fsdp)[0] for part in parts) for parts in by_layer)
 
 
 def packed_slack(frozen) -> float:

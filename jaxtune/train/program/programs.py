@@ -182,7 +182,7 @@ class Engine:
 
     @property
     def rows(self) -> int:
-        """Rows of a micro-batch, on all devices together."""
+        """Rows of a micro-batch, over all devices."""
         return self.batches.rows_per_step // self.planner.plan.micro_batches
 
     def place(self, batch: Batch, part: int = 0, parts: int = 1) -> Batch:
