@@ -85,7 +85,7 @@ class Part:
     seconds: float
 
 
-_KERNELS = {"attention": 300, "decode_attention": 240, "delta_rule": 200, "quant_matmul": 250, "moe": 600}  # seconds
+_KERNELS = {"attention": 300, "delta_rule": 200, "quant_matmul": 250, "moe": 600}  # seconds
 _MEMORY = "benchmarks/train/memory.py"
 PARTS = {
     "startup": Part("benchmarks/train/startup.py", "startup_8b.json", 240),
