@@ -74,7 +74,10 @@ def _scales(weight: FP8, contract: int) -> tuple[jax.Array | None, jax.Array | N
 
 
 def _rounded(x, factors, groups: Groups, tokens, blocks: bool) -> tuple[jax.Array, jax.Array]:
-    """(e4m3[rows, K], scales float32[rows, 1], or with `blocks` [rows, K / 128])."""
+    """The rows of x as FP8: (e4m3[rows, K], float32 scales [rows, 1], or [rows, K / 128] with `blocks`).
+
+    The rows are gathered by `tokens` and multiplied by `factors` of their expert first, unless these are None.
+    """
     rows = reference.rows_of(x, tokens)
     if factors is not None:
         wide = reference.tiled(rows, groups).astype(jnp.float32) * reference.per_tile(factors, groups)[:, None]

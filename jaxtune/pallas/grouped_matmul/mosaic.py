@@ -97,8 +97,11 @@ def bucket(in_size: int, out_size: int, contract: int, ahead: bool) -> str:
 
 
 def blocks_for(in_size: int, out_size: int, contract: int, dtype, ahead: bool) -> Blocks:
-    """The blocks measured for a product; else the first whose columns divide the output's, or beside a decoder the
-    widest whose last tile overlaps little with the one before."""
+    """The block sizes for a product: those that the tuner measured, or a choice by rule.
+
+    The rule takes the first of BLOCKS whose columns divide `out_size`. With a decoder in the same kernel (`ahead`), it
+    takes the widest that the registers allow, if its last tile overlaps little with the one before.
+    """
     measured = tuning.tuned("grouped_matmul", bucket(in_size, out_size, contract, ahead), dtype, Blocks)
     if measured is not None:
         return Blocks(**measured)
@@ -309,7 +312,7 @@ def _smem(shape, dtype):
 
 
 def _filled(array, axis: int):
-    """The array padded with zeros to whole steps along an axis."""
+    """The array padded with zeros along an axis to a multiple of _STEP."""
     widths = [(0, 0)] * array.ndim
     widths[axis] = (0, -array.shape[axis] % _STEP)
     return jnp.pad(array, widths)

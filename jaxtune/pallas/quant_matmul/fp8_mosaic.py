@@ -76,7 +76,8 @@ def refusal(tokens: int, in_size: int, out_size: int, rank: int, dtype, in_block
 
 
 def filled_rank(rank: int) -> int | None:
-    """The number of columns of an adapter's operands in the kernel; None: the rank is too large."""
+    """The number of columns to which the kernel pads an adapter's operands: the smallest supported rank of at least
+    `rank`. None if `rank` is too large."""
     return next((size for size in _RANKS if rank <= size), None)
 
 

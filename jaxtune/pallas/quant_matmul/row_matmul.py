@@ -37,12 +37,12 @@ PROGRAMS = 132  # multiprocessors of an H100 or H200
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How the kernel divides its work."""
+    """How the kernel divides a weight: into chunks of a few pairs of rows, each row into slices."""
 
-    slices: int  # of a row
+    slices: int  # slices of a row
     pairs: int  # pairs of rows in a chunk
     stages: int  # chunks that are loaded ahead
-    places: int  # the most chunks of a program
+    places: int  # the largest number of chunks that one program multiplies
 
     @property
     def warpgroups(self) -> int:

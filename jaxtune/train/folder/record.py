@@ -223,8 +223,8 @@ class Difference:
     """A key whose value differs from the checkpoint's. An absent key has the value "(absent)"."""
 
     key: str  # dotted
-    saved: Any
-    current: Any
+    saved: Any  # its value in the checkpoint
+    current: Any  # its value in this run
 
     def __str__(self) -> str:
         return f"{self.key}: saved {self.saved!r}, now {self.current!r}"

@@ -300,8 +300,15 @@ def _mixers_before(kind: LayerKind, part: str) -> list[str]:
 
 
 def _not_made_yet(outputs: tuple[tuple[str, ...], ...], dropped: Mapping[str, float]) -> float:
-    """Bytes of the outputs of a mixer's first segment that are recomputed only after the feed-forward's backward. They
-    are recomputed earlier if a segment in the middle of the mixer, which reads them, is."""
+    """Bytes that are not in memory yet while a layer's feed-forward is differentiated: the dropped residuals that the
+    mixer's first segment makes.
+
+    They count as 0 if a middle segment of the mixer is recomputed as well: it reads them, so they come back earlier.
+
+    Args:
+      outputs: for each segment of the mixer, the names of the residuals that it makes.
+      dropped: bytes by name of the residuals that are recomputed in the backward pass.
+    """
     if any(name in dropped for made in outputs[1:-1] for name in made):
         return 0.0
     return sum(dropped.get(name, 0.0) for name in outputs[0])
