@@ -153,7 +153,7 @@ def full(model: Any, slots: int, options: argparse.Namespace, new: int = _NEW) -
     import jaxtune
 
     prompts = prompts_of(model, slots)
-    sampler = jaxtune.Sampler(model, slots, _PROMPT + 2048)
+    sampler = jaxtune.Sampler(model, slots, _PROMPT + new)
     began = time.perf_counter()
     warm_up(sampler, prompts, new)
     compiled = time.perf_counter() - began
@@ -307,6 +307,7 @@ def main() -> None:
                 found["failed"] = "no time was left"
                 continue
             surroundings = os.environ | {"STARTED": str(time.time()), "JAX_COMPILATION_CACHE_DIR": cache}
+            surroundings.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
             command = [sys.executable, __file__, "--child", name, "--output", options.output]
             command += ["--bandwidth", str(options.bandwidth), "--flops", str(options.flops)]
             with subprocess.Popen(command, cwd=ROOT, env=surroundings, stdout=subprocess.PIPE, text=True) as process:
