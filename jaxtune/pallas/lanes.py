@@ -405,7 +405,7 @@ def small_product(acc, codes, x, chunk, pairs_smem, scales_smem, layouts, dtype)
     A lane has 16 bytes of a row. Four neighbouring lanes, which a product takes for a row, have a part of 64 bytes: all
     that the warp has of the row, or half of it, a whole line of memory being its 128 bytes. Then two sets of four
     lanes are two "rows" of the product, of which each finds its part of x in half of the columns; the other half of its
-    results means nothing. Within a part, lanes exchange bytes, so that a product lies within one block, whose sum is
+    results means nothing. Within a part, lanes exchange bytes, so that a product is within one block, whose sum is
     then scaled. The order of a product's k does not matter, as long as x has the same order.
 
     acc: float32[64 p, n]. Row (s, w, i, a, h) in [p, 4, 2, 8 / p, p] and column (e, h, t) in [n / 8, p, 8 / p]: the sum

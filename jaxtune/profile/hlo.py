@@ -433,10 +433,10 @@ def _peak_buffers(assignment: Any, module: Module) -> list[tuple[int, Instructio
             if allocation.maybe_live_out
             else "temporary"
         )
-        held = set(assigned)
-        trace = next((t for t in traces if len(assigned) > 1 and any(b in held for _, b, _ in t)), None)
+        chosen = set(assigned)
+        trace = next((t for t in traces if len(assigned) > 1 and any(b in chosen for _, b, _ in t)), None)
         if trace is not None:
-            live = _fullest([e for e in trace if e[1] in held], sizes)
+            live = _fullest([e for e in trace if e[1] in chosen], sizes)
             out += [(sizes.get(b, 0), instructions.get(defined.get(b, -1)), kind) for b in live]
             out.append((max(0, size - sum(sizes.get(b, 0) for b in live)), None, "fragmentation"))
         else:

@@ -38,7 +38,7 @@ def _store(array, values, first, LENGTH: tl.constexpr, STRIDE: tl.constexpr, DIM
 
 @triton.jit
 def _lower(starts, ends, queries, LENGTH: tl.constexpr, WINDOW: tl.constexpr):
-    """Query q sees keys lower .. q; padding, and what lies past the row, has q + 1. It rises along the row."""
+    """Query q sees keys lower .. q; padding, and positions past the row, has q + 1. It rises along the row."""
     lower = tl.load(starts + queries, mask=queries < LENGTH, other=0)
     end = tl.load(ends + queries, mask=queries < LENGTH, other=0)
     if WINDOW > 0:

@@ -33,7 +33,7 @@ _TRANSFORMS = mosaic_types.tiled(jnp.bfloat16)
 
 @dataclasses.dataclass(frozen=True)
 class _Registers:
-    """Registers of each thread of a warpgroup, by the warpgroup's task; all threads together have 65,536."""
+    """Registers of each thread of a warpgroup, by the warpgroup's task; the sum over all threads is 65,536."""
 
     memory: int  # of the warpgroup that loads
     compute: int  # of those that multiply

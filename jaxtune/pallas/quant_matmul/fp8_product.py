@@ -1,9 +1,9 @@
 """Products with weights in FP8 as they are stored: e4m3 times e4m3, summed in float32.
 
 The other operand (activations or gradients) is rounded to e4m3: each row by its own largest magnitude, or, for a weight
-with scales of 128 x 128 numbers, each 128 numbers of a row by theirs. Scales of the weight's rows are outside of the
-sum in the forward, x W^T. In the backward, dy W, they are factors of the summed axis, and the gradient is multiplied by
-them before it is rounded. Scales of 128 x 128 are inside both sums, of 128 products each.
+with scales of 128 x 128 numbers, each 128 numbers of a row by their own largest. Scales of the weight's rows are
+outside of the sum in the forward, x W^T. In the backward, dy W, they are factors of the summed axis, and the
+gradient is multiplied by them before it is rounded. Scales of 128 x 128 are inside both sums, of 128 products each.
 
 The backward multiplies the gradients of all weights that share x, side by side, by these weights stacked: one product,
 in which the sum over the weights takes no pass over memory. It needs the codes transposed, because tensor cores accept

@@ -87,7 +87,7 @@ class Watched:
     unit: str  # what a step's loss is a mean over (Objective.unit)
     trained: Sequence[str]  # names of the trainable tensors
     flops: Callable[[np.ndarray], float]  # maps the lengths of a step's documents to its model FLOPs
-    peak_flops: float | None  # of all devices together, per second; None: unknown
+    peak_flops: float | None  # sum over all devices, per second; None: unknown
     planner: Planner
     history: list[dict[str, Any]]  # every step's line is appended to it
     callbacks: Sequence[Callback] = ()
