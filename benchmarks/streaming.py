@@ -95,12 +95,12 @@ def read(shards: Path, work: Path, rows: int) -> None:
             waiting.append(numbers_in(batch))
             seen += len(waiting[-1])
             log.write(f"{step} {zlib.crc32(batch.tokens.tobytes())} {zlib.crc32(batch.segment_ids.tobytes())}\n")
+            log.flush()  # a kill loses no line, so that the bits of the same step can be compared
             step += 1
             if step % SAVED_STEPS == 0 or seen >= rows:
                 np.save(work / f"seen-{step:08}.npy", np.concatenate(waiting))
                 waiting = []
                 log.write(f"memory {seen} {resident_bytes()}\n")
-                log.flush()
                 atomic_write(saved, json.dumps({"step": step, "seen": seen, "position": source.position(step)}))
     source.close()
 
