@@ -2,3 +2,11 @@
 from collections.abc import Callable
 
 def jit(function: Callable) -> Callable: ...
+
+class _Runtime:
+    interpret: bool
+
+class _Knobs:
+    runtime: _Runtime
+
+knobs: _Knobs

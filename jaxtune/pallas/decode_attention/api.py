@@ -38,12 +38,13 @@ def _first_use(name: str, module, query, keys, soft_cap) -> str | None:
         lengths = jnp.asarray([0, 1, 64, 600, 300, 513], jnp.int32)
         shapes = (len(lengths), 2 * group, dim), *((len(lengths), 2, 512, dim),) * 2
         drawn = zip(jax.random.split(jax.random.key(0), 3), shapes, strict=True)
-        query, *caches = (jax.random.normal(key, shape).astype(dtype) for key, shape in drawn)
-        caches = [cache.astype(keys.dtype) for cache in caches]
+        query, key, value = (jax.random.normal(seed, shape).astype(dtype) for seed, shape in drawn)
+        key, value = key.astype(keys.dtype), value.astype(keys.dtype)
         options = dict(scale=dim**-0.5, window=500, soft_cap=soft_cap, sinks=jnp.linspace(-1, 1, 2 * group))
-        got = jax.jit(lambda *given: module.decode(*given, **options))(query, *caches, lengths)
+        got = jax.jit(lambda *given: module.decode(*given, **options))(query, key, value, lengths)
         exact = dispatch.exactly(lambda *given: reference.decode(*given, **options))
-        return [got], [exact(*(array.astype(jnp.float32) for array in (query, *caches)), lengths)]
+        query, key, value = (array.astype(jnp.float32) for array in (query, key, value))
+        return [got], [exact(query, key, value, lengths)]
 
     return dispatch.first_use("decode_attention", name, call, compare)
 

@@ -63,7 +63,7 @@ def split_kernel(
 
     # Where copies are: the turn of the item whose tile is copied next, the tile, the item and the one after it.
     def fetch(source, target, full, cursor, slot):
-        turn, tile, (head, row, _, first, *_), _ = cursor
+        turn, tile, (head, row, _document, first, *_rest), _following = cursor
 
         @pl.when(turn < rounds)
         def _():

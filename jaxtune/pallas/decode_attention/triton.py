@@ -8,6 +8,7 @@ The bodies are in triton_kernels.py, which imports triton and is itself imported
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +43,8 @@ def refusal(query, keys) -> str | None:
         return reason
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {query.dtype}"
-    if keys.dtype != query.dtype and (dispatch.compute_capability() or (0, 0)) < (8, 9):
+    capability = dispatch.compute_capability()
+    if keys.dtype != query.dtype and (capability is None or capability < (8, 9)):
         return f"a cache of {keys.dtype} needs compute capability 8.9"
     dim = query.shape[-1]
     if dim % 16 or width(dim) not in TILES:
@@ -66,7 +68,8 @@ def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, s
     tile, group = TILES[width(dim)], heads // kv_heads
     first, tiles = live_tiles(lengths, capacity, window, tile.step)
     splits = tiles.shape[1]
-    sizes = dict(
+    call = functools.partial(
+        compat.triton_call,
         HEADS=heads,
         KV_HEADS=kv_heads,
         SPLITS=splits,
@@ -74,7 +77,7 @@ def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, s
         GROUP=max(16, 1 << (group - 1).bit_length()),
         WIDTH=width(dim),
     )
-    parts, lses = compat.triton_call(
+    parts, lses = call(
         triton_kernels.decode_split_kernel,
         (query, keys, values, lengths, first, tiles),
         [
@@ -89,15 +92,13 @@ def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, s
         SCALE=float(scale),
         CAP=float(soft_cap or 0.0),
         STEP=tile.step,
-        **sizes,
     )
-    (out,) = compat.triton_call(
+    (out,) = call(
         triton_kernels.decode_combine_kernel,
         (parts, lses, *order_of(tiles), log2_sinks(sinks, heads)),
         [jax.ShapeDtypeStruct(query.shape, query.dtype)],
         (kv_heads, rows),
         warps=4,
         stages=2,
-        **sizes,
     )
     return out

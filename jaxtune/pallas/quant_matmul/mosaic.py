@@ -71,14 +71,16 @@ def few_refusal(weight: Stored, dtype, tokens: int) -> str | None:
     reason = triton.few_refusal(weight, dtype, tokens)
     if reason is not None:
         return reason
+    assert isinstance(weight, NF4), "few_refusal refuses all others"
+    double = weight.nested_absmax is not None
 
     def compare():
         keys = jax.random.split(jax.random.key(0), 2)
-        small = NF4.encode(jax.random.normal(keys[0], (128, weight.shape[1])), weight.nested_absmax is not None)
+        small = NF4.encode(jax.random.normal(keys[0], (128, weight.shape[1])), double)
         x = jax.random.normal(keys[1], (tokens, weight.shape[1])).astype(dtype)
         return [triton.few_matmul(x, small)], [_exact(x, small)]
 
-    quantised = "quantised" if weight.nested_absmax is not None else "float32"
+    quantised = "quantised" if double else "float32"
     call = f"{jnp.dtype(dtype).name}, {quantised} absmax, {tokens} tokens, {weight.shape[1]} columns"
     return dispatch.first_use("quant_matmul", "triton, few tokens", call, compare)
 

@@ -84,7 +84,7 @@ def few_refusal(weight: Stored, dtype, tokens: int) -> str | None:
     return None
 
 
-def few_matmul(x: jax.Array, weight: NF4) -> jax.Array:
+def few_matmul(x: jax.Array, weight: FourBit) -> jax.Array:
     """x W^T for some dozen tokens: codes are decoded in registers, on their way to the tensor cores.
 
     Args:
