@@ -42,7 +42,7 @@ def _first_use(name: str, module, query, keys, soft_cap) -> str | None:
         key, value = key.astype(keys.dtype), value.astype(keys.dtype)
         options = dict(scale=dim**-0.5, window=500, soft_cap=soft_cap, sinks=jnp.linspace(-1, 1, 2 * group))
         got = jax.jit(lambda *given: module.decode(*given, **options))(query, key, value, lengths)
-        exact = dispatch.exactly(lambda *given: reference.decode(*given, **options))
+        exact = dispatch.exactly(functools.partial(reference.decode, **options))
         query, key, value = (array.astype(jnp.float32) for array in (query, key, value))
         return [got], [exact(query, key, value, lengths)]
 
