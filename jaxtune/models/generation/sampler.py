@@ -52,8 +52,8 @@ class Row:
     index: int
     # The new tokens, up to and with the one that ended it.
     ids: list[int]
-    # The logarithm of each new token's probability under the model itself: softmax of its logits, without temperature,
-    # penalty or filters.
+    # The logarithm of each new token's probability under the model itself: softmax of its logits, without penalty or
+    # filters; without temperature, too, unless scaled_logprobs was asked for.
     logprobs: list[float]
     # "stop": an end token or a stop string. "length": max_new_tokens. "cancelled": somebody called `cancel`.
     finish_reason: FinishReason
@@ -171,6 +171,7 @@ class Sampler:
         stop_strings: str | Sequence[str] = (),
         tokenizer: Decodes | None = None,
         eos_token_ids: int | Sequence[int] | None = None,
+        scaled_logprobs: bool = False,
     ) -> int:
         """Puts a prompt at the end of the queue, also while others decode.
 
@@ -185,6 +186,8 @@ class Sampler:
           stop_strings: the row ends with the token that completes one of them in its new text. Needs `tokenizer`.
           eos_token_ids: tokens that end the row. None: those of the model's generation_config.json or config.json; an
             empty sequence: no token does.
+          scaled_logprobs: log-probabilities are those of the logits divided by the temperature, as a policy gradient
+            needs them.
         Returns:
           the request's number, by which pieces and `cancel` name it.
         Raises:
@@ -201,7 +204,7 @@ class Sampler:
             tokens,
             len(tokens),
             limit,
-            Sampling(temperature, top_k, top_p, min_p, repetition_penalty),
+            Sampling(temperature, top_k, top_p, min_p, repetition_penalty, scaled_logprobs),
             int(seed),
             int(index),
             frozenset(ends),

@@ -23,6 +23,8 @@ class Numbers(NamedTuple):
     top_p: Any
     min_p: Any
     repetition_penalty: Any
+    # float32[N]: logits are divided by it for the log-probability of a token.
+    logprob_temperature: Any
 
 
 class Kind(NamedTuple):
@@ -52,6 +54,9 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    scaled_logprobs: bool = False
+    """Whether the log-probability of a token is that of the logits divided by the temperature; otherwise it is that of
+    the logits themselves. Penalty and filters count in neither."""
 
     def __post_init__(self):
         for key, right, must in (
@@ -80,7 +85,8 @@ class Sampling:
         top_k = min(self.top_k or vocab_size, vocab_size)
         top_p, min_p, penalty = map(np.float32, (self.top_p, self.min_p, self.repetition_penalty))
         draws, temperature = np.bool_(self.kind.draws), np.float32(self.temperature or 1.0)
-        return Numbers(draws, temperature, np.int32(top_k), top_p, min_p, penalty)
+        of_logprob = temperature if self.scaled_logprobs else np.float32(1.0)
+        return Numbers(draws, temperature, np.int32(top_k), top_p, min_p, penalty, of_logprob)
 
 
 def penalised(logits: jax.Array, seen: jax.Array, penalty: Any) -> jax.Array:

@@ -272,6 +272,7 @@ def _chosen(model: Decoder, kind: Kind, hidden, seen, live: Live, rows: Rows) ->
             scores = filtered(scores, numbers)
         drawn = jax.vmap(jax.random.categorical)(_keys(rows, live.length - rows.start), scores)
         token = jnp.where(numbers.draws, drawn.astype(jnp.int32), token)
+    logits = logits / numbers.logprob_temperature[:, None]
     chosen = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
     return token, chosen - jax.nn.logsumexp(logits, axis=-1)
 
