@@ -1,0 +1,344 @@
+"""Reward functions: how they are named, what they are called with, and what becomes of their errors.
+
+A reward function has TRL's signature. It is called once with all answers of a step and returns a number for each, or
+None where it does not apply:
+
+```python
+def short(prompts, completions, completion_ids, **columns):
+    return [1.0 if len(ids) < 50 else 0.0 for ids in completion_ids]
+```
+
+A prompt that is text has completions that are text; one of messages has `[{"role": "assistant", "content": text}]`. The
+columns of the rows come as lists, by name, one value for each answer. A function may be `async def`; such functions
+run side by side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib.util
+import inspect
+import math
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxtune.train.config import ConfigError
+
+type RewardFunction = Callable[..., Any]
+# A prompt or a completion: text, or messages with their roles and contents.
+type Turns = str | list[dict[str, Any]]
+_SHOWN = 200  # characters of a prompt or an answer in a message
+
+
+class RewardError(ValueError):
+    """A reward function that failed, or gave what is no reward."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampled:
+    """Answers, as reward functions see them; all lists have one entry an answer."""
+
+    prompts: list[Turns]
+    """Text, or a list of messages, as the row has it."""
+
+    completions: list[Turns]
+    """Text, or a list of one message of the assistant."""
+
+    completion_ids: list[list[int]]
+    """Token ids of the answers."""
+
+    columns: dict[str, list[object]]
+    """The rows' other columns."""
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def only(self, index: int) -> Sampled:
+        """The answer of that index alone."""
+        columns = {name: [values[index]] for name, values in self.columns.items()}
+        return Sampled([self.prompts[index]], [self.completions[index]], [self.completion_ids[index]], columns)
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardFunctions:
+    """The reward functions of a run.
+
+    Example:
+      rewards = RewardFunctions.named(["rewards.py:is_right", "length"], weights=(1.0, 0.1))
+      table = rewards(sampled)  # float32[answers, 2]
+    """
+
+    functions: tuple[RewardFunction, ...]
+
+    names: tuple[str, ...]
+    """Unique names of the functions, for metrics."""
+
+    weights: tuple[float, ...]
+
+    timeout_seconds: float | None = None
+    """How long a call of one function may take; None: as long as it likes."""
+
+    errors: Literal["stop", "skip"] = "stop"
+    """Whether an exception ends the run, or leaves the answers that raise it without this function's reward."""
+
+    @classmethod
+    def of(
+        cls, functions: Sequence[RewardFunction], weights: Sequence[float] | None = None, **options: Any
+    ) -> RewardFunctions:
+        """The functions by their own names; a name that stands twice gets a number.
+
+        Raises:
+          ConfigError: no function; another number of weights.
+        """
+        if not functions:
+            raise ConfigError("objective.reward_funcs = []: learning from rewards needs at least one reward function")
+        weights = (1.0,) * len(functions) if weights is None else tuple(weights)
+        if len(weights) != len(functions):
+            raise ConfigError(
+                f"objective.reward_weights = {list(weights)}: there are {len(functions)} reward functions; give "
+                "each a weight, in their order"
+            )
+        names: list[str] = []
+        for function in functions:
+            name = getattr(function, "__name__", type(function).__name__)
+            same = sum(known == name or known.startswith(f"{name}_") for known in names)
+            names.append(f"{name}_{same + 1}" if name in names else name)
+        return cls(tuple(functions), tuple(names), weights, **options)
+
+    @classmethod
+    def named(cls, wanted: Sequence[str], weights: Sequence[float] | None = None, **options: Any) -> RewardFunctions:
+        """Of names as a recipe has them: `file.py:function`, or one of `ready` (READY)."""
+        return cls.of([load_function(name) for name in wanted], weights, **options)
+
+    def __call__(self, sampled: Sampled) -> np.ndarray:
+        """float32[answers, functions], NaN where a function does not apply.
+
+        Raises:
+          RewardError: a function failed (errors = "stop"), took too long, or returned no list of numbers.
+        """
+        with _EventLoop() as loop:
+            waiting = [
+                loop.started(function, sampled) if inspect.iscoroutinefunction(_called(function)) else None
+                for function in self.functions
+            ]
+            found = [
+                self._rewards(loop, function, name, sampled, future)
+                for function, name, future in zip(self.functions, self.names, waiting, strict=True)
+            ]
+        return np.stack(found, axis=1)
+
+    def _rewards(
+        self, loop: _EventLoop, function: RewardFunction, name: str, sampled: Sampled, future: Future | None
+    ) -> np.ndarray:
+        future = loop.in_thread(function, sampled) if future is None else future
+        try:
+            return _checked(name, future.result(self.timeout_seconds), len(sampled))
+        except TimeoutError:
+            if not future.done():  # the function may raise a TimeoutError of its own
+                raise RewardError(
+                    f"reward function {name} took longer than objective.reward_timeout = {self.timeout_seconds} s; "
+                    "raise it, or give the function's own requests a limit"
+                ) from None
+            return self._one_by_one(loop, function, name, sampled)
+        except RewardError:
+            raise
+        except Exception:
+            return self._one_by_one(loop, function, name, sampled)
+
+    def _one_by_one(self, loop: _EventLoop, function: RewardFunction, name: str, sampled: Sampled) -> np.ndarray:
+        """The rewards of answers that are given to the function alone, to find those that it fails for."""
+        values = np.full(len(sampled), np.nan, np.float32)
+        failed: list[tuple[int, Exception]] = []
+        for index in range(len(sampled)):
+            call = loop.started if inspect.iscoroutinefunction(_called(function)) else loop.in_thread
+            try:
+                values[index] = _checked(name, call(function, sampled.only(index)).result(self.timeout_seconds), 1)[0]
+            except Exception as error:
+                failed.append((index, error))
+                if self.errors == "stop":
+                    break
+        if self.errors == "stop":
+            index, error = failed[0] if failed else (0, None)
+            alone = "" if failed else "; each answer alone it rewards without an error"
+            raise RewardError(
+                f"reward function {name} failed{alone}: {_told(error)}\n"
+                f"  prompt: {_shortened(sampled.prompts[index])}\n  answer: {_shortened(sampled.completions[index])}\n"
+                "objective.reward_errors=skip leaves such answers without this reward"
+            ) from error
+        return values
+
+
+def load_function(name: str) -> RewardFunction:
+    """The reward function that a recipe names: `file.py:function`, a path as the recipe's other paths are, or a ready
+    one of `ready`.
+
+    Raises:
+      ConfigError: no such file or function; the file does not run.
+    """
+    path, separator, wanted = name.rpartition(":")
+    if not separator:
+        if name not in READY:
+            raise ConfigError(
+                f"objective.reward_funcs: {name!r} is no ready reward ({', '.join(READY)}); a function of your own is "
+                "file.py:function"
+            )
+        return READY[name]
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ConfigError(f"objective.reward_funcs: {name!r}: there is no file {file}")
+    spec = importlib.util.spec_from_file_location(f"jaxtune_rewards_{file.stem}", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(f"objective.reward_funcs: {file} does not run: {_told(error)}") from error
+    function = getattr(module, wanted, None)
+    if not callable(function):
+        own = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+        raise ConfigError(
+            f"objective.reward_funcs: {file} has no function {wanted!r}; it has {', '.join(own) or 'none'}"
+        )
+    return function
+
+
+class _EventLoop:
+    """A thread with an event loop, in which functions run; it does not keep the process from ending."""
+
+    def __enter__(self) -> _EventLoop:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def started(self, function: RewardFunction, sampled: Sampled) -> Future:
+        """The result of an async function, which runs beside others."""
+        return asyncio.run_coroutine_threadsafe(_called(function)(**_arguments(function, sampled)), self._loop)
+
+    def in_thread(self, function: RewardFunction, sampled: Sampled) -> Future:
+        """The result of a function, which runs in a thread of its own."""
+        result: Future = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(function(**_arguments(function, sampled)))
+            except BaseException as error:
+                result.set_exception(error)
+
+        threading.Thread(target=run, name="reward", daemon=True).start()
+        return result
+
+
+def _called(function: RewardFunction) -> RewardFunction:
+    """The function whose body runs: of an object with __call__, that method."""
+    return function if inspect.isroutine(function) else function.__call__
+
+
+def _arguments(function: RewardFunction, sampled: Sampled) -> dict[str, object]:
+    """What a function is called with: all that its parameters name, or everything if it has **columns."""
+    given = dict(prompts=sampled.prompts, completions=sampled.completions, completion_ids=sampled.completion_ids)
+    given = {**sampled.columns, **given}
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return given
+    return {name: value for name, value in given.items() if name in {parameter.name for parameter in parameters}}
+
+
+def _checked(name: str, values: Any, count: int) -> np.ndarray:
+    """float32[count] of what a function returned."""
+    if isinstance(values, str | Mapping) or not hasattr(values, "__len__") or len(values) != count:
+        what = f"{len(values)} rewards" if hasattr(values, "__len__") and not isinstance(values, str) else repr(values)
+        raise RewardError(
+            f"reward function {name} returned {what} for {count} answers; it must return a list of as many"
+        )
+    found = np.full(count, np.nan, np.float32)
+    for index, value in enumerate(values):
+        if value is None:
+            continue
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            raise RewardError(f"reward function {name} returned {value!r}; a reward is a number or None") from None
+        if math.isinf(number):
+            raise RewardError(f"reward function {name} returned {number}; a reward is a finite number or None")
+        found[index] = number
+    return found
+
+
+def _told(error: BaseException | None) -> str:
+    return "unknown" if error is None else f"{type(error).__name__}: {error}"
+
+
+def _shortened(value: Turns) -> str:
+    text = value if isinstance(value, str) else "\n".join(str(message.get("content", "")) for message in value)
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+
+
+# ---- ready rewards
+
+
+def text_of(completion: Turns) -> str:
+    """The text of a completion, which is text or a list of messages."""
+    return completion if isinstance(completion, str) else "".join(str(m.get("content") or "") for m in completion)
+
+
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+def last_number(text: str) -> float | None:
+    """The last number of a text, without thousands separators; None if it has none."""
+    found = _NUMBER.findall(text)
+    return float(found[-1].replace(",", "")) if found else None
+
+
+def exact_number(completions: list[Turns], answer: list[object], **columns: object) -> list[float | None]:
+    """1 where the last number of the completion is that of the row's `answer`, else 0; None if that has no number."""
+    wanted = [last_number(str(value)) for value in answer]
+    return [
+        None if number is None else float(last_number(text_of(completion)) == number)
+        for completion, number in zip(completions, wanted, strict=True)
+    ]
+
+
+def exact_match(completions: list[Turns], answer: list[object], **columns: object) -> list[float]:
+    """1 where the completion is the row's `answer`, spaces at the ends apart, else 0."""
+    return [
+        float(text_of(completion).strip() == str(value).strip())
+        for completion, value in zip(completions, answer, strict=True)
+    ]
+
+
+_TAGGED = re.compile(r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*", re.DOTALL)
+
+
+def tagged_format(completions: list[Turns], **columns: object) -> list[float]:
+    """1 where the completion is `<think>...</think><answer>...</answer>` and nothing else, else 0."""
+    return [float(_TAGGED.fullmatch(text_of(completion)) is not None) for completion in completions]
+
+
+def regex(completions: list[Turns], pattern: list[str], **columns: object) -> list[float]:
+    """1 where the row's `pattern` is found in the completion, else 0."""
+    return [
+        float(re.search(wanted, text_of(completion)) is not None)
+        for completion, wanted in zip(completions, pattern, strict=True)
+    ]
+
+
+def brevity(completion_ids: list[list[int]], **columns: object) -> list[float]:
+    """Minus the number of tokens in thousands: a small pull to short answers."""
+    return [-len(ids) / 1000 for ids in completion_ids]
+
+
+READY: dict[str, RewardFunction] = {
+    function.__name__: function for function in (exact_number, exact_match, tagged_format, regex, brevity)
+}
