@@ -162,7 +162,7 @@ class Run:
                         if engine.planner.plan != planned:
                             rows.load(step + 1)  # in micro-batches of the new plan
                     else:
-                        sums = engine.accumulate(at(step), sums, state, frozen, parts)
+                        sums = engine.accumulate(at(step), sums, state, frozen, parts[: counts["filled"]])
                     state, sums, latest = programs.update(state, sums)
                 done = step + 1
                 monitor.step_dispatched(step, latest, counts)

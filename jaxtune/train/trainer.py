@@ -54,6 +54,8 @@ from jaxtune.train.folder.saving import Saver
 from jaxtune.train.objectives import references
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.objective import Objective
+from jaxtune.train.objectives.policy import GRPO
+from jaxtune.train.objectives.prompts import end_tokens
 from jaxtune.train.planning.cost import COMPUTE_DTYPES
 from jaxtune.train.planning.devices import device_peak_flops, host_memory_bytes
 from jaxtune.train.planning.forward import ForwardPlanner
@@ -130,7 +132,8 @@ class Trainer:
         self.objective.check(self.model.prepared)
         self.callbacks = tuple(callbacks)
 
-        reader = Reader(self.objective, self.tokenizer, config, self.model.given.config)
+        ends = end_tokens(self.model.given, self.tokenizer) if isinstance(self.objective, GRPO) else ()
+        reader = Reader(self.objective, self.tokenizer, config, self.model.given.config, tuple(ends))
         rows, held_out = run_rows(reader, train_rows, eval_rows, not trains)
         self.train_data = rows if isinstance(rows, TokenDataset) else None
         self.config = config = in_first_words(config)

@@ -19,6 +19,45 @@ _OPTIONS = {
     "simpo": ("beta", "simpo_gamma", "label_smoothing"),
     "reward": ("center_rewards_coefficient",),
 }
+# Options of the objectives that learn from rewards of sampled answers; train/objectives has their defaults.
+_REWARDED = ("reward_funcs", "reward_weights", "reward_timeout", "reward_errors")
+_SAMPLED = (
+    "num_generations",
+    "max_completion_length",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "mask_truncated_completions",
+    "num_iterations",
+    "steps_per_generation",
+    "slots",
+    "epsilon",
+    "epsilon_high",
+    "importance_sampling_correction",
+    "importance_sampling_mode",
+    "importance_sampling_clip_max",
+    "importance_sampling_clip_min",
+)
+_OPTIONS |= {
+    "grpo": (
+        "beta",
+        "loss_type",
+        *_REWARDED,
+        *_SAMPLED,
+        "importance_sampling_level",
+        "delta",
+        "use_bias_correction_kl",
+        "top_entropy_quantile",
+        "entropy_coef",
+        "sapo_temperature_pos",
+        "sapo_temperature_neg",
+        "scale_rewards",
+        "multi_objective_aggregation",
+    ),
+    "rloo": (*_REWARDED, *_SAMPLED, "normalize_advantages"),
+}
 
 
 @dataclass(frozen=True)
@@ -28,11 +67,18 @@ class ObjectiveConfig:
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     name: Annotated[
-        Literal["sft", "dpo", "orpo", "kto", "simpo", "reward"],
-        "sft, a preference objective over pairs of answers, or reward: a model that scores texts.",
+        Literal["sft", "dpo", "orpo", "kto", "simpo", "reward", "grpo", "rloo"],
+        "sft; a preference objective over pairs of answers; reward: a model that scores texts; grpo or rloo: learning "
+        "from rewards of sampled answers.",
     ] = "sft"
-    beta: Annotated[float | None, "Scale of the rewards (dpo, orpo, kto: 0.1; simpo: 2.0)."] = None
-    loss_type: Annotated[Literal["sigmoid", "ipo", "hinge"], "Loss of a pair (dpo)."] = "sigmoid"
+    beta: Annotated[
+        float | None, "Scale of the rewards (dpo, orpo, kto: 0.1; simpo: 2.0); factor of the divergence (grpo: 0)."
+    ] = None
+    loss_type: Annotated[
+        Literal["sigmoid", "ipo", "hinge", "grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo"],
+        "Loss of a pair: sigmoid, ipo or hinge (dpo); how losses of tokens add up: dapo (default), grpo, dr_grpo, "
+        "bnpo, cispo or sapo (grpo).",
+    ] = "sigmoid"
     label_smoothing: Annotated[float, "Probability that a preference is the wrong way around (dpo, simpo)."] = 0.0
     precompute_ref_log_probs: Annotated[
         bool, "Compute the reference's log-probabilities once, before training (dpo, kto)."
@@ -44,8 +90,63 @@ class ObjectiveConfig:
         float | None, "Weight of the square of a pair's summed scores, which centres them (reward); 0.01 is usual."
     ] = None
 
+    reward_funcs: Annotated[
+        tuple[str, ...] | None, "Reward functions: file.py:function, or exact_number, exact_match, tagged_format, ..."
+    ] = None
+    reward_weights: Annotated[tuple[float, ...] | None, "A weight for each reward function; default: 1."] = None
+    reward_timeout: Annotated[float | None, "Seconds that a call of a reward function may take."] = None
+    reward_errors: Annotated[
+        Literal["stop", "skip"] | None,
+        "What an exception of a reward function does: stop (default), or skip the answer.",
+    ] = None
+    num_generations: Annotated[
+        int | None, "Answers to each prompt; rows_per_step counts answers (grpo: 8; rloo: 2)."
+    ] = None
+    max_completion_length: Annotated[int | None, "The most tokens of an answer (512)."] = None
+    temperature: Annotated[float | None, "Of sampling, and of the log-probabilities that are trained (1)."] = None
+    top_k: Annotated[int | None, "Sample from this number of likeliest tokens (0: all)."] = None
+    top_p: Annotated[float | None, "Sample from the likeliest tokens with this probability in all (1)."] = None
+    min_p: Annotated[float | None, "Sample from tokens with this part of the likeliest one's probability (0)."] = None
+    repetition_penalty: Annotated[float | None, "Penalty on tokens that an answer or its prompt has already (1)."] = (
+        None
+    )
+    mask_truncated_completions: Annotated[
+        bool | None, "Answers that reach max_completion_length do not count in the loss (false)."
+    ] = None
+    num_iterations: Annotated[int | None, "How often each answer is trained on (1)."] = None
+    steps_per_generation: Annotated[int | None, "Steps whose answers are sampled at once (1)."] = None
+    slots: Annotated[int | None, "The most answers that are sampled at a time (64)."] = None
+    epsilon: Annotated[float | None, "The ratio of probabilities is clipped below at 1 - epsilon (0.2)."] = None
+    epsilon_high: Annotated[float | None, "... and above at 1 + epsilon_high (epsilon); cispo's cap itself."] = None
+    delta: Annotated[float | None, "Cap of the ratio for answers of negative advantage (none)."] = None
+    importance_sampling_level: Annotated[
+        Literal["token", "sequence"] | None, "A ratio for each token (default), or one for an answer (GSPO)."
+    ] = None
+    importance_sampling_correction: Annotated[
+        bool | None, "Correct for the difference between the sampler's and the trainer's probabilities (true)."
+    ] = None
+    importance_sampling_mode: Annotated[
+        Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None,
+        "How that correction is bounded (sequence_mask).",
+    ] = None
+    importance_sampling_clip_max: Annotated[float | None, "The correction's upper bound (3)."] = None
+    importance_sampling_clip_min: Annotated[float | None, "The correction's lower bound (none)."] = None
+    use_bias_correction_kl: Annotated[bool | None, "Multiply the divergence by the ratio (true)."] = None
+    top_entropy_quantile: Annotated[float | None, "The share of tokens, of largest entropy, that count (1)."] = None
+    entropy_coef: Annotated[float | None, "Factor of the mean entropy that is added to the objective (0)."] = None
+    sapo_temperature_pos: Annotated[float | None, "Slope of sapo's clipping for positive advantages (1)."] = None
+    sapo_temperature_neg: Annotated[float | None, "Slope of sapo's clipping for other advantages (1.05)."] = None
+    scale_rewards: Annotated[
+        Literal["group", "batch", "none"] | None, "Whose standard deviation divides advantages (group)."
+    ] = None
+    multi_objective_aggregation: Annotated[
+        Literal["sum_then_normalize", "normalize_then_sum"] | None, "How several rewards become one (the first)."
+    ] = None
+    normalize_advantages: Annotated[bool | None, "Scale advantages over a generation (rloo: false)."] = None
+
     def __post_init__(self) -> None:
-        positive("objective.beta", self.beta)
+        if self.name != "grpo":
+            positive("objective.beta", self.beta)
         fraction("objective.label_smoothing", self.label_smoothing, below_one=True)
         not_negative("objective.simpo_gamma", self.simpo_gamma)
         if self.center_rewards_coefficient is not None:
@@ -61,6 +162,19 @@ class ObjectiveConfig:
                 value,
                 f"{self.name} has no such option; leave it out",
             )
+        kinds = ("sigmoid", "ipo", "hinge")
+        require(
+            self.loss_type == "sigmoid" or (self.loss_type in kinds) == (self.name == "dpo"),
+            "objective.loss_type",
+            self.loss_type,
+            f"{self.name} has no such loss; see --help",
+        )
+        require(
+            self.name not in ("grpo", "rloo") or bool(self.reward_funcs),
+            "objective.reward_funcs",
+            self.reward_funcs,
+            f"{self.name} needs at least one, as in [rewards.py:is_right]",
+        )
         require(
             self.loss_type == "sigmoid" or not self.label_smoothing,
             "objective.label_smoothing",
@@ -72,6 +186,8 @@ class ObjectiveConfig:
     def options(self) -> dict[str, Any]:
         """What is given of the objective's options, by name."""
         named = {name: getattr(self, name) for name in _OPTIONS[self.name]}
+        if self.name == "grpo" and self.loss_type == "sigmoid":  # the default, which is dpo's
+            del named["loss_type"]
         return {name: value for name, value in named.items() if value is not None}
 
 

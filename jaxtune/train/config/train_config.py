@@ -167,7 +167,7 @@ class TrainConfig:
     def _require_answers_to_ask_for(self) -> None:
         why = "a reward model writes no answers" if self.objective.name == "reward" else "its rows have no right answer"
         require(
-            self.objective.name in ("sft", "kto") or not self.evaluation.exact_match_rows,
+            self.objective.name in ("sft", "kto", "grpo", "rloo") or not self.evaluation.exact_match_rows,
             "evaluation.exact_match_rows",
             self.evaluation.exact_match_rows,
             f"{why} (objective = {self.objective.name}); leave it out",

@@ -144,6 +144,10 @@ class BatchSource:
         """What happened to the rows since this was asked the last time, a sentence each; asked after each step."""
         return []
 
+    def metrics_at(self, step: int) -> dict[str, float]:
+        """Numbers for the metrics of a step that was made, asked for once."""
+        return {}
+
     def close(self) -> None:
         """Called when the run ends, however it does."""
 

@@ -20,6 +20,8 @@ from jaxtune.train.data.steps import laid_out
 from jaxtune.train.data.streamed import StreamedRows
 from jaxtune.train.folder.record import require_same_rows
 from jaxtune.train.objectives.objective import Objective
+from jaxtune.train.objectives.policy import GRPO
+from jaxtune.train.objectives.prompts import sampled_answers
 from jaxtune.train.optimizer.schedule import total_steps
 
 
@@ -42,6 +44,15 @@ def run_rows(
     held_out = data.eval if eval_rows is None else eval_rows
     mixed, own = _weighted(wanted), isinstance(wanted, BatchSource)
     made_later = own or bool(mixed) or is_stream(wanted, data.streaming)
+    if isinstance(reader.objective, GRPO):
+        if bool(mixed) or is_stream(wanted, data.streaming):
+            raise ValueError(
+                f"objective = {reader.objective.name}: its prompts are one set of rows, read before the run"
+            )
+        wanted = wanted if own else reader.sampled(wanted)
+        made_later = own = True
+        if config.evaluation.exact_match_rows:
+            held_out = None  # its rows are answered, and have no loss
     what = "the rows to train on are streamed, mixed or made during the run"
     if made_later and data.eval_rows:
         raise ValueError(
@@ -78,6 +89,8 @@ class Reader:
     tokenizer: Any
     config: TrainConfig
     model: DecoderConfig
+    # Token ids that end an answer.
+    ends: tuple[int, ...] = ()
 
     def tokenised(self, rows: object, max_rows: int | None = None) -> TokenDataset:
         """All of the rows.
@@ -94,6 +107,11 @@ class Reader:
                 f"for at most {self.model.context_length} positions; lower data.length"
             )
         return prepared
+
+    def sampled(self, rows: object) -> BatchSource:
+        """Answers to the prompts of rows, sampled during the run."""
+        assert isinstance(self.objective, GRPO)
+        return sampled_answers(self.objective, rows, self.tokenizer, self.config, self.ends, self.model.context_length)
 
     def row_set(self, rows: object) -> RowSet:
         """The rows as a set that batches are fed from: a stream, or one of a mixture that are prepared."""

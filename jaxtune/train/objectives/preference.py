@@ -148,6 +148,27 @@ class Preference(Pairs):
             return jnp.where(there > 0, losses, 0.0).sum(), there.sum(), jax.lax.stop_gradient(sums)
 
 
+def require_fixed_base(name: str, model: Decoder) -> None:
+    """Refuses a model that has no reference: without an adapter, or whose base trains too.
+
+    Raises:
+      ValueError: names the objective `name`, and what to change.
+    """
+    if not has_adapter(model):
+        raise ValueError(
+            f"objective = {name}: the reference is the model with its adapter off, and this one has no adapter: set "
+            "adapter: {}, or take an objective without a reference (orpo, simpo, grpo with beta = 0)"
+        )
+    trains = nnx.state(model, nnx.Param)
+    adapters = sum(len(jax.tree.leaves(nnx.state(m.lora, nnx.Param))) for _, m in matrices(model) if m.lora)
+    whole = sum(holder is not None and holder.original is not None for holder in (model.embedding, model.head))
+    if len(jax.tree.leaves(trains)) != adapters + whole:
+        raise ValueError(
+            f"objective = {name}: weights beside the adapter train, so that the model with its adapter off would not "
+            "stay what it was: freeze them (get_peft_model), or take an objective without a reference"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class Referenced(Preference):
     """What is compared to a reference: the model with its adapter off, or what a data set's `reference` says it gave.
@@ -170,19 +191,7 @@ class Referenced(Preference):
         return made
 
     def check(self, model: Decoder) -> None:
-        if not has_adapter(model):
-            raise ValueError(
-                f"objective = {self.name}: the reference is the model with its adapter off, and this one has no "
-                "adapter: set adapter: {}, or take an objective without a reference (orpo, simpo)"
-            )
-        trains = nnx.state(model, nnx.Param)
-        adapters = sum(len(jax.tree.leaves(nnx.state(m.lora, nnx.Param))) for _, m in matrices(model) if m.lora)
-        whole = sum(holder is not None and holder.original is not None for holder in (model.embedding, model.head))
-        if len(jax.tree.leaves(trains)) != adapters + whole:
-            raise ValueError(
-                f"objective = {self.name}: weights beside the adapter train, so that the model with its adapter off "
-                "would not stay what it was: freeze them (get_peft_model), or take an objective without a reference"
-            )
+        require_fixed_base(self.name, model)
 
     def reference(self, model: Decoder, batch: Batch, forward: Forward) -> jax.Array:
         """float32[rows, most pairs, 2]: log p of the answers under the reference."""

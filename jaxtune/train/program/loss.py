@@ -24,7 +24,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.layers.segment import AuxLoss
 from jaxtune.models.placement import partition
 from jaxtune.models.residual_plan import ResidualPlan
-from jaxtune.pallas.linear_cross_entropy import linear_cross_entropy, linear_token_losses
+from jaxtune.pallas.linear_cross_entropy import linear_cross_entropy, linear_log_probs, linear_token_losses
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.data.batches import Batch
 
@@ -176,6 +176,25 @@ class Forward:
     def token_losses(self, model: Decoder, hidden: jax.Array, batch: Batch) -> jax.Array:
         """float32[rows, length]: the weighted next-token loss of each token; see cross_entropy."""
         return self._of_head(linear_token_losses, model, hidden, batch)
+
+    def log_probs(
+        self, model: Decoder, hidden: jax.Array, batch: Batch, *, temperature: float, entropy_gradient: bool = False
+    ) -> tuple[jax.Array, jax.Array]:
+        """(log-probabilities of the targets, entropies), float32[rows, length] each, at a temperature."""
+        head = model.head_variable
+        with jax.named_scope("loss"):
+            weight, hidden = partition.whole_beside(head, hidden)
+            return linear_log_probs(
+                hidden,
+                weight,
+                batch.targets,
+                temperature=temperature,
+                entropy_gradient=entropy_gradient,
+                soft_cap=model.config.final_soft_cap,
+                logit_scale=model.config.logit_scale,
+                head_gradient=isinstance(head, nnx.Param),
+                chunk_tokens=self._chunk_tokens,
+            )
 
     def _of_head(self, function: Callable[..., Any], model: Decoder, hidden: jax.Array, batch: Batch) -> Any:
         """Calls a loss function with the hidden states, the model's head and the batch's targets and weights."""

@@ -205,8 +205,19 @@ class Engine:
             "tokens": int((batch.segment_ids > 0).sum()) * alike,
             "trained_tokens": int(batch.weights.sum()) * alike,
             "lengths": np.tile(document_lengths(batch), alike),
+            "metrics": self.batches.metrics_at(step),
+            "filled": self._filled(batch, parts),
         }
         return [self.place(batch, part, parts) for part in range(parts)], counts
+
+    def _filled(self, batch: Batch, parts: int) -> int:
+        """How many micro-batches the rows of a step fill, at least one: a source that does not know the lengths of its
+        documents before the run leaves the last ones empty."""
+        if not self.batches.sees_model or processes.count() > 1 or self.batches.lanes > 1:
+            return parts
+        used = np.flatnonzero((batch.segment_ids > 0).any(1))
+        last = int(used[-1]) + 1 if used.size else 1
+        return -(-last * parts // len(batch.tokens))
 
     def zero_sums(self, state: TrainState) -> Sums:
         """The sums with which a step starts."""
@@ -386,8 +397,8 @@ class Engine:
         return programs.before_qat if early and programs.before_qat is not None else programs
 
     def accumulate(self, programs: Programs, sums: Sums, state: TrainState, frozen, parts: list[Batch]) -> Sums:
-        """The sums with every micro-batch of a step added."""
-        for index, batch in zip(self.micro_index, parts, strict=True):
+        """The sums with the micro-batches of a step added, of which the last ones may be missing."""
+        for index, batch in zip(self.micro_index, parts, strict=False):
             sums = programs.accumulate(sums, state, frozen, batch, index)
         return sums
 

@@ -1,0 +1,145 @@
+"""Prompts for sampled answers, from the rows that people have."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.generation.ends import end_token_ids
+from jaxtune.train.config import ConfigError, DataConfig, TrainConfig
+from jaxtune.train.data.formats import Example, RowError, detect_format, normalize, refuse_media
+from jaxtune.train.data.reading import open_sources
+from jaxtune.train.data.templates import RowEncoder
+from jaxtune.train.objectives.policy import GRPO, log_probs_of
+from jaxtune.train.objectives.reward_functions import RewardFunctions, Turns
+from jaxtune.train.objectives.rollouts import Prompt, SampledAnswers
+
+ANSWER = "answer"  # the column that holds a row's own answer, for reward functions
+
+
+def read_prompts(rows: object, tokenizer: Any, data: DataConfig, most_tokens: int) -> list[Prompt]:
+    """The prompts of rows.
+
+    A row has a `prompt`, text or messages, as TRL's rows have. Rows for supervised fine-tuning serve too: the prompt is
+    what comes before the last answer, which becomes the column `answer` unless the row has one.
+
+    Args:
+      rows: a path, a data set's name, or a list of dicts. data: its template, max_rows and on_bad_row count.
+      most_tokens: that a prompt may have.
+    Raises:
+      ConfigError: rows without prompts; a row that cannot be read or is too long, by its place, unless
+        data.on_bad_row = skip.
+    """
+    encoder = RowEncoder(tokenizer, template=data.template)
+    found: list[Prompt] = []
+    left_out: list[str] = []
+    for source in open_sources(rows):
+        for row in source.read(0):
+            if data.max_rows is not None and len(found) >= data.max_rows:
+                break
+            try:
+                if row.value is None:
+                    raise RowError(str(row.error))
+                found.append(_prompt(row.value, encoder, most_tokens))
+            except RowError as error:
+                if data.on_bad_row == "error":
+                    raise ConfigError(f"{row.place}: {error}; data.on_bad_row=skip leaves such rows out") from None
+                left_out.append(f"{row.place}: {error}")
+    if not found:
+        first = f"; the first: {left_out[0]}" if left_out else ""
+        raise ConfigError(f"data.train: it has no prompt that could be used{first}")
+    return found
+
+
+def sampled_answers(
+    objective: GRPO,
+    rows: object,
+    tokenizer: Any,
+    config: TrainConfig,
+    ends: Sequence[int],
+    positions: int,
+    rewards: RewardFunctions | None = None,
+) -> SampledAnswers:
+    """The source of a run that learns from rewards.
+
+    Args:
+      rows: see read_prompts. ends: token ids that end an answer. positions: the model's.
+      rewards: None: those that config.objective names.
+    Raises:
+      ConfigError: rows, rewards or lengths that do not fit.
+    """
+    data, settings, wanted = config.data, objective.settings, config.objective
+    length = min(data.length, positions)
+    if rewards is None:
+        rewards = RewardFunctions.named(
+            wanted.reward_funcs or (),
+            wanted.reward_weights,
+            timeout_seconds=wanted.reward_timeout,
+            errors=wanted.reward_errors or "stop",
+        )
+    weights = np.asarray(rewards.weights, np.float32)
+    prompts = read_prompts(rows, tokenizer, data, length - settings.max_completion_length)
+    return SampledAnswers(
+        prompts,
+        rewards,
+        settings,
+        lambda table: objective.advantages(table, weights),
+        answers_per_step=config.rows_per_step,
+        length=data.length,
+        seed=config.seed,
+        decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+        ends=ends,
+        score=functools.partial(log_probs_of, settings.temperature) if objective.reuses else None,
+    )
+
+
+def _prompt(value: Mapping[str, object], encoder: RowEncoder, most_tokens: int) -> Prompt:
+    refuse_media(value)
+    given = value.get("prompt")
+    if isinstance(given, str) and not _answered(value):
+        example = Example(prompt=given)
+    elif isinstance(given, list):
+        example = normalize({**value, "messages": given}, "messages")
+    else:
+        example = normalize(value, detect_format(value))
+    columns = {name: column for name, column in value.items() if name not in ("prompt", "messages", "conversations")}
+    if example.messages is not None:
+        messages = list(example.messages)
+        if messages and messages[-1]["role"] == "assistant":
+            columns.setdefault(ANSWER, messages.pop()["content"])
+        shown: Turns = messages
+        example = dataclasses.replace(example, messages=messages)
+    elif example.text is not None:
+        raise RowError("it is one text, and has no prompt to answer: give it a column `prompt`")
+    else:
+        shown = example.prompt or ""
+        if example.completion:
+            columns.setdefault(ANSWER, example.completion)
+            example = dataclasses.replace(example, completion="")
+    ids = tuple(int(token) for token in encoder.encode_prompt(example))
+    if not ids:
+        raise RowError("its prompt is empty")
+    if len(ids) > most_tokens:
+        raise RowError(
+            f"its prompt has {len(ids):,} tokens, and beside objective.max_completion_length data.length leaves "
+            f"room for {most_tokens:,}"
+        )
+    return Prompt(shown, ids, columns)
+
+
+def _answered(value: Mapping[str, object]) -> bool:
+    """Whether a row with a `prompt` is one for supervised fine-tuning, which has its completion."""
+    return any(name in value for name in ("completion", "response"))
+
+
+def end_tokens(model: Decoder, tokenizer: Any) -> list[int]:
+    """Token ids that end an answer: the model's own, and the tokenizer's."""
+    ends = set(end_token_ids(model))
+    if tokenizer.eos_token_id is not None:
+        ends.add(int(tokenizer.eos_token_id))
+    return sorted(ends)

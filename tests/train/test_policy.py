@@ -1,0 +1,372 @@
+"""Learning from rewards: the loss over packed answers, batches of sampled answers, and whole runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tiny_models import adapted_model, tiny_model
+
+from jaxtune.models.config import LayerSpec
+from jaxtune.models.lora import get_peft_model, without_adapter
+from jaxtune.train.callbacks import Callback
+from jaxtune.train.config import CheckpointConfig, ConfigError, DataConfig, OptimConfig
+from jaxtune.train.config.objective import ObjectiveConfig
+from jaxtune.train.objectives.grpo import Answers, PolicyLoss, grpo_loss, rloo_loss
+from jaxtune.train.objectives.policy import GRPO, RLOO
+from jaxtune.train.objectives.prompts import read_prompts
+from jaxtune.train.objectives.reward_functions import RewardFunctions
+from jaxtune.train.objectives.rollouts import OLD_LOGPS, SAMPLED_LOGPS, Answer, Prompt, SampledAnswers
+from jaxtune.train.program.loss import Forward
+from jaxtune.train.trainer import Trainer
+from tests.train.data.conftest import make_tokenizer
+from tests.train.tiny_runs import make_config
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+VOCAB, LONGEST = 48, 8
+
+
+def score_of_even_tokens(completion_ids, **columns):
+    """The share of even tokens."""
+    return [float(np.mean([token % 2 == 0 for token in ids] or [0])) for ids in completion_ids]
+
+
+def source_of(objective: GRPO, count: int = 5, length: int = 40, **options) -> SampledAnswers:
+    draw = np.random.default_rng(0)
+    prompts = [
+        Prompt(f"prompt {index}", tuple(draw.integers(3, VOCAB, size).tolist()), {"index": index})
+        for index, size in enumerate(draw.integers(1, 9, count))
+    ]
+    rewards = RewardFunctions.of([score_of_even_tokens])
+    settings = dict(answers_per_step=8, length=length, seed=3, decode=str, ends=[1]) | options
+    weights = np.array(rewards.weights)
+    return SampledAnswers(
+        prompts, rewards, objective.settings, lambda table: objective.advantages(table, weights), **settings
+    )
+
+
+def some_answers(source: SampledAnswers, count: int = 8) -> list[Answer]:
+    draw = np.random.default_rng(1)
+    made = []
+    for index in range(count):
+        size = int(draw.integers(1, LONGEST + 1))
+        logps = (-draw.exponential(3.0, size)).astype(np.float32).tolist()
+        reason = "length" if size == LONGEST else "stop"
+        ids = tuple(draw.integers(3, VOCAB, size).tolist())
+        made.append(Answer(index % len(source.prompts), ids, tuple(logps), reason, float(draw.standard_normal())))
+    return made
+
+
+def settings(**changes) -> dict:
+    return dict(num_generations=4, max_completion_length=LONGEST) | changes
+
+
+def plain_log_probs(model, source: SampledAnswers, answer: Answer, temperature: float):
+    """(log-probabilities, entropies) of an answer's tokens, of its document alone and whole logits."""
+    prompt = source.prompts[answer.prompt].ids
+    ids = jnp.asarray([[*prompt, *answer.ids]], jnp.int32)
+    logps = jax.nn.log_softmax(model(ids)[0].astype(jnp.float32) / temperature)
+    own = logps[len(prompt) - 1 : -1]
+    taken = jnp.take_along_axis(own, jnp.asarray(answer.ids)[:, None], axis=1)[:, 0]
+    return taken, -(jnp.exp(own) * own).sum(-1)
+
+
+def plain_loss(model, source: SampledAnswers, answers: list[Answer], objective: GRPO):
+    """The loss of answers that go through the model one by one."""
+    temperature = objective.settings.temperature
+    base = without_adapter(model)
+
+    def padded(values):
+        return jnp.stack([jnp.pad(jnp.asarray(v, jnp.float32), (0, LONGEST - len(v))) for v in values])
+
+    own = [plain_log_probs(model, source, answer, temperature) for answer in answers]
+    reference = [plain_log_probs(base, source, answer, temperature)[0] for answer in answers]
+    logps, masked = padded([o[0] for o in own]), objective.settings.mask_truncated_completions
+    counted = [np.ones(len(a.ids)) * (not masked or a.finish_reason == "stop") for a in answers]
+    mask = padded(counted)
+    sampled = padded([a.logps for a in answers])
+    given = Answers(
+        logps,
+        mask,
+        jnp.array([a.advantage for a in answers]),
+        padded([o[1] for o in own]),
+        ref_logps=jax.lax.stop_gradient(padded(reference)),
+        ratio=objective._ratio(jax.lax.stop_gradient(logps), sampled, mask),
+    )
+    return (rloo_loss if isinstance(objective, RLOO) else grpo_loss)(given, objective.losses)
+
+
+CASES = {
+    "dapo": GRPO.of(**settings()),
+    "dr_grpo": GRPO.of(**settings(loss_type="dr_grpo", temperature=0.7)),
+    "grpo, cut off": GRPO.of(**settings(loss_type="grpo", mask_truncated_completions=True)),
+    "gspo": GRPO.of(**settings(loss_type="grpo", importance_sampling_level="sequence")),
+    "cispo": GRPO.of(**settings(loss_type="cispo", epsilon_high=5.0)),
+    "divergence": GRPO.of(**settings(beta=0.1, temperature=1.3, importance_sampling_mode="token_truncate")),
+    "entropy": GRPO.of(**settings(entropy_coef=0.1, importance_sampling_correction=False)),
+    "rloo": RLOO.of(**settings()),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("length", [16, 40])
+def test_packed_answers_have_the_loss_and_gradients_of_answers_alone(name, length):
+    objective = CASES[name]
+    model = adapted_model(tiny_model(), r=2)
+    source = source_of(objective, length=length)
+    answers = some_answers(source)
+    batch = source._packed(answers, sum(source._counted(answer) for answer in answers))
+    graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
+
+    def packed(trainable):
+        loss, count, sums = objective.loss(nnx.merge(graph, trainable, frozen), batch, Forward())
+        return loss / count, objective.metrics(sums)
+
+    def alone(trainable):
+        return plain_loss(nnx.merge(graph, trainable, frozen), source, answers, objective)
+
+    (loss, metrics), gradients = jax.jit(jax.value_and_grad(packed, has_aux=True))(trainable)
+    (want, want_metrics), want_gradients = jax.jit(jax.value_and_grad(alone, has_aux=True))(trainable)
+    np.testing.assert_allclose(loss, want, rtol=2e-5, atol=1e-6)
+    for got, expected in zip(jax.tree.leaves(gradients), jax.tree.leaves(want_gradients), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
+    for key, value in want_metrics.items():
+        np.testing.assert_allclose(metrics[key], value, rtol=1e-4, atol=1e-6, err_msg=key)
+    assert metrics["answers"] == 8 if "answers" in metrics else sums_name(objective)
+    if length == 40:
+        assert (batch.segment_ids.max(1) > 1).any()  # answers share rows
+
+
+def sums_name(objective: GRPO) -> bool:
+    return objective.unit == "answers"
+
+
+def test_answers_are_packed_whole_each_once():
+    objective = CASES["dapo"]
+    source = source_of(objective, length=33)
+    answers = some_answers(source)
+    batch = source._packed(answers, 8.0)
+    found = []
+    for row in range(source.rows_per_step):
+        for place in range(source.places):
+            count, start = batch.extra["answer_lengths"][row, place], batch.extra["answer_starts"][row, place]
+            if count:
+                ids = batch.targets[row, start : start + count]
+                assert (batch.weights[row, start : start + count] == 1).all()
+                found.append((tuple(ids.tolist()), float(batch.extra["advantages"][row, place])))
+                np.testing.assert_array_equal(batch.extra[SAMPLED_LOGPS][row, start : start + count] < 0, True)
+    assert sorted(found) == sorted((a.ids, np.float32(a.advantage).item()) for a in answers)
+    assert batch.weights.sum() == sum(len(a.ids) for a in answers)
+    # Each document's positions restart, and its prompt stands before its answer.
+    assert (batch.positions[batch.segment_ids > 0] < 16).all()
+
+
+def test_sampling_depends_on_the_seed_the_generation_and_the_weights_alone():
+    objective, model = CASES["dapo"], tiny_model()
+    first, second = source_of(objective), source_of(objective)
+    batches = [first.batch_at(step, lambda: model) for step in range(3)]
+    again = second.batch_at(2, lambda: model)  # as a run that continues from a checkpoint of step 2
+    for a, b in zip(jax.tree.leaves(batches[2]), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert (batches[0].tokens != batches[1].tokens).any()
+    metrics = first.metrics_at(1)
+    assert 0 <= metrics["reward"] <= 1 and metrics["completions/max_length"] <= LONGEST
+    assert {"rewards/score_of_even_tokens/mean", "frac_reward_zero_std", "sampling_seconds"} <= set(metrics)
+    assert first.metrics_at(1) == {}
+    told = first.news()
+    assert any("a sample of reward" in text for text in told) and first.news() == []
+
+
+def test_the_samplers_log_probabilities_are_the_trainers():
+    objective, model = GRPO.of(**settings(temperature=0.8)), tiny_model()
+    source = source_of(objective)
+    batch = source.batch_at(0, lambda: model)
+    _, _, sums = objective.loss(model, batch, Forward())
+    assert objective.metrics(sums)["sampling/sampling_logp_difference/mean"] < 1e-5
+    np.testing.assert_allclose(objective.metrics(sums)["sampling/importance_sampling_ratio/mean"], 1.0, atol=1e-4)
+
+
+def test_a_generation_that_serves_several_steps_is_resumed():
+    objective = GRPO.of(**settings(num_iterations=2, steps_per_generation=2))
+    model = tiny_model()
+
+    def score(model, batch):
+        return batch.extra[SAMPLED_LOGPS]
+
+    first, second = source_of(objective, score=score), source_of(objective, score=score)
+    batches = [first.batch_at(step, lambda: model) for step in range(5)]
+    assert first.position(0) is None and first.position(4) is None
+    position = source_of(objective, score=score)
+    for step in range(3):
+        position.batch_at(step, lambda: model)
+    second.resume(3, json.loads(json.dumps(position.position(3))))
+
+    def changed():
+        raise AssertionError("a generation that was kept is not sampled again")
+
+    for a, b in zip(jax.tree.leaves(batches[3]), jax.tree.leaves(second.batch_at(3, changed)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(batches[0].tokens, batches[2].tokens)  # the second iteration
+    assert (batches[0].tokens != batches[1].tokens).any() and (batches[4].tokens != batches[0].tokens).any()
+    np.testing.assert_array_equal(batches[2].extra[OLD_LOGPS], batches[0].extra[OLD_LOGPS])
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        (dict(answers_per_step=6), "rows_per_step = 6.*groups of objective.num_generations = 4"),
+        (dict(length=12), "data.length = 12.*set at least"),
+    ],
+)
+def test_what_cannot_be_sampled_is_refused(options, told):
+    with pytest.raises(ConfigError, match=told):
+        source_of(CASES["dapo"], **options)
+
+
+def test_settings_are_checked():
+    for wrong in (dict(num_generations=1), dict(temperature=0.0), dict(num_iterations=0), dict(loss_type="x")):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            GRPO.of(**wrong)
+    with pytest.raises(ValueError, match="beta"):
+        RLOO.of(beta=0.1)
+    with pytest.raises(TypeError):
+        GRPO.of(no_such_option=1)
+    assert GRPO.of(max_completion_length=7).losses.max_completion_length == 7
+    assert dataclasses.asdict(GRPO.of())["losses"] == dataclasses.asdict(PolicyLoss())
+
+
+# ---- whole runs
+
+
+REWARDS = """
+def even(completion_ids, **columns):
+    return [sum(token % 2 == 0 for token in ids) / max(len(ids), 1) for ids in completion_ids]
+"""
+
+
+def trainer_of(folder, steps: int = 12, adapter: bool = True, **changes) -> Trainer:
+    file = folder / "rewards.py"
+    file.write_text(REWARDS)
+    tokenizer = make_tokenizer()
+    model = tiny_model(vocab_size=len(tokenizer), layers=(LayerSpec(),))
+    model = get_peft_model(model, r=4, lora_alpha=8) if adapter else model
+    rows = [{"prompt": text} for text in ("one", "two of them", "three", "and four", "five")]
+    objective = dict(
+        reward_funcs=(f"{file}:even",), num_generations=8, max_completion_length=LONGEST, loss_type="dr_grpo"
+    )
+    settings = dict(
+        steps=steps,
+        rows_per_step=32,
+        optim=OptimConfig(learning_rate=3e-2, weight_decay=0.0),
+        objective=ObjectiveConfig("grpo", **(objective | changes.pop("objective", {}))),
+        data=DataConfig(train="rows that the test made", length=32),
+    )
+    return Trainer(model, tokenizer, make_config(folder / "run", **(settings | changes)), rows)
+
+
+def of_metric(trainer: Trainer, name: str) -> list[float]:
+    return [line[name] for line in trainer.history if name in line]
+
+
+def test_a_run_earns_more_reward_and_says_what_it_sampled(tmp_path, capsys):
+    trainer = trainer_of(tmp_path, steps=14, adapter=False)
+    trainer.train()
+    rewards = of_metric(trainer, "reward")
+    assert len(rewards) == 14 and np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.15
+    last = trainer.history[-1]
+    assert last["answers"] == 32 and last["rewards/even/mean"] == pytest.approx(last["reward"])
+    assert max(of_metric(trainer, "sampling/sampling_logp_difference/mean")) < 1e-4
+    assert all(0 <= value <= 1 for value in of_metric(trainer, "completions/clipped_ratio"))
+    shown = capsys.readouterr()
+    assert "a sample of reward" in shown.out + shown.err
+    assert "4 prompts x 8 answers" in trainer.batches.described(14)[1]
+
+
+@pytest.mark.parametrize("more", [{}, dict(num_iterations=2, beta=0.05)])
+def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path, more):
+    checkpoint = CheckpointConfig(every_steps=3, every_minutes=None)
+    runs = {}
+    for name in ("whole", "cut"):
+        (tmp_path / name).mkdir()
+        runs[name] = trainer_of(tmp_path / name, steps=5, objective=more, checkpoint=checkpoint)
+    want = runs["whole"].train()
+
+    class Cut(Callback):
+        def between(self, moment):
+            if moment.step == 4:
+                raise KeyboardInterrupt
+
+    runs["cut"].callbacks = (Cut(),)
+    with pytest.raises(KeyboardInterrupt):
+        runs["cut"].train()
+    again = trainer_of(tmp_path / "cut", steps=5, objective=more, checkpoint=checkpoint)
+    got = again.train()
+    assert again.history[0]["step"] == 4
+    for a, b in zip(jax.tree.leaves(nnx.state(got)), jax.tree.leaves(nnx.state(want)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert of_metric(again, "loss") == of_metric(runs["whole"], "loss")[3:]
+
+
+def test_rewards_that_are_all_equal_teach_nothing_and_are_told(tmp_path, capsys):
+    file = tmp_path / "equal.py"
+    file.write_text("def equal(completions, **columns):\n    return [1.0] * len(completions)\n")
+    trainer = trainer_of(tmp_path, steps=2, objective=dict(reward_funcs=(f"{file}:equal",)))
+    trainer.train()
+    shown = capsys.readouterr()
+    assert "all rewards of a group are equal in 100% of groups" in shown.out + shown.err
+    assert of_metric(trainer, "frac_reward_zero_std") == [1.0, 1.0]
+
+
+def test_a_reward_that_fails_ends_the_run_with_the_answer(tmp_path):
+    file = tmp_path / "bad.py"
+    file.write_text("def bad(completions, **columns):\n    return [int('x')]\n")
+    trainer = trainer_of(tmp_path, steps=2, objective=dict(reward_funcs=(f"{file}:bad",)))
+    with pytest.raises(ValueError, match="reward function bad failed.*ValueError.*\n  prompt: "):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    "changes, told",
+    [
+        (dict(objective=dict(reward_funcs=())), "objective.reward_funcs"),
+        (dict(objective=dict(loss_type="ipo")), "objective.loss_type"),
+        (dict(data=DataConfig(train="x", length=32, eval_rows=2)), "eval_rows"),
+        (dict(data=DataConfig(train="x", length=32, eval="rows.jsonl")), "data.eval"),
+        (dict(data=DataConfig(train="x", length=10)), "data.length"),
+    ],
+)
+def test_what_does_not_go_together_is_named(tmp_path, changes, told):
+    with pytest.raises(ValueError, match=told):
+        trainer_of(tmp_path, **changes)
+
+
+def test_prompts_come_from_rows_of_every_form():
+    rows = [
+        {"prompt": "ask", "level": 3},
+        {"prompt": [{"role": "user", "content": "hi"}], "answer": "there"},
+        {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "good"}]},
+        {"question": "2 + 2?", "answer": "4"},
+    ]
+    tokenizer = make_tokenizer()
+    found = read_prompts(rows, tokenizer, DataConfig(train="x"), 100)
+    assert [prompt.given for prompt in found] == [
+        "ask",
+        [{"role": "user", "content": "hi"}],
+        [{"role": "user", "content": "hi"}],
+        [{"role": "user", "content": "2 + 2?"}],
+    ]
+    assert [prompt.columns.get("answer") for prompt in found] == [None, "there", "good", "4"]
+    assert found[0].columns == {"level": 3} and found[1].ids == found[2].ids
+    text = tokenizer.decode(found[1].ids)
+    assert "hi" in text and text.rstrip().endswith("assistant")
+    with pytest.raises(ConfigError, match=r"rows:1: its prompt has .* tokens"):
+        read_prompts([{"prompt": "very long " * 50}], tokenizer, DataConfig(train="x"), 20)
+    skipping = DataConfig(train="x", on_bad_row="skip")
+    assert len(read_prompts([{"prompt": "very long " * 50}, *rows], tokenizer, skipping, 20)) >= 3
+    with pytest.raises(ConfigError, match="no prompt"):
+        read_prompts([{"text": "no question"}], tokenizer, skipping, 20)
