@@ -17,7 +17,7 @@ import pyarrow.parquet as parquet
 import pytest
 
 import jaxtune
-from jaxtune.train.data import cache, prepare, reading, tokenizing, workers
+from jaxtune.train.data import cache, prepare, row_files, tokenizing, workers
 from jaxtune.train.data.preview import preview
 from jaxtune.train.data.reading import open_sources, read_rows
 from jaxtune.train.data.workers import encode_rows
@@ -170,7 +170,7 @@ def test_a_book_costs_its_beginning(monkeypatch, tokenizer):
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
 def test_a_line_longer_than_a_row_may_be_costs_that_row(tmp_path, monkeypatch, suffix):
-    monkeypatch.setattr(reading, "MAX_ROW_SIZE", 1000)
+    monkeypatch.setattr(row_files, "MAX_ROW_SIZE", 1000)
     path = tmp_path / f"rows{suffix}"
     texts = ["It is 4.", "x" * 2500, "I am a bot."]
     path.write_text(

@@ -16,8 +16,10 @@ from jaxtune.models.config import LayerSpec
 from jaxtune.models.lora import get_peft_model, without_adapter
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import CheckpointConfig, ConfigError, DataConfig, OptimConfig
+from jaxtune.train.config.file import load_config
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.objectives.grpo import Answers, PolicyLoss, grpo_loss, rloo_loss
+from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.policy import GRPO, RLOO
 from jaxtune.train.objectives.prompts import read_prompts
 from jaxtune.train.objectives.reward_functions import RewardFunctions
@@ -343,6 +345,20 @@ def test_a_reward_that_fails_ends_the_run_with_the_answer(tmp_path):
 def test_what_does_not_go_together_is_named(tmp_path, changes, told):
     with pytest.raises(ValueError, match=told):
         trainer_of(tmp_path, **changes)
+
+
+def test_a_recipe_names_rewards_in_a_list(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "model: {path: m}\ndata: {train: rows.jsonl}\noutput: out\n"
+        "objective: {name: grpo, reward_funcs: [exact_match, 'own.py:good'], reward_weights: [1.0, 0.5], beta: 0.1}\n"
+    )
+    objective = load_config(str(recipe), ["objective.loss_type=sapo"]).objective
+    assert objective.reward_funcs == ("exact_match", "own.py:good") and objective.reward_weights == (1.0, 0.5)
+    made = objective_of(dataclasses.replace(make_config(tmp_path), objective=objective))
+    assert isinstance(made, GRPO) and made.losses == PolicyLoss(loss_type="sapo", beta=0.1)
+    with pytest.raises(ConfigError, match="objective.reward_funcs.*dpo has no such option"):
+        load_config(str(recipe), ["objective.name=dpo"])
 
 
 def test_prompts_come_from_rows_of_every_form():

@@ -40,7 +40,15 @@ SHORTHANDS = {"qat": "format", "objective": "name"}
 
 
 def _by_name(section: str) -> BeforeValidator:
-    return BeforeValidator(lambda value: {SHORTHANDS[section]: value} if isinstance(value, str) else value)
+    def mapping(value: object) -> object:
+        if isinstance(value, str):
+            return {SHORTHANDS[section]: value}
+        if not isinstance(value, dict):
+            return value
+        # Behind this function pydantic no longer knows that the value came from JSON, whose lists it takes for tuples.
+        return {key: tuple(each) if isinstance(each, list) else each for key, each in value.items()}
+
+    return BeforeValidator(mapping)
 
 
 @dataclass(frozen=True)

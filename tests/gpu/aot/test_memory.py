@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
 
 from benchmarks.shapes import SHAPES
-from jaxtune.models.generation import generate as generation
-from jaxtune.models.generation.sampling import Sampling
-from jaxtune.models.hf import model_from_config
 from jaxtune.pallas.linear_cross_entropy import linear_cross_entropy
 from tests.gpu.aot.compiled_step import step_peaks
 from tests.gpu.aot.target import H200
@@ -53,32 +47,6 @@ def test_a_head_that_is_filled_up_is_copied_once_and_counted(monkeypatch):
     assert 0.97 * step.compiled <= step.predicted <= 1.07 * step.compiled
     assert [line for line in step.text.splitlines() if " while(" in line and "bf16[128264,2048]" in line]
     assert not [line for line in step.text.splitlines() if " while(" in line and "bf16[128257,2048]" in line]
-
-
-def test_generation_fills_a_head_up_once_for_all_tokens():
-    """XLA copied it for each token of several rows: in the loop, as what a product begins with."""
-    rows, vocab, where = 4, 32_003, H200.sharding()
-
-    def there(tree):
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree)
-
-    small = {"num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 512, "vocab_size": vocab}
-    hf = SHAPES["llama-3.2-1b"] | small | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
-    model = nnx.eval_shape(lambda: model_from_config(hf, jax.random.key(0), "bfloat16"))
-    graph, *weights = nnx.split(model, nnx.Param, ...)
-    counts = jnp.ones(rows, jnp.int32)
-    sampling, last = Sampling(), jnp.int32(99)
-    numbers = sampling.numbers(vocab)
-    request = generation._Request(counts, last, last, counts, jax.random.split(jax.random.key(0), rows), numbers)
-    tokens = jnp.zeros((rows, 16), jnp.int32)
-    begun = (*weights, tokens, tokens.astype(jnp.float32), counts, counts == 0, request)
-    with H200.lowering():
-        prefill = functools.partial(generation._prefill, graph, 16, sampling.kind)
-        carry = jax.eval_shape(prefill, *there(begun))
-        lowered = generation._decode.lower(graph, sampling.kind, *there((*weights, carry, request, last)))
-    text = lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False}).as_text()
-    pads = [line for line in text.splitlines() if f"bf16[{vocab + 5},256]" in line and " pad(" in line]
-    assert len(pads) == 1 and "while" not in pads[0]
 
 
 @pytest.mark.parametrize(("rows", "length"), [(4, 2048), (1, 8192)])
