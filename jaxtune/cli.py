@@ -32,7 +32,7 @@ from jaxtune.commands import (
     tune,
     watch,
 )
-from jaxtune.system import processes, terminal
+from jaxtune.system import interrupts, processes, terminal
 from jaxtune.system.invocation import spelled
 from jaxtune.system.terminal import say
 
@@ -48,6 +48,7 @@ _WORKING = ("train", "launch", "export", "tune", "report", "watch")
 def console(arguments: Sequence[str] | None = None) -> int:
     """`main` as the entry point of a process."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    interrupts.raise_dropped_interrupts()
     terminal.outlive(told=not set(arguments[:1]) <= set(_WORKING))
     # transformers imports torch wherever it is installed, which takes seconds and is of no use to a command. It is
     # hidden

@@ -20,7 +20,7 @@ import pytest
 
 import jaxtune
 from jaxtune import cli
-from jaxtune.system import terminal
+from jaxtune.system import interrupts, terminal
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.display.metrics import read_metrics
 from jaxtune.train.folder.checkpoint import saved_steps
@@ -257,6 +257,26 @@ def test_a_signal_that_python_drops_comes_once_more(capfd):
     assert stop.requested and sys.unraisablehook is hook
     said = capfd.readouterr().err
     assert said.count("SIGTERM: leaving") == 1 and "ignored" not in said
+
+
+def test_a_ctrl_c_that_python_drops_is_raised_again(monkeypatch, capfd):
+    """Before a run has handlers of its own: it went on, with a traceback on the screen."""
+
+    class Dropping:
+        def __del__(self):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    interrupts.raise_dropped_interrupts()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            Dropping()
+            time.sleep(30)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert "ignored" not in capfd.readouterr().err
 
 
 def test_an_ignored_hang_up_stays_ignored():

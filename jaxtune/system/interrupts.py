@@ -1,0 +1,29 @@
+"""Ctrl-C is never lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+
+_AGAIN_SECONDS = 0.05
+
+
+def raise_dropped_interrupts() -> None:
+    """From now on a KeyboardInterrupt that Python drops is raised again, a moment later.
+
+    Python drops what is raised while it runs a finaliser or a callback of the garbage collector, and prints it as
+    ignored; JAX registers such a callback. A command that was interrupted there would continue.
+    """
+    before = sys.unraisablehook
+
+    def hook(unraisable: sys.UnraisableHookArgs) -> None:
+        if not isinstance(unraisable.exc_value, KeyboardInterrupt):
+            before(unraisable)
+            return
+        again = threading.Timer(_AGAIN_SECONDS, os.kill, (os.getpid(), signal.SIGINT))
+        again.daemon = True
+        again.start()
+
+    sys.unraisablehook = hook
