@@ -30,7 +30,10 @@ class Batch:
         self, programs: device.Programs, states: device.States, placed: Sequence[tuple[int, int]]
     ) -> device.States:
         """The slots' states with those of pairs (row of this batch, slot)."""
-        size = len(jax.tree.leaves(self.states)[0])
+        arrays = jax.tree.leaves(self.states)
+        if not arrays:  # no layer of the model has a mixer
+            return states
+        size = len(arrays[0])
         for first in range(0, len(placed), size):
             some = [*placed[first : first + size]]
             some += [some[-1]] * (size - len(some))  # one program for any number: a pair may be written again

@@ -217,7 +217,7 @@ class Monitor:
             "peak_memory_bytes": memory_peak_bytes(),
         }
         line |= {key: float(value) for key, value in values["own"].items()}
-        line |= counts["metrics"]
+        line |= counts.get("metrics", {})
         line |= {key: float(value) for key, value in values.get("aux", {}).items()}
         if config.precision == "fp16":
             line["loss_scale"] = float(values["loss_scale"])
