@@ -63,7 +63,7 @@ def get(port: int, path: str, host: str | None = None) -> tuple[int, str]:
 def test_the_page_follows_the_runs(runs, port):
     status, text = get(port, "/runs")
     assert status == 200 and text.count("<section>") == 3 and text.count("<figure") == 8
-    assert "4.0000, 0.8000" in text and "This run has not begun" in text and HOSTILE not in text
+    assert "4.0000, 0.8000" in text and "This run has not started" in text and HOSTILE not in text
     with (runs[1] / "metrics.jsonl").open("a") as file:
         file.write(line(6))
     assert "4.0000, 0.6667" in get(port, "/runs")[1]
@@ -79,7 +79,7 @@ def test_only_this_machine_is_answered(port):
 
 def test_a_port_that_is_taken_is_said(runs, port, capsys):
     assert cli.main(["watch", str(runs[0]), "--port", str(port)]) == 2
-    assert f"--port {port} cannot be had" in capsys.readouterr().err
+    assert f"--port {port} is not available" in capsys.readouterr().err
 
 
 def test_a_browser_shows_the_runs_side_by_side(port, tmp_path):
