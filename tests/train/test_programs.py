@@ -28,7 +28,7 @@ def test_checks_that_a_program_asks_for_begin_before_it_is_compiled(engine, monk
     @functools.wraps(function)
     def traced(*arguments):
         collected.append(gc.isenabled())
-        monkeypatch.setattr(dispatch, "_held", [begun.set])  # as dispatch.first_use holds a check
+        monkeypatch.setattr(dispatch, "_pending", [begun.set])  # as dispatch.first_use holds a check
         return function(*arguments)
 
     def compile_it(lowered, *arguments, **options):
