@@ -234,7 +234,7 @@ _REFUSED = {
     "activation": ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported; supported: silu"),
     "rope_type": ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' is not supported"),
     "rope_factor": ({"rope_scaling": {"rope_type": "linear"}}, "rope_type 'linear' needs 'factor'"),
-    "quantized": ({"quantization_config": {"quant_method": "gptq"}}, "quant_method 'gptq'"),
+    "quantized": ({"quantization_config": {"quant_method": "gptq"}}, "quant_method = 'gptq'; of quantised checkpoints"),
     "experts": ({"num_local_experts": 8}, "num_local_experts = 8 is not supported"),
     "missing key": ({"hidden_size": None}, "lacks 'hidden_size'"),
     "heads": ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),

@@ -3,7 +3,9 @@ transformers' own."""
 
 from __future__ import annotations
 
+import functools
 import json
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +15,8 @@ from tiny_models import adapted_model, tiny_model
 
 from jaxtune import from_pretrained, generate, merge_adapter
 from jaxtune.models.config import PRE_AND_POST_NORM, LayerSpec, RopeConfig, Source
+from jaxtune.models.generation import slots
 from jaxtune.models.generation.sampling import Sampling, filtered
-from jaxtune.models.generation.slots import programs
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 PROMPTS = [[3, 9, 27], list(range(1, 20)), [44], [7, 7, 7, 8, 30, 2, 1]]
@@ -174,14 +176,28 @@ def test_limits_of_sampling_reach_the_program():
     assert drawn == set(np.argsort(model(jnp.array([prompt]))[0, -1])[-2:].tolist())
 
 
-def test_one_compile_for_each_bucket_of_shapes():
+def test_one_compile_for_each_bucket_of_shapes(monkeypatch):
     model = tiny_model(vocab_size=52, max_position_embeddings=1024)
-    compiled = programs(same_choices=False)
-    compiled.prefill.clear_cache()  # of other tests' programs, which JAX lets go when there are too many
-    compiled.decode.clear_cache()
+    traces = Counter()
+
+    def counting(function):
+        @functools.wraps(function)
+        def counted(*args, **kwargs):
+            traces[function] += 1
+            return function(*args, **kwargs)
+
+        return counted
+
+    # Programs of this test's own, so that no other test's traces count, with functions that count how often jit traces.
+    prefill, decode = slots._prefill, slots._decode
+    with monkeypatch.context() as patch:
+        patch.setattr(slots, "_prefill", counting(prefill))
+        patch.setattr(slots, "_decode", counting(decode))
+        compiled = slots.programs.__wrapped__(same_choices=False)
+    monkeypatch.setattr(slots, "programs", lambda same_choices: compiled)
 
     def counts():
-        return compiled.prefill._cache_size(), compiled.decode._cache_size()
+        return traces[prefill], traces[decode]
 
     for prompts, count in (([[1, 2]] * 3, 2), ([[2, 3]] * 4, 16), ([[1] * 16, [2], [3, 4]], 7), ([[5] * 9] * 4, 10)):
         generate(model, prompts, max_new_tokens=count)
