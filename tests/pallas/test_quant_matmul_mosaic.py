@@ -115,6 +115,7 @@ def test_dequantising_mxfp4_is_decoding(shape):
     ],
 )
 @pytest.mark.gpu
+@pytest.mark.usefixtures("without_races")
 def test_small_product(rows, columns, tokens, double_quant, monkeypatch):
     plan = mosaic._plan
     monkeypatch.setattr(mosaic, "_plan", lambda *shape: dataclasses.replace(plan(*shape), programs=2))

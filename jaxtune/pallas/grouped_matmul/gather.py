@@ -163,6 +163,7 @@ def wait(barriers_ref, slot, parity, interpreted: bool):
     with parity 0, the second, fourth, ... with 1. It must come after a barrier at which the loading warpgroup arrives
     after it called `begin`."""
     if interpreted:
+        plgpu.commit_smem()  # the fence below
         return
 
     @mosaic_types.inline_mgpu(arg_types=(SCALAR, SCALAR, plgpu.RefType()))

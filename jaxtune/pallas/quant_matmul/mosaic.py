@@ -207,10 +207,14 @@ def _small_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, dtype, plan: _
     def keep_scales(share, scales):
         if not interpreted:
             lanes.keep_scales(share, nested_refs[::2], scales, blocks, warpgroups)
-        elif nested_refs:
-            scales[:, pl.ds(0, blocks)] = nested_refs[0][...][share[0]] * share[1] + nested_refs[2][0]
-        else:
-            scales[:, pl.ds(0, blocks)] = share[0]
+            return
+
+        @pl.when(wg == 0)  # interpreted, one warpgroup has them all; on a GPU each writes its share
+        def _():
+            if nested_refs:
+                scales[:, pl.ds(0, blocks)] = nested_refs[0][...][share[0]] * share[1] + nested_refs[2][0]
+            else:
+                scales[:, pl.ds(0, blocks)] = share[0]
 
     def chunk_of(step):
         return lax.rem(step, steps) * warpgroups + wg
