@@ -66,11 +66,11 @@ class RopeConfig:
 class PartConfig(Protocol):
     """A frozen, hashable description of a mixer or a feed-forward; see models/layers.
 
-    their_name: what Hugging Face calls it in a layer, such as self_attn; "" where its tensors are the layer's own.
+    hf_name: what Hugging Face calls it in a layer, such as self_attn; "" where its tensors are the layer's own.
     """
 
     @property
-    def their_name(self) -> str: ...
+    def hf_name(self) -> str: ...
 
     def make(self, config: DecoderConfig, key: Any, dtype: Any) -> nnx.Module:
         """The module, with random weights."""
@@ -165,7 +165,7 @@ class LayerSpec:
     def their_names(self) -> dict[str, str]:
         """{name of a part: what Hugging Face calls it in a layer}"""
         usual = {"mixer": "self_attn", "mlp": "mlp"}
-        return {part.name: part.config.their_name if part.config else usual[part.name] for part in self.parts}
+        return {part.name: part.config.hf_name if part.config else usual[part.name] for part in self.parts}
 
     def replaced(self, **configs: PartConfig | None) -> LayerSpec:
         """The same layer with these configs of parts, by name; of a part whose value is None, the one that it has."""

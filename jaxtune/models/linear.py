@@ -143,10 +143,10 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """[..., in] -> [..., out] in x's dtype; key draws the adapter's dropout mask."""
-        return apply_together(x, (self,), key)[0]
+        return apply_fused(x, (self,), key)[0]
 
 
-def apply_together(x: jax.Array, linears: tuple[Linear, ...], key: jax.Array | None = None) -> tuple[jax.Array, ...]:
+def apply_fused(x: jax.Array, linears: tuple[Linear, ...], key: jax.Array | None = None) -> tuple[jax.Array, ...]:
     """Applies linears that share x in one quant_matmul."""
     rates = [linear.lora.rate for linear in linears if linear.lora is not None]
     weights, loras = [], []

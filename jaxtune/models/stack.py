@@ -221,7 +221,7 @@ def layer_backward(
             for stage, segment in enumerate(again):
                 inputs = start(stage, [dense(values[name]) for name in segment.reads])
                 context, inputs = context_of(segment, inputs)
-                at_once = order.derivatives_at_once or segment.held_bytes is not None
+                at_once = order.derivatives_at_once or segment.derivative_bytes is not None
                 if at_once and segment.differentiable and segment.backward is None:
                     outputs, pullbacks[segment.name] = pullback_of(segment, context, inputs)
                 else:

@@ -32,8 +32,8 @@ from tests.train.tiny_runs import dataset, documents, make_config
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 SEGMENTS = np.array([[1] * 5 + [2] * 7, [1] + [2] * 8 + [0] * 3], np.int32)
-EXPERTS = ExpertsShape(MoEConfig(4, 2, 8), their_name="")
-WIDE = AttentionShape(4, 2, 8, 0.25, qk_norm="head", their_name="wide_attn")
+EXPERTS = ExpertsShape(MoEConfig(4, 2, 8), hf_name="")
+WIDE = AttentionShape(4, 2, 8, 0.25, qk_norm="head", hf_name="wide_attn")
 # {what: (a layer, what it computes of x; `block` has the modules, `of` runs one)}
 LAYERS = {
     "one mixer": (

@@ -16,7 +16,7 @@ from jaxtune.models.linear import Linear
 class Square:
     """Part.config of `width` channels."""
 
-    their_name: ClassVar[str] = "square"
+    hf_name: ClassVar[str] = "square"
 
     width: int
 

@@ -18,7 +18,7 @@ from jaxtune.models.linear import Linear
 class Decay:
     """Part.config: `width` channels, each of which keeps `share` of itself from token to token."""
 
-    their_name: ClassVar[str] = "decay"
+    hf_name: ClassVar[str] = "decay"
 
     width: int
     share: float = 0.5

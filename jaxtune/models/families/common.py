@@ -384,7 +384,7 @@ def delta_config(
     count, every = require(hf, "num_hidden_layers"), hf["full_attention_interval"]
     default = [FULL if (index + 1) % every == 0 else LINEAR for index in range(count)]
     kinds = layer_kinds(hf, default, (FULL, LINEAR))
-    shape = DeltaNetShape(**{ours: hf[theirs] for theirs, ours in _DELTA_KEYS.items()}, together=together)
+    shape = DeltaNetShape(**{ours: hf[theirs] for theirs, ours in _DELTA_KEYS.items()}, fused=together)
     mixers = {FULL: None, LINEAR: shape}
     layers = tuple(
         LayerSpec().replaced(mixer=mixers[kind], mlp=(feed_forwards or {}).get(index))

@@ -1,4 +1,5 @@
-"""Softmax attention, a mixer: projections in, attention over a packed row, projection out."""
+"""Softmax attention, a mixer: query, key and value projections, attention within the documents of a row, output
+projection."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from flax import nnx
 from jaxtune.models.config import DecoderConfig
 from jaxtune.models.fitted import ATTENTION_BYTES, ATTENTION_STAGE
 from jaxtune.models.layers.segment import INPUT, OUTPUT, Context, Residual, Segment, Sizes
-from jaxtune.models.linear import Linear, apply_together
+from jaxtune.models.linear import Linear, apply_fused
 from jaxtune.models.norm import norm_of
 from jaxtune.models.rope import rotate, scaled_by_position
 from jaxtune.pallas import dispatch
@@ -30,37 +31,43 @@ from jaxtune.pallas.decode_attention import (
 
 @dataclasses.dataclass(frozen=True)
 class AttentionShape:
-    """Part.config of an attention that differs from the decoder's; a setting that is None is the decoder's.
+    """The settings of an attention that differ from the decoder's, given as Part.config; None takes the decoder's
+    setting.
 
-    qk_norm: as the decoder's, or "none". Which window and rotary base it has, the LayerSpec says.
+    Window and rotary base are not set here: the LayerSpec has them.
     """
 
-    num_heads: int | None = None
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
-    attention_scale: float | None = None
+    num_heads: int | None = None  # query heads
+    num_kv_heads: int | None = None  # key and value heads
+    head_dim: int | None = None  # size of a head
+    attention_scale: float | None = None  # factor on the scores before the softmax
+    # norm of queries and keys: of each head, of the whole projection, or "none"
     qk_norm: Literal["head", "projection", "none"] | None = None
-    qkv_bias: bool | None = None
-    out_bias: bool | None = None
-    attention_gate: bool | None = None
+    qkv_bias: bool | None = None  # whether the query, key and value projections have biases
+    out_bias: bool | None = None  # whether the output projection has a bias
+    attention_gate: bool | None = None  # whether each head's output is multiplied by the sigmoid of a gate
+    # whether each head has a learned logit that takes part in its softmax and has no value
     attention_sinks: bool | None = None
-    their_name: str = "self_attn"
+    hf_name: str = "self_attn"  # the part's name in Hugging Face's tensor names
 
     def make(self, config: DecoderConfig, key: jax.Array, dtype) -> Attention:
+        """The attention module with the decoder's settings where this shape has none."""
         own = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
-        del own["their_name"]
+        del own["hf_name"]
         if self.qk_norm == "none":
             own["qk_norm"] = None
         return Attention(dataclasses.replace(config, **own), key, dtype)
 
 
 class Attention(nnx.Module):
-    """q_proj, k_proj, v_proj (or one qkv_proj) and o_proj, with optional norms of queries and keys.
+    """Grouped-query attention with q_proj, k_proj, v_proj (or one qkv_proj) and o_proj, and optional norms of queries
+    and keys.
 
-    With attention_gate, q_proj gives each head a gate after its query, whose sigmoid multiplies what the head gives.
+    With `attention_gate`, q_proj gives each head a gate after its query; the sigmoid of the gate multiplies the head's
+    output.
 
-    Queries and keys that are normed are residuals as the projections gave them: a norm's derivative reads what it
-    normed, which would otherwise be multiplied again. Attention norms and rotates them once more in the backward.
+    Where queries and keys are normed, the residuals are the projections before the norm. The norm's derivative reads
+    its input, which a matrix product would otherwise compute again. The backward norms and rotates them once more.
     """
 
     state_reads = ("key", "value")
@@ -89,6 +96,7 @@ class Attention(nnx.Module):
             self.k_norm = norm_of(config, sizes[1], dtype)
 
     def segments(self) -> tuple[Segment, ...]:
+        """`project` (to query, key and value), `attend` (the attention kernel) and `mix` (the output projection)."""
         width = self.config.query_size
         gates = (Residual("output_gate"),) if self.config.attention_gate else ()
 
@@ -132,26 +140,29 @@ class Attention(nnx.Module):
         )
 
     def options(self, window: int | None) -> dict[str, Any]:
-        """Arguments of the attention functions that are the same for training and generation."""
+        """Keyword arguments of the attention functions that are the same for training and generation. window: in
+        tokens, or None."""
         sinks = None if self.sinks is None else self.sinks[...]
         config = self.config
         return dict(scale=config.attention_scale, window=window, soft_cap=config.attention_soft_cap, sinks=sinks)
 
     def project(self, x: jax.Array, rotary, key: jax.Array | None = None):
-        """[B, T, hidden] -> query [B, T, heads, D], key and value [B, T, kv_heads, D], normed and rotated; and with
-        attention_gate, the gates [B, T, heads, D]."""
+        """x [B, T, hidden] -> query [B, T, heads, D], key and value [B, T, kv_heads, D], normed and rotated.
+
+        With attention_gate, the gates [B, T, heads, D] follow. `key` draws the adapters' dropout masks.
+        """
         query, key_, *others = self._projections(x, key)
         return self._query(query, rotary), self._key(key_, rotary), *others
 
     def _projections(self, x: jax.Array, key: jax.Array | None):
-        """What `project` gives, neither normed nor rotated."""
+        """The results of `project` before norms and rotation."""
         config = self.config
         if config.fused_qkv:
             both = self.qkv_proj(x, key)
             q, kv = config.query_size, config.kv_size
             query, key_, value = both[..., :q], both[..., q : q + kv], both[..., q + kv :]
         else:
-            query, key_, value = apply_together(x, (self.q_proj, self.k_proj, self.v_proj), key)
+            query, key_, value = apply_fused(x, (self.q_proj, self.k_proj, self.v_proj), key)
         gates = ()
         if config.attention_gate:
             query, *gates = jnp.split(query.reshape(*x.shape[:2], config.num_heads, -1), 2, axis=-1)
@@ -159,47 +170,57 @@ class Attention(nnx.Module):
         return query, key_, value, *gates
 
     def _query(self, x: jax.Array, rotary) -> jax.Array:
+        """A projected query [B, T, heads, D], normed, rotated and scaled by its position where the rotary table says
+        so."""
         return scaled_by_position(rotate(self._normed("q_norm", x), rotary, self.config.interleaved_rotary), rotary)
 
     def _key(self, x: jax.Array, rotary) -> jax.Array:
+        """A projected key [B, T, kv_heads, D], normed and rotated."""
         return rotate(self._normed("k_norm", x), rotary, self.config.interleaved_rotary)
 
     def _normed(self, norm: str, x: jax.Array) -> jax.Array:
-        """x [B, T, heads, D] by the norm of that name, if there is one: each head alone, or all together."""
+        """x [B, T, heads, D] after the norm of that attribute, if there is one, which norms each head or all heads as
+        one vector."""
         if self.config.qk_norm is None:
             return x
         shape = x.shape if self.config.qk_norm == "head" else (*x.shape[:2], -1)
         return getattr(self, norm)(x.reshape(shape)).reshape(x.shape)
 
     def output(self, out: jax.Array, gate: jax.Array | None = None, key: jax.Array | None = None) -> jax.Array:
-        """[B, T, heads, D], of a gate too -> [B, T, hidden]."""
+        """Heads' outputs [B, T, heads, D], multiplied by sigmoid(gate) where a gate is given -> o_proj of them, [B, T,
+        hidden]."""
         if gate is not None:
             out = out * jax.nn.sigmoid(gate)
         return self.o_proj(out.reshape(*out.shape[:2], -1), key)
 
     def _project(self, context: Context, x: jax.Array):
+        """`run` of the segment `project`: queries and keys are normed and rotated here only where they have no norm."""
         if self.config.qk_norm is None:
             return self.project(x, context.rotary, context.key)
         return self._projections(x, context.key)
 
     def attended(self, context: Context, query: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The residuals query and key, as attention reads them."""
+        """The residuals query and key in the form in which attention reads them: normed and rotated."""
         if self.config.qk_norm is None:
             return query, key
         return self._query(query, context.rotary), self._key(key, context.rotary)
 
     def _attend(self, context: Context, query: jax.Array, key: jax.Array, value: jax.Array):
+        """`run` of the segment `attend`: (output [B, T, heads, D], log-sum-exp)."""
         query, key = self.attended(context, query, key)
         return attention_forward(query, key, value, context.layout, **self.options(context.spec.window))
 
     def _mix(self, context: Context, out: jax.Array, *gates: jax.Array):
+        """`run` of the segment `mix`."""
         return (self.output(out, *gates, key=context.key),)
 
     # ---- generation
 
     def first_state(self, values: Mapping[str, jax.Array], lengths: jax.Array, new_tokens: int, context: Context):
-        """The caches of keys and values [B, kv_heads, capacity, D] that hold the prompt and have room for new_tokens
-        more, or for the layer's window of them."""
+        """The caches (keys, values), each [B, kv_heads, capacity, D], filled with the prompts.
+
+        The capacity has room for `new_tokens` more, or only for the window if the layer has one.
+        """
         key, value = values["key"], values["value"]
         if self.config.qk_norm is not None:
             key = self._key(key, context.rotary)
@@ -207,6 +228,7 @@ class Attention(nnx.Module):
         return cache_of(key, lengths, capacity), cache_of(value, lengths, capacity)
 
     def step(self, x: jax.Array, state, at: jax.Array, context: Context):
+        """See Mixer.step; the state is (keys, values) as from `first_state`."""
         query, key, value, *gates = self.project(x, context.rotary)
         options = self.options(context.spec.window)
         if x.shape[1] > 1:
@@ -217,14 +239,15 @@ class Attention(nnx.Module):
         out = decode_attention(query[:, 0], keys, values, at + 1, **options)
         return self.output(out[:, None], *gates), (keys, values)
 
-    # ---- what the planner asks
+    # ---- for the planner
 
     def waiting_bytes(self, sizes: Sizes) -> float:
+        """See Mixer.waiting_bytes: a multiple of the query's bytes, fitted to compiled programs."""
         return ATTENTION_BYTES.of("cudnn", sizes.device).waiting * sizes["query"]
 
     def backward_bytes(self, sizes: Sizes) -> float:
-        """Gradients of query, key and value, those two as attention reads them, and what of the residual stream is
-        beside them."""
+        """See Mixer.backward_bytes: gradients of query, key and value, normed queries and keys, and values of the
+        residual stream."""
         fit = ATTENTION_BYTES.of("cudnn", sizes.device)
         stream = fit.stream * sizes["layer_input"]
         if self.config.qk_norm is not None:
@@ -236,7 +259,8 @@ class Attention(nnx.Module):
 
 
 def _attend_backward(module_of, trainable, context: Context, inputs, outputs, gradients):
-    """The kernels' own backward, from the saved output and log-sum-exp."""
+    """The attention kernels' backward, which reads the saved output and log-sum-exp; a Backward
+    (models/layers/segment.py)."""
     attention: Attention = module_of(trainable)
     options = attention.options(context.spec.window)
     out, lse = outputs

@@ -1,11 +1,11 @@
-"""One layer: parts in stages, with norms and residual additions around them.
+"""One layer of the decoder: its parts, in stages, with norms and residual additions around them.
 
-A stage gives all of its parts the same value of the residual stream, each through a norm, and adds what they give to
-it. The layer of most families has two stages of one part:
+All parts of a stage read the same value of the residual stream, each through a norm, and their outputs are added to the
+stream. The layer of most families has two stages of one part:
 
-layer_input -> [norm, mixer] + layer_input -> mid -> [norm, feed-forward] + mid -> layer_output
+    layer_input -> [norm, mixer] + layer_input -> mid -> [norm, feed-forward] + mid -> layer_output
 
-A layer can have one part alone, parts in parallel on one norm (Command R), or parts in parallel whose sum is normed
+A layer can also have a single part, parts in parallel on one norm (Command R), or parts in parallel whose sum is normed
 (Gemma 4's experts beside the dense MLP); see Part, Stage and LayerSpec in models/config.py.
 """
 
@@ -46,35 +46,32 @@ LAYER_INPUT, MID, LAYER_OUTPUT = "layer_input", "mid", "layer_output"
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """The place of a part in its layer.
+    """How one part is connected to the residual stream of its layer."""
 
-    given: the value of the residual stream that its stage reads. norm, post_norm: the block's attributes of the norms
-    around it, or None. begins: the value that what it gives is added to; None for the first part of a sum that is
-    normed. ends: the value that this makes. sums: whether `ends` is part of such a sum, and not of the residual stream.
-    """
-
-    given: str
-    norm: str | None
-    post_norm: str | None
-    begins: str | None
-    ends: str
-    sums: bool
+    reads: str  # name of the value of the residual stream that its stage reads
+    norm: str | None  # the block's attribute of the norm before the part, or None
+    post_norm: str | None  # the block's attribute of the norm of the part's output, or None
+    adds_to: str | None  # name of the value that the part's output is added to; None for the first part of a normed sum
+    makes: str  # name of the value after that addition
+    in_sum: bool  # `makes` is a partial sum of a stage's outputs that is normed later, and not the residual stream
 
 
 @dataclasses.dataclass(frozen=True)
 class _SumNorm:
-    """The norm of a stage's sum. name: the block's attribute. total: the sum. begins, ends: what the normed sum is
-    added to, and what that makes."""
+    """The norm of the sum of a stage's outputs (Stage.post_norm)."""
 
-    name: str
-    total: str
-    begins: str
-    ends: str
+    name: str  # the block's attribute
+    total: str  # name of the sum that it norms
+    adds_to: str  # name of the value that the normed sum is added to
+    makes: str  # name of the value after that addition
 
 
 class Block(nnx.Module):
-    """The parts of one layer, each as the attribute that its Part names, and their norms. Holds nothing that differs
-    from layer to layer of one kind."""
+    """The modules of one layer: each part as the attribute that its Part names, and the norms around the parts.
+
+    A block contains nothing that differs between layers of the same kind, such as an index, so that their programs are
+    traced once.
+    """
 
     def __init__(self, config: DecoderConfig, spec: LayerSpec, key: jax.Array, dtype):
         self.stages, self.residual_scale = spec.stages, config.residual_scale
@@ -101,40 +98,48 @@ class Block(nnx.Module):
 
     @property
     def mixers(self) -> dict[str, Mixer]:
-        """Those of the parts that look at other tokens, and so have a state in generation."""
+        """The parts that are mixers, which have a state in generation: {attribute: module}."""
         return {name: module for name, module in self.parts.items() if hasattr(module, "state_reads")}
 
     def normed(self, part: str, x: jax.Array) -> jax.Array:
-        """x, a value of the residual stream, as the part reads it."""
+        """A value x of the residual stream, [B, T, hidden], after the norm before this part, if it has one."""
         norm = _layout(self.stages)[0][part].norm
         return x if norm is None else getattr(self, norm)(x)
 
     def added(self, part: str, x: jax.Array | None, out: jax.Array) -> jax.Array:
-        """What the part gives, normed where it has a norm for that, on x; x is None for the first part of a sum."""
+        """x plus the part's output, which passes its post-norm first if it has one; the output alone where x is None.
+
+        x: the value that the part's output is added to; None for the first part of a normed sum.
+        """
         place = _layout(self.stages)[0][part]
         out = out if place.post_norm is None else getattr(self, place.post_norm)(out)
         if x is None:
             return out
-        if place.sums:
+        if place.in_sum:
             return x + out
-        return self._on_stream(x, out, place.ends)
+        return self._on_stream(x, out, place.makes)
 
-    def _on_stream(self, x: jax.Array, out: jax.Array, ends: str) -> jax.Array:
-        if self.residual_scale != 1.0:  # a product in float32, rounded once, as torch has it of a tensor and a number
+    def _on_stream(self, x: jax.Array, out: jax.Array, makes: str) -> jax.Array:
+        """x plus the scaled `out`, both [B, T, hidden]. The end of the layer, `layer_output`, is multiplied by the
+        layer's scalar."""
+        if self.residual_scale != 1.0:  # in float32, rounded once, as torch multiplies a tensor by a number
             out = (out.astype(jnp.float32) * self.residual_scale).astype(out.dtype)
         out = x + out
-        if ends == LAYER_OUTPUT and self.layer_scalar is not None:
+        if makes == LAYER_OUTPUT and self.layer_scalar is not None:
             out = out * self.layer_scalar[...].astype(out.dtype)
         return out
 
     # ---- the chain
 
     def segments(self, tile: int | None = None, aux: Collection[str] = ()) -> tuple[Segment, ...]:
-        """The chain from layer_input to layer_output; `run` and `backward` take the block, of which `matrices` are.
+        """The chain of segments from layer_input to layer_output, whose `run` and `backward` take this block as their
+        module.
 
         Args:
-          tile: tokens of each row that tokenwise segments run over at a time, as one segment; None: they run whole.
-          aux: the names wanted of what leaves the layer beside its output.
+          tile: how many tokens of each row tokenwise segments process at a time, as one joined segment; None: whole
+            rows.
+          aux: names of the auxiliary values that are wanted beside the layer's output; segments that compute others are
+            left out.
         """
         chain = tuple(s for name in self.parts for s in self.part_segments(name))
         chain = tuple(s for s in chain if not s.aux or s.outputs[0] in aux)
@@ -142,19 +147,21 @@ class Block(nnx.Module):
 
     @property
     def aux(self) -> dict[str, Segment]:
-        """{name: the segment that makes it} of all that can leave the layer beside its output."""
+        """{name: the segment that computes it} for all auxiliary values that the layer can return beside its output."""
         return {s.outputs[0]: s for name in self.parts for s in self.part_segments(name) if s.aux}
 
     def part_segments(self, part: str) -> tuple[Segment, ...]:
-        """Those of one part, with the norms and the addition after it."""
+        """The segments of one part as segments of the block, with its norms and its residual addition."""
         (segments, names), (places, norms) = self._own_segments()[part], _layout(self.stages)
         place = places[part]
         made = tuple(new for s in segments for new in _in_block(s, part, place, names))
         return made + (() if part not in norms else (_sum_norm_segment(norms[part], made[-1].tokenwise),))
 
     def _own_segments(self) -> dict[str, tuple[tuple[Segment, ...], dict[str, str]]]:
-        """{part: (its segments, {its own name of a residual: the block's})}. A name of a segment or residual that an
-        earlier part has is `{part}_{name}` in the block."""
+        """{part: (its segments, {the part's name of a residual: the block's name of it})}.
+
+        A segment or residual whose name an earlier part also uses is called `{part}_{name}` in the block.
+        """
         found: dict[str, tuple[tuple[Segment, ...], dict[str, str]]] = {}
         taken: dict[str, set[str]] = {"segments": set(), "residuals": set()}
 
@@ -171,24 +178,26 @@ class Block(nnx.Module):
         return found
 
     def residuals(self) -> tuple[Residual, ...]:
-        """What the layer may leave for its backward, in the order in which it is made."""
+        """The values that the layer's backward may read, layer_input first, in the order in which they are computed."""
         made = [residual for segment in self.segments() for residual in segment.makes]
         return (Residual(LAYER_INPUT, recomputable=False), *made[:-1])
 
     def matrices(self) -> list[tuple[str, str, Any]]:
-        """(part, dotted name in it, Linear or ExpertLinear) of every matrix, in the order they multiply."""
+        """(part, dotted name within the part, Linear or ExpertLinear) of every matrix, in the order in which they
+        multiply."""
         named = (name for segment in self.segments() for name in segment.matrices)
         parted = ((name, name.partition(".")) for name in named)
         return [(part, rest, matrix_of(self, name)) for name, (part, _, rest) in parted]
 
     @property
     def order(self) -> BackwardOrder:
-        """What the feed-forwards say of it; of several, whatever one of them needs."""
+        """The order of the layer's backward, combined from its feed-forwards: what any of them needs holds for the
+        layer."""
         orders, shared, free = [], [], []
         for part, module in self.parts.items():
             if part not in self.mixers:
                 orders.append(module.order)
-                names = self._own_segments()[part][1] | {INPUT: _layout(self.stages)[0][part].given}
+                names = self._own_segments()[part][1] | {INPUT: _layout(self.stages)[0][part].reads}
                 shared += [names[name] for name in module.order.shared]
                 free += [names[name] for name in module.order.free]
         return BackwardOrder(
@@ -198,11 +207,13 @@ class Block(nnx.Module):
             free=tuple(free),
         )
 
-    # ---- what the planner asks
+    # ---- for the planner
 
     def forward_bytes(self, sizes: Sizes) -> float:
-        """Bytes at the end of the layer's forward beside the residuals there are: the most that a feed-forward says; of
-        a layer without one, its input, its output and what is added to the one for the other."""
+        """Bytes at the end of the layer's forward in addition to the residuals: the largest need of a feed-forward.
+
+        A layer without a feed-forward needs its input, its output and the difference of the two.
+        """
         found = [
             module.forward_bytes(self.sizes_of(part, sizes))
             for part, module in self.parts.items()
@@ -211,16 +222,16 @@ class Block(nnx.Module):
         return max(found, default=3.0 * sizes[LAYER_INPUT])
 
     def backward_bytes(self, part: str, sizes: Sizes) -> Scratch:
-        """Of a part's backward; a mixer has nothing around it."""
+        """Bytes that a part's backward takes in addition to the residuals; a mixer's has no `around`."""
         found = self.parts[part].backward_bytes(self.sizes_of(part, sizes))
         return Scratch(found, 0.0, covers_mixer=False) if part in self.mixers else found
 
     def waiting_bytes(self, part: str, sizes: Sizes) -> float:
-        """Of a mixer, see Mixer."""
+        """Mixer.waiting_bytes of one of the layer's mixers."""
         return self.parts[part].waiting_bytes(self.sizes_of(part, sizes))
 
     def sizes_of(self, part: str, sizes: Sizes) -> Sizes:
-        """The same with the part's own names of its residuals."""
+        """The sizes with residuals renamed from the block's names to the part's own names."""
         changed = {own: name for own, name in self._own_segments()[part][1].items() if own != name}
         if not changed:
             return sizes
@@ -235,13 +246,16 @@ class Block(nnx.Module):
 
     @property
     def state_reads(self) -> tuple[str, ...]:
-        """Residuals that the states of generation begin from."""
+        """Names of the residuals from which the mixers' states for generation are built."""
         return tuple(self._own_segments()[part][1][name] for part, m in self.mixers.items() for name in m.state_reads)
 
     def first_state(
         self, values: Mapping[str, jax.Array], lengths: jax.Array, new_tokens: int, context: Context
     ) -> dict[str, object]:
-        """{part: state} of the mixers after prompts; values: of `state_reads`. Arguments as Mixer's."""
+        """{part: state for generation} of every mixer after prompts.
+
+        values: the residuals that `state_reads` names. The other arguments are those of Mixer.first_state.
+        """
         found: dict[str, object] = {}
         for part, mixer in self.mixers.items():
             names = self._own_segments()[part][1]
@@ -250,16 +264,19 @@ class Block(nnx.Module):
         return found
 
     def step(self, layer_input: jax.Array, state: Mapping[str, object], at: jax.Array, context: Context):
-        """More tokens of each row, for generation: (layer_output [B, N, hidden], the next {part: state})."""
+        """Runs the next N tokens of each row in generation: (layer_output [B, N, hidden], {part: state after them}).
+
+        layer_input is [B, N, hidden], `state` comes from `first_state` or the previous step; `at` is as in Mixer.step.
+        """
         values, after = {LAYER_INPUT: layer_input}, {}
         places, norms = _layout(self.stages)
         for part, module in self.parts.items():
             segments = self.part_segments(part)
             if part in state:
                 place = places[part]
-                x = self.normed(part, values[place.given])
+                x = self.normed(part, values[place.reads])
                 out, after[part] = module.step(x, state[part], at, context)
-                values[place.ends] = self.added(part, None if place.begins is None else values[place.begins], out)
+                values[place.makes] = self.added(part, None if place.adds_to is None else values[place.adds_to], out)
                 segments = segments[-1:] if part in norms else ()
             for segment in segments:
                 if not segment.aux:
@@ -270,7 +287,7 @@ class Block(nnx.Module):
 
 @functools.lru_cache(64)
 def _layout(stages: tuple[Stage, ...]) -> tuple[dict[str, _Place], dict[str, _SumNorm]]:
-    """({part: its place}, {the last part of a stage whose sum is normed: that norm})."""
+    """({part: its place}, {last part of a stage whose sum is normed: the norm of that sum}) of a layer's stages."""
     places, norms = {}, {}
     count, made, stream = sum(len(stage.parts) for stage in stages), 0, LAYER_INPUT
     for stage in stages:
@@ -279,11 +296,11 @@ def _layout(stages: tuple[Stage, ...]) -> tuple[dict[str, _Place], dict[str, _Su
         for part in stage.parts:
             made += 1
             after = LAYER_OUTPUT if made == count else MID if made == 1 else f"{MID}_{made}"
-            begins, ends = (total, f"{part.name}_sum") if stage.post_norm else (stream, after)
+            adds_to, makes = (total, f"{part.name}_sum") if stage.post_norm else (stream, after)
             norm = f"{part.name if part.norm is True else part.norm}_norm" if part.norm else None
             post_norm = f"{part.name}_post_norm" if part.post_norm else None
-            places[part.name] = _Place(given, norm, post_norm, begins, ends, stage.post_norm)
-            total, stream = ends, ends
+            places[part.name] = _Place(given, norm, post_norm, adds_to, makes, stage.post_norm)
+            total, stream = makes, makes
         if stage.post_norm:
             norms[stage.parts[-1].name] = _SumNorm(f"{first}_sum_norm", stream, given, after)
             stream = after
@@ -291,13 +308,16 @@ def _layout(stages: tuple[Stage, ...]) -> tuple[dict[str, _Place], dict[str, _Su
 
 
 def _in_block(segment: Segment, part: str, place: _Place, names: Mapping[str, str]) -> tuple[Segment, ...]:
-    """A part's segment as one of the block: fed with the normed value that its stage is given, and added to `begins`
-    where the part ends. There a norm of what the part gives is a segment of its own: its derivative reads that value,
-    which would otherwise have to be multiplied again."""
+    """A part's segment as one or two segments of the block.
+
+    Values are renamed to the block's names, INPUT is computed by the norm before the part, and the part's output is
+    added to the residual stream. If the output has a norm, that norm and the addition are a segment of their own: the
+    norm's derivative reads the output, which would otherwise be computed again by a matrix product.
+    """
     ending = segment.outputs == (OUTPUT,)
-    reads = tuple(place.given if name in (INPUT, STREAM) else names.get(name, name) for name in segment.reads)
+    reads = tuple(place.reads if name in (INPUT, STREAM) else names.get(name, name) for name in segment.reads)
     adds = ending and place.post_norm is None
-    added = adds and place.begins is not None and place.begins not in reads
+    added = adds and place.adds_to is not None and place.adds_to not in reads
 
     def run(block: Block, context: Context, *values):
         own = values[:-1] if added else values
@@ -305,7 +325,7 @@ def _in_block(segment: Segment, part: str, place: _Place, names: Mapping[str, st
         outputs = segment.run(getattr(block, part), context, *own)
         if not adds:
             return tuple(outputs)
-        x = None if place.begins is None else values[-1 if added else reads.index(place.begins)]
+        x = None if place.adds_to is None else values[-1 if added else reads.index(place.adds_to)]
         return (block.added(part, x, outputs[0]),)
 
     def add(block: Block, context: Context, out: jax.Array, *x: jax.Array):
@@ -316,10 +336,10 @@ def _in_block(segment: Segment, part: str, place: _Place, names: Mapping[str, st
     if backward is not None:
         assert INPUT not in segment.reads and not ending, "a backward of its own has no norm in it"
         backward = functools.partial(_backward_in_block, segment.backward, part)
-    made = place.ends if adds else f"{part}_out"
+    made = place.makes if adds else f"{part}_out"
     first = dataclasses.replace(
         segment,
-        reads=(*reads, place.begins) if added else reads,
+        reads=(*reads, place.adds_to) if added else reads,
         makes=(dataclasses.replace(segment.makes[0], name=made),) if ending else _renamed(segment.makes, names),
         run=run,
         backward=backward,
@@ -327,12 +347,14 @@ def _in_block(segment: Segment, part: str, place: _Place, names: Mapping[str, st
     )
     if not ending or adds:
         return (first,)
-    begins = () if place.begins is None else (place.begins,)
-    after = Segment(f"{part}_post_norm", (made, *begins), (Residual(place.ends),), add, tokenwise=segment.tokenwise)
+    adds_to = () if place.adds_to is None else (place.adds_to,)
+    after = Segment(f"{part}_post_norm", (made, *adds_to), (Residual(place.makes),), add, tokenwise=segment.tokenwise)
     return first, after
 
 
 def _renamed(residuals: tuple[Residual, ...], names: Mapping[str, str]) -> tuple[Residual, ...]:
+    """The residuals with their names, and the names in `decided_with`, replaced by `names`."""
+
     def one(residual: Residual) -> Residual:
         decided_with = residual.decided_with and names[residual.decided_with]
         return dataclasses.replace(residual, name=names[residual.name], decided_with=decided_with)
@@ -341,12 +363,15 @@ def _renamed(residuals: tuple[Residual, ...], names: Mapping[str, str]) -> tuple
 
 
 def _sum_norm_segment(norm: _SumNorm, tokenwise: bool) -> Segment:
+    """The segment that norms the sum of a stage's outputs and adds it to the residual stream."""
+
     def run(block: Block, context: Context, total: jax.Array, x: jax.Array):
         del context
-        return (block._on_stream(x, getattr(block, norm.name)(total), norm.ends),)
+        return (block._on_stream(x, getattr(block, norm.name)(total), norm.makes),)
 
-    return Segment(norm.name, (norm.total, norm.begins), (Residual(norm.ends),), run, tokenwise=tokenwise)
+    return Segment(norm.name, (norm.total, norm.adds_to), (Residual(norm.makes),), run, tokenwise=tokenwise)
 
 
 def _backward_in_block(backward, part: str, block_of, trainable, *arguments):
+    """Calls the hand-written backward of a part's segment with the part as its module, given one of the whole block."""
     return backward(lambda trainable: getattr(block_of(trainable), part), trainable, *arguments)

@@ -1,6 +1,7 @@
-"""The gated delta net, a mixer: linear attention whose state begins anew with each document (Qwen3-Next, Qwen3.5).
+"""The gated delta net, a mixer: linear attention whose state restarts with each document (Qwen3-Next, Qwen3.5).
 
-Projections in, a short convolution over queries, keys and values, the gated delta rule, a gated norm, projection out.
+It consists of input projections, a short convolution over queries, keys and values, the gated delta rule, a gated norm
+and an output projection.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from jaxtune.models import values
 from jaxtune.models.config import DecoderConfig
 from jaxtune.models.fitted import DELTA_NET_BYTES, DELTA_RULE_TIME
 from jaxtune.models.layers.segment import INPUT, OUTPUT, Context, Residual, Segment, Sizes
-from jaxtune.models.linear import Linear, apply_together
+from jaxtune.models.linear import Linear, apply_fused
 from jaxtune.models.norm import RMSNorm
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.attention import packed_layout
@@ -31,24 +32,23 @@ from jaxtune.pallas.delta_rule import (
 )
 from jaxtune.pallas.delta_rule.chunked import CHUNK, GROUP_TOKENS
 
+_OUT = "remembered"  # the recurrence's output, by its name in plans and run folders
+
 
 @dataclasses.dataclass(frozen=True)
 class DeltaNetShape:
-    """Part.config of a gated delta net.
+    """The sizes of a gated delta net, given as Part.config."""
 
-    heads: value heads, which key_heads divides; key_dim, value_dim: of a head. taps: of the convolution.
-    together: queries, keys, values and gates come from one matrix, key head by key head, and the rates from another
-    (Qwen3-Next), and not each kind from its own (Qwen3.5).
-    """
+    hf_name: ClassVar[str] = "linear_attn"  # the part's name in Hugging Face's tensor names
 
-    their_name: ClassVar[str] = "linear_attn"
-
-    key_heads: int
-    heads: int
-    key_dim: int
-    value_dim: int
-    taps: int
-    together: bool = False
+    key_heads: int  # heads of queries and keys; divides `heads`
+    heads: int  # heads of values
+    key_dim: int  # size of a query or key head
+    value_dim: int  # size of a value head
+    taps: int  # of the convolution: how many tokens each of its outputs reads
+    # one matrix gives queries, keys, values and gates, key head by key head, and another the rates (Qwen3-Next);
+    # otherwise each kind has its own matrix (Qwen3.5)
+    fused: bool = False
 
     def __post_init__(self):
         for key, value in (
@@ -66,34 +66,41 @@ class DeltaNetShape:
 
     @property
     def key_size(self) -> int:
+        """Numbers of a token's queries, and of its keys, over all heads."""
         return self.key_heads * self.key_dim
 
     @property
     def value_size(self) -> int:
+        """Numbers of a token's values over all heads."""
         return self.heads * self.value_dim
 
     def make(self, config: DecoderConfig, key: jax.Array, dtype) -> DeltaNet:
+        """The gated delta net of these sizes."""
         return DeltaNet(self, config, key, dtype)
 
-    def held_bytes(self, sizes: Sizes) -> float:
-        """Of the recurrence's derivative: queries and keys after the convolution; and of the kernels, the errors, two
-        matrices and the state of each chunk. The plain form holds less."""
+    def derivative_bytes(self, sizes: Sizes) -> float:
+        """Bytes that the derivative of the recurrence keeps (Segment.derivative_bytes).
+
+        The kernels keep queries and keys after the convolution, the prediction errors, and two matrices and the state
+        of each chunk. The reference implementation keeps less.
+        """
         numbers = 2 * self.key_size + self.value_size + 2 * self.heads * CHUNK
         state = self.heads * self.key_dim * self.value_dim / CHUNK
-        return sizes["remembered"] / self.value_size * (numbers + state)
+        return sizes[_OUT] / self.value_size * (numbers + state)
 
 
 class Convolution(nnx.Module):
-    """weight [channels, 1, taps], as in Hugging Face's conv1d."""
+    """The weight of the short convolution, [channels, 1, taps], as in Hugging Face's conv1d."""
 
     def __init__(self, channels: int, taps: int, std: float, key: jax.Array, dtype):
         self.weight = nnx.Param((jax.random.normal(key, (channels, 1, taps), jnp.float32) * std).astype(dtype))
 
 
 class DeltaNet(nnx.Module):
-    """in_proj_qkv, in_proj_z, in_proj_b and in_proj_a (or in_proj_qkvz and in_proj_ba), conv1d, norm and out_proj.
+    """The gated delta net; its attributes have the names of Hugging Face's tensors.
 
-    A head's decay is -exp(A_log) softplus(a + dt_bias), its beta sigmoid(b).
+    These are in_proj_qkv, in_proj_z, in_proj_b and in_proj_a (or in_proj_qkvz and in_proj_ba), conv1d, norm and
+    out_proj. A head's log decay is -exp(A_log) softplus(a + dt_bias), and its beta is sigmoid(b).
     """
 
     state_reads = ("qkv", "rates")
@@ -107,7 +114,7 @@ class DeltaNet(nnx.Module):
         def linear(k, in_size, out_size):
             return Linear(in_size, out_size, bias=False, std=std, key=k, dtype=dtype)
 
-        if shape.together:
+        if shape.fused:
             self.in_proj_qkvz = linear(keys[0], hidden, mixed + shape.value_size)
             self.in_proj_ba = linear(keys[1], hidden, 2 * shape.heads)
         else:
@@ -123,8 +130,9 @@ class DeltaNet(nnx.Module):
         self.out_proj = linear(keys[6], shape.value_size, hidden)
 
     def segments(self) -> tuple[Segment, ...]:
+        """`project`, `remember` (convolution and recurrence) and `mix` (gated norm and output projection)."""
         shape, time = self.shape, DELTA_RULE_TIME.of("triton", dispatch.device_kind() or "")
-        # Of a token and head: the state read twice and written, two triangles of a chunk, of which halves count.
+        # Per token and head: the state is read twice and written once; two triangular matrices of a chunk count half.
         products = shape.heads * (3 * shape.key_dim * shape.value_dim + CHUNK * (shape.key_dim + shape.value_dim))
         apart = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
         return (
@@ -137,39 +145,43 @@ class DeltaNet(nnx.Module):
                     Residual("rates", decided_with="qkv"),
                 ),
                 DeltaNet._project,
-                matrices=("in_proj_qkvz", "in_proj_ba") if shape.together else apart,
+                matrices=("in_proj_qkvz", "in_proj_ba") if shape.fused else apart,
             ),
             Segment(
                 "remember",
                 ("qkv", "rates"),
-                (Residual("remembered"),),
-                DeltaNet._remember,
+                (Residual(_OUT),),
+                DeltaNet._recur,
                 token_flops=2.0 * products,
                 kernel_bytes=(time.forward * shape.value_size, time.backward * shape.value_size),
-                held_bytes=shape.held_bytes,
+                derivative_bytes=shape.derivative_bytes,
             ),
             Segment(
                 "mix",
-                ("remembered", "output_gate"),
+                (_OUT, "output_gate"),
                 (Residual(OUTPUT),),
-                lambda net, context, remembered, gate: (net.output(remembered, gate, context.key),),
+                lambda net, context, out, gate: (net.output(out, gate, context.key),),
                 matrices=("out_proj",),
             ),
         )
 
     def _project(self, context: Context, x: jax.Array):
+        """`run` of the segment `project`."""
         return self.project(x, context.key)
 
     def project(self, x: jax.Array, key: jax.Array | None = None):
-        """[B, T, hidden] -> queries, keys and values side by side [B, T, mixed], gates [B, T, heads, value_dim], and
-        what the rates are made of, b and a side by side [B, T, 2 heads]."""
+        """x [B, T, hidden] -> (queries, keys and values, gates, rates).
+
+        Queries, keys and values are concatenated, [B, T, 2 key_size + value_size]. Gates are [B, T, heads, value_dim].
+        Rates are b and a, from which beta and decay are computed, concatenated: [B, T, 2 heads].
+        """
         shape = self.shape
-        if not shape.together:
-            qkv, gate, b, a = apply_together(x, (self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a), key)
+        if not shape.fused:
+            qkv, gate, b, a = apply_fused(x, (self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a), key)
             return qkv, gate.reshape(*x.shape[:2], -1, shape.value_dim), jnp.concatenate([b, a], -1)
-        both, rates = apply_together(x, (self.in_proj_qkvz, self.in_proj_ba), key)
+        both, rates = apply_fused(x, (self.in_proj_qkvz, self.in_proj_ba), key)
         both, rates = (array.reshape(*x.shape[:2], shape.key_heads, -1) for array in (both, rates))
-        shared = shape.value_size // shape.key_heads  # numbers of values beside a key head
+        shared = shape.value_size // shape.key_heads  # numbers of the values that share one key head
         parts = jnp.split(both, (shape.key_dim, 2 * shape.key_dim, 2 * shape.key_dim + shared), axis=-1)
         *qkv, gate = (part.reshape(*x.shape[:2], -1) for part in parts)
         rates = (part.reshape(*x.shape[:2], -1) for part in jnp.split(rates, 2, axis=-1))
@@ -179,17 +191,21 @@ class DeltaNet(nnx.Module):
             jnp.concatenate([*rates], -1),
         )
 
-    def _remember(self, context: Context, qkv: jax.Array, rates: jax.Array):
+    def _recur(self, context: Context, qkv: jax.Array, rates: jax.Array):
+        """`run` of the segment `remember`: the recurrence's output [B, T, heads, value_dim]."""
         return (gated_delta_rule(*self.tokens(qkv, rates, context.layout), context.layout),)
 
     def tokens(self, qkv: jax.Array, rates: jax.Array, layout):
-        """Query, key, value, decay and beta, as the rule takes them, of rows."""
+        """(query, key, value, decay, beta) as gated_delta_rule takes them, from the values that `project` gives for
+        whole rows."""
         return self._split(short_convolution(qkv, self._taps(), layout), rates)
 
     def _taps(self) -> jax.Array:
+        """The weights of the convolution, [channels, taps]."""
         return self.conv1d.weight[...][:, 0]
 
     def _split(self, qkv: jax.Array, rates: jax.Array):
+        """(query, key, value, decay, beta) of the recurrence, from values after the convolution and from the rates."""
         shape = self.shape
         query, key, value = jnp.split(qkv, (shape.key_size, 2 * shape.key_size), axis=-1)
         query, key = (x.reshape(*x.shape[:2], shape.key_heads, shape.key_dim) for x in (query, key))
@@ -198,15 +214,18 @@ class DeltaNet(nnx.Module):
         decay = -jnp.exp(self.A_log[...].astype(jnp.float32)) * step
         return query, key, value.reshape(*value.shape[:2], -1, shape.value_dim), decay, jax.nn.sigmoid(b)
 
-    def output(self, remembered: jax.Array, gate: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        """[B, T, heads, value_dim], normed and gated -> [B, T, hidden]."""
-        out = self.norm(remembered).astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
+    def output(self, out: jax.Array, gate: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        """The recurrence's output [B, T, heads, value_dim], normed and gated -> out_proj of it, [B, T, hidden]."""
+        out = self.norm(out).astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
         return self.out_proj(out.astype(gate.dtype).reshape(*gate.shape[:2], -1), key)
 
     # ---- generation
 
     def first_state(self, values: Mapping[str, jax.Array], lengths: jax.Array, new_tokens: int, context: Context):
-        """The last inputs of the convolution, and float32[B, heads, key_dim, value_dim]; of a row as long as it is."""
+        """(the last taps - 1 inputs of the convolution, the recurrence's state float32[B, heads, key_dim, value_dim]).
+
+        The state does not grow, so `new_tokens` is not used.
+        """
         qkv, rates = values["qkv"], values["rates"]
         rows, length = rates.shape[:2]
         _, key, value, decay, beta = self.tokens(qkv, rates, packed_layout((rows, length)))
@@ -215,6 +234,7 @@ class DeltaNet(nnx.Module):
         return jnp.where((at >= 0)[..., None], window, 0), delta_rule_state(key, value, decay, beta, lengths)
 
     def step(self, x: jax.Array, state, at: jax.Array, context: Context):
+        """See Mixer.step; the state is a pair as from `first_state`."""
         window, state = state
         qkv, gate, rates = self.project(x)
         if x.shape[1] > 1:
@@ -227,18 +247,22 @@ class DeltaNet(nnx.Module):
         out, state = delta_rule_step(*self._split(qkv, rates), state)
         return self.output(out, gate), (window, state)
 
-    # ---- what the planner asks: counted from chunked.py and triton.py; no GPU has measured their memory yet.
+    # ---- for the planner: counted from chunked.py and triton.py; their memory has not been measured on a GPU yet.
 
     def waiting_bytes(self, sizes: Sizes) -> float:
-        return DELTA_NET_BYTES.of("triton", sizes.device).waiting * sizes["remembered"]
+        """See Mixer.waiting_bytes: a multiple of the output's bytes."""
+        return DELTA_NET_BYTES.of("triton", sizes.device).waiting * sizes[_OUT]
 
     def backward_bytes(self, sizes: Sizes) -> float:
-        """Queries, keys and values after the convolution and their gradients, cut into groups and not. Then the larger
-        of what the plain form and the kernels have beside. The plain form: the groups' first states; and of one group,
-        in float32, matrices between tokens, states of chunks and what is beside. The kernels: two matrices and two
-        states of each chunk, errors and gradients of values."""
+        """See Mixer.backward_bytes.
+
+        These are queries, keys and values after the convolution with their gradients, once in chunks and once whole,
+        and the larger need of the two implementations. The reference implementation has the first state of each group
+        of chunks and, for one group in float32, matrices between tokens, states and intermediates. The kernels have two
+        matrices and two states of each chunk, and errors and gradients of values.
+        """
         shape = self.shape
-        tokens = sizes["remembered"] / (shape.value_size * sizes.dtype.itemsize)
+        tokens = sizes[_OUT] / (shape.value_size * sizes.dtype.itemsize)
         group = min(tokens, GROUP_TOKENS)
         state = shape.key_dim * shape.value_dim
         states = 4.0 * shape.heads * state * (group / CHUNK + max(tokens / group, tokens / sizes.length))
@@ -246,4 +270,4 @@ class DeltaNet(nnx.Module):
         kernels = 2 * tokens * shape.heads * (CHUNK + state / CHUNK + shape.value_dim) * sizes.dtype.itemsize
         beside = max(states + 4.0 * group * wide, kernels)
         stream = DELTA_NET_BYTES.of("triton", sizes.device).stream * sizes["layer_input"]
-        return 4 * sizes["qkv"] + 2 * sizes["remembered"] + beside + stream
+        return 4 * sizes["qkv"] + 2 * sizes[_OUT] + beside + stream

@@ -1,7 +1,7 @@
-"""A mixture of experts, a feed-forward: a router, and experts whose tokens are sorted into segments.
+"""A mixture of experts, a feed-forward: a router, and experts whose tokens are sorted into groups of rows.
 
-A token's weight for an expert is applied before the down projection, where the rows are narrow: the router's gradient
-then needs no second look at the experts' outputs.
+A token's weight for an expert is applied before the down projection, where the rows are narrow. The router's gradient
+then does not need the experts' outputs.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ from jaxtune.pallas.routing import (
     token_bias,
 )
 
-_RANK_STEP = 64  # of grouped_matmul's kernels, along what they sum over
+_RANK_STEP = 64  # grouped_matmul's kernels sum over multiples of this many numbers, so ranks are padded to them
 
 
 class ExpertLora(nnx.Module):
-    """Adapters of one matrix of every expert: a [E, r, in], b [E, out, r] (zero at the start), float32.
+    """The LoRA adapters of one matrix of every expert: a [E, r, in] and b [E, out, r] (zero at the start), float32.
 
-    alpha, rslora: what scale comes from. rate is 0: PEFT has no dropout on experts.
+    The scale follows from `alpha` and `rslora`, as in PEFT. There is no dropout, because PEFT has none on experts.
     """
 
-    rate = 0.0
-    magnitude = None  # PEFT has no DoRA on experts
+    rate = 0.0  # of dropout
+    magnitude = None  # of DoRA, which PEFT does not have on experts
 
     def __init__(
         self,
@@ -78,6 +78,7 @@ class ExpertLora(nnx.Module):
 
     @property
     def rank(self) -> int:
+        """The rank r."""
         return self.a.shape[1]
 
     @property
@@ -86,14 +87,15 @@ class ExpertLora(nnx.Module):
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def weights(self) -> GroupedLora:
+        """The adapters as grouped_matmul takes them."""
         return GroupedLora(self.a[...], self.b[...], self.scale)
 
 
 class ExpertLinear(nnx.Module):
-    """One matrix of every expert: weight [E, out, in], or [E, in, out] if transposed (as in Hugging Face's class), or
-    that quantised; optional bias [E, out], optional adapter.
+    """One matrix of every expert, with optional biases [E, out] and optional adapters.
 
-    fp8: a weight in FP8 is multiplied as it is stored, see grouped_matmul.
+    The weight is [E, out, in], or [E, in, out] if `transposed` (as in Hugging Face's class), as an array or quantised.
+    With `fp8`, a weight in FP8 is multiplied as it is stored, without decoding; see grouped_matmul.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class ExpertLinear(nnx.Module):
 
     @property
     def num_experts(self) -> int:
+        """The number of experts E."""
         return self.weight.shape[0]
 
     @property
@@ -121,20 +124,24 @@ class ExpertLinear(nnx.Module):
 
     @property
     def stored_weight(self) -> jax.Array | Stored:
+        """The weight as it is stored: an array, or quantised."""
         return self.weight.get_value()
 
     def adapter(self) -> GroupedLora | None:
+        """The adapters as grouped_matmul takes them, or None."""
         return None if self.lora is None else self.lora.weights()
 
     def adapter_bytes(self, itemsize: int) -> float:
-        """Of the adapter as kernels take it: in the compute dtype, its rank filled up to their steps."""
+        """Bytes of the adapters as kernels take them: with the rank padded, in the compute dtype of `itemsize`
+        bytes."""
         if self.lora is None:
             return 0.0
         experts, rank, in_size = self.lora.a.shape
         return float(experts * (in_size + self.lora.b.shape[1]) * -(-rank // _RANK_STEP) * _RANK_STEP * itemsize)
 
     def of_tokens(self, x: jax.Array, routing: Routing) -> jax.Array:
-        """x [T, in] -> [rows, out], whose derivative follows soon; see matmul_of_tokens."""
+        """x [T, in] -> [rows, out] sorted by expert; see matmul_of_tokens. The derivative is expected to follow at
+        once."""
         options: dict[str, Any] = dict(transposed=self.transposed, derivative_follows=True, fp8=self.fp8)
         out = matmul_of_tokens(x, self.stored_weight, routing, self.adapter(), **options)
         if self.bias is None:
@@ -144,14 +151,19 @@ class ExpertLinear(nnx.Module):
     def to_tokens(
         self, rows: jax.Array, lora: GroupedLora | None, routing: Routing, choice: jax.Array, weights: jax.Array
     ) -> jax.Array:
-        """rows [rows, in] -> [T, out], summed over each token's choice [T, k]; see matmul_to_tokens. weights [T, k]
-        multiply the bias, where there is one, and are in the rows already."""
+        """Rows sorted by expert [rows, in] -> [T, out], summed over each token's experts; see matmul_to_tokens.
+
+        Args:
+          lora: `adapter()`, which the caller has read already.
+          choice: int32[T, k], each token's experts.
+          weights: [T, k], multiply the bias if there is one; the rows have been multiplied by them already.
+        """
         out = matmul_to_tokens(rows, self.stored_weight, routing, lora, transposed=self.transposed, fp8=self.fp8)
         return out if self.bias is None else token_bias(out, weights, self.bias[...], choice)
 
 
 class Experts(nnx.Module):
-    """gate_up_proj and down_proj of all experts."""
+    """The matrices of all experts: gate_up_proj and down_proj."""
 
     def __init__(self, config: DecoderConfig, moe: MoEConfig, key, dtype):
         keys = jax.random.split(key)
@@ -164,7 +176,7 @@ class Experts(nnx.Module):
 
 
 class Router(nnx.Module):
-    """weight [E, hidden], optional bias [E]."""
+    """The matrix that gives each token's logits over the experts: weight [E, hidden], optional bias [E]."""
 
     def __init__(self, config: DecoderConfig, moe: MoEConfig, key, dtype):
         shape = (moe.num_experts, config.hidden_size)
@@ -172,7 +184,7 @@ class Router(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((moe.num_experts,), dtype)) if moe.router_bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[T, hidden] -> float32[T, E]"""
+        """x [T, hidden] -> logits float32[T, E]."""
         precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
         weight = self.weight[...].astype(x.dtype)
         logits = jnp.einsum("td,ed->te", x, weight, preferred_element_type=jnp.float32, precision=precision)
@@ -180,36 +192,38 @@ class Router(nnx.Module):
 
 
 @jax.custom_vjp
-def _gradients_together(values):
-    """The values; what needs the gradient of one of them waits for all: large operands of the others are then gone."""
+def _gradients_at_once(values):
+    """The values unchanged. In the backward, whatever reads the gradient of one of them waits for the gradients of all.
+
+    The large operands from which the other gradients are computed are free by then.
+    """
     return values
 
 
-_gradients_together.defvjp(lambda values: (values, None), lambda _, gradients: (optimization_barrier(gradients),))
+_gradients_at_once.defvjp(lambda values: (values, None), lambda _, gradients: (optimization_barrier(gradients),))
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsShape:
-    """Part.config of experts that the decoder's other layers do not have."""
+    """The settings of experts that the decoder's other layers do not have, given as Part.config."""
 
-    moe: MoEConfig
-    their_name: str = "mlp"
+    moe: MoEConfig  # number and size of the experts, and how tokens are routed to them
+    hf_name: str = "mlp"  # the part's name in Hugging Face's tensor names
 
     def make(self, config: DecoderConfig, key: jax.Array, dtype) -> MoE:
+        """The mixture of experts with these settings."""
         return MoE(dataclasses.replace(config, moe=self.moe), key, dtype)
 
 
 class MoE(nnx.Module):
-    """Router and experts, and where the config has one a shared expert.
+    """A mixture of experts: a router, the experts, and a shared expert if the config has one.
 
-    x is [B, T, hidden] throughout; choice int32[B * T, k], as from `choose`.
-
-    Norm and router run in each segment that needs them: they are cheap, and `choice` is what must be the same
-    everywhere, so nothing chooses anew.
+    In its methods x is [B, T, hidden], and choice int32[B * T, k] as from `choose`. Norm and router run in each segment
+    that reads them, because they are cheap; `choice` is computed only once, because it must be the same everywhere.
     """
 
-    # The sort by `choice` and the norm of the input, a tenth of the gradient of experts' rows beside it, are shared.
-    # What the sort makes is a five-hundredth of a layer's residuals, and takes a dozen kernels to make again.
+    # Shared: the sort by `choice`, and the norm of the input, which has a tenth of the bytes of the gradient of the
+    # experts' rows. Free: the sort's results, a five-hundredth of a layer's residuals that take a dozen kernels.
     order = BackwardOrder(derivatives_at_once=True, shared=("choice", INPUT), weights_first=False, free=("choice",))
 
     def __init__(self, config: DecoderConfig, key: jax.Array, dtype):
@@ -228,38 +242,41 @@ class MoE(nnx.Module):
 
     @jax.named_scope("router")
     def choose(self, x: jax.Array, real: jax.Array | None = None) -> jax.Array:
-        """Each token's experts; E for tokens that are not real [B, T] (padding), which are routed nowhere."""
+        """Each token's experts, int32[B * T, k].
+
+        real: bool[B, T], False for padding, which gets the number E and is routed nowhere; None: all tokens are real.
+        """
         logits = self.router(x.reshape(-1, x.shape[-1]))
         return choose_experts(logits, self.moe.experts_per_token, None if real is None else real.reshape(-1))
 
     @jax.named_scope("router")
     def router_sums(self, x: jax.Array, choice: jax.Array) -> RouterSums:
-        """What the router's losses are made of, summed over tokens; padding does not count."""
+        """The sums over tokens from which the router's losses are computed; padding does not count."""
         return router_sums(self.router(x.reshape(-1, x.shape[-1])), choice)
 
     @jax.named_scope("experts")
     def gate_up(self, x: jax.Array, choice: jax.Array) -> jax.Array:
-        """-> [rows, 2 * expert_size], rows sorted by expert."""
+        """x -> gate and up of each token's experts, [rows, 2 * expert_size], rows sorted by expert."""
         routing = route(choice, self.moe.num_experts)
         return self.experts.gate_up_proj.of_tokens(x.reshape(-1, x.shape[-1]), routing)
 
     @jax.named_scope("experts")
     def down(self, gate_up: jax.Array, choice: jax.Array, x: jax.Array) -> jax.Array:
-        """-> [B, T, hidden], summed over each token's experts by their weights."""
+        """gate and up of sorted rows -> [B, T, hidden], summed over each token's experts with the router's weights."""
         weights = expert_weights(self.router(x.reshape(-1, x.shape[-1])), choice, renormalize=self.moe.renormalize)
         routing = route(choice, self.moe.num_experts)
         linear = self.experts.down_proj
-        gate_up, lora = _gradients_together((gate_up, linear.adapter()))
+        gate_up, lora = _gradients_at_once((gate_up, linear.adapter()))
         inner = (self._activated(gate_up) * row_weights(weights, routing)[:, None]).astype(x.dtype)
         return linear.to_tokens(inner, lora, routing, choice, weights).reshape(x.shape)
 
     def _activated(self, gate_up: jax.Array) -> jax.Array:
-        """float32[rows, expert_size]"""
+        """gate_up [rows, 2 * expert_size] -> the activation of gate times up, float32[rows, expert_size]."""
         if self.moe.interleaved:
             gate, up = gate_up[:, 0::2], gate_up[:, 1::2]
         else:
-            # A split's gradient joins two parts, each computed once; two slices' would add two padded arrays, for which
-            # XLA computes both parts at every number.
+            # The gradient of a split concatenates two parts, each computed once. The gradient of two slices adds two
+            # padded arrays, for which XLA computes both parts for every element.
             gate, up = jnp.split(gate_up, 2, axis=1)
         gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
         if self.moe.swiglu_limit is None:
@@ -269,12 +286,14 @@ class MoE(nnx.Module):
         return (up + 1) * gate * jax.nn.sigmoid(self.moe.swiglu_alpha * gate)
 
     def segments(self) -> tuple[Segment, ...]:
-        met, hidden = self.moe.experts_per_token, self.config.hidden_size
+        """`route`, `balance` (only if its losses are wanted), `expand`, `expand_shared` (with a shared expert) and
+        `contract`."""
+        active, hidden = self.moe.experts_per_token, self.config.hidden_size
         choice = Residual("choice", recomputable=False, small=True)
 
         shared = ()
         if self.moe.shared_size is not None:
-            # The shared expert's own segments, but that its end is that of all: what the block adds is one value.
+            # Its down projection is part of `contract`, because the block adds one value to the residual stream.
             shared = (
                 Segment(
                     "expand_shared",
@@ -313,7 +332,7 @@ class MoE(nnx.Module):
                 (Residual("gate_up"),),
                 lambda moe, context, x, choice: (moe.gate_up(x, choice),),
                 matrices=("experts.gate_up_proj",),
-                experts_per_token=met,
+                experts_per_token=active,
                 decodes_once=True,
             ),
             *shared,
@@ -323,11 +342,12 @@ class MoE(nnx.Module):
                 (Residual(OUTPUT),),
                 MoE._contract,
                 matrices=("experts.down_proj", *(("shared_expert.down_proj", "shared_expert_gate") if shared else ())),
-                experts_per_token=met,
+                experts_per_token=active,
             ),
         )
 
     def _contract(self, context: Context, gate_up, choice, x, shared_gate=None, shared_up=None):
+        """`run` of the segment `contract`: the experts' output plus the gated output of the shared expert."""
         out = self.down(gate_up, choice, x)
         if shared_gate is not None and shared_up is not None:
             gate = jax.nn.sigmoid(self.shared_expert_gate(x, context.key))
@@ -335,23 +355,25 @@ class MoE(nnx.Module):
         return (out,)
 
     def _route(self, context: Context, x: jax.Array):
+        """`run` of the segment `route`: the chosen experts of each token."""
         layout = context.layout
         real = None if layout.full else jnp.arange(layout.doc_end.shape[1]) < layout.doc_end
-        # As an array of its own: else XLA keeps the whole sort for the backward, of which it is a part.
+        # The barrier makes it an array of its own: otherwise XLA keeps the whole sort that it is a part of.
         return (optimization_barrier(self.choose(x, real)),)
 
-    # ---- what the planner asks
+    # ---- for the planner
 
     def forward_bytes(self, sizes: Sizes) -> float:
+        """See FeedForward.forward_bytes: a multiple of the layer's input."""
         return EXPERTS_BYTES.of("mosaic" if sizes.hopper else "reference", sizes.device).forward * sizes["layer_input"]
 
     def backward_bytes(self, sizes: Sizes) -> Scratch:
-        """Twice gate_up, for the activation and its gradients; or gradients of gate_up and of rows, which are as many
-        as sorted rows.
+        """See FeedForward.backward_bytes: the activation, its gradients, and the gradients of gate_up and of the
+        experts' rows.
 
-        Where products do not bring rows themselves, sorted rows too; or, beside a decoded weight, if gate_up runs
-        again, its rows and those of a gradient; if not, gradients of gate_up and of rows. Where codes multiply, rows of
-        them, and the weight's transposed.
+        The experts' rows are a copy of each token's hidden state for each of its experts. Where the matrix product does
+        not gather rows itself, the sorted rows come in addition, and where the weight is decoded, the decoded weight.
+        Where FP8 codes are multiplied, the rows' codes and the weight's transposed codes do.
         """
         gate_up = sizes["gate_up"]
         rows = self.config.hidden_size / (2 * self.moe.expert_size) * gate_up

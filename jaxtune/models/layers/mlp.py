@@ -1,4 +1,4 @@
-"""The gated MLP, a feed-forward."""
+"""The gated MLP, a feed-forward: down(activation(gate(x)) * up(x))."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from flax import nnx
 from jaxtune.models.config import DecoderConfig
 from jaxtune.models.fitted import MLP_BYTES, MLPBytes
 from jaxtune.models.layers.segment import INPUT, OUTPUT, BackwardOrder, Residual, Scratch, Segment, Sizes
-from jaxtune.models.linear import Linear, apply_together
+from jaxtune.models.linear import Linear, apply_fused
 from jaxtune.pallas.gated import ACTIVATIONS, gated_backward, mosaic
 
 
 @dataclasses.dataclass(frozen=True)
 class MLPShape:
-    """Part.config of an MLP of its own width."""
+    """The settings of an MLP whose width differs from the decoder's, given as Part.config."""
 
-    intermediate_size: int
-    their_name: str = "mlp"
+    intermediate_size: int  # the width between the matrices
+    hf_name: str = "mlp"  # the part's name in Hugging Face's tensor names
 
     def make(self, config: DecoderConfig, key: jax.Array, dtype) -> MLP:
+        """The MLP of this width, with the decoder's other settings."""
         return MLP(dataclasses.replace(config, intermediate_size=self.intermediate_size), key, dtype)
 
 
 class MLP(nnx.Module):
-    """down(activation(gate(x)) * up(x)); gate_proj and up_proj, or one gate_up_proj."""
+    """down(activation(gate(x)) * up(x)), with gate_proj and up_proj, or one gate_up_proj, and down_proj."""
 
     order = BackwardOrder()
 
@@ -52,15 +53,16 @@ class MLP(nnx.Module):
             both = self.gate_up_proj(x, key)
             half = self.config.intermediate_size
             return both[..., :half], both[..., half:]
-        gate, up = apply_together(x, (self.gate_proj, self.up_proj), key)
+        gate, up = apply_fused(x, (self.gate_proj, self.up_proj), key)
         return gate, up
 
     def down(self, gate: jax.Array, up: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        """-> [B, T, hidden]"""
+        """gate and up [B, T, intermediate] -> down(activation(gate) * up), [B, T, hidden]."""
         return _down(self.config.activation, *nnx.split(self.down_proj, nnx.Param, ...), gate, up, key)
 
     def segments(self) -> tuple[Segment, ...]:
-        in_fp8 = self.down_proj.fp8  # what is made of them is rounded to e4m3, and so are their gradients
+        """`expand` (gate and up) and `contract` (activation and down projection)."""
+        in_fp8 = self.down_proj.fp8  # then the product reads gate and up through e4m3, and their gradients too
         return (
             Segment(
                 "expand",
@@ -81,27 +83,29 @@ class MLP(nnx.Module):
             ),
         )
 
-    # ---- what the planner asks
+    # ---- for the planner
 
     def forward_bytes(self, sizes: Sizes) -> float:
-        """The activation, and what is not kept of gate and up."""
+        """See FeedForward.forward_bytes: the activation, and those of gate and up that are not kept."""
         dropped = sum(sizes[name] for name in ("gate", "up") if name in sizes.recomputed)
         return sizes["gate"] + dropped + self._fitted(sizes).forward * sizes["layer_input"]
 
     def backward_bytes(self, sizes: Sizes) -> Scratch:
+        """See FeedForward.backward_bytes."""
         gate, up, stream = sizes["gate"], sizes["up"], sizes["layer_input"]
         fit = self._fitted(sizes)
         around = (fit.around if sizes.tiles == 1 else fit.around_tiles) * stream
-        if self._in_place(sizes):  # the activation's gradient, and what becomes of gate and up takes their place
+        if self._in_place(sizes):  # the activation's gradient; the gradients of gate and up overwrite them
             return Scratch((gate + up) / 2, around, covers_mixer=False)
-        # The activation, its gradient, and those of gate and up; half-ready gradients around it.
+        # The activation, its gradient, the gradients of gate and up, and partial gradients of other segments.
         return Scratch(2 * (gate + up) + fit.own * stream, around, covers_mixer=True)
 
     def _fitted(self, sizes: Sizes) -> MLPBytes:
+        """The fitted numbers for the implementation of the activation's gradient that runs for these sizes."""
         return MLP_BYTES.of("mosaic" if self._in_place(sizes) else "reference", sizes.device)
 
     def _in_place(self, sizes: Sizes) -> bool:
-        """Whether pallas/gated writes the gradients of gate and up over them."""
+        """Whether the kernel of pallas/gated writes the gradients of gate and up over gate and up."""
         numbers = sizes.length * self.config.intermediate_size
         runs = mosaic.unsupported(sizes.dtype, numbers, self.config.activation) is None
         return runs and sizes.hopper and sizes["gate"] / sizes.dtype.itemsize < mosaic.MOST
@@ -109,9 +113,10 @@ class MLP(nnx.Module):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _down(activation: str, graph, trainable, frozen, gate, up, key):
-    """activation(gate) * up through the linear of these parts.
+    """activation(gate) * up, multiplied by the linear that nnx.merge builds from graph, trainable and frozen.
 
-    Its backward never has more than three arrays of gate's size, which gate, up and a gradient become in place.
+    Its backward never has more than three arrays of gate's size: gate, up and one gradient, which are overwritten in
+    place.
     """
     return nnx.merge(graph, trainable, frozen)(ACTIVATIONS[activation](gate) * up, key)
 
@@ -121,12 +126,14 @@ def _down_fwd(activation, graph, trainable, frozen, gate, up, key):
 
 
 def _down_bwd(activation, graph, residuals, dout):
+    """Gradients of the trainable tensors, gate and up, from dout [B, T, hidden]."""
     trainable, frozen, gate, up, key = residuals
 
     def linear(trainable, x):
         return nnx.merge(graph, trainable, frozen)(x, key)
 
-    # Of a linear map the gradient to its input is the same at every input: gate, for what was there is made below.
+    # A linear map's gradient to its input doesn't depend on the input, so gate can stand for the input, which isn't
+    # computed until the next lines.
     _, to_input = jax.vjp(functools.partial(linear, trainable), gate)
     (dgated,) = to_input(dout)
     gated, dgate, dup = gated_backward(gate, up, dgated, activation)

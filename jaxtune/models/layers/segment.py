@@ -1,9 +1,10 @@
-"""The words in which a layer describes itself.
+"""The declarations by which a layer describes itself: its segments, residuals and costs.
 
-A layer is a block around parts: mixers, which look at other tokens, and feed-forwards, which do not. Each part
-yields the segments that it is run in: pieces between named residuals. The stack runs the chain and decides by a plan
-what becomes of every residual between forward and backward; the planner, generation, adapters and the names of tensors
-read the same declaration. None of them knows a segment, a residual or a kind of layer by name.
+A layer is a block around parts: mixers, in which a token reads other tokens, and feed-forwards, which treat each token
+alone. Each part yields the segments that it is run in, which are pieces between named residuals. The stack
+(models/stack.py) runs the chain of segments and follows a plan that says for every residual whether it is kept,
+offloaded or recomputed. The planner, generation, adapters and the mapping of tensor names read the same declarations.
+None of them knows a segment, a residual or a kind of layer by name.
 """
 
 from __future__ import annotations
@@ -20,53 +21,51 @@ from flax import nnx
 from jaxtune.models.config import LayerSpec
 from jaxtune.pallas.attention import PackedLayout
 
-# In a part's own segments: what the block feeds it through its norm; the same without the norm; and what it gives back,
-# which the block adds to the residual stream.
+# Names of values in a part's own segments. INPUT is the residual stream after the block's norm for this part, STREAM is
+# the residual stream without that norm, and OUTPUT is the part's result, which the block adds to the residual stream.
 INPUT, STREAM, OUTPUT = "input", "stream", "output"
 
 
 @dataclasses.dataclass(frozen=True)
 class Residual:
-    """A value that a layer's forward may leave for its backward.
+    """An intermediate value of a layer's forward that its backward may read."""
 
-    Args:
-      decided_with: another residual of the layer, which this one is always kept, offloaded or recomputed with: nothing
-        is won by treating them differently.
-      recomputable: whether running earlier segments again may make it anew.
-      small: it is so few bytes that no plan is looked for in which it is not kept.
-      in_fp8: whether it may be kept in e4m3, each token's numbers by their largest, as a product in FP8 rounds what it
-        multiplies: where the segments that read it lose no more by that than by their own rounding.
-    """
-
-    name: str
+    name: str  # the name that plans, configs and reports use
+    # another residual of the layer that always has the same placement, because treating the two differently gains
+    # nothing
     decided_with: str | None = None
-    recomputable: bool = True
-    small: bool = False
+    recomputable: bool = True  # whether running earlier segments again can compute it
+    small: bool = False  # it has so few bytes that the planner only considers plans that keep it
+    # whether it may be kept in e4m3 with one scale per token: the segments that read it round their inputs to e4m3
+    # anyway
     in_fp8: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What a segment is given beside its values: what is the same for all layers of a kind, and its dropout key."""
+    """What a segment receives beside its values: its layer's spec, the batch's layout and a dropout key."""
 
-    spec: LayerSpec
-    layout: PackedLayout
-    key: jax.Array | None = None
+    spec: LayerSpec  # the layer's kind: its parts, attention window and rotary base
+    layout: PackedLayout  # document boundaries and rotary tables of the batch
+    key: jax.Array | None = None  # draws the adapters' dropout masks; None: no dropout
 
     @property
     def rotary(self) -> Any:
-        """The rotary table of the layer's base, or None."""
+        """The rotary table of this layer's rotary base, or None for a layer without rotary embeddings."""
         return None if self.spec.rotary is None else self.layout.rotary[self.spec.rotary]
 
 
 class Backward(Protocol):
-    """A derivative of a segment's own, in place of jax.vjp's.
+    """The signature of a segment's hand-written derivative, which is called instead of jax.vjp of its `run`.
 
     Args:
-      module_of: the segment's module with these trainable tensors. trainable: the tensors there are.
-      inputs, outputs: the segment's arrays, outputs as they were saved. gradients: of the outputs that have one.
+      module_of: builds the segment's module from trainable tensors like `trainable`.
+      trainable: the module's trainable tensors.
+      inputs: the values that the segment read.
+      outputs: the values that the segment made in the forward; None for one that was not saved.
+      gradients: the gradients of the outputs, only of those that have one.
     Returns:
-      (gradients of the trainable tensors, or None where there are none; a gradient for each input)
+      (gradients of the trainable tensors, or None where there are none; one gradient for each input)
     """
 
     def __call__(
@@ -82,198 +81,198 @@ class Backward(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class AuxLoss:
-    """A loss of a part's own that training may add to an objective's, such as the one that balances a router.
+    """A loss that a part of the model computes about itself and that training may add, such as a router's balancing
+    loss."""
 
-    Args:
-      name: of the metric. Training adds `coefficient` times the loss, or the value of the run's config key
-        `{name}_coef` where that is set.
-      title: what reports call it.
-      value: of what the segment makes, summed over all layers, rows and devices: float32[], a mean over tokens.
-      coefficient: what the model's own config says; 0: training adds nothing unless the run asks for it.
-    """
-
-    name: str
-    title: str
+    name: str  # of the metric; the config key `{name}_coef` sets the factor by which training multiplies the loss
+    title: str  # what reports call it
+    # float32[] mean over tokens, computed from the segment's output summed over all layers, rows and devices
     value: Callable[..., jax.Array]
+    # the factor that the model's own config sets, used unless the run's config has one; 0: not added
     coefficient: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """A piece of a layer between named residuals.
+    """A piece of a layer's computation between named residuals.
 
-    Args:
-      reads: names of the values it takes; INPUT and STREAM are what the block feeds the part.
-      makes: what it gives; a residual named OUTPUT is the end of the part.
-      run: (module, context, *values) -> a tuple, one value for each of `makes`.
-      matrices: the module's matrices that it multiplies by, as dotted names ("experts.down_proj"), in the order in
-        which adapters are drawn.
-      backward: its own derivative; None: jax.vjp of `run`.
-      differentiable: whether anything has a gradient through it.
-      aux: the losses made of its one output, which is no residual: where one of them is wanted it leaves the stack
-        beside the layers' output, summed over the layers that make it.
-      experts_per_token: experts that a token is multiplied by, of each matrix that has experts.
-      separable: its outputs can be computed each alone.
-      tokenwise: it may run over tiles of tokens, together with its neighbours that may.
-      decodes_once: where it runs again in the backward, what it decodes serves its gradients too.
-      held_bytes: Sizes -> bytes that its derivative holds: where it runs again in the backward, it is differentiated
-        then; None: it is made once more when its gradient is there, which takes no memory before.
-      scoped: its kernels carry its name in profiles.
-      attention_width: query heads times head dim, where it is an attention: it costs 4 FLOPs of these a visible key.
-      token_flops: of its forward for one token, beside its matrices and beside attention.
-      kernel_bytes: (of its forward, of its derivative) for one token: what its own kernels take beside token_flops and
-        beside moving what it reads and makes, in bytes that a copy moves in that time.
-      multiplications: (tokens of a batch, tokens of a row, backward) -> how long it takes, in multiplications of large
-        products; None: those of its matrices.
+    Only the first four fields are needed to run a segment; the others tell the stack how it may be run and tell the
+    planner what it costs.
     """
 
-    name: str
-    reads: tuple[str, ...]
-    makes: tuple[Residual, ...]
-    run: Callable[..., tuple]
+    name: str  # its name in profiles and among the dropout keys
+    reads: tuple[str, ...]  # names of the values it takes; INPUT and STREAM are what the block feeds the part
+    makes: tuple[Residual, ...]  # the residuals it computes; one that is named OUTPUT is the end of the part
+    run: Callable[..., tuple]  # (module, context, *values) -> a tuple with one value for each of `makes`
+    # dotted names of the module's matrices that it multiplies by ("experts.down_proj"), in the order in which the keys
+    # of adapters are drawn
     matrices: tuple[str, ...] = ()
-    backward: Backward | None = None
-    differentiable: bool = True
+    backward: Backward | None = None  # its hand-written derivative; None: jax.vjp of `run`
+    differentiable: bool = True  # whether any gradient flows through it
+    # the losses that are computed from its one output. That output is no residual: if a loss is wanted, it is returned
+    # beside the layer's output, summed over the layers that compute it.
     aux: tuple[AuxLoss, ...] = ()
-    experts_per_token: int = 0
-    separable: bool = False
-    tokenwise: bool = False
+    experts_per_token: int = 0  # for matrices with experts: how many experts each token is multiplied by
+    separable: bool = False  # each of its outputs can be computed without the others
+    tokenwise: bool = False  # it may run over tiles of tokens, as one with neighbouring segments that also may
+    # when it is run again in the backward, the weights that it decodes also serve its gradients
     decodes_once: bool = False
-    held_bytes: Callable[[Sizes], float] | None = None
-    scoped: bool = True
+    # Sizes -> bytes that its derivative keeps. If set, a recomputed segment is differentiated when it is recomputed,
+    # and these bytes are kept until its gradient arrives. None: the segment runs once more when its gradient arrives,
+    # and takes no memory before.
+    derivative_bytes: Callable[[Sizes], float] | None = None
+    scoped: bool = True  # its kernels have its name as their scope in profiles
+    # query heads times head dim of an attention, which costs 4 FLOPs per visible key for each of them
     attention_width: int = 0
-    token_flops: float = 0.0
+    token_flops: float = 0.0  # FLOPs of its forward for one token, without its matrices and without attention
+    # (forward, derivative): time per token of its own kernels beyond token_flops and beyond moving inputs and outputs,
+    # in bytes that a device copy moves in that time
     kernel_bytes: tuple[float, float] = (0.0, 0.0)
+    # (tokens of the batch, tokens of a row, backward) -> its duration, in multiplications that a large matrix product
+    # does in that time; None: computed from its matrices and token_flops
     multiplications: Callable[[int, int, bool], float] | None = None
 
     @property
     def outputs(self) -> tuple[str, ...]:
+        """Names of the values that it computes."""
         return tuple(residual.name for residual in self.makes)
 
 
 @dataclasses.dataclass(frozen=True)
 class BackwardOrder:
-    """In which order a layer's backward computes, where XLA's own choice costs memory or time. Feed-forwards say it.
+    """The order in which a layer's backward computes, declared by feed-forwards where XLA's own order costs memory or
+    time."""
 
-    Args:
-      derivatives_at_once: a segment that runs again is differentiated then, and what its derivative needs is kept. To
-        make thin products and sorted rows twice takes longer than all that other layers would make twice.
-      shared: values that several segments read and that may be there before a segment's gradient is.
-      weights_first: a segment waits for the weights' gradients of those after it. XLA puts the adapters' off to the
-        layer's end, and keeps the wide operands of these thin products.
-      free: residuals that are not tied to the layer's gradient where memory is not short: what the forward made of them
-        alone is kept, and not made again.
-    """
-
+    # differentiate a recomputed segment when it is recomputed, and keep what its derivative reads. For thin products
+    # and rows sorted by expert, computing them twice takes longer than recomputing more of other layers.
     derivatives_at_once: bool = False
+    # values that several segments read, and that may be computed before a segment's gradient arrives
     shared: tuple[str, ...] = ()
+    # a segment waits for the weight gradients of the segments after it. Otherwise XLA puts the adapters' gradients off
+    # to the end of the layer, and keeps the wide operands of these thin products until then.
     weights_first: bool = True
+    # residuals that are not tied to the layer's gradient unless memory is short, so that XLA may keep what the forward
+    # computed from them alone, and does not compute it again
     free: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What a layer's scratch bytes depend on, for one micro-batch on one device.
+    """The sizes from which a layer computes the scratch bytes of one micro-batch on one device. sizes[name] is a
+    residual's."""
 
-    Args:
-      residuals: {name: bytes}, for tiled segments those of a tile. recomputed: names of those that are.
-      tiles: that tokenwise segments run over. dtype: of the compute. length: tokens of a row.
-      hopper: the device runs kernels for compute capability 9.0. device: its name, for models/fitted.py.
-    """
-
-    residuals: Mapping[str, float]
-    recomputed: frozenset[str]
-    tiles: int
-    dtype: jnp.dtype
-    length: int
-    hopper: bool
-    device: str
+    residuals: Mapping[str, float]  # bytes of each residual by name; for tiled segments, of one tile
+    recomputed: frozenset[str]  # names of the residuals that are recomputed
+    tiles: int  # number of tiles that tokenwise segments run over; 1: they run whole
+    dtype: jnp.dtype  # compute dtype
+    length: int  # tokens of a row
+    hopper: bool  # whether the device runs kernels for compute capability 9.0
+    device: str  # the device's name, which selects numbers in models/fitted.py
 
     def __getitem__(self, name: str) -> float:
+        """Bytes of a residual; 0 for one that the layer does not have."""
         return self.residuals.get(name, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Scratch:
-    """Bytes that a feed-forward's backward takes beside the residuals there are: its own, and around it.
+    """Bytes that a feed-forward's backward takes in addition to the residuals."""
 
-    covers_mixer: fitted to the whole layer's backward, so that the mixer's own moment need not be looked at.
-    """
-
-    own: float
-    around: float
+    own: float  # for its own computation
+    around: float  # of partial gradients of other segments that exist at the same time
+    # these bytes were fitted to the backward of the whole layer, so that the mixer's need not be added
     covers_mixer: bool
 
 
 class LayerPart(Protocol):
-    """What the block asks of a mixer and of a feed-forward, both nnx modules."""
+    """What the block requires of every mixer and feed-forward, which are nnx modules."""
 
-    def segments(self) -> tuple[Segment, ...]: ...
+    def segments(self) -> tuple[Segment, ...]:
+        """The part's computation from INPUT (or STREAM) to OUTPUT, in the order in which it runs."""
+        ...
 
 
 class Mixer(LayerPart, Protocol):
-    """A part that looks at other tokens.
+    """A part in which a token reads other tokens, such as attention.
 
-    To add one: a file with the module and a frozen dataclass whose `make(config, key, dtype)` gives it, which a Part of
-    a LayerSpec has as its `config`. `state_reads` is what makes a part a mixer.
+    To add one, write a file with the module and with a frozen dataclass whose `make(config, key, dtype)` builds it. A
+    LayerSpec names that dataclass as the `config` of a Part. Having `state_reads` is what marks a part as a mixer.
     """
 
-    state_reads: tuple[str, ...]  # residuals that the state of generation begins from
+    state_reads: tuple[str, ...]  # names of the residuals from which the state for generation is built after a prompt
 
     def backward_bytes(self, sizes: Sizes) -> float:
-        """Bytes of its own backward beside the residuals there are."""
+        """Bytes that the mixer's own backward takes in addition to the residuals."""
         ...
 
     def waiting_bytes(self, sizes: Sizes) -> float:
-        """Bytes of what is half ready of it while the feed-forward's backward runs."""
+        """Bytes of the mixer's partial results that exist while the feed-forward's backward runs."""
         ...
 
     def first_state(
         self, values: Mapping[str, jax.Array], lengths: jax.Array, new_tokens: int, context: Context
     ) -> Any:
-        """The state after prompts of `lengths` int32[B], with room for so many tokens more; values: of state_reads;
-        context: of the prompts."""
+        """The state for generation after prompts, any pytree.
+
+        Args:
+          values: the residuals that `state_reads` names, computed from the prompts.
+          lengths: int32[B], tokens of each prompt.
+          new_tokens: how many more tokens the state must have room for.
+          context: the context that the prompts ran in.
+        """
         ...
 
     def step(self, x: jax.Array, state: Any, at: jax.Array, context: Context) -> tuple[jax.Array, Any]:
-        """The next N tokens of each row, x [B, N, hidden]: (what the block adds, the state with them).
+        """Runs the next N tokens of each row: (the part's output [B, N, hidden], the state after them).
 
-        While rows decode, N is 1; a long prompt is prefilled by chunks of more. `at` int32[B] is the position of the
-        first of them, which is the number of tokens in the state; a negative number marks a row that is not decoding,
-        whose output does not matter, and whose state does not either. context.layout has the rotary tables of these
-        positions."""
+        N is 1 while rows decode; a long prompt is prefilled in chunks of more tokens.
+
+        Args:
+          x: [B, N, hidden].
+          state: from `first_state` or the previous step.
+          at: int32[B], the position of the first of the N tokens, which is also the number of tokens in the state. A
+            negative number marks a row that is not decoding; its output and state are ignored.
+          context: its layout has the rotary tables of these positions.
+        """
         ...
 
 
 class FeedForward(LayerPart, Protocol):
-    """A part that looks at one token at a time; see Mixer for how to add one."""
+    """A part that treats each token alone; Mixer says how to add one."""
 
-    order: BackwardOrder
+    order: BackwardOrder  # how its layer's backward is ordered
 
     def forward_bytes(self, sizes: Sizes) -> float:
-        """Bytes at the end of the layer's forward beside the residuals there are."""
+        """Bytes at the end of the layer's forward in addition to the residuals."""
         ...
 
-    def backward_bytes(self, sizes: Sizes) -> Scratch: ...
+    def backward_bytes(self, sizes: Sizes) -> Scratch:
+        """Bytes of its backward in addition to the residuals."""
+        ...
 
 
 def matrix_of(module: nnx.Module, name: str) -> Any:
-    """The matrix of a dotted name."""
+    """The attribute of a module with this dotted name ("experts.down_proj"): a Linear or ExpertLinear."""
     for part in name.split("."):
         module = getattr(module, part)
     return module
 
 
-def numbers_met(segment: Segment, matrix: Any) -> int:
-    """Numbers of a segment's matrix that one token is multiplied by."""
+def weights_per_token(segment: Segment, matrix: Any) -> int:
+    """How many numbers of a segment's matrix one token is multiplied by: of a matrix of experts, only the active
+    ones."""
     if not matrix.num_experts:
         return math.prod(matrix.sizes)
     return math.prod(matrix.sizes[1:]) * segment.experts_per_token
 
 
 def multiplications(segment: Segment, module: nnx.Module, tokens: int, length: int, backward: bool = False) -> float:
-    """How long a segment takes for `tokens` tokens in rows of `length`, in multiplications of large products."""
+    """The duration of a segment for `tokens` tokens in rows of `length`, in multiplications that large products do in
+    that time.
+
+    backward: of its derivative, where the segment has a formula of its own; others are counted as in the forward.
+    """
     if segment.multiplications is not None:
         return segment.multiplications(tokens, length, backward)
-    met = sum(numbers_met(segment, matrix_of(module, name)) for name in segment.matrices)
-    return float(tokens * (met + segment.token_flops / 2))
+    active = sum(weights_per_token(segment, matrix_of(module, name)) for name in segment.matrices)
+    return float(tokens * (active + segment.token_flops / 2))

@@ -1,4 +1,4 @@
-"""Segments that run over tiles of tokens, one after the other: what they make inside exists for a tile only."""
+"""Runs segments over tiles of tokens, one tile at a time, so that their inner values exist for one tile only."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from jaxtune.models.layers.segment import Context, Segment, multiplications
 
 
 def tiled_residuals(segments: tuple[Segment, ...]) -> tuple[str, ...]:
-    """Names of what tokenwise segments make for each other: all of it is recomputed where they run over tiles."""
+    """Names of the values that tokenwise segments pass to each other. Where they run over tiles, all of these are
+    recomputed."""
     return tuple(name for chain in _chains(segments) for s in chain for name in s.outputs if s is not chain[-1])
 
 
 def _chains(segments: tuple[Segment, ...]) -> list[tuple[Segment, ...]]:
-    """The runs of tokenwise segments that follow one another, and of which nothing is read outside but the end."""
+    """The runs of consecutive tokenwise segments that can be tiled: at least two, one output, no inner value read
+    outside."""
     runs = [tuple(run) for tokenwise, run in itertools.groupby(segments, lambda s: s.tokenwise) if tokenwise]
 
     def closed(run: tuple[Segment, ...]) -> bool:
@@ -29,8 +31,10 @@ def _chains(segments: tuple[Segment, ...]) -> list[tuple[Segment, ...]]:
 
 
 def in_tiles(module: nnx.Module, segments: tuple[Segment, ...], tile: int) -> tuple[Segment, ...]:
-    """The chain with each run of tokenwise segments as one that runs over tiles of `tile` tokens of each row. Sums of
-    the weights' gradients are then over tiles."""
+    """The chain of segments with each run of tokenwise segments replaced by one segment that runs over tiles.
+
+    A tile is `tile` tokens of each row. The gradients of weights are then summed tile by tile.
+    """
     for chain in _chains(segments):
         first = segments.index(chain[0])
         segments = (*segments[:first], _joined(module, chain, tile), *segments[first + len(chain) :])
@@ -38,6 +42,7 @@ def in_tiles(module: nnx.Module, segments: tuple[Segment, ...], tile: int) -> tu
 
 
 def _joined(module: nnx.Module, chain: tuple[Segment, ...], tile: int) -> Segment:
+    """One segment that runs a chain of tokenwise segments tile by tile; its backward computes each tile again."""
     made = {name for segment in chain for name in segment.outputs}
     reads = tuple(dict.fromkeys(name for segment in chain for name in segment.reads if name not in made))
 
@@ -50,7 +55,7 @@ def _joined(module: nnx.Module, chain: tuple[Segment, ...], tile: int) -> Segmen
         return outputs[0]
 
     def run(module, context: Context, *inputs: jax.Array):
-        # In the place of the last one, which the end adds to.
+        # The output overwrites the last input, which the chain's end adds to.
         def one(_, piece, *others):
             return None, (whole(module, context, *others, piece),)
 
@@ -76,20 +81,27 @@ def _joined(module: nnx.Module, chain: tuple[Segment, ...], tile: int) -> Segmen
     return Segment("tiles", reads, chain[-1].makes, run, backward=backward, scoped=False, multiplications=work)
 
 
-def _over_tiles(step, carry, arrays: tuple[jax.Array, ...], beside: tuple[jax.Array, ...], tile: int):
-    """(the last carry, arrays with every tile replaced), in place: step(carry, tiles of arrays, tiles of `beside`)
-    gives (carry, what replaces the tiles). Tiles are of the second axis.
+def _over_tiles(step, sums, arrays: tuple[jax.Array, ...], beside: tuple[jax.Array, ...], tile: int):
+    """Runs `step` for each tile of the second axis and overwrites `arrays` with its results: (last sums, arrays).
 
-    Not a scan, which stacks what comes out beside what goes in: XLA keeps both until the backward.
+    Args:
+      step: (sums, tiles of `arrays`, tiles of `beside`) -> (sums, new tiles of `arrays`).
+      sums: a pytree that each step updates.
+      arrays: [B, T, ...], overwritten in place.
+      beside: [B, T, ...], only read.
+      tile: tokens of a tile, which divides T.
+
+    This is no lax.scan, because a scan stacks its outputs in new arrays, and XLA keeps inputs and outputs until the
+    backward.
     """
 
     def one(index, state):
-        carry, arrays = state
+        sums, arrays = state
         pieces = [jax.lax.dynamic_slice_in_dim(a, index * tile, tile, axis=1) for a in (*arrays, *beside)]
-        carry, replacing = step(carry, *pieces)
-        return carry, tuple(
+        sums, replacing = step(sums, *pieces)
+        return sums, tuple(
             jax.lax.dynamic_update_slice_in_dim(array, piece, index * tile, axis=1)
             for array, piece in zip(arrays, replacing, strict=True)
         )
 
-    return jax.lax.fori_loop(0, arrays[0].shape[1] // tile, one, (carry, arrays))
+    return jax.lax.fori_loop(0, arrays[0].shape[1] // tile, one, (sums, arrays))

@@ -20,7 +20,7 @@ from flax import nnx
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import compute_in_fp8, quantize
 from jaxtune.models.layers.block import LAYER_INPUT, LAYER_OUTPUT, Block
-from jaxtune.models.layers.segment import Residual, Segment, Sizes, matrix_of, numbers_met
+from jaxtune.models.layers.segment import Residual, Segment, Sizes, matrix_of, weights_per_token
 from jaxtune.models.layers.tiles import tiled_residuals
 from jaxtune.models.lora import get_peft_model
 from jaxtune.models.placement import partition
@@ -100,14 +100,16 @@ class LayerKind:
 
     @functools.cached_property
     def derivative_bytes(self) -> tuple[tuple[tuple[str, ...], Callable[[Sizes], float]], ...]:
-        """(names of its outputs, its `held_bytes`) of each segment that has them."""
+        """(names of its outputs, its `derivative_bytes`) of each segment that has them."""
         block = self.block
 
         def of_part(part: str, bytes_of: Callable[[Sizes], float]) -> Callable[[Sizes], float]:
             return lambda sizes: bytes_of(block.sizes_of(part, sizes))
 
         segments = ((part, s) for part in block.parts for s in block.part_segments(part))
-        return tuple((s.outputs, of_part(part, s.held_bytes)) for part, s in segments if s.held_bytes is not None)
+        return tuple(
+            (s.outputs, of_part(part, s.derivative_bytes)) for part, s in segments if s.derivative_bytes is not None
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -351,7 +353,7 @@ def _segment_costs(kinds: list[LayerKind]) -> tuple[SegmentCost, ...]:
     for (name, outputs), (segment, in_mixer, first) in found.items():
         of_layers = [kind.work.get(name, Work()) if _makes(kind, name, outputs) else Work() for kind in kinds]
         work = Work(*(_mean(list(column)) for column in zip(*map(dataclasses.astuple, of_layers))))
-        flags = (segment.separable, segment.tokenwise, segment.decodes_once, segment.held_bytes is not None)
+        flags = (segment.separable, segment.tokenwise, segment.decodes_once, segment.derivative_bytes is not None)
         costs.append(SegmentCost(name, outputs, work, in_mixer, first, LAYER_OUTPUT in outputs, *flags))
     return tuple(costs)
 
@@ -442,7 +444,7 @@ def _segment_work(segment: Segment, block: Block, residuals, seen_keys: float, h
     sums = dict.fromkeys((f.name for f in dataclasses.fields(Work)), 0.0)
     for name in segment.matrices:
         matrix = matrix_of(block, name)
-        size, used, weight = math.prod(matrix.sizes), numbers_met(segment, matrix), matrix.stored_weight
+        size, used, weight = math.prod(matrix.sizes), weights_per_token(segment, matrix), matrix.stored_weight
         if matrix.num_experts:
             sums["empty_flops"] += 2.0 * size * TILE_ROWS / 2
             # Tokens are copied to the rows sorted by expert, and back.

@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.layers.segment import matrix_of, numbers_met
+from jaxtune.models.layers.segment import matrix_of, weights_per_token
 from jaxtune.train.data import Batch
 
 
@@ -33,7 +33,7 @@ def flop_counter(model: Decoder) -> Callable[[np.ndarray], float]:
             beside += 3 * segment.token_flops
             widths[spec.window] += segment.attention_width
             for matrix in (matrix_of(layer, name) for name in segment.matrices):
-                size = numbers_met(segment, matrix)
+                size = weights_per_token(segment, matrix)
                 matmul += size
                 trained += size if isinstance(matrix.weight, nnx.Param) else 0
                 if matrix.lora is not None:
