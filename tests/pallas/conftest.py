@@ -6,10 +6,10 @@ import jax
 import pytest
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def without_races():
-    """The kernels that a test interprets are searched for races between their threads. Nothing on a GPU, which runs
-    them."""
+    """Every kernel that a test of this folder interprets is searched for races between its threads, which costs nothing
+    that can be measured. On a GPU, which runs the kernels, the fixture does nothing."""
     if jax.default_backend() != "cpu":
         yield
         return

@@ -83,7 +83,6 @@ def compare(segments, features, heads, kv_heads, dim=DIM, backward=None):
 
 @pytest.mark.parametrize("case", list(CASES))
 @pytest.mark.gpu
-@pytest.mark.usefixtures("without_races")
 def test_kernels_against_the_reference(case):
     compare(*CASES[case])
 
@@ -146,7 +145,6 @@ def test_lean_scores_with_a_negative_scale():
 
 @pytest.mark.parametrize("case", ["window_sinks", "soft_cap"])
 @pytest.mark.gpu
-@pytest.mark.usefixtures("without_races")
 def test_head_dim_256(case):
     """Its dk and dv are a kernel's of their own, and nothing of an item's own side is double-buffered."""
     compare(*CASES[case], dim=256)

@@ -219,7 +219,6 @@ def test_the_kernel_multiplies_as_its_reference(tokens, sizes, rank, block):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("widths", "scaled"), [((1024,), False), ((512, 1536), True)])
-@pytest.mark.usefixtures("without_races")
 def test_rows_are_rounded_bit_for_bit_as_by_the_reference(widths, scaled):
     draw = np.random.default_rng(0)
     arrays = [jnp.asarray(draw.normal(size=(5, k)) * np.logspace(-3, 3, 5)[:, None], jnp.bfloat16) for k in widths]
@@ -275,7 +274,6 @@ def test_experts_products_are_those_of_rounded_operands(block, transposed):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("shape", "block", "contract", "rank"), [((576, 640), ROW, 1, 24), ((128, 256), TILE, 2, 0)])
-@pytest.mark.usefixtures("without_races")
 def test_the_kernels_multiply_experts_as_their_reference(shape, block, contract, rank):
     """Rows of tokens, which take their expert's factors, with an adapter; and rows in order, in blocks. A tile that is
     half empty, one that is not and one that holds nothing; widths that whole steps, and pieces of a row, do not divide.

@@ -34,7 +34,6 @@ def test_the_reference_is_the_derivative(activation):
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("shape", [(2, 4, mosaic.CHUNK), (7, mosaic.CHUNK), (16, 64)])
 @pytest.mark.gpu
-@pytest.mark.usefixtures("without_races")
 def test_the_kernel_is_the_reference(shape, activation):
     given = arrays(shape)
     with gpu_kernel.interpreted():

@@ -99,7 +99,6 @@ def test_reference(case, transposed):
 
 @pytest.mark.parametrize(("case", "transposed"), [("uneven", False), ("uneven", True)])
 @pytest.mark.gpu
-@pytest.mark.usefixtures("without_races")
 def test_mosaic_in_the_interpreter(case, transposed):
     sizes = SIZES[case]
     groups, held, arrays = operands(sizes, transposed)
@@ -129,7 +128,6 @@ def test_mosaic_order_and_size_of_the_items_change_nothing(blocks):
 
 @pytest.mark.parametrize("case", SIZES)
 @pytest.mark.gpu
-@pytest.mark.usefixtures("without_races")
 def test_mosaic_brings_the_rows_of_tokens_itself(case):
     """With an adapter's columns, which are rows; the same bits as over rows that were copied before."""
     groups, held, (x, weight, a, *_) = operands(SIZES[case], True)

@@ -50,7 +50,6 @@ def distance(got, want):
     ],
 )
 @pytest.mark.gpu
-@pytest.mark.usefixtures("without_races")
 def test_dequantising_is_decoding(shape, double_quant, dtype):
     weight = packed(*shape, double_quant)
     for each in (weight, as_fp4(weight)):
@@ -115,7 +114,6 @@ def test_dequantising_mxfp4_is_decoding(shape):
     ],
 )
 @pytest.mark.gpu
-@pytest.mark.usefixtures("without_races")
 def test_small_product(rows, columns, tokens, double_quant, monkeypatch):
     plan = mosaic._plan
     monkeypatch.setattr(mosaic, "_plan", lambda *shape: dataclasses.replace(plan(*shape), programs=2))

@@ -109,7 +109,6 @@ def test_permute_weigh_and_back_against_a_loop(case, rng):
 
 @pytest.mark.parametrize("case", ["random", "one token", "many experts", "nothing but padding"])
 @pytest.mark.gpu
-@pytest.mark.usefixtures("without_races")
 def test_mosaic_sorts_as_the_reference(case):
     choice, experts = CASES[case]
     with gpu_kernel.interpreted():
@@ -122,7 +121,6 @@ def test_mosaic_sorts_as_the_reference(case):
 
 @pytest.mark.parametrize("case", ["all in one expert", "one token", "padding", "nothing but padding"])
 @pytest.mark.gpu
-@pytest.mark.usefixtures("without_races")
 def test_mosaic_moves_rows_as_the_reference(case, rng):
     """There and back, forward and gradient, against the loop over tokens, and bit for bit as the reference."""
     choice, experts = CASES[case]
