@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import re
 import threading
 
@@ -186,6 +187,13 @@ def test_every_tensor_and_every_key(name, tmp_path):
     if name == "phi3":
         assert keys["phi3.rope.dimension_count"] == 12
         assert keys["phi3.rope.scaling.attn_factor"] == np.float32((1 + np.log(4) / np.log(16)) ** 0.5)
+
+
+def test_a_stretched_context_is_written_as_training_takes_it():
+    config = made("gpt_oss").config
+    config = dataclasses.replace(config, rotary=(dataclasses.replace(config.rotary[0], factor=100.0),))
+    keys, _ = hyperparameters(config, architecture(config))
+    assert keys["context_length"] == config.context_length > config.max_position_embeddings
 
 
 def test_neighbours_of_interleaved_rows_rotate_as_halves_do():

@@ -11,9 +11,10 @@ import reference
 import transformers
 from lm_eval.models.huggingface import HFLM
 from tiny import CONFIGS
-from tiny_models import adapted_model
+from tiny_models import adapted_model, tiny_model
 
 from jaxtune.models.adapters.adapter_files import save_adapter
+from jaxtune.models.config import RopeConfig
 from jaxtune.models.files.quant import stored_in
 from jaxtune.models.generation.harness import JaxtuneLM
 from jaxtune.models.hf import from_pretrained
@@ -110,6 +111,15 @@ def test_what_it_refuses(base):
     ):
         with pytest.raises(ValueError, match=message):
             make()
+
+
+def test_a_stretched_model_is_scored_over_all_positions_that_it_was_trained_for(base):
+    _, tokenizer = from_pretrained(base, dtype="float32")
+    yarn = RopeConfig(kind="yarn", factor=4.0, original_max_position_embeddings=128)
+    model = tiny_model(vocab_size=len(tokenizer), rotary=(yarn,))
+    assert JaxtuneLM(model, tokenizer).max_length == 512 > model.config.max_position_embeddings
+    with pytest.raises(ValueError, match="max_length = 513: must lie between 2 and the model's 512"):
+        JaxtuneLM(model, tokenizer, max_length=513)
 
 
 def test_an_adapter_is_scored_over_what_it_was_trained_over(base, tmp_path):
