@@ -35,6 +35,7 @@ def compat_tables() -> str:
 
     from jaxtune import compat
     from jaxtune.compat import tables
+    from jaxtune.pallas.formats import FORMATS
 
     def parameters(function: Any) -> list[str]:
         return [
@@ -47,8 +48,10 @@ def compat_tables() -> str:
         return [field.name for field in dataclasses.fields(kind)]
 
     model = compat.FastLanguageModel
+    load = parameters(model.from_pretrained)
+    load += [each.flag for each in FORMATS.values() if each.flag is not None and each.flag not in load]
     callables = {
-        "FastLanguageModel.from_pretrained": (parameters(model.from_pretrained), tables.LOAD),
+        "FastLanguageModel.from_pretrained": (load, tables.LOAD),
         "FastLanguageModel.get_peft_model": (parameters(model.get_peft_model), tables.PEFT),
         "SFTConfig": (fields(compat.SFTConfig), tables.SFT),
         "SFTTrainer": (parameters(compat.SFTTrainer.__init__), tables.TRAINER),
