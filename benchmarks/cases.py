@@ -36,6 +36,7 @@ STEPS = {
     "8b": Step(_8B),
     "8b_nf4": Step(f"{_8B} --load-in nf4"),
     "8b_nvfp4": Step(f"{_8B} --load-in nvfp4"),
+    "8b_int8": Step(f"{_8B} --load-in int8"),
     "8b_24gb": Step(f"{_8B} --load-in nf4 --plan auto --budget-gb 24"),
     "8b_packed": Step(f"{_8B} --documents packed"),
     "8b_long": Step(f"{_8B} --rows 2 --length 8192"),

@@ -31,7 +31,7 @@ from jaxtune.compat import (
     train_on_responses_only,
 )
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.files.quant import is_quantized
+from jaxtune.models.files.quant import is_quantized, stored_in
 from jaxtune.models.lora import linears
 from jaxtune.train.config.objective import ObjectiveConfig
 from tests.train.data.conftest import make_tokenizer
@@ -397,6 +397,20 @@ def trainer_(**settings):
     return make
 
 
+def test_eight_bits_of_bitsandbytes_are_asked_for_as_there(folder, tmp_path):
+    """load_in_8bit turns off four bits, the default; an adapter's folder records the format of its base."""
+    model, tokenizer = load(folder, load_in_4bit=None, load_in_8bit=True)
+    assert (
+        stored_in(model.module) == "int8" and trainer_of(folder, tmp_path, model=model).config().model.load_in == "int8"
+    )
+    model.save_pretrained(tmp_path / "adapter")
+    again, _ = FastLanguageModel.from_pretrained(str(tmp_path / "adapter"), max_seq_length=64)
+    assert stored_in(again.module) == "int8"
+    model.save_pretrained_merged(tmp_path / "merged", tokenizer)
+    assert stored_in(from_pretrained(tmp_path / "merged")[0]) is None
+    assert not is_quantized(load(folder, load_in_8bit=False)[0].module)
+
+
 ERRORS = [
     (
         from_(load_in_4bit=True, load_in_16bit=True),
@@ -406,7 +420,7 @@ ERRORS = [
     (from_(load_in_fp8=True, load_in_16bit=True), "load_in_fp8 = True and load_in_16bit = True contradict each other"),
     (from_(load_in_fp8=True, full_finetuning=True), "load_in_fp8 = True and full_finetuning = True contradict"),
     (from_(load_in_fp8="block"), "load_in_fp8 = 'block' is not supported. Instead: True"),
-    (from_(load_in_8bit=True), "load_in_8bit = True is not supported; leave it at False"),
+    (from_(load_in_8bit=True, load_in_4bit=True), "load_in_8bit = True and load_in_4bit = True contradict each other"),
     (from_(trust_remote_code=True), "trust_remote_code = True is not supported"),
     (from_(fast_inference=True), "fast_inference = True is not supported"),
     (

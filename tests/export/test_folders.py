@@ -208,7 +208,7 @@ def test_no_room(to, tmp_path, monkeypatch):
     [
         (
             dict(to="onnx"),
-            "to = .onnx. is unknown; it can be merged, bnb-4bit, fp8, nvfp4, w4a16, mxfp4, adapter, gguf",
+            "to = .onnx. is unknown; it can be merged, bnb-4bit, fp8, nvfp4, int8, w4a16, mxfp4, adapter, gguf",
         ),
         (dict(to="merged", outtype="q8_0"), "outtype = 'q8_0' is an option of gguf; merged has none"),
         (dict(to="gguf", outtype="q3"), "outtype = 'q3' is unknown; it can be f32, f16, bf16, q8_0, q4_0"),

@@ -1,5 +1,6 @@
-"""A format of weights says what it is in one file, and the rest follows: a toy in tests/models/toy_format.py, which
-nothing else knows, is loaded, saved, multiplied by, planned, divided over a mesh and trained over."""
+"""A format of weights says what it is in one file, and the rest follows: it is loaded, saved, multiplied by, planned,
+divided over a mesh and trained over. This is shown of a toy in tests/models/toy_format.py, which nothing else knows,
+and of formats whose own files of tests do not show it."""
 
 from __future__ import annotations
 
@@ -15,10 +16,11 @@ import toy_format
 from flax import nnx
 from tiny import CONFIGS
 from tiny_models import adapted_model, shaken
-from toy_format import FORMAT, Q8
+from toy_format import FORMAT
 
 import jaxtune
 from jaxtune.models.files.quant import dequantize, quantize, stored_in
+from jaxtune.models.files.shards import read_header
 from jaxtune.models.files.weights import Weights
 from jaxtune.models.hf import Pretrained, from_pretrained, model_from_config, save_pretrained, save_weights
 from jaxtune.models.lora import get_peft_model, matrices
@@ -32,6 +34,7 @@ pytestmark = pytest.mark.usefixtures("compiled_quickly")
 HF = CONFIGS["llama"] | {"num_hidden_layers": 1}
 EXPERTS = CONFIGS["qwen3_moe"] | {"num_hidden_layers": 1, "moe_intermediate_size": 64}
 TOKENS = jnp.arange(12, dtype=jnp.int32)[None]
+WORDS = ("q8", "int8")
 
 
 @pytest.fixture(autouse=True)
@@ -43,26 +46,31 @@ def made(hf, dtype="float32"):
     return model_from_config(hf, jax.random.key(0), dtype)
 
 
-def assert_same(one, other):
+def assert_same(one, other, word):
     for (name, a), (_, b) in zip(matrices(one), matrices(other), strict=True):
-        assert isinstance(a.stored_weight, Q8), name
+        assert isinstance(a.stored_weight, formats.FORMATS[word].kinds), name
         jax.tree.map(np.testing.assert_array_equal, a.stored_weight, b.stored_weight)
 
 
+@pytest.mark.parametrize("word", WORDS)
 @pytest.mark.parametrize("hf", [HF, EXPERTS], ids=["linears", "experts"])
-def test_a_checkpoint_goes_in_and_out(tmp_path, hf):
-    model = quantize(made(hf), "q8")
+@pytest.mark.filterwarnings("ignore:experts in:UserWarning")  # transformers does not load all that jaxtune does
+def test_a_checkpoint_goes_in_and_out(tmp_path, hf, word):
+    model = quantize(made(hf), word)
     save_pretrained(model, tmp_path / "packed")
-    assert json.loads((tmp_path / "packed/config.json").read_text())["quantization_config"]["quant_method"] == "q8"
+    (layout,) = formats.FORMATS[word].layouts
+    assert layout.says(json.loads((tmp_path / "packed/config.json").read_text())["quantization_config"])
     pretrained = Pretrained(tmp_path / "packed", "float32")
-    assert pretrained.stored_in == "q8"
+    assert pretrained.stored_in == word
     again = pretrained.load()
-    assert_same(model, again)
-    assert pretrained.device_bytes() == sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(again)))
+    assert_same(model, again, word)
+    kept = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(again)))
+    marks = [each for each in read_header(tmp_path / "packed/model.safetensors").values() if not each.shape]
+    assert pretrained.device_bytes() == kept + sum(each.size_bytes for each in marks)  # read, and not part of a weight
     # Quantised on the way, or by an export: the same bytes.
     save_pretrained(made(hf), tmp_path / "plain")
-    assert_same(model, from_pretrained(tmp_path / "plain", "float32", load_in="q8")[0])
-    save_weights(Weights(made(hf)).quantized("q8"), tmp_path / "export")
+    assert_same(model, from_pretrained(tmp_path / "plain", "float32", load_in=word)[0], word)
+    save_weights(Weights(made(hf)).quantized(word), tmp_path / "export")
     assert (tmp_path / "export/model.safetensors").read_bytes() == (tmp_path / "packed/model.safetensors").read_bytes()
 
 
@@ -77,10 +85,11 @@ def test_what_is_wrong_is_said(tmp_path):
         from_pretrained(tmp_path / "model")
 
 
-def test_an_adapter_trains_over_it_as_over_the_decoded_weights(tmp_path):
+@pytest.mark.parametrize("word", WORDS)
+def test_an_adapter_trains_over_it_as_over_the_decoded_weights(tmp_path, word):
     losses = []
     for name, mesh in (("packed", MeshConfig()), ("decoded", MeshConfig()), ("mesh", MeshConfig(data=2, fsdp=2))):
-        model = get_peft_model(quantize(made(EXPERTS), "q8"), r=4)
+        model = get_peft_model(quantize(made(EXPERTS), word), r=4)
         model = dequantize(model) if name == "decoded" else model
         config = make_config(tmp_path / name, steps=4, mesh=mesh)
         trainer = Trainer(shaken(model, 1), None, config, dataset(documents(24)))
@@ -90,9 +99,10 @@ def test_an_adapter_trains_over_it_as_over_the_decoded_weights(tmp_path):
     np.testing.assert_allclose(losses[0], losses[2], rtol=1e-4)
 
 
-def test_the_planner_counts_it():
+@pytest.mark.parametrize("word", WORDS)
+def test_the_planner_counts_it(word):
     config = dataclasses.replace(make_config("unused", steps=1), adapter=AdapterConfig(r=4))
-    packed, plain = (get_peft_model(m, r=4) for m in (quantize(made(HF), "q8"), made(HF)))
+    packed, plain = (get_peft_model(m, r=4) for m in (quantize(made(HF), word), made(HF)))
     parts, others = (step_cost(model, config) for model in (packed, plain))
     saved = others.fixed["frozen weights"] - parts.fixed["frozen weights"]
     stored = [m.stored_weight for _, m in matrices(packed)]
@@ -101,12 +111,13 @@ def test_the_planner_counts_it():
     assert packed_slack(nnx.state(packed)) == pytest.approx(slack)
 
 
-def test_an_adapter_over_it_is_merged(tmp_path):
-    model = adapted_model(quantize(made(HF), "q8"), r=2)
+@pytest.mark.parametrize("word", WORDS)
+def test_an_adapter_over_it_is_merged(tmp_path, word):
+    model = adapted_model(quantize(made(HF), word), r=2)
     np.testing.assert_allclose(model(TOKENS), jaxtune.merge_adapter(model)(TOKENS), atol=1e-3)
     jaxtune.save_adapter(model, tmp_path / "adapter")
-    assert stored_in(model) == "q8"
-    plain, again = made(HF), jaxtune.load_adapter(quantize(made(HF), "q8"), tmp_path / "adapter")
+    assert stored_in(model) == word
+    plain, again = made(HF), jaxtune.load_adapter(quantize(made(HF), word), tmp_path / "adapter")
     np.testing.assert_array_equal(model(TOKENS), again(TOKENS))
     assert stored_in(plain) is None and toy_format.BLOCK == 32
 

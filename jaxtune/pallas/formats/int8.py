@@ -1,0 +1,176 @@
+"""int8 by rows: the weights of LLM.int8() (arXiv 2208.07339), as bitsandbytes stores them.
+
+A weight is its code times the largest magnitude of its row over 127. In its forward pass LLM.int8() also quantises
+activations, and multiplies their columns with outliers in 16 bits. That part is not done here: weights are decoded for
+each product, forward and backward, which is how bitsandbytes computes gradients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtune.pallas.formats.division import divide
+from jaxtune.pallas.formats.layout import (
+    SERVED_IN_16_BITS,
+    Arrays,
+    Config,
+    Export,
+    FileTensor,
+    Format,
+    Found,
+    Headers,
+    Layout,
+    Read,
+    Settings,
+    file_tensor,
+)
+from jaxtune.pallas.formats.stored import Stored
+
+_LARGEST = 127  # the code of a row's largest magnitude
+_BY_ROWS = np.zeros((), np.uint8)  # what bitsandbytes writes as weight_format: codes lie row by row
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Int8(Stored):
+    """A tensor [..., out, in] as int8 with a scale for each row: a number is code * absmax / 127.
+
+    Attributes:
+      codes: int8[..., out, in].
+      absmax: float32[..., out], the largest magnitude of each row, which bitsandbytes calls SCB.
+      dtype_name: the dtype that `decode` gives by default.
+    """
+
+    codes: jax.Array
+    absmax: jax.Array
+    dtype_name: str = dataclasses.field(metadata=dict(static=True))
+
+    @staticmethod
+    def encode(array: jax.Array) -> Int8:
+        """The bytes are those of bitsandbytes on a CPU, which rounds weights to float16 first. Rows with numbers beyond
+        float16's range, of which bitsandbytes stores infinity, keep their float32 numbers."""
+        codes, absmax = _encode(jnp.asarray(array))
+        return Int8(codes, absmax, str(array.dtype))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.codes.shape)
+
+    def problem(self) -> str | None:
+        if self.absmax.shape == self.shape[:-1]:
+            return None
+        return f"absmax is {list(self.absmax.shape)}; codes of {list(self.shape)} need {list(self.shape[:-1])}"
+
+    def cut(self, axis: int) -> int:
+        return 1
+
+    def divided(self, axis: int, parts: int) -> tuple[int | None, ...] | None:
+        """Where rows are cut in pieces, each piece has the scales of all of them."""
+        if self.shape[axis] % parts:
+            return None
+        axis = axis % self.ndim
+        return (axis, None if axis == self.ndim - 1 else axis)
+
+    def _decode(self, dtype) -> jax.Array:
+        numbers = self.codes * self.absmax[..., None] * np.float32(1 / _LARGEST)  # in bitsandbytes' order
+        return numbers.astype(dtype or self.dtype)
+
+
+@jax.jit
+def _encode(array: jax.Array) -> tuple[jax.Array, jax.Array]:
+    exact = array.astype(jnp.float32)
+    half = _as_float16(exact)
+    numbers = jnp.where(jnp.isfinite(half).all(-1, keepdims=True), half, exact)
+    absmax = jnp.abs(numbers).max(-1, keepdims=True)
+    factor = jnp.where(absmax > 0, divide(jnp.ones_like(absmax), absmax) * _LARGEST, 0)  # rounded twice, as torch does
+    return jnp.round(numbers * factor).astype(jnp.int8), absmax[..., 0]
+
+
+def _as_float16(x: jax.Array) -> jax.Array:
+    """float32 numbers rounded to those that float16 has. XLA may leave out a conversion there and back, and
+    reduce_precision makes zeros of float16's subnormal numbers, which are multiples of 2^-24."""
+    subnormal = jnp.round(x * 2**24) * 2**-24
+    return jnp.where(jnp.abs(x) < 2**-14, subnormal, jax.lax.reduce_precision(x, exponent_bits=5, mantissa_bits=10))
+
+
+class LLMInt8(Layout):
+    """bitsandbytes' checkpoints with `load_in_8bit`: `X.weight` int8[out, in], `X.SCB` float32[out], the largest
+    magnitudes of the rows, and `X.weight_format` uint8[], which says in which order the codes lie: 0 for one row after
+    the other, which is also meant where it is missing."""
+
+    title = "bitsandbytes' in eight bits (LLM.int8)"
+    codes = ".weight"
+    codes_dtype = "I8"
+    others = (".SCB", ".weight_format")
+    expert_note = (
+        "experts in int8 are written as the linears of transformers 4, which jaxtune loads again and transformers 5 "
+        "does not: it has no experts in int8 (dequantize writes 16 bits)"
+    )
+
+    def says(self, settings: Settings) -> bool:
+        eight_bit = settings.get("load_in_8bit", settings.get("_load_in_8bit"))
+        return settings.get("quant_method") == "bitsandbytes" and bool(eight_bit)
+
+    def claims(self, tensors: Headers) -> bool:
+        return super().claims(tensors) and any(key in tensors for key in self.others)
+
+    def describe(self, name: str, tensors: Headers, read: Read) -> Found:
+        codes, absmax, order = (tensors.get(key) for key in (self.codes, *self.others))
+        assert codes is not None
+        module, rows = name.removesuffix(self.weight), list(codes.shape[:1])
+        if len(codes.shape) != 2:
+            raise ValueError(f"{codes.file}: {name} is I8{list(codes.shape)}; it must be a matrix")
+        if absmax is None or (absmax.dtype, list(absmax.shape)) != ("F32", rows):
+            got = "is missing" if absmax is None else f"is {absmax.dtype}{list(absmax.shape)}"
+            raise ValueError(f"{codes.file}: {module}.SCB {got}; {name} needs F32{rows}: fetch or save it again")
+        if order is not None and read(".weight_format").tobytes() != _BY_ROWS.tobytes():
+            raise ValueError(
+                f"{codes.file}: {module}.weight_format is not 0 in one byte: the codes lie in an order of a GPU's own, "
+                "which old versions of bitsandbytes wrote; load it with bitsandbytes and save it again"
+            )
+        return Found(name, tensors, codes.shape)
+
+    def read(self, found: Found, arrays: Arrays, dtype_name: str) -> Int8:
+        absmax = arrays[".SCB"]
+        if (absmax < 0).any():
+            raise ValueError(f"{found.where}: SCB has {absmax.min():.4g}; magnitudes are not negative: fetch it again")
+        leaves: list = [arrays[self.codes], absmax]
+        return Int8(*leaves, dtype_name=dtype_name)
+
+    def tensors(self, weight: Stored, noted: float | None) -> dict[str, FileTensor]:
+        assert isinstance(weight, Int8)
+        return {
+            self.codes: file_tensor(weight.codes, lambda w: w.codes),
+            ".SCB": file_tensor(weight.absmax, lambda w: w.absmax),
+            ".weight_format": file_tensor(_BY_ROWS, lambda w: _BY_ROWS),
+        }
+
+    def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
+        return {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": False,
+            "load_in_8bit": True,
+            "llm_int8_has_fp16_weight": False,
+            "llm_int8_threshold": 6.0,  # of activations, when bitsandbytes serves them: its default
+            "llm_int8_skip_modules": plain,
+        }
+
+
+FORMAT = Format(
+    word="int8",
+    title="in eight bits (int8 by rows)",
+    kinds=(Int8,),
+    layouts=(LLMInt8(),),
+    flag="load_in_8bit",
+    export=Export(
+        "int8",
+        "bitsandbytes' LLM.int8()",
+        keeps=SERVED_IN_16_BITS,
+        without_experts="transformers 5 has no experts in int8, so it could not load the result",
+    ),
+)
