@@ -45,7 +45,11 @@ def servers(model: Decoder) -> list[str]:
     adapted = [matrix.lora for _, matrix in linears(model) if matrix.lora is not None]
     of_experts = [matrix for _, matrix in experts(model) if matrix.lora is not None]
     notes = []
-    if model.source is not None and model.source.carried is not None and model.source.carried.config is not None:
+    if (
+        model.source is not None
+        and model.source.passthrough is not None
+        and model.source.passthrough.config is not None
+    ):
         notes.append(
             "modules are named as in the base's text model, which AutoModelForCausalLM loads. vLLM and "
             "AutoModelForImageTextToText load the model with its vision tower, in which the adapter does nothing, and "

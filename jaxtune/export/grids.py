@@ -37,7 +37,7 @@ def require_held(model: Decoder, to: str, outtype: str | None) -> None:
         )
     dtype = _GGUF_DTYPES[outtype] if outtype else model.dtype
     exactly = to == "w4a16"  # its readers multiply codes and scales in the model's dtype
-    if dtype != grid.dtype and (exactly or not grid.held_by(dtype)):
+    if dtype != grid.dtype and (exactly or not grid.represented_by(dtype)):
         raise ValueError(
             f"export: to = {what!r} in {dtype} cannot represent weights that quantisation-aware training rounded to "
             f"{grid}: take {grid.dtype} ({'outtype, --outtype' if outtype else 'dtype, --dtype'})"

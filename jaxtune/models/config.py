@@ -1,4 +1,4 @@
-"""One frozen dataclass that can say every supported family."""
+"""The configuration of a decoder: one frozen dataclass that can describe every supported model family."""
 
 from __future__ import annotations
 
@@ -14,29 +14,27 @@ from jaxtune.models.heads import TEXT, Head
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """A rotary base and how it is stretched; field names as in Hugging Face's rope_scaling.
+    """A rotary base and its extension to long contexts; the fields are named as in Hugging Face's rope_scaling."""
 
-    kind: "default"; "linear" (positions divided by factor); "llama3"; "longrope" (per-dimension factors, the long
-    ones for a document that goes past the original context); "yarn". attention_factor multiplies cos and sin; None is
-    the kind's own formula in factor (longrope, yarn). head_dim: of the heads that it rotates; None: the decoder's.
-    llama_4_scaling_beta: queries are multiplied by 1 + beta ln(1 + floor(position / the original context)) (Llama 4,
-    Ministral 3).
-    """
-
-    theta: float = 10000.0
+    theta: float = 10000.0  # the base of the frequencies
+    # "linear" divides positions by `factor`; "longrope" has a factor per dimension; "llama3" and "yarn" scale
+    # frequencies by wavelength
     kind: Literal["default", "linear", "llama3", "longrope", "yarn"] = "default"
-    partial_rotary_factor: float = 1.0
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 0
+    partial_rotary_factor: float = 1.0  # the share of a head's dimensions that is rotated
+    factor: float = 1.0  # by which the context is extended
+    low_freq_factor: float = 1.0  # llama3: wavelengths above original context / this are scaled fully
+    high_freq_factor: float = 4.0  # llama3: wavelengths below original context / this are not scaled
+    original_max_position_embeddings: int = 0  # the context before the extension, in tokens; 0: max_position_embeddings
+    # longrope: divisors of the frequencies for documents within the original context
     short_factor: tuple[float, ...] = ()
-    long_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()  # longrope: divisors for documents that are longer
+    # factor on cos and sin; None: the kind's own formula in `factor` (longrope, yarn)
     attention_factor: float | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    head_dim: int | None = None
+    beta_fast: float = 32.0  # yarn: dimensions that turn more often than this in the original context are not scaled
+    beta_slow: float = 1.0  # yarn: dimensions that turn less often than this are scaled fully
+    truncate: bool = True  # yarn: whether the dimensions that beta_fast and beta_slow give are rounded to whole ones
+    head_dim: int | None = None  # size of the heads that it rotates; None: the decoder's head_dim
+    # queries are multiplied by 1 + beta ln(1 + floor(position / original context)) (Llama 4, Ministral 3)
     llama_4_scaling_beta: float = 0.0
 
     def __post_init__(self):
@@ -64,45 +62,38 @@ class RopeConfig:
 
 
 class PartConfig(Protocol):
-    """A frozen, hashable description of a mixer or a feed-forward; see models/layers.
-
-    hf_name: what Hugging Face calls it in a layer, such as self_attn; "" where its tensors are the layer's own.
-    """
+    """A frozen, hashable description of a mixer or a feed-forward that can build it; see models/layers."""
 
     @property
-    def hf_name(self) -> str: ...
+    def hf_name(self) -> str:
+        """The name of the part within a layer in Hugging Face's tensor names, such as self_attn; "" if its tensors have
+        no prefix."""
+        ...
 
     def make(self, config: DecoderConfig, key: Any, dtype: Any) -> nnx.Module:
-        """The module, with random weights."""
+        """Builds the module, with random weights drawn by `key` in `dtype`."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A mixer or a feed-forward of a layer, and the norms around it.
+    """A mixer or a feed-forward of a layer, and the norms around it."""
 
-    name: the attribute of the Block that holds the module; tensors in our checkpoints and plans are named by it.
-    config: what makes the module. None: of the part "mixer" attention of the decoder's shape; of the part "mlp" the
-      decoder's experts, or where it has none an MLP of its shape.
-    norm: True: the part reads what its stage is given through a norm of its own, `{name}_norm`. False: it reads that as
-      it is. A name: it reads through the norm of that earlier part of its stage.
-    post_norm: whether a norm of its own, `{name}_post_norm`, follows it.
-    """
-
-    name: str
+    name: str  # the attribute of the Block that is the module; plans and residuals use it too
+    # builds the module; None: "mixer" is attention of the decoder's shape, "mlp" the decoder's experts or else its MLP
     config: PartConfig | None = None
+    # True: the part reads its stage's input through its own norm, `{name}_norm`; False: without a norm; a name: through
+    # the norm of that earlier part of its stage
     norm: bool | str = True
-    post_norm: bool = False
+    post_norm: bool = False  # whether its output passes its own norm, `{name}_post_norm`
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """Parts that all read the same value, which what they give is added to.
+    """Parts that all read the same value of the residual stream, and whose outputs are added to it."""
 
-    post_norm: whether their sum passes a norm, `{name of the first part}_sum_norm`, before it is added.
-    """
-
-    parts: tuple[Part, ...]
+    parts: tuple[Part, ...]  # in the order in which they run
+    # whether the sum of their outputs passes a norm, `{name of the first part}_sum_norm`, before it is added
     post_norm: bool = False
 
     def __post_init__(self):
@@ -113,13 +104,13 @@ class Stage:
 
 
 def in_sequence(*parts: Part) -> tuple[Stage, ...]:
-    """Stages of one part each: every part reads what the ones before it left."""
+    """Stages of one part each, so that every part reads the residual stream after the parts before it."""
     return tuple(Stage((part,)) for part in parts)
 
 
 MIXER, FEED_FORWARD = Part("mixer"), Part("mlp")
-# Layers that several families have: a norm before attention and MLP, only after them, and both; and both reading the
-# layer's input through one norm (Command R).
+# Layers that several families have: with a norm before attention and MLP, only after them, before and after them; and
+# with attention and MLP in parallel on one norm (Command R).
 PRE_NORM = in_sequence(MIXER, FEED_FORWARD)
 POST_NORM = in_sequence(Part("mixer", norm=False, post_norm=True), Part("mlp", norm=False, post_norm=True))
 PRE_AND_POST_NORM = in_sequence(Part("mixer", post_norm=True), Part("mlp", post_norm=True))
@@ -128,18 +119,14 @@ PARALLEL = (Stage((MIXER, Part("mlp", norm="mixer"))),)
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """What one layer does differently from its neighbours. Static: equal specs share one trace.
+    """The kind of one layer: what may differ between the layers of a model. Layers with equal specs are traced once."""
 
-    window: sliding window in tokens (a query sees itself and window - 1 keys before it), or None for full attention.
-    rotary: which of the model's rotary bases, or None for no position encoding.
-    stages: what the layer is made of, in the order in which it runs.
-    output_scale: whether the layer's output is multiplied by a number of the checkpoint that does not train,
-      `layer_scalar` (Gemma 4).
-    """
-
+    # sliding window in tokens (a query sees itself and the window - 1 keys before it); None: full attention
     window: int | None = None
-    rotary: int | None = 0
-    stages: tuple[Stage, ...] = PRE_NORM
+    rotary: int | None = 0  # index of its rotary base in DecoderConfig.rotary; None: no position encoding
+    stages: tuple[Stage, ...] = PRE_NORM  # the parts of the layer, in the order in which they run
+    # whether the layer's output is multiplied by `layer_scalar`, a number of the checkpoint that is never trained
+    # (Gemma 4)
     output_scale: bool = False
 
     def __post_init__(self):
@@ -154,21 +141,23 @@ class LayerSpec:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Those of all stages, in the order in which they run."""
+        """The parts of all stages, in the order in which they run."""
         return tuple(part for stage in self.stages for part in stage.parts)
 
     def config_of(self, name: str) -> PartConfig | None:
-        """The config of the part of that name; None where it follows from the decoder's, or there is no such part."""
+        """The config of the part of that name; None if it is built from the decoder's config, or there is no such
+        part."""
         return next((part.config for part in self.parts if part.name == name), None)
 
     @property
-    def their_names(self) -> dict[str, str]:
-        """{name of a part: what Hugging Face calls it in a layer}"""
+    def hf_names(self) -> dict[str, str]:
+        """{name of a part: its name within a layer in Hugging Face's tensor names}"""
         usual = {"mixer": "self_attn", "mlp": "mlp"}
         return {part.name: part.config.hf_name if part.config else usual[part.name] for part in self.parts}
 
     def replaced(self, **configs: PartConfig | None) -> LayerSpec:
-        """The same layer with these configs of parts, by name; of a part whose value is None, the one that it has."""
+        """The same layer with other configs of parts, given by the parts' names; None leaves a part's config as
+        it is."""
 
         def one(part: Part) -> Part:
             return dataclasses.replace(part, config=configs.get(part.name) or part.config)
@@ -179,31 +168,25 @@ class LayerSpec:
 
 @dataclasses.dataclass(frozen=True)
 class MoEConfig:
-    """The mixture of experts that every layer has in place of an MLP.
+    """The mixture of experts that layers have instead of an MLP."""
 
-    expert_size: intermediate size of an expert. renormalize: a token's weights sum to one.
-    transposed: experts' weights are [E, in, out], as in Hugging Face's class, and not [E, out, in].
-    interleaved: gate and up are the even and odd columns of gate_up_proj, not its halves.
-    swiglu_limit: gpt-oss's activation, (up + 1) * gate * sigmoid(swiglu_alpha * gate), of gate cut off above the limit
-      and up cut off above and below; None: activation(gate) * up.
-    shared_size: intermediate size of an MLP that every token takes beside its experts, times the sigmoid of a number of
-      its own (shared_expert, shared_expert_gate); None: there is none.
-    router_aux_loss_coef, output_router_logits: as in Hugging Face's config: training adds that many times the
-      load-balancing loss where the second is true.
-    """
-
-    num_experts: int
-    experts_per_token: int
-    expert_size: int
-    renormalize: bool = True
-    router_bias: bool = False
-    expert_bias: bool = False
-    transposed: bool = False
-    interleaved: bool = False
+    num_experts: int  # experts of a layer
+    experts_per_token: int  # experts that the router chooses for each token
+    expert_size: int  # intermediate size of an expert
+    renormalize: bool = True  # whether the weights of a token's experts are scaled to sum to one
+    router_bias: bool = False  # whether the router has a bias
+    expert_bias: bool = False  # whether the experts' matrices have biases
+    transposed: bool = False  # experts' weights are [E, in, out], as in Hugging Face's class, and not [E, out, in]
+    interleaved: bool = False  # gate and up are the even and odd columns of gate_up_proj, not its halves
+    # gpt-oss's activation: gate and up are clipped to this limit (gate only from above), and the result is (up + 1) *
+    # gate * sigmoid(swiglu_alpha * gate); None: activation(gate) * up
     swiglu_limit: float | None = None
-    swiglu_alpha: float = 1.702
+    swiglu_alpha: float = 1.702  # see swiglu_limit
+    # intermediate size of a shared expert, an MLP that every token passes and whose output is multiplied by the sigmoid
+    # of a learned gate (shared_expert, shared_expert_gate); None: there is none
     shared_size: int | None = None
-    router_aux_loss_coef: float = 0.001
+    router_aux_loss_coef: float = 0.001  # factor on the load-balancing loss, from Hugging Face's config
+    # whether training adds the load-balancing loss by default, from Hugging Face's config
     output_router_logits: bool = False
 
     def __post_init__(self):
@@ -221,60 +204,47 @@ class MoEConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """Shape and features of a decoder.
+    """Shape and features of a decoder."""
 
-    layers: one LayerSpec a layer. rotary: the model's rotary bases, named by LayerSpec.rotary.
-    norm_offset: the norm multiplies by norm_offset + weight in fp32 (1.0 in Gemma, where weights start at 0).
-    float32_norm: the norm multiplies by its weight in fp32, too, and rounds once (OLMo 2, gpt-oss).
-    centred_norm: the norm takes the mean off first: a LayerNorm without bias (Command R).
-    residual_scale: factor on what each part of a layer adds to the layer's input (Granite).
-    qk_norm: RMSNorm of queries and keys over each head, or over the whole projection (OLMo 2).
-    fused_qkv, fused_gate_up: they are one matrix, in the checkpoint and here (both in Phi-3), so adapters match PEFT's.
-    interleaved_rotary: neighbouring numbers of a head are rotated against each other, not its halves (GLM, Command R).
-    attention_scale: factor on query . key.
-    embedding_scale: factor on the embedding, cast to the compute dtype first (Gemma).
-    logit_scale: factor on the logits, before final_soft_cap (Granite, Command R).
-    attention_gate: q_proj gives each head a gate beside its query, whose sigmoid multiplies the head's output
-      (Qwen3-Next).
-    attention_sinks: one more logit a head, learned, in every softmax of attention (gpt-oss).
-    moe: experts in place of the MLP, in every layer.
-    head: what the model gives for a token: logits, or a number such as a reward (models/heads.py).
-    """
-
-    family: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    layers: tuple[LayerSpec, ...]
-    max_position_embeddings: int
-    attention_scale: float
-    rotary: tuple[RopeConfig, ...] = (RopeConfig(),)
-    norm_eps: float = 1e-6
-    norm_offset: float = 0.0
-    float32_norm: bool = False
-    centred_norm: bool = False
-    residual_scale: float = 1.0
+    family: str  # key of models/registry.py
+    vocab_size: int  # rows of the embedding
+    hidden_size: int  # size of the residual stream
+    intermediate_size: int  # width of the MLP
+    num_heads: int  # query heads
+    num_kv_heads: int  # key and value heads; divides num_heads
+    head_dim: int  # size of a head
+    layers: tuple[LayerSpec, ...]  # the kind of each layer
+    max_position_embeddings: int  # positions of the model's context before an extension by yarn
+    attention_scale: float  # factor on query . key
+    rotary: tuple[RopeConfig, ...] = (RopeConfig(),)  # the rotary bases, to which LayerSpec.rotary is an index
+    norm_eps: float = 1e-6  # added to the mean square in norms
+    norm_offset: float = 0.0  # norms multiply by norm_offset + weight in fp32 (1.0 in Gemma, whose weights start at 0)
+    float32_norm: bool = False  # norms multiply by their weight in fp32 too, and round once (OLMo 2, gpt-oss)
+    centred_norm: bool = False  # norms subtract the mean first: LayerNorm without bias (Command R)
+    residual_scale: float = 1.0  # factor on the output of each part before it is added to the residual stream (Granite)
+    # RMSNorm of queries and keys over each head, or over the whole projection (OLMo 2)
     qk_norm: Literal["head", "projection"] | None = None
-    activation: Literal["silu", "gelu_tanh", "gelu"] = "silu"
-    qkv_bias: bool = False
-    out_bias: bool = False
-    mlp_bias: bool = False
+    activation: Literal["silu", "gelu_tanh", "gelu"] = "silu"  # of the feed-forwards' gates
+    qkv_bias: bool = False  # whether the query, key and value projections have biases
+    out_bias: bool = False  # whether the attention's output projection has a bias
+    mlp_bias: bool = False  # whether the MLP's matrices have biases
+    # query, key and value are one matrix in the checkpoint and here (Phi-3), so that adapters match PEFT's
     fused_qkv: bool = False
-    fused_gate_up: bool = False
+    fused_gate_up: bool = False  # gate and up are one matrix, for the same reason
+    # neighbouring numbers of a head are rotated as pairs, not its two halves (GLM, Command R)
     interleaved_rotary: bool = False
-    attention_soft_cap: float | None = None
-    final_soft_cap: float | None = None
-    embedding_scale: float = 1.0
-    logit_scale: float = 1.0
-    tie_embeddings: bool = False
+    attention_soft_cap: float | None = None  # attention scores s become cap * tanh(s / cap)
+    final_soft_cap: float | None = None  # logits become cap * tanh(logit / cap)
+    embedding_scale: float = 1.0  # factor on the embedding, which is cast to the compute dtype first (Gemma)
+    logit_scale: float = 1.0  # factor on the logits before final_soft_cap (Granite, Command R)
+    tie_embeddings: bool = False  # whether the head is the embedding
+    # q_proj gives each head a gate after its query, whose sigmoid multiplies the head's output (Qwen3-Next)
     attention_gate: bool = False
+    # each head has a learned logit that takes part in its softmax and has no value (gpt-oss)
     attention_sinks: bool = False
-    moe: MoEConfig | None = None
-    head: Head = TEXT
-    initializer_range: float = 0.02
+    moe: MoEConfig | None = None  # experts instead of the MLP, in every layer
+    head: Head = TEXT  # what the model computes for a token: logits, or a number such as a reward (models/heads.py)
+    initializer_range: float = 0.02  # standard deviation of random initial weights
 
     def __post_init__(self):
         counts = {"num_attention_heads": self.num_heads, "num_key_value_heads": self.num_kv_heads}
@@ -310,8 +280,10 @@ class DecoderConfig:
 
     @property
     def context_length(self) -> int:
-        """Positions that the model was made for: max_position_embeddings, or more where a rotary base is stretched
-        beyond it (yarn: factor times the original context)."""
+        """Positions that the model supports: max_position_embeddings, or more where a rotary base extends it.
+
+        For yarn this is `factor` times the original context.
+        """
         stretched = (
             int(rope.factor * (rope.original_max_position_embeddings or self.max_position_embeddings))
             for rope in self.rotary
@@ -321,49 +293,47 @@ class DecoderConfig:
 
     @property
     def num_layers(self) -> int:
+        """The number of layers."""
         return len(self.layers)
 
     @property
     def query_size(self) -> int:
+        """Numbers of a token's queries over all heads."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
+        """Numbers of a token's keys, and of its values, over all heads."""
         return self.num_kv_heads * self.head_dim
 
 
 @dataclasses.dataclass(frozen=True)
-class Carried:
-    """What belongs to a model that is not its text part: it is left where it lies, and saved again as it is.
+class Passthrough:
+    """The parts of a checkpoint that are not the text model: they are not loaded, and copied when the model is
+    saved."""
 
-    tensors: where they lie (shards.TensorEntry): a vision tower, layers that predict further tokens.
-    config: config.json of the whole as text, where the text part is nested in it; then the names of the text part's
-      tensors have the prefix of families with a vision tower, model.language_model.
-    processors: (name, content) of the files that say how images and videos become the tower's inputs.
-    """
-
+    # where each tensor is (shards.TensorEntry), such as a vision tower's or a multi-token prediction layer's
     tensors: tuple[Any, ...]
+    # text of the folder's config.json if the text model is nested in it; the text model's tensors then have the prefix
+    # model.language_model. in files. None: the folder's config describes a text model
     config: str | None
+    # (name, content) of the files that describe how images and videos become the tower's inputs
     processors: tuple[tuple[str, bytes], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where a model's weights came from; kept with the model so that it can be saved as it was found.
+    """Where a model's weights came from. It is kept with the model so that the model can be saved in the same form."""
 
-    path: folder, or folder of the local Hugging Face cache. config: config.json as text.
-    generation_config: generation_config.json as text, or None. carried: what else the folder holds, or None.
-    nested: whether the text model is `model.language_model` of what transformers makes of the folder.
-    """
-
-    path: str
-    config: str
-    generation_config: str | None = None
-    carried: Carried | None = None
+    path: str  # a folder, also of the local Hugging Face cache, as the caller named it
+    config: str  # text of config.json of the text model
+    generation_config: str | None = None  # text of generation_config.json, or None
+    passthrough: Passthrough | None = None  # the parts of the checkpoint that are not loaded, or None
+    # whether the text model is `model.language_model` in the class that transformers builds for the folder
     nested: bool = False
 
     @property
     def companions(self) -> tuple[tuple[str, bytes], ...]:
-        """(name, content) of the files beside weights and config.json that are saved as they were."""
+        """(name, content) of the files beside weights and config.json that are saved unchanged."""
         own = () if self.generation_config is None else (("generation_config.json", self.generation_config.encode()),)
-        return own if self.carried is None else own + self.carried.processors
+        return own if self.passthrough is None else own + self.passthrough.processors

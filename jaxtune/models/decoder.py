@@ -1,4 +1,4 @@
-"""The decoder: embed, layers, norm, head. A plain nnx.Module; jit it, differentiate it, use it in code of your own."""
+"""The decoder, a plain nnx.Module: embedding, layers, final norm and head."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxtune.models.fake_quant import FakeQuant
 from jaxtune.models.layers.block import Block
 from jaxtune.models.linear import Linear
 from jaxtune.models.norm import norm_of
-from jaxtune.models.placement import partition
+from jaxtune.models.placement import gathers, partition
 from jaxtune.models.residual_plan import ResidualPlan
 from jaxtune.models.rope import rotary_tables
 from jaxtune.models.stack import run_stack
@@ -25,7 +25,10 @@ from jaxtune.pallas.meshes import on_any_mesh
 
 
 class Embedding(nnx.Module):
-    """weight [vocab, hidden]. original: of one that trains beside adapters (modules_to_save), what it began with."""
+    """The token embedding: weight [vocab, hidden].
+
+    With adapters and modules_to_save the embedding may be trained; `original` is then its weight before training.
+    """
 
     original: nnx.Variable | None = None
 
@@ -39,7 +42,8 @@ class Embedding(nnx.Module):
 
 @jax.custom_vjp
 def _rows(weight: jax.Array, tokens: jax.Array) -> jax.Array:
-    """weight[tokens]; backward, the gradients of a token's places are added up in float32 whatever weight's dtype."""
+    """weight[tokens], whose derivative adds up the gradients of a token's occurrences in float32, whatever weight's
+    dtype."""
     return weight[tokens]
 
 
@@ -53,8 +57,11 @@ _rows.defvjp(lambda weight, tokens: (weight[tokens], (weight, tokens)), _rows_bw
 
 
 def noised(x: jax.Array, layout: PackedLayout, key: jax.Array, alpha: float) -> jax.Array:
-    """x [B, T, hidden] and uniform noise of at most alpha / sqrt(tokens of the document x hidden) (NEFTune,
-    arXiv:2310.05914): packing changes nothing of it, nor do the devices that rows are divided over."""
+    """x [B, T, hidden] plus uniform noise of at most alpha / sqrt(tokens of the document * hidden) (NEFTune,
+    arXiv:2310.05914).
+
+    The noise depends neither on how documents are packed nor on how rows are divided over devices.
+    """
     rows, length, hidden = x.shape
     tokens = jnp.maximum(layout.doc_end - layout.doc_start, 1).astype(jnp.float32)
     largest = alpha * jax.lax.rsqrt(tokens * hidden)[..., None]
@@ -63,9 +70,10 @@ def noised(x: jax.Array, layout: PackedLayout, key: jax.Array, alpha: float) -> 
 
 
 def _on_any_mesh[**P, R](method: Callable[P, R]) -> Callable[P, R]:
-    """meshes.on_any_mesh of a method: what it gives is divided as the array behind `self` is, not as a weight."""
+    """meshes.on_any_mesh for a method: its result is divided over devices as its first array argument is, not as a
+    weight is."""
 
-    computed: Callable = method  # of its arguments in another order
+    computed: Callable = method
 
     @on_any_mesh
     def run(array, model, *arguments, **options):
@@ -81,31 +89,31 @@ def _on_any_mesh[**P, R](method: Callable[P, R]) -> Callable[P, R]:
 class Decoder(nnx.Module):
     """A causal language model.
 
-    Every weight starts as an `nnx.Param` (trainable); adapters turn the base into `Frozen`. Weights are cast to the
-    compute dtype on use, so fp32 masters of bf16 compute need nothing else.
+    Every weight starts as an `nnx.Param` (trainable); get_peft_model turns the base's weights into `Frozen`. Weights
+    are cast to the compute dtype on use, so fp32 master weights of a bf16 compute need nothing else.
 
-    On a mesh of several devices, of axes of any type, a model of whole weights runs as the ops do (pallas/meshes.py):
-    put the tokens' rows on it, and the weights, or set it (jax.set_mesh).
+    On a mesh of several devices with axes of any type, a model whose weights are not divided runs as the operations do
+    (pallas/meshes.py): place the tokens' rows and the weights on the mesh, or set the mesh (jax.set_mesh).
 
     Args:
       config: shape and features.
-      key: random initial weights, normal with config.initializer_range (norms one, biases zero).
-      dtype: dtype of weights and of compute: bfloat16, float16 or float32.
+      key: draws the initial weights, which are normal with config.initializer_range (norms one, biases zero).
+      dtype: of weights and compute: bfloat16, float16 or float32.
     """
 
     def __init__(self, config: DecoderConfig, key: jax.Array, dtype="bfloat16"):
         self.config = config
         self.dtype = jnp.dtype(dtype).name
-        # Set by hf.py. The digest is of config.json and of every byte of the weights, 64 hexadecimal digits: a run and
-        # an adapter refuse another base by it. The fingerprint, of a sample of the weights, is what older versions
-        # recorded in its place.
+        # Set by hf.py. base_digest covers config.json and every byte of the weights (64 hexadecimal digits); by it, a
+        # run and an adapter refuse another base. base_fingerprint, which older versions recorded instead, covers a
+        # sample of the weights.
         self.source: Source | None = None
         self.base_digest: str | None = None
         self.base_fingerprint: str | None = None
-        # The grid that QAT put the weights on, in a model that convert_qat or merge_adapter made; save_pretrained tells
-        # it, and from_pretrained reads it.
+        # The grid to which QAT rounded the weights, in a model from convert_qat or merge_adapter; save_pretrained
+        # writes it to config.json, and from_pretrained reads it.
         self.qat: FakeQuant | None = None
-        # The drawn weights do not depend on jax_enable_x64, with which XLA may round a draw otherwise.
+        # Without this the drawn weights would depend on jax_enable_x64, with which XLA may round a draw differently.
         with jax.enable_x64(False):
             keys = jax.random.split(key, config.num_layers + 2)
             self.embedding = Embedding(config, keys[0], dtype)
@@ -118,20 +126,20 @@ class Decoder(nnx.Module):
 
     @property
     def head_variable(self) -> nnx.Variable:
-        """The [vocab, hidden] tensor that makes logits: the head's own, or the embedding's if tied; [outputs, hidden]
-        of another head."""
+        """The weight that gives the logits, [vocab, hidden], the embedding's if tied; of another head [outputs,
+        hidden]."""
         return self.embedding.weight if self.head is None else self.head.weight
 
     @property
     def name_or_path(self) -> str | None:
-        """What the weights were loaded from, as the caller named it."""
+        """The folder or hub name that the weights were loaded from, as the caller named it; None for random weights."""
         return None if self.source is None else self.source.path
 
     def embed(self, tokens: jax.Array) -> jax.Array:
-        """int32[B, T] -> [B, T, hidden] in the compute dtype."""
+        """tokens int32[B, T] -> their embeddings [B, T, hidden] in the compute dtype."""
         with jax.named_scope("embed"):
-            # Out-of-range ids are refused where data is prepared; here XLA would clamp them in silence.
-            x = partition.rows_of(self.embedding.weight, tokens, _rows).astype(self.dtype)
+            # Ids outside the vocabulary are refused where data is prepared; XLA would clamp them without an error.
+            x = gathers.rows_of(self.embedding.weight, tokens, _rows).astype(self.dtype)
             if self.config.embedding_scale != 1.0:
                 x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
             return x
@@ -143,12 +151,15 @@ class Decoder(nnx.Module):
         positions: jax.Array | None = None,
         max_documents: int | None = None,
     ) -> PackedLayout:
-        """Document bounds and rotary tables of a batch of `shape` = (rows, length): once for all layers."""
+        """Document boundaries and rotary tables of a batch of `shape` = (rows, length), computed once for all layers.
+
+        Arguments as in `run`.
+        """
         with jax.named_scope("layout"):
             layout = packed_layout(shape, segment_ids, max_documents)
             if positions is None:
                 positions, lengths = layout.positions(), layout.doc_end - layout.doc_start
-            else:  # a document reaches to its last token's position
+            else:  # a document's length is its last token's position + 1
                 last = jnp.maximum(layout.doc_end - 1, 0)
                 lengths = jnp.take_along_axis(jnp.broadcast_to(positions, shape), last, axis=1) + 1
             tables = rotary_tables(self.config, positions, lengths)
@@ -168,16 +179,20 @@ class Decoder(nnx.Module):
         aux: tuple[str, ...] = (),
         noise: tuple[jax.Array, float] | None = None,
     ) -> tuple[jax.Array, dict[str, Any]]:
-        """int32[B, T] -> ([B, T, hidden] after the final norm, in the compute dtype; {name: what layers gave beside}).
+        """tokens int32[B, T] -> (hidden states, auxiliary values).
 
         Args:
-          segment_ids: int32[B, T], documents of a packed row; 0 is padding. None: one document a row.
+          segment_ids: int32[B, T], the document of each token in a packed row; 0 is padding. None: one document per
+            row.
           positions: int32[B, T]; by default they restart with each document.
-          max_documents: a promise about segment_ids that lets faster attention be chosen; see PackedLayout.
-          plan: what happens to each layer's residuals; everything is kept by default.
-          dropout_key: dropout of the adapters, for training.
+          max_documents: an upper bound on the documents of a row, which allows faster attention; see PackedLayout.
+          plan: the placement of each layer's residuals; everything is kept by default.
+          dropout_key: draws the adapters' dropout masks in training; None: no dropout.
           gradient_sums, aux: see run_stack.
-          noise: (key, alpha) of NEFTune's noise on the embeddings, for training.
+          noise: (key, alpha) of NEFTune's noise on the embeddings in training.
+        Returns:
+          ([B, T, hidden] after the final norm, in the compute dtype; {name: sum over the layers} of the values `aux`
+            names)
         """
         rows, length = tokens.shape
         layout = self.layout((rows, length), segment_ids, positions, max_documents)
@@ -190,15 +205,21 @@ class Decoder(nnx.Module):
             return self.norm(x), values
 
     def hidden_states(self, *arguments: Any, **options: Any) -> jax.Array:
-        """[B, T, hidden] after the final norm, in the compute dtype: what the loss uses. Arguments as in `run`."""
+        """The hidden states [B, T, hidden] after the final norm, in the compute dtype, from which the loss is computed.
+
+        Arguments as in `run`.
+        """
         return self.run(*arguments, **options)[0]
 
     @_on_any_mesh
     def logits(self, hidden: jax.Array, rows: slice | None = None) -> jax.Array:
-        """[..., hidden] -> float32[..., vocab], scaled and soft-capped where the family does that; or [..., 1], the
-        scores, of which transformers does neither. rows: those of some of the vocabulary alone."""
+        """Hidden states [..., hidden] -> logits float32[..., vocab], scaled and soft-capped where the config says so.
+
+        A score head gives float32[..., 1], which transformers neither scales nor caps. rows: computes only these rows
+        of the vocabulary.
+        """
         precision = jax.lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-        head, hidden = partition.whole_beside(self.head_variable, hidden)
+        head, hidden = gathers.whole_beside(self.head_variable, hidden)
         head = (head if rows is None else head[rows]).astype(hidden.dtype)
         logits = jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=jnp.float32, precision=precision)
         if not self.config.head.is_text:

@@ -1,7 +1,8 @@
-"""Regular expressions of adapters' files and recipes: matched as Python's `re` does, and never without end.
+"""Matches regular expressions from adapter files and recipes, with a time limit.
 
-An expression can backtrack for longer than anybody waits, and while it does, nothing in its process can end it. One
-that may is therefore matched in a process of its own, with a limit; one that cannot, which is nearly every one, here.
+An expression can backtrack for longer than anybody waits, and nothing in its process can stop it meanwhile. An
+expression that may do so is therefore matched in a process of its own, which has limits of time and memory. Nearly all
+expressions cannot, and are matched here.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-LIMIT_SECONDS = 20.0  # for all names, which take milliseconds, on a busy machine too
+LIMIT_SECONDS = 20.0  # for all names, which usually take milliseconds
 _MEMORY_BYTES = 1 << 30
-# With so few repeats and groups, none of them repeated, matching is at worst a small power of a name's length.
+# With at most this many repeats and groups, and no repeated group, the time to match is at worst a small power of the
+# name's length.
 _FEW = 3
 _REPEATED_GROUP = re.compile(r"\)[*+?{]")
 _SCRIPT = """
@@ -33,10 +35,12 @@ else:
 
 
 def matching(key: str, pattern: str, names: Sequence[str]) -> list[str]:
-    """The names that a regular expression matches whole.
+    """The names that a regular expression matches as a whole.
 
+    Args:
+      key: of the file or config, for errors.
     Raises:
-      ValueError: `key` holds no regular expression, or one that backtracks without end.
+      ValueError: an expression that is not valid, or that backtracks for longer than LIMIT_SECONDS.
     """
     try:
         if _is_quick(pattern):
@@ -66,5 +70,6 @@ def matching(key: str, pattern: str, names: Sequence[str]) -> list[str]:
 
 
 def _is_quick(pattern: str) -> bool:
+    """Whether an expression cannot backtrack for long."""
     repeats = sum(map(pattern.count, "*+?{"))
     return repeats <= _FEW and pattern.count("(") <= _FEW and not _REPEATED_GROUP.search(pattern)

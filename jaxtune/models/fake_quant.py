@@ -1,8 +1,8 @@
-"""Fake quantisation: a weight rounded to what a low-bit format can hold, for quantisation-aware training.
+"""Fake quantisation for quantisation-aware training: rounds a weight to values that a low-bit format can represent.
 
-Forward, the rounded weight; backward, the gradient passes straight through to the weight (arXiv 1308.3432, 1712.05877).
-Over an adapter it is the merged weight that is rounded, as a deployed model's is; the adapter's gradients are those of
-the plain adapter, which need no dense gradient of the merged weight.
+The forward uses the rounded weight; in the backward the gradient passes unchanged to the weight (straight-through,
+arXiv 1308.3432, 1712.05877). With an adapter the merged weight is rounded, as it is in a deployed model. The adapter's
+gradients are then those of the adapter without rounding, for which no dense gradient of the merged weight is needed.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from jax.lax import optimization_barrier
 
 
 def int4(weight: jax.Array, group_size: int, dtype: str) -> jax.Array:
-    """Symmetric int4: each group of a row is -8..7 times a scale, the least one that clips nothing.
+    """Rounds a weight [out, in] to symmetric int4: each group of a row is a scale times integers from -8 to 7.
 
-    scale = max(max(w) / 7, -min(w) / 8), rounded to `dtype`; to nearest even. What W4A16 formats hold (GPTQ and
-    compressed-tensors, symmetric; torchao's SYMMETRIC_NO_CLIPPING_ERR): a kernel that multiplies code and scale in
-    `dtype` gets these very values.
+    The scale is max(max(w) / 7, -min(w) / 8), the smallest one that clips nothing, rounded to `dtype`; codes are
+    rounded to nearest even. These are the values of W4A16 formats (GPTQ and compressed-tensors, symmetric; torchao's
+    SYMMETRIC_NO_CLIPPING_ERR): a kernel that multiplies code and scale in `dtype` computes with exactly them.
     """
     groups = weight.astype(jnp.float32).reshape(weight.shape[0], -1, group_size)
     scale = int4_scales(groups, dtype).astype(jnp.float32)
@@ -31,24 +31,25 @@ def int4(weight: jax.Array, group_size: int, dtype: str) -> jax.Array:
 
 
 def int4_scales(groups: jax.Array, dtype: str) -> jax.Array:
-    """[out, n, 1] in dtype: the scales of groups float32[out, n, group]."""
-    # XLA may make a product of a division by a constant, or not: a product is the same in every program.
+    """The scales of groups float32[out, n, group], [out, n, 1] in dtype."""
+    # XLA may or may not turn a division by a constant into a product; a product is the same in every program.
     seventh = np.float32(1 / 7)
     scale = jnp.maximum(groups.max(-1, keepdims=True) * seventh, -groups.min(-1, keepdims=True) / 8)
     return scale.astype(dtype)
 
 
 def int4_codes(groups: jax.Array, scale: jax.Array) -> jax.Array:
-    """float32, whole numbers from -8 to 7: the codes of groups with scales float32[out, n, 1]."""
+    """The codes of groups with scales float32[out, n, 1]: float32 whole numbers from -8 to 7."""
     return jnp.clip(jnp.round(groups / jnp.where(scale == 0, 1, scale)), -8, 7)
 
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """round(weight [out, in], group_size, dtype) -> [out, in] in dtype; groups lie along the input."""
+    """A low-bit format to which weights can be rounded; its groups are consecutive weights along the input."""
 
+    # (weight [out, in], group_size, dtype) -> rounded weight [out, in] in dtype
     round: Callable[[jax.Array, int, str], jax.Array]
-    group_sizes: tuple[int, ...]
+    group_sizes: tuple[int, ...]  # the group sizes that it supports
 
 
 FORMATS = {"int4": Format(int4, (32, 64, 128))}
@@ -56,11 +57,11 @@ FORMATS = {"int4": Format(int4, (32, 64, 128))}
 
 @dataclasses.dataclass(frozen=True)
 class FakeQuant:
-    """How a linear's weight is rounded. dtype: of the rounded values and their scales, whatever computes with them."""
+    """The grid to which the weights of linears are rounded."""
 
-    format: str
-    group_size: int
-    dtype: str
+    format: str  # key of FORMATS
+    group_size: int  # how many consecutive weights of a row share a scale
+    dtype: str  # of the rounded values and their scales, whatever dtype computes with them
 
     def __post_init__(self):
         if self.format not in FORMATS:
@@ -72,10 +73,12 @@ class FakeQuant:
 
     @classmethod
     def of_record(cls, where: str, record: Any) -> FakeQuant:
-        """What a file records of a grid, which `where` names.
+        """The grid that a file records as an object with format, group_size and dtype.
+
+        where: the file and key, for errors.
 
         Raises:
-          ValueError: a grid that is not known here, or a dtype that is none of a model's.
+          ValueError: a grid that is not supported, or a dtype that models do not have.
         """
         if not isinstance(record, Mapping) or not all(isinstance(record.get(key), str) for key in ("format", "dtype")):
             raise ValueError(f"{where} = {record!r}: must be an object with format, group_size and dtype")
@@ -89,24 +92,26 @@ class FakeQuant:
     def __str__(self) -> str:
         return f"{self.format} in groups of {self.group_size}, {self.dtype}"
 
-    def held_by(self, dtype: str) -> bool:
-        """Whether a dtype holds every rounded value."""
+    def represented_by(self, dtype: str) -> bool:
+        """Whether a dtype can represent every rounded value exactly."""
         return jnp.promote_types(self.dtype, dtype) == dtype
 
     def fits(self, in_size: int) -> bool:
+        """Whether the groups divide rows of in_size weights."""
         return in_size % self.group_size == 0
 
     def round(self, weight: jax.Array) -> jax.Array:
-        """[out, in] -> [out, in] in self.dtype."""
+        """Rounds a weight [out, in] to the grid; the result has the grid's dtype."""
         with jax.named_scope("fake_quantise"):
             return FORMATS[self.format].round(weight, self.group_size, self.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def straight_through(spec: FakeQuant, weight: jax.Array, x: jax.Array) -> jax.Array:
-    """The rounded weight, in weight's own dtype; its gradient is the weight's.
+    """The rounded weight in the weight's own dtype; its gradient passes unchanged to the weight.
 
-    Rounding is tied to x: else XLA shares it between forward and backward and keeps the rounded weight for as long.
+    The rounding is tied to the activations x that the weight will multiply. Otherwise XLA rounds once for forward and
+    backward, and keeps the rounded weight in between.
     """
     weight, _ = optimization_barrier((weight, x))
     return spec.round(weight).astype(weight.dtype)
@@ -119,7 +124,8 @@ straight_through.defvjp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def adapter_gradients(out: jax.Array, x: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
-    """`out` [..., out] as it is. Backward, a [r, in] and b [out, r] get the gradients of scale b a x."""
+    """`out` [..., out] unchanged. In the backward a [r, in] and b [out, r] get the gradients that `scale b a x` would
+    give."""
     del x, a, b, scale
     return out
 

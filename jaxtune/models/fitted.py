@@ -1,14 +1,13 @@
-"""The numbers of the planner and of the stack that were fitted to measurements and not derived from shapes.
+"""Numbers of the planner and the stack that were fitted to measurements instead of derived from shapes.
 
-A table holds the numbers of one operation, by the device and by the implementation (a name that `pallas/dispatch.py`
-gives) they were fitted to, each with its source (jaxtune/pallas/fitted.py). Numbers that belong to one format of
-weights are in its declaration.
+Each table has the numbers of one operation, by device and implementation (a name that `pallas/dispatch.py` uses), with
+their source (jaxtune/pallas/fitted.py). Numbers that belong to one format of weights are in that format's declaration.
 
     ATTENTION_TIME.of("cudnn", "NVIDIA H200").backward
 
-Times compare an operation with large products on the same device, whose rates `train/planning/devices.py` has. Bytes
-are multiples of a layer's values. How well both hold, tests/gpu/aot/test_memory.py checks of compiled programs, and
-benchmarks/train records of the device.
+Times are relative to large matrix products on the same device, whose rates are in `train/planning/devices.py`. Bytes
+are multiples of the bytes of a layer's values. tests/gpu/aot/test_memory.py checks the bytes against compiled programs,
+and benchmarks/train records times and bytes on the device.
 """
 
 from __future__ import annotations
@@ -22,14 +21,12 @@ from jaxtune.pallas.fitted import Fitted
 
 @dataclasses.dataclass(frozen=True)
 class AttentionTime:
-    # The share of a large product's speed that long documents reach.
-    share: float
-    # Tokens of a document at which the forward reaches half of that.
-    half_tokens: float
-    # How many times as long as the forward the backward takes at long documents.
-    backward: float
-    # Tokens of a document at which the backward reaches half of its speed.
-    half_tokens_backward: float
+    """The duration of attention, from which the planner forecasts steps."""
+
+    share: float  # the share of a large product's speed that long documents reach
+    half_tokens: float  # tokens of a document at which the forward reaches half of that speed
+    backward: float  # duration of the backward over that of the forward, for long documents
+    half_tokens_backward: float  # tokens of a document at which the backward reaches half of its speed
 
 
 ATTENTION_TIME = Fitted(
@@ -44,14 +41,11 @@ ATTENTION_TIME = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class AttentionStage:
-    """How long attention over whole rows takes, as the stack sees it, which spreads copies under it."""
+    """The duration of attention over whole rows, by which the stack spreads copies over a layer's segments."""
 
-    # How many times as long as products with as many multiplications it takes at long rows.
-    slower: float
-    # Tokens of a row at which it takes twice as long.
-    half_tokens: float
-    # How many times as long as the forward the backward takes.
-    backward: float
+    slower: float  # its duration for long rows over that of products with as many multiplications
+    half_tokens: float  # tokens of a row at which it takes twice as long per multiplication as for long rows
+    backward: float  # duration of the backward over that of the forward
 
 
 ATTENTION_STAGE = Fitted(
@@ -66,11 +60,13 @@ ATTENTION_STAGE = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class DeltaRuleTime:
-    """Bytes that a copy within the device moves while the kernels compute, beside their products and what they read
-    and write, for each number of a token's values."""
+    """Time of the delta rule's kernels beyond their products and beyond reading inputs and writing outputs.
 
-    forward: float
-    backward: float
+    It is given per number of a token's values, in bytes that a copy within the device moves in that time.
+    """
+
+    forward: float  # of the forward
+    backward: float  # of the derivative
 
 
 DELTA_RULE_TIME = Fitted(
@@ -86,16 +82,15 @@ DELTA_RULE_TIME = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class ProductTime:
-    # Tokens at which a product reaches half of its speed.
-    half_tokens: float
-    # How many times everything that is not a product moves a segment's inputs and outputs.
+    """The duration of matrix products and of what accompanies them."""
+
+    half_tokens: float  # tokens at which a product reaches half of its speed
+    # how many times a segment's inputs and outputs are moved by everything that is not a product, in the forward
     passes_forward: float
-    passes_backward: float
-    # Bytes moved to decode a number of a packed weight, and the share of a copy's speed at which they move.
-    decoded_bytes: float
-    decoded_share: float
-    # The share of dense products' speed that experts' products reach, with what sorts their rows.
-    experts: float
+    passes_backward: float  # the same in the backward
+    decoded_bytes: float  # bytes that are moved to decode one number of a quantised weight
+    decoded_share: float  # the share of a copy's speed at which these bytes move
+    experts: float  # the share of dense products' speed that experts' products reach, with the sorting of rows
 
 
 PRODUCT_TIME = Fitted(
@@ -117,17 +112,17 @@ PRODUCT_TIME = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class StepTime:
-    # Seconds of launches and gaps of a layer in one direction, and of a micro-batch.
-    layer_seconds: float
-    micro_batch_seconds: float
-    # The share of a layer's time in one direction under which transfers (models/placement/transfers.py) can hide, and
-    # the share of the transfers' time that is lost even then.
+    """Durations in a step that do not belong to one operation."""
+
+    layer_seconds: float  # launches and gaps of a layer in one direction
+    micro_batch_seconds: float  # the same of a micro-batch
+    # the share of a layer's time in one direction under which transfers can be hidden (models/placement/transfers.py)
     hidden: float
-    lost: float
-    # The part of a collective's time that products lose while it runs: NCCL's kernels take multiprocessors.
+    lost: float  # the share of the transfers' time that is lost even if they are hidden
+    # the share of a collective's time that products lose while it runs, because NCCL's kernels use multiprocessors
     collective_lost: float
-    # Bytes moved for each logit by the loss, and by a trained head's gradient sum for each of its numbers and chunk.
-    logit_bytes: float
+    logit_bytes: float  # bytes that the loss moves for each logit
+    # bytes that the gradient sum of a trained head moves for each of its numbers in each chunk
     head_gradient_bytes: float
 
 
@@ -152,16 +147,13 @@ STEP_TIME = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class DeviceShares:
-    """Shares of a data sheet's rates that a device reaches for long."""
+    """The shares of a data sheet's rates that a device sustains."""
 
-    products: float
-    copies: float
-    # Of pinned host memory.
-    link: float
-    # Of NVLink or the host link, by collectives.
-    peers: float
-    # Of a product's speed in a short measurement, for a whole step: the limit is power.
-    sustained: float
+    products: float  # of matrix products
+    copies: float  # of copies within the device
+    link: float  # of copies to and from pinned host memory
+    peers: float  # of collectives, over NVLink or the host link
+    sustained: float  # speed of products in a whole step over their speed in a short measurement; power is the limit
 
 
 DEVICE_SHARES = Fitted(
@@ -174,16 +166,16 @@ DEVICE_SHARES = Fitted(
 )
 
 
-# ---- bytes: of programs compiled for an H200, unless a source says otherwise
+# ---- bytes of programs compiled for an H200, unless a source says otherwise
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionBytes:
-    # Of the query: what is half ready while the feed-forward's backward runs.
-    waiting: float
-    # Of the layer's input: what of the residual stream is beside the backward.
-    stream: float
-    # Of the query: the backward's work space, where layers run in tiles and nothing is larger.
+    """Memory of attention's backward."""
+
+    waiting: float  # multiple of the query: partial results that exist while the feed-forward's backward runs
+    stream: float  # multiple of the layer's input: values of the residual stream that exist during attention's backward
+    # multiple of the query: the backward's work space, if layers run in tiles and nothing larger exists
     work_space: float
 
 
@@ -200,10 +192,10 @@ ATTENTION_BYTES = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class DeltaNetBytes:
-    # Of the output: what is half ready while the feed-forward's backward runs.
-    waiting: float
-    # Of the layer's input: what of the residual stream is beside the backward.
-    stream: float
+    """Memory of the gated delta net's backward."""
+
+    waiting: float  # multiple of its output: partial results that exist while the feed-forward's backward runs
+    stream: float  # multiple of the layer's input: values of the residual stream that exist during its backward
 
 
 DELTA_NET_BYTES = Fitted(
@@ -213,15 +205,12 @@ DELTA_NET_BYTES = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class MLPBytes:
-    """Multiples of the layer's input."""
+    """Memory of an MLP, in multiples of the layer's input."""
 
-    # At the end of the forward.
-    forward: float
-    # In the backward, of the feed-forward's own.
-    own: float
-    # Around the backward: half-ready gradients, where layers run whole and in tiles.
-    around: float
-    around_tiles: float
+    forward: float  # at the end of the layer's forward
+    own: float  # in the backward, for its own computation
+    around: float  # partial gradients of other segments during the backward, if layers run whole
+    around_tiles: float  # the same if layers run in tiles
 
 
 MLP_BYTES = Fitted(
@@ -234,21 +223,20 @@ MLP_BYTES = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsBytes:
-    # Of the layer's input: at the end of the forward, and in the backward of the feed-forward's own.
-    forward: float
-    own: float
-    # Of the rows sorted by expert: beside gradients of gate_up; beside twice gate_up; and where gate_up runs again.
-    rows: float
-    rows_beside: float
-    rows_again: float
-    # Of the largest weight in the compute dtype, where it is decoded.
-    decoded: float
+    """Memory of a mixture of experts."""
+
+    forward: float  # multiple of the layer's input: at the end of the layer's forward
+    own: float  # multiple of the layer's input: in the backward, for its own computation
+    rows: float  # multiple of the rows sorted by expert: beside the gradients of gate_up
+    rows_beside: float  # multiple of the sorted rows: beside twice gate_up
+    rows_again: float  # multiple of the sorted rows: if gate_up is recomputed
+    decoded: float  # multiple of the largest weight in the compute dtype, if it is decoded
 
 
 _EXPERTS = ExpertsBytes(forward=2.9, own=0.6, rows=1.3, rows_beside=0.0, rows_again=0.0, decoded=0.0)
 EXPERTS_BYTES = Fitted(
     {
-        ("H200", "mosaic"): (_EXPERTS, "compiled steps of Qwen3-30B-A3B and gpt-oss-20b: products bring rows"),
+        ("H200", "mosaic"): (_EXPERTS, "compiled steps of Qwen3-30B-A3B and gpt-oss-20b: products gather rows"),
         ("H200", "reference"): (
             dataclasses.replace(_EXPERTS, rows=1.0, rows_beside=1.25, rows_again=2.05, decoded=1.1),
             "compiled steps of the same with decoded weights: rows are sorted before products",
@@ -259,10 +247,10 @@ EXPERTS_BYTES = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class AllocatorBytes:
-    # Of values on their way to the host, with the gaps that they leave behind.
-    leaving: float
-    # Of the hidden states: what is around the loss.
-    loss: float
+    """Memory that the allocator takes beyond the values that exist."""
+
+    leaving: float  # multiple of the values that are being copied to the host, with the gaps that they leave behind
+    loss: float  # multiple of the hidden states: values around the loss
 
 
 ALLOCATOR_BYTES = Fitted(

@@ -1,4 +1,4 @@
-"""Hugging Face folders in and out, one tensor at a time: the model is never in memory twice."""
+"""Loads models from Hugging Face folders and saves them, one tensor at a time, so that no model is in memory twice."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from jaxtune.models.adapters.trained_over import TrainedOver
 from jaxtune.models.config import DecoderConfig, Source
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.families.common import tensor_name
-from jaxtune.models.files import carried, expert_files, file_plan, load_memory, quant, shards, stored_weights
-from jaxtune.models.files.digests import of_base, of_random
+from jaxtune.models.files import expert_files, file_plan, load_memory, passthrough, quant, shards, stored_weights
+from jaxtune.models.files.digests import base_digest, random_digest
 from jaxtune.models.files.file_plan import Group, Planned
 from jaxtune.models.files.folders import new_folder, require_new, require_space
 from jaxtune.models.files.model_folder import (
@@ -50,14 +50,18 @@ from jaxtune.pallas.formats import Stored
 from jaxtune.system import terminal
 
 _ROUTER = ".mlp.gate.weight"
-_DTYPE = "bfloat16"  # where nobody says one
+_DTYPE = "bfloat16"  # the default
 
 
 # ---- loading
 
 
 def _abstract(config: DecoderConfig, dtype: str):
-    """(graph, [(path, variable of shape only)], names of linears and experts) of a Decoder, without allocating it."""
+    """The structure of a Decoder without its arrays.
+
+    Returns:
+      (graph, [(path, variable with only a shape)], names of all linears and expert matrices)
+    """
     model = nnx.eval_shape(lambda: Decoder(config, jax.random.key(0), dtype))
     graph, state = nnx.split(model)
     matrices = [name for found in (linears(model), experts(model)) for name, _ in found]
@@ -65,13 +69,18 @@ def _abstract(config: DecoderConfig, dtype: str):
 
 
 class Pretrained:
-    """A folder whose files fit each other and its config, looked at before any tensor is read.
+    """A checkpoint folder whose config and weight headers have been read and checked, before any tensor is read.
 
-    Args and errors: as in from_pretrained of a model, but for a tensor's own bytes, which `load` reads. skip_modules:
-      linears that load_in leaves alone.
+    Arguments and errors are those of from_pretrained for a model (errors in a tensor's bytes come from `load`).
 
-    Attributes: config (DecoderConfig), folder, packed (whether the checkpoint itself is in few bits),
-      stored_in (the name of the format that its weights are stored in, or None).
+    Args:
+      skip_modules: names of linears that `load_in` does not quantise.
+
+    Attributes:
+      config: the DecoderConfig.
+      folder: the local folder.
+      packed: whether the checkpoint's own weights are quantised.
+      stored_in: the name of the format that they are stored in, or None.
     """
 
     def __init__(
@@ -104,7 +113,7 @@ class Pretrained:
         norms = family(config.family).NORMS
         self._variables = {tensor_name(where, norms, config.layers, config.head.name): (where, v) for where, v in flat}
         wanted = {name: variable.get_value().shape for name, (_, variable) in self._variables.items()}
-        entries, beside = carried.divide(entries, config, hf, whole)
+        entries, beside = passthrough.divide(entries, config, hf, whole)
         generation = read_generation_config(folder)
         self._source = Source(os.fspath(path), json.dumps(hf), generation, beside, is_nested(whole))
         if hf is not whole:
@@ -117,33 +126,35 @@ class Pretrained:
         self._entries = entries = match(wanted, entries, config.tie_embeddings, folder)
         self._quantizable = quantizable = {weight_name(name) for name in modules}
         packed = {name for name, entry in entries.items() if is_kept_packed(entry)}
-        self._opened = frozenset(name for name in packed if config.moe is not None and name.endswith(_ROUTER))
-        packed -= self._opened  # a linear of transformers 4's, small, and no matrix of ours
+        self._decoded = frozenset(name for name in packed if config.moe is not None and name.endswith(_ROUTER))
+        packed -= self._decoded  # linears in transformers 4; here small arrays
         if packed - quantizable:
             raise ValueError(f"{folder}: {listed(packed - quantizable)} is quantised; only linears of layers can be")
         self.packed = bool(packed)
         stored = {entry.word for name in packed if isinstance(entry := entries[name], StoredEntry)}
         self.stored_in = min(stored, default=None)
-        quant.check_stored(folder, hf, stored, load_in, carried.stored_in(beside))
-        # What a checkpoint with quantised weights keeps in 16 bits, it keeps so on purpose.
+        quant.check_stored(folder, hf, stored, load_in, passthrough.stored_in(beside))
+        # The 16-bit weights of a checkpoint that has quantised ones were left so on purpose.
         encoded = quantizable - {weight_name(name) for name in skip_modules}
         self._encoded = dict.fromkeys(encoded, load_in) if load_in and not packed else {}
-        # In few bits the weights leave the grid that QAT put them on.
+        # Weights that are quantised on loading are no longer on the grid to which QAT rounded them.
         self._qat = None if self._encoded else quant.grid_of(f"{folder / 'config.json'}", whole)
 
     def device_bytes(self, load_in: str | None = None) -> int:
-        """Bytes of the model on a device that has all of it; load_in: if it were loaded in that."""
+        """Bytes of the model on a device that has all of it; `load_in`: if it were loaded in that format instead."""
         shapes = {name: variable.get_value().shape for name, (_, variable) in self._variables.items()}
         encoded = self._encoded if load_in is None else dict.fromkeys(self._quantizable, load_in)
-        return load_memory.load_bytes(shapes, self._entries, self._dtype, encoded, self._opened)
+        return load_memory.load_bytes(shapes, self._entries, self._dtype, encoded, self._decoded)
 
     def load(self, cancelled: threading.Event | None = None, mesh: jax.sharding.Mesh | None = None) -> Decoder:
-        """The model, on the default device, or as `partition.shardings` has it lie on a mesh: neither the host nor a
-        device ever has the whole of one that is divided. Once `cancelled` is set, a load in another thread ends early,
-        with a CancelledError.
+        """Reads the weights and returns the model.
 
+        Args:
+          cancelled: once it is set, a load in another thread ends early with a CancelledError.
+          mesh: the model is placed on it as `partition.shardings` says; neither the host nor a device ever has the
+            whole of a tensor that is divided. None: the default device.
         Raises:
-          ValueError: as in from_pretrained; weights that the default device has no room for.
+          ValueError: as in from_pretrained; weights for which the default device has too little memory.
         """
         if mesh is None:
             how = next(iter(self._encoded.values()), None) or self.stored_in or self._dtype
@@ -154,41 +165,41 @@ class Pretrained:
             if mesh is None:
                 return None
             _, variable = self._variables[name]
-            opened = not isinstance(tensor, Stored) or name not in self._opened
-            return partition.shardings(variable.replace(tensor), mesh).get_value() if opened else None
+            decoded = not isinstance(tensor, Stored) or name not in self._decoded
+            return partition.shardings(variable.replace(tensor), mesh).get_value() if decoded else None
 
-        arrays, digest = read_tensors(self._entries, self._dtype, self._encoded, self._opened, cancelled, where)
+        arrays, digest = read_tensors(self._entries, self._dtype, self._encoded, self._decoded, cancelled, where)
         state = nnx.from_flat_state([(path, v.replace(arrays[name])) for name, (path, v) in self._variables.items()])
         model = nnx.merge(self._graph, state)
         if self.packed or self._encoded:
             model = freeze(model)
         model.source, model.base_fingerprint, model.qat = self._source, digest.sampled.hex(), self._qat
-        model.base_digest = of_base(self.config, digest.whole)
+        model.base_digest = base_digest(self.config, digest.whole)
         return model
 
 
 def from_pretrained(
     path: str | os.PathLike, dtype=None, load_in: str | None = None, max_length: int | None = None
 ) -> tuple[Decoder, Any]:
-    """Loads a causal language model in Hugging Face's format, or an adapter with the base that it names; of one with a
-    vision tower, the text part.
+    """Loads a causal language model in Hugging Face's format, or an adapter with the base that it names.
 
-    What else a checkpoint of Qwen3-Next or Qwen3.5 holds (its vision tower, layers that predict further tokens) is not
-    loaded; save_pretrained writes it again from where it lies (carried.py). Of Gemma 3 the text part alone is saved.
+    Of a model with a vision tower, only the text part is loaded. The passthrough tensors of Qwen3-Next and Qwen3.5
+    (vision tower, multi-token prediction layers) are written again by save_pretrained, which copies them from their
+    files; of Gemma 3 only the text part is saved.
 
     Args:
-      path: folder with config.json and safetensors, or a hub name (the local cache comes first); or a PEFT folder.
-      dtype: of weights and compute: "bfloat16", "float16" or "float32"; the file's own dtype is cast to it. None: the
-        one that an adapter was trained in, where its folder records it; else bfloat16.
-      load_in: a format that the linears of the layers are quantised to on the way (jaxtune/pallas/formats): "nf4", as
-        bitsandbytes does it with double quantisation; "fp8": e4m3 with a scale for each row; and so on. A checkpoint
-        that is stored in few bits stays as it is. "stored": weights are kept in `dtype`, or as they are stored. None:
-        as an adapter was trained over them, where its folder records it (trained_over.py); else "stored".
-      max_length: tokens of the longest row you mean to use; refused if the model has no positions for it.
+      path: folder with config.json and safetensors, or a hub name (the local cache is tried first); or a PEFT folder.
+      dtype: of weights and compute: "bfloat16", "float16" or "float32"; weights in another dtype are cast. None: the
+        dtype that an adapter was trained in if its folder records it, else bfloat16.
+      load_in: a format to which the linears in the layers are quantised on loading (jaxtune/pallas/formats), such as
+        "nf4" (as in bitsandbytes with double quantisation) or "fp8" (e4m3 with a scale per row). A checkpoint that is
+        stored quantised stays as it is. "stored": no weight is quantised on loading. None: the format that an adapter
+        was trained over if its folder records it (trained_over.py), else "stored".
+      max_length: tokens of the longest row that you mean to use; more than the model has positions for is refused.
     Returns:
-      (model, tokenizer); the tokenizer is None where there are no tokenizer files: of an adapter, in its folder and in
-      its base's. The model lies on the default device, every weight trainable, or none if any is quantised, or an
-      adapter alone; model.source says where it came from.
+      (model, tokenizer). The tokenizer is None where there are no tokenizer files (for an adapter: neither in its
+        folder nor in its base's). The model is on the default device. All its weights are trainable; if any is
+        quantised, none is, or only an adapter. model.source says where it came from.
     Raises:
       ValueError: an unsupported model or feature; missing, unexpected or misshaped tensors; a damaged file; pickles.
     """
@@ -202,8 +213,13 @@ def from_pretrained(
 def load_base(
     adapter: str | os.PathLike, dtype=None, load_in: str | None = None, max_length: int | None = None
 ) -> tuple[Decoder, Any]:
-    """(the base of an adapter's folder, as the adapter was trained over it; the tokenizer of the adapter's folder, with
-    the template that it was trained with, or else the base's). Arguments and errors as in from_pretrained."""
+    """The base of an adapter's folder, loaded as the adapter was trained over it, without the adapter.
+
+    Arguments and errors as in from_pretrained.
+
+    Returns:
+      (base, tokenizer): the adapter folder's tokenizer, with the chat template of its training, or else the base's.
+    """
     folder = Path(adapter).expanduser()
     base, over = base_of(adapter), trained_over.read(folder) or TrainedOver()
     assert base is not None
@@ -217,11 +233,12 @@ def load_base(
 
 
 def _format(load_in: str | None) -> str | None:
+    """load_in with None for "stored": no weight is quantised on loading."""
     return None if load_in == "stored" else load_in
 
 
 def _loaded(pretrained: Pretrained, tokenizers: Sequence[Path]) -> tuple[Decoder, Any]:
-    """(the model, the first tokenizer that there is in these folders)"""
+    """(the model, the tokenizer of the first of these folders that has one), loaded at the same time."""
 
     def first() -> Any:
         return next((found for folder in tokenizers if (found := load_tokenizer(folder)) is not None), None)
@@ -235,9 +252,11 @@ def model_from_config(config: str | os.PathLike | Mapping[str, Any], key: jax.Ar
     """A model with random weights, for training from scratch.
 
     Args:
-      config: a config.json (path, or folder that holds one), or its parsed content.
+      config: a config.json (its path, or a folder that contains it), or its parsed content.
       key: jax.random.key of the initial weights.
       dtype: of weights and compute.
+    Raises:
+      ValueError: a config that is not supported, or that asks for quantisation.
     """
     if isinstance(config, Mapping):
         hf, where = text_config(dict(config)), "a config"
@@ -248,7 +267,7 @@ def model_from_config(config: str | os.PathLike | Mapping[str, Any], key: jax.Ar
         raise ValueError(f"{where}: a model with random weights is not quantised; remove quantization_config")
     model = Decoder(config_from_hf(hf), key, dtype_name(dtype))
     model.source = Source(path=where, config=json.dumps(hf))
-    model.base_digest = of_random(model.config, key, model.dtype)
+    model.base_digest = random_digest(model.config, key, model.dtype)
     return model
 
 
@@ -256,14 +275,18 @@ def model_from_config(config: str | os.PathLike | Mapping[str, Any], key: jax.Ar
 
 
 def hf_config_of(model: Decoder, tokenizer=None) -> dict[str, Any]:
-    """config.json for a model: as it was loaded, or the family's own where the model is not what was loaded."""
+    """config.json for a model: the one that it was loaded with, or a new one if the model was changed since.
+
+    Args:
+      tokenizer: gives the ids of special tokens that the config lacks.
+    """
     own = family(model.config.family).to_hf(model.config)
     source = json.loads(model.source.config) if model.source is not None else {}
     if source and config_from_hf(source) == model.config:
         hf = source
     else:
         hf = own | {key: source[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in source}
-    # auto_map names files of code that are not saved.
+    # auto_map names code files, which are not saved.
     hf = {key: value for key, value in hf.items() if key not in ("auto_map", "quantization_config", "qat")}
     hf["architectures"] = own["architectures"]
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -279,14 +302,24 @@ def hf_config_of(model: Decoder, tokenizer=None) -> dict[str, Any]:
         if files is not None:  # routers are linears in transformers 4 and in vLLM
             modules = dict.fromkeys((files.module, "mlp"))
             gates = [f"model.layers.{i}.{m}.gate" for m in modules for i in range(model.config.num_layers)]
-            for key in set(carried.SKIPPED) & set(quantization):
+            for key in set(passthrough.SKIPPED) & set(quantization):
                 quantization[key] = [*quantization[key], *gates]
         hf["quantization_config"] = quantization
-    return carried.whole_config(hf, own, model.config, None if model.source is None else model.source.carried)
+    return passthrough.whole_config(hf, own, model.config, None if model.source is None else model.source.passthrough)
 
 
 def _group(name: str, value: Any, make: Callable[[], Any], dtype: np.dtype, files) -> Group:
-    """What is written of a tensor. value: it, or its shape. make: gives it."""
+    """How one tensor of a model is written to files.
+
+    Args:
+      name: Hugging Face's name of the tensor.
+      value: the tensor, or only its shape.
+      make: computes the tensor.
+      dtype: of tensors that are not quantised.
+      files: how the family names experts in files, or None.
+    Raises:
+      ValueError: quantised experts of a family whose checkpoints cannot store them.
+    """
     if isinstance(value, Stored):
         pieces = None
         if ".experts." in name:
@@ -309,19 +342,19 @@ def save_pretrained(
 ) -> None:
     """Writes a model as a Hugging Face folder that transformers loads.
 
-    Weights are written in model.dtype, those in few bits in the layout of their format (jaxtune/pallas/formats): NF4
-    as bitsandbytes does (experts as those of transformers 4, see expert_files: transformers 5 has no experts in four
-    bits), FP8 as Qwen's or as compressed-tensors' checkpoints; one tensor is in host memory at a time. Weights that QAT
-    put on a grid are written as they are, and config.json names the grid ("qat"). The folder appears whole or not at
-    all.
+    Weights are written in model.dtype, quantised ones in the layout of their format (jaxtune/pallas/formats): NF4 as
+    bitsandbytes writes it (experts as in transformers 4, see expert_files: transformers 5 has no 4-bit experts), FP8 as
+    Qwen's or as compressed-tensors' checkpoints have it. One tensor is in host memory at a time. Weights that QAT
+    rounded to a grid are written as they are, and config.json records the grid ("qat"). The folder appears complete or
+    not at all.
 
     Args:
       path: a folder that does not exist or is empty.
       tokenizer: saved with the model, if given.
-      max_shard_bytes: above this the weights are cut into shards with an index.
+      max_shard_bytes: larger weights are divided into several files with an index.
     Raises:
-      ValueError: adapters that are not merged; experts in four bits that no checkpoint could hold; a folder in use; a
-        disk without room.
+      ValueError: adapters that are not merged; 4-bit experts that no checkpoint could store; a path in use; a disk with
+        too little space.
     """
     save_weights(Weights(model), path, tokenizer, max_shard_bytes)
 
@@ -329,7 +362,7 @@ def save_pretrained(
 def save_weights(
     weights: Weights, path: str | os.PathLike, tokenizer=None, max_shard_bytes: int = 5_000_000_000
 ) -> None:
-    """save_pretrained of a model whose tensors are made one at a time."""
+    """save_pretrained for a model whose tensors are computed one at a time."""
     planned = checkpoint_tensors(weights)
     require_space(require_new(path, "save_pretrained").parent, file_plan.size_bytes(planned))
     with new_folder(path, "save_pretrained") as folder:
@@ -338,10 +371,10 @@ def save_weights(
 
 
 def checkpoint_tensors(weights: Weights) -> Planned:
-    """What a checkpoint holds of a model.
+    """The plan of all tensors that a checkpoint of the model contains.
 
     Raises:
-      ValueError: adapters that are not merged; experts in four bits that no checkpoint could hold.
+      ValueError: adapters that are not merged; 4-bit experts that no checkpoint could store.
     """
     model = weights.model
     dtype = jnp.dtype(model.dtype)
@@ -350,17 +383,21 @@ def checkpoint_tensors(weights: Weights) -> Planned:
         name: _group(name, variable.get_value(), weights.maker(name, variable), dtype, files)
         for name, variable in tensors_of(model).items()
     }
-    return carried.with_carried(planned, None if model.source is None else model.source.carried)
+    return passthrough.with_passthrough(planned, None if model.source is None else model.source.passthrough)
 
 
 def write_checkpoint(
     folder: Path, planned: Planned, hf: Mapping[str, Any], max_shard_bytes: int
 ) -> dict[str, shards.Written]:
-    """Writes weights, their index and config.json into an empty folder, and returns what it wrote of each tensor. One
-    tensor of the model is made at a time; beside it those are in host memory that wait to be written.
+    """Writes weights, their index and config.json into an empty folder, and returns what was written by tensor name.
+
+    One tensor of the model is computed at a time; host memory also has the tensors that wait to be written.
 
     Args:
-      planned: of checkpoint_tensors. hf: what config.json says. max_shard_bytes: as in save_pretrained.
+      folder: the empty folder.
+      planned: from checkpoint_tensors.
+      hf: content of config.json.
+      max_shard_bytes: as in save_pretrained.
     """
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes = {max_shard_bytes}: must be positive")
@@ -382,6 +419,6 @@ def write_checkpoint(
 
 
 def write_companions(folder: Path, model: Decoder, tokenizer: Any) -> None:
-    """Writes what travels with the weights, where there is any: generation_config.json, the tokenizer's files, and
-    those of the processors of what is carried."""
+    """Writes the files beside weights and config.json: generation_config.json, tokenizer files, image processor
+    configs."""
     save_companions(folder, model.source.companions if model.source is not None else (), tokenizer)

@@ -1,7 +1,7 @@
-"""Linear layers and their adapters.
+"""Linear layers and their LoRA adapters.
 
-Trainability is a type: a trainable tensor is an `nnx.Param`, a frozen one a `Frozen`. `nnx.split(model, nnx.Param,
-...)` therefore gives (graph, trainable, frozen), and `nnx.value_and_grad` differentiates what trains and nothing else.
+Whether a tensor is trained is its type: an `nnx.Param` is trained, a `Frozen` is not. `nnx.split(model, nnx.Param,
+...)` therefore gives (graph, trainable, frozen), and `nnx.value_and_grad` differentiates only what is trained.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ class Frozen(nnx.Variable):
 
 
 def frozen(variable: nnx.Variable) -> Frozen:
-    """The same tensor, as one that does not train; what is declared of it stays."""
+    """A `Frozen` variable with the value and metadata of another variable."""
     return Frozen(variable.get_value(), **variable.get_metadata())
 
 
 def trained(variable: nnx.Variable, value: jax.Array | jax.ShapeDtypeStruct) -> nnx.Param:
-    """A tensor that trains in place of a variable's; what is declared of it stays."""
+    """An `nnx.Param` with this value and the metadata of another variable."""
     return nnx.Param(value, **variable.get_metadata())
 
 
 class Lora(nnx.Module):
-    """Adapter of one linear: a [r, in], b [out, r] (zero at the start), float32; DoRA's magnitude [out].
+    """The LoRA adapter of one linear: a [r, in] and b [out, r] (zero at the start), float32, and DoRA's magnitude
+    [out].
 
-    alpha, rslora: what scale comes from; adapter files hold these. rate: dropout on the adapter's input while training.
+    The scale follows from alpha and rslora, as in PEFT. rate is the rate of dropout on the adapter's input in training.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Lora(nnx.Module):
         rslora: bool = False,
         dora: bool = False,
     ):
-        # Kaiming uniform with a = sqrt(5), PEFT's start: uniform in +-1 / sqrt(in).
+        # PEFT's initialisation, Kaiming uniform with a = sqrt(5): uniform in +-1 / sqrt(in).
         bound = 1.0 / math.sqrt(in_size)
         self.a = nnx.Param(jax.random.uniform(key, (rank, in_size), jnp.float32, -bound, bound))
         self.b = nnx.Param(jnp.zeros((out_size, rank), jnp.float32))
@@ -61,6 +62,7 @@ class Lora(nnx.Module):
 
     @property
     def rank(self) -> int:
+        """The rank r."""
         return self.a.shape[0]
 
     @property
@@ -69,6 +71,7 @@ class Lora(nnx.Module):
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def weights(self, base: jax.Array | Stored) -> LoraWeights:
+        """The adapter as quant_matmul takes it, over the weight `base`, whose row norms DoRA's scale depends on."""
         a, b = self.a[...], self.b[...]
         row_scale = None
         if self.magnitude is not None:
@@ -77,9 +80,9 @@ class Lora(nnx.Module):
 
 
 def row_norm(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
-    """float32[out]: the norms of the rows of weight + scale b a, without forming the sum.
+    """float32[out]: the norms of the rows of weight + scale b a, computed without forming the sum.
 
-    |w + s b a|^2 = |w|^2 + 2 s (w a^T) . b + s^2 b (a a^T) . b   (DoRA, arXiv 2402.09353).
+    |w + s b a|^2 = |w|^2 + 2 s (w a^T) . b + s^2 b (a a^T) . b        (DoRA, arXiv 2402.09353)
     """
     precision = jax.lax.Precision.HIGHEST
     square = jnp.einsum("oi,oi->o", weight, weight, preferred_element_type=jnp.float32, precision=precision)
@@ -91,7 +94,7 @@ def row_norm(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax
 
 
 def merged_weight(weight: jax.Array, lora: LoraWeights) -> jax.Array:
-    """float32[out, in]: row_scale * (weight + scale b a)."""
+    """The weight with its adapter merged into it, row_scale * (weight + scale b a), float32[out, in]."""
     update = jnp.einsum(
         "or,ri->oi", lora.b.astype(jnp.float32), lora.a.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
     )
@@ -100,14 +103,16 @@ def merged_weight(weight: jax.Array, lora: LoraWeights) -> jax.Array:
 
 
 class Linear(nnx.Module):
-    """weight [out, in] as in Hugging Face checkpoints or in few bits, optional bias [out], optional adapter.
+    """A linear layer: weight [out, in] as in Hugging Face checkpoints or quantised, optional bias [out], optional
+    adapter.
 
-    fp8: a weight in FP8 is multiplied as it is stored, see quant_matmul.
-    fake_quant: how the weight, with its adapter merged in, is rounded before it multiplies; None: not at all.
-    original: of a head that trains beside adapters (modules_to_save), the weight that it began with.
+    Attributes:
+      fp8: a weight in FP8 is multiplied as it is stored, without decoding; see quant_matmul.
+      fake_quant: the grid to which the weight, with its adapter merged in, is rounded before it multiplies; None: none.
+      original: for a head that is trained beside adapters (modules_to_save), its weight before training.
     """
 
-    num_experts = 0
+    num_experts = 0  # as ExpertLinear has, for code that handles both
     original: nnx.Variable | None = None
 
     def __init__(self, in_size: int, out_size: int, *, bias: bool, std: float, key: jax.Array, dtype):
@@ -127,11 +132,11 @@ class Linear(nnx.Module):
 
     @property
     def stored_weight(self) -> jax.Array | Stored:
-        """The weight as it is kept; it cannot be indexed, as variables are, where it is quantised."""
+        """The weight as it is stored: an array, or quantised (then the variable cannot be indexed as others are)."""
         return self.weight.get_value()
 
     def rounded_weight(self, x: jax.Array) -> jax.Array:
-        """The fake-quantised weight, adapter merged in, that multiplies x; see fake_quant.straight_through."""
+        """The fake-quantised weight, with the adapter merged in, that multiplies x; see fake_quant.straight_through."""
         assert self.fake_quant is not None
         weight = self.stored_weight
         if isinstance(self.weight, nnx.Param):
@@ -142,12 +147,15 @@ class Linear(nnx.Module):
         return self.fake_quant.round(weight if lora is None else merged_weight(weight, lora))
 
     def __call__(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        """[..., in] -> [..., out] in x's dtype; key draws the adapter's dropout mask."""
+        """x [..., in] -> [..., out] in x's dtype; `key` draws the adapter's dropout mask."""
         return apply_fused(x, (self,), key)[0]
 
 
 def apply_fused(x: jax.Array, linears: tuple[Linear, ...], key: jax.Array | None = None) -> tuple[jax.Array, ...]:
-    """Applies linears that share x in one quant_matmul."""
+    """Applies several linears to the same x [..., in], in one quant_matmul; one output [..., out] for each.
+
+    `key` draws the dropout mask of their adapters, which share one.
+    """
     rates = [linear.lora.rate for linear in linears if linear.lora is not None]
     weights, loras = [], []
     for linear in linears:

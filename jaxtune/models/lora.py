@@ -1,6 +1,6 @@
-"""Adapters: which linears get one, and what stays trainable.
+"""Adds LoRA adapters to a model: selects the matrices that get one, and freezes the rest.
 
-Functions return a new module that shares the frozen arrays; the argument is never changed.
+The functions return a new module that shares the frozen arrays; their argument is never changed.
 """
 
 from __future__ import annotations
@@ -22,52 +22,63 @@ from jaxtune.pallas.formats import dense
 
 
 def savable(model: Decoder) -> tuple[str, str]:
-    """What modules_to_save can name: the embedding and the head."""
+    """The names that modules_to_save may contain: the embedding's and the head's."""
     return "embed_tokens", model.config.head.name
 
 
 def linears(model: Decoder) -> Iterator[tuple[str, Linear]]:
-    """(Hugging Face module name, linear) of all linears in the layers, in order: model.layers.0.self_attn.q_proj ..."""
+    """(Hugging Face module name, linear) of all linears in the layers in order, such as
+    model.layers.0.self_attn.q_proj."""
     yield from ((name, matrix) for name, matrix in _in_layers(model) if not matrix.num_experts)
 
 
 def experts(model: Decoder) -> Iterator[tuple[str, ExpertLinear]]:
-    """(Hugging Face parameter name, matrices) of all experts: model.layers.0.mlp.experts.gate_up_proj ..."""
+    """(Hugging Face parameter name, matrix of all experts), in order, such as
+    model.layers.0.mlp.experts.gate_up_proj."""
     yield from ((name, matrix) for name, matrix in _in_layers(model) if matrix.num_experts)
 
 
 def _in_layers(model: Decoder) -> Iterator[tuple[str, Any]]:
+    """(Hugging Face name, matrix) of every linear and expert matrix, layer by layer."""
     for index, (layer, spec) in enumerate(zip(model.layers, model.config.layers, strict=True)):
-        names = spec.their_names
+        names = spec.hf_names
         for part, name, matrix in layer.matrices():
             yield ".".join(part for part in ("model.layers", str(index), names[part], name) if part), matrix
 
 
 def matrices(model: Decoder) -> Iterator[tuple[str, Linear | ExpertLinear]]:
-    """What can have an adapter and be quantised: all linears in the layers, then all experts."""
+    """(name, matrix) of everything that can have an adapter and be quantised: all linears, then all expert matrices."""
     yield from linears(model)
     yield from experts(model)
 
 
 def has_adapter(model: Decoder) -> bool:
+    """Whether any matrix of the model has an adapter."""
     return any(matrix.lora is not None for _, matrix in matrices(model))
 
 
 def copy_structure(model):
-    """A new module over the same arrays: structure, types and values can be changed without touching `model`."""
+    """A new module over the same arrays, whose structure, types and values can be changed without an effect on
+    `model`."""
     graph, state = nnx.split(model)
-    return nnx.merge(graph, jax.tree.map(lambda array: array, state))  # new variables: split hands out the model's own
+    return nnx.merge(graph, jax.tree.map(lambda array: array, state))  # new variables: split returns the model's own
 
 
 def name_matches(name: str, target: str) -> bool:
-    """PEFT's rule for lists: the whole name, or its last parts."""
+    """PEFT's rule for lists of names: `target` is the whole name or its last parts."""
     return name == target or name.endswith("." + target)
 
 
 def pattern_values(key: str, patterns: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
-    """{name: value} of the names that a pattern matches, the first one that does.
+    """{name: value} for the names that a pattern matches; the first pattern that matches a name decides.
 
-    PEFT's rule for rank_pattern and alpha_pattern: a pattern is a regular expression over the end of the name.
+    This is PEFT's rule for rank_pattern and alpha_pattern, whose patterns are regular expressions over the end of a
+    name.
+
+    Args:
+      key: of the config, for errors.
+      patterns: {regular expression: value}.
+      names: the modules' names.
     """
     found: dict[str, float] = {}
     for pattern, value in patterns.items():
@@ -78,19 +89,20 @@ def pattern_values(key: str, patterns: Mapping[str, float], names: Sequence[str]
 
 
 def _ends(name: str) -> list[str]:
-    """The whole name, and what follows each of its dots."""
+    """The whole name, and the part after each of its dots."""
     parts = name.split(".")
     return [".".join(parts[start:]) for start in range(len(parts))]
 
 
 def select_targets(names: Sequence[str], target_modules: str | Sequence[str], experts: Sequence[str] = ()) -> list[str]:
-    """Module names that get an adapter.
+    """The names of the linears that target_modules selects.
 
     Args:
-      target_modules: "all-linear"; a regular expression over the whole name; or a list of names or last parts.
-      experts: names of experts' matrices, which are named elsewhere: an error says so.
+      names: of all linears.
+      target_modules: "all-linear"; a regular expression over the whole name; or a list of names or last parts of names.
+      experts: names of expert matrices, which target_parameters selects, for the error message.
     Raises:
-      ValueError: something that matches no linear, with the names there are.
+      ValueError: a target that matches no linear, with the names that exist.
     """
     known = sorted({name.rsplit(".", 1)[1] for name in names})
     if target_modules == "all-linear":
@@ -118,7 +130,8 @@ def select_targets(names: Sequence[str], target_modules: str | Sequence[str], ex
 
 
 def select_parameters(names: Sequence[str], target_parameters: Sequence[str]) -> list[str]:
-    """Names of experts' matrices that get an adapter: those that a target is, or is the end of, as in PEFT.
+    """The names of the expert matrices that target_parameters selects: a target is the whole name or its end, as in
+    PEFT.
 
     Raises:
       ValueError: a target that matches nothing.
@@ -136,7 +149,7 @@ def select_parameters(names: Sequence[str], target_parameters: Sequence[str]) ->
 
 
 def freeze(model: Decoder) -> Decoder:
-    """A model whose tensors are all `Frozen`."""
+    """A new model over the same arrays whose tensors are all `Frozen`."""
     model = copy_structure(model)
     for _, module in nnx.iter_modules(model):
         for name, value in list(vars(module).items()):
@@ -181,24 +194,26 @@ def get_peft_model(
     alpha_pattern: Mapping[str, float] | None = None,
     seed: int = 0,
 ) -> Decoder:
-    """Adds LoRA adapters and freezes the rest. Arguments mean what they mean in PEFT's LoraConfig.
+    """Adds LoRA adapters to a model and freezes its weights. The arguments have the meaning of PEFT's LoraConfig.
 
     Args:
-      r: rank. lora_alpha: the adapter is scaled by alpha / r, or alpha / sqrt(r) with use_rslora.
-      target_modules: see select_targets; "all-linear" is every linear in the layers; may be empty beside
-        target_parameters.
-      target_parameters: experts' matrices, e.g. ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]: rank r for each
-        expert. Without dropout or DoRA, as in PEFT.
-      lora_dropout: on the adapters' input, one mask for the linears that share it.
+      r: rank of the adapters.
+      lora_alpha: the adapters' output is multiplied by alpha / r, or alpha / sqrt(r) with use_rslora.
+      target_modules: linears, see select_targets; "all-linear" is every linear in the layers; may be empty if
+        target_parameters is given.
+      target_parameters: expert matrices, such as ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]; each expert
+        gets rank r. Without dropout or DoRA, as in PEFT.
+      lora_dropout: rate of dropout on the adapters' input; linears with the same input share one mask.
+      use_rslora: see lora_alpha (arXiv 2312.03732).
       use_dora: weight-decomposed adapters (arXiv 2402.09353).
-      modules_to_save: of "embed_tokens", "lm_head": trained whole, in float32 masters; tied heads stay tied. Another
-        head than a language model's, such as "score", always is.
-      rank_pattern, alpha_pattern: {regular expression over the end of a module name: value}.
-      seed: of the random start of A; B starts at zero.
+      modules_to_save: "embed_tokens" and "lm_head" are trained whole in float32 if named; tied heads stay tied. A head
+        that is not a language model's, such as "score", is always trained.
+      rank_pattern, alpha_pattern: {regular expression over the end of a module's name: value} for modules that differ.
+      seed: draws the initial A; B starts at zero.
     Returns:
-      a new model; it shares every base array with `model`.
+      a new model that shares every array of the base with `model`.
     Raises:
-      ValueError: a target, pattern or module that matches nothing; a rank or rate out of range; adapters there already.
+      ValueError: a target, pattern or module that matches nothing; a rank or rate out of range; a model with adapters.
     """
     values.whole("r", r)
     values.positive("lora_alpha", lora_alpha)
@@ -237,16 +252,16 @@ def get_peft_model(
 
 
 def without_adapter(model: Decoder) -> Decoder:
-    """The model with its adapter off: what it was before get_peft_model or load_adapter.
+    """The model without its adapter: what it was before get_peft_model or load_adapter.
 
-    Adapters of linears and experts are left out, DoRA's magnitudes with them; modules_to_save have the weights that
-    they began with; a model prepared for QAT computes with weights that are not rounded. Quantised weights stay so.
+    Adapters of linears and experts are removed with DoRA's magnitudes, modules_to_save have their original weights, and
+    a model that was prepared for QAT computes with weights that are not rounded. Quantised weights stay quantised.
 
     Returns:
-      a new model, all frozen, that shares every array with `model`: it costs no memory, and training `model` does not
-      change it.
+      a new model, all frozen, that shares every array with `model`; it needs no memory, and training `model` does not
+        change it.
     Raises:
-      ValueError: no adapter: of a model that was trained whole nothing is left to go back to.
+      ValueError: the model has no adapter; the original weights of a model that was trained whole are lost.
     """
     if not has_adapter(model):
         raise ValueError("without_adapter: this model has no adapter to leave out; load its base (from_pretrained)")
@@ -263,10 +278,10 @@ def without_adapter(model: Decoder) -> Decoder:
 
 
 def adapter_settings(model: Decoder) -> dict[str, Any] | None:
-    """Arguments of get_peft_model (all but the seed) that give a model's adapters; None where it has none.
+    """The arguments of get_peft_model (without the seed) that would give the model's adapters; None if it has none.
 
     Raises:
-      ValueError: a setting that differs between modules, of which PEFT has one for all.
+      ValueError: a setting that differs between modules although PEFT has one value for all.
     """
     everything = dict(matrices(model))
     loras = {name: matrix.lora for name, matrix in everything.items() if matrix.lora is not None}
@@ -280,13 +295,13 @@ def adapter_settings(model: Decoder) -> dict[str, Any] | None:
 
     rank, rank_pattern = _compress({name: lora.rank for name, lora in loras.items()})
     alpha, alpha_pattern = _compress({name: _number(lora.alpha) for name, lora in loras.items()})
-    # Last parts where all their modules are adapted, whole names elsewhere: exactly this set, in PEFT's matching too.
+    # A last part of names where all modules with it are adapted, whole names otherwise: PEFT then matches the same set.
     targets, parameters = set(), set()
     for name, lora in loras.items():
         part = name.rsplit(".", 1)[1]
         whole = all(other in loras for other in everything if other.endswith("." + part))
         if isinstance(lora, ExpertLora):
-            parameters.add(name.split(".", 3)[3] if whole else name)  # as in mlp.experts.down_proj, of all layers
+            parameters.add(name.split(".", 3)[3] if whole else name)  # such as mlp.experts.down_proj, for all layers
         else:
             targets.add(part if whole else name)
     return {
@@ -304,7 +319,7 @@ def adapter_settings(model: Decoder) -> dict[str, Any] | None:
 
 
 def gives_adapter(model: Decoder, settings: Mapping[str, Any]) -> bool:
-    """Whether get_peft_model(base, **settings) gives the adapters that `model` has, but for their values."""
+    """Whether get_peft_model(base, **settings) gives adapters like those of `model`, apart from their values."""
     actual = adapter_settings(model)
     if actual is None:
         return False
@@ -324,13 +339,14 @@ def gives_adapter(model: Decoder, settings: Mapping[str, Any]) -> bool:
 
 
 def _saved(model: Decoder) -> list[str]:
-    """modules_to_save of a model with adapters; both names of a tied head that trains."""
+    """modules_to_save of a model with adapters; both names if a tied embedding and head are trained."""
     holders = zip(savable(model), (model.embedding.weight, model.head_variable), strict=True)
     return [name for name, variable in holders if isinstance(variable, nnx.Param)]
 
 
 def _compress(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """(the commonest value, {last part of a name, or whole name: value} for the rest): a default and its pattern."""
+    """(the most common value, {last part of a name, or whole name: value} for the others): a default and its
+    pattern."""
     default = Counter(values.values()).most_common(1)[0][0]
     by_part: dict[str, set] = {}
     for name, value in values.items():
@@ -344,4 +360,5 @@ def _compress(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def _number(value: float) -> int | float:
+    """A float that is a whole number as an int, as PEFT writes it."""
     return int(value) if float(value).is_integer() else value

@@ -10,10 +10,10 @@ from jaxtune.models.config import DecoderConfig
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * weight in fp32 statistics.
+    """x / rms(x) * weight, with statistics in fp32.
 
-    With an offset (Gemma), and where `float32` asks for it (OLMo 2, gpt-oss), the product is taken in fp32 before the
-    cast; else the cast comes first (Llama), so that all round as their reference does.
+    With an offset (Gemma), or where `float32` is set (OLMo 2, gpt-oss), the product with the weight is computed in fp32
+    and then cast; otherwise the cast comes first (Llama). Each family thus rounds as its reference implementation does.
     """
 
     def __init__(self, size: int, eps: float, offset: float = 0.0, dtype=jnp.float32, float32: bool = False):
@@ -23,7 +23,7 @@ class RMSNorm(nnx.Module):
         self.weight = nnx.Param(jnp.full((size,), 1.0 - offset, dtype))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., size] -> [..., size], same dtype."""
+        """x [..., size] -> [..., size] in the same dtype."""
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         weight = self.weight[...]
@@ -34,15 +34,17 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """(x - mean(x)) / sqrt(variance(x) + eps) * weight, without bias; all in fp32 before the cast, as in transformers'
-    CohereLayerNorm."""
+    """(x - mean(x)) / sqrt(variance(x) + eps) * weight, without bias.
+
+    Everything is computed in fp32 before the cast, as in transformers' CohereLayerNorm.
+    """
 
     def __init__(self, size: int, eps: float, dtype=jnp.float32):
         self.eps = eps
         self.weight = nnx.Param(jnp.ones((size,), dtype))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., size] -> [..., size], same dtype."""
+        """x [..., size] -> [..., size] in the same dtype."""
         wide = x.astype(jnp.float32)
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
@@ -50,7 +52,7 @@ class LayerNorm(nnx.Module):
 
 
 def norm_of(config: DecoderConfig, size: int, dtype) -> RMSNorm | LayerNorm:
-    """A norm of `size` numbers of the kind that the decoder has."""
+    """A norm over `size` numbers of the kind that the decoder's config asks for."""
     if config.centred_norm:
         return LayerNorm(size, config.norm_eps, dtype)
     return RMSNorm(size, config.norm_eps, config.norm_offset, dtype, config.float32_norm)

@@ -1,4 +1,5 @@
-"""model_type of a config.json -> its family module."""
+"""The supported model families: maps the model_type of a config.json to its family, and config.json to
+DecoderConfig."""
 
 from __future__ import annotations
 
@@ -63,22 +64,26 @@ FAMILIES: dict[str, ModuleType] = {
     "exaone4": exaone4,
 }
 
-# Models with a vision tower, of which the text part is loaded: model_type -> that of the text part, or those that it
-# may say itself, of which the first is meant where it says none.
+# Models with a vision tower, of which only the text part is loaded: {model_type: the model_types that the text part may
+# have}; a text part that names none has the first.
 TEXT_PARTS = {
     "gemma3": ("gemma3_text",),
     "mistral3": ("mistral", "ministral3"),
     "qwen3_5": ("qwen3_5_text",),
     "qwen3_5_moe": ("qwen3_5_moe_text",),
 }
-# Families of whose checkpoints all is saved again, and how the names begin of tensors that no layer here has.
-_CARRIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-_CARRIED = ("model.visual.", "visual.", "mtp.")
+# The families whose passthrough tensors are saved again, and the prefixes of these tensors.
+_KEEPS_OTHER_PARTS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+_OTHER_PARTS = ("model.visual.", "visual.", "mtp.")
 _LANGUAGE = "model.language_model."
 
 
 def text_config(hf: dict) -> dict:
-    """A config.json as it is, or the text part of a model with more to it, as a config of its own."""
+    """A config.json unchanged if it is a text model's; else the text part of it, as a config of its own.
+
+    Raises:
+      ValueError: a model with a vision tower whose text part is missing or not supported.
+    """
     if hf.get("model_type") not in tuple(TEXT_PARTS):
         return hf
     text = hf.get("text_config")
@@ -104,31 +109,33 @@ def text_config(hf: dict) -> dict:
 
 
 def text_tensor_name(name: str) -> str | None:
-    """The name that a tensor has in the text model alone; None for tensors of the other parts."""
+    """The name of a tensor in the text model alone; None for a tensor of a vision tower or projector."""
     if any(part in name for part in ("vision_tower.", "multi_modal_projector.")):
         return None
     # transformers 4 wrote language_model.model.layers..., 5 writes model.language_model.layers...
     return name.replace(_LANGUAGE, "model.").removeprefix("language_model.")
 
 
-def is_carried(name: str, model_type: str) -> bool:
-    """Whether a tensor of a checkpoint is no layer's, but saved again with the model; model_type: of the text part."""
-    return model_type in _CARRIES and name.startswith(_CARRIED)
+def is_passthrough(name: str, model_type: str) -> bool:
+    """Whether a tensor of a checkpoint is not loaded but saved again with the model; model_type is the text part's."""
+    return model_type in _KEEPS_OTHER_PARTS and name.startswith(_OTHER_PARTS)
 
 
 def is_nested(hf: dict) -> bool:
-    """Whether transformers makes a model with a vision tower of a config.json, for AutoModelForCausalLM too, which of
-    Qwen3.5 makes the text model alone."""
-    return hf.get("model_type") in tuple(TEXT_PARTS) and text_config(hf)["model_type"] not in _CARRIES
+    """Whether transformers builds a model with a vision tower from a config.json, even as AutoModelForCausalLM.
+
+    It does so for Gemma 3 and Mistral 3, but builds the text model alone for Qwen3.5.
+    """
+    return hf.get("model_type") in tuple(TEXT_PARTS) and text_config(hf)["model_type"] not in _KEEPS_OTHER_PARTS
 
 
 def whole_tensor_name(name: str) -> str:
-    """The name that a tensor of the text model has in a checkpoint with more to it."""
+    """The name of a text model's tensor in a checkpoint that also has a vision tower."""
     return name if not name.startswith("model.") else _LANGUAGE + name.removeprefix("model.")
 
 
 def family(model_type: str | None) -> ModuleType:
-    """The family of a model_type; see families/common.py for what it has.
+    """The module of a model_type's family; families/common.py says what such a module defines.
 
     Raises:
       ValueError: an unknown model_type, with the known ones.
@@ -142,11 +149,12 @@ def family(model_type: str | None) -> ModuleType:
 
 
 def weights_stored_in(hf: dict) -> str | None:
-    """The name of the format of a checkpoint's linears by its config.json, such as "nf4"; None: 16 bits or more, which
-    gpt-oss's MXFP4 becomes too.
+    """The name of the format of a checkpoint's linears by its config.json, such as "nf4".
+
+    None: weights of 16 bits or more, or gpt-oss's MXFP4, which is decoded on loading.
 
     Raises:
-      ValueError: as anything else, which is not read here.
+      ValueError: a quantisation that cannot be read.
     """
     hf = text_config(hf)
     quantization = hf.get("quantization_config")
@@ -157,23 +165,25 @@ def weights_stored_in(hf: dict) -> str | None:
         if (layout.families is None or hf.get("model_type") in layout.families) and layout.says(settings):
             layout.check(settings)
             return None if layout.opens else format_of(layout).word
-    said = {key: settings[key] for key in ("quant_method", "format", "load_in_8bit", "quant_algo") if settings.get(key)}
+    found = {
+        key: settings[key] for key in ("quant_method", "format", "load_in_8bit", "quant_algo") if settings.get(key)
+    }
     raise ValueError(
-        f"config.json: quantization_config says {', '.join(f'{key} = {value!r}' for key, value in said.items())}; of "
+        f"config.json: quantization_config says {', '.join(f'{key} = {value!r}' for key, value in found.items())}; of "
         f"quantised checkpoints these can be loaded: {'; '.join(layout.title for layout in layouts())}: use the "
         "16-bit original"
     )
 
 
 def config_from_hf(hf: dict) -> DecoderConfig:
-    """DecoderConfig of a parsed config.json.
+    """The DecoderConfig of a parsed config.json.
 
     Raises:
-      ValueError: a feature that is not supported, or a value that cannot be, by name and value.
+      ValueError: a feature that is not supported or a value that cannot be right, with its key and value.
     """
     hf = checked(text_config(hf))
     module = family(hf.get("model_type"))
-    weights_stored_in(hf)  # or refused
+    weights_stored_in(hf)  # raises for a quantisation that cannot be read
     config = module.from_hf(hf)
     architecture = str(next(iter(hf.get("architectures") or ()), ""))
     head = head_of_class(architecture)

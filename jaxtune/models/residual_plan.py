@@ -1,4 +1,4 @@
-"""What becomes of every residual between forward and backward, as a value."""
+"""Plans that say what becomes of every residual between forward and backward."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Literal, get_args
 
 from jaxtune.models.layers.segment import Residual
 
-# Kept in device memory; copied to pinned host memory and back; dropped, and made again by running segments anew; kept
-# in device memory rounded to e4m3.
+# keep: in device memory. offload: copied to pinned host memory and back. recompute: dropped, and computed again by
+# running segments again. fp8: in device memory, rounded to e4m3.
 Placement = Literal["keep", "offload", "recompute", "fp8"]
 PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
 
 
 class LayerPlan(Mapping[str, Placement]):
-    """The placement of each residual of a layer, by name: LayerPlan(gate="offload", up="offload").
+    """The placement of each residual of a layer by name, for example LayerPlan(gate="offload", up="offload").
 
-    Residuals that are not named have the placement `rest`; where that is recompute, those that nothing can recompute
-    are kept, and where it is fp8, those that may not be. As a mapping it holds what is named. Immutable and hashable:
-    programs are compiled for it.
+    Residuals that are not named have the placement `rest`. Where that is recompute, residuals that cannot be recomputed
+    are kept; where it is fp8, residuals that may not be rounded are kept. As a mapping it contains the named residuals.
+    It is immutable and hashable, because programs are compiled for it.
 
     Raises:
       ValueError: a placement that does not exist.
@@ -60,7 +60,7 @@ class LayerPlan(Mapping[str, Placement]):
         """The placement of a residual.
 
         Raises:
-          ValueError: it should be recomputed, and nothing can; or kept in FP8, and may not be.
+          ValueError: a residual is named as recompute or fp8 and cannot be.
         """
         placement = self._named.get(residual.name, self.rest)
         cannot = None
@@ -75,11 +75,12 @@ class LayerPlan(Mapping[str, Placement]):
         return "keep"
 
     def named(self, placement: Placement, residuals: Iterable[Residual]) -> tuple[str, ...]:
-        """Names of those of `residuals` that have this placement, in their order."""
+        """The names of those of `residuals` that have this placement, in their order."""
         return tuple(residual.name for residual in residuals if self.of(residual) == placement)
 
     def resolved(self, residuals: Iterable[Residual]) -> LayerPlan:
-        """The same plan of these residuals in its shortest words: equal plans are then equal values."""
+        """An equal plan for these residuals in its shortest form, so that plans with equal placements are equal
+        values."""
         forms = []
         for word in (KEEP, IN_FP8, RECOMPUTE):
             other: dict[str, Placement] = {r.name: self.of(r) for r in residuals if self.of(r) != word.of(r)}
@@ -87,11 +88,12 @@ class LayerPlan(Mapping[str, Placement]):
         return min(forms, key=lambda form: str(form).count(","))
 
     def __str__(self) -> str:
-        """As configs and reports write it: "recompute, layer_input=offload"."""
+        """The plan as configs and reports write it, such as "recompute, layer_input=offload"."""
         words = [self.rest] if self.rest != "keep" or not self._named else []
         return ", ".join([*words, *(f"{name}={value}" for name, value in self._named.items())])
 
 
+# Plans with one placement for all residuals that can have it.
 KEEP = LayerPlan()
 IN_FP8 = LayerPlan("fp8")
 RECOMPUTE = LayerPlan("recompute")
@@ -99,29 +101,28 @@ RECOMPUTE = LayerPlan("recompute")
 
 @dataclasses.dataclass(frozen=True)
 class ResidualPlan:
-    """One LayerPlan a layer. Static: a program is compiled for one plan.
+    """One LayerPlan for each layer. It is static: a program is compiled for one plan."""
 
-    tile_tokens: where set, layers that recompute all that is inside their tokenwise segments (gate and up of an MLP)
-      run these over tiles of this many tokens of each row, which it must divide. Sums of the weights' gradients are
-      then over tiles.
-    whole_weights: where weights are divided over devices, those of the last so many layers stay whole from forward to
-      backward, and are not gathered again. Those of the last layer do anyway.
-    resident: where weights are divided over devices, those of the first so many layers that do not train are whole on
-      each device all the time, and are never gathered; of all layers: those of embedding and head too.
-    """
-
-    layers: tuple[LayerPlan, ...]
+    layers: tuple[LayerPlan, ...]  # the plan of each layer
+    # if set, layers that recompute everything inside their tokenwise segments (gate and up of an MLP) run these over
+    # tiles of this many tokens of each row; it must divide the row. The gradients of weights are then summed tile by
+    # tile.
     tile_tokens: int | None = None
+    # where weights are divided over devices: the number of last layers whose weights stay gathered from forward to
+    # backward. Those of the very last layer always do.
     whole_weights: int = 0
+    # where weights are divided over devices: the number of first layers whose frozen weights are whole on each device
+    # all the time, and are never gathered. If it is all layers, embedding and head are too.
     resident: int = 0
 
     @classmethod
     def uniform(cls, layer: LayerPlan, num_layers: int, tile_tokens: int | None = None) -> ResidualPlan:
+        """The plan that is the same for all layers."""
         return cls((layer,) * num_layers, tile_tokens)
 
 
 def residuals_of(layers: Iterable) -> tuple[Residual, ...]:
-    """All residuals that any of the blocks has, each name once, in the order in which they are made."""
+    """All residuals of these blocks, each name once, in the order in which they are computed."""
     found: dict[str, Residual] = {}
     for layer in layers:
         for residual in layer.residuals():
@@ -130,7 +131,7 @@ def residuals_of(layers: Iterable) -> tuple[Residual, ...]:
 
 
 def unknown_residual(name: str, known: Iterable[str]) -> str:
-    """What to say of a name that no residual has."""
+    """The error message for a name that no residual has: with the nearest name and all known ones."""
     known = list(known)
     near = difflib.get_close_matches(name, known, 1)
     hint = f" (nearest: {near[0]})" if near else ""

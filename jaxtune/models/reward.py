@@ -1,4 +1,4 @@
-"""A causal language model with another head in place of its own, such as one that scores texts."""
+"""Replaces the head of a causal language model, for example by one that scores texts."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ from jaxtune.models.lora import copy_structure, has_adapter
 
 
 def reward_model(model: Decoder, seed: int = 0) -> Decoder:
-    """The model with a head that scores texts, `score` [1, hidden]: Hugging Face's ForSequenceClassification with one
-    label. It scores [..., hidden] by `logits`. Arguments, errors and what it shares as with_head."""
+    """The model with a head that scores texts: `score` [1, hidden], Hugging Face's ForSequenceClassification with one
+    label.
+
+    `Decoder.logits` gives the scores. Arguments, errors and what the new model shares are those of with_head.
+    """
     return with_head(model, SCORE, seed)
 
 
 def with_head(model: Decoder, head: Head, seed: int = 0) -> Decoder:
-    """The model with a new head in place of its own; one that has that head is returned as it is.
+    """The model with a new head instead of its own; a model that has that head already is returned unchanged.
 
     Args:
-      model: without adapters; get_peft_model then adds them, and trains the head with them.
-      head: its weight is [outputs, hidden]. seed: of the weight, drawn from a normal distribution with the config's
-        initializer_range, as transformers does it.
+      model: without adapters; get_peft_model then adds them, and the head is trained with them.
+      head: the new head, whose weight is [outputs, hidden].
+      seed: draws the weight from a normal distribution with the config's initializer_range, as transformers does.
     Returns:
-      a new model that shares every other array with `model`. It is saved as a text model: without a vision tower, or
-      layers that predict further tokens.
+      a new model that shares every other array with `model`. It is saved as a text model, without passthrough tensors.
     Raises:
       ValueError: a model with adapters, or with a head that is not a language model's.
     """
@@ -50,5 +52,5 @@ def with_head(model: Decoder, head: Head, seed: int = 0) -> Decoder:
         hf = json.loads(model.source.config)
         architecture = str(next(iter(hf.get("architectures") or ()), TEXT.architecture))
         hf |= {"architectures": [head.architecture_of(architecture)]} | head.hf_config()
-        made.source = dataclasses.replace(model.source, config=json.dumps(hf), carried=None)
+        made.source = dataclasses.replace(model.source, config=json.dumps(hf), passthrough=None)
     return made

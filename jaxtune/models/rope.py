@@ -1,5 +1,8 @@
-"""Rotary position embedding: tables once per batch, applied in fp32. The halves of a head are rotated against each
-other (GPT-NeoX order, as in most Hugging Face checkpoints), or neighbours where a family interleaves."""
+"""Rotary position embedding: tables that are computed once per batch, and the rotation, which is computed in fp32.
+
+The two halves of a head are rotated as pairs (GPT-NeoX order, as in most Hugging Face checkpoints), or neighbouring
+numbers if a family interleaves them.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,20 @@ from jaxtune.models.config import DecoderConfig, RopeConfig
 def rotary_frequencies(
     rope: RopeConfig, head_dim: int, max_positions: int
 ) -> tuple[np.ndarray, np.ndarray | None, float]:
-    """(inverse frequencies float32[rotary_dim / 2], those for long documents or None, factor on cos and sin).
+    """The inverse frequencies of a rotary base.
 
-    Formulas as in transformers' modeling_rope_utils: llama3 from the Llama 3.1 reference code, longrope from
-    LongRoPE (arXiv 2402.13753), yarn from arXiv 2309.00071.
+    The formulas are those of transformers' modeling_rope_utils: llama3 from the Llama 3.1 reference code, longrope from
+    arXiv 2402.13753, yarn from arXiv 2309.00071.
+
+    Args:
+      rope: the base.
+      head_dim: size of a head.
+      max_positions: the model's max_position_embeddings.
+    Returns:
+      (float32[rotary_dim / 2]; those for documents longer than the original context, or None; factor on cos and sin)
     """
     dim = int(head_dim * rope.partial_rotary_factor)
-    # A power in float32 differs in its last bit between processors with and without AVX-512, and so did training.
+    # Computed in float64: a power in float32 differs in its last bit between processors with and without AVX-512.
     base = (1.0 / rope.theta ** (np.arange(0, dim, 2) / dim)).astype(np.float32)
     original = rope.original_max_position_embeddings or max_positions
     if rope.kind == "default":
@@ -62,14 +72,16 @@ def rotary_frequencies(
 def rotary_table(
     rope: RopeConfig, head_dim: int, max_positions: int, positions: jax.Array, lengths: jax.Array | None = None
 ):
-    """(cos, sin), each float32[B, T, rotary_dim / 2], and with llama_4_scaling_beta the factor on queries,
-    float32[B, T, 1].
+    """The table by which queries and keys are rotated: (cos, sin), each float32[B, T, rotary_dim / 2].
+
+    With llama_4_scaling_beta a third array follows, the factor on queries, float32[B, T, 1].
 
     Args:
+      rope, head_dim, max_positions: as in rotary_frequencies.
       positions: int32[B, T].
-      lengths: int32 that broadcasts to [B, T]: the positions that a token's document takes up. longrope chooses by it:
-        a document past the original context takes the long factors, whatever it is packed beside. (transformers
-        chooses for a whole batch at once; of a document alone it makes the same choice.) None: a row is one document.
+      lengths: int32 that broadcasts to [B, T], the length of each token's document. longrope uses its long factors for
+        documents past the original context, whatever they are packed with. (transformers decides for a whole batch,
+        which is the same for a batch of one document.) None: each row is one document.
     """
     short, long, scale = rotary_frequencies(rope, head_dim, max_positions)
     frequencies = jnp.asarray(short, jnp.float32)
@@ -87,15 +99,17 @@ def rotary_table(
 
 
 def rotate(x: jax.Array, table, interleaved: bool = False) -> jax.Array:
-    """Rotates x [B, T, heads, D] by (cos, sin, ...); dimensions past the table's pass through.
+    """x [B, T, heads, D] rotated by a table from rotary_table, or unchanged if it is None. Dimensions past the table's
+    remain.
 
-    interleaved: neighbours (2i, 2i + 1) against each other, not the halves (i, i + half).
+    interleaved: numbers (2i, 2i + 1) are pairs, not (i, i + half).
     """
     return x if table is None else _rotated(interleaved, x, *table[:2])
 
 
 def scaled_by_position(query: jax.Array, table) -> jax.Array:
-    """query [B, T, heads, D] times the table's factor, where it has one, rounded first as in transformers."""
+    """The query [B, T, heads, D] times the table's third array, if it has one, which is first cast as in
+    transformers."""
     if table is None or len(table) < 3:
         return query
     return query * table[2][:, :, None, :].astype(query.dtype)
@@ -103,6 +117,7 @@ def scaled_by_position(query: jax.Array, table) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _rotated(interleaved, x, cos, sin):
+    """`rotate` by cos and sin, with a derivative of its own."""
     half = cos.shape[-1]
     cos, sin = (part[:, :, None, :] for part in (cos, sin))
     if interleaved:
@@ -124,7 +139,7 @@ def _rotated_fwd(interleaved, x, cos, sin):
 
 
 def _rotated_bwd(interleaved, table, dout):
-    """The rotation back, in one pass; gradients of slices would be padded and added."""
+    """The rotation by the opposite angle, in one pass; jax.vjp would pad the gradients of slices and add them."""
     cos, sin = table
     return _rotated(interleaved, dout, cos, -sin), None, None
 
@@ -133,7 +148,7 @@ _rotated.defvjp(_rotated_fwd, _rotated_bwd)
 
 
 def rotary_tables(config: DecoderConfig, positions: jax.Array, lengths: jax.Array | None = None):
-    """One rotary_table for each of the decoder's bases."""
+    """A rotary_table for each of the decoder's rotary bases; positions and lengths as there."""
     limit = config.max_position_embeddings
     return tuple(
         rotary_table(rope, rope.head_dim or config.head_dim, limit, positions, lengths) for rope in config.rotary

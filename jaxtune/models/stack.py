@@ -1,15 +1,14 @@
-"""Runs the layers, and decides what happens to every residual between forward and backward.
+"""Runs the layers of a decoder, forward and backward, and places their residuals by plan.
 
-A layer is a chain of segments between named residuals, as its block declares them (models/layers). By a plan, each
-residual is kept in device memory, offloaded to pinned host memory and brought back one layer ahead of its use, or
-dropped and recomputed by running earlier segments again; or it is kept rounded to e4m3, and read as that in the
-backward, where a layer says that it may be. The backward is written by hand (a custom_vjp around the whole
-stack): it calls jax.vjp on a segment at its saved inputs, where the unused product is dead code and disappears, or the
-segment's own backward with its saved outputs.
+A layer is a chain of segments between named residuals, as its block declares them (models/layers). A plan says for each
+residual whether it is kept in device memory, offloaded to pinned host memory and copied back one layer ahead of its
+use, dropped and recomputed by running earlier segments again, or kept rounded to e4m3 where the layer allows that. The
+backward is written by hand (a custom_vjp around the whole stack). It calls jax.vjp on a segment at its saved inputs,
+where the unused output is dead code, or the segment's own backward with its saved outputs.
 
-The layers are unrolled in the one jitted step. On an H200, 8B shape, a scan costs 7 % for copying residuals into
-stacked buffers, and slices of one stacked host buffer do not overlap with compute; separate buffers do.
-The layer functions are module-level and jitted, so layers of one kind are traced once; XLA still compiles each.
+The layers are unrolled in one jitted step. On an H200, 8B shape, a scan costs 7 % for copying residuals into stacked
+buffers, and slices of one stacked host buffer do not overlap with compute; separate buffers do. The layer functions are
+module-level and jitted, so layers of one kind are traced once; XLA still compiles each layer.
 """
 
 from __future__ import annotations
@@ -31,7 +30,8 @@ from jaxtune.models.layers.block import LAYER_INPUT, LAYER_OUTPUT, Block
 from jaxtune.models.layers.segment import Context, Segment, multiplications
 from jaxtune.models.layers.tiles import tiled_residuals
 from jaxtune.models.placement.collectives import CollectiveSchedule
-from jaxtune.models.placement.partition import Shard, gather, scatter, shards, with_whole
+from jaxtune.models.placement.gathers import gather, scatter
+from jaxtune.models.placement.partition import Shard, shards, with_whole
 from jaxtune.models.placement.transfers import TransferSchedule, copies_start_at_once, cut, join
 from jaxtune.models.residual_plan import KEEP, LayerPlan, ResidualPlan, residuals_of, unknown_residual
 from jaxtune.pallas.attention import PackedLayout
@@ -41,47 +41,45 @@ from jaxtune.pallas.quant_matmul import in_e4m3
 
 @dataclasses.dataclass(frozen=True)
 class _Layer:
-    """What a layer's program is specialised on: residuals that are kept, that are kept in FP8 and that are offloaded;
-    names of what can leave it beside its output; the tokens of each row in a tile of its tokenwise segments, or None;
-    residuals that are not tied to its gradient (BackwardOrder.free).
-    """
+    """What the program of one layer is specialised on."""
 
-    graph: nnx.GraphDef
-    spec: LayerSpec
-    kept: tuple[str, ...]
-    in_fp8: tuple[str, ...]
-    offloaded: tuple[str, ...]
-    aux: tuple[str, ...]
-    tile: int | None
-    free: tuple[str, ...]
+    graph: nnx.GraphDef  # the block's structure
+    spec: LayerSpec  # its kind
+    kept: tuple[str, ...]  # names of the residuals that are kept
+    in_fp8: tuple[str, ...]  # names of the residuals that are kept in FP8
+    offloaded: tuple[str, ...]  # names of the residuals that are offloaded
+    aux: tuple[str, ...]  # names of the auxiliary values that it can return beside its output
+    tile: int | None  # tokens of each row in a tile of its tokenwise segments; None: they run whole
+    free: tuple[str, ...]  # residuals that need not be tied to its gradient (BackwardOrder.free)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Static:
-    """What a program of the stack is specialised on. aux: names of what leaves it beside its output. short: whether any
-    residual is not kept. whole_weights: as in ResidualPlan, at least 1."""
+    """What a program of the whole stack is specialised on."""
 
     layers: tuple[_Layer, ...]
-    aux: tuple[str, ...]
-    short: bool
-    whole_weights: int
+    aux: tuple[str, ...]  # names of the auxiliary values that are wanted
+    short: bool  # whether memory is short, that is, whether any residual is not kept
+    whole_weights: int  # ResidualPlan.whole_weights, at least 1
 
     def stays_whole(self, index: int) -> bool:
-        """Whether the weights of a layer are not gathered again for its backward."""
+        """Whether a layer's weights stay gathered from its forward to its backward."""
         return index >= len(self.layers) - self.whole_weights
 
 
 def _scope(segment: Segment) -> contextlib.AbstractContextManager:
+    """The profile scope of a segment."""
     return jax.named_scope(segment.name) if segment.scoped else contextlib.nullcontext()
 
 
 def _run(segment: Segment, block: Block, context: Context, values) -> tuple:
+    """Runs a segment within its scope: one value for each of its outputs."""
     with _scope(segment):
         return segment.run(block, context, *values)
 
 
 def _pullback(block_of, trainable, segment: Segment, context: Context, inputs) -> tuple[tuple, Callable]:
-    """(outputs, their derivative)"""
+    """(outputs of a segment, the function from gradients of the outputs to those of trainable tensors and inputs)."""
 
     def run(trainable, *values):
         return tuple(_run(segment, block_of(trainable), context, values))
@@ -89,29 +87,35 @@ def _pullback(block_of, trainable, segment: Segment, context: Context, inputs) -
     return jax.vjp(run, trainable, *inputs)
 
 
-def _together(order, held, doutputs, total):
-    """The same, none of them before the others; the sum of weights' gradients only where those come first."""
+def _barrier(order, saved_inputs, doutputs, total):
+    """The values unchanged, such that none is used before all are there; `total` is included if order.weights_first.
+
+    total: the sum of the weight gradients so far.
+    """
     if order.weights_first:
-        return optimization_barrier((held, doutputs, total))
-    return *optimization_barrier((held, doutputs)), total
+        return optimization_barrier((saved_inputs, doutputs, total))
+    return *optimization_barrier((saved_inputs, doutputs)), total
 
 
 def _differentiable(names, gradients) -> dict[str, jax.Array]:
-    """The gradients of those values that have one: not of integers."""
+    """{name: gradient} without integers, whose gradients are float0."""
     named = zip(names, gradients, strict=True)
     return {name: value for name, value in named if value.dtype != jax.dtypes.float0}
 
 
 def _work(segments, block: Block, x: jax.Array, backward: bool = False) -> list[float]:
-    """How long segments take for x [B, T, hidden], in multiplications of large products."""
+    """The durations of segments for x [B, T, hidden], in multiplications of large products."""
     rows, length = x.shape[:2]
     return [multiplications(segment, block, rows * length, length, backward) for segment in segments]
 
 
 def _contexts(block: Block, spec: LayerSpec, layout: PackedLayout, key) -> Callable[[Segment, Any], tuple]:
-    """(segment, values) -> (its context, the values). Dropout keys are those of a layer that runs whole and has no aux
-    values. Masks are drawn when these values are there: XLA would draw those of all layers at once, or keep the
-    forward's for the backward."""
+    """A function (segment, values) -> (the segment's context, the values).
+
+    The dropout keys are the same however the layer is tiled and whichever auxiliary values it computes. A mask is drawn
+    only when the values are there; otherwise XLA draws the masks of all layers at once, or keeps the forward's for the
+    backward.
+    """
     names = [segment.name for segment in block.segments()]
     keys = {} if key is None else dict(zip(names, jax.random.split(key, len(names)), strict=True))
 
@@ -134,19 +138,21 @@ def layer_forward(
     layer_input,
     layout,
     key,
-    leaving=(),
+    to_host=(),
     gathers=(),
     tile=None,
     in_fp8: tuple[str, ...] = (),
 ):
-    """(layer_output, {name: value} for the wanted names, copies of `leaving` on the host, `gathers` whole) of one
-    layer.
+    """Runs one layer.
 
     Args:
-      wanted: names of residuals, and of what leaves the layer beside its output.
+      wanted: names of residuals, and of auxiliary values.
+      to_host: Pieces of the previous layer's residuals, which are copied to the host meanwhile.
       gathers: Shards of weights that the next layer needs whole.
-      tile: tokens of each row that tokenwise segments run over at a time.
-      in_fp8: those of the wanted names whose values are rounded.
+      tile: tokens of each row that tokenwise segments process at a time.
+      in_fp8: those of the wanted names whose values are rounded to e4m3.
+    Returns:
+      (layer_output, {name: value} for the wanted names, copies of `to_host`, `gathers` whole)
     """
     with jax.named_scope("layer"), copies_start_at_once():
         block = nnx.merge(graph, trainable, frozen)
@@ -154,7 +160,7 @@ def layer_forward(
         context_of = _contexts(block, spec, layout, key)
         values: dict[str, Any] = {LAYER_INPUT: layer_input}
         work = _work(segments, block, layer_input)
-        copies = TransferSchedule(leaving, work, jax.memory.Space.Host)
+        copies = TransferSchedule(to_host, work, jax.memory.Space.Host)
         collectives = CollectiveSchedule(gathers, (), work)
         for stage, segment in enumerate(segments):
             inputs = collectives.start(stage, copies.start(stage, [values[name] for name in segment.reads]))
@@ -165,7 +171,7 @@ def layer_forward(
         found = {name: values[name] for name in wanted if name in values}
         output = values[LAYER_OUTPUT]
         rounded = {name: in_e4m3(found[name]) for name in in_fp8 if name in found}
-        if rounded:  # before the next layer begins: else XLA may keep what they are made of
+        if rounded:  # before the next layer begins; otherwise XLA may keep the values before rounding
             rounded, output = optimization_barrier((rounded, output))
         return output, found | rounded, copies.arrays, collectives.gathered
 
@@ -180,19 +186,21 @@ def layer_backward(
     doutput,
     layout,
     key,
-    coming=(),
+    to_device=(),
     gathers=(),
     scatters=(),
     tile=None,
     daux=None,
 ):
-    """(gradient of the trainable tensors, gradient of layer_input, copies of `coming` on the device, `gathers` whole,
-    this device's parts of `scatters`) of one layer, from its saved residuals.
+    """Runs the backward of one layer from `saved`, {name: value} of its residuals.
 
     Args:
-      gathers: Shards of weights that the layer below needs whole. scatters: (the Shard of a tensor of the layer above,
-        its gradient).
-      daux: {name: gradient} of what left the layer beside its output.
+      to_device: Pieces of the residuals of the layer below, which are copied to the device meanwhile.
+      gathers: Shards of weights that the layer below needs whole.
+      scatters: (the Shard of a tensor of the layer above, its gradient).
+      daux: {name: gradient} of the auxiliary values that left the layer.
+    Returns:
+      (gradients of trainable tensors, of layer_input, copies of `to_device`, whole `gathers`, parts of `scatters`)
     """
     values, daux = dict(saved), daux or {}
     block = nnx.merge(graph, trainable, frozen)
@@ -202,8 +210,9 @@ def layer_backward(
     again = [s for s in segments[:-1] if not s.aux and any(name not in values for name in s.outputs)]
     back = [s for s in reversed(segments) if s.differentiable]
     work = [*_work(again, block, doutput), *_work(back, block, doutput, backward=True)]
-    copies = TransferSchedule(coming, work, jax.memory.Space.Device, last_is_thin=True)
+    copies = TransferSchedule(to_device, work, jax.memory.Space.Device, last_is_thin=True)
     collectives = CollectiveSchedule(gathers, scatters, work)
+    pullbacks = {}
 
     def start(stage, values):
         return collectives.start(stage, copies.start(stage, values))
@@ -211,11 +220,8 @@ def layer_backward(
     def finish(stage, values):
         return collectives.finish(stage, copies.finish(stage, values))
 
-    def block_of(trainable):
-        return nnx.merge(graph, trainable, frozen)
-
+    block_of = functools.partial(_block_of, graph, frozen)
     pullback_of = functools.partial(_pullback, block_of, trainable)
-    pullbacks = {}
     with jax.named_scope("layer"), copies_start_at_once():
         with jax.named_scope("recompute"):
             for stage, segment in enumerate(again):
@@ -233,10 +239,10 @@ def layer_backward(
             total = None
             for stage, segment in enumerate(back, len(again)):
                 doutputs = tuple(gradients[name] for name in segment.outputs if name in gradients)
-                # What the derivative computes again of a segment waits for its gradient, and takes no memory before.
-                held = {name: values[name] for name in segment.reads if name not in order.shared}
-                held, doutputs, total = _together(order, held, doutputs, total)
-                inputs = start(stage, [dense(held.get(name, values[name])) for name in segment.reads])
+                # What the derivative computes again waits for the segment's gradient, and takes no memory before.
+                saved_inputs = {name: values[name] for name in segment.reads if name not in order.shared}
+                saved_inputs, doutputs, total = _barrier(order, saved_inputs, doutputs, total)
+                inputs = start(stage, [dense(saved_inputs.get(name, values[name])) for name in segment.reads])
                 context, doutputs = context_of(segment, doutputs)
                 if segment.backward is not None:
                     outputs = tuple(values.get(name) for name in segment.outputs)
@@ -253,17 +259,23 @@ def layer_backward(
         return total, gradients[LAYER_INPUT], copies.arrays, collectives.gathered, collectives.scattered
 
 
+def _block_of(graph: nnx.GraphDef, frozen, trainable) -> Block:
+    """The block with these tensors; the trainable ones are last, so that the others can be bound."""
+    return nnx.merge(graph, trainable, frozen)
+
+
 def _layer_key(keys, index):
+    """The dropout key of a layer, or None."""
     return None if keys is None else keys[index]
 
 
 def _shards_of(trainables, frozens, index: int) -> list[Shard]:
-    """The weights of a layer that have to be gathered; none of a layer that is not there."""
+    """The weights of a layer that have to be gathered; none for an index that no layer has."""
     return shards((trainables[index], frozens[index])) if 0 <= index < len(trainables) else []
 
 
 def _first_gathered(trainables, frozens) -> list[jax.Array]:
-    """What the first layer needs, which no layer runs before."""
+    """The whole weights of the first layer, which no earlier layer can gather."""
     return [gather(shard) for shard in _shards_of(trainables, frozens, 0)]
 
 
@@ -279,7 +291,7 @@ def _with_gradients(trainable, gradients) -> list[tuple[Shard, jax.Array]]:
 
 
 def _total(values: list[dict[str, Any]]) -> dict[str, Any]:
-    """The sums of what leaves layers beside their outputs, by name."""
+    """{name: sum over the layers} of the layers' auxiliary values."""
     total: dict[str, Any] = {}
     for name in dict.fromkeys(name for one in values for name in one):
         total[name] = functools.reduce(operator.add, [one[name] for one in values if name in one])
@@ -288,8 +300,8 @@ def _total(values: list[dict[str, Any]]) -> dict[str, Any]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _stack(static: _Static, trainables, frozens, x, layout, keys, sums):
-    """(layer_output of the last layer, {name: sum over the layers} of what leaves them beside it); sums: see
-    run_stack, a state a layer."""
+    """(layer_output of the last layer, {name: sum over the layers} of auxiliary values); `sums` as in run_stack, per
+    layer."""
     aux = []
     gathered = _first_gathered(trainables, frozens)
     for index, layer in enumerate(static.layers):
@@ -302,37 +314,37 @@ def _stack(static: _Static, trainables, frozens, x, layout, keys, sums):
 
 def _stack_fwd(static: _Static, trainables, frozens, x, layout, keys, sums):
     kept, hosted, aux, whole = [], [], [], []
-    names, leaving = (), ()  # of the layer before: they go to the host while this layer computes
+    names, to_host = (), ()  # residuals of the layer before, which are copied to the host while this layer computes
     last = len(static.layers) - 1
-    coming = _first_gathered(trainables, frozens)
+    next_weights = _first_gathered(trainables, frozens)
     for index, layer in enumerate(static.layers):
         wanted = layer.kept + layer.in_fp8 + layer.offloaded + static.aux
-        gathered, gathers = coming, _shards_of(trainables, frozens, index + 1)
+        gathered, gathers = next_weights, _shards_of(trainables, frozens, index + 1)
         weights = with_whole((trainables[index], frozens[index]), gathered)
-        arguments = (*weights, x, layout, _layer_key(keys, index), leaving, gathers)
-        x, residuals, copies, coming = layer_forward(
+        arguments = (*weights, x, layout, _layer_key(keys, index), to_host, gathers)
+        x, residuals, copies, next_weights = layer_forward(
             layer.graph, layer.spec, wanted, *arguments, tile=layer.tile, in_fp8=layer.in_fp8
         )
         whole.append(gathered if static.stays_whole(index) else [])
         aux.append({name: residuals.pop(name) for name in static.aux if name in residuals})
         if index:
             hosted.append(dict(zip(names, copies, strict=True)))
-        # The backward begins with the last layer: its residuals would come back at once.
+        # The backward begins with the last layer, whose residuals would be copied back at once.
         names = tuple(name for name in layer.offloaded if name in residuals) if index < last else ()
         block = nnx.merge(layer.graph, *weights)
-        leaving = cut([residuals[name] for name in names], _work(block.segments(), block, x))
+        to_host = cut([residuals[name] for name in names], _work(block.segments(), block, x))
         kept.append({name: value for name, value in residuals.items() if name not in names})
     return (x, _total(aux)), (trainables, frozens, whole, kept, [*hosted, {}], layout, keys, sums)
 
 
 def _stack_bwd(static: _Static, residuals, gradient):
-    dx, daux = gradient  # of a sum over the layers: the same for each of them
+    dx, daux = gradient  # daux is of sums over the layers, so it is the gradient of each layer's value
     trainables, frozens, whole_weights, kept, hosted, layout, keys, sums = residuals
     gradients: list[Any] = [None] * len(kept)
-    arrived, scatters, gathered = (), [], []
+    reloaded, scatters, gathered = (), [], []
 
-    def settle(index, parts):
-        """The gradients of a layer, each device's parts of them in place, are added to their sums."""
+    def add_to_sums(index, parts):
+        """Puts this device's parts of a layer's gradients in place, and adds its gradients to their sums."""
         places = iter(parts)
         gradients[index] = jax.tree.map(
             lambda shard, gradient: next(places) if isinstance(shard, Shard) else gradient,
@@ -347,16 +359,16 @@ def _stack_bwd(static: _Static, residuals, gradient):
     for index in range(len(kept) - 1, -1, -1):
         layer = static.layers[index]
         saved = {**kept[index]}
-        saved |= {name: join(pieces) for name, pieces in zip(hosted[index], arrived, strict=True)}
-        # Ties this layer's work to its gradient: else XLA shares recomputed values with the forward and keeps them. So
-        # it does with trained weights in the compute dtype: 26 MB a layer of adapters on a 30B model's experts.
+        saved |= {name: join(pieces) for name, pieces in zip(hosted[index], reloaded, strict=True)}
+        # Ties this layer's work to its gradient; otherwise XLA shares recomputed values with the forward and keeps
+        # them. The same holds for trained weights in the compute dtype: 26 MB a layer of adapters on a 30B's experts.
         gathered = whole_weights[index] if static.stays_whole(index) else gathered
         whole, frozen = with_whole((trainables[index], frozens[index]), gathered)
-        # Where memory is short these are tied too: a plan counts none of what is made of them.
+        # If memory is short these are tied too, because a plan does not count what is computed from them.
         free = {name: saved.pop(name) for name in layer.free if name in kept[index] and not static.short}
         saved, dx, trainable = optimization_barrier((saved, dx, whole))
-        coming = tuple(hosted[index - 1].values()) if index else ()
-        gradients[index], dx, arrived, gathered, parts = layer_backward(
+        to_device = tuple(hosted[index - 1].values()) if index else ()
+        gradients[index], dx, reloaded, gathered, parts = layer_backward(
             layer.graph,
             layer.spec,
             trainable if static.short else whole,
@@ -365,26 +377,26 @@ def _stack_bwd(static: _Static, residuals, gradient):
             dx,
             layout,
             _layer_key(keys, index),
-            coming,
+            to_device,
             [] if static.stays_whole(index - 1) else _shards_of(trainables, frozens, index - 1),
             scatters,
             tile=layer.tile,
             daux={name: daux[name] for name in static.aux if name in layer.aux},
         )
         if scatters:
-            settle(index + 1, parts)
+            add_to_sums(index + 1, parts)
         scatters = _with_gradients(trainables[index], gradients[index])
         if not scatters:
-            settle(index, ())
+            add_to_sums(index, ())
         if index and static.short:
-            # Where memory is short: otherwise XLA puts off the products of adapter gradients, which nothing waits for,
-            # and keeps their large operands. An 8B LoRA step of 16 layers took 21 GB for 13.
+            # If memory is short: otherwise XLA puts off the products of adapter gradients, which nothing waits for, and
+            # keeps their large operands. An 8B LoRA step of 16 layers took 21 GB instead of 13.
             gradients[index], dx = optimization_barrier((gradients[index], dx))
             scatters = _with_gradients(trainables[index], gradients[index])
     if scatters:
-        settle(0, [scatter(*pair) for pair in scatters])
+        add_to_sums(0, [scatter(*pair) for pair in scatters])
     trained = tuple(gradients)
-    # Gradients that were added to sums are their cotangent, in their dtype; none are left for the tensors.
+    # Gradients that were added to sums are returned as the sums' cotangent, and the tensors get none.
     return (trained, None, dx, None, None, None) if sums is None else (None, None, dx, None, None, trained)
 
 
@@ -393,11 +405,13 @@ _stack.defvjp(_stack_fwd, _stack_bwd)
 
 @jax.custom_vjp
 def _not_differentiated(frozens):
+    """The frozen tensors unchanged; a gradient with respect to them raises TypeError."""
     return frozens
 
 
 def _differentiated(frozens):
-    """The rule for a gradient of `Frozen` tensors: the stack makes none, and zeros would look like one."""
+    """Raises TypeError for a gradient with respect to `Frozen` tensors: the stack computes none, and zeros would
+    mislead."""
     leaves = jax.tree_util.tree_leaves_with_path(frozens)
     names = [f"layers{jax.tree_util.keystr(path)}" for path, leaf in leaves if leaf.perturbed]
     raise TypeError(
@@ -419,22 +433,25 @@ def run_stack(
     gradient_sums=None,
     aux: tuple[str, ...] = (),
 ) -> tuple[jax.Array, dict[str, Any]]:
-    """(what the layers make of x [B, T, hidden], {name: sum over the layers} of what leaves them beside it).
+    """Runs the layers on x [B, T, hidden].
 
-    Differentiable with respect to x and to the layers' `nnx.Param`s, and not to `Frozen` tensors.
+    It is differentiable with respect to x and to the layers' `nnx.Param`s, but not to `Frozen` tensors.
 
     Args:
-      layers: Blocks. specs: one LayerSpec each.
+      layers: the Blocks.
+      specs: the LayerSpec of each.
       layout: with the rotary tables that the specs name.
-      plan: what becomes of the residuals; everything is kept by default.
+      plan: the placement of the residuals; everything is kept by default.
       dropout_key: draws the adapters' dropout masks; None means no dropout.
-      gradient_sums: {layer's index: state like that of its `nnx.Param`s}, sums that gradients are added to, layer by
-        layer, so that no layer's gradients wait for the others'. Its cotangent is then sums and gradients; the
-        `nnx.Param`s get none.
-      aux: names of what else is wanted of the layers that have it, such as router_sums.
+      gradient_sums: {layer's index: state like that of its `nnx.Param`s}, sums to which gradients are added layer by
+        layer, so that no layer's gradients wait for the others'. Its cotangent is sums plus gradients; the `nnx.Param`s
+        get none.
+      aux: names of auxiliary values that are wanted of the layers that have them, such as router_sums.
+    Returns:
+      (the last layer's output [B, T, hidden], {name: sum over the layers} of auxiliary values)
     Raises:
-      ValueError: a plan of another depth, or of residuals that no layer has; tiles that do not divide the rows, or are
-        asked for beside dropout; a name of `aux` that no layer has. TypeError: a gradient by a `Frozen` tensor.
+      ValueError: a plan with another number of layers or with residuals that no layer has; tiles that do not divide the
+        rows, or with dropout; a name in `aux` that no layer has. TypeError: a gradient by a `Frozen` tensor.
     """
     plan = plan or ResidualPlan.uniform(KEEP, len(layers))
     if len(plan.layers) != len(layers):
@@ -459,7 +476,7 @@ def run_stack(
         for layer, split, spec, layer_plan in zip(layers, splits, specs, plan.layers, strict=True)
     )
     keys = None if dropout_key is None else jax.random.split(dropout_key, len(layers))
-    if gradient_sums is not None:  # a layer of which nothing trains is not in it
+    if gradient_sums is not None:  # it has no entry for a layer without trained tensors
         gradient_sums = tuple(gradient_sums.get(index, nnx.State({})) for index in range(len(layers)))
     short = any(layer != KEEP for layer in plan.layers)
     static = _Static(described, aux, short, max(plan.whole_weights, 1))
@@ -468,6 +485,7 @@ def run_stack(
 
 
 def _describe(block: Block, graph, spec: LayerSpec, plan: LayerPlan, tile: int | None) -> _Layer:
+    """What the program of a layer is specialised on, from its plan."""
     residuals = block.residuals()
     inside = tiled_residuals(block.segments())
     dropped = plan.named("recompute", residuals)

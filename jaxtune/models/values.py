@@ -1,4 +1,4 @@
-"""Checks of single values that come from files or callers; an error names the key, the value and what it must be."""
+"""Checks of values that come from files or callers. Errors name the key, the value and what the value must be."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
-LARGEST = 2**31 - 1  # of a count: what an int32 index reaches
-MOST_LAYERS = 4096  # ten times those of any published model
+LARGEST = 2**31 - 1  # the largest count, because indices are int32
+MOST_LAYERS = 4096  # ten times as many as any published model has
 
 
 def whole(key: str, value: Any, least: int = 1, most: int = LARGEST) -> None:
-    """Raises ValueError for anything but an integer from `least` to `most`."""
+    """Raises ValueError unless the value is an integer from `least` to `most`."""
     if not isinstance(value, Integral) or isinstance(value, bool) or not least <= int(value) <= most:
         bounds = f"from {least} to {most}" if most != LARGEST else f"of at least {least}"
         raise ValueError(f"{key} = {_shown(value)}: must be an integer {bounds}")
 
 
 def number(key: str, value: Any, above: float | None = None, least: float | None = None) -> None:
-    """Raises ValueError for anything but a finite number, above or at least the bound."""
+    """Raises ValueError unless the value is a finite number, greater than `above` and not less than `least`."""
     fits = isinstance(value, Real) and not isinstance(value, bool) and _finite(value)
     if not fits or (above is not None and value <= above) or (least is not None and value < least):
         bounds = "" if above is None else f" above {above:g}"
@@ -28,37 +28,43 @@ def number(key: str, value: Any, above: float | None = None, least: float | None
 
 
 def _finite(value: Real) -> bool:
+    """Whether a number is finite as a float."""
     try:
         return math.isfinite(value)
-    except OverflowError:  # an integer that no float holds
+    except OverflowError:  # an integer that is too large for a float
         return False
 
 
 def positive(key: str, value: Any) -> None:
+    """Raises ValueError unless the value is a finite number above 0."""
     number(key, value, above=0)
 
 
 def not_negative(key: str, value: Any) -> None:
+    """Raises ValueError unless the value is a finite number of at least 0."""
     number(key, value, least=0)
 
 
 def boolean(key: str, value: Any) -> None:
+    """Raises ValueError unless the value is a bool."""
     if not isinstance(value, bool):
         raise ValueError(f"{key} = {_shown(value)}: must be true or false")
 
 
 def text(key: str, value: Any) -> None:
+    """Raises ValueError unless the value is a string."""
     if not isinstance(value, str):
         raise ValueError(f"{key} = {_shown(value)}: must be a string")
 
 
 def mapping(key: str, value: Any) -> None:
+    """Raises ValueError unless the value is a mapping (an object in JSON)."""
     if not isinstance(value, Mapping):
         raise ValueError(f"{key} = {_shown(value)}: must be an object with keys of its own")
 
 
 def items(key: str, value: Any, of: Callable[[str, Any], None]) -> None:
-    """Raises ValueError for anything but a list whose every item passes `of`."""
+    """Raises ValueError unless the value is a list of which every item passes the check `of`."""
     if not isinstance(value, list | tuple):
         raise ValueError(f"{key} = {_shown(value)}: must be a list")
     for index, item in enumerate(value):
@@ -66,11 +72,12 @@ def items(key: str, value: Any, of: Callable[[str, Any], None]) -> None:
 
 
 def texts(key: str, value: Any) -> None:
+    """Raises ValueError unless the value is a list of strings."""
     items(key, value, text)
 
 
 def token_ids(key: str, value: Any) -> None:
-    """Raises ValueError for anything but a token id or a list of them."""
+    """Raises ValueError unless the value is a token id or a list of token ids."""
     if isinstance(value, list | tuple):
         items(key, value, token_ids)
     else:
@@ -78,5 +85,6 @@ def token_ids(key: str, value: Any) -> None:
 
 
 def _shown(value: Any) -> str:
+    """The value in at most 80 characters, for error messages."""
     shown = repr(value)
     return shown if len(shown) <= 80 else shown[:77] + "..."

@@ -1,4 +1,4 @@
-"""A table of numbers that were fitted to measurements of devices and not derived from shapes."""
+"""Tables of numbers that were fitted to measurements on devices."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True)
 class Fitted[Numbers]:
-    """A table of fitted numbers: {(device, implementation): (numbers, what they were fitted to)}.
+    """A table of fitted numbers, by device and implementation.
 
-    A device without numbers of its own is taken to be like the first device of the table that has the implementation,
-    and an implementation without numbers like the table's first row: so the numbers of an H200 rank plans on every card
-    until somebody measures that card and adds a row.
+    A device without numbers of its own gets those of the first device in the table that has the implementation; an
+    implementation without numbers gets the first row. The numbers of an H200 thus rank plans on every card until
+    somebody measures that card and adds a row.
     """
 
+    # {(part of the device's name, implementation): (numbers, what they were fitted to)}
     rows: Mapping[tuple[str, str], tuple[Numbers, str]]
 
     def of(self, implementation: str, device: str) -> Numbers:
-        """The numbers for a device of this name, such as "NVIDIA H200" or "RTX 4090"."""
+        """The numbers for an implementation on a device with this name, such as "NVIDIA H200" or "RTX 4090"."""
         same = {known: numbers for (known, name), (numbers, _) in self.rows.items() if name == implementation}
         if not same:
             return next(iter(self.rows.values()))[0]

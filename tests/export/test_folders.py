@@ -18,7 +18,7 @@ from jaxtune.export import adapters, api, folders, w4a16
 from jaxtune.export.hub import push
 from jaxtune.models import hf
 from jaxtune.models.adapters.merge import merge_adapter
-from jaxtune.models.config import Carried, Source
+from jaxtune.models.config import Passthrough, Source
 from jaxtune.models.files.quant import convert_qat, dequantize, prepare_qat, quantize
 from jaxtune.models.files.shards import read_header
 from jaxtune.models.files.weights import Weights
@@ -239,7 +239,7 @@ def test_adapters_of_experts_are_merged_as_peft_does_and_said_to_be_such(tmp_pat
 
 def test_which_servers_load_an_adapter():
     assert "vLLM, SGLang and TGI load" in adapters.servers(adapted_model(made("qwen2"), r=2))[0]
-    carried = Source("base", "{}", carried=Carried((), "{}"))
+    carried = Source("base", "{}", passthrough=Passthrough((), "{}"))
     for settings in ({}, {"target_parameters": ["experts.down_proj"]}):
         model = adapted_model(made("qwen3_5_moe"), r=2, **settings)
         model.source = carried

@@ -103,7 +103,7 @@ def test_another_dtype_is_refused_by_merged_too(tmp_path, capsys):
     assert cli.main(["export", str(folder), str(tmp_path / "out"), "--dtype", "float16"]) == 2
     assert "to = 'merged' in float16 cannot represent weights" in capsys.readouterr().err
     model, _ = jaxtune.from_pretrained(tmp_path / "merged", dtype="float16")
-    with pytest.raises(ValueError, match="the model is in float16, which does not hold weights"):
+    with pytest.raises(ValueError, match="the model is in float16, which cannot represent weights"):
         jaxtune.save_pretrained(model, tmp_path / "other")
     wide, _ = jaxtune.from_pretrained(tmp_path / "merged", dtype="float32")  # which holds all
     jaxtune.save_pretrained(wide, tmp_path / "wide")

@@ -360,7 +360,7 @@ def test_experts_in_fp8_go_through_files(tmp_path):
         np.testing.assert_array_equal(written[name].view(np.uint8), tensor.view(np.uint8), name)
 
 
-def test_what_is_carried_in_fp8_is_saved_in_16_bits(tmp_path):
+def test_what_is_not_loaded_in_fp8_is_saved_in_16_bits(tmp_path):
     """Qwen's FP8 checkpoints have the layers that predict further tokens in FP8 too."""
     save_pretrained(made(CONFIGS["qwen3_next"]), tmp_path / "model")
     tensors = load_file(tmp_path / "model" / "model.safetensors")
@@ -379,7 +379,7 @@ def test_what_is_carried_in_fp8_is_saved_in_16_bits(tmp_path):
         assert written["mtp.norm.weight"] == 1.5 and "mtp.up_proj.weight_scale_inv" not in written
         quantization = json.loads((tmp_path / name / "config.json").read_text()).get("quantization_config")
         assert quantization is None if name == "plain" else "mtp.up_proj" in quantization["ignore"]
-        assert from_pretrained(tmp_path / name, dtype="float32")[0].source.carried.tensors
+        assert from_pretrained(tmp_path / name, dtype="float32")[0].source.passthrough.tensors
 
 
 def test_experts_in_fp8_multiply_as_they_are_stored():

@@ -247,7 +247,7 @@ def test_what_is_not_of_the_text_model_is_saved_again(name, tmp_path):
         np.testing.assert_array_equal(value, merged[key])
         np.testing.assert_array_equal(value, packed[key])
     again, _ = from_pretrained(tmp_path / "packed", dtype="float32")
-    assert again.config == model.config and again.source.carried.tensors
+    assert again.config == model.config and again.source.passthrough.tensors
     if name == "qwen3_5":
         towers["model.visual"] = ["model.visual.blocks.0.attn.qkv"]
     save_pretrained(quantize(model, "fp8"), tmp_path / "eight")
@@ -269,7 +269,7 @@ def test_what_is_not_of_the_text_model_is_saved_again(name, tmp_path):
     assert config["model_type"] == text["model_type"] and config["architectures"][0].endswith("SequenceClassification")
     assert from_pretrained(tmp_path / "scored", dtype="float32")[0].config.head.name == "score"
     (tmp_path / "whole" / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"is saved as it lies in .*model.safetensors.*; put the folder back"):
+    with pytest.raises(ValueError, match=r"is copied from .*model.safetensors.*; put the folder back"):
         save_pretrained(model, tmp_path / "gone")
     assert not (tmp_path / "gone").exists()
 

@@ -257,5 +257,5 @@ def test_a_cached_model_without_a_tokenizer_gets_the_hub_s(cache, folder, test_d
 def test_half_a_model_in_the_cache_is_not_used(cache, sharded):
     snapshot = _put_in_cache(cache, "org/model", sharded)
     sorted(snapshot.glob("*.safetensors"))[0].unlink()
-    with pytest.raises(ValueError, match="org/model: .* not whole in the local Hugging Face cache"):
+    with pytest.raises(ValueError, match="org/model: .* not complete in the local Hugging Face cache"):
         from_pretrained("org/model")

@@ -50,7 +50,7 @@ def plainly(model, tokens, segment_ids):
     x = model.embed(tokens)
     for block, spec in zip(model.layers, model.config.layers, strict=True):
         mixer, normed = block.mixer, block.normed("mixer", x)
-        if spec.their_names["mixer"] == "decay":
+        if spec.hf_names["mixer"] == "decay":
             signal, rows = mixer.in_proj(normed), []
             begins = jnp.arange(tokens.shape[1]) == layout.doc_start
             for t in range(tokens.shape[1]):

@@ -24,7 +24,7 @@ from jaxtune.models.files.quant import dequantize, quantize
 from jaxtune.models.generation.generate import generate
 from jaxtune.models.hf import Pretrained
 from jaxtune.models.lora import get_peft_model, matrices
-from jaxtune.models.placement import collectives, partition
+from jaxtune.models.placement import collectives, gathers, partition
 from jaxtune.pallas import dispatch, gpu_kernel
 from jaxtune.pallas.formats import FP8, MXFP4, NF4
 from jaxtune.pallas.formats.fp8 import MATRIX, TILE
@@ -174,7 +174,7 @@ def test_rows_of_a_divided_table_and_their_gradients(tokens):
         """(rows, the gradient of their product with the cotangent)"""
 
         def product(table):
-            rows = partition.rows_of(table["w"], index, lambda table, index: table[index])
+            rows = gathers.rows_of(table["w"], index, lambda table, index: table[index])
             return (rows * cotangent).sum(), rows
 
         gradient, rows = jax.grad(product, has_aux=True)(table)

@@ -1,4 +1,4 @@
-"""adapter_config.json of PEFT's LoRA adapters: what a model's says, and what of one that was read can be followed."""
+"""adapter_config.json of PEFT's LoRA adapters: writes it for a model's adapter, and checks one that is loaded."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from jaxtune.models.registry import whole_tensor_name
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 CONFIG_NAME = "adapter_config.json"
-_PEFT_VERSION = "0.21.2"  # whose format this is
+_PEFT_VERSION = "0.21.2"  # the version whose format is written
 
-# Settings of PEFT's LoraConfig that load_adapter follows, and those that change nothing once an adapter is trained.
-# Any other setting must be unset: what it asks for is not done here.
+# Settings of PEFT's LoraConfig that load_adapter implements, and those that have no effect on a trained adapter. Any
+# other setting is not supported and must be unset.
 _FOLLOWED = {
     "alpha_pattern",
     "exclude_modules",
@@ -50,32 +50,36 @@ _HARMLESS = {
     "revision",
     "runtime_config",
     "task_type",
-    # Of how B and A started; the file holds what they became.
+    # How A and B were initialised; the file contains their trained values.
     "eva_config",
     "modules_to_tie",
     "target_modules_to_tie",
 }
-# Families of which PEFT takes any gate_proj, up_proj and down_proj of target_modules for those of experts, as the
-# families' first implementation had them, and adapts the experts instead: shared experts' and MLPs' would be left out
-# without a word. Named in target_parameters they are adapted.
+# In these families PEFT takes gate_proj, up_proj and down_proj in target_modules for linears of experts, which the
+# families' first implementation had. It then adapts the experts, and silently leaves out linears of these names in
+# shared experts and MLPs. If they are named in target_parameters, it adapts them.
 _TAKEN_FOR_EXPERTS = {"qwen3_moe", "qwen3_next"}
 _EXPERTS_NAMES = ("gate_proj", "up_proj", "down_proj")
-# Starts that change the base's weights too: such an adapter does not fit the base that people have.
+# Initialisations that also change the base's weights, so that the adapter does not fit the original base.
 _CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
 
 
 def peft_name(model: Decoder, name: str) -> str:
-    """The name that a module of the model, or a tensor, has in what transformers makes of its base's folder."""
+    """The name of a module or tensor of the model in the class that transformers builds for its base's folder."""
     return whole_tensor_name(name) if is_nested(model) else name
 
 
 def is_nested(model: Decoder) -> bool:
-    """Whether transformers makes a model with a vision tower of the base's folder; see config.Source."""
+    """Whether transformers builds a model with a vision tower for the base's folder; see config.Source."""
     return model.source is not None and model.source.nested
 
 
 def config_of(model: Decoder) -> dict[str, Any]:
-    """adapter_config.json, derived from the modules."""
+    """The content of adapter_config.json for a model's adapter.
+
+    Raises:
+      ValueError: a model without an adapter, or with settings that PEFT's config cannot express.
+    """
     settings = adapter_settings(model)
     if settings is None:
         raise ValueError("save_adapter: this model has no adapter; add one with get_peft_model, or use save_pretrained")
@@ -92,7 +96,7 @@ def config_of(model: Decoder) -> dict[str, Any]:
         "base_model_name_or_path": None if model.source is None else model.source.path,
         "revision": None,
         "inference_mode": True,
-        # Linears of the tower have the names of layers'.
+        # Linears of the vision tower can have the same names as linears of layers.
         "exclude_modules": r".*\.(vision_tower|multi_modal_projector)\..*" if is_nested(model) else None,
         # A tied head stays tied when PEFT loads it.
         "ensure_weight_tying": settings["modules_to_save"] is not None and model.head is None,
@@ -107,12 +111,12 @@ def config_of(model: Decoder) -> dict[str, Any]:
 
 
 def _as_parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What of adapter_settings differs where linears that are called like experts are named as parameters."""
+    """The entries of adapter_settings in which linears with experts' names are named as target_parameters."""
 
     def as_experts(name: str) -> bool:
         return name.rsplit(".", 1)[-1] in _EXPERTS_NAMES
 
-    def patterns(key):  # a last part may be that of experts' matrices as well, which keep their name
+    def patterns(key):  # keeps the old names too, because a last part may also be that of expert matrices
         wanted = settings[key]
         return wanted | {f"{name}.weight": value for name, value in wanted.items() if as_experts(name)}
 
@@ -127,12 +131,13 @@ def _as_parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _names(key: str, value: Any) -> None:
-    """A regular expression, or a list of names."""
+    """Check of a regular expression or a list of names."""
     if not isinstance(value, str):
         values.texts(key, value)
 
 
 def _layers(key: str, value: Any) -> None:
+    """Check of a layer's number or a list of them."""
     if isinstance(value, list):
         values.items(key, value, functools.partial(values.whole, least=0))
     else:
@@ -140,12 +145,14 @@ def _layers(key: str, value: Any) -> None:
 
 
 def _dropout(key: str, value: Any) -> None:
+    """Check of a dropout rate."""
     values.not_negative(key, value)
     if value >= 1:
         raise ValueError(f"{key} = {value!r}: must be below 1")
 
 
 def _patterns(of: Callable[[str, Any], None], key: str, value: Any) -> None:
+    """Check of {pattern: value} whose values pass the check `of`."""
     values.mapping(key, value)
     for pattern, setting in value.items():
         of(f"{key}: {pattern!r}", setting)
@@ -172,10 +179,11 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
 
 
 def base_of(folder: str | os.PathLike) -> str | None:
-    """The base model that an adapter folder names; None if the folder holds no adapter.
+    """The base model that an adapter folder names; None if the folder contains no adapter.
 
     Raises:
-      ValueError: the adapter names none, or one that cannot be had; it cannot be read (see read_adapter_config).
+      ValueError: the adapter names no base, or a revision that cannot be loaded; it cannot be read
+        (read_adapter_config).
     """
     path = Path(folder).expanduser() / CONFIG_NAME
     if not path.is_file():
@@ -194,13 +202,13 @@ def base_of(folder: str | os.PathLike) -> str | None:
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """adapter_config.json of a LoRA adapter, every setting of a type that it can have.
+    """The content of a LoRA adapter's adapter_config.json, with every value checked and null entries left out.
 
     Raises:
-      ValueError: no such file; not LoRA; a setting that cannot be followed, by file, key and value.
+      ValueError: no such file; not LoRA; a setting that is not supported, with file, key and value.
     """
     if not folder.is_dir():
-        raise ValueError(f"load_adapter: {folder} is not a folder; it must hold {CONFIG_NAME} and {WEIGHTS_NAME}")
+        raise ValueError(f"load_adapter: {folder} is not a folder; it must contain {CONFIG_NAME} and {WEIGHTS_NAME}")
     path = folder / CONFIG_NAME
     if not path.is_file():
         raise ValueError(f"load_adapter: {folder} has no {CONFIG_NAME}: not a PEFT adapter")
@@ -226,5 +234,5 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
             f"{path}: init_lora_weights = {start!r} changes the base's weights, so this adapter does not fit the base; "
             "convert it with PEFT (save_pretrained with path_initial_model_for_weight_conversion)"
         )
-    # What is null is as PEFT's own default has it.
+    # A null entry stands for PEFT's default.
     return {key: value for key, value in config.items() if value is not None}

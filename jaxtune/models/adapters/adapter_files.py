@@ -1,16 +1,16 @@
-"""Adapters in PEFT's files: adapter_model.safetensors and adapter_config.json, as peft 0.21 writes and reads them.
+"""Saves and loads adapters in PEFT's files, adapter_model.safetensors and adapter_config.json, as peft 0.21 has them.
 
 Keys are `base_model.model.` + module name + `.lora_A.weight` [r, in], `.lora_B.weight` [out, r] and, for DoRA,
-`.lora_magnitude_vector` [out]; a module of modules_to_save is `base_model.model.` + its name + `.weight`.
+`.lora_magnitude_vector` [out]. A module of modules_to_save is `base_model.model.` + its name + `.weight`.
 
-Experts are parameters of one module, `mlp.experts`, which PEFT wraps once for each that has an adapter, the first in
-order innermost: with both adapted, gate_up_proj's keys have `.base_layer` after the module's name. lora_A is [E r, in],
-an expert's rows together; lora_B [out, r E], where column j belongs to expert j mod E.
+Experts are parameters of one module, `mlp.experts`, which PEFT wraps once for each parameter that has an adapter, the
+first one innermost: if both have one, the keys of gate_up_proj have `.base_layer` after the module's name. lora_A is [E
+r, in] with an expert's rows consecutive; lora_B is [out, r E], where column j belongs to expert j mod E.
 
-A linear can be adapted as a parameter too: target_parameters then has the name of its weight, as do the patterns, and
-the keys are the same. Some families' linears have to be (see adapter_config.py). The base's digest, and what the
-weights were in (trained_over.py), are in the metadata of the safetensors file: PEFT ignores them there, and warns of
-unknown config keys.
+A linear can also be adapted as a parameter: target_parameters and the patterns then have the name of its weight, and
+the keys are the same. For some families' linears this is required (see adapter_config.py). The base's digest and the
+format of its weights (trained_over.py) are in the metadata of the safetensors file, which PEFT ignores; it would warn
+of unknown keys in the config.
 """
 
 from __future__ import annotations
@@ -64,31 +64,34 @@ from jaxtune.system.files import atomic_write
 
 logger = logging.getLogger(__name__)
 _PREFIX = "base_model.model."
-# Today's name of the text part of a model with a vision tower, and that of transformers until 4.51.
+# Prefixes of the text part of a model with a vision tower: the current one, and that of transformers until 4.51.
 _WHOLE = re.compile(rf"{re.escape(_PREFIX)}(model\.language_model|language_model\.model)\.")
-# What of its base an adapter records: {key of the metadata: attribute of the model}, the one that says most first.
-# Older versions wrote the second alone, and compare it.
+# How an adapter identifies its base, {key of the metadata: attribute of the model}, the strictest first. Older versions
+# wrote and compare only the second.
 _BASE = {"jaxtune_base_digest": "base_digest", "jaxtune_base_fingerprint": "base_fingerprint"}
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertTensor:
-    """lora_A or lora_B of experts as a file holds it, over the variable that holds it here; used like a variable."""
+    """lora_A or lora_B of an expert matrix in the shape in which PEFT's files have it; can be used like a variable."""
 
-    variable: nnx.Variable
-    is_b: bool
-    transposed: bool  # the expert's weight is [in, out]
+    variable: nnx.Variable  # the variable of ExpertLora: a [E, r, in] or b [E, out, r]
+    is_b: bool  # whether it is lora_B
+    transposed: bool  # whether the experts' weights are [in, out]
 
     @property
     def shape(self) -> tuple[int, int]:
+        """The shape in the file: [E r, in] of lora_A, [out, r E] of lora_B."""
         experts, first, second = self.variable.shape
         return (first, second * experts) if self.is_b else (experts * first, second)
 
     def get_value(self) -> jax.Array:
+        """The variable's value in the file's layout."""
         value = self.variable.get_value()
         return (value.transpose(1, 2, 0) if self.is_b else value).reshape(self.shape)
 
     def set_value(self, value: jax.Array) -> None:
+        """Sets the variable from a value in the file's layout."""
         experts, first, second = self.variable.shape
         if self.is_b:
             value = value.reshape(first, second, experts).transpose(2, 0, 1)
@@ -96,6 +99,7 @@ class ExpertTensor:
 
 
 def _expert_tensors(model: Decoder) -> dict[str, ExpertTensor]:
+    """{PEFT's key: tensor} of all expert adapters of the model."""
     adapted = [(name, matrix.lora, matrix.transposed) for name, matrix in experts(model)]
     adapted = [(name, lora, transposed) for name, lora, transposed in adapted if lora is not None]
     names = {name for name, *_ in adapted}
@@ -110,7 +114,7 @@ def _expert_tensors(model: Decoder) -> dict[str, ExpertTensor]:
 
 
 def adapter_tensors(model: Decoder) -> dict[str, nnx.Variable | ExpertTensor]:
-    """PEFT's key -> variable, for everything that an adapter file holds. A tied head is there under both its names."""
+    """{PEFT's key: variable} of everything that an adapter file contains; a tied head is there under both its names."""
     tensors: dict[str, nnx.Variable | ExpertTensor] = {}
     for name, linear in linears(model):
         if linear.lora is None:
@@ -130,14 +134,14 @@ def adapter_tensors(model: Decoder) -> dict[str, nnx.Variable | ExpertTensor]:
 def save_adapter(model: Decoder, path: str | os.PathLike, tokenizer: Any = None) -> None:
     """Writes the model's adapter as a PEFT folder that `peft.PeftModel.from_pretrained` loads.
 
-    Adapters and modules_to_save are written in float32. The folder appears whole or not at all.
+    Adapters and modules_to_save are written in float32. The folder appears complete or not at all.
 
     Args:
       path: a folder that does not exist or is empty.
-      tokenizer: saved beside the adapter, if given, with its chat template: give Trainer.tokenizer after training.
+      tokenizer: saved beside the adapter with its chat template, if given; after training pass Trainer.tokenizer.
     Raises:
-      ValueError: the model has no adapter; something trains that an adapter file cannot hold; a value is not finite;
-        `path` exists and is not an empty folder.
+      ValueError: the model has no adapter; other tensors are trainable too, which an adapter file cannot contain; a
+        value is not finite; `path` exists and is not an empty folder.
     """
     files = adapter_content(model)
     with new_folder(path, "save_adapter") as folder:
@@ -148,25 +152,28 @@ def save_adapter(model: Decoder, path: str | os.PathLike, tokenizer: Any = None)
 def write_adapter(
     folder: Path, config: Mapping[str, Any], arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]
 ) -> None:
-    """Writes the two files of an adapter into a folder; see adapter_content."""
+    """Writes an adapter's two files into a folder; the arguments are from adapter_content."""
     tensors = [(name, array.shape, array.dtype) for name, array in sorted(arrays.items())]
     shards.write_file(folder / WEIGHTS_NAME, tensors, arrays.__getitem__, metadata)
     atomic_write(folder / CONFIG_NAME, json.dumps(config, indent=2, sort_keys=True) + "\n", durable=False)
 
 
 def adapter_content(model: Decoder) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, str]]:
-    """(adapter_config.json, the tensors, the metadata beside them) of a model's adapter; errors as in save_adapter."""
+    """(content of adapter_config.json, {key: array} of the tensors, the safetensors metadata) of a model's adapter.
+
+    Errors as in save_adapter.
+    """
     config = config_of(model)
     variables = adapter_tensors(model)
-    held = {id(getattr(variable, "variable", variable)) for variable in variables.values()}
+    covered = {id(getattr(variable, "variable", variable)) for variable in variables.values()}
     others = [
         ".".join(map(str, where))
         for where, variable in nnx.iter_graph(model)
-        if isinstance(variable, nnx.Param) and id(variable) not in held
+        if isinstance(variable, nnx.Param) and id(variable) not in covered
     ]
     if others:
         raise ValueError(
-            f"save_adapter: {_some(others)} are trained too, and an adapter file cannot hold them; "
+            f"save_adapter: {_some(others)} are trained too, and an adapter file cannot contain them; "
             "save the whole model (save_pretrained)"
         )
     arrays = {
@@ -182,20 +189,20 @@ def adapter_content(model: Decoder) -> tuple[dict[str, Any], dict[str, np.ndarra
 
 
 def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
-    """Adds the adapter of a PEFT folder to a model without one.
+    """Adds the adapter of a PEFT folder to a model that has none.
 
     Args:
-      model: the base that the adapter was trained on; of one that scores texts, the causal model too. Where its
-        weights are in another format than those that the adapter was trained over, a warning says so:
-        from_pretrained of the adapter's folder loads the base as it was.
-      path: a folder with adapter_model.safetensors and adapter_config.json, written here or by PEFT.
+      model: the base that the adapter was trained over; for an adapter that scores texts, the causal model is accepted
+        too. If its weights are in another format than in training, a warning says so: from_pretrained of the adapter's
+        folder loads the base in the right format.
+      path: a folder with adapter_model.safetensors and adapter_config.json, written by jaxtune or PEFT.
     Returns:
-      a new model that shares every base array with `model`; adapters are float32 whatever the file holds. That of an
-      adapter of quantisation-aware training rounds merged weights as it was trained, and its texts end where the
-      trained model's did.
+      a new model that shares every base array with `model`; adapters are float32 whatever the file's dtype. If the
+        adapter is from quantisation-aware training, merged weights are rounded as in training. The ids of end-of-text
+        tokens that training added are set.
     Raises:
       ValueError: no such files, or pickled ones; a PEFT feature that is not supported; tensors missing, unexpected,
-        misshaped or not finite; another base's digest.
+        misshaped or not finite; an adapter that was trained over another base.
     """
     folder = Path(path).expanduser()
     config, where = read_adapter_config(folder), folder / CONFIG_NAME
@@ -212,7 +219,7 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
             other,
             str(path),
         )
-    # Of a model with a vision tower: the config then has the names that linears have in that.
+    # For a model with a vision tower the adapter's config has the names that linears have in the whole model.
     spelled = whole_tensor_name if any(map(_WHOLE.match, arrays)) else str
     arrays = {_WHOLE.sub(f"{_PREFIX}model.", key): array for key, array in arrays.items()}
     own = {spelled(name): name for name, _ in matrices(model)}
@@ -229,7 +236,7 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
             f"it has {names[0]} and the like"
         )
 
-    # What PEFT's patterns are matched with. It lets a pattern match nothing.
+    # The names that PEFT matches with patterns. A pattern may match nothing.
     adapted_names = {name: own[name] for name in chosen + expert_names}
     adapted_names |= {f"{name}.weight": own[name] for name in weights}
 
@@ -249,7 +256,7 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
         rank_pattern=patterns("rank_pattern"),
         alpha_pattern=patterns("alpha_pattern"),
     )
-    # Shapes first: nothing is made of a rank that the file does not hold.
+    # Shapes first, so that no adapter is allocated with a rank that the file does not have.
     adapted = nnx.eval_shape(lambda: get_peft_model(model, **settings))
     variables = adapter_tensors(adapted)
     _check_tied(folder, model, arrays)
@@ -264,7 +271,7 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
 
 
 def _share_base(model: Decoder, adapted: Decoder) -> None:
-    """Puts the arrays of `model` into the places that they have in a model of shapes with an adapter over it."""
+    """Sets the base arrays of `adapted`, a model of shapes with an adapter, to those of `model`."""
     base = dict(nnx.to_flat_state(nnx.state(freeze(model))))
     for place, variable in nnx.to_flat_state(nnx.state(adapted)):
         if isinstance(variable, Frozen):
@@ -273,11 +280,17 @@ def _share_base(model: Decoder, adapted: Decoder) -> None:
 
 
 def _some(names: Sequence[str], limit: int = 8) -> str:
+    """The first names, and how many more there are, for error messages."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
 
 
 def _read_tensors(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """({key: array}, the file's metadata) of an adapter folder's weights.
+
+    Raises:
+      ValueError: no such file, a pickle, or a damaged file.
+    """
     path = folder / WEIGHTS_NAME
     if not path.is_file():
         pickled = folder / "adapter_model.bin"
@@ -293,7 +306,8 @@ def _read_tensors(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
 
 
 def _targets(path: Path, config: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    """The linears that PEFT would adapt: its rules for target_modules, exclude_modules and layers_to_transform."""
+    """The names of the linears that PEFT would adapt, by its rules for target_modules, exclude_modules,
+    layers_to_transform."""
 
     def matched(key):
         setting = config.get(key) or ()
@@ -312,21 +326,21 @@ def _targets(path: Path, config: Mapping[str, Any], names: Sequence[str]) -> lis
     if pattern not in ("layers", ["layers"]):
         raise ValueError(f"{path}: layers_pattern = {pattern!r} is not supported; layers are called 'layers' here")
     numbers = set(layers) if isinstance(layers, list) else {layers}
-    # A whole name in the list is taken whatever its layer is, as in PEFT.
+    # A linear whose whole name is in the list is adapted in any layer, as in PEFT.
     listed = config.get("target_modules", ())
     listed = () if isinstance(listed, str) else listed
     return [name for name in chosen if name in listed or int(name.split(".layers.")[1].split(".")[0]) in numbers]
 
 
 def _current_experts(folder: Path, config, variables, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The tensors, with those of experts in today's layout.
+    """The tensors of an adapter file, with those of experts converted to PEFT's current layout.
 
-    PEFT before 0.19 took every expert's weight for [in, out]. Where it is [out, in], its A was [E r, out] and its B
-    [in, r E], so that (B A)^T was added: our A is its B^T, our B its A^T. Shapes tell, or, of square weights, the
-    version.
+    PEFT before 0.19 assumed that every expert's weight is [in, out]. For weights that are [out, in] its A was [E r,
+    out] and its B [in, r E], and (B A)^T was added: the current A is its B^T, and the current B is its A^T. The shapes
+    show which layout it is; for square weights, the version of PEFT does.
 
     Raises:
-      ValueError: a layout that cannot be told, or that Unsloth wrote before it wrote PEFT's.
+      ValueError: a layout that cannot be determined, or one that older versions of Unsloth wrote.
     """
     layouts = config.get("unsloth_fused_expert_lora", {}).get("parameters") or {}
     values.mapping(f"{folder / CONFIG_NAME}: unsloth_fused_expert_lora.parameters", layouts)
@@ -352,7 +366,7 @@ def _current_experts(folder: Path, config, variables, arrays: Mapping[str, np.nd
             if not version:
                 raise ValueError(
                     f"{folder / CONFIG_NAME}: peft_version is missing: {key} is square, so its layout (which PEFT 0.19 "
-                    "changed) cannot be told; add the version of PEFT that wrote it"
+                    "changed) cannot be determined; add the version of PEFT that wrote it"
                 )
             if version >= (0, 19):
                 continue
@@ -364,28 +378,29 @@ def _current_experts(folder: Path, config, variables, arrays: Mapping[str, np.nd
 
 
 def _check_base(folder: Path, metadata: Mapping[str, str], model: Decoder) -> None:
-    """Refuses an adapter that records another base, by what says most of what both have."""
+    """Refuses an adapter that was trained over another base, by the strictest identification that both have."""
     for key, attribute in _BASE.items():
-        theirs, ours = metadata.get(key), getattr(model, attribute)
-        if theirs is None or ours is None:
+        recorded, own = metadata.get(key), getattr(model, attribute)
+        if recorded is None or own is None:
             continue
-        if theirs != ours:
+        if recorded != own:
             what = "digest" if attribute == "base_digest" else "fingerprint"
             raise ValueError(
-                f"{folder}: this adapter was trained on another base ({what} {theirs}, this model's is {ours}): its "
+                f"{folder}: this adapter was trained on another base ({what} {recorded}, this model's is {own}): its "
                 "weights or its config.json differ; load the base that it names in base_model_name_or_path"
             )
         return
 
 
 def _modules_to_save(config: Mapping[str, Any]) -> list[str]:
+    """The last parts of the names in modules_to_save; of a score model without "classifier", which PEFT adds."""
     names = {name.rsplit(".", 1)[-1] for name in config.get("modules_to_save") or ()}
-    # PEFT names every module that a head could be.
+    # PEFT lists every name that a head may have.
     return sorted(names if head_of_task(config.get("task_type")).is_text else names - {"classifier"})
 
 
 def _check_tied(folder: Path, model: Decoder, arrays: Mapping[str, np.ndarray]) -> None:
-    """Refuses an adapter that would part a tied head from its embedding, as PEFT can."""
+    """Refuses an adapter whose embedding and head differ although the model ties them, which PEFT can write."""
     if model.head is not None:
         return
     embedding, head = (arrays.get(f"{_PREFIX}{name}.weight") for name in ("model.embed_tokens", "lm_head"))
@@ -399,6 +414,7 @@ def _check_tied(folder: Path, model: Decoder, arrays: Mapping[str, np.ndarray]) 
 
 
 def _check_tensors(folder: Path, shapes: Mapping[str, tuple], arrays: Mapping[str, np.ndarray]) -> None:
+    """Raises ValueError for tensors that are missing, unexpected, misshaped or not finite, all in one message."""
     problems = []
     missing = [key for key in shapes if key not in arrays]
     unexpected = [key for key in arrays if key not in shapes]

@@ -1,11 +1,12 @@
-"""Merging an adapter into its base, one matrix at a time, with proof that the result computes the same.
+"""Merges an adapter into its base, one matrix at a time, and verifies that the result computes the same.
 
-What is proved of a merge, before anything of it is used:
-- Every merged matrix is finite, and acts on random rows as its adapter does, within a bound that every right merge
-  keeps (_merge_and_check). So is every embedding or head that trained beside the adapter finite.
-- Every other tensor is the model's own, or what it decodes to.
-- The logits of a small random batch agree (_check_logits), computed with the merged model's structure and each matrix
-  merged on the spot: what lies between the matrices is the same too. No second model is there for it.
+A merge is verified before any of it is used:
+- Every merged matrix is finite, and its product with random rows equals its adapter's within a bound that every correct
+  merge satisfies (_merge_and_check). Every embedding or head that was trained beside the adapter is finite.
+- Every other tensor is the model's own, or decoded from it.
+- The logits of a small random batch agree (_check_logits). They are computed with the merged model's structure, and
+  each matrix is merged when it is used, so that the code between the matrices is covered without a second model in
+  memory.
 """
 
 from __future__ import annotations
@@ -34,23 +35,30 @@ from jaxtune.pallas.grouped_matmul import GroupedLora
 from jaxtune.pallas.quant_matmul import LoraWeights, quant_matmul
 
 _FP32_ROUNDOFF = 2.0**-24
-# Margin of the bound on logits, which is statistical; see _check_logits.
+# Factor on the bound for logits, which is statistical; see _check_logits.
 _LOGITS_MARGIN = 8.0
 _PROBE_ROWS, _PROBE_LENGTH = 2, 16
-_HEAD_ROWS = 8192  # of the head that are in float32 at a time
-# Arrays in float32 of the size of a matrix that a compiled _merge_and_check holds at once, at most.
+_HEAD_ROWS = 8192  # how many rows of the head are in float32 at a time
+# The most float32 arrays of a matrix's size that a compiled _merge_and_check has at the same time.
 _WIDE_COPIES = 5
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "fake_quant"))
 def _merge_and_check(weight: jax.Array, lora: LoraWeights, probe: jax.Array, dtype, fake_quant: FakeQuant | None):
-    """(merged weight in dtype, is it finite, largest error of its product with probe over the error allowed).
+    """Merges an adapter into a weight, and compares products with both.
 
-    With fake_quant the merged weight is then put on its grid, which the check leaves out: it is not an error.
+    The product of `probe` with the merged weight is compared with the adapter's own forward, in fp32. Rounding each
+    weight to the storage dtype changes output o by at most u sum_i |w_oi x_i|, with its unit roundoff u. The fp32 sums
+    of n terms in either computation change it by at most n u32 times the sum of the terms' magnitudes. The bound
+    therefore holds for every correct merge.
 
-    The product with the merged weight is compared with the adapter's own forward, in fp32. Rounding each weight to the
-    storage dtype moves output o by at most u sum_i |w_oi x_i|, u its unit roundoff; the fp32 sums of n terms in either
-    path by at most n u32 times the sum of the terms' magnitudes. So the bound holds for every correct merge.
+    Args:
+      weight: [out, in], decoded.
+      probe: float32[rows, in], random.
+      dtype: of the merged weight.
+      fake_quant: the merged weight is then rounded to this grid, which is no error and not part of the comparison.
+    Returns:
+      (merged weight in dtype, whether it is finite, largest error over the error allowed)
     """
     wide = merged_weight(weight, lora)
     if fake_quant is None:
@@ -70,17 +78,17 @@ def _merge_and_check(weight: jax.Array, lora: LoraWeights, probe: jax.Array, dty
     )
     terms = terms if lora.row_scale is None else terms * jnp.abs(lora.row_scale)
     length = weight.shape[1] + lora.a.shape[0]
-    # Subnormal results round absolutely, not relatively.
+    # Subnormal numbers have an absolute rounding error, not a relative one.
     tiny = jnp.abs(probe).sum(-1, keepdims=True) * float(jnp.finfo(dtype).smallest_subnormal)
     allowed = _roundoff(dtype) * size(wide) + 2 * length * _FP32_ROUNDOFF * terms + tiny
-    # Where DoRA's magnitude is zero both are, and nothing is allowed.
+    # Where DoRA's magnitude is zero, both products and the allowed error are zero.
     error = jnp.where(got == expected, 0.0, jnp.abs(got - expected) / allowed).max()
     return stored, jnp.isfinite(wide).all(), error
 
 
 @functools.partial(jax.jit, static_argnums=3)
 def _merge_experts(weight: jax.Array, lora: GroupedLora, probe: jax.Array, transposed: bool):
-    """As _merge_and_check, expert by expert; the worst of the experts."""
+    """_merge_and_check of every expert of a matrix: (merged weights, whether all are finite, the largest error)."""
 
     def one(expert):
         weight, a, b = expert
@@ -94,17 +102,21 @@ def _merge_experts(weight: jax.Array, lora: GroupedLora, probe: jax.Array, trans
 
 
 def _roundoff(dtype) -> float:
+    """The unit roundoff of a floating-point dtype."""
     return float(jnp.finfo(dtype).eps) / 2
 
 
-@dispatch.unsaid()  # it checks in float32, once: kernels for training refuse that, and nobody misses them
+@dispatch.unsaid()  # it runs once, in float32, which training kernels do not support: no report of that is needed
 def _merged_matrix(name: str, linear: Linear | ExpertLinear, index: int, dtype: str, base_dtype: Any) -> jax.Array:
-    """The weight of a matrix with its adapter in it, checked.
+    """The weight of a matrix with its adapter merged, after verification.
 
     Args:
-      index: draws what it is checked with. dtype: what a weight in few bits is decoded to. base_dtype: for errors.
+      name: for errors.
+      index: seeds the random rows of the verification.
+      dtype: to which a quantised weight is decoded.
+      base_dtype: the base's dtype, for errors.
     Raises:
-      ArithmeticError: it is not finite, or does not act like its adapter.
+      ArithmeticError: it is not finite, or its products differ from the adapter's.
     """
     weight = dense(linear.stored_weight, dtype)
     probe = jax.random.normal(jax.random.key(index), (8, linear.sizes[-1]), jnp.float32)
@@ -127,7 +139,11 @@ def _merged_matrix(name: str, linear: Linear | ExpertLinear, index: int, dtype: 
 
 
 def _trained_whole(name: str, weight: jax.Array, dtype: Any) -> jax.Array:
-    """An embedding or a head that trained beside the adapter, in the dtype of the base."""
+    """An embedding or head that was trained beside the adapter, cast to the dtype of the base.
+
+    Raises:
+      ArithmeticError: it is not finite in that dtype.
+    """
     stored = weight.astype(dtype)
     if not jax.device_get(jnp.isfinite(stored).all()):
         raise ArithmeticError(f"merge_adapter: {name} is not finite in {dtype} after merging; nothing was merged")
@@ -135,22 +151,23 @@ def _trained_whole(name: str, weight: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _plain_matrix(linear: Linear | ExpertLinear, dtype: str) -> jax.Array:
-    """The weight of a matrix without an adapter: decoded, and on its grid in a model prepared for QAT."""
+    """The weight of a matrix without an adapter: decoded, and rounded to its grid in a model that is prepared for
+    QAT."""
     weight = dense(linear.stored_weight, dtype)
     spec = linear.fake_quant if isinstance(linear, Linear) else None
     return weight if spec is None else round_to_grid(weight, spec)
 
 
 def merged_weights(model: Decoder) -> Weights:
-    """The model with its adapter added into the weights, a tensor at a time as they are asked for: see merge_adapter.
+    """The model with its adapter merged into the weights, each tensor computed when it is asked for; see merge_adapter.
 
-    The logits are checked here, each matrix when it is made; so whoever writes the tensors writes a merge that is
-    proved, or an error ends it. On the device there are, beside the model, one merged matrix and what it takes to make
-    and to check it.
+    The logits are verified here, each matrix when it is computed, so that whoever writes the tensors writes a verified
+    merge or gets an error. The device has, beside the model, one merged matrix and what its computation and
+    verification take.
 
     Raises:
-      ValueError: no adapter.
-      ArithmeticError: the check of the logits failed; or, when a tensor is made, its own.
+      ValueError: the model has no adapter.
+      ArithmeticError: the verification of the logits failed; or, when a tensor is computed, its own did.
     """
     if not has_adapter(model):
         raise ValueError("merge_adapter: this model has no adapter")
@@ -191,7 +208,7 @@ def merged_weights(model: Decoder) -> Weights:
             if isinstance(value, Frozen):
                 setattr(module, key, trained(value, value.get_value()))
     merged.base_digest = merged.base_fingerprint = None  # it is another base now
-    # By the variable that the matrix multiplies by, and not by a name of ours: no other can be written in its place.
+    # Matched by the identity of the variable and not by a name, so that no other tensor can be written in its place.
     made = {name: makers.pop(id(variable)) for name, variable in tensors_of(merged).items() if id(variable) in makers}
     if makers:
         raise ArithmeticError(f"merge_adapter: {len(makers)} tensors have no place in files; nothing was merged")
@@ -201,24 +218,24 @@ def merged_weights(model: Decoder) -> Weights:
 
 
 def merge_adapter(model: Decoder) -> Decoder:
-    """The model with its adapter added into the weights: w + scale b a, rescaled for DoRA, in fp32, tensor by tensor.
+    """The model with its adapter merged into the weights: w + scale b a, rescaled for DoRA, computed in fp32.
 
-    Merged weights have the dtype that the base is stored in; modules_to_save take the place of the base's. The result
-    is a base again: no adapters, every tensor an `nnx.Param`, tied heads tied. It needs room for a second model on the
-    device; `export_model` and the end of a run write a merged folder without one.
+    Merged weights have the dtype in which the base is stored; modules_to_save replace the base's modules. The result is
+    a base again: it has no adapters, every tensor is an `nnx.Param`, and tied heads are tied. It needs memory for a
+    second model on the device; `export_model` and the end of a run write a merged folder without that.
 
-    Over quantised weights the adapter is merged into the dequantised ones, which it was trained over, in the compute
-    dtype: the merged model's weights are 16-bit (32-bit where it computes in float32), those without an adapter too.
-    In a model prepared for QAT the merged weights are put on its grid, as its forward does; see convert_qat.
+    If the base is quantised, the adapter is merged into the decoded weights, over which it was trained, in the compute
+    dtype. All weights of the merged model are then 16-bit (32-bit if the model computes in float32). In a model that is
+    prepared for QAT the merged weights are rounded to its grid, as in its forward; see convert_qat.
 
-    Checks before returning that every merged weight is finite and acts like its adapter (a bound that always holds for
-    a right merge, see _merge_and_check), and that the logits of a small random batch agree (see _check_logits).
+    Before it returns, the function verifies that every merged weight is finite and multiplies as its adapter does (see
+    _merge_and_check), and that the logits of a small random batch agree (see _check_logits).
 
     Returns:
-      a new model; it shares with `model` what did not change.
+      a new model that shares unchanged arrays with `model`.
     Raises:
-      ValueError: no adapter.
-      ArithmeticError: a check failed; nothing is returned.
+      ValueError: the model has no adapter.
+      ArithmeticError: a verification failed; nothing is returned.
     """
     weights = merged_weights(model)
     for name, variable in tensors_of(weights.model).items():
@@ -228,18 +245,21 @@ def merge_adapter(model: Decoder) -> Decoder:
 
 
 def merge_bytes(model: Decoder) -> tuple[int, int]:
-    """(bytes on the device, bytes in host memory) that merging takes beside the model, or `dequantize` of a model
-    without an adapter, where each tensor is written before the next is made."""
+    """(bytes on the device, bytes in host memory) that merging needs in addition to the model.
+
+    Each tensor is written before the next is computed. For a model without an adapter, these are the bytes of
+    `dequantize`.
+    """
     device = host = 0
     for _, matrix in matrices(model):
         weight = matrix.stored_weight
-        held = weight.size * (jnp.dtype(model.dtype) if isinstance(weight, Stored) else weight.dtype).itemsize
-        # Experts are merged one after the other, into a tensor of all of them.
+        size = weight.size * (jnp.dtype(model.dtype) if isinstance(weight, Stored) else weight.dtype).itemsize
+        # Experts are merged one at a time, into a tensor of all of them.
         wide = 4 * weight.size // max(matrix.num_experts, 1)
         if matrix.lora is not None or isinstance(weight, Stored):
-            decoded = held if isinstance(weight, Stored) else 0
-            device = max(device, held + decoded + (_WIDE_COPIES * wide if matrix.lora is not None else 0))
-        host = max(host, held)
+            decoded = size if isinstance(weight, Stored) else 0
+            device = max(device, size + decoded + (_WIDE_COPIES * wide if matrix.lora is not None else 0))
+        host = max(host, size)
     for holder in (model.embedding, model.head):
         if holder is not None:
             whole = holder.weight.get_value().size * jnp.dtype(model.dtype).itemsize
@@ -254,27 +274,22 @@ def merge_bytes(model: Decoder) -> tuple[int, int]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Merged(Stored):
-    """A matrix that is merged whenever it is decoded: `base` and its adapter, which may be none.
+    """A matrix that looks like a quantised weight and is merged with its adapter whenever it is decoded."""
 
-    Attributes:
-      a, b, magnitude: as Lora has them, or None. scale: of the adapter.
-      shape: of the weight. dtype_name: that it is merged in. fake_quant: of the linear.
-      transposed: of experts.
-    """
-
-    base: Any
-    a: jax.Array | None
-    b: jax.Array | None
-    magnitude: jax.Array | None
-    scale: float = dataclasses.field(metadata=dict(static=True))
-    shape: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))
-    dtype_name: str = dataclasses.field(metadata=dict(static=True))
+    base: Any  # the weight, an array or quantised
+    a: jax.Array | None  # as in Lora or ExpertLora; None: no adapter
+    b: jax.Array | None  # as in Lora or ExpertLora; None: no adapter
+    magnitude: jax.Array | None  # DoRA's magnitude, or None
+    scale: float = dataclasses.field(metadata=dict(static=True))  # the adapter's scale
+    shape: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))  # of the weight
+    dtype_name: str = dataclasses.field(metadata=dict(static=True))  # the dtype that it is merged in
+    # the grid to which the linear's weight is rounded, or None
     fake_quant: FakeQuant | None = dataclasses.field(metadata=dict(static=True))
-    transposed: bool = dataclasses.field(metadata=dict(static=True))
+    transposed: bool = dataclasses.field(metadata=dict(static=True))  # whether experts' weights are [in, out]
 
     @staticmethod
     def of(linear: Linear | ExpertLinear, dtype: str) -> _Merged:
-        """dtype: what a weight in few bits is decoded to."""
+        """The merged view of a linear or of experts; dtype: to which a quantised weight is decoded."""
         weight, lora = linear.stored_weight, linear.lora
         magnitude = None if lora is None or lora.magnitude is None else lora.magnitude[...]
         return _Merged(
@@ -290,13 +305,16 @@ class _Merged(Stored):
         )
 
     def problem(self) -> str | None:
+        """See Stored: there is none."""
         return None
 
     def cut(self, axis: int) -> int | None:
+        """See Stored: it is never divided."""
         return None
 
     @functools.partial(jax.jit, static_argnums=1)
     def _decode(self, dtype) -> jax.Array:
+        """The merged weight, rounded to the dtype that it will be stored in and then cast to `dtype`."""
         weight = dense(self.base, self.dtype_name)
         if self.a is not None and self.b is not None:
             if weight.ndim == 3:
@@ -310,10 +328,11 @@ class _Merged(Stored):
                 stored = (wide if self.fake_quant is None else self.fake_quant.round(wide)).astype(self.dtype_name)
         else:
             stored = weight if self.fake_quant is None else self.fake_quant.round(weight).astype(self.dtype_name)
-        # Else XLA may leave out the rounding, and what is compared is not what will be stored.
+        # Otherwise XLA may leave out the rounding, and the compared values would not be the stored ones.
         return jax.lax.optimization_barrier(stored).astype(dtype or self.dtype_name)
 
     def _expert(self, weight: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+        """The merged weight of one expert."""
         weight = weight.T if self.transposed else weight
         stored = merged_weight(weight, LoraWeights(a, b, None, self.scale)).astype(self.dtype_name)
         return stored.T if self.transposed else stored
@@ -321,17 +340,23 @@ class _Merged(Stored):
 
 @dispatch.unsaid()
 def _check_logits(model: Decoder, merged: Weights, views: dict[int, _Merged], changed: int) -> None:
-    """Compares logits on a random batch, both models computing in fp32: only the rounding of stored weights is left.
+    """Compares the logits of a random batch of both models, computed in fp32, where only the rounding of weights
+    differs.
 
-    The merged model's matrices are merged as they multiply, so that it is never there as a whole.
+    The merged model's matrices are merged when they multiply, so that the merged model is never in memory as a whole.
 
-    Rounding weights at random, with unit roundoff u, changes a product by about u / 2 of its size, and errors of
-    `changed` products add like a random walk. So the root mean square of the difference must be at most
-    8 u sqrt(changed) of that of the logits about their mean, where u counts fp32's own sums too. The check of each
-    matrix is the sharp one; this one is for what lies between them.
+    Rounding weights with unit roundoff u changes a product by about u / 2 of its size, and the errors of `changed`
+    products add up like a random walk. The root mean square of the difference must therefore be at most 8 u
+    sqrt(changed) times that of the logits around their mean, where u includes fp32's own sums. The verification of each
+    matrix is the sharp one; this one covers the code between the matrices.
 
     Args:
-      views: the merged model's matrices, by the identity of its variables.
+      model: with its adapter.
+      merged: the merged weights.
+      views: {identity of a variable of the merged model: its matrix}.
+      changed: the number of tensors that merging changes.
+    Raises:
+      ArithmeticError: the logits differ by more.
     """
     config = model.config
     walked = copy_structure(merged.model)
@@ -349,7 +374,7 @@ def _check_logits(model: Decoder, merged: Weights, views: dict[int, _Merged], ch
     scale = np.sqrt(np.mean(np.square(expected - middle)))
     error = float(np.sqrt(np.mean(np.square(got - expected))) / scale)
     if not error <= bound:
-        for make in merged.made.values():  # whose own check may say more
+        for make in merged.made.values():  # the check of a matrix may give a more precise error
             make()
         raise ArithmeticError(
             f"merge_adapter: the merged model's logits differ from the adapter model's by {error:.3g} of their size; "
@@ -358,12 +383,14 @@ def _check_logits(model: Decoder, merged: Weights, views: dict[int, _Merged], ch
 
 
 def _pairs(copy: Decoder, model: Decoder) -> dict[str, tuple[nnx.Variable, nnx.Variable]]:
-    ours, theirs = tensors_of(copy), tensors_of(model)
-    return {name: (ours[name], theirs[name]) for name in theirs}
+    """{Hugging Face name: (variable of the copy, variable of the model)} of all tensors."""
+    copied, originals = tensors_of(copy), tensors_of(model)
+    return {name: (copied[name], originals[name]) for name in originals}
 
 
 def _logits(model: Decoder) -> np.ndarray:
-    """float32[rows, tokens, vocab] of a random batch, computed in float32, with a part of the head at a time."""
+    """float32[rows, tokens, vocab]: the logits of a random batch, computed in float32 with some rows of the head at a
+    time."""
     model.dtype = "float32"
     tokens = jax.random.randint(jax.random.key(0), (_PROBE_ROWS, _PROBE_LENGTH), 0, model.config.vocab_size)
     hidden = model.hidden_states(tokens)

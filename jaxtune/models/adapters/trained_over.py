@@ -1,8 +1,8 @@
-"""What an adapter was trained over, which its folder records: it is the same model over nothing else.
+"""The record of what an adapter was trained over: format and dtype of the base's weights, which the adapter depends on.
 
-The record is JSON in the metadata of the adapter's safetensors file, which PEFT and servers ignore: of keys that PEFT
-does not know in adapter_config.json it warns. A folder that a run of an older version wrote has the same in the run's
-own record, jaxtune_run.json.
+The record is JSON in the metadata of the adapter's safetensors file, which PEFT and servers ignore, whereas PEFT warns
+of unknown keys in adapter_config.json. Folders that runs of older versions wrote have the same facts in the run's own
+record, jaxtune_run.json.
 """
 
 from __future__ import annotations
@@ -26,33 +26,29 @@ from jaxtune.models.lora import matrices
 from jaxtune.pallas.formats import FORMATS, Stored, load_in
 
 METADATA = "jaxtune_trained_over"
-RUN_RECORD = "jaxtune_run.json"  # of a folder that a run wrote; see train/folder/results.py
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # of the precision of a run
+RUN_RECORD = "jaxtune_run.json"  # in a folder that a run wrote; see train/folder/results.py
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # by the config key `precision` of a run
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainedOver:
-    """What a folder records; the default says nothing of the base."""
+    """How the base was loaded when an adapter was trained; the defaults make no statement about it."""
 
-    # The format of model.load_in that the base's linears were in; None: as the base's files store them.
+    # the format (of model.load_in) in which the base's linears were; None: as the base's files store them
     load_in: str | None = None
-    # Linears that were not in that format.
-    skip_modules: tuple[str, ...] = ()
-    # "fp8": linears multiplied as they are stored.
-    compute: str | None = None
-    # Of the model's weights; None: not recorded.
-    dtype: str | None = None
-    # How merged weights were rounded in quantisation-aware training.
-    qat: FakeQuant | None = None
-    # Tokens that end a text, what was taught among them.
-    eos_token_ids: tuple[int, ...] = ()
+    skip_modules: tuple[str, ...] = ()  # names of linears that were not in that format
+    compute: str | None = None  # "fp8": FP8 weights were multiplied without decoding
+    dtype: str | None = None  # of the model's weights; None: not recorded
+    qat: FakeQuant | None = None  # the grid to which merged weights were rounded in quantisation-aware training
+    eos_token_ids: tuple[int, ...] = ()  # tokens that end a text, with those that training added
 
     def to_text(self) -> str:
+        """The record as JSON."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
 
 
 def of_model(model: Decoder) -> TrainedOver:
-    """What is to be recorded of a model with an adapter."""
+    """The record for a model with an adapter."""
     stored = stored_in(model)
     plain = [name for name, matrix in matrices(model) if not isinstance(matrix.stored_weight, Stored)]
     return TrainedOver(
@@ -66,15 +62,15 @@ def of_model(model: Decoder) -> TrainedOver:
 
 
 def _stored_so(model: Decoder) -> bool:
-    """Whether the weights are quantised in the files of the model."""
+    """Whether the weights are quantised in the files that the model was loaded from."""
     return model.source is not None and "quantization_config" in json.loads(model.source.config)
 
 
 def read(folder: Path) -> TrainedOver | None:
-    """What an adapter's folder records; None of a folder without a record.
+    """The record in an adapter's folder; None if it has none.
 
     Raises:
-      ValueError: a record that cannot be followed, by file and key.
+      ValueError: a record that is not supported, with file and key.
     """
     weights = folder / WEIGHTS_NAME
     if weights.is_file():
@@ -92,10 +88,13 @@ def read(folder: Path) -> TrainedOver | None:
 
 
 def _from_record(where: str, record: Any) -> TrainedOver:
+    """The checked content of a record; `where` names the file, for errors."""
     values.mapping(where, record)
     fields = {field.name for field in dataclasses.fields(TrainedOver)}
     if unknown := sorted(record.keys() - fields):
-        raise ValueError(f"{where}: {unknown[0]} is unknown to this version of jaxtune: load it with the one it is of")
+        raise ValueError(
+            f"{where}: {unknown[0]} is unknown to this version of jaxtune: load it with the version that wrote it"
+        )
     found = {key: value for key, value in record.items() if value is not None}
     _one_of(f"{where}: load_in", found.get("load_in"), load_in())
     _one_of(f"{where}: compute", found.get("compute"), ("fp8",))
@@ -109,11 +108,12 @@ def _from_record(where: str, record: Any) -> TrainedOver:
 
 
 def of_run(folder: Path) -> TrainedOver | None:
-    """What the run that wrote a folder, an adapter's or a whole model's, trained over, by the keys of its config, with
-    which its command loaded the base; None of any other folder.
+    """What the run that wrote a folder (an adapter's or a whole model's) trained over, from the run's recorded config.
+
+    None for any other folder.
 
     Raises:
-      ValueError: as read.
+      ValueError: as in `read`.
     """
     file = folder / RUN_RECORD
     run = read_json(file).get("run") if file.is_file() else None
@@ -133,13 +133,16 @@ def of_run(folder: Path) -> TrainedOver | None:
 
 
 def _one_of(where: str, value: Any, known: Sequence[str]) -> None:
+    """Raises ValueError unless the value is None or one of the known ones."""
     if value is not None and value not in known:
         raise ValueError(f"{where} = {value!r} is unknown to this version of jaxtune; it knows {', '.join(known)}")
 
 
 def difference(over: TrainedOver, base: Decoder) -> str | None:
-    """How the weights of a base differ from those that an adapter was trained over, in words; None where they are in
-    the same format."""
+    """How a base's weights differ from those that an adapter was trained over, as a phrase for a warning.
+
+    None if they are in the same format.
+    """
     found = stored_in(base)
     if found == over.load_in or (over.load_in is None and _stored_so(base)):
         return None

@@ -463,7 +463,7 @@ def tensor_name(
     if path[0] == "layers":
         _, index, part, *rest = map(str, path)
         spec = layers[int(index)] if layers else LayerSpec()
-        part = (spec.their_names | {"layer_scalar": "layer_scalar"} | norms)[part]
+        part = (spec.hf_names | {"layer_scalar": "layer_scalar"} | norms)[part]
         if rest[:1] == ["experts"]:  # all experts' matrices are tensors of one module, not modules
             rest = ["experts", rest[1] + ("_bias" if rest[2] == "bias" else "")]
         if rest[:1] == ["router"]:

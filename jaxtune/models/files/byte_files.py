@@ -1,4 +1,4 @@
-"""Large files: written by a few threads while what comes next is made, and read back by a few to be compared."""
+"""Writes large files with several threads while the next tensor is computed, and reads them back to verify them."""
 
 from __future__ import annotations
 
@@ -13,26 +13,29 @@ from typing import Any
 import numpy as np
 import xxhash
 
-CHUNK_BYTES = 16 << 20  # of a tensor that one thread writes, or reads, and sums up
-IN_FLIGHT_BYTES = 256 << 20  # host memory of tensors that wait to be written, unless one alone is larger
+CHUNK_BYTES = 16 << 20  # how much one thread writes or reads at a time; each chunk has a checksum
+IN_FLIGHT_BYTES = 256 << 20  # host memory of tensors that wait to be written; a single larger tensor is allowed
 _THREADS = min(8, os.cpu_count() or 1)
 
 
 class Sums:
-    """Checksums of bytes that were written, of each CHUNK_BYTES one; they are there when the file is closed."""
+    """The checksums of bytes that are being written, one for each CHUNK_BYTES."""
 
     def __init__(self, size_bytes: int, futures: list[Future[int]]):
         self.size_bytes = size_bytes
         self._futures = futures
 
     def values(self) -> list[int]:
+        """The checksums (XXH3-64); waits until the bytes are written."""
         return [future.result() for future in self._futures]
 
 
 class Writer:
-    """A new file that grows at its end. Leaving the context waits until all is written, and raises what went wrong.
+    """A new file to which threads append data. Leaving the context waits for all writes and raises the first error.
 
-    advanced: told of bytes that are written, by any thread.
+    Args:
+      file: is created or overwritten.
+      advanced: called with the number of bytes that were written, from any thread.
     """
 
     def __init__(self, file: Path, advanced: Callable[[int], Any] = lambda _: None):
@@ -59,7 +62,11 @@ class Writer:
             os.close(self._descriptor)
 
     def append(self, data: bytes | np.ndarray) -> Sums:
-        """Writes bytes, uint8[n], after those before. They must stay as they are; they are let go once written."""
+        """Writes the bytes (uint8[n]) at the end of the file, in the background.
+
+        The caller must not change `data` afterwards; the reference to it is dropped once it is written. Waits while
+        more than IN_FLIGHT_BYTES are not written yet.
+        """
         while self._waiting and sum(self._sizes) + len(data) > IN_FLIGHT_BYTES:
             self._collect()
         view = memoryview(data)
@@ -73,6 +80,7 @@ class Writer:
         return Sums(len(data), futures)
 
     def _collect(self, raises: bool = True) -> None:
+        """Waits for the oldest write, and raises its error if `raises`."""
         future = self._waiting.popleft()
         self._sizes.popleft()
         if raises:
@@ -81,6 +89,7 @@ class Writer:
             future.exception()
 
     def _write(self, part: memoryview, at: int) -> int:
+        """Writes a part of the data at a position of the file, in a thread, and returns its checksum."""
         if self._failed.is_set():
             return 0
         try:
@@ -95,9 +104,12 @@ class Writer:
 
 
 def is_as_written(file: Path, offset: int, sums: Sums, advanced: Callable[[int], Any] = lambda _: None) -> bool:
-    """Whether a file has the bytes there that were written, by their checksums. advanced: told of bytes read."""
+    """Whether a file has, from `offset` on, the bytes that were written, by their checksums.
+
+    advanced: called with the number of bytes that were read.
+    """
     size, found = sums.size_bytes, []
-    data = np.empty(min(size, CHUNK_BYTES), np.uint8)  # not of zeros: to make those takes as long as to read
+    data = np.empty(min(size, CHUNK_BYTES), np.uint8)  # filling it with zeros would take as long as reading
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
         for start in range(0, size, CHUNK_BYTES):
@@ -116,6 +128,6 @@ def is_as_written(file: Path, offset: int, sums: Sums, advanced: Callable[[int],
 
 
 def all_of[Item, Result](check: Callable[[Item], Result], items: list[Item]) -> list[Result]:
-    """check(item) of each item, in a few threads; what they read waits for no other."""
+    """[check(item) for each item], computed by several threads."""
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxtune-read") as pool:
         return list(pool.map(check, items))

@@ -1,12 +1,12 @@
-"""What a base is known by: a digest of what its config.json says and of every byte of its weights.
+"""The identity of a base model: a digest of its config and of every byte of its weights.
 
-Weights are digested tensor by tensor, in the order of their names, as they are read: a checkpoint that is cut into
-other shards is the same base. Bytes that a load has in hand anyway are always digested, at 13 GB/s a thread; those of a
-tensor that devices divide would be read again for it alone, so their digests are kept (`Kept`) for as long as the files
-have the same path, size, times and inode.
+Weights are digested tensor by tensor, in the order of their names, as they are read. A checkpoint that is divided into
+other shards therefore has the same digest. Bytes that a load reads anyway are always digested, at 13 GB/s a thread. A
+tensor that is divided over devices would have to be read again for its digest alone, so its digest is cached
+(`DigestCache`) for as long as the files have the same path, size, times and inode.
 
-Older versions recorded `Digest.sampled`, of 64 blocks of 4 KiB of each tensor and nothing of config.json. It is still
-made, so that what they wrote can be compared by what they recorded.
+Older versions recorded `Digest.sampled`, which covers 64 blocks of 4 KiB of each tensor and nothing of config.json. It
+is still computed, so that what they recorded can be compared.
 """
 
 from __future__ import annotations
@@ -29,22 +29,25 @@ from jaxtune.models.config import DecoderConfig
 from jaxtune.system.files import atomic_write
 
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
-_READ_BYTES = 1 << 26  # of a tensor that is read for its digest alone
-# A file that was written so shortly before may be written again without its times telling: their clock ticks slowly.
+_READ_BYTES = 1 << 26  # how much is read at a time of a tensor that is read only for its digest
+# A file that was written less than this long ago may be written again without a change of its modification time,
+# because the clock of file systems has coarse ticks.
 _SETTLED_SECONDS = 2.0
-_FORMAT = 1
+_FORMAT = 1  # version of the cache's files
+# Config fields that have been renamed, {name: name in digests}, so that recorded digests stay valid.
+_FIRST_NAMES = {"fused": "together", "hf_name": "their_name"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Digest:
-    """Of one or more tensors, each by its name, dtype, shape and content."""
+    """Two digests of one or more tensors, each of which covers names, dtypes, shapes and content."""
 
-    sampled: bytes  # SHA-256, with up to 64 evenly spaced blocks of 4 KiB
-    whole: bytes  # with every byte
+    sampled: bytes  # SHA-256 over up to 64 evenly spaced blocks of 4 KiB of each tensor
+    whole: bytes  # XXH3-128 over every byte of a tensor, or SHA-256 over the digests of several
 
     @classmethod
     def of(cls, name: str, array: np.ndarray) -> Digest:
-        """Of a tensor in memory."""
+        """The digest of a tensor in memory."""
         what, data = f"{name} {array.dtype.name} {array.shape}", array.reshape(-1).view(np.uint8)
         whole = xxhash.xxh3_128(what.encode())
         whole.update(data)
@@ -58,55 +61,65 @@ class Digest:
         shape: tuple[int, ...],
         size: int,
         read: Callable[[int, int], np.ndarray],
-        kept: bytes | None = None,
+        known: bytes | None = None,
     ) -> Digest:
-        """Of a tensor that is not in memory. size: in bytes; read: gives those from one to before another; kept: its
-        `whole`, if that is known."""
+        """The digest of a tensor that is not in memory.
+
+        Args:
+          size: its bytes.
+          read: (start, stop) -> the tensor's bytes from start to before stop, uint8.
+          known: its `whole` digest, if it is cached; then only the sampled blocks are read.
+        """
         what = f"{name} {dtype.name} {shape}"
-        if kept is None:
+        if known is None:
             whole = xxhash.xxh3_128(what.encode())
             for start in range(0, size, _READ_BYTES):
                 whole.update(read(start, min(start + _READ_BYTES, size)))
-            kept = whole.digest()
-        return cls(_sampled(what, size, read), kept)
+            known = whole.digest()
+        return cls(_sampled(what, size, read), known)
 
     @classmethod
     def joined(cls, parts: Iterable[Digest]) -> Digest:
-        """Of several, in their order."""
+        """The digest of several tensors, from their digests in order."""
         parts = list(parts)
         sampled, whole = (b"".join(getattr(part, key) for part in parts) for key in ("sampled", "whole"))
         return cls(hashlib.sha256(sampled).digest(), hashlib.sha256(whole).digest())
 
 
 def _sampled(what: str, size: int, read: Callable[[int, int], np.ndarray]) -> bytes:
+    """SHA-256 of `what` and of up to 64 evenly spaced blocks of 4 KiB; `read` as in Digest.read."""
     last = max(0, size - _SAMPLE_BYTES)
     starts = sorted({last * i // (_SAMPLES - 1) for i in range(_SAMPLES)})
-    # In one piece: each larger piece that hashlib is given hands Python's lock over, and getting it back can take long.
+    # All blocks in one call: hashlib releases Python's lock for each larger piece, and taking it again can be slow.
     blocks = b"".join([read(start, min(start + _SAMPLE_BYTES, size)).tobytes() for start in starts])
     return hashlib.sha256(what.encode() + blocks).digest()
 
 
-def of_base(config: DecoderConfig, weights: bytes) -> str:
-    """What a base is known by, 64 hexadecimal digits. weights: the `whole` of its tensors."""
+def base_digest(config: DecoderConfig, weights: bytes) -> str:
+    """The identity of a base model, 64 hexadecimal digits, from its config and the `whole` digest of its tensors."""
     return hashlib.sha256(_said(config) + weights).hexdigest()
 
 
-def of_random(config: DecoderConfig, key: jax.Array, dtype: str) -> str | None:
-    """As of_base, of a model whose weights are drawn by `key`; None where both are but traced."""
+def random_digest(config: DecoderConfig, key: jax.Array, dtype: str) -> str | None:
+    """The identity of a base model with random weights drawn by `key`; None if the key is traced and has no value."""
     if isinstance(key, Tracer):
         return None
     drawn = np.asarray(jax.random.key_data(key)).tolist()
-    return of_base(config, f"random {drawn} {dtype}".encode())
+    return base_digest(config, f"random {drawn} {dtype}".encode())
 
 
 def _said(config: DecoderConfig) -> bytes:
-    """A config in bytes. What has its default is left out, so that a feature of later versions changes nothing of a
-    config without it."""
+    """A config as bytes for its digest.
+
+    Fields that have their default value are left out, so that a field which a later version adds does not change the
+    digest of a config that does not use it.
+    """
 
     def plain(value: Any) -> Any:
         if dataclasses.is_dataclass(value):
             fields = {f.name: (getattr(value, f.name), f.default) for f in dataclasses.fields(value)}
-            return [type(value).__name__, {name: plain(v) for name, (v, default) in fields.items() if v != default}]
+            said = {_FIRST_NAMES.get(name, name): plain(v) for name, (v, default) in fields.items() if v != default}
+            return [type(value).__name__, said]
         if isinstance(value, tuple | list):
             return [plain(each) for each in value]
         return value
@@ -114,19 +127,19 @@ def _said(config: DecoderConfig) -> bytes:
     return json.dumps(plain(config), sort_keys=True, default=repr).encode()
 
 
-# ---- digests that are kept
+# ---- cached digests
 
 
-def kept_folder() -> Path:
-    """The folder `weights` of JAXTUNE_CACHE, or of ~/.cache/jaxtune."""
+def cache_folder() -> Path:
+    """The folder of cached digests: `weights` in JAXTUNE_CACHE, or in ~/.cache/jaxtune."""
     return Path(os.environ.get("JAXTUNE_CACHE") or Path.home() / ".cache" / "jaxtune").expanduser() / "weights"
 
 
-class Kept:
-    """Digests of tensors that would be read for their digest alone, as an earlier load found them; thread-safe.
+class DigestCache:
+    """A cache on disk of the digests of tensors that would be read only for their digest; thread-safe.
 
     Args:
-      files: those that the tensors lie in.
+      files: the weight files of the checkpoint; the cached digests are valid while none of them changes.
     """
 
     def __init__(self, files: Iterable[Path]):
@@ -134,31 +147,34 @@ class Kept:
         self._began = time.time()
         self._states = self._look()
         place = hashlib.sha256("\n".join(os.path.abspath(file) for file in self._files).encode()).hexdigest()
-        self._path = kept_folder() / f"{place[:32]}.json"
+        self._path = cache_folder() / f"{place[:32]}.json"
         self._known: dict[str, str] = {}
         try:
             found = json.loads(self._path.read_text(encoding="utf-8"))
             if found["format"] == _FORMAT and found["files"] == self._states:
                 self._known = {str(name): str(bytes.fromhex(digest).hex()) for name, digest in found["digests"].items()}
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
-            pass  # there is none, or a damaged one: they are made anew
+            pass  # without a usable cache the digests are computed
         self._before = dict(self._known)
 
     def _look(self) -> list[list[Any]]:
-        """Of each file what changes when it is written; the second time cannot be set by hand."""
+        """For each file the values that change when it is written; among them is the change time, which nobody
+        can set."""
         found = [(os.path.abspath(file), os.stat(file)) for file in self._files]
         return [[path, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, s.st_dev] for path, s in found]
 
     def get(self, name: str) -> bytes | None:
-        """The `whole` of a tensor, if the files are as they were when it was made."""
+        """The `whole` digest of a tensor, if it was cached and the files have not changed since."""
         known = self._known.get(name)
         return None if known is None else bytes.fromhex(known)
 
     def put(self, name: str, whole: bytes) -> None:
+        """Adds the `whole` digest of a tensor, to be written by `save`."""
         self._known[name] = whole.hex()
 
     def save(self) -> None:
-        """Keeps what was put, for as long as the files are as they were; a cache that cannot be written is left."""
+        """Writes the cache if digests were added and the files did not change meanwhile; a failure to write is
+        ignored."""
         if self._known == self._before:
             return
         newest = max((max(mtime, ctime) for _, _, mtime, ctime, *_ in self._states), default=0) / 1e9

@@ -1,10 +1,10 @@
-"""How checkpoints store the matrices of a layer's experts.
+"""Translates between a model's expert matrices and the way checkpoints store them.
 
-Here, and in transformers 5's classes, gate_up_proj and down_proj hold those of all experts. Checkpoints on the hub
-hold a linear for each expert and matrix (Qwen3-MoE, Mixtral under names of its own), or, as gpt-oss is published, all
-experts in MXFP4. Experts in few bits lie as a linear for each expert and matrix, too, as transformers 4 saved and vLLM
-loads them; here a layer's experts are one tensor, which is possible where no block runs from one piece into the next.
-(Transformers 5 has experts as parameters, which its bitsandbytes leaves alone.)
+A model here, like transformers 5's classes, has one gate_up_proj and one down_proj with the matrices of all experts.
+Checkpoints on the hub have one linear per expert and matrix (Qwen3-MoE, and Mixtral under other names), or all experts
+in MXFP4 (gpt-oss as published). Quantised experts are stored as one linear per expert and matrix too, as transformers 4
+saves and vLLM loads them. They become one tensor here, which requires that no quantisation block crosses from one
+linear into the next. (Transformers 5 has experts as parameters, which its bitsandbytes integration does not quantise.)
 """
 
 from __future__ import annotations
@@ -26,16 +26,22 @@ _FUSED = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_pro
 
 @dataclasses.dataclass(frozen=True)
 class StackedEntry(shards.TensorEntry):
-    """A tensor that lies in pieces, one after the other: `file` and `offset` are the first one's."""
+    """A tensor whose content is several tensors of files, one after another; `file` and `offset` are those of the
+    first."""
 
-    parts: tuple[shards.TensorEntry, ...]
+    parts: tuple[shards.TensorEntry, ...]  # the tensors, in order
 
 
 def gather_experts(
     entries: Mapping[str, shards.TensorEntry], files: ExpertFiles | None, num_experts: int
 ) -> dict[str, shards.TensorEntry]:
-    """The entries, with the pieces of each experts' matrix in one entry under the name that it has here.
+    """The entries of a checkpoint, with the pieces of each expert matrix combined to one entry under the model's name
+    for it.
 
+    Args:
+      entries: {name: entry} of the files' tensors.
+      files: how the family names experts in files; None: they are not in pieces.
+      num_experts: experts of each layer, by the config.
     Raises:
       ValueError: a piece that is missing or does not fit the others.
     """
@@ -52,7 +58,7 @@ def gather_experts(
     for name, pieces in groups.items():
         matrices = (files.down,) if name.endswith("down_proj") else (files.gate, files.up)
         first = next(iter(pieces.values()))
-        if num_experts * len(matrices) > 2 * len(pieces):  # not one piece missing: another number of experts
+        if num_experts * len(matrices) > 2 * len(pieces):  # with over half missing, the number of experts is wrong
             raise ValueError(
                 f"{first.file}: {name}: config.json says {num_experts} experts, and there are {len(pieces)} pieces"
             )
@@ -78,7 +84,7 @@ def gather_experts(
 
 
 def read_stacked(entry: StackedEntry, start: int, stop: int) -> np.ndarray:
-    """uint8[stop - start]: the tensor's bytes from `start` to before `stop`."""
+    """The bytes of a stacked tensor from `start` to before `stop`, uint8[stop - start]."""
     data, at = np.empty(stop - start, np.uint8), 0
     for part in entry.parts:
         first, last = max(start, at), min(stop, at + part.size_bytes)
@@ -89,7 +95,11 @@ def read_stacked(entry: StackedEntry, start: int, stop: int) -> np.ndarray:
 
 
 def pieces_of(name: str, shape: tuple[int, ...], files: ExpertFiles) -> tuple[int, list[tuple[str, int, int]]]:
-    """(rows of a piece, [(its tensor's name, expert, the piece's first row of that expert's)]), in order."""
+    """The pieces in which files store an expert matrix [E, rows, in].
+
+    Returns:
+      (rows of each piece, [(name of the piece's tensor, expert, first row within that expert's matrix)] in order)
+    """
     match = _FUSED.fullmatch(name)
     assert match is not None
     prefix = match[1].replace(".mlp.", f".{files.module}.")
@@ -103,7 +113,7 @@ def pieces_of(name: str, shape: tuple[int, ...], files: ExpertFiles) -> tuple[in
 
 
 def split_experts(name: str, value: jax.Array, dtype, files: ExpertFiles) -> tuple[Piece, ...]:
-    """What a checkpoint stores for an experts' matrix, of which no more than the shape need be known."""
+    """How an expert matrix is written to files: one tensor per expert and matrix. Only the shape of `value` is used."""
     rows, pieces = pieces_of(name, value.shape, files)
     shape = (rows, value.shape[2])
 

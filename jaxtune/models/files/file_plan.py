@@ -1,4 +1,5 @@
-"""What files hold of a model, known by shape before any of it is made, and made one tensor of the model at a time."""
+"""A plan of the tensors that are written to files: their shapes are known first, and each is computed when it is
+written."""
 
 from __future__ import annotations
 
@@ -14,35 +15,44 @@ from jaxtune.pallas.formats.layout import FileTensor
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Tensors of a file, by name, that are made together. cut: what they are made of, of the model's tensor."""
+    """Tensors of a file that are computed at once from a part of one of the model's tensors."""
 
-    tensors: Mapping[str, FileTensor]
+    tensors: Mapping[str, FileTensor]  # {name in the file: tensor}
+    # takes the model's tensor and returns the part from which these tensors are computed
     cut: Callable[[Any], Any] = lambda value: value
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """What files hold of one tensor of a model. make: gives that tensor, an array or one in few bits."""
+    """All tensors that files contain for one tensor of the model."""
 
-    make: Callable[[], Any]
-    pieces: tuple[Piece, ...]
+    make: Callable[[], Any]  # computes the model's tensor, an array or quantised
+    pieces: tuple[Piece, ...]  # the tensors of files, in order
 
     @property
     def tensors(self) -> dict[str, FileTensor]:
+        """{name in the file: tensor} of all pieces."""
         return {name: tensor for piece in self.pieces for name, tensor in piece.tensors.items()}
 
     @property
     def size_bytes(self) -> int:
+        """Bytes of all tensors in the file."""
         return sum(tensor.size_bytes for tensor in self.tensors.values())
 
     def renamed(self, rename: Callable[[str], str]) -> Group:
-        """The same, with other names in files."""
+        """The same group with `rename` applied to the names in the file."""
         pieces = [Piece({rename(key): part for key, part in each.tensors.items()}, each.cut) for each in self.pieces]
         return Group(self.make, tuple(pieces))
 
     def arrays(self) -> Iterator[tuple[str, np.ndarray]]:
-        """(name, array in host memory) of each tensor, in order. The model's tensor is made when the first is asked
-        for, and let go with the last: whoever uses one at a time has one at a time."""
+        """Yields (name, array in host memory) of each tensor in order.
+
+        The model's tensor is computed when the first array is asked for and released with the last, so that a caller
+        that uses one group at a time has one tensor of the model in memory.
+
+        Raises:
+          ValueError: an array that does not have the planned shape or dtype.
+        """
         value = self.make()
         for number, piece in enumerate(self.pieces):
             part = piece.cut(value)
@@ -58,14 +68,17 @@ class Group:
                 yield name, array
 
 
-Planned = dict[str, Group]
+Planned = dict[str, Group]  # by the model's tensor names, in the order in which they are written
 
 
 def one(name: str, shape: Iterable[int], dtype: Any, make: Callable[[], Any], of: Callable[[Any], Any]) -> Group:
-    """The Group of a tensor that is one tensor of a file, too."""
+    """The group of a model's tensor that is one tensor of a file.
+
+    of: takes the model's tensor and returns the array that is written.
+    """
     return Group(make, (Piece({name: FileTensor(tuple(shape), np.dtype(dtype), of)}),))
 
 
 def size_bytes(planned: Planned) -> int:
-    """Bytes of the tensors, and room for the other files."""
+    """Bytes of all planned tensors, and 16 MiB for config, tokenizer and headers."""
     return sum(group.size_bytes for group in planned.values()) + (16 << 20)

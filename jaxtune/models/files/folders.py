@@ -1,4 +1,4 @@
-"""Output folders that appear whole or not at all."""
+"""Output folders that appear complete or not at all."""
 
 from __future__ import annotations
 
@@ -14,8 +14,13 @@ from jaxtune.system.files import hold, remove_left, sync, unfinished_name
 
 
 def require_new(path: str | os.PathLike, what: str) -> Path:
-    """`path`, or what it links to, if it does not exist or is an empty folder; ValueError otherwise: nothing is ever
-    overwritten."""
+    """The resolved `path`, if it does not exist or is an empty folder, so that nothing is ever overwritten.
+
+    what: the caller, for errors.
+
+    Raises:
+      ValueError: a file, a folder that is not empty, or a mount point.
+    """
     path = Path(path).resolve()
     if path.is_mount():
         raise ValueError(f"{what}: {path} is where a disk is mounted, which no new folder can replace; name one in it")
@@ -26,9 +31,9 @@ def require_new(path: str | os.PathLike, what: str) -> Path:
 
 
 def require_space(folder: Path, need_bytes: int) -> None:
-    """Raises ValueError where the disk of a folder, which need not exist yet, has less room than that."""
+    """Raises ValueError where the disk of a folder, which need not exist yet, has fewer free bytes than needed."""
     if not processes.first():
-        return  # which writes nothing large
+        return  # only the first process writes large files
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
@@ -38,14 +43,15 @@ def require_space(folder: Path, need_bytes: int) -> None:
 
 @contextlib.contextmanager
 def new_folder(path: str | os.PathLike, what: str) -> Iterator[Path]:
-    """A temporary folder beside `path`, which takes its name when the block ends well and vanishes when it fails.
+    """Context manager that yields a temporary folder beside `path`, which is renamed to `path` if the block succeeds.
 
-    Those that killed processes left of the same `path` are removed first.
+    If the block fails, the temporary folder is removed. Temporary folders of the same `path` that killed processes left
+    are removed first. Arguments and errors are those of require_new.
     """
     path = require_new(path, what)
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_left(path)
-    temporary, held = _make_held(path)
+    temporary, lock = _make_locked(path)
     try:
         yield temporary
         for entry in [*temporary.rglob("*"), temporary]:
@@ -56,22 +62,24 @@ def new_folder(path: str | os.PathLike, what: str) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     finally:
-        os.close(held)
+        os.close(lock)
 
 
-def _make_held(path: Path) -> tuple[Path, int]:
-    """A new folder beside `path`, and the descriptor that holds it."""
+def _make_locked(path: Path) -> tuple[Path, int]:
+    """(a new temporary folder beside `path`, a file descriptor whose lock shows other processes that the folder is in
+    use)."""
     while True:
         temporary = unfinished_name(path)
         temporary.mkdir()
         descriptor = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
         if hold(descriptor) and os.fstat(descriptor).st_nlink:
             return temporary, descriptor
-        os.close(descriptor)  # somebody who removes what is left was quicker
+        os.close(descriptor)  # another process removed it as a leftover before it was locked
 
 
 def _remove_left(path: Path) -> None:
-    """Removes what killed processes left of `path`; not what one that lives is writing."""
+    """Removes temporary folders of `path` that killed processes left, but not those that a running process has
+    locked."""
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         if left.is_dir() and not left.is_symlink():
             remove_left(left)

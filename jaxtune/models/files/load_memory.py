@@ -1,4 +1,4 @@
-"""What a model's weights take on a device, known before any of them is read."""
+"""The device memory that a model's weights need, computed before any of them is read."""
 
 from __future__ import annotations
 
@@ -24,17 +24,20 @@ def load_bytes(
     entries: Mapping[str, shards.TensorEntry],
     dtype: str,
     encoded: Mapping[str, str],
-    opened: Collection[str] = (),
+    decoded: Collection[str] = (),
 ) -> int:
     """Bytes of a model's tensors on a device that has all of them.
 
     Args:
-      shapes, entries: of each tensor by its name, and what of the files it is read from. encoded: the format that
-        tensors are turned into. opened: packed tensors that are decoded.
+      shapes: {name: shape} of the tensors.
+      entries: {name: entry in files} of the tensors.
+      dtype: of tensors that are not quantised.
+      encoded: {name: format} of tensors that are quantised on loading.
+      decoded: names of quantised tensors that are decoded on loading.
     """
     total = 0
     for name, shape in shapes.items():
-        if is_kept_packed(entries[name]) and name not in opened:
+        if is_kept_packed(entries[name]) and name not in decoded:
             total += entries[name].size_bytes
         elif name in encoded:
             total += _encoded_bytes(shape, dtype, encoded[name])
@@ -45,23 +48,28 @@ def load_bytes(
 
 @functools.cache
 def _encoded_bytes(shape: tuple[int, ...], dtype: str, load_in: str) -> int:
+    """Bytes of a weight of this shape after quantisation to the format `load_in`."""
     stored = jax.eval_shape(lambda array: quant.encode(array, load_in), jax.ShapeDtypeStruct(shape, dtype))
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(stored))
 
 
 def require_room(folder: Path, need_bytes: int, how: str, nf4_bytes: int | None) -> None:
-    """Raises ValueError where a model's weights are larger than what the default device has free: an allocation that
-    cannot succeed is tried again for seconds, and its error does not say what would fit.
+    """Raises ValueError where a model's weights are larger than the free memory of the default device.
+
+    Without this check an allocation that cannot succeed is retried for seconds, and its error does not say what would
+    fit.
 
     Args:
-      how: the dtype or the format of the weights. nf4_bytes: of the same model in NF4; None where it cannot be loaded
-        so.
+      folder: the model, for the error.
+      need_bytes: of the weights.
+      how: the dtype or format that they are loaded in.
+      nf4_bytes: of the same model in NF4, which the error may recommend; None where it cannot be loaded in NF4.
     """
     device = jax.local_devices()[0]
     limit, free = _memory(device)
     if limit is None or need_bytes <= free:
         return
-    gc.collect()  # a model that nobody holds any more
+    gc.collect()  # frees models that nothing refers to any more
     limit, free = _memory(device)
     if limit is None or need_bytes <= free:
         return
@@ -82,7 +90,7 @@ def require_room(folder: Path, need_bytes: int, how: str, nf4_bytes: int | None)
 
 
 def _memory(device: Any) -> tuple[int | None, int]:
-    """(bytes that jax may take of a device, bytes of them that are free); None where it does not say."""
+    """(bytes of a device that JAX may use, free bytes of these); (None, 0) for a device that does not report them."""
     stats = device.memory_stats() or {}
     limit = stats.get("bytes_limit")
     return (None, 0) if not limit else (limit, limit - stats.get("bytes_in_use", 0))

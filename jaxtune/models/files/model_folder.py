@@ -1,4 +1,4 @@
-"""A model's folder: where it is, and what of its files can be used. No tensor is read here."""
+"""Finds and checks the files of a model's folder: config, index, weight headers, tokenizer. No tensor is read here."""
 
 from __future__ import annotations
 
@@ -17,35 +17,41 @@ from jaxtune.models.files.published import PUBLISHED
 from jaxtune.system.files import atomic_write, writing
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-# Not *.safetensors: some repositories hold the weights a second time under another name.
+# Not *.safetensors: some repositories contain the weights a second time under another name.
 _HUB_PATTERNS = ("model*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "*.txt")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.bin.index.json")
-# Buffers that older versions of transformers saved with the weights; they follow from the config.
+# Buffers that older versions of transformers saved with the weights; they are computed from the config.
 _IGNORED = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object that a file holds.
+    """The JSON object in a file.
 
     Raises:
-      ValueError: it cannot be read, is not JSON, or holds something else.
+      ValueError: a file that cannot be read, is not JSON, or contains something other than an object.
     """
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{file}: cannot be read as JSON: {error}") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{file}: holds a {type(value).__name__}, not a JSON object")
+        raise ValueError(f"{file}: contains a {type(value).__name__}, not a JSON object")
     return value
 
 
 def write_json(file: Path, value: Mapping[str, Any]) -> None:
+    """Writes a JSON object to a file, atomically."""
     atomic_write(file, json.dumps(value, indent=2, ensure_ascii=False) + "\n", durable=False)
 
 
 def save_companions(folder: Path, files: Iterable[tuple[str, bytes]], tokenizer: Any) -> None:
-    """Writes files of these names and contents, and those of a tokenizer if it is not None."""
+    """Writes the files of a model's folder that are neither weights nor config.json.
+
+    Args:
+      files: (name, content) of each file.
+      tokenizer: a Hugging Face tokenizer, whose files are written, or None.
+    """
     for name, content in files:
         atomic_write(folder / name, content, durable=False)
     if tokenizer is None:
@@ -56,7 +62,7 @@ def save_companions(folder: Path, files: Iterable[tuple[str, bytes]], tokenizer:
             tokenizer.save_pretrained(folder)
         except OSError:
             raise
-        except Exception as error:  # of tokenizers, which writes in Rust
+        except Exception as error:  # the tokenizers library writes in Rust and raises its own exceptions
             if (number := re.search(r"\(os error (\d+)\)", str(error))) is None:
                 raise
             raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
@@ -66,7 +72,7 @@ def save_companions(folder: Path, files: Iterable[tuple[str, bytes]], tokenizer:
 
 
 def _complete(folder: Path) -> bool:
-    """Whether a cached snapshot holds a config and every shard of its weights."""
+    """Whether a cached snapshot has a config and every shard of its weights."""
     if not (folder / "config.json").exists():
         return False
     if (folder / WEIGHTS).exists():
@@ -76,11 +82,12 @@ def _complete(folder: Path) -> bool:
 
 
 def _has_tokenizer(folder: Path) -> bool:
+    """Whether a folder has any file of a tokenizer."""
     return any((folder / name).exists() for name in _TOKENIZER_FILES)
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """{tensor: name of its file} of an index."""
+    """{tensor: name of its file} of an index file; refuses an index without one, or one that names files elsewhere."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index}: has no weight_map, which says where each tensor is; fetch it again")
@@ -91,10 +98,11 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def resolve_folder(path: str | os.PathLike) -> Path:
-    """A local folder, or the cached (or then downloaded) snapshot of a Hugging Face hub name.
+    """The local folder of a model: `path` itself, or the snapshot of a Hugging Face hub name from the cache or a
+    download.
 
     Raises:
-      ValueError: neither; one line that says what was tried.
+      ValueError: there is neither; one line says what was tried.
     """
     name = os.fspath(path)
     folder = Path(name).expanduser()
@@ -113,9 +121,9 @@ def resolve_folder(path: str | os.PathLike) -> Path:
         whole = cached if _complete(cached) else None
     if whole is not None and _has_tokenizer(whole):
         return whole
-    try:  # one without a tokenizer, too: transformers caches a model alone
+    try:  # also for a complete model without a tokenizer: transformers caches the model's files alone
         snapshot = Path(snapshot_download(name, allow_patterns=list(_HUB_PATTERNS)))
-        if _complete(snapshot) or not constants.HF_HUB_OFFLINE:  # offline it returns what there is of a snapshot
+        if _complete(snapshot) or not constants.HF_HUB_OFFLINE:  # offline it returns an incomplete snapshot
             return snapshot
     except (LocalEntryNotFoundError, ConnectionError):
         pass
@@ -128,27 +136,31 @@ def resolve_folder(path: str | os.PathLike) -> Path:
     if whole is not None:
         return whole
     raise ValueError(
-        f"{name}: no folder of that name, not whole in the local Hugging Face cache, and the hub cannot be reached; "
+        f"{name}: no folder of that name, not complete in the local Hugging Face cache, and the hub cannot be reached; "
         "download it once while online, or give a folder"
     )
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a model folder."""
+    """The parsed config.json of a model folder.
+
+    Raises:
+      ValueError: there is none (the error says where else it may be), or it is not a JSON object.
+    """
     file = folder / "config.json"
     if not file.exists():
         if (folder / "adapter_config.json").exists():
-            raise ValueError(f"{folder} holds an adapter, not a model: load its base model, then load_adapter")
-        inner = [str(folder / name) for name in ("merged", "adapter") if (folder / name).is_dir()]  # a run's folder
+            raise ValueError(f"{folder} contains an adapter, not a model: load its base model, then load_adapter")
+        inner = [str(folder / name) for name in ("merged", "adapter") if (folder / name).is_dir()]  # of a run folder
         raise ValueError(f"{folder}: there is no config.json in it" + f"; give {' or '.join(inner)}" * bool(inner))
     return read_json(file)
 
 
 def find_config(path: str | os.PathLike) -> dict[str, Any]:
-    """config.json of a model whose weights need not be here: a folder or file, a published shape, or the hub's.
+    """The parsed config.json of a model whose weights are not needed: from a folder or file, PUBLISHED, or the hub.
 
     Raises:
-      ValueError: none of them has it.
+      ValueError: it is found in none of them.
     """
     name = os.fspath(path)
     local = Path(name).expanduser()
@@ -169,7 +181,11 @@ def find_config(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def weight_entries(folder: Path) -> dict[str, shards.TensorEntry]:
-    """Every tensor of a folder's safetensors files, checked against the index."""
+    """{name: entry} of every tensor in a folder's safetensors files, checked against the index.
+
+    Raises:
+      ValueError: missing or damaged files, an index that contradicts them, or weights in pickles.
+    """
     single, index = folder / WEIGHTS, folder / INDEX
     if single.exists():
         entries = shards.read_header(single)
@@ -202,10 +218,10 @@ def weight_entries(folder: Path) -> dict[str, shards.TensorEntry]:
 
 
 def read_generation_config(folder: Path) -> str | None:
-    """generation_config.json as text; None where there is none.
+    """The text of generation_config.json; None where there is none.
 
     Raises:
-      ValueError: it is not a JSON object, or its eos_token_id no token.
+      ValueError: it is not a JSON object, or its eos_token_id is neither a token id nor a list of them.
     """
     file = folder / "generation_config.json"
     if not file.exists():
@@ -217,11 +233,13 @@ def read_generation_config(folder: Path) -> str | None:
 
 
 def _token(key: str, value: Any) -> None:
+    """Check of a special token in a tokenizer's config: a string, or an object."""
     if not isinstance(value, str | dict):
         raise ValueError(f"{key} = {value!r}: must be a token's text, or an object with its content")
 
 
 def _templates(key: str, value: Any) -> None:
+    """Check of chat_template in a tokenizer's config: a string, or a list of objects with name and template."""
     if isinstance(value, str):
         return
     values.items(key, value, values.mapping)
@@ -245,7 +263,7 @@ def load_tokenizer(folder: Path):
     """The Hugging Face tokenizer of a folder, or None where it has no tokenizer files.
 
     Raises:
-      ValueError: files that make no tokenizer; where a value is of the wrong type, by file and key.
+      ValueError: files from which no tokenizer can be built; a value of the wrong type, with file and key.
     """
     if not _has_tokenizer(folder):
         return None
@@ -258,18 +276,18 @@ def load_tokenizer(folder: Path):
         for key, check in _TOKENIZER_CHECKS.items():
             if settings.get(key) is not None:
                 check(f"{file}: {key}", settings[key])
-    # Without this transformers says at import that there is no torch: we want none.
+    # Otherwise transformers warns at import that torch is missing, which is not needed here.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer, is_torch_available
 
-    # The command hides torch (cli.console), which transformers would import. It has looked now, and looks only once;
-    # other libraries are to find torch as it is: a hidden module is one that they take for imported.
+    # The command hides torch from transformers (cli.console). transformers has looked for it now, and looks only once.
+    # Then the entry is removed, because other libraries take a hidden module for an imported one.
     if not is_torch_available() and sys.modules.get("torch", ...) is None:
         del sys.modules["torch"]
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        tokenizer("a")  # some faults show only when it is used
-    except Exception as error:  # of whatever type: tokenizers raises bare Exceptions
+        tokenizer("a")  # some faults appear only in use
+    except Exception as error:  # the tokenizers library raises bare Exceptions
         said = " ".join(str(error).split())[:300]
         files = ", ".join(name for name in _TOKENIZER_FILES if (folder / name).exists())
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Shapes of published models, as their config.json states them: what a plan needs where no weights are."""
+"""The config.json of published models, from which a memory plan can be made without their weights or the hub."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ _MIXTRAL_8X7B: dict[str, Any] = {
     "hidden_act": "silu",
     "tie_word_embeddings": False,
 }
-# The text models, as transformers' default configs of their types have them (4B and 27B: as their cards state).
+# The text models, from transformers' default configs of their types (4B and 27B: from their model cards).
 _QWEN35_9B: dict[str, Any] = {
     "model_type": "qwen3_5_text",
     "vocab_size": 248320,

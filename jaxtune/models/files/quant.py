@@ -1,4 +1,5 @@
-"""Quantised weights of a model: which ones, in which format, and training for them."""
+"""Quantises the weights of a model, prepares models for quantisation-aware training (QAT), and describes both in
+config.json."""
 
 from __future__ import annotations
 
@@ -20,33 +21,35 @@ from jaxtune.pallas.formats.layout import Config
 
 
 def check_load_in(word: str | None) -> None:
-    """Raises ValueError for a format that weights cannot be loaded in."""
+    """Raises ValueError for a format name that weights cannot be quantised to on loading; None is allowed."""
     if word is not None and word not in load_in():
         raise ValueError(f"load_in {word!r} is not supported; supported: None, {', '.join(map(repr, load_in()))}")
 
 
 def encode(array: jax.Array, load_in: str) -> Stored:
-    """A weight [..., out, in] in a format that model.load_in names."""
+    """Quantises a weight [..., out, in] to the format of this name (a value of model.load_in)."""
     return FORMATS[load_in].encode(array)
 
 
 def quantize(model: Decoder, load_in: str = "nf4", skip_modules: Sequence[str] = ()) -> Decoder:
-    """The model with linears and experts of its layers in few bits; embeddings, head, norms, routers and biases stay as
-    they are.
+    """Quantises the linears and experts in the layers of a model.
+
+    Embeddings, head, norms, routers and biases keep their dtype, and so do weights that are quantised already.
 
     Args:
-      load_in: a format of model.load_in, such as "nf4" (with double quantisation) or "fp8" (by rows).
-      skip_modules: names, or last parts of names, of linears that are left alone (o_proj).
+      load_in: a format that model.load_in can name, such as "nf4" (with double quantisation) or "fp8" (a scale per
+        row).
+      skip_modules: names, or last parts of names, of linears that are not quantised ("o_proj").
     Returns:
-      a new model, all frozen: quantised weights train through adapters (get_peft_model).
+      a new model whose tensors are all frozen: quantised weights are trained through adapters (get_peft_model).
     Raises:
-      ValueError: another format; a model with adapters; a name that matches nothing.
+      ValueError: another format; a model with adapters; a name that matches no linear.
     """
     check_load_in(load_in)
     if has_adapter(model):
         raise ValueError("quantize: this model has adapters: quantise the base, then add them")
     model = freeze(model)
-    model.qat = None  # no weight lies on that grid any more
+    model.qat = None  # its weights are no longer rounded to that grid
     modules = dict(matrices(model))
     for skipped in skip_modules:
         if not any(name_matches(name, skipped) for name in modules):
@@ -59,8 +62,10 @@ def quantize(model: Decoder, load_in: str = "nf4", skip_modules: Sequence[str] =
 
 
 def dequantize(model: Decoder, modules: Sequence[str] | None = None) -> Decoder:
-    """A new model without quantised weights: decoded to model.dtype. modules: only those of these names, or last parts
-    of names."""
+    """A new model whose quantised weights are decoded to model.dtype.
+
+    modules: names, or last parts of names, of the linears and experts that are decoded; None: all.
+    """
     model = copy_structure(model)
     for name, linear in matrices(model):
         weight = linear.stored_weight
@@ -70,13 +75,13 @@ def dequantize(model: Decoder, modules: Sequence[str] | None = None) -> Decoder:
 
 
 def compute_in_fp8(model: Decoder) -> Decoder:
-    """A new model over the same arrays whose linears and experts in FP8 multiply as they are stored, forward and
-    backward.
+    """A new model over the same arrays whose FP8 linears and experts multiply in FP8, forward and backward.
 
-    Adapters, norms, routers, embeddings and the head compute as before.
+    Their weights are then multiplied as they are stored, without decoding. Adapters, norms, routers, embeddings and the
+    head compute as before.
 
     Raises:
-      ValueError: no linear is in FP8.
+      ValueError: no weight of the model is stored in FP8.
     """
     model = copy_structure(model)
     for _, matrix in matrices(model):
@@ -88,20 +93,22 @@ def compute_in_fp8(model: Decoder) -> Decoder:
 
 
 def computes_in_fp8(model: Decoder) -> bool:
+    """Whether any linear or experts of the model multiply in FP8 (compute_in_fp8)."""
     return any(matrix.fp8 for _, matrix in matrices(model))
 
 
 def is_quantized(model: Decoder) -> bool:
+    """Whether any weight of the model is quantised."""
     return stored_in(model) is not None
 
 
 def stored_in(model: Decoder) -> str | None:
-    """The name of the format that the model's quantised weights are in; None where there are none."""
+    """The name of the format of the model's quantised weights, such as "nf4"; None where there are none."""
     return min((format_of(weight).word for weight in _stored(model).values()), default=None)
 
 
 def _stored(model: Decoder) -> dict[str, Stored]:
-    """The quantised weights by the names of their linears and experts."""
+    """{name of its linear or experts: weight} of all quantised weights."""
     weights = ((name, matrix.stored_weight) for name, matrix in matrices(model))
     return {name: weight for name, weight in weights if isinstance(weight, Stored)}
 
@@ -110,22 +117,23 @@ def _stored(model: Decoder) -> dict[str, Stored]:
 
 
 def prepare_qat(model: Decoder, format: str = "int4", group_size: int = 128) -> Decoder:
-    """A new model over the same arrays that computes with fake-quantised weights in its layers; see fake_quant.
+    """A new model over the same arrays whose layers compute with fake-quantised weights; see fake_quant.py.
 
-    Over adapters the merged weight is rounded. Linears whose input is not a multiple of group_size stay as they are
-    (not_quantized names them); so do embeddings, head and norms. Values are rounded in model.dtype.
+    Where there are adapters, the merged weight is rounded. Linears whose input size is not a multiple of group_size are
+    not rounded (`not_quantized` names them), nor are embeddings, head and norms. Values are rounded in model.dtype.
 
     Args:
-      format: of fake_quant.FORMATS. group_size: weights of a row that share a scale.
+      format: a key of fake_quant.FORMATS.
+      group_size: how many consecutive weights of a row share a scale.
     Raises:
-      ValueError: another format or size; no linear that the groups fit; experts, which are not rounded; DoRA or
-        dropout, which a merged weight cannot have.
+      ValueError: another format or size; a size that divides no linear's input; a model with experts, which are not
+        rounded; DoRA or dropout, which the merged weight cannot represent.
     """
     return rounded_by(model, FakeQuant(format, group_size, model.dtype))
 
 
 def rounded_by(model: Decoder, spec: FakeQuant) -> Decoder:
-    """As prepare_qat, on a grid whose dtype need not be the model's."""
+    """prepare_qat with a grid whose dtype may differ from the model's."""
     for name, _ in experts(model):
         raise ValueError(
             f"qat: {name}: quantisation-aware training does not round experts; set qat=null for {model.config.family}"
@@ -146,7 +154,7 @@ def rounded_by(model: Decoder, spec: FakeQuant) -> Decoder:
 
 
 def unrounded(model: Decoder) -> Decoder:
-    """A new model over the same arrays that computes with its weights as they are."""
+    """A new model over the same arrays that computes with its weights without rounding them: undoes prepare_qat."""
     model = copy_structure(model)
     for _, linear in linears(model):
         linear.fake_quant = None
@@ -154,12 +162,13 @@ def unrounded(model: Decoder) -> Decoder:
 
 
 def convert_qat(model: Decoder) -> Decoder:
-    """A new model whose weights are the rounded ones that a prepared model computes with; its logits are the same.
+    """A new model whose weights are the rounded ones that a prepared model computes with, so that its logits are the
+    same.
 
     Weights keep their dtype. A model with adapters is converted by merge_adapter.
 
     Raises:
-      ValueError: a model that is not prepared, or has adapters.
+      ValueError: a model that is not prepared for QAT, or that has adapters.
     """
     spec = qat_spec(model)
     if spec is None:
@@ -179,29 +188,29 @@ def convert_qat(model: Decoder) -> Decoder:
 
 @functools.partial(jax.jit, static_argnums=1)
 def round_to_grid(weight: jax.Array, spec: FakeQuant) -> jax.Array:
-    """A weight [out, in] on its grid, in its own dtype."""
+    """Rounds a weight [out, in] to the grid, in the weight's own dtype."""
     return spec.round(weight).astype(weight.dtype)
 
 
 def qat_spec(model: Decoder) -> FakeQuant | None:
-    """How a prepared model's linears are rounded; None for any other model."""
+    """The rounding of a model that is prepared for QAT; None for any other model."""
     return next((linear.fake_quant for _, linear in linears(model) if linear.fake_quant is not None), None)
 
 
 def not_quantized(model: Decoder, spec: FakeQuant) -> list[str]:
-    """Names of the linears that the groups do not fit."""
+    """Names of the linears that QAT does not round because group_size does not divide their input size."""
     return [name for name, linear in linears(model) if not spec.fits(linear.sizes[1])]
 
 
 def qat_config(model: Decoder) -> dict[str, Any] | None:
-    """What config.json says, under "qat", of weights that lie on a grid; None where they do not. dtype: of the values
-    and of their scales.
+    """The entry "qat" of config.json for a model whose weights QAT rounded to a grid; None for other models.
 
-    There is no standard key for it: the weights are plain 16-bit ones, and `quantization_config` would make loaders
-    look for packed tensors.
+    It records format, group size, the dtype of values and scales, and the modules that are not rounded. There is no
+    standard key for this: the weights are plain 16-bit ones, and with `quantization_config` loaders would look for
+    packed tensors.
 
     Raises:
-      ValueError: the model's dtype does not hold the grid.
+      ValueError: the model's dtype cannot represent the grid's values.
     """
     if model.qat is None:
         return None
@@ -211,7 +220,9 @@ def qat_config(model: Decoder) -> dict[str, Any] | None:
 
 
 def grid_of(where: str, config: Mapping[str, Any]) -> FakeQuant | None:
-    """The grid that a config.json, which `where` names, says that its weights lie on; None where it says none.
+    """The grid that a config.json records for its weights under "qat"; None where it has no such entry.
+
+    where: the file's name, for errors.
 
     Raises:
       ValueError: as FakeQuant.of_record.
@@ -219,18 +230,21 @@ def grid_of(where: str, config: Mapping[str, Any]) -> FakeQuant | None:
     record = config.get("qat")
     if record is None:
         return None
-    if isinstance(record, Mapping) and "dtype" not in record:  # which older versions left out: the weights' own
+    if isinstance(record, Mapping) and "dtype" not in record:  # older versions wrote none: it was the weights' dtype
         record = {**record, "dtype": config.get("dtype") or config.get("torch_dtype")}
     return FakeQuant.of_record(f"{where}: qat", record)
 
 
 def require_grid(model: Decoder, target: str, dtype: str | None = None) -> None:
-    """Raises ValueError where weights that QAT put on a grid would leave it: what `target` names is to hold them in
-    another dtype (None: the model's)."""
+    """Raises ValueError where weights that QAT rounded to a grid would be written in a dtype that cannot represent the
+    grid.
+
+    target: what is to be written, for the error. dtype: the dtype of the weights there; None: the model's.
+    """
     dtype = dtype or model.dtype
-    if model.qat is not None and not model.qat.held_by(dtype):
+    if model.qat is not None and not model.qat.represented_by(dtype):
         raise ValueError(
-            f"{target} is in {dtype}, which does not hold weights that quantisation-aware training rounded to "
+            f"{target} is in {dtype}, which cannot represent weights that quantisation-aware training rounded to "
             f"{model.qat}: take {model.qat.dtype} (dtype, --dtype, --outtype)"
         )
 
@@ -239,13 +253,17 @@ def require_grid(model: Decoder, target: str, dtype: str | None = None) -> None:
 
 
 def check_stored(folder: Path, hf: dict, stored: Set[str], load_in: str | None, beside: Set[str] = frozenset()) -> None:
-    """Refuses weights that are not in the format that is asked for, or that their config.json says.
+    """Refuses a checkpoint whose weights are stored in another format than the one that is asked for or that its config
+    names.
 
     Args:
-      hf: config.json. stored: the formats of the weights, none where all have 16 bits or more. beside: those of
-        tensors that the model does not compute with, of which config.json then speaks.
+      folder: the checkpoint, for errors.
+      hf: its config.json.
+      stored: names of the formats of its quantised weights; empty if all weights have 16 bits or more.
+      load_in: the format that is asked for, or None.
+      beside: formats of tensors that the model does not compute with; config.json may name these.
     Raises:
-      ValueError: with the folder, what is said of its weights, and the fix.
+      ValueError: with the folder, what is wrong about its weights, and the fix.
     """
     if load_in is not None and stored - {load_in}:
         raise ValueError(
@@ -262,7 +280,7 @@ def check_stored(folder: Path, hf: dict, stored: Set[str], load_in: str | None, 
 
 
 def quantization_config(model: Decoder) -> Config | None:
-    """What config.json says of the quantised weights, in transformers' words; None where there are none."""
+    """The entry "quantization_config" of config.json, as transformers reads it; None where no weight is quantised."""
     stored = _stored(model)
     if not stored:
         return None
@@ -273,6 +291,6 @@ def quantization_config(model: Decoder) -> Config | None:
 
 
 def parameters(state: nnx.State) -> int:
-    """Parameters of a state; one in few bits counts as one."""
+    """The number of parameters in a state; a quantised weight counts the elements that it decodes to."""
     leaves = jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, Stored))
     return sum(leaf.size for leaf in leaves)

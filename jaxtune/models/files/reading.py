@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, read by a few threads and put on their devices."""
+"""Reads the tensors of a checkpoint with several threads and places them on devices."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ import jax
 import jax.numpy as jnp
 
 from jaxtune.models.files import expert_files, quant, shards, stored_weights
-from jaxtune.models.files.digests import Digest, Kept
+from jaxtune.models.files.digests import Digest, DigestCache
 from jaxtune.models.files.stored_weights import StoredEntry
 from jaxtune.models.files.tensor_entries import listed
 from jaxtune.models.placement import partition
 from jaxtune.pallas.formats import Stored
 
-# Host memory of tensors on their way to the device, unless one alone is larger.
+# Host memory of tensors on their way to the device; a single larger tensor is allowed.
 IN_FLIGHT_BYTES = 1 << 30
 _THREADS = 8
 
 
 @jax.jit
 def _all_finite(tensor: jax.Array | Stored) -> jax.Array:
-    """bool[]: of a tensor in one pass; of a quantised one, its scales, and its codes where they are floats."""
+    """bool[]: whether all numbers of a tensor are finite; of a quantised one, its scales, and its codes if they are
+    floats."""
     leaves = [leaf for leaf in jax.tree.leaves(tensor) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all()
 
@@ -37,39 +38,43 @@ def read_tensors(
     entries: Mapping[str, shards.TensorEntry],
     dtype: str,
     encoded: Mapping[str, str] = types.MappingProxyType({}),
-    opened: frozenset[str] = frozenset(),
+    decoded: frozenset[str] = frozenset(),
     cancelled: threading.Event | None = None,
     where: Callable[[str, Any], Any] = lambda name, tensor: None,
 ) -> tuple[dict[str, jax.Array | Stored], Digest]:
-    """({name: array in dtype}, digest of all as they are stored). Reads and transfers run in a few threads.
+    """Reads tensors, casts, encodes or decodes them, places them on devices, and checks there that they are finite.
 
-    where: (name, tensor) -> how its arrays are to lie; None: on the default device. Of a divided tensor the parts of
-    this process's devices are read, each for its own; but what is packed is read whole, and what is encoded here is so
-    on the default device first, one tensor at a time (four bits' offset is the mean over all of a tensor).
-
-    Tensors named in `encoded` are turned into that format on the device, one at a time; packed ones stay as they are,
-    but for those named in `opened`.
-    Every tensor is looked over for values that are not finite, where it lies; the answers are waited for at the end.
+    Args:
+      dtype: to which tensors are cast that are neither kept quantised nor encoded.
+      encoded: {name: format} of tensors that are quantised on the device, one at a time.
+      decoded: names of quantised tensors that are decoded; other quantised tensors stay as they are.
+      cancelled: once it is set, the function raises CancelledError.
+      where: (name, tensor) -> the sharding of its arrays; None: the default device. Of a divided tensor only this
+        process's parts are read, except that quantised and encoded tensors are read whole.
+    Returns:
+      ({name: array or quantised weight}, digest of all tensors as they are stored)
+    Raises:
+      ValueError: values that are not finite in `dtype`, or that a format does not allow.
     """
 
     one_at_a_time = threading.Lock()
-    kept = Kept(entry.file for entry in entries.values())
+    digest_cache = DigestCache(entry.file for entry in entries.values())
 
     def load(name, entry):
         if isinstance(entry, StoredEntry):
             packed, digest = stored_weights.read(entry, dtype)
             if not entry.layout.opens:
                 packed = partition.put(packed, where(name, packed))
-                return jax.block_until_ready(packed.decode(dtype) if name in opened else packed), digest
+                return jax.block_until_ready(packed.decode(dtype) if name in decoded else packed), digest
             host = entry.layout.open(packed, dtype)
         else:
             stacked = isinstance(entry, expert_files.StackedEntry)
             read = functools.partial(expert_files.read_stacked if stacked else shards.read_bytes, entry)
-            lies = None if name in encoded else where(name, jax.ShapeDtypeStruct(entry.shape, dtype))
-            if lies is not None and not lies.is_fully_replicated:
-                divided = shards.over_devices(entry, lies, read)
-                digest = shards.entry_digest(name, entry, read, kept.get(name))
-                kept.put(name, digest.whole)
+            sharding = None if name in encoded else where(name, jax.ShapeDtypeStruct(entry.shape, dtype))
+            if sharding is not None and not sharding.is_fully_replicated:
+                divided = shards.over_devices(entry, sharding, read)
+                digest = shards.entry_digest(name, entry, read, digest_cache.get(name))
+                digest_cache.put(name, digest.whole)
                 return jax.block_until_ready(divided.astype(dtype)), digest
             host = read(0, entry.size_bytes).view(shards.DTYPES[entry.dtype]).reshape(entry.shape)
             digest = Digest.of(name, host)
@@ -88,7 +93,7 @@ def read_tensors(
         nonlocal in_flight
         name, entry, future = waiting.popleft()
         arrays[name], digests[name] = future.result()
-        finite[name] = [_all_finite(part) for part in partition.own(arrays[name])]  # nothing waits for it
+        finite[name] = [_all_finite(part) for part in partition.addressable(arrays[name])]  # not waited for here
         in_flight -= entry.size_bytes
 
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxtune-load") as pool:
@@ -107,5 +112,5 @@ def read_tensors(
             f"{entries[broken[0]].file.parent}: values that are not finite in {dtype}: {listed(broken)} "
             f"(in {listed(files)}); fetch them again{'' if dtype != 'float16' else ', or load in bfloat16 or float32'}"
         )
-    kept.save()
+    digest_cache.save()
     return arrays, Digest.joined(digests[name] for name in sorted(digests))

@@ -1,7 +1,8 @@
-"""safetensors files, read and written one tensor at a time.
+"""Reads and writes safetensors files one tensor at a time.
 
-The format: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the bytes.
-Reading is by plain positioned reads, not mmap, so that what was read can be freed and threads can share the work.
+The format is 8 bytes of little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, and the bytes
+of the tensors. Files are read by positioned reads and not mapped, so that memory can be freed and threads can share the
+work.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from jaxtune.system import processes
 from jaxtune.system.files import writing
 
 DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
-# What else parts of weights in few bits are stored in.
+# The dtypes of all tensors that can be read, those of quantised weights included.
 _STORED = DTYPES | {
     "F64": np.dtype(np.float64),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
@@ -44,18 +45,18 @@ _READ_BYTES = 1 << 30  # Linux reads at most 2 GiB in one call
 
 @dataclasses.dataclass(frozen=True)
 class TensorEntry:
-    """Where a tensor lies: `size_bytes` bytes from `offset` of `file`."""
+    """A tensor in a safetensors file."""
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    file: Path
-    offset: int
-    size_bytes: int
+    name: str  # of the tensor in the file
+    dtype: str  # safetensors' name of its dtype, such as "BF16"
+    shape: tuple[int, ...]  # its dimensions
+    file: Path  # the file that contains it
+    offset: int  # its first byte in the file
+    size_bytes: int  # the number of its bytes
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
-    """The tensors of a safetensors file. The safetensors library decides whether the header is a valid one.
+    """{name: entry} of the tensors of a safetensors file. The safetensors library decides whether the header is valid.
 
     Raises:
       ValueError: a file that is truncated, too long or not safetensors, with its expected and actual size.
@@ -77,7 +78,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
         kind = "truncated" if actual < expected else "too long"
         raise ValueError(f"{file}: {kind}: expected {expected} bytes, found {actual}; fetch the file again")
     try:
-        with safe_open(file, framework="numpy"):  # maps the file, reads the header alone
+        with safe_open(file, framework="numpy"):  # maps the file and reads only the header
             pass
     except SafetensorError as error:
         for entry in entries.values():
@@ -88,6 +89,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
 
 
 def _entry(name: str, item: Mapping[str, Any], file: Path, start: int) -> TensorEntry:
+    """The entry of one item of a header; `start` is where the tensors' bytes begin in the file."""
     dtype, shape, (first, last) = item["dtype"], item["shape"], item["data_offsets"]
     if not isinstance(dtype, str):
         raise TypeError(f"dtype {dtype!r} of {name}")
@@ -98,7 +100,7 @@ def _entry(name: str, item: Mapping[str, Any], file: Path, start: int) -> Tensor
 
 
 def check_entry(entry: TensorEntry) -> None:
-    """Refuses a dtype that is not a plain float, and a size that does not fit the shape."""
+    """Raises ValueError for a dtype that is not a plain float, or a size that does not fit the shape."""
     if entry.dtype not in DTYPES:
         raise ValueError(
             f"{entry.file}: {entry.name} is stored as {entry.dtype}; supported: {', '.join(DTYPES)} "
@@ -108,7 +110,7 @@ def check_entry(entry: TensorEntry) -> None:
 
 
 def check_size(entry: TensorEntry) -> None:
-    """Refuses a size that does not fit the shape, and a dtype that is not read."""
+    """Raises ValueError for a size that does not fit the shape, or a dtype that cannot be read."""
     if entry.dtype not in _STORED:
         raise ValueError(f"{entry.file}: {entry.name} is stored as {entry.dtype}, which is not supported")
     want = math.prod(entry.shape) * _STORED[entry.dtype].itemsize
@@ -119,7 +121,11 @@ def check_size(entry: TensorEntry) -> None:
 
 
 def read_bytes(entry: TensorEntry, start: int = 0, stop: int | None = None) -> np.ndarray:
-    """uint8[size_bytes], whatever the tensor's dtype; or those from `start` to before `stop`."""
+    """The bytes of a tensor from `start` to before `stop` (None: to its end), uint8[n], whatever its dtype.
+
+    Raises:
+      ValueError: the file ends early.
+    """
     size = (entry.size_bytes if stop is None else stop) - start
     data = np.empty(size, np.uint8)
     view, done = memoryview(data), 0
@@ -136,22 +142,25 @@ def read_bytes(entry: TensorEntry, start: int = 0, stop: int | None = None) -> n
 
 
 def read_tensor(entry: TensorEntry) -> np.ndarray:
-    """The tensor in its stored dtype, in memory of its own."""
+    """The tensor in its stored dtype, as a numpy array with its own memory."""
     return read_bytes(entry).view(_STORED[entry.dtype]).reshape(entry.shape)
 
 
 def entry_digest(
-    name: str, entry: TensorEntry, read: Callable[[int, int], np.ndarray], kept: bytes | None = None
+    name: str, entry: TensorEntry, read: Callable[[int, int], np.ndarray], known: bytes | None = None
 ) -> Digest:
-    """Of a tensor that is not in memory; read, kept: as of Digest.read."""
-    return Digest.read(name, _STORED[entry.dtype], entry.shape, entry.size_bytes, read, kept)
+    """The digest of a tensor in a file, under `name`; `read` and `known` are those of Digest.read."""
+    return Digest.read(name, _STORED[entry.dtype], entry.shape, entry.size_bytes, read, known)
 
 
 def over_devices(
     entry: TensorEntry, sharding: jax.sharding.Sharding, read: Callable[[int, int], np.ndarray]
 ) -> jax.Array:
-    """A tensor in its stored dtype that devices divide along its first axis: each part is read by itself, and once,
-    however many devices of this process have it; read: as of entry_digest."""
+    """A tensor in its stored dtype, divided over devices along its first axis.
+
+    Each part is read separately, and only once, even if several devices of this process have it. `read` is that of
+    Digest.read.
+    """
     parts: dict[tuple[int, int], np.ndarray] = {}
     row = entry.size_bytes // entry.shape[0]
 
@@ -166,7 +175,7 @@ def over_devices(
 
 
 def plan_shards(sizes_bytes: Iterable[tuple[str, int]], max_shard_bytes: int) -> list[list[str]]:
-    """Names in order, cut into shards of at most max_shard_bytes (a larger tensor gets a shard of its own)."""
+    """Divides names, in order, into shards of at most max_shard_bytes; a larger tensor gets a shard of its own."""
     shards: list[list[str]] = []
     room = 0
     for name, size in sizes_bytes:
@@ -185,19 +194,21 @@ def write_file(
     metadata: Mapping[str, str] = types.MappingProxyType({}),
     advanced: Callable[[int], Any] = lambda _: None,
 ) -> dict[str, Written]:
-    """Writes one safetensors file and returns what it wrote; `fetch(name)` gives each tensor when its turn comes, and
-    some threads write it while the next is made. With several processes the first one writes, and the others take part
-    in what gives the tensors.
+    """Writes one safetensors file while the tensors are computed, and returns what was written by tensor name.
 
-    The same content makes the same bytes, which the safetensors library does not promise of metadata.
+    `fetch(name)` computes each tensor in turn, and threads write it while the next one is computed. With several
+    processes the first one writes, and the others take part in computing the tensors. The same content gives the same
+    bytes, which the safetensors library does not guarantee for metadata.
 
     Args:
       tensors: (name, shape, dtype), in file order.
       fetch: name -> np.ndarray or jax.Array of that shape and dtype.
-      metadata: of the file, beside its format.
-      advanced: told of bytes that are written.
+      metadata: strings for the header, in addition to the format.
+      advanced: called with the number of bytes that were written.
+    Raises:
+      ValueError: a tensor that does not have the planned shape or dtype.
     """
-    header: dict[str, dict] = {"__metadata__": {"format": "pt", **metadata}}  # transformers wants the format named
+    header: dict[str, dict] = {"__metadata__": {"format": "pt", **metadata}}  # transformers requires the format
     at = 0
     for name, shape, dtype in tensors:
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
@@ -222,15 +233,16 @@ def write_file(
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """A tensor as it was written. sums: the checksums of its bytes."""
+    """A tensor that was written to a file."""
 
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    sums: byte_files.Sums
+    shape: tuple[int, ...]  # its dimensions
+    dtype: np.dtype  # its dtype
+    sums: byte_files.Sums  # checksums of its bytes
 
 
 def is_as_written(entry: TensorEntry, written: Written, advanced: Callable[[int], Any] = lambda _: None) -> bool:
-    """Whether a file has the tensor that was written, byte for byte."""
+    """Whether a file contains the tensor that was written, byte for byte; `advanced` is called with the bytes that were
+    read."""
     if entry.shape != written.shape or _STORED.get(entry.dtype) != written.dtype:
         return False
     return byte_files.is_as_written(entry.file, entry.offset, written.sums, advanced)

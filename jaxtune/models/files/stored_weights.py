@@ -1,5 +1,7 @@
-"""Weights in few bits in checkpoints: found among their tensors, read and written, by the layouts of their formats
-(jaxtune/pallas/formats/layout.py)."""
+"""Quantised weights in checkpoints: finds their tensors, reads and writes them.
+
+How each format stores its weights is described by its layouts (jaxtune/pallas/formats/layout.py).
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,14 @@ from jaxtune.pallas.formats.layout import FileTensor, Found
 
 @dataclasses.dataclass(frozen=True)
 class StoredEntry(shards.TensorEntry):
-    """A weight in few bits [out, in], or one [E, ., in] of pieces that are its rows in order. `shape` is the weight's,
-    `size_bytes` the sum over its tensors."""
+    """A quantised weight in files: a matrix [out, in], or an experts' matrix [E, rows, in] that is stored in pieces.
 
-    layout: Layout
-    pieces: tuple[Found, ...]
+    `shape` is the decoded weight's, `dtype`, `file` and `offset` are those of its first codes, and `size_bytes` is the
+    sum over all its tensors.
+    """
+
+    layout: Layout  # how its format stores it
+    pieces: tuple[Found, ...]  # the matrices in files that are its rows in order; one, unless it is an experts' matrix
 
     @property
     def word(self) -> str:
@@ -32,7 +37,8 @@ class StoredEntry(shards.TensorEntry):
 
 
 def gather(entries: Mapping[str, shards.TensorEntry]) -> dict[str, shards.TensorEntry]:
-    """The entries, with all tensors of a weight in few bits in one StoredEntry under the name of the weight.
+    """The entries of a checkpoint, with all tensors of each quantised weight combined to one StoredEntry under its
+    name.
 
     Raises:
       ValueError: tensors that are missing, do not fit each other, or belong to no weight.
@@ -57,7 +63,7 @@ def gather(entries: Mapping[str, shards.TensorEntry]) -> dict[str, shards.Tensor
 
 
 def _require_owned(name: str, entry: shards.TensorEntry) -> None:
-    """Refuses a scale, or another tensor that is there only beside codes, where no codes are."""
+    """Refuses a scale, or another tensor that only accompanies codes, if there are no codes for it."""
     kinds = [each for each in layouts() if (found := each.key_of(name)) is not None and found[1] in each.others]
     if kinds:
         codes = " or ".join(dict.fromkeys(each.codes_dtype for each in kinds))
@@ -65,6 +71,8 @@ def _require_owned(name: str, entry: shards.TensorEntry) -> None:
 
 
 def _entry(layout: Layout, name: str, tensors: Mapping[str, shards.TensorEntry]) -> StoredEntry:
+    """The entry of a quantised weight, from its tensors by their keys in the layout; refuses tensors that do not
+    fit."""
     found = layout.describe(name, tensors, lambda key: shards.read_bytes(tensors[key]))
     for key, part in tensors.items():
         if key not in layout.raw:
@@ -75,12 +83,15 @@ def _entry(layout: Layout, name: str, tensors: Mapping[str, shards.TensorEntry])
 
 
 def stacked(name: str, parts: Sequence[shards.TensorEntry], shape: tuple[int, ...], per_expert: int) -> StoredEntry:
-    """The entry of experts' matrices [E, ., in], of the entries of their pieces in order.
+    """The entry of an expert matrix [E, rows, in] that is stored as one quantised matrix per piece.
 
     Args:
+      name: of the expert matrix.
+      parts: the pieces' entries, in order.
+      shape: of the expert matrix.
       per_expert: how many pieces are the rows of one expert.
     Raises:
-      ValueError: pieces in several formats, or whose blocks cannot be one tensor's.
+      ValueError: pieces in different formats, or whose blocks cannot form one tensor.
     """
     packed = [part for part in parts if isinstance(part, StoredEntry)]
     first = parts[0]
@@ -96,6 +107,7 @@ def stacked(name: str, parts: Sequence[shards.TensorEntry], shape: tuple[int, ..
 
 
 def require_alike(parts: Sequence[shards.TensorEntry]) -> None:
+    """Raises ValueError unless all entries are matrices of the same shape and dtype."""
     first = parts[0]
     for part in parts:
         if (part.shape, part.dtype) != (first.shape, first.dtype) or len(part.shape) != 2:
@@ -106,12 +118,12 @@ def require_alike(parts: Sequence[shards.TensorEntry]) -> None:
 
 
 def read(entry: StoredEntry, dtype_name: str) -> tuple[Stored, Digest]:
-    """(the weight, its leaves numpy arrays; the digest of all its tensors).
+    """(the quantised weight with numpy arrays as leaves, the digest of all its tensors).
 
-    dtype_name: the dtype that the model computes in, to which a weight is decoded where its file names no other.
+    dtype_name: the dtype that the model computes in, to which the weight is decoded if its file names no other.
 
     Raises:
-      ValueError: values that cannot be right, by file and tensor.
+      ValueError: values that cannot be right, with file and tensor.
     """
     layout, weights, digests = entry.layout, [], []
     for found in entry.pieces:
@@ -129,13 +141,16 @@ def read(entry: StoredEntry, dtype_name: str) -> tuple[Stored, Digest]:
 
 
 def group(name: str, weight: Stored, make: Callable[[], Stored], pieces: tuple[int, Iterable] | None) -> Group:
-    """What files hold of a weight in few bits.
+    """How a quantised weight is written to files.
 
     Args:
-      weight: it, or its shapes. make: gives it. pieces: of experts [E, ., in] the rows of a piece, and (name of its
-        weight, expert, first row) of each; None: it is a matrix.
+      name: of the weight's tensor.
+      weight: the weight, or its shapes.
+      make: computes the weight.
+      pieces: for experts [E, rows, in]: (rows of a piece, (tensor name, expert, first row) of each piece), as from
+        expert_files.pieces_of; None: the weight is a matrix.
     Raises:
-      ValueError: its blocks run across the pieces.
+      ValueError: quantisation blocks that cross from one piece into the next.
     """
     layout = format_of(weight).layout(weight)
     if pieces is None:
@@ -155,9 +170,11 @@ def group(name: str, weight: Stored, make: Callable[[], Stored], pieces: tuple[i
 
 
 def _piece(whole: Stored, expert: int, start: int, rows: int) -> Stored:
+    """Rows `start` to before `start + rows` of one expert's matrix, quantised."""
     return whole.piece(expert, start, rows)
 
 
 def _named(layout: Layout, name: str, weight: Stored, noted: float | None) -> dict[str, FileTensor]:
+    """{name in the file: tensor} of a quantised weight whose tensor is called `name`; `noted` as in Layout.tensors."""
     module = name.removesuffix(layout.weight)
     return {module + key: tensor for key, tensor in layout.tensors(weight, noted).items()}

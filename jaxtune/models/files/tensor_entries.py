@@ -1,4 +1,4 @@
-"""Finds the tensor of a checkpoint folder's files for each tensor of a model."""
+"""Matches the tensors of a checkpoint's files with the tensors of a model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def dtype_name(dtype) -> str:
-    """The name of a dtype that models compute in.
+    """The name of a dtype that models can compute in.
 
     Raises:
       ValueError: another dtype.
@@ -31,30 +31,37 @@ def dtype_name(dtype) -> str:
 
 
 def weight_name(module: str) -> str:
-    """The tensor of a linear, or of experts' matrices, which are tensors themselves."""
+    """The tensor name of the weight of a linear, or of experts' matrices, whose module name is the tensor's name
+    already."""
     return module if ".experts." in module else f"{module}.weight"
 
 
 def is_kept_packed(entry: shards.TensorEntry) -> bool:
-    """Whether a tensor of a file is a weight in few bits that a model keeps as it is stored."""
+    """Whether an entry is a quantised weight that the model keeps quantised, and does not decode on loading."""
     return isinstance(entry, StoredEntry) and not entry.layout.opens
 
 
 def listed(names: Iterable[str]) -> str:
-    """The first eight names, and how many more there are."""
+    """The first eight of the sorted names, and how many more there are, for error messages."""
     names = sorted(names)
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def _same_content(first: shards.TensorEntry, second: shards.TensorEntry) -> bool:
+    """Whether two tensors of files have the same shape, dtype and bytes."""
     if (first.shape, first.dtype) != (second.shape, second.dtype):
         return False
     return np.array_equal(shards.read_tensor(first).view(np.uint8), shards.read_tensor(second).view(np.uint8))
 
 
 def match(wanted: Mapping[str, tuple[int, ...]], entries: dict, tied: bool, folder: Path) -> dict:
-    """The entry of every wanted tensor.
+    """{name: entry} for every tensor that the model needs.
 
+    Args:
+      wanted: {name: shape} of the model's tensors.
+      entries: {name: entry} of the files' tensors.
+      tied: whether the head is the embedding; a separate head in the files must then equal it.
+      folder: for errors.
     Raises:
       ValueError: tensors that are missing, unexpected or of another shape, all in one list.
     """

@@ -1,4 +1,7 @@
-"""The tensors of a model that is made one tensor at a time: merged, decoded or encoded, and never there as a whole."""
+"""Computes the tensors of a changed model one at a time, so that the changed model is never in memory as a whole.
+
+Changes are merging adapters, decoding and encoding weights.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,10 @@ from jaxtune.pallas.formats import Stored, dense
 
 
 def tensors_of(model: Decoder) -> dict[str, nnx.Variable]:
-    """{Hugging Face name: variable}, in the order of the layers, which is that of files.
+    """{Hugging Face name: variable} of a model, in the order in which files have them: embedding, layers, norm, head.
 
     Raises:
-      ValueError: a model with adapters, or prepared for QAT.
+      ValueError: a model with adapters, or one that is prepared for QAT.
     """
     norms = family(model.config.family).NORMS
     flat = list(nnx.to_flat_state(nnx.state(model)))
@@ -44,19 +47,16 @@ def tensors_of(model: Decoder) -> dict[str, nnx.Variable]:
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """A model whose tensors are made one at a time.
+    """A model of which some tensors are computed only when they are needed."""
 
-    Attributes:
-      model: its structure, from which configs and headers of files are written. Of a tensor in `made` it has the shape
-        alone (jax.ShapeDtypeStruct, in few bits too).
-      made: {Hugging Face name: what makes the tensor}; whoever keeps none of them has one at a time.
-    """
-
+    # gives structure, configs and shapes; a tensor that `made` computes is a jax.ShapeDtypeStruct in it, also if
+    # quantised
     model: Decoder
+    # {Hugging Face name: function that computes the tensor}; a caller that keeps none of the results has one in memory
     made: Mapping[str, Callable[[], Any]] = types.MappingProxyType({})
 
     def maker(self, name: str, variable: nnx.Variable) -> Callable[[], Any]:
-        """What gives a tensor of tensors_of(self.model)."""
+        """The function that gives a tensor of tensors_of(self.model), by its name and its variable."""
         return self.made.get(name, variable.get_value)
 
     def changed(self, changes: Mapping[str, Callable[[Any], Any]]) -> Weights:
@@ -76,7 +76,7 @@ class Weights:
         return Weights(model, made)
 
     def dequantized(self, modules: Sequence[str] | None = None) -> Weights:
-        """As quant.dequantize."""
+        """These weights with quantised ones decoded to model.dtype; `modules` as in quant.dequantize."""
 
         def chosen(name: str) -> bool:
             return modules is None or any(name_matches(name, each) for each in modules)
@@ -86,15 +86,17 @@ class Weights:
         return self.changed({name: decode for name in found if chosen(name)})
 
     def quantized(self, load_in: str) -> Weights:
-        """As quant.quantize, of what is in few bits in another format too."""
+        """These weights with all linears and experts in the format `load_in`; those in another format are decoded
+        first."""
         if quant.stored_in(self.model) == load_in:
             return self
         plain = self.dequantized()
         encode = functools.partial(quant.encode, load_in=load_in)
         found = plain.changed({name: encode for name, _ in matrices(plain.model)})
-        found.model.qat = None  # no weight lies on that grid any more
+        found.model.qat = None  # its weights are no longer rounded to that grid
         return found
 
 
 def _then(make: Callable[[], Any], change: Callable[[Any], Any]) -> Any:
+    """change(make()), as a function that functools.partial can bind."""
     return change(make())

@@ -1,14 +1,15 @@
-"""Gathers of divided weights and scatters of their gradients, under stages of another layer.
+"""Schedules the gathers of divided weights and the scatters of their gradients under another layer's computation.
 
-Each is bound by optimization_barriers to a window of stages, as copies to and from the host are (transfers.py): a layer
-gathers the weights of the one that runs next, and while the backward runs it scatters the gradients of the one before.
-XLA makes one collective of all that start together (`compiler_options`), which is asynchronous and has the window's
-products to hide under. Left to XLA's scheduler, the backward's gathers had two thin products above them.
+Each is bound by optimization_barriers to a window of stages, as copies to and from the host are (transfers.py). A layer
+gathers the weights of the layer that runs next, and in the backward it scatters the gradients of the layer before. XLA
+combines all collectives that start at the same place into one (`compiler_options`), which is asynchronous and overlaps
+with the window's products. Where XLA's scheduler chose the place, the backward's gathers overlapped with only two thin
+products.
 
-What did not help: copies from GPU to GPU in place of a gather's kernels, which take multiprocessors from the products
+What did not help: copies from GPU to GPU instead of a gather's kernels, which take multiprocessors from the products
 (collective-permute in XLA's peer-memory mode, and one kernel that joins the parts). On two H200s a step of 8B LoRA took
-968 ms with them and 965 ms without: its products and attention took 13 ms less and 4 ms less were waited for, but to
-join the parts took 14 ms, and 6 ms more were idle.
+968 ms with them and 965 ms without: products and attention took 13 ms less and 4 ms less were waited for, but joining
+the parts took 14 ms, and the device was idle for 6 ms more.
 """
 
 from __future__ import annotations
@@ -22,15 +23,19 @@ import jax.numpy as jnp
 from jax.lax import optimization_barrier
 from jax.sharding import Mesh, NamedSharding
 
-from jaxtune.models.placement.partition import DATA, FSDP, WHOLE, Shard, compiling, divided, gather, scatter
+from jaxtune.models.placement.gathers import gather, scatter
+from jaxtune.models.placement.partition import DATA, FSDP, WHOLE, Shard, compiling, divided
 
-# Bytes of a layer's gathered weights, and of its gradients in float32, that XLA may make one collective of.
+# XLA may combine up to this many bytes of gathered weights, or of float32 gradients, into one collective.
 _COMBINED_BYTES = 8 << 30
 
 
 def compiler_options() -> dict[str, Any]:
-    """XLA's options for a program that gathers. On two H200s a step of ten layers took 302 ms by XLA's defaults, 297 ms
-    with its scheduler that hides latencies and one gather a layer, and 297 ms with nothing divided."""
+    """XLA's options for a program that gathers weights.
+
+    On two H200s a step of ten layers took 302 ms with XLA's defaults, 297 ms with its latency-hiding scheduler and one
+    gather a layer, and 297 ms with nothing divided.
+    """
     return {
         "xla_gpu_enable_latency_hiding_scheduler": True,
         "xla_gpu_all_gather_combine_threshold_bytes": _COMBINED_BYTES,
@@ -39,8 +44,10 @@ def compiler_options() -> dict[str, Any]:
 
 
 def first_exchange(mesh: Mesh) -> Callable[[jax.Array], Any]:
-    """A compiled program that exchanges a number within each group of devices that a step's collectives have: NCCL
-    connects the devices of a group at the first one."""
+    """A compiled program that sums a number over each group of devices between which the step's collectives run.
+
+    It makes NCCL connect the devices of each group before the first step.
+    """
     axes = tuple(axis for axis in (DATA, FSDP) if mesh.shape[axis] > 1)
     groups = [axes] if len(axes) == 1 else [axes, *((axis,) for axis in axes)]
 
@@ -53,12 +60,18 @@ def first_exchange(mesh: Mesh) -> Callable[[jax.Array], Any]:
 
 
 class CollectiveSchedule:
-    """Gathers and scatters during the stages of a layer. Scatters come first, for what they take is large; gathers
-    after them, for what they give is.
+    """Gathers and scatters during the stages of a layer; the layer calls `start` and `finish` around each stage.
+
+    Scatters come first, because their inputs are large, and gathers last, because their outputs are.
 
     Args:
-      gathers: to be gathered. scatters: (the Shard of a tensor, its gradient), to be scattered.
-      stages: how long each stage takes.
+      gathers: Shards to be gathered.
+      scatters: (Shard of a tensor, gradient of the whole tensor) to be scattered.
+      stages: the duration of each stage, in multiplications.
+
+    Attributes:
+      gathered: the whole arrays, after the last stage.
+      scattered: this device's parts of the gradients, after the last stage.
     """
 
     def __init__(self, gathers: Sequence[Shard], scatters: Sequence[tuple[Shard, jax.Array]], stages: Sequence[float]):
@@ -73,7 +86,8 @@ class CollectiveSchedule:
         self.scattered: list[Shard] = []
 
     def start(self, stage: int, values: Any) -> Any:
-        """Starts what begins with a stage; `values`, which the stage works on, are there before."""
+        """Starts the collectives of a stage once `values`, the stage's inputs, are there; returns `values` for the
+        stage."""
         if self._scatters and stage == self._scatter_window[0]:
             gradients, values = optimization_barrier(([gradient for _, gradient in self._scatters], values))
             self.scattered = [scatter(s, g) for (s, _), g in zip(self._scatters, gradients, strict=True)]
@@ -83,7 +97,8 @@ class CollectiveSchedule:
         return values
 
     def finish(self, stage: int, values: Any) -> Any:
-        """Nothing uses `values`, a stage's results, before what ends with the stage is there."""
+        """Makes a stage's results `values` wait for the collectives that end with it; returns `values` for
+        further use."""
         if self._scatters and stage == self._scatter_window[1]:
             self.scattered, values = optimization_barrier((self.scattered, values))
         if self._gathers and stage == self._gather_window[1]:

@@ -1,17 +1,18 @@
-"""How a step is divided over the devices of a mesh.
+"""How tensors and the rows of a batch are divided over the devices of a mesh.
 
 Training runs in one shard_map over the whole mesh (`divided`), so that a model and its kernels see plain local arrays,
-as on one device. The mesh has two axes. The rows of a batch are divided over both, `data` and `fsdp`. Tensors are whole
-on the devices along `data`; along `fsdp` each device has a part (a `Shard`) of those that declare a dividing axis, and
-what is computed with them gathers them first (`whole_beside`; in the layers, the stack does it one layer ahead), but
-for frozen tensors that a plan has whole on each device (`held_whole`), because memory has room. Sums
-over rows, gradients too, are each device's own until they are added up: those of a Shard's tensor over `fsdp` at once,
-which leaves each device its part of them, the rest once a step. What a model must know of other devices, it asks here:
-`part_of_rows` and `total`. Where nothing is divided, these are 0 and the values as they are.
+as on one device. The mesh has two axes, `data` and `fsdp`. The rows of a batch are divided over both. Tensors are whole
+on the devices along `data`; along `fsdp`, each device has a part (a `Shard`) of the tensors that declare an axis to
+divide. These are gathered before they are used (gathers.py; the stack gathers a layer's weights one layer ahead),
+except frozen tensors that the plan keeps whole on every device (`declared_resident`).
+
+Sums over rows, among them gradients, are each device's own until they are added up: gradients of a Shard over `fsdp` at
+once, which leaves each device its part, all others once a step. What a model must know about other devices it asks
+here: `part_of_rows` and `total`. Where nothing is divided, these are 0 and the unchanged values.
 
 A module declares a tensor's logical axes in its variable's metadata: `nnx.Param(value, axes=("out", "in"))`. Small
-tensors (norms, biases, routers) and adapters declare none: a gather or a reduction of their own in each layer would
-cost more than the memory that it saves, and whole they are reduced once a step.
+tensors (norms, biases, routers) and adapters declare none: a gather or a reduction in each layer would cost more than
+the memory that it saves, and as whole tensors they are reduced once a step.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.lax import optimization_barrier
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxtune.pallas.formats import Stored
@@ -35,7 +35,7 @@ from jaxtune.system import private_jax
 
 DATA, FSDP = "data", "fsdp"
 ROWS, WHOLE = PartitionSpec((DATA, FSDP)), PartitionSpec()
-# Logical axes of tensors that are divided over the mesh's axis `fsdp`; of a tensor, the first.
+# Logical axes that are divided over the mesh's axis `fsdp`; of a tensor with several, the first is divided.
 _DIVIDED = ("out", "experts", "vocab")
 
 
@@ -43,8 +43,13 @@ _DIVIDED = ("out", "experts", "vocab")
 
 
 def mesh_shape(data: int, fsdp: int, devices: int | None = None) -> tuple[int, int]:
-    """(data, fsdp) of the mesh that `mesh.data` and `mesh.fsdp` ask for; -1, of at most one: what the other leaves of
-    the devices there are."""
+    """(data, fsdp) of the mesh that the config keys `mesh.data` and `mesh.fsdp` request.
+
+    One of them may be -1, which stands for the number of devices divided by the other. devices: None takes all devices.
+
+    Raises:
+      ValueError: -1 gives no whole number.
+    """
     if data != -1 and fsdp != -1:
         return data, fsdp
     devices = jax.device_count() if devices is None else devices
@@ -58,10 +63,10 @@ def mesh_shape(data: int, fsdp: int, devices: int | None = None) -> tuple[int, i
 
 
 def make_mesh(data: int, fsdp: int = 1) -> Mesh:
-    """A mesh of data x fsdp devices; -1, of at most one of them, takes what is left.
+    """A mesh of data x fsdp devices; one of the two may be -1, as in mesh_shape.
 
     Raises:
-      ValueError: there are fewer devices, or -1 leaves no whole number.
+      ValueError: there are fewer devices, -1 gives no whole number, or processes would be left without a device.
     """
     devices = jax.devices()
     data, fsdp = mesh_shape(data, fsdp)
@@ -78,10 +83,10 @@ def make_mesh(data: int, fsdp: int = 1) -> Mesh:
 
 
 def divided(function: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Callable:
-    """The function, run by every device of the mesh on its own part of arrays; as it is, on one device or no mesh.
+    """The function, run by every device of the mesh on its own part of the arrays; unchanged for one device or no mesh.
 
-    Nothing checks what the specs say is whole. Inside, jax.grad is of a device's own share of a sum: a psum in what is
-    differentiated would count each gradient once a device (see `total`).
+    That arrays are whole where the specs say so is not checked. Inside, jax.grad differentiates a device's own share of
+    a sum: a psum in the differentiated function would count each gradient once per device (see `total`).
     """
     if mesh is None or mesh.size == 1:
         return function
@@ -90,23 +95,23 @@ def divided(function: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any
 
 @contextlib.contextmanager
 def compiling(mesh: Mesh) -> Iterator[None]:
-    """A program that runs on the mesh and is all inside `divided`, so that nothing is left to partition, is lowered and
-    compiled here.
+    """Context in which a program that is entirely inside `divided` is lowered and compiled for the mesh.
 
-    Without Shardy: to take such a program in and give it out again, it takes as long as all that follows. 32 layers of
-    Llama-3.3-70B on two devices, on two shared cores: XLA's passes 130 s with it and 67 s without, to the same memory.
+    It turns off Shardy, which has nothing to partition in such a program but takes as long as all later passes. For 32
+    layers of Llama-3.3-70B on two devices, XLA's passes took 130 s with it and 67 s without (on two shared cores), and
+    the programs need the same memory.
     """
     with jax.set_mesh(mesh), private_jax.config.use_shardy_partitioner(False):
         yield
 
 
-# ---- places
+# ---- placing arrays
 
 
 def put(tree: Any, where: Any) -> Any:
-    """jax.device_put of a tree of arrays that every process has whole, or that lie on the mesh already.
+    """jax.device_put of a tree of arrays that every process has whole, or that are on the mesh already.
 
-    With several processes device_put would have them compare the values first, each time, in a collective.
+    With several processes, device_put would let them compare the values first, in a collective.
 
     Args:
       where: a sharding, or a tree of them; None: this process's default device.
@@ -117,26 +122,29 @@ def put(tree: Any, where: Any) -> Any:
 
 
 def _put(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+    """`put` of one array with several processes."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         return array if array.sharding == sharding else _moves(sharding)(array)
-    if isinstance(array, jax.Array) and sharding.is_fully_replicated:  # a device that has it already keeps that one
+    if isinstance(array, jax.Array) and sharding.is_fully_replicated:  # does not copy on a device that has it
         here = [jax.device_put(array, device) for device in sharding.addressable_devices]
         return jax.make_array_from_single_device_arrays(array.shape, sharding, here)
     return jax.make_array_from_callback(array.shape, sharding, lambda part: array[part])
 
 
 def moved(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    """`put` of one array; of one that lies on the same devices in another way, from device to device: device_put would
-    take it through the host."""
-    lies = array.sharding if isinstance(array, jax.Array) else None
-    if lies is None or lies == sharding or lies.device_set != sharding.device_set:
+    """`put` of one array. An array that is on the same devices in another sharding moves between devices, not via the
+    host."""
+    current = array.sharding if isinstance(array, jax.Array) else None
+    if current is None or current == sharding or current.device_set != sharding.device_set:
         return put(array, sharding)
     return _moves(sharding)(array)
 
 
-def together(trained: Any, rest: Any) -> tuple[Any, Any]:
-    """Trees of variables that one computation may take, where one may lie on the mesh and the other not: all arrays on
-    a device of this process, if each process has all of them, else over the mesh."""
+def colocated(trained: Any, rest: Any) -> tuple[Any, Any]:
+    """(trained, rest) with all arrays on the same devices, so that one computation can take both trees.
+
+    If every process has each array whole, all arrays are placed on one device of this process, otherwise on the mesh.
+    """
     arrays = [leaf for leaf in jax.tree.leaves((trained, rest)) if isinstance(leaf, jax.Array)]
     elsewhere = [array for array in arrays if not array.is_fully_addressable]
     if all(array.is_fully_replicated for array in elsewhere):
@@ -147,8 +155,8 @@ def together(trained: Any, rest: Any) -> tuple[Any, Any]:
     return put(trained, shardings(trained, mesh)), put(rest, shardings(rest, mesh))
 
 
-def own(tree: Any) -> list[Any]:
-    """The tree; or, of one that lies over several processes, the floating-point parts of arrays that this one has."""
+def addressable(tree: Any) -> list[Any]:
+    """[tree] if this process has all of its arrays, otherwise this process's parts of its floating-point arrays."""
     leaves = jax.tree.leaves(tree)
     if all(leaf.is_fully_addressable for leaf in leaves):
         return [tree]
@@ -157,8 +165,10 @@ def own(tree: Any) -> list[Any]:
 
 
 def on_host(array: Any) -> np.ndarray:
-    """jax.device_get of an array of which each process may have a part; all processes of the mesh must ask for it. The
-    copy is not kept with the array: one that lives on would be in host memory, too."""
+    """The whole array as a numpy array, also if each process has only a part; all processes of the mesh must call it.
+
+    Unlike jax.device_get it does not cache the copy in the array, where it would occupy host memory.
+    """
     if not isinstance(array, jax.Array):
         return np.asarray(array)
     if not array.is_fully_addressable and not array.is_fully_replicated:
@@ -175,6 +185,7 @@ def on_host(array: Any) -> np.ndarray:
 
 @functools.cache
 def _moves(sharding: jax.sharding.Sharding) -> Callable[[jax.Array], jax.Array]:
+    """A compiled program that moves an array to a sharding."""
     return jax.jit(lambda array: array, out_shardings=sharding)
 
 
@@ -182,28 +193,29 @@ def _moves(sharding: jax.sharding.Sharding) -> Callable[[jax.Array], jax.Array]:
 
 
 def _row_axes() -> tuple[str, ...]:
-    """Axes that divide rows where this is traced: those of several devices inside `divided`."""
+    """The mesh axes over which rows are divided in the function that is being traced; none outside of `divided`."""
     mesh = jax.sharding.get_abstract_mesh()
     return tuple(axis for axis in (DATA, FSDP) if axis in mesh.manual_axes and mesh.shape[axis] > 1)
 
 
 def part_of_rows() -> jax.Array | int:
-    """Which of the equal parts of a batch's rows this device has: int32[]."""
+    """int32[]: which of the equal parts of the batch's rows this device has; 0 outside of `divided`."""
     axes = _row_axes()
     return jax.lax.axis_index(axes) if axes else 0
 
 
 def total(sums: Any) -> Any:
-    """Arrays that are sums over this device's rows, summed over all rows; Shards are so over `fsdp` already.
+    """Arrays that are sums over this device's rows, summed over all rows; Shards are summed over `fsdp` already.
 
-    For what is no sum over rows itself, such as a product of two. The gradient of the total is that of this device's
-    share of it: as every device computes the same from the total, its gradients add up to the whole once.
+    It serves values that are no sum over rows themselves, such as a product of two sums. The gradient of the total is
+    that of this device's share; since every device computes the same from the total, the gradients add up to the whole
+    once.
     """
     return _total(sums) if _row_axes() else sums
 
 
 def largest(value: jax.Array) -> jax.Array:
-    """Of a value that is the largest of this device's rows, that of all rows. Without a gradient."""
+    """The largest over all devices of a value that is the largest over this device's rows. Without a gradient."""
     axes = _row_axes()
     value = jax.lax.stop_gradient(value)
     return jax.lax.pmax(value, axes) if axes else value
@@ -211,6 +223,7 @@ def largest(value: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _total(sums):
+    """`total` inside of `divided`."""
     axes = _row_axes()
 
     def one(leaf):
@@ -229,23 +242,25 @@ _total.defvjp(lambda sums: (_total(sums), None), lambda _, gradients: (gradients
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """An array of which each of `count` devices has an equal part along `axis`."""
+    """This device's part of an array of which `count` devices have equal parts along `axis`."""
 
-    array: jax.Array
-    axis: int = dataclasses.field(metadata=dict(static=True))
-    count: int = dataclasses.field(metadata=dict(static=True))
+    array: jax.Array  # the part
+    axis: int = dataclasses.field(metadata=dict(static=True))  # along which the array is divided
+    count: int = dataclasses.field(metadata=dict(static=True))  # the number of parts
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole array, as seen by a device that holds a part."""
+        """The shape of the whole array, seen by a device that has a part."""
         return tuple(size * self.count if axis == self.axis else size for axis, size in enumerate(self.array.shape))
 
     @property
     def dtype(self):
+        """The array's dtype."""
         return self.array.dtype
 
     @property
     def ndim(self) -> int:
+        """The number of dimensions."""
         return self.array.ndim
 
 
@@ -254,20 +269,20 @@ def _is_shard(leaf: Any) -> bool:
 
 
 def divide(tree: Any, mesh: Mesh | None) -> Any:
-    """A tree of variables whose arrays are Shards where a device of the mesh has a part of them.
+    """A tree of variables whose arrays are marked as Shards where a device of the mesh has a part of them.
 
-    Tensors of few bits are divided at whole blocks, scales beside their codes. What cannot be divided evenly is whole.
+    Quantised tensors are divided between blocks, with their scales. A tensor that cannot be divided evenly stays whole.
     """
     return _divided(tree, 1 if mesh is None else mesh.shape.get(FSDP, 1))
 
 
 def which_are_divided(tree: Any, mesh: Mesh | None) -> list[bool]:
-    """Of each array of a tree of variables, in order: whether a device of the mesh has a part of it."""
+    """For each array of a tree of variables, in order, whether the devices of the mesh divide it."""
     return [_is_shard(leaf) for leaf in jax.tree.leaves(divide(tree, mesh), is_leaf=_is_shard)]
 
 
-def held_bytes(tree: Any, fsdp: int) -> float:
-    """Bytes that each of `fsdp` devices holds of a tree of variables, whose arrays may be abstract."""
+def bytes_per_device(tree: Any, fsdp: int) -> float:
+    """Bytes that each of `fsdp` devices has of a tree of variables, whose arrays may be abstract."""
 
     def one(leaf):
         size = float(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize)
@@ -277,13 +292,16 @@ def held_bytes(tree: Any, fsdp: int) -> float:
 
 
 def divided_sizes(tree: Any, fsdp: int) -> tuple[float, float]:
-    """(bytes, elements) of the arrays of a tree of variables that `fsdp` devices divide, whole."""
-    arrays = [shard.array for shard in shards(_divided(tree, fsdp))]  # only marked: nothing is cut here
+    """(bytes, elements) of the whole arrays of those variables of a tree that `fsdp` devices divide."""
+    arrays = [
+        shard.array for shard in shards(_divided(tree, fsdp))
+    ]  # these are whole arrays, which are only marked as divided
     counts = [float(math.prod(array.shape)) for array in arrays]
     return sum(n * jnp.dtype(a.dtype).itemsize for n, a in zip(counts, arrays, strict=True)), sum(counts)
 
 
 def _divided(tree: Any, count: int) -> Any:
+    """`divide` over `count` devices."""
     if count == 1:
         return tree
 
@@ -301,7 +319,7 @@ def _divided(tree: Any, count: int) -> Any:
 
 
 def _axes(variable: nnx.Variable, count: int) -> tuple[int | None, ...] | None:
-    """Of each array of a variable's value, the axis that is divided into so many parts; None where nothing is."""
+    """For each array of a variable's value the axis that is divided into `count` parts; None if nothing is divided."""
     names = variable.get_metadata().get("axes", ())
     axis = next((index for index, name in enumerate(names) if name in _DIVIDED), None)
     if axis is None:
@@ -312,9 +330,12 @@ def _axes(variable: nnx.Variable, count: int) -> tuple[int | None, ...] | None:
     return (axis,) if value.shape[axis] % count == 0 else None
 
 
-def held_whole(frozen: Any, resident: int, layers: int) -> Any:
-    """A state of variables that do not train, those of the first `resident` of `layers` layers declared to be whole on
-    each device; of all layers: those of embedding and head too (ResidualPlan.resident)."""
+def declared_resident(frozen: Any, resident: int, layers: int) -> Any:
+    """A state of frozen variables in which those of the first `resident` of `layers` layers are declared whole on each
+    device.
+
+    If `resident` is all layers, embedding and head are declared so too (ResidualPlan.resident).
+    """
     if not resident:
         return frozen
 
@@ -330,7 +351,7 @@ def held_whole(frozen: Any, resident: int, layers: int) -> Any:
 
 
 def divide_like(divided_tree: Any, tree: Any) -> Any:
-    """A tree of arrays that belong to those of `divided_tree`, as Shards where these are."""
+    """A tree of arrays that belong to those of `divided_tree`, marked as Shards where these are."""
 
     def one(leaf, array):
         return Shard(array, leaf.axis, leaf.count) if isinstance(leaf, Shard) else array
@@ -339,21 +360,24 @@ def divide_like(divided_tree: Any, tree: Any) -> Any:
 
 
 def undivided(tree: Any) -> Any:
-    """The tree with arrays in place of Shards; of the parts that they are, not of whole arrays."""
+    """The tree with plain arrays instead of Shards: each is this device's part, not the whole array."""
     return jax.tree.map(lambda leaf: leaf.array if isinstance(leaf, Shard) else leaf, tree, is_leaf=_is_shard)
 
 
 def specs(tree: Any) -> Any:
-    """How the arrays of a tree from `divide` lie."""
+    """The PartitionSpecs of the arrays of a tree from `divide`."""
     return _specs(tree, (), ())
 
 
 def unsummed_specs(tree: Any) -> Any:
-    """How sums that are not added up yet lie: an axis more in front, of one place for each device that has its own."""
+    """The PartitionSpecs of sums that are not added up over devices yet: a leading axis has one entry for each
+    device."""
     return _specs(tree, ((DATA, FSDP),), (DATA,))
 
 
 def _specs(tree: Any, front: tuple, front_of_shards: tuple) -> Any:
+    """PartitionSpecs with the leading axes `front`, or `front_of_shards` for Shards."""
+
     def one(leaf):
         if not isinstance(leaf, Shard):
             return PartitionSpec(*front)
@@ -363,12 +387,12 @@ def _specs(tree: Any, front: tuple, front_of_shards: tuple) -> Any:
 
 
 def shardings(tree: Any, mesh: Mesh) -> Any:
-    """How the arrays of a tree of variables lie on a mesh."""
+    """The shardings of the arrays of a tree of variables on a mesh."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), undivided(specs(divide(tree, mesh))))
 
 
 def require_undivided(states: Any, what: str) -> None:
-    """Raises ValueError for states of a module of which a device holds a part only."""
+    """Raises ValueError for a module's states if they are divided over devices; `what` is the caller, for the error."""
     for leaf in jax.tree.leaves(states):
         if isinstance(leaf, jax.Array) and not leaf.is_fully_replicated:
             raise ValueError(
@@ -378,8 +402,10 @@ def require_undivided(states: Any, what: str) -> None:
 
 
 def states_shardings(opt_state: Any, trainable: Any, mesh: Mesh) -> Any:
-    """How an optimizer's states lie, beside the tensors that they belong to: along the same axis where they have the
-    tensor's shape, else (blocks of eight bits, factors) along their first one. The update is the same however they lie.
+    """The shardings of an optimizer's states, placed with the tensors that they belong to.
+
+    A state with a tensor's shape is divided along the same axis, another one (blocks of 8-bit states, factors) along
+    its first. The update computes the same for every sharding.
     """
     structure = jax.tree.structure(trainable)
     tensors = jax.tree.leaves(divide(trainable, mesh), is_leaf=_is_shard)
@@ -404,97 +430,12 @@ def states_shardings(opt_state: Any, trainable: Any, mesh: Mesh) -> Any:
     return jax.tree.map(one, opt_state, is_leaf=is_like)
 
 
-def rows_of(variable: nnx.Variable, index: jax.Array, take: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
-    """take(table, index) of a variable's array [n, ...], for index int32[...] in [0, n).
-
-    A Shard of many rows is not gathered for a few of them: each device takes those that it has of all devices' rows,
-    and is sent its own by the others. Differentiable as take is.
-    """
-    value = variable.get_value()
-    if not isinstance(value, Shard):
-        return take(variable[...], index)
-    if value.axis != 0 or value.count * index.size > value.shape[0]:
-        return take(_gathered(value), index)
-    return _rows_of(take, value, index)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _rows_of(take, shard: Shard, index: jax.Array) -> jax.Array:
-    return _rows_of_fwd(take, shard, index)[0]
-
-
-def _rows_of_fwd(take, shard: Shard, index: jax.Array):
-    size = shard.array.shape[0]
-    all_index = jax.lax.all_gather(index, FSDP) - jax.lax.axis_index(FSDP) * size  # of all devices, from my first row
-    mine = (all_index >= 0) & (all_index < size)
-    rows, back = jax.vjp(lambda table: take(table, jnp.clip(all_index, 0, size - 1)), shard.array)
-    mine = mine.reshape(*mine.shape, *[1] * (rows.ndim - mine.ndim))
-    rows = jax.lax.psum_scatter(jnp.where(mine, rows, 0), FSDP)  # of each sum, one device has what is not zero
-    return rows, (back, mine)
-
-
-def _rows_of_bwd(take, residuals, gradient):
-    back, mine = residuals
-    (gradients,) = back(jnp.where(mine, jax.lax.all_gather(gradient, FSDP), 0))
-    return Shard(gradients, 0, mine.shape[0]), None
-
-
-_rows_of.defvjp(_rows_of_fwd, _rows_of_bwd)
-
-
-def whole_beside(variable: nnx.Variable, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(the array of a variable, whole, x), of a variable that is not needed before x is there: a Shard is gathered
-    after x, and its gradient is scattered before x's goes on. XLA would hold both, whole, as long as it can
-    make one collective of several."""
-    value = variable.get_value()
-    if not isinstance(value, Shard):
-        return variable[...], x
-    if isinstance(variable, nnx.Param):
-        return _gathered_beside(value, x)
-    value, _ = optimization_barrier((value, jax.lax.stop_gradient(x)))
-    return gather(value), x
-
-
-@jax.custom_vjp
-def _gathered_beside(shard: Shard, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    shard, x = optimization_barrier((shard, x))
-    return gather(shard), x
-
-
-_gathered_beside.defvjp(
-    lambda shard, x: (_gathered_beside(shard, x), shard),
-    lambda shard, gradients: optimization_barrier((scatter(shard, gradients[0]), gradients[1])),
-)
-
-
-@jax.custom_vjp
-def _gathered(shard: Shard) -> jax.Array:
-    return gather(shard)
-
-
-_gathered.defvjp(lambda shard: (gather(shard), shard), lambda shard, gradient: (scatter(shard, gradient),))
-
-
-def gather(shard: Shard) -> jax.Array:
-    """The whole array."""
-    return jax.lax.all_gather(shard.array, FSDP, axis=shard.axis, tiled=True)
-
-
-def scatter(shard: Shard, gradient: jax.Array) -> Shard:
-    """This device's part of what is the sum, over `fsdp`, of gradients of a Shard's whole array; added in float32.
-
-    One sum of two is rounded once however it is added: two devices send their gradients' own dtype, half the bytes.
-    """
-    wide = gradient if shard.count == 2 else gradient.astype(jnp.float32)
-    total = jax.lax.psum_scatter(wide, FSDP, scatter_dimension=shard.axis, tiled=True)
-    return Shard(total.astype(gradient.dtype), shard.axis, shard.count)
-
-
 def shards(tree: Any) -> list[Shard]:
+    """The Shards of a tree, in order."""
     return [leaf for leaf in jax.tree.leaves(tree, is_leaf=_is_shard) if isinstance(leaf, Shard)]
 
 
 def with_whole(tree: Any, arrays: Sequence[jax.Array]) -> Any:
-    """The tree with the whole arrays of its Shards, which are in the order of `shards`."""
-    coming = iter(arrays)
-    return jax.tree.map(lambda leaf: next(coming) if isinstance(leaf, Shard) else leaf, tree, is_leaf=_is_shard)
+    """The tree with whole arrays instead of its Shards; `arrays` are in the order of `shards`."""
+    whole = iter(arrays)
+    return jax.tree.map(lambda leaf: next(whole) if isinstance(leaf, Shard) else leaf, tree, is_leaf=_is_shard)

@@ -1,17 +1,18 @@
-"""Transfers between device and host, each under stages of a layer that take as long.
+"""Schedules copies between device and host under a layer's computation.
 
-Each copy is bound by optimization_barriers to a window of stages (segments of another layer): it starts within it and
-is there when its last stage ends. Windows follow one another and are chosen by how long copies and stages take
-(`windows`): as late as possible for what comes, and over as early for what leaves, so that little memory is in both
-places.
+Each copy is bound by optimization_barriers to a window of stages (segments of another layer): it starts within the
+window and is complete when the window's last stage ends. Windows follow one another and are chosen by the durations of
+copies and stages (`windows`). Copies to the device are as late as possible and copies to the host end as early as
+possible, so that little memory is used in both places.
 
-Left alone, XLA's scheduler starts a copy five kernels before its end, thin ones and wide ones alike, whatever the
-copy's size, and lets two be in flight. By compiled schedules, not by a trace, an 8B step in 24 GB waited for 91 ms so,
-a row of 65,536 tokens for 1.1 s. Hence a layer's kernels count as nothing (`copies_start_at_once`), which makes a copy
-start where its window begins, and the step's compiler options let more be in flight (`IN_FLIGHT`).
+Without this, XLA's scheduler starts a copy five kernels before its end, whatever the sizes of kernels and copy, and
+allows two copies at a time. By compiled schedules (not by a trace), an 8B step in 24 GB then waited for 91 ms, and a
+row of 65,536 tokens for 1.1 s. Therefore the kernels of a layer count as nothing (`copies_start_at_once`), which makes
+a copy start where its window begins, and the step's compiler options allow more copies at a time (`IN_FLIGHT`).
 
-What did not help, by programs compiled for an H200: without that scheduler every copy is waited for; with its
-analytical estimator of latencies, twice as much as with its own; and, before copies started at once, pieces of 128 MiB.
+What did not help, by programs compiled for an H200: without that scheduler every copy is waited for; with XLA's
+analytical latency estimator twice as much is waited for as with the default one; and, before copies started at once,
+pieces of 128 MiB.
 """
 
 from __future__ import annotations
@@ -29,20 +30,21 @@ import jax.numpy as jnp
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.lax import optimization_barrier
 
-# Of a piece, at least: smaller ones must be joined again.
+# The least size of a piece of an array, because pieces must be joined again.
 PIECE_BYTES = 512 << 20
-# Multiplications of large products in the time of a byte to or from the host: of an H200, 350e12 and 54e9 a second.
+# Multiplications of large products in the time that a byte takes to or from the host: on an H200, 350e12 and 54e9 a
+# second.
 _MULTIPLICATIONS_PER_BYTE = 6500
-_ROOM = 1.1  # a copy may take that much longer
-# Copies at once, more than any window has.
+_ROOM = 1.1  # windows allow a copy this much more time than it should take
+# XLA's limit of copies at a time; no window has as many.
 IN_FLIGHT = {"xla_gpu_experimental_parallel_async_compute_limit": 64}
 
 
 def copies_start_at_once() -> contextlib.AbstractContextManager:
-    """Kernels traced here count as a microsecond for XLA's scheduler.
+    """Context in which traced kernels count as a microsecond for XLA's scheduler, so that copies start at once.
 
-    Those of every layer, with copies or without: XLA chooses a product's algorithm by its instruction's text, in which
-    this stands, and plans should differ in no bit.
+    All layers use it, with copies or without: XLA chooses a product's algorithm by its instruction's text, which
+    contains this setting, and the results of different plans should be equal bit for bit.
     """
     return set_xla_metadata(latency_metadata="1000")
 
@@ -50,22 +52,26 @@ def copies_start_at_once() -> contextlib.AbstractContextManager:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """An array cut along `axis`."""
+    """An array, cut along `axis`."""
 
-    arrays: tuple[jax.Array, ...]
-    axis: int = dataclasses.field(metadata=dict(static=True))
+    arrays: tuple[jax.Array, ...]  # the pieces, in order
+    axis: int = dataclasses.field(metadata=dict(static=True))  # along which they are joined
 
 
 def cut(arrays: Sequence[jax.Array], stages: Sequence[float]) -> tuple[Pieces, ...]:
-    """Pieces of each array, to be copied under `stages`, in multiplications.
+    """Cuts each array into pieces that are copied during a layer.
 
-    Along the first axis, or along the second of an array with one row; no smaller than what the longest stage covers.
+    Arrays are cut along the first axis, or along the second if the first has size 1. No piece is smaller than what the
+    longest stage can hide.
+
+    stages: the durations of the layer's stages, in multiplications.
     """
     piece = max(PIECE_BYTES, int(max(stages) / _MULTIPLICATIONS_PER_BYTE))
     return tuple(_cut(array, piece) for array in arrays)
 
 
 def _cut(array: jax.Array, piece_bytes: int) -> Pieces:
+    """Cuts an array into pieces of about `piece_bytes`."""
     axis = 0 if array.shape[0] > 1 or array.ndim == 1 else 1
     count = max(1, min(-(-array.nbytes // piece_bytes), array.shape[axis]))
     bounds = [array.shape[axis] * i // count for i in range(count + 1)]
@@ -73,39 +79,40 @@ def _cut(array: jax.Array, piece_bytes: int) -> Pieces:
 
 
 def join(pieces: Pieces) -> jax.Array:
-    """What `cut` cut."""
+    """The array that `cut` cut."""
     return pieces.arrays[0] if len(pieces.arrays) == 1 else jnp.concatenate(pieces.arrays, axis=pieces.axis)
 
 
 def windows(sizes: Sequence[int], stages: Sequence[float], late: bool = False) -> list[tuple[int, int]]:
-    """(first, last) stage of the window of each copy, copies in order: those under which least is waited for.
+    """(first stage, last stage) of the window of each copy, such that the least time is waited for.
 
-    Of equal ones, those that hold both places of a copy for the shortest time.
+    Among equal choices, those are taken in which copies occupy memory in both places for the shortest time.
 
     Args:
-      sizes: bytes of the copies.
-      stages: multiplications of the stages.
-      late: a copy's second place is held from its window's beginning; otherwise its first place until the window's end.
+      sizes: bytes of the copies, in order.
+      stages: durations of the stages, in multiplications.
+      late: a copy's destination is occupied from the beginning of its window; otherwise its source until the window's
+        end.
     """
     count = len(sizes)
     needs = [size * _MULTIPLICATIONS_PER_BYTE * _ROOM for size in sizes]
-    # Where copies take longer than all stages, each window waits for as large a share: none ends before its stages do.
+    # If the copies take longer than all stages, every stage is stretched by the same factor.
     longer = max(sum(needs) / sum(stages), 1.0)
     bounds = [0.0, *itertools.accumulate(stage * longer for stage in stages)]
 
     @functools.cache
     def best(first_copy: int, first_stage: int) -> tuple[float, int, int]:
-        """(cost of what begins here, one past the copies of its first window, one past that window's stages)"""
+        """(cost of the copies from first_copy on, end of the copies of their first window, end of that window)"""
         if first_copy == count:
             return 0.0, count, first_stage
         found = (math.inf, count, first_stage)
         ends = range(first_stage + 1, len(bounds))
-        for end_stage in reversed(ends) if late else ends:  # of equal ones, the longest window that is as late
+        for end_stage in reversed(ends) if late else ends:  # the longest window among equal ones
             begins, until = bounds[first_stage], bounds[end_stage]
             for end_copy in range(first_copy, count + 1):
                 need = sum(needs[first_copy:end_copy])
-                held = need * ((bounds[-1] - begins) if late else until) / bounds[-1]
-                cost = max(need - (until - begins), 0.0) + 0.01 * held + best(end_copy, end_stage)[0]
+                occupied = need * ((bounds[-1] - begins) if late else until) / bounds[-1]
+                cost = max(need - (until - begins), 0.0) + 0.01 * occupied + best(end_copy, end_stage)[0]
                 if cost < found[0]:
                     found = cost, end_copy, end_stage
         return found
@@ -120,14 +127,16 @@ def windows(sizes: Sequence[int], stages: Sequence[float], late: bool = False) -
 
 
 class TransferSchedule:
-    """Copies arrays to `space` during the stages of a layer.
+    """Copies arrays to device or host memory during the stages of a layer.
+
+    The layer calls `start` and `finish` around each stage, and reads `arrays` at the end.
 
     Args:
-      arrays: a pytree of them.
-      stages: how long each stage takes, in multiplications. The last of several has nothing that waits for its end but
-        the next layer (a backward: thin products of adapters' gradients, put off until then), and copies only what has
-        no time elsewhere if `last_is_thin`.
-      space: a jax.memory.Space.
+      arrays: a pytree of arrays.
+      stages: the duration of each stage, in multiplications.
+      space: the destination, a jax.memory.Space.
+      last_is_thin: the last stage has only thin products that nothing but the next layer waits for (adapter gradients
+        at the end of a backward); it gets copies only if the other stages have no time for them.
     """
 
     def __init__(self, arrays: Any, stages: Sequence[float], space: Any, last_is_thin: bool = False):
@@ -145,24 +154,25 @@ class TransferSchedule:
             self._ending[last].append(index)
 
     def start(self, stage: int, values: Any) -> Any:
-        """Starts the copies of a stage at its beginning; `values`, which the stage works on, are there before."""
+        """Starts a stage's copies once `values`, the stage's inputs, are there; returns `values`, which the stage must
+        use."""
         indices = self._starting[stage]
         if indices:
-            leaving, values = optimization_barrier(([self._arrays[i] for i in indices], values))
-            for index, array in zip(indices, leaving, strict=True):
+            sources, values = optimization_barrier(([self._arrays[i] for i in indices], values))
+            for index, array in zip(indices, sources, strict=True):
                 self._arrays[index] = jax.device_put(array, self._space)
         return values
 
     def finish(self, stage: int, values: Any) -> Any:
-        """Nothing uses `values`, a stage's results, before the copies that end with the stage are there."""
+        """Makes a stage's results `values` wait for the copies that end with it; returns `values` for further use."""
         indices = self._ending[stage]
         if indices:
-            arrived, values = optimization_barrier(([self._arrays[i] for i in indices], values))
-            for index, array in zip(indices, arrived, strict=True):
+            copies, values = optimization_barrier(([self._arrays[i] for i in indices], values))
+            for index, array in zip(indices, copies, strict=True):
                 self._arrays[index] = array
         return values
 
     @property
     def arrays(self) -> Any:
-        """The copies, once every stage has ended."""
+        """The copies as a pytree like the given one, after every stage has ended."""
         return jax.tree.unflatten(self._structure, self._arrays)

@@ -204,9 +204,9 @@ def step_cost(
     on_host = float(optimizer_offload.hosted_bytes(states)) if config.optim.offload else 0.0
     mesh = config.mesh or MeshConfig()
     data, fsdp = partition.mesh_shape(mesh.data, mesh.fsdp)
-    share = partition.held_bytes(masters, fsdp) / nbytes(masters)  # the part of the trained weights on one device
+    share = partition.bytes_per_device(masters, fsdp) / nbytes(masters)  # the part of the trained weights on one device
     fixed = {
-        "frozen weights": partition.held_bytes(frozen, fsdp) + packed_slack(frozen) / fsdp,
+        "frozen weights": partition.bytes_per_device(frozen, fsdp) + packed_slack(frozen) / fsdp,
         **({"the model as it was given": nbytes(trainable)} if keeps_model else {}),
         f"trained parameters ({storage})": share * nbytes(kept),
         "optimizer states": share * nbytes(states) - on_host,
@@ -304,7 +304,7 @@ def _exchange(trained, frozen, data: int, fsdp: int) -> Exchange:
     every, (_, divided) = partition.divided_sizes((trained, frozen), fsdp)[0], partition.divided_sizes(trained, fsdp)
     whole = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trained)) - divided
     devices = data * fsdp
-    # Bytes of a gradient as partition.scatter sends it; sums of whole weights' gradients are in float32.
+    # Bytes of a gradient as gathers.scatter sends it; sums of whole weights' gradients are in float32.
     width = 4.0 if fsdp > 2 else partition.divided_sizes(trained, fsdp)[0] / max(divided, 1.0)
     return Exchange(
         weights=received * weights,

@@ -73,7 +73,7 @@ class ForwardPlanner:
         self.budget_bytes = devices.budget(config, self.device)
         self.cost = parts = step_cost(model, config, length, optimizer=optax.identity())
         _, trainable, frozen = nnx.split(model, nnx.Param, ...)
-        self.weight_bytes = partition.held_bytes((trainable, frozen), fsdp) + packed_slack(frozen) / fsdp
+        self.weight_bytes = partition.bytes_per_device((trainable, frozen), fsdp) + packed_slack(frozen) / fsdp
         residuals = ResidualPlan.uniform(RECOMPUTE, parts.num_layers)
         # The fewest parts are tried first, and for each number of parts the most logits at a time.
         self._plans = [

@@ -125,7 +125,7 @@ def phases_of(
     """
     plan, fixed = forecast.plan, parts.fixed
     weights = fixed["frozen weights"] + parts.resident_bytes(plan.residuals.resident)
-    trained, states, start = trained_bytes(parts), fixed["optimizer states"], partition.held_bytes(given, fsdp)
+    trained, states, start = trained_bytes(parts), fixed["optimizer states"], partition.bytes_per_device(given, fsdp)
     saved = saved_bytes(parts)
     tokens = parts.rows / plan.micro_batches / parts.devices * parts.length
     forward = forward_bytes(parts, tokens, plan.chunk_tokens, device)

@@ -22,7 +22,7 @@ from flax import nnx
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.layers.segment import AuxLoss
-from jaxtune.models.placement import partition
+from jaxtune.models.placement import gathers, partition
 from jaxtune.models.residual_plan import ResidualPlan
 from jaxtune.pallas.linear_cross_entropy import linear_cross_entropy, linear_log_probs, linear_token_losses
 from jaxtune.train.config import TrainConfig
@@ -183,7 +183,7 @@ class Forward:
         """(log-probabilities of the targets, entropies), float32[rows, length] each, at a temperature."""
         head = model.head_variable
         with jax.named_scope("loss"):
-            weight, hidden = partition.whole_beside(head, hidden)
+            weight, hidden = gathers.whole_beside(head, hidden)
             return linear_log_probs(
                 hidden,
                 weight,
@@ -200,7 +200,7 @@ class Forward:
         """Calls a loss function with the hidden states, the model's head and the batch's targets and weights."""
         head = model.head_variable
         with jax.named_scope("loss"):
-            weight, hidden = partition.whole_beside(head, hidden)
+            weight, hidden = gathers.whole_beside(head, hidden)
             return function(
                 hidden,
                 weight,

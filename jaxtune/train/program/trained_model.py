@@ -51,7 +51,7 @@ class TrainedModel:
         if config.qat is not None:
             model = prepare_qat(model, config.qat.format, config.qat.group_size)
         self.graph, self.qat = nnx.graphdef(model), qat_spec(model)
-        if self.qat is not None and not self.qat.held_by(self.given.dtype):
+        if self.qat is not None and not self.qat.represented_by(self.given.dtype):
             raise ValueError(
                 f"qat: precision = {config.precision} rounds weights in {self.qat.dtype}, which a model loaded in "
                 f"{self.given.dtype} does not hold: load it in {self.qat.dtype} or float32"
@@ -133,7 +133,7 @@ class TrainedModel:
         """The frozen weights with their declared shardings, whole on each device or divided as the plan in force
         says."""
         plan = engine.planner.plan.residuals
-        return partition.held_whole(self.frozen, plan.resident, len(plan.layers))
+        return partition.declared_resident(self.frozen, plan.resident, len(plan.layers))
 
     def first_shapes(self, engine: Engine) -> tuple[TrainState, Sums, Any]:
         """The shapes of what first_state returns, with their shardings."""
@@ -184,7 +184,7 @@ class TrainedModel:
         without adapters has weights on the grid.
         """
         _, _, frozen = nnx.split(self.given, nnx.Param, ...)
-        trained, frozen = partition.together(trainable, frozen)
+        trained, frozen = partition.colocated(trainable, frozen)
         model = nnx.merge(self.graph, trained, frozen)
         if not has_adapter(model):
             # The weights changed, so adapters trained over the old base do not belong to them.

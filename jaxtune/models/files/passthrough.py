@@ -1,0 +1,145 @@
+"""Passthrough tensors: those of a checkpoint that are not the text model's, such as a vision tower's.
+
+They are not loaded, and copied from the original files when the model is saved. Quantised ones are decoded to 16 bits,
+and the saved config says that none of them is quantised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtune.models.config import DecoderConfig, Passthrough
+from jaxtune.models.files import file_plan, shards, stored_weights
+from jaxtune.models.files.file_plan import Planned
+from jaxtune.models.files.stored_weights import StoredEntry
+from jaxtune.models.registry import config_from_hf, is_passthrough, whole_tensor_name
+
+_PROCESSORS = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
+SKIPPED = ("llm_int8_skip_modules", "modules_to_not_convert", "ignore")  # quantization_config's lists of plain modules
+
+
+def divide(
+    entries: Mapping[str, shards.TensorEntry], config: DecoderConfig, hf: Mapping[str, Any], whole: Mapping[str, Any]
+) -> tuple[dict[str, shards.TensorEntry], Passthrough | None]:
+    """Separates the tensors of a checkpoint into (the text model's tensors, the passthrough tensors and files, or
+    None).
+
+    Args:
+      entries: {name: entry} of all tensors of the checkpoint.
+      config: of the text model.
+      hf: config.json of the text part.
+      whole: config.json of the folder; the same object as `hf` where it describes a text model alone.
+    """
+    beside = tuple(entry for name, entry in entries.items() if is_passthrough(name, config.family))
+    if not beside:
+        return dict(entries), None
+    for entry in _gathered(beside):
+        if not isinstance(entry, StoredEntry):
+            shards.check_entry(entry)
+    rest = {name: entry for name, entry in entries.items() if not is_passthrough(name, config.family)}
+    if hf is whole:
+        return rest, Passthrough(beside, None)
+    files = [beside[0].file.parent / name for name in _PROCESSORS]
+    processors = tuple((file.name, file.read_bytes()) for file in files if file.exists())
+    return rest, Passthrough(beside, json.dumps(whole), processors)
+
+
+def stored_in(beside: Passthrough | None) -> set[str]:
+    """Names of the formats of the passthrough tensors that are quantised."""
+    return {entry.word for entry in _gathered(beside.tensors if beside else ()) if isinstance(entry, StoredEntry)}
+
+
+def _gathered(tensors: tuple[shards.TensorEntry, ...]) -> Iterable[shards.TensorEntry]:
+    """The passthrough tensors, with all tensors of a quantised weight as one entry."""
+    return stored_weights.gather({entry.name: entry for entry in tensors}).values()
+
+
+def _in_16_bits(entry: StoredEntry) -> jax.Array:
+    """A quantised tensor, read and decoded to bfloat16."""
+    weight, _ = stored_weights.read(entry, "bfloat16")
+    return jax.tree.map(jnp.asarray, weight).decode("bfloat16")
+
+
+def with_passthrough(planned: Planned, passthrough: Passthrough | None) -> Planned:
+    """A text model's plan of tensors to write, extended by the passthrough tensors and renamed to the whole model's
+    names.
+
+    Raises:
+      ValueError: a passthrough tensor that is no longer in the file that the model was loaded from.
+    """
+    if passthrough is None:
+        return dict(planned)
+    rename = whole_tensor_name if passthrough.config is not None else str
+    found = {}
+    for file in {entry.file for entry in passthrough.tensors}:
+        with contextlib.suppress(OSError):
+            found |= {(file, name): entry for name, entry in shards.read_header(file).items()}
+    whole = {name: group.renamed(rename) for name, group in planned.items()}
+    for entry in passthrough.tensors:
+        if found.get((entry.file, entry.name)) != entry:
+            raise ValueError(
+                f"save_pretrained: {entry.name} is copied from {entry.file}, from which the model was loaded, but it "
+                "is not there any more; put the folder back"
+            )
+    for entry in _gathered(passthrough.tensors):
+        packed = isinstance(entry, StoredEntry)
+        make = functools.partial(_in_16_bits if packed else shards.read_tensor, entry)
+        dtype = shards.DTYPES["BF16" if packed else entry.dtype]
+        whole[entry.name] = file_plan.one(entry.name, entry.shape, dtype, make, lambda tensor: tensor)
+    return whole
+
+
+def whole_config(
+    hf: Mapping[str, Any], own: Mapping[str, Any], config: DecoderConfig, passthrough: Passthrough | None
+) -> dict[str, Any]:
+    """config.json of a saved model that includes passthrough tensors.
+
+    Args:
+      hf: config.json of the text part, as it would be saved alone.
+      own: config.json that the family writes for `config`.
+      config: of the text part.
+      passthrough: None returns `hf`.
+    """
+    if passthrough is None:
+        return dict(hf)
+    if passthrough.config is None:
+        return _with_skipped(dict(hf), passthrough, str)
+    whole = json.loads(passthrough.config)
+    text = dict(whole["text_config"])
+    if config_from_hf(whole) != config:
+        text.pop("rope_parameters", None)
+        text |= {key: value for key, value in own.items() if key != "architectures" and not key.endswith("_token_id")}
+    dtypes = {key: hf[key] for key in ("dtype", "torch_dtype") if key in hf}
+    whole |= {key: value for key, value in dtypes.items() if key in whole or key not in text}
+    text |= {key: value for key, value in dtypes.items() if key in text}
+    for name in ("auto_map", "quantization_config", "qat"):
+        whole.pop(name, None)
+        if name in hf:
+            whole[name] = hf[name]
+    whole |= {"text_config": text, "tie_word_embeddings": config.tie_embeddings}
+    return _with_skipped(whole, passthrough, whole_tensor_name)
+
+
+def _with_skipped(config: dict[str, Any], passthrough: Passthrough, name_of: Callable[[str], str]) -> dict[str, Any]:
+    """config.json whose quantization_config lists the passthrough modules as not quantised.
+
+    name_of: maps the module names that the lists already contain to names in the whole model. Readers interpret the
+    lists differently: some match whole names of linears, some match prefixes, and compressed-tensors matches whole
+    names and regular expressions. All forms are written.
+    """
+    quantization = dict(config.get("quantization_config", {}))
+    linears = [entry for entry in passthrough.tensors if entry.name.endswith(".weight") and len(entry.shape) == 2]
+    plain = sorted(entry.name.removesuffix(".weight") for entry in linears)
+    whole = sorted({"mtp" if entry.name.startswith("mtp.") else "model.visual" for entry in passthrough.tensors})
+    for key in set(SKIPPED) & set(quantization):
+        begins = [rf"re:.*\b{part.removeprefix('model.')}\..*" for part in whole] if key == "ignore" else whole
+        quantization[key] = [*map(name_of, quantization[key]), *begins, *plain]
+        config["quantization_config"] = quantization
+    return config

@@ -1,0 +1,107 @@
+"""Gathers and scatters of tensors that devices divide (`Shard`), as functions with a derivative."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.lax import optimization_barrier
+
+from jaxtune.models.placement.partition import FSDP, Shard
+
+
+def rows_of(variable: nnx.Variable, index: jax.Array, take: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
+    """take(table, index) for a variable's array [n, ...] and index int32[...] in [0, n); differentiable as `take` is.
+
+    A divided table is not gathered for a few of its rows: each device takes the rows that it has for the indices of all
+    devices, and receives those for its own indices from the others.
+    """
+    value = variable.get_value()
+    if not isinstance(value, Shard):
+        return take(variable[...], index)
+    if value.axis != 0 or value.count * index.size > value.shape[0]:
+        return take(_gathered(value), index)
+    return _rows_of(take, value, index)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rows_of(take, shard: Shard, index: jax.Array) -> jax.Array:
+    """rows_of for a table that is divided along its first axis."""
+    return _rows_of_fwd(take, shard, index)[0]
+
+
+def _rows_of_fwd(take, shard: Shard, index: jax.Array):
+    size = shard.array.shape[0]
+    all_index = (
+        jax.lax.all_gather(index, FSDP) - jax.lax.axis_index(FSDP) * size
+    )  # of all devices, relative to this device's first row
+    mine = (all_index >= 0) & (all_index < size)
+    rows, back = jax.vjp(lambda table: take(table, jnp.clip(all_index, 0, size - 1)), shard.array)
+    mine = mine.reshape(*mine.shape, *[1] * (rows.ndim - mine.ndim))
+    rows = jax.lax.psum_scatter(jnp.where(mine, rows, 0), FSDP)  # all but one term of each sum are zero
+    return rows, (back, mine)
+
+
+def _rows_of_bwd(take, residuals, gradient):
+    back, mine = residuals
+    (gradients,) = back(jnp.where(mine, jax.lax.all_gather(gradient, FSDP), 0))
+    return Shard(gradients, 0, mine.shape[0]), None
+
+
+_rows_of.defvjp(_rows_of_fwd, _rows_of_bwd)
+
+
+def whole_beside(variable: nnx.Variable, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(the whole array of a variable, x), for a variable that is not needed before x.
+
+    A Shard is gathered after x is there, and its gradient is scattered before x's gradient is passed on. Otherwise XLA
+    keeps both whole for as long as it can combine several collectives.
+    """
+    value = variable.get_value()
+    if not isinstance(value, Shard):
+        return variable[...], x
+    if isinstance(variable, nnx.Param):
+        return _gathered_beside(value, x)
+    value, _ = optimization_barrier((value, jax.lax.stop_gradient(x)))
+    return gather(value), x
+
+
+@jax.custom_vjp
+def _gathered_beside(shard: Shard, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """whole_beside for a trained Shard."""
+    shard, x = optimization_barrier((shard, x))
+    return gather(shard), x
+
+
+_gathered_beside.defvjp(
+    lambda shard, x: (_gathered_beside(shard, x), shard),
+    lambda shard, gradients: optimization_barrier((scatter(shard, gradients[0]), gradients[1])),
+)
+
+
+@jax.custom_vjp
+def _gathered(shard: Shard) -> jax.Array:
+    """`gather` with `scatter` as its derivative."""
+    return gather(shard)
+
+
+_gathered.defvjp(lambda shard: (gather(shard), shard), lambda shard, gradient: (scatter(shard, gradient),))
+
+
+def gather(shard: Shard) -> jax.Array:
+    """The whole array of a Shard; call it inside `partition.divided`."""
+    return jax.lax.all_gather(shard.array, FSDP, axis=shard.axis, tiled=True)
+
+
+def scatter(shard: Shard, gradient: jax.Array) -> Shard:
+    """This device's part of the sum, over the devices along `fsdp`, of their gradients of a Shard's whole array.
+
+    The sum is computed in float32. With two devices the gradients are sent in their own dtype, which are half the
+    bytes, because a sum of two numbers is rounded only once in either case.
+    """
+    wide = gradient if shard.count == 2 else gradient.astype(jnp.float32)
+    total = jax.lax.psum_scatter(wide, FSDP, scatter_dimension=shard.axis, tiled=True)
+    return Shard(total.astype(gradient.dtype), shard.axis, shard.count)
