@@ -28,6 +28,7 @@ from jaxtune.commands import (
     launch,
     profile,
     report,
+    serve,
     train,
     tune,
     watch,
@@ -39,10 +40,10 @@ from jaxtune.system.terminal import say
 USER_ERROR = 2
 COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     module.__name__.rpartition(".")[2]: module.run
-    for module in (train, generate, chat, evaluate, export, profile, info, tune, report, watch, doctor, launch)
+    for module in (train, generate, chat, serve, evaluate, export, profile, info, tune, report, watch, doctor, launch)
 }
 # Commands whose results are files or a page. The result of all other commands is what they print.
-_WORKING = ("train", "launch", "export", "tune", "report", "watch")
+_WORKING = ("train", "launch", "export", "tune", "report", "watch", "serve")
 
 
 def console(arguments: Sequence[str] | None = None) -> int:

@@ -47,8 +47,9 @@ pip --constraint constraints.txt --editable '.[test]'
 case "$folder" in
 *-parity)
     # torch for CPU use, with the peers that the golden files come from; torch brings triton, for its interpreter.
-    # wandb and trackio for their loggers, lm-eval for its interface, compressed-tensors for its reader.
-    pip --constraint constraints.txt torch peft trl bitsandbytes jax-triton wandb trackio lm-eval compressed-tensors
+    # wandb and trackio for their loggers, lm-eval for its interface, compressed-tensors for its reader, openai for
+    # its client.
+    pip --constraint constraints.txt torch peft trl bitsandbytes jax-triton wandb trackio lm-eval compressed-tensors openai
     ;;
 *-aot)
     # XLA's GPU compiler without its CUDA libraries: it compiles for a GPU that is not there.

@@ -58,7 +58,7 @@ def test_the_exit_code_of_a_run_is_the_command_s(recipe, runs, monkeypatch):
     ("arguments", "message"),
     [
         (["trian"], "unknown command 'trian'; did you mean train?"),
-        (["zzz"], "unknown command 'zzz'; commands: train, generate, chat, evaluate, export, profile, info"),
+        (["zzz"], "unknown command 'zzz'; commands: train, generate, chat, serve, evaluate, export, profile, info"),
         (["train"], "the first argument is a recipe: a YAML file or one of "),
         (["train", "steps=3"], "the first argument is a recipe"),
         (["train", "lora-8"], "no packaged recipe 'lora-8' (nearest: lora-8b)"),

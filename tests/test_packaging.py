@@ -82,7 +82,7 @@ def test_gpu_extras_are_there():
         by_name = {Requirement(text).name: Requirement(text) for text in extras[name]}
         assert by_name["jax"].extras == {name}
         assert by_name["jax-triton"].specifier.contains("0.3.1") and by_name["jax-triton"].specifier.contains("0.4.1")
-    assert {"tensorboard", "wandb", "trackio", "test"} <= set(extras)
+    assert {"tensorboard", "wandb", "trackio", "serve", "test"} <= set(extras)
 
 
 def test_version_is_said_once():
@@ -341,7 +341,7 @@ def test_an_environment_that_failed_is_not_kept(checkout):
 def test_torch_and_cuda_go_into_their_own_environments(checkout):
     _, setup = checkout
     assert not [call for call in setup(".venv")[1] if "torch" in call or "cuda" in call]
-    peers = "torch peft trl bitsandbytes jax-triton wandb trackio lm-eval compressed-tensors"
+    peers = "torch peft trl bitsandbytes jax-triton wandb trackio lm-eval compressed-tensors openai"
     assert [call for call in setup(".venv-parity")[1] if call.endswith(peers)]
     version = metadata.version("jax")
     calls = setup(".venv-aot")[1]

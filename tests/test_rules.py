@@ -29,6 +29,7 @@ MAY_IMPORT = {
     "models": ("jaxtune.pallas", "jaxtune.models", "jaxtune.system"),
     "profile": ("jaxtune.profile", "jaxtune.system"),
     "train": ("jaxtune.pallas", "jaxtune.models", "jaxtune.profile", "jaxtune.train", "jaxtune.system"),
+    "serve": ("jaxtune.models", "jaxtune.serve", "jaxtune.system"),
     "export": ("jaxtune.pallas", "jaxtune.models", "jaxtune.export", "jaxtune.system"),
 }
 # The kernels are usable alone: jax, numpy and a kernel language, nothing else.

@@ -95,6 +95,7 @@ class Sampler:
       slots: rows that decode in one batch. None: `most_slots`, or as many as there is memory for.
       length: tokens that a row may have, its prompt included. None: as many as there is memory for, at most the model's
         positions. Caches have room for the longest row that is asked for, and grow in buckets up to it.
+      memory_share: the part of the memory left that slots may take; the rest is for other samplers that are made now.
       deterministic: a row's tokens and log-probabilities have the same bits whatever else is sampled, in any slot and
         any process, for equal `slots` and equal devices. Prompts are then prefilled one at a time, and the vendor's
         first algorithm is taken for products, not the fastest.
@@ -116,6 +117,7 @@ class Sampler:
         length: int | None = None,
         *,
         most_slots: int = SLOTS,
+        memory_share: float = 1.0,
         deterministic: bool = False,
         tokens_per_round: int = 8,
         prefill_tokens: int = 2048,
@@ -134,7 +136,7 @@ class Sampler:
         self._shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self._leaves)
         self._programs = device.programs(deterministic and jax.default_backend() == "gpu")
         self.plan: SlotPlan = plan_slots(
-            self._bytes, self.config.context_length, room_bytes(), slots, length, most_slots
+            self._bytes, self.config.context_length, room_bytes(memory_share), slots, length, most_slots
         )
         self._deterministic = deterministic
         self._steps, self._room_per_round = tokens_per_round, prefill_tokens

@@ -80,9 +80,9 @@ def plan_slots(
     return SlotPlan(chosen, shortest, bytes_of(chosen, shortest))
 
 
-def room_bytes() -> float | None:
-    """Bytes of the first device that nothing uses; None where the device does not say."""
+def room_bytes(share: float = 1.0) -> float | None:
+    """This share of the first device's bytes that nothing uses; None where the device does not say."""
     stats = jax.local_devices()[0].memory_stats()
     if not stats or "bytes_limit" not in stats:
         return None
-    return float(stats["bytes_limit"] - stats["bytes_in_use"])
+    return float(stats["bytes_limit"] - stats["bytes_in_use"]) * share

@@ -1,8 +1,8 @@
 """A local server that shows runs while they train, side by side on one page: what `jaxtune report` shows, kept up to
 date.
 
-The server is the standard library's. It listens on the loopback address only, and answers only requests for a loopback
-host name, so that no page of another site can read runs through the browser.
+The server is the standard library's. It listens on the loopback address only, and answers no page of another site
+(system/loopback.py), so that none can read runs through the browser.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxtune.system.loopback import HOST, refusal
 from jaxtune.train.display import metrics as m
 from jaxtune.train.display.run_page import STYLE, Run
 
-HOST = "127.0.0.1"
-_NAMES = (HOST, "localhost")
 _SECONDS = 2
 _SCRIPT = """
 let shown = "";
@@ -54,7 +53,7 @@ def server(runs: Sequence[Path], port: int = 0) -> http.server.ThreadingHTTPServ
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            if self.headers.get("Host", "").rpartition(":")[0] not in _NAMES:
+            if refusal(self.headers.get("Host"), self.headers.get("Origin")) is not None:
                 self.send_error(403)
             elif self.path == "/":
                 self._answer(_PAGE)

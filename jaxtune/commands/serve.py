@@ -1,0 +1,133 @@
+"""`jaxtune serve`."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxtune.commands import common
+from jaxtune.system.loopback import HOST, is_loopback
+from jaxtune.system.terminal import say
+
+if TYPE_CHECKING:
+    from jaxtune.serve.served import Served
+
+_KEY = "JAXTUNE_API_KEY"
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Answer programs that speak OpenAI's API, with a model and adapters over it.
+
+    Many clients share the slots of one sampler. SIGTERM or Ctrl-C ends the server: no new requests are taken, answers
+    have --grace seconds to end, and the exit code is 0.
+    """
+    parser = common.parser("serve", run.__doc__)
+    parser.add_argument("model", help="model folder, hub name or adapter folder")
+    parser.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="an adapter over the same base, which clients ask for as model NAME; may be repeated",
+    )
+    parser.add_argument("--host", default=HOST, help=f"address to listen on (default: {HOST}, this machine alone)")
+    parser.add_argument("--port", type=int, default=8000, help="0: a free one (default: 8000)")
+    parser.add_argument(
+        "--api-key", metavar="KEY", help=f"that clients must bring (default: ${_KEY}); required with another --host"
+    )
+    parser.add_argument(
+        "--slots", type=int, metavar="N", help="rows of one model that decode at once (default: by memory, at most 64)"
+    )
+    parser.add_argument(
+        "--length", type=int, metavar="N", help="most tokens of a prompt and its answer (default: by memory)"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, metavar="S", help="seconds that an answer may take (default: 600)"
+    )
+    parser.add_argument(
+        "--grace", type=float, default=10.0, metavar="S", help="seconds for answers after a signal (default: 10)"
+    )
+    common.add_numbers(parser)
+    options = parser.parse_args(arguments)
+    key = options.api_key if options.api_key is not None else os.environ.get(_KEY)
+    if key == "":
+        parser.error(f"--api-key (or ${_KEY}) is empty: give a key, or none")
+    for flag, value, right in (
+        ("--timeout", options.timeout, options.timeout > 0),
+        ("--grace", options.grace, 0 <= options.grace < float("inf")),
+    ):
+        if not right:
+            parser.error(f"{flag} {value:g}: must be {'positive' if flag == '--timeout' else '0 or more'}")
+    if key is None and not is_loopback(options.host):
+        parser.error(f"--host {options.host} can be reached from other machines: give --api-key KEY, or set {_KEY}")
+    try:
+        import starlette
+        import uvicorn
+    except ImportError as error:
+        raise ValueError(f"serve needs starlette and uvicorn ({error}): pip install 'jaxtune[serve]'") from None
+    del starlette, uvicorn
+    _serve(options, key)
+
+
+def _serve(options: argparse.Namespace, key: str | None) -> None:
+    from jaxtune.models.generation.sampler import Sampler
+    from jaxtune.serve import server
+    from jaxtune.serve.engine import Engine
+    from jaxtune.train.program.program_cache import use_program_cache
+
+    use_program_cache()
+    with server.listen(options.host, options.port) as listener:
+        models = {served.name: served for served in _models(options)}
+        samplers = {
+            name: functools.partial(Sampler, served.model, options.slots, options.length, memory_share=1 / len(models))
+            for name, served in models.items()
+        }
+        engine = Engine(samplers, {name: served.decoder for name, served in models.items()})
+        for name, plan in engine.plans.items():
+            say(f"{name}: {plan}")
+        server.Server(models, engine, listener, key, options.timeout, options.grace).run_until_signal()
+
+
+def _models(options: argparse.Namespace) -> list[Served]:
+    """The base and each adapter, in memory: they share the base's arrays."""
+    from jaxtune.models.adapters.adapter_config import base_of
+    from jaxtune.models.adapters.adapter_files import load_adapter
+    from jaxtune.models.files.model_folder import load_tokenizer
+    from jaxtune.models.lora import without_adapter
+    from jaxtune.serve.served import Served
+    from jaxtune.train.end_tokens import with_end_tokens
+
+    adapters = [_named(text) for text in options.adapter]
+    model, tokenizer = common.load(options)
+    if tokenizer is None:
+        raise ValueError(f"{options.model} has no tokenizer: copy its tokenizer files into the model's folder")
+    path = base_of(Path(options.model).expanduser())
+    base, name = (model, options.model) if path is None else (without_adapter(model), path)
+    found = [Served(_name(name), with_end_tokens(base, tokenizer), tokenizer)]
+    if path is not None:
+        found.append(Served(_name(options.model), model, tokenizer, found[0].name))
+    for name, folder in adapters:
+        own = load_tokenizer(folder) or tokenizer
+        found.append(Served(name, with_end_tokens(load_adapter(base, folder), own), own, found[0].name))
+    names = [served.name for served in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"two models have the name {name!r}: give the adapter another one (--adapter NAME=FOLDER)")
+    return found
+
+
+def _named(text: str) -> tuple[str, Path]:
+    name, equals, folder = text.partition("=")
+    if not (name and equals and folder):
+        raise ValueError(f"--adapter {text}: must be NAME=FOLDER")
+    return name, Path(folder).expanduser()
+
+
+def _name(model: str) -> str:
+    """A folder's own name, or a hub name as it is."""
+    path = Path(model).expanduser()
+    return path.resolve().name if path.is_dir() else model

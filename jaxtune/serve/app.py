@@ -1,0 +1,282 @@
+"""The ASGI application: who may ask, limits of size and time, and each way of asking.
+
+A client that goes away ends its rows, whose slots become free. One that reads slowly holds up nobody: rows are made
+without it, and what it has not read waits in memory, until the limit of time closes its connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import sys
+import time
+import traceback
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from jaxtune.serve.bodies import Asked, read_chat, read_completion
+from jaxtune.serve.engine import Answers, Engine
+from jaxtune.serve.errors import ApiError, encoded
+from jaxtune.serve.forms import Answer
+from jaxtune.serve.served import Served
+from jaxtune.system.loopback import refusal
+from jaxtune.system.terminal import say
+
+_MOST_BODY_BYTES = 16 * 2**20
+_BODY_SECONDS = 30.0  # within which a body must have arrived
+_CLIENT_LEFT = 499  # the status that proxies log for it
+_LAST_WORDS_SECONDS = 1.0  # for the error that ends a stream
+
+type Reader = Callable[[object, Mapping[str, Served]], Asked]
+
+
+def make_app(models: Mapping[str, Served], engine: Engine, key: str | None, local: bool, seconds: float) -> ASGIApp:
+    """The application.
+
+    Args:
+      models: by their names. engine: with a sampler for each of them.
+      key: that every request but /health must bring; None: none.
+      local: whether it is asked through a loopback address only; Host and Origin are then checked.
+      seconds: within which an answer must have been made and read.
+    """
+    api = _Api(models, engine, seconds)
+    app = Starlette(
+        routes=[
+            Route("/health", api.health),
+            Route("/v1/models", api.list_models),
+            Route("/v1/models/{name:path}", api.one_model),
+            Route("/v1/chat/completions", api.chat, methods=["POST"]),
+            Route("/v1/completions", api.completions, methods=["POST"]),
+        ],
+        exception_handlers={ApiError: _refuse, HTTPException: _not_found, ClientDisconnect: _left, Exception: _fault},
+    )
+    return _Guard(app, key, local)
+
+
+class Json(Response):
+    """A response of JSON."""
+
+    media_type = "application/json"
+
+    def render(self, content: object) -> bytes:
+        """The body."""
+        return encoded(content)
+
+
+def _error(error: ApiError) -> Json:
+    headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
+    return Json(error.body(), error.status, headers)
+
+
+async def _refuse(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return _error(error)
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _error(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+
+
+async def _left(_: Request, error: Exception) -> Response:
+    return Response(status_code=_CLIENT_LEFT)  # nobody reads it
+
+
+async def _fault(_: Request, error: Exception) -> Response:
+    return _error(_reported(error))
+
+
+def _reported(error: Exception) -> ApiError:
+    """An error of jaxtune or of a library: its traceback is printed, and the client gets its name."""
+    say("jaxtune: a request failed:\n" + "".join(traceback.format_exception(error)), file=sys.stderr)
+    return ApiError(500, f"the server failed: {type(error).__name__}")
+
+
+class _Guard:
+    """Answers only those who may ask."""
+
+    def __init__(self, app: ASGIApp, key: str | None, local: bool):
+        self._app, self._key, self._local = app, key, local
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            error = self._refused(Request(scope))
+            if error is not None:
+                await _error(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _refused(self, request: Request) -> ApiError | None:
+        why = refusal(request.headers.get("host"), request.headers.get("origin")) if self._local else None
+        if why is not None:
+            return ApiError(403, why)
+        if self._key is None or request.url.path == "/health":
+            return None
+        kind, _, given = request.headers.get("authorization", "").partition(" ")
+        right = kind.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self._key.encode())
+        return None if right else ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+
+
+class _Api:
+    """The ways of asking."""
+
+    def __init__(self, models: Mapping[str, Served], engine: Engine, seconds: float):
+        self._models, self._engine, self._seconds = models, engine, seconds
+        self._began = int(time.time())
+        self._encoding = asyncio.Lock()  # a tokenizer encodes for one request at a time
+
+    async def health(self, _: Request) -> Response:
+        if self._engine.failure is not None:
+            return Json({"status": "failing", "error": self._engine.failure}, 503)
+        return Json({"status": "ok"})
+
+    async def list_models(self, _: Request) -> Response:
+        return Json({"object": "list", "data": [self._card(served) for served in self._models.values()]})
+
+    async def one_model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in self._models:
+            raise ApiError(404, f"model {name!r}: there are {', '.join(self._models)}", "model", "model_not_found")
+        return Json(self._card(self._models[name]))
+
+    def _card(self, served: Served) -> dict[str, object]:
+        card = {"id": served.name, "object": "model", "created": self._began, "owned_by": "jaxtune"}
+        return card | {"parent": served.base, "max_model_len": self._engine.plans[served.name].length}
+
+    async def chat(self, request: Request) -> Response:
+        return await self._answer(request, read_chat)
+
+    async def completions(self, request: Request) -> Response:
+        return await self._answer(request, read_completion)
+
+    async def _answer(self, request: Request, read: Reader) -> Response:
+        body = await _body(request)
+        deadline = asyncio.get_running_loop().time() + self._seconds
+        try:
+            async with asyncio.timeout_at(deadline):
+                async with self._encoding:
+                    asked = await asyncio.to_thread(read, body, self._models)
+                answers = await self._engine.submit(asked.served.name, asked.rows)
+        except TimeoutError:
+            raise self._too_late() from None
+        if asked.stream:
+            return _Stream(_events(asked, answers), answers, deadline, self._too_late())
+        with contextlib.closing(answers):
+            try:
+                async with asyncio.timeout_at(deadline):
+                    form = await _unless_gone(request.receive, _whole(asked, answers))
+            except TimeoutError:
+                raise self._too_late() from None
+        return Response(status_code=_CLIENT_LEFT) if form is None else Json(form)
+
+    def _too_late(self) -> ApiError:
+        message = f"the answer was not made and read within {self._seconds:g} s: ask for fewer tokens (max_tokens)"
+        return ApiError(504, message, code="timeout")
+
+
+async def _body(request: Request) -> object:
+    """The JSON of a request."""
+    too_large = ApiError(413, f"the body has more than {_MOST_BODY_BYTES:,} bytes: send less", code="too_large")
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and int(length) > _MOST_BODY_BYTES:
+        raise too_large
+    data = bytearray()
+    try:
+        async with asyncio.timeout(_BODY_SECONDS):
+            async for piece in request.stream():
+                data += piece
+                if len(data) > _MOST_BODY_BYTES:
+                    raise too_large
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {_BODY_SECONDS:g} s") from None
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        raise ApiError(400, f"the body is not JSON: {error}") from None
+
+
+async def _whole(asked: Asked, answers: Answers) -> dict[str, object]:
+    answer = Answer(asked)
+    while answers.left:
+        answer.add(*await answers.next())
+    return answer.whole()
+
+
+async def _events(asked: Asked, answers: Answers) -> AsyncIterator[dict[str, object]]:
+    answer = Answer(asked)
+    for chunk in answer.first_chunks():
+        yield chunk
+    while answers.left:
+        for chunk in answer.chunks(*await answers.next()):
+            yield chunk
+    for chunk in answer.last_chunks():
+        yield chunk
+
+
+async def _unless_gone[T](receive: Receive, work: Coroutine[object, object, T]) -> T | None:
+    """The result of `work`; None if the client went away first, which ends it."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working = asyncio.ensure_future(work)
+    tasks = working, asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+class _Stream(Response):
+    """An answer as server-sent events."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[object], answers: Answers, deadline: float, too_late: ApiError):
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events, self._answers, self._deadline, self._too_late = events, answers, deadline, too_late
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.closing(self._answers):
+            await _unless_gone(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        """Sends the events. A client that does not read ends it, too: without a whole body the server closes the
+        connection."""
+
+        async def say_event(data: bytes) -> None:
+            await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                async for event in self._events:
+                    await say_event(encoded(event))
+                await say_event(b"[DONE]")
+                await send({"type": "http.response.body", "body": b""})
+                return
+        except TimeoutError:
+            error = self._too_late
+        except ApiError as failed:
+            error = failed
+        except OSError:  # the client went away
+            return
+        except Exception as fault:
+            error = _reported(fault)
+        with contextlib.suppress(TimeoutError, OSError):
+            async with asyncio.timeout(_LAST_WORDS_SECONDS):
+                await say_event(encoded(error.body()))
+                await send({"type": "http.response.body", "body": b""})

@@ -1,0 +1,284 @@
+"""The JSON of a request, checked: what is asked of which model.
+
+Names and defaults are OpenAI's. `top_k`, `min_p` and `repetition_penalty` are accepted beside them, as other servers do
+(`extra_body` of the openai package). What changes nothing here is ignored, what cannot be followed is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import itertools
+import json
+import secrets
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from jaxtune.serve.engine import Row
+from jaxtune.serve.errors import ApiError
+from jaxtune.serve.served import Served, Tokenizer
+
+_MOST_ANSWERS = 128  # to one request
+_COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens where it is not a chat
+# What clients may say that changes no answer here.
+_IGNORED = {
+    "metadata",
+    "parallel_tool_calls",
+    "prediction",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
+}
+# What is not supported, and the value that asks for nothing.
+_NEUTRAL: dict[str, object] = {
+    "audio": None,
+    "best_of": 1,
+    "echo": False,
+    "frequency_penalty": 0,
+    "function_call": None,
+    "functions": None,
+    "logit_bias": {},
+    "modalities": ["text"],
+    "presence_penalty": 0,
+    "reasoning_effort": None,
+    "response_format": {"type": "text"},
+    "suffix": "",
+    "top_logprobs": 0,
+    "verbosity": None,
+    "web_search_options": None,
+}
+
+# Said of a key that has several types, in place of what is wrong with one of them.
+_MUST = {
+    "prompt": "must be a text, a list of texts, token ids, or a list of lists of them",
+    "stop": "must be a text that is not empty, or a list of at most 16 of them",
+    "content": "must be a text, or a list of parts of type text",
+}
+
+Positive = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Stop = Annotated[str, Field(min_length=1)]
+
+
+class _StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # of the length of pieces, against listeners; there is none
+
+
+class _Body(BaseModel):
+    """What both ways of asking have."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    model: str
+    max_tokens: Positive | None = None
+    n: Annotated[int, Field(ge=1, le=_MOST_ANSWERS)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Share | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[dict[str, object]] | None = None
+    tool_calls: list[dict[str, object]] | None = None
+
+
+class _Chat(_Body):
+    messages: Annotated[list[_Message], Field(min_length=1)]
+    max_completion_tokens: Positive | None = None
+    logprobs: bool | None = None
+    tools: list[dict[str, object]] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+
+
+class _Completion(_Body):
+    prompt: (
+        str
+        | Annotated[list[int], Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1, max_length=_MOST_ANSWERS)]
+        | Annotated[list[list[int]], Field(min_length=1, max_length=_MOST_ANSWERS)]
+    )
+    logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What one request asks for."""
+
+    served: Served
+    # Answers to a prompt follow each other.
+    rows: list[Row]
+    # Tokens of all prompts, each counted once.
+    prompt_tokens: int
+    chat: bool
+    stream: bool
+    # Whether a stream ends with the numbers of tokens.
+    include_usage: bool
+    logprobs: bool
+    # Whether calls of tools are looked for in the answers.
+    tools: bool
+
+
+def read_chat(body: object, models: Mapping[str, Served]) -> Asked:
+    """What a body of /v1/chat/completions asks for. It may take seconds, of a long conversation.
+
+    Raises:
+      ApiError: the body is wrong, with the key; no such model.
+    """
+    checked = _checked(_Chat, body)
+    served = _model(checked.model, models)
+    tools = checked.tools if checked.tool_choice != "none" else None
+    prompt = _conversation(checked.messages, tools, served)
+    most = checked.max_completion_tokens or checked.max_tokens
+    return _asked(checked, served, [prompt], most, bool(checked.logprobs), chat=True, tools=bool(tools))
+
+
+def read_completion(body: object, models: Mapping[str, Served]) -> Asked:
+    """What a body of /v1/completions asks for; see read_chat."""
+    checked = _checked(_Completion, body)
+    served = _model(checked.model, models)
+    given = checked.prompt
+    texts = [given] if isinstance(given, str) else given
+    one = [texts] if isinstance(texts[0], int) else texts
+    prompts = [_tokens(prompt, served.tokenizer) for prompt in one]
+    if len(prompts) * (checked.n or 1) > _MOST_ANSWERS:
+        raise ApiError(400, f"prompt and n ask for more than {_MOST_ANSWERS} answers: ask in several requests", "n")
+    most = checked.max_tokens or _COMPLETION_TOKENS
+    return _asked(checked, served, prompts, most, checked.logprobs is not None, chat=False, tools=False)
+
+
+def _checked[B: _Body](kind: type[B], body: object) -> B:
+    if not isinstance(body, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    body = {key: value for key, value in body.items() if value is not None and key not in _IGNORED}
+    for key in [key for key in body if key in _NEUTRAL]:
+        value = body.pop(key)
+        if value != _NEUTRAL[key]:
+            fix = "leave it out" + (f", or set it to {json.dumps(_NEUTRAL[key])}" if _NEUTRAL[key] is not None else "")
+            raise ApiError(400, f"{key} = {_short(value)} is not supported: {fix}", key, "unsupported_parameter")
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        raise _refused(kind, error) from None
+
+
+def _refused(kind: type[_Body], error: ValidationError) -> ApiError:
+    """The first fault of a body, by its key."""
+    fault = error.errors(include_url=False, include_context=False)[0]
+    # Of a key with several types the place continues with the name of one of them, which is no key.
+    keys = itertools.takewhile(
+        lambda part: isinstance(part, int) or (part.isidentifier() and part != "str"), fault["loc"]
+    )
+    param = ".".join(map(str, keys))
+    if fault["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(str(fault["loc"][-1]), kind.model_fields, 1)
+        hint = f"did you mean {near[0]}?" if near else "leave it out"
+        return ApiError(400, f"unknown parameter {param}: {hint}", param, "unknown_parameter")
+    if fault["type"] == "missing":
+        return ApiError(400, f"{param} is missing", param, "missing_required_parameter")
+    why = _MUST.get(param.rpartition(".")[2], fault["msg"])
+    if kind is _Completion and param == "logprobs":
+        why = "must be 0: the log-probability of each sampled token is given, and of no other token"
+    return ApiError(400, f"{param} = {_short(fault['input'])}: {why}", param, "invalid_value")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _model(name: str, models: Mapping[str, Served]) -> Served:
+    if name not in models:
+        raise ApiError(404, f"model = {_short(name)}: there are {', '.join(models)}", "model", "model_not_found")
+    return models[name]
+
+
+def _tokens(prompt: object, tokenizer: Tokenizer) -> list[int]:
+    if not isinstance(prompt, str):
+        return list(prompt)  # type: ignore[call-overload]
+    try:
+        return tokenizer(prompt)["input_ids"]
+    except (TypeError, UnicodeError):
+        raise ApiError(400, "prompt has surrogates, which are no characters: leave them out", "prompt") from None
+
+
+def _conversation(messages: list[_Message], tools: list[dict[str, object]] | None, served: Served) -> list[int]:
+    tokenizer = served.tokenizer
+    if not tokenizer.chat_template:
+        message = f"the tokenizer of {served.name} has no chat template: ask /v1/completions with a text as prompt"
+        raise ApiError(400, message, "messages")
+    turns = [_turn(message, f"messages.{index}") for index, message in enumerate(messages)]
+    try:
+        return tokenizer.apply_chat_template(
+            turns, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+    except Exception as error:  # a template raises what it likes, such as of roles that do not alternate
+        raise ApiError(400, f"the chat template refuses these messages: {error}", "messages") from error
+
+
+def _turn(message: _Message, place: str) -> dict[str, object]:
+    """A message as chat templates take it: a text, and the arguments of calls as objects."""
+    turn = {key: value for key, value in message.model_dump().items() if value is not None}
+    if message.role == "developer":
+        turn["role"] = "system"
+    if isinstance(message.content, list):
+        texts = []
+        for part in message.content:
+            if part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise ApiError(400, f"{place}.content: only parts of type text are supported", f"{place}.content")
+            texts.append(part["text"])
+        turn["content"] = "".join(texts)
+    turn.setdefault("content", "")
+    if message.tool_calls:
+        turn["tool_calls"] = [_call(call) for call in message.tool_calls]
+    return turn
+
+
+def _call(call: dict[str, object]) -> dict[str, object]:
+    function = call.get("function")
+    if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+        try:
+            return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+        except (ValueError, RecursionError):
+            pass  # a template gets the text as it is
+    return call
+
+
+def _asked(
+    body: _Body, served: Served, prompts: list[list[int]], most: int | None, logprobs: bool, *, chat: bool, tools: bool
+) -> Asked:
+    temperature = 1.0 if body.temperature is None else body.temperature
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    draws = temperature > 0  # else filters change nothing, and clients send them all the same
+    seed = secrets.randbits(32) if body.seed is None else body.seed
+    count = body.n or 1
+    rows = [
+        Row(
+            prompt,
+            most,
+            temperature,
+            seed,
+            index,
+            top_k=max(body.top_k or 0, 0) if draws else 0,
+            top_p=(body.top_p or 1.0) if draws else 1.0,
+            min_p=(body.min_p or 0.0) if draws else 0.0,
+            repetition_penalty=body.repetition_penalty or 1.0,
+            stop_strings=tuple(stops),
+        )
+        for index, prompt in enumerate(prompt for prompt in prompts for _ in range(count))
+    ]
+    usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+    return Asked(served, rows, sum(map(len, prompts)), chat, bool(body.stream), usage, logprobs, tools)

@@ -1,0 +1,33 @@
+"""Errors as OpenAI's API reports them."""
+
+from __future__ import annotations
+
+import json
+
+# Of OpenAI: what the client did, and what the server failed to do.
+_INVALID, _SERVER = "invalid_request_error", "server_error"
+
+
+class ApiError(Exception):
+    """What a client gets in place of an answer.
+
+    Args:
+      status: HTTP status.
+      message: in words, with the key, its value and the fix.
+      param: the key of the body that is wrong; None: no single one.
+      code: a word that programs can compare, such as model_not_found.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def body(self) -> dict[str, object]:
+        """The JSON object of the error."""
+        kind = _SERVER if self.status >= 500 else _INVALID
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def encoded(body: object) -> bytes:
+    """JSON in UTF-8. Lone surrogates, which UTF-8 lacks and a client's text may have, stay JSON's escapes."""
+    return json.dumps(body, ensure_ascii=False).encode("utf-8", "backslashreplace")

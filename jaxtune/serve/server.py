@@ -1,0 +1,122 @@
+"""Runs the application until a signal comes, and ends it cleanly."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from types import FrameType
+
+import uvicorn
+
+from jaxtune.serve.app import make_app
+from jaxtune.serve.engine import Engine
+from jaxtune.serve.errors import ApiError
+from jaxtune.serve.served import Served
+from jaxtune.system.loopback import is_loopback
+from jaxtune.system.terminal import say
+
+_IDLE_SECONDS = 30  # after which a connection without a request is closed
+_CLOSING_SECONDS = 2  # after the grace: for last words to clients that read
+_THREAD_SECONDS = 5.0  # for the engine's thread to end its round
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that accepts connections; port 0 takes a free one.
+
+    Raises:
+      ValueError: the address is not available.
+    """
+    try:
+        [(family, *_, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        return socket.create_server(address[:2], family=family, backlog=1024)
+    except (OSError, OverflowError) as error:
+        raise ValueError(
+            f"--host {host} --port {port} is not available ({error}): choose another, or port 0 for a free one"
+        ) from None
+
+
+class Server(uvicorn.Server):
+    """Serves until SIGTERM or SIGINT.
+
+    The first signal closes the door to new requests; answers have `grace` seconds to end, and those that have not
+    ended get an error. A second signal ends all of them at once.
+
+    Args:
+      models, engine, key, seconds: of make_app.
+      listener: of `listen`. It is closed at the end.
+    Attributes:
+      second: the signal that ended the grace; None: none did.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, Served],
+        engine: Engine,
+        listener: socket.socket,
+        key: str | None,
+        seconds: float,
+        grace: float,
+    ):
+        self._engine, self._listener, self._grace = engine, listener, grace
+        self.second: signal.Signals | None = None
+        config = uvicorn.Config(
+            make_app(models, engine, key, is_loopback(listener.getsockname()[0]), seconds),
+            loop="asyncio",
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="critical",  # faults are reported by the application
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=_IDLE_SECONDS,
+            timeout_graceful_shutdown=int(grace) + 1 + _CLOSING_SECONDS,
+        )
+        super().__init__(config)
+
+    def run_until_signal(self) -> None:
+        """Returns after the first signal, when all answers have ended.
+
+        Raises:
+          KeyboardInterrupt: after a second signal, with its name.
+        """
+        self.run(sockets=[self._listener])
+        if not self._engine.close(_THREAD_SECONDS):
+            # It compiles, which nothing can interrupt. Nothing that it would finish is wanted.
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            os._exit(0 if self.second is None else 128 + self.second)
+        if self.second is not None:
+            raise KeyboardInterrupt(self.second.name)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called by each signal."""
+        if self.should_exit:
+            self.second = signal.Signals(sig)
+            self.force_exit = True
+        else:
+            self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begins to accept; from here on signals end the server cleanly."""
+        await super().startup(sockets)
+        host, port = self._listener.getsockname()[:2]
+        say(f"http://{f'[{host}]' if ':' in host else host}:{port}/v1  (Ctrl-C ends it)", flush=True)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Ends the connections, each after its answer."""
+        say(f"jaxtune: stopping; answers have {self._grace:g} s to end", file=sys.stderr)
+        ends = asyncio.ensure_future(self._end_of_grace())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ends.cancel()
+
+    async def _end_of_grace(self) -> None:
+        await asyncio.sleep(self._grace)
+        self._engine.end(ApiError(503, "the server is stopping: ask again when it is back", code="stopping"))

@@ -1,0 +1,102 @@
+"""The text of an answer while its tokens arrive, its stop strings, and the calls of tools in it."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Sequence
+
+from jaxtune.serve.served import Tokenizer
+
+_PART_OF_CHARACTER = "\ufffd"  # what a decoder gives for bytes of a character whose other bytes follow
+# How Hermes' template, Qwen's and others' mark a call: a JSON object with name and arguments.
+_CALL = "<tool_call>"
+_CALLS = re.compile(r"<tool_call>\s*(\{.*?\})\s*(?:</tool_call>|\Z)", re.DOTALL)
+
+
+class Text:
+    """An answer's text, of which each piece is given as soon as no later token can change it.
+
+    The pieces joined are the text of all tokens at once, up to the first stop string.
+
+    Args:
+      stops: strings that end the text and are no part of it. tools: whether calls of tools are looked for: the text
+        then ends where the first call begins.
+    Attributes:
+      calls: the calls of tools, in OpenAI's form, once `end` was called.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], tools: bool):
+        self._tokenizer, self._stops = tokenizer, stops
+        self._marks = (*stops, _CALL) if tools else tuple(stops)
+        self._tools = tools
+        self._ids: list[int] = []
+        # Of the tokens up to `known` the text is known. It is decoded anew from `begin`, so that a token has the
+        # spaces before it that it has in the whole text.
+        self._begin = self._known = 0
+        self._text = ""  # of the known tokens
+        self._given = 0  # characters
+        self.calls: list[dict[str, object]] = []
+
+    def add(self, ids: Sequence[int]) -> str:
+        """Adds tokens; returns what is certain of the text and was not given yet."""
+        self._ids += ids
+        before = self._decode(self._ids[self._begin : self._known])
+        now = self._decode(self._ids[self._begin :])
+        if now.endswith(_PART_OF_CHARACTER) or not now.startswith(before):
+            return ""
+        self._text += now[len(before) :]
+        self._begin, self._known = self._known, len(self._ids)
+        certain = len(self._text)
+        for mark in self._marks:
+            found = self._text.find(mark, self._given)
+            begins = len(self._text) - _overlap(self._text, mark) if found < 0 else found
+            certain = min(certain, begins)
+        return self._give(self._text[: max(certain, self._given)])
+
+    def keep(self, ids: Sequence[int]) -> str:
+        """Adds tokens whose text is wanted at the end only."""
+        self._ids += ids
+        return ""
+
+    def end(self) -> str:
+        """The rest of the text, after the last token."""
+        text = self._decode(self._ids)
+        found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
+        text = text[: min(found)] if found else text
+        if self._tools:
+            text = self._split(text)
+        return self._give(text)
+
+    def _give(self, text: str) -> str:
+        piece, self._given = text[self._given :], max(self._given, len(text))
+        return piece
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+    def _split(self, text: str) -> str:
+        """Takes the calls out of a text; where one is not as it must be, the text stays whole."""
+        begin = text.find(_CALL)
+        if begin < 0:
+            return text
+        calls = []
+        for found in _CALLS.finditer(text, begin):
+            try:
+                call = json.loads(found[1])
+                name, arguments = call["name"], call.get("arguments", {})
+            except (ValueError, KeyError, RecursionError):
+                return text
+            function = {"name": str(name), "arguments": json.dumps(arguments, ensure_ascii=False)}
+            calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function})
+        if not calls:
+            return text
+        self.calls = calls
+        return text[:begin]
+
+
+def _overlap(text: str, mark: str) -> int:
+    """How many characters at the end of a text can begin a mark."""
+    longest = min(len(text), len(mark) - 1)
+    return next((size for size in range(longest, 0, -1) if text.endswith(mark[:size])), 0)

@@ -1,0 +1,46 @@
+"""Servers for this machine alone: they listen on a loopback address, and answer no page of another site.
+
+A page in the browser can send requests to a server on the loopback address, and a host name of the page's site can be
+made to resolve to that address. Such requests have the site's name in their Host or Origin header.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from urllib.parse import urlsplit
+
+HOST = "127.0.0.1"
+
+
+def is_loopback(host: str | None) -> bool:
+    """Whether a host name or an address is that of this machine alone.
+
+    >>> [is_loopback(host) for host in ("localhost", "127.0.0.1", "::1", "0.0.0.0", "example.com")]
+    [True, True, True, False, False]
+    """
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host or "").is_loopback
+    except ValueError:
+        return False
+
+
+def refusal(host: str | None, origin: str | None) -> str | None:
+    """Why a server on a loopback address must not answer a request; None if it may.
+
+    Args:
+      host, origin: the headers of these names; None where a request has none.
+    """
+    if not is_loopback(_host_name(f"//{host or ''}")):
+        return f"Host = {host!r}: this server is asked as localhost or {HOST} only"
+    if origin is not None and not is_loopback(_host_name(origin)):
+        return f"Origin = {origin!r}: this server answers no page of another site"
+    return None
+
+
+def _host_name(url: str) -> str | None:
+    try:
+        return urlsplit(url).hostname
+    except ValueError:
+        return None

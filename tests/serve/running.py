@@ -1,0 +1,88 @@
+"""A server in a thread of the test's process, and what asks it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import http.client
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tiny_models import adapted_model
+
+import jaxtune
+from jaxtune.models.generation.sampler import Sampler
+from jaxtune.serve.engine import Engine
+from jaxtune.serve.served import Served
+from jaxtune.serve.server import Server, listen
+from jaxtune.train.end_tokens import with_end_tokens
+
+BASE = Path(jaxtune.__file__).parent / "quickstart" / "base"
+
+
+def served_models() -> dict[str, Served]:
+    """The packaged model in float32, alone and with a random adapter."""
+    model, tokenizer = jaxtune.from_pretrained(BASE, dtype="float32")
+    base = Served("base", with_end_tokens(model, tokenizer), tokenizer)
+    adapted = with_end_tokens(adapted_model(model, r=4), tokenizer)
+    return {"base": base, "mine": Served("mine", adapted, tokenizer, "base")}
+
+
+def engine_of(models: dict[str, Served], slots: int = 4, length: int = 256) -> Engine:
+    made = {name: functools.partial(Sampler, one.model, slots, length) for name, one in models.items()}
+    return Engine(made, {name: one.decoder for name, one in models.items()})
+
+
+@contextlib.contextmanager
+def serving(
+    models: dict[str, Served], engine: Engine, key: str | None = None, seconds: float = 120.0, grace: float = 5.0
+) -> Iterator[tuple[int, Server]]:
+    """(port, server); the engine is left as it is."""
+    listener = listen("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    server = Server(models, engine, listener, key, seconds, grace)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    wait_until(lambda: server.started)
+    try:
+        yield port, server
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def wait_until(true, seconds: float = 60.0) -> None:
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until, "it never became true"
+        time.sleep(0.01)
+
+
+def ask(port: int, path: str, body: object = None, **headers: str) -> tuple[int, object]:
+    """(status, JSON) of a request; bytes are sent as they are."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+    with contextlib.closing(connection):
+        connection.request("GET" if body is None else "POST", path, data, headers)
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+
+
+def events(port: int, path: str, body: dict) -> list[dict]:
+    """The events of a stream, which ends with [DONE]."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    with contextlib.closing(connection):
+        connection.request("POST", path, json.dumps({**body, "stream": True}))
+        response = connection.getresponse()
+        assert response.status == 200 and response.headers["content-type"].startswith("text/event-stream")
+        return events_of(response.read())
+
+
+def events_of(data: bytes) -> list[dict]:
+    *found, last, rest = data.decode().split("\n\n")
+    assert last == "data: [DONE]" and not rest
+    return [json.loads(one.removeprefix("data: ")) for one in found]

@@ -1,0 +1,122 @@
+"""The text of an answer: its pieces are the whole, whatever the tokens are."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from jaxtune.models.files.model_folder import load_tokenizer
+from jaxtune.models.generation.sampler import Piece
+from jaxtune.serve.bodies import read_chat
+from jaxtune.serve.forms import Answer
+from jaxtune.serve.served import Tokenizer
+from jaxtune.serve.texts import Text
+from tests.serve.running import BASE
+
+SENTENCE = "Grüße, 世界 🙂: aab abab aabab, twice 🙂🙂 and <tool_call> in the middle. "
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    found = load_tokenizer(BASE)
+    assert found is not None
+    return found
+
+
+def pieces(tokenizer, ids, stops, draw, tools=False):
+    text, found, at = Text(tokenizer, stops, tools), [], 0
+    while at < len(ids):
+        size = draw.randint(0, 5)
+        found.append(text.add(ids[at : at + size]))
+        at += size
+    return [*found, text.end()], text
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pieces_are_the_whole(tokenizer, seed):
+    draw = random.Random(seed)
+    ids = tokenizer(SENTENCE * 2)["input_ids"]
+    if seed % 2:  # any tokens: parts of characters, special ones
+        ids = [draw.randrange(640) for _ in range(60)]
+    whole = tokenizer.decode(ids, skip_special_tokens=True)
+    found, _ = pieces(tokenizer, ids, (), draw)
+    assert "".join(found) == whole
+    stops = [stop for _ in range(2) if (stop := whole[(at := draw.randrange(len(whole))) : at + draw.randint(1, 6)])]
+    found, _ = pieces(tokenizer, ids, stops, draw)
+    assert "".join(found) == whole[: min(whole.index(stop) for stop in stops)]
+
+
+def test_pieces_come_early(tokenizer):
+    found, _ = pieces(tokenizer, tokenizer("Once upon a time there was a number. " * 5)["input_ids"], ["zz"], random)
+    assert sum(bool(piece) for piece in found) > 10 and not found[-1]
+
+
+CALLS = [
+    ('{"name": "add", "arguments": {"a": 1, "b": "ü"}}', "add", {"a": 1, "b": "ü"}),
+    ('{"name": "now"}', "now", {}),
+]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_calls_of_tools_are_taken_out(tokenizer, stream):
+    said = "I look.\n" + "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call, *_ in CALLS)
+    ids = tokenizer(said)["input_ids"]
+    found, text = pieces(tokenizer, ids, (), random.Random(3), tools=True)
+    assert "".join(found) == "I look.\n"
+    functions = [call["function"] for call in text.calls]
+    assert [(one["name"], json.loads(one["arguments"])) for one in functions] == [one[1:] for one in CALLS]
+    broken = tokenizer(said.replace('"now"', "now"))["input_ids"]
+    found, text = pieces(tokenizer, broken, (), random.Random(3), tools=True)
+    assert "".join(found) == said.replace('"now"', "now") and not text.calls
+
+
+class _Turns:
+    """A tokenizer that shows what the chat template got."""
+
+    chat_template = "there is one"
+
+    def __init__(self, tokenizer):
+        self._tokenizer = tokenizer
+        self.asked: list = []
+
+    def __deepcopy__(self, memo):
+        return self._tokenizer
+
+    def apply_chat_template(self, turns, **options):
+        self.asked.append((turns, options["tools"]))
+        return [1, 2, 3]
+
+
+def test_tools_reach_the_template_and_their_calls_the_client(tokenizer):
+    from jaxtune.serve.served import Served
+
+    turns = _Turns(tokenizer)
+    served = Served("m", None, turns)  # type: ignore[arg-type]
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "developer", "content": "Be short."},
+        {"role": "user", "content": [{"type": "text", "text": "1 "}, {"type": "text", "text": "+ 2"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "3"},
+    ]
+    body = {"model": "m", "messages": messages, "tools": [tool]}
+    asked = read_chat(body, {"m": served})
+    [(given, tools)] = turns.asked
+    assert tools == [tool] and asked.tools
+    assert given[0] == {"role": "system", "content": "Be short."} and given[1]["content"] == "1 + 2"
+    assert given[2]["tool_calls"][0]["function"]["arguments"] == {"a": 1} and given[2]["content"] == ""
+    assert given[3] == {"role": "tool", "tool_call_id": "c", "content": "3"}
+    assert not read_chat(body | {"tool_choice": "none"}, {"m": served}).tools and turns.asked[1][1] is None
+
+    ids = tokenizer(f"<tool_call>{CALLS[0][0]}</tool_call>")["input_ids"]
+    answer = Answer(asked)
+    answer.add(0, Piece(0, ids, [0.0] * len(ids), "stop"))
+    [choice] = answer.whole()["choices"]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "add"
+    chunks = Answer(asked).chunks(0, Piece(0, ids, [0.0] * len(ids), "stop"))
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[0]["tool_calls"][0]["index"] == 0 and deltas[1] == {} and len(deltas) == 2
