@@ -13,6 +13,7 @@ from jaxtune.pallas import dispatch
 from jaxtune.pallas.adam8 import api as adam8
 from jaxtune.pallas.formats import FP8, MXFP4, NF4
 from jaxtune.pallas.formats.fp8 import ROW, TILE
+from jaxtune.pallas.formats.int8 import Int8
 from jaxtune.pallas.formats.nvfp4 import NVFP4
 from jaxtune.pallas.quant_matmul import LoraWeights, fp8_product, line_matmul, mosaic, quant_matmul
 from jaxtune.train.optimizer.adam8 import scale_by_adam_8bit
@@ -79,6 +80,14 @@ def test_dequantising_nvfp4(divides, ptxas):
     assert program.as_text().count(KERNEL) == 1
     assert program.memory_analysis().temp_size_in_bytes <= 4096  # the table of scales
     assert not any(ptxas())
+
+
+def test_int8_needs_no_memory_beside_the_weight():
+    """It has no kernel: XLA decodes in one pass, and encodes with numbers for rows alone."""
+    weight = Int8(array(1024, 4096, dtype=jnp.int8), array(1024, dtype=jnp.float32), "bfloat16")
+    assert compiled(lambda w: w.decode(jnp.bfloat16), weight).memory_analysis().temp_size_in_bytes == 0
+    encoding = compiled(Int8.encode, array(1024, 4096, dtype=jnp.bfloat16)).memory_analysis()
+    assert encoding.temp_size_in_bytes <= 4 * 4 * 1024
 
 
 @pytest.mark.parametrize(
