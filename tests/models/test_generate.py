@@ -230,8 +230,8 @@ def test_a_stretched_rotary_base_gives_the_positions_that_training_takes():
     [
         (dict(prompts=[]), "prompts is empty"),
         (dict(prompts=[[1], []]), "prompt 1 is empty"),
-        (dict(prompts=[[1, 48]]), "prompt 0 holds token id 48, outside the vocabulary of 48"),
-        (dict(prompts=[[1, -2]]), "prompt 0 holds token id -2"),
+        (dict(prompts=[[1, 48]]), "prompt 0 contains token id 48, outside the vocabulary of 48"),
+        (dict(prompts=[[1, -2]]), "prompt 0 contains token id -2"),
         (dict(prompts=["text"]), "prompt 0 is not a list of token ids"),
         (dict(prompts=[[0.5]]), "prompt 0 is not a list of token ids"),
         (dict(prompts=[[1] * 100], max_new_tokens=29), "need 129 positions; the model has 128"),

@@ -295,7 +295,7 @@ def test_errors_of_a_sampler(model, arguments, message):
     ("arguments", "message"),
     [
         (dict(prompt=[]), "the prompt is empty"),
-        (dict(prompt=[48]), "the prompt holds token id 48"),
+        (dict(prompt=[48]), "the prompt contains token id 48"),
         (dict(prompt=[1] * 50, max_new_tokens=15), "need 65 positions; a row of this sampler has 64"),
         (dict(prompt=[1] * 64), "need 65 positions"),
         (dict(prompt=[1], max_new_tokens=0), "max_new_tokens = 0"),
@@ -316,7 +316,7 @@ def test_errors_of_a_run(model):
         next(sampler.run([[1], [2]], 3, seed=[1]))
     with pytest.raises(ValueError, match="2 numbers of max_new_tokens for 1 prompts"):
         next(sampler.run([[1]], [3, 4]))
-    with pytest.raises(ValueError, match="prompt holds token id 99"):
+    with pytest.raises(ValueError, match="prompt contains token id 99"):
         next(sampler.run([[1], [99]], 3))
     assert sampler.pending == 0
     sampler.submit([1], 3)

@@ -105,7 +105,7 @@ def test_what_it_refuses(base):
     for make, message in (
         (lambda: JaxtuneLM(model), "tokenizer is missing"),
         (lambda: JaxtuneLM(model, tokenizer, batch_size="auto"), "batch_size = 'auto': must be a positive number"),
-        (lambda: JaxtuneLM(model, tokenizer, max_length=97), "max_length = 97: must lie between 2 and the model's 96"),
+        (lambda: JaxtuneLM(model, tokenizer, max_length=97), "max_length = 97: must be between 2 and the model's 96"),
         (lambda: JaxtuneLM(model, tokenizer, peft="x"), "peft is unknown"),
         (lambda: JaxtuneLM(reward_model(model), tokenizer), "this model scores texts"),
     ):
@@ -118,7 +118,7 @@ def test_a_stretched_model_is_scored_over_all_positions_that_it_was_trained_for(
     yarn = RopeConfig(kind="yarn", factor=4.0, original_max_position_embeddings=128)
     model = tiny_model(vocab_size=len(tokenizer), rotary=(yarn,))
     assert JaxtuneLM(model, tokenizer).max_length == 512 > model.config.max_position_embeddings
-    with pytest.raises(ValueError, match="max_length = 513: must lie between 2 and the model's 512"):
+    with pytest.raises(ValueError, match="max_length = 513: must be between 2 and the model's 512"):
         JaxtuneLM(model, tokenizer, max_length=513)
 
 

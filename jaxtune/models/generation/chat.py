@@ -1,4 +1,4 @@
-"""A conversation with a model, in the chat template that it was trained with."""
+"""A conversation with a model in its chat template."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ from jaxtune.models.generation.ends import end_token_ids
 from jaxtune.models.generation.generate import generate
 from jaxtune.models.lora import has_adapter, without_adapter
 
-_UNFINISHED = "\ufffd"  # what a decoder gives for bytes of a character whose others are still to come
+_INCOMPLETE = "\ufffd"  # the decoder's text for the first bytes of a character whose other bytes are missing
 
 
 class Conversation:
-    """Questions and answers, each seen by all that follow.
+    """A conversation in which the model sees all earlier questions and answers.
 
+    Args:
+      model: with or without an adapter.
+      tokenizer: with a chat template.
+      system: the system message, if any.
+      settings: arguments of generate, such as max_new_tokens, temperature and top_p.
     Attributes:
       messages: [{"role", "content"}], as the chat template takes them.
       adapter: whether the model's adapter is used; it can be changed at any time.
+    Raises:
+      ValueError: no tokenizer, or one without a chat template.
     """
 
     def __init__(self, model: Decoder, tokenizer: Any, system: str | None = None, **settings: Any):
-        """
-        Args:
-          tokenizer: with a chat template.
-          system: the system message, if any.
-          settings: of generate, such as max_new_tokens, temperature and top_p.
-        Raises:
-          ValueError: no tokenizer, or one without a chat template.
-        """
         if tokenizer is None or not tokenizer.chat_template:
             lacks = "tokenizer: put its files into the model's folder" if tokenizer is None else "chat template"
             raise ValueError(f"chat: the model has no {lacks}")
@@ -45,19 +44,20 @@ class Conversation:
 
     @property
     def has_adapter(self) -> bool:
+        """Whether the model has an adapter."""
         return self._with is not self._without
 
     def reset(self) -> None:
-        """Forgets everything but the system message."""
+        """Removes all messages but the system message."""
         self.messages: list[dict[str, str]] = list(self._system)
 
     def ask(self, text: str, show: Callable[[str], None] = lambda piece: None) -> str:
-        """The model's answer, which is kept with the question; nothing is kept where an error ends it.
+        """The model's answer to a question; both are added to the messages, unless an error ends the answer.
 
         Args:
-          show: called with each piece of the answer as soon as it is known; together they are the answer.
+          show: called with each piece of the answer as soon as it is known; the pieces add up to the answer.
         Raises:
-          ValueError: a conversation that is too long for the model, by its tokens.
+          ValueError: a conversation that has more tokens than the model has positions.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = self._tokenizer.apply_chat_template(
@@ -70,7 +70,7 @@ class Conversation:
             nonlocal shown
             new.extend(tokens)
             known = self._text(new)
-            if not known.endswith(_UNFINISHED) and known.startswith(shown):
+            if not known.endswith(_INCOMPLETE) and known.startswith(shown):
                 show(known[len(shown) :])
                 shown = known
 
@@ -84,4 +84,5 @@ class Conversation:
         return whole
 
     def _text(self, tokens: list[int]) -> str:
+        """The text of tokens, without special tokens."""
         return self._tokenizer.decode(tokens, skip_special_tokens=True)

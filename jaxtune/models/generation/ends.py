@@ -1,4 +1,4 @@
-"""Which tokens end the texts of a model."""
+"""The tokens that end the texts of a model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from jaxtune.models.decoder import Decoder
 
 
 def end_token_ids(model: Decoder) -> list[int]:
-    """Tokens that end a text: of the model's generation_config.json, else config.json; none if it was made here."""
+    """Ids of the tokens that end a text, from the model's generation_config.json, else its config.json; [] if it has
+    neither."""
     if model.source is not None:
         for text in (model.source.generation_config, model.source.config):
             ids = json.loads(text).get("eos_token_id") if text else None
@@ -20,7 +21,10 @@ def end_token_ids(model: Decoder) -> list[int]:
 
 
 def with_end_token_ids(model: Decoder, tokens: Sequence[int]) -> Decoder:
-    """The model, changed in place: its texts, and those of the folder that it is saved to, also end with these."""
+    """Adds tokens that end the model's texts, also for the folder that it is saved to. The model is changed in place.
+
+    Ids outside the vocabulary are left out.
+    """
     source, ends = model.source, end_token_ids(model)
     more = [token for token in dict.fromkeys(tokens) if token not in ends and token < model.config.vocab_size]
     if source is None or not more:

@@ -1,4 +1,4 @@
-"""Generation: prompts of any lengths in, their continuations out. The sampling engine (sampler.py) does the work."""
+"""Generation: continues prompts of any lengths, by the sampler (sampler.py)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from jaxtune.models.generation.sampling import Sampling
 from jaxtune.models.placement import partition
 from jaxtune.pallas.linear_cross_entropy import linear_token_losses
 
-_SMALLEST_LENGTH = 16  # of a bucket of prompts or of new tokens
+_SMALLEST_LENGTH = 16  # prompts, and new tokens, are padded to at least this many
 _MOST_SLOTS = 256
-_SLOTS_OF_SAME_BITS = 32  # whatever the number of prompts, see Sampler's `deterministic`
+_SLOTS_OF_SAME_BITS = 32  # slots for any number of prompts, see Sampler's `deterministic`
 
 
 @overload
@@ -55,34 +55,35 @@ def generate(
 ) -> list[list[int]] | tuple[list[list[int]], list[list[float]]]:
     """Continues each prompt.
 
-    As many rows decode at once as there are prompts, at most 256 and as memory allows; others follow as rows end. See
-    Sampler, which serves many calls and several prompts at a time. The programs are compiled once for each power of two
-    of rows, and for each bucket of lengths. A row of a longrope model that passes its original context takes the long
-    factors from that token on, and its cache is built anew, as transformers does for a row alone.
+    As many rows decode at once as there are prompts, at most 256 and as memory allows; others follow as rows end.
+    Sampler serves several calls and requests over time. The programs are compiled once for each power of two of rows
+    and for each bucket of lengths. A row of a longrope model that grows past the original context uses the long factors
+    from that token on, and its cache is computed anew, as transformers does for a single row.
 
     Args:
       prompts: token ids, of any lengths.
       max_new_tokens: the most new tokens of a row.
-      temperature, top_k, top_p, min_p, repetition_penalty: see sampling.Sampling; temperature 0 takes the likeliest
+      temperature, top_k, top_p, min_p, repetition_penalty: see sampling.Sampling; temperature 0 takes the most likely
         token.
-      seed: of sampling. What a row draws depends on seed, its index and its step only. A sequence has a seed for each
-        prompt, which then draws as it does alone with that seed, whatever else is in the batch.
-      stop_strings: a row ends with the token that completes one of them in its new text. Needs `tokenizer`.
-      streamer: called with a row's index and its new tokens as soon as they are there, a token at a time.
-      eos_token_ids: tokens that end a row. None: those of the model's generation_config.json or config.json, if it
-        was loaded; an empty sequence: no token does.
-      output_logprobs: also return the logarithm of each new token's probability under the model itself: softmax of
-        its logits, without temperature, penalty or filters.
-      deterministic: a row's tokens have the same bits whatever prompts are beside it: 32 rows decode at once then,
-        however many there are. And the logarithms are computed once more, by the forward and the loss of training over
-        each whole text, with the kernels that a run with `deterministic: true` takes. Else they are those of the single
-        steps, which equal them within the rounding of the model's dtype.
+      seed: what a row draws depends only on seed, its index and its step. A sequence has a seed for each prompt, whose
+        row then draws as it does alone with that seed.
+      stop_strings: a row ends with the token that completes one of them in its new text; needs `tokenizer`.
+      streamer: called with a row's index and its new tokens as soon as they are known, one token at a time.
+      eos_token_ids: tokens that end a row. None: those of the model's generation_config.json or config.json; an empty
+        sequence: none.
+      output_logprobs: also returns the log-probability of each new token under the model: log softmax of its logits,
+        without temperature, penalty or filters.
+      deterministic: a row's tokens have the same bits whatever the other prompts are; then 32 rows decode at once for
+        any number of prompts. Log-probabilities are computed once more by the forward and the loss of training over
+        each whole text, with the kernels of a run with `deterministic: true`. Otherwise they are those of the decoding
+        steps, which differ by the rounding of the model's dtype.
     Returns:
-      for each prompt its new tokens, up to and with the one that ended it; with output_logprobs (those, logarithms).
+      for each prompt its new tokens, up to and including the one that ended it; with output_logprobs (these,
+        log-probabilities).
     Raises:
       ValueError: no prompts, an empty one, ids outside the vocabulary, too many tokens for the model's positions; a
-        setting out of its range; stop_strings without a tokenizer; weights that are divided over devices; a model that
-        scores texts.
+        setting out of its range; stop_strings without a tokenizer; weights divided over devices; a model that scores
+        texts.
     """
     config = model.config
     if not config.head.is_text:
@@ -97,9 +98,7 @@ def generate(
     settings: dict[str, Any] = dict(
         top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, eos_token_ids=eos_token_ids
     )
-    Sampling(
-        temperature, top_k, top_p, min_p, repetition_penalty
-    )  # what is out of range is said before memory is taken
+    Sampling(temperature, top_k, top_p, min_p, repetition_penalty)  # raises before memory is allocated
     stops = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
     if stops:
         StopStrings(stops, tokenizer)
@@ -135,14 +134,18 @@ def generate(
 
 
 def _bucket(size: int, smallest: int) -> int:
+    """The next power of two, at least `smallest`."""
     return max(smallest, 1 << (size - 1).bit_length())
 
 
 def training_logprobs(
     model: Decoder, rows: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], max_new_tokens: int
 ) -> list[list[float]]:
-    """The log-probabilities of the answers to prompts as training computes them, with the kernels that a run with
-    `deterministic: true` takes."""
+    """The log-probabilities of answers to prompts as training computes them, for each answer a list.
+
+    They are computed with the kernels of a run with `deterministic: true`. rows: the prompts; answers: their new
+    tokens.
+    """
     width = _bucket(max(map(len, rows)), _SMALLEST_LENGTH) + _bucket(max_new_tokens, _SMALLEST_LENGTH)
     tokens, lengths = np.zeros((_bucket(len(rows), 1), width), np.int32), np.ones(_bucket(len(rows), 1), np.int32)
     for index, (row, answer) in enumerate(zip(rows, answers, strict=True)):
@@ -155,7 +158,7 @@ def training_logprobs(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _token_logprobs(graph, state, tokens, lengths) -> jax.Array:
-    """float32[B, T], the logarithm of each token's probability after those before it, as training computes it."""
+    """float32[B, T]: the log-probability of each token given those before it, as training computes it."""
     model = nnx.merge(graph, state)
     real = (jnp.arange(tokens.shape[1]) < lengths[:, None]).astype(jnp.int32)
     hidden = model.hidden_states(tokens, real)

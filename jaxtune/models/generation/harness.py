@@ -1,11 +1,11 @@
-"""EleutherAI's lm-eval over a model of jaxtune; its package is an optional extra, `pip install 'lm-eval>=0.4.11'`.
+"""Evaluates models with EleutherAI's lm-eval, an optional package: `pip install 'lm-eval>=0.4.11'`.
 
     import lm_eval
     from jaxtune.models.generation.harness import JaxtuneLM
 
     results = lm_eval.simple_evaluate(JaxtuneLM(model, tokenizer), tasks=["arc_easy"])
 
-What it scores are the model's own logits: adapters are on, weights in four bits stay so.
+Scores are computed from the model's own logits, with its adapters and quantised weights.
 """
 
 from __future__ import annotations
@@ -32,22 +32,24 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.ends import end_token_ids
 from jaxtune.models.generation.generate import generate
 
-_SHORTEST = 32  # of a bucket of rows
-_CHUNK = 512  # tokens whose logits exist at a time
-# What `generate` takes of the settings of a task, by transformers' names.
+_SHORTEST = 32  # rows are padded to at least this many tokens
+_CHUNK = 512  # how many tokens' logits exist at a time
+# The settings of a task that `generate` takes, by transformers' names, and their defaults.
 _SAMPLING = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 class JaxtuneLM(TemplateLM):
-    """lm-eval's interface to a Decoder.
+    """lm-eval's interface (TemplateLM) to a Decoder; its methods without a docstring are that interface's.
 
     Args:
-      pretrained: a model, or what from_pretrained takes, an adapter's folder too. tokenizer: of the model; None: the
-        folder's.
-      batch_size: rows of a forward pass, and prompts that are continued together.
-      max_length: tokens of a row; None: the model's positions. What is longer loses its beginning.
-      max_gen_toks: new tokens where a task does not say. dtype, load_in: of a model that is loaded here, as in
-        from_pretrained.
+      pretrained: a model, or the path that from_pretrained takes, also an adapter's folder.
+      tokenizer: of the model; None: the folder's.
+      batch_size: rows of a forward pass, and prompts that are continued at once.
+      max_length: tokens of a row; None: the model's positions. Longer rows lose their first tokens.
+      max_gen_toks: the most new tokens if a task names no number.
+      dtype, load_in: of a model that is loaded here, as in from_pretrained.
+      seed: of sampling; each request adds its index.
+      others: lm-eval's options without an effect here, "device" and "max_batch_size".
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class JaxtuneLM(TemplateLM):
             raise ValueError(f"JaxtuneLM: batch_size = {batch_size!r}: must be a positive number")
         positions = pretrained.config.context_length
         if max_length is not None and not 1 < max_length <= positions:
-            raise ValueError(f"JaxtuneLM: max_length = {max_length}: must lie between 2 and the model's {positions}")
+            raise ValueError(f"JaxtuneLM: max_length = {max_length}: must be between 2 and the model's {positions}")
         self.model, self.tokenizer = pretrained, tokenizer
         self.batch_size, self.max_length = int(batch_size), max_length or positions
         self.max_gen_toks, self.seed = max_gen_toks, seed
@@ -87,21 +89,26 @@ class JaxtuneLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
+        """The token that ends a text."""
         return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
+        """The token before a text that has no context: BOS, or the end token."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else bos
 
     @property
     def tokenizer_name(self) -> str:
+        """The tokenizer's name for lm-eval's caches."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The tokenizer's chat template, or "" if none is to be used."""
         return self.tokenizer.chat_template if chat_template else ""
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The text of a conversation; without a generation prompt, its last message can be continued."""
         return self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
@@ -110,9 +117,10 @@ class JaxtuneLM(TemplateLM):
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Token ids of a text. By default special tokens are added unless the text starts with BOS already."""
         if add_special_tokens is None:
-            begun = self.tokenizer.bos_token is not None and string.startswith(self.tokenizer.bos_token)
-            return self.tokenizer.encode(string, **({"add_special_tokens": False} if begun else {}))
+            has_bos = self.tokenizer.bos_token is not None and string.startswith(self.tokenizer.bos_token)
+            return self.tokenizer.encode(string, **({"add_special_tokens": False} if has_bos else {}))
         return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
 
     # ---- scores
@@ -120,8 +128,10 @@ class JaxtuneLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
+        """(log-probability of the continuation, whether it is the greedy one) for each (cache key, context,
+        continuation)."""
         found: list[Any] = [None] * len(requests)
-        # The longest first, so that what does not fit shows at once, and neighbours have one bucket.
+        # The longest first, so that a row that needs too much memory fails at once, and neighbours have one length.
         order = sorted(range(len(requests)), key=lambda index: -len(requests[index][1]) - len(requests[index][2]))
         for start in range(0, len(order), self.batch_size):
             indices = order[start : start + self.batch_size]
@@ -141,6 +151,7 @@ class JaxtuneLM(TemplateLM):
         return found
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+        """The log-probability of each request's whole text, in windows of max_length tokens."""
         windows, owners = [], []
         for number, request in enumerate(requests):
             rolled = utils.get_rolling_token_windows(
@@ -162,6 +173,7 @@ class JaxtuneLM(TemplateLM):
     # ---- texts
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+        """The model's answer to each request, cut off before the first of its stop strings."""
         texts: list[str] = [""] * len(requests)
         groups: dict[str, list[int]] = defaultdict(list)
         for index, request in enumerate(requests):
@@ -204,7 +216,11 @@ class JaxtuneLM(TemplateLM):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _scored(graph, state, tokens: jax.Array, targets: jax.Array, segments: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(log p of each target float32[B, T], whether it is the likeliest token bool[B, T]); logits in chunks."""
+    """(log p of each target float32[B, T], whether it is the most likely token bool[B, T]); logits are computed in
+    chunks.
+
+    tokens, targets, segments: int32[B, T], where segment 0 is padding.
+    """
     model = nnx.merge(graph, state)
     hidden = model.hidden_states(tokens, segments)
     rows, chunk = hidden.reshape(-1, hidden.shape[-1]), min(_CHUNK, tokens.size)

@@ -1,4 +1,5 @@
-"""Prompts that are prefilled apart from the slots, once for all rows that begin with them."""
+"""Prefills prompts, once for all waiting rows that have the same prompt, and keeps their states until slots take
+them."""
 
 from __future__ import annotations
 
@@ -13,30 +14,29 @@ from jaxtune.models.generation import slots as device
 from jaxtune.models.generation.requests import Request
 from jaxtune.models.generation.slot_plan import capacity_bucket
 
-_SMALLEST = 16  # tokens of a bucket of prompts
-_KEPT = 4  # batches of prefilled prompts that can wait for slots at a time
+_SMALLEST = 16  # prompts are padded to at least this many tokens
+_KEPT = 4  # how many batches of prefilled prompts can wait for slots at a time
 
 
 @dataclasses.dataclass(eq=False)
 class Batch:
-    """Prompts whose states are made."""
+    """Prompts that have been prefilled in one program."""
 
-    # Of all rows.
-    states: device.States
-    # The row of each prompt, by Request.key.
-    rows: dict[bytes, int]
+    states: device.States  # of all rows of the batch
+    rows: dict[bytes, int]  # {Request.key: row of the batch that has this prompt}
 
     def insert(
         self, programs: device.Programs, states: device.States, placed: Sequence[tuple[int, int]]
     ) -> device.States:
-        """The slots' states with those of pairs (row of this batch, slot)."""
+        """The states of all slots after copying rows of this batch into slots; placed: (row of this batch, slot)
+        pairs."""
         arrays = jax.tree.leaves(self.states)
         if not arrays:  # no layer of the model has a mixer
             return states
         size = len(arrays[0])
         for first in range(0, len(placed), size):
             some = [*placed[first : first + size]]
-            some += [some[-1]] * (size - len(some))  # one program for any number: a pair may be written again
+            some += [some[-1]] * (size - len(some))  # the last pair is repeated, so that one program serves any number
             rows, slots = (np.array(part, np.int32) for part in zip(*some, strict=True))
             states = programs.insert(states, self.states, rows, slots)
         return states
@@ -44,25 +44,28 @@ class Batch:
 
 @dataclasses.dataclass
 class _Long:
-    """A prompt that is prefilled in several chunks."""
+    """A prompt that is being prefilled in several chunks."""
 
-    request: Request
-    states: device.States
-    # Tokens that are in the states.
-    done: int
+    request: Request  # one that has this prompt
+    states: device.States  # after the first chunks
+    done: int  # number of tokens in the states
 
 
 class Prefills:
-    """The prompts of waiting requests, and which of them are ready.
+    """The prompts of waiting requests, prefilled ahead of the slots.
 
-    A prompt longer than `chunk` tokens is prefilled in pieces: its first tokens by a forward pass, as many as leave
-    whole chunks, then the chunks.
+    A prompt longer than `chunk` tokens is prefilled in several programs: a forward pass over its first tokens, as many
+    as leave whole chunks, and then one program for each chunk.
 
     Args:
-      chunk: tokens that one program prefills. one: whether each prompt is prefilled alone, so that its states do not
-        depend on how many others wait.
+      programs: the compiled functions.
+      structure: the model without its arrays.
+      shapes: of the model's arrays.
+      chunk: the most tokens that one program prefills.
+      one: whether each prompt is prefilled alone, so that its states do not depend on which other prompts wait.
+
     Attributes:
-      switch: where a longrope model takes its other factors: rows longer than this need other states than shorter ones.
+      switch: the row length above which a longrope model uses its long factors and needs other states, or slots.NEVER.
     """
 
     def __init__(
@@ -87,14 +90,13 @@ class Prefills:
         self._long: _Long | None = None
 
     def wanted(self, request: Request) -> bytes:
-        """Notes that a request waits for its prompt; gives the key by which requests of equal prompts find each
-        other."""
+        """Registers that a request waits for its prompt, and returns the key that requests with equal prompts share."""
         key = np.asarray(request.tokens, np.int32).tobytes()
         self._wanted[key] += 1
         return key
 
     def unwanted(self, request: Request) -> None:
-        """Notes that a request waits no more; states that nobody waits for are freed."""
+        """Registers that a request no longer waits; states for which no request waits are freed."""
         self._wanted[request.key] -= 1
         if self._wanted[request.key] <= 0:
             del self._wanted[request.key]
@@ -103,27 +105,28 @@ class Prefills:
                 self._long = None
 
     def ready(self, request: Request) -> Batch | None:
-        """The batch that has the request's prompt, if it is prefilled."""
+        """The batch that contains the request's prompt, or None if it is not prefilled yet."""
         return next((batch for batch in reversed(self._batches) if request.key in batch.rows), None)
 
     def take(self, request: Request) -> int:
-        """The row of the request's prompt in its batch; the request waits no more."""
+        """The row of the request's prompt in its batch; the request no longer waits for it."""
         batch = self.ready(request)
         assert batch is not None
         self.unwanted(request)
         return batch.rows[request.key]
 
     def forget(self) -> None:
-        """Frees all states, such as those of other weights."""
+        """Frees all states, because the weights have changed."""
         self._batches, self._long = [], None
 
     def advance(self, leaves: Sequence[jax.Array], nearest: Sequence[Request]) -> int:
-        """Dispatches one program that prefills for the first of these requests, and perhaps for others of them.
+        """Dispatches one program that prefills the prompt of the first of these requests, and of others if they fit.
 
         Args:
-          leaves: the model's arrays. nearest: requests that get a slot next.
+          leaves: the model's arrays.
+          nearest: the requests that get a slot next.
         Returns:
-          tokens that the program computes.
+          the number of tokens that the program computes.
         """
         if self._long is not None:
             return self._go_on(leaves, self._long)
@@ -142,13 +145,13 @@ class Prefills:
         alike = {r.key: r for r in nearest if len(r.tokens) > 1 and _bucket(len(r.tokens) - 1) == width}
         alike = [request for request in alike.values() if self.ready(request) is None]
         rows = max(1, self._chunk // width)
-        # One program for many prompts, and one for a single one; else each number of prompts would compile its own.
+        # Either a full batch or a single prompt; every other number of prompts would need a program of its own.
         chosen = alike[: rows if len(alike) >= rows and not self._one else 1]
         self._keep(Batch(self._prefill(leaves, chosen, width, width), {r.key: i for i, r in enumerate(chosen)}))
         return width * len(chosen)
 
     def _prefill(self, leaves, requests: Sequence[Request], count: int, capacity: int) -> device.States:
-        """The states after at most the first `count` tokens of each request, all but its newest."""
+        """The states after at most the first `count` tokens of each request, without its newest token."""
         width = min(_bucket(count), capacity_bucket(capacity))
         tokens = np.zeros((len(requests), width), np.int32)
         lengths, totals = np.zeros(len(requests), np.int32), np.zeros(len(requests), np.int32)
@@ -159,6 +162,7 @@ class Prefills:
         return self._programs.prefill(self._structure, max(capacity, width), leaves, tokens, lengths, totals)
 
     def _go_on(self, leaves, long: _Long) -> int:
+        """Dispatches the next chunk of a long prompt, and returns its number of tokens."""
         tokens = np.array([long.request.tokens[long.done : long.done + self._chunk]], np.int32)
         at, totals = np.array([long.done], np.int32), np.array([len(long.request.tokens)], np.int32)
         long.states = self._programs.extend(self._structure, leaves, long.states, tokens, at, totals)
@@ -169,8 +173,10 @@ class Prefills:
         return self._chunk
 
     def _keep(self, batch: Batch) -> None:
+        """Adds a batch, and drops the oldest one if there are too many."""
         self._batches = [*self._batches[-(_KEPT - 1) :], batch]
 
 
 def _bucket(tokens: int) -> int:
+    """The padded length of a prompt: a power of two, at least _SMALLEST."""
     return max(_SMALLEST, 1 << (tokens - 1).bit_length())

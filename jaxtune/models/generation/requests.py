@@ -1,4 +1,4 @@
-"""One row that the sampling engine continues: what was asked for, and its tokens."""
+"""The state of one row that the sampler continues, and the checks of what is requested."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ class Decodes(Protocol):
     """A tokenizer, as far as stop strings need one."""
 
     def decode(self, token_ids: Sequence[int], /) -> str:
-        """The text of tokens."""
+        """The text of token ids."""
         ...
 
 
+# Why a row ended: an end token or a stop string; max_new_tokens; Sampler.cancel.
 FinishReason = Literal["stop", "length", "cancelled"]
 
 
 class StopStrings:
-    """Ends a row with the token that completes one of some strings in its new text.
+    """Finds the token that completes one of several strings in the new text of a row.
 
     Args:
-      strings: at least one, none of them empty. tokenizer: with `decode`, of a list of token ids.
+      strings: at least one, none of them empty.
+      tokenizer: its `decode` turns token ids into text.
+      what: the caller, for errors.
     Raises:
       ValueError: there is no tokenizer, or an empty string.
     """
@@ -36,20 +39,20 @@ class StopStrings:
             lacks = "give the tokenizer that turns tokens into text" if tokenizer is None else "one of them is empty"
             raise ValueError(f"{what}: stop_strings = {list(strings)!r}: {lacks}")
         self._strings, self._tokenizer = list(strings), tokenizer
-        # A string can begin in earlier tokens. A character has at most four tokens (its bytes); some have none.
+        # A string can start in earlier tokens. A character has at most four tokens (its bytes); some tokens have none.
         self._reach = 4 * max(map(len, strings)) + 8
 
     def end(self, new: Sequence[int], looked_at: int) -> int | None:
-        """How many of a row's new tokens there are up to the one that completes a string; None where none does.
+        """The number of a row's new tokens up to the one that completes a string; None if none does.
 
-        Args:
-          looked_at: how many of them were looked at before, without one.
+        looked_at: how many of the tokens were searched before without finding one.
         """
         if not self._in(new[max(0, looked_at - self._reach) :]):
             return None
         return next((count for count in range(looked_at + 1, len(new) + 1) if self._in(new[:count])), None)
 
     def _in(self, tokens: Sequence[int]) -> bool:
+        """Whether the text of these tokens contains a stop string."""
         text = self._tokenizer.decode(tokens)
         return any(string in text for string in self._strings)
 
@@ -58,33 +61,25 @@ class StopStrings:
 class Request:
     """A row that is waiting, decoding, or done."""
 
-    # The sampler's name for it.
-    number: int
-    # The prompt, and what was made after it.
-    tokens: list[int]
-    # Tokens of the prompt.
-    start: int
-    # The row ends when it has this many tokens.
-    limit: int
-    sampling: Sampling
-    # A row draws by its seed, its index under this seed, and its step.
-    seed: int
-    index: int
-    # Tokens that end it.
-    ends: frozenset[int]
-    stops: StopStrings | None
-    # Where it decodes; None while it waits.
-    slot: int | None = None
-    # How often it was placed in a slot.
-    placed: int = 0
-    # Rounds that decode it and were not read yet.
-    rounds: int = 0
-    # What its states are made of, by which rows of one prompt find each other; set while it waits.
+    number: int  # by which the sampler's pieces and `cancel` name the request
+    tokens: list[int]  # the prompt and the new tokens
+    start: int  # number of the prompt's tokens
+    limit: int  # the row ends when it has this many tokens
+    sampling: Sampling  # how tokens are chosen
+    seed: int  # with `index` and the step, determines what the row draws
+    index: int  # tells rows with the same seed apart
+    ends: frozenset[int]  # tokens that end it
+    stops: StopStrings | None  # strings that end it, or None
+    slot: int | None = None  # the slot in which it decodes; None while it waits
+    placed: int = 0  # how often it was placed in a slot
+    rounds: int = 0  # dispatched rounds that decode it and were not read yet
+    # identifies the tokens of which its states are computed, so that requests with equal prompts share a prefill; set
+    # while it waits
     key: bytes = b""
-    done: bool = False
+    done: bool = False  # whether it has ended
 
     def take(self, tokens: list[int]) -> tuple[list[int], FinishReason | None]:
-        """Adds what the device made: (the tokens that count, why the row ends or None)."""
+        """Adds the tokens that the device made: (those that count, the reason why the row ends or None)."""
         known = len(self.tokens) - self.start
         self.tokens += tokens
         if self.stops is not None and tokens:
@@ -103,7 +98,7 @@ def checked_prompt(prompt: Sequence[int], vocab_size: int, name: str) -> list[in
     Args:
       name: of the prompt in errors, such as "generate: prompt 3".
     Raises:
-      ValueError: it is not a list of token ids of this vocabulary, or it is empty.
+      ValueError: it is empty, or not a list of token ids of this vocabulary.
     """
     row = np.asarray(prompt)
     if row.ndim != 1 or (row.size and not np.issubdtype(row.dtype, np.integer)):
@@ -112,18 +107,21 @@ def checked_prompt(prompt: Sequence[int], vocab_size: int, name: str) -> list[in
         raise ValueError(f"{name} is empty; it needs at least one token, such as BOS")
     if row.min() < 0 or row.max() >= vocab_size:
         bad = int(row.min() if row.min() < 0 else row.max())
-        raise ValueError(f"{name} holds token id {bad}, outside the vocabulary of {vocab_size}")
+        raise ValueError(f"{name} contains token id {bad}, outside the vocabulary of {vocab_size}")
     return row.tolist()
 
 
 def checked_length(prompt: Sequence[int], max_new_tokens: int | None, positions: int, name: str, whose: str) -> int:
-    """How many tokens a row has at most, its prompt included.
+    """The most tokens that a row may have, its prompt included.
 
     Args:
-      max_new_tokens: None: as many as there are positions for. positions: that there are. name: of the prompt, as in
-        checked_prompt. whose: what has these positions, such as "the model has".
+      prompt: its token ids.
+      max_new_tokens: None: as many as there are positions for.
+      positions: the number of positions.
+      name: of the prompt, as in checked_prompt.
+      whose: what has these positions, for errors, such as "the model has".
     Raises:
-      ValueError: not a positive number; more tokens than positions.
+      ValueError: max_new_tokens is not a positive integer, or there are more tokens than positions.
     """
     if max_new_tokens is None:
         max_new_tokens = max(positions - len(prompt), 1)

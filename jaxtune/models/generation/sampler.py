@@ -1,14 +1,14 @@
-"""The sampling engine: rows decode in a fixed number of slots, and the next prompt takes the slot of a row that ended.
+"""The sampler: rows decode in a fixed number of slots, and when a row ends, the next prompt takes its slot.
 
-The device is never waited for: a round of a few tokens is dispatched while the one before it runs, and what a round
-made is read when it is there. What the host decides by it (a stop string, a slot that is free) reaches the device with
-the round after the next one.
+The host never waits for the device: a round of a few tokens is dispatched while the round before it runs, and the
+results of a round are read when they have arrived. What the host decides by them (a stop string, a free slot) takes
+effect in the round after the next one.
 
     sampler = jaxtune.Sampler(model, slots=64)
     for row in sampler.run(prompts, max_new_tokens=512, temperature=1.0):
         print(row.index, row.ids, row.finish_reason)
 
-A server, or a trainer that learns from what it samples, uses `submit`, `step` and `cancel`, of which `run` is made.
+A server, or a trainer that learns from samples, uses `submit`, `step` and `cancel`, on which `run` is built.
 """
 
 from __future__ import annotations
@@ -40,74 +40,69 @@ from jaxtune.models.generation.sampling import Kind, Numbers, Sampling
 from jaxtune.models.generation.slot_plan import SLOTS, SlotPlan, capacity_bucket, plan_slots, room_bytes
 from jaxtune.models.placement import partition
 
-_FEWEST_ENDS = 4  # columns of the array of end tokens
-_IN_FLIGHT = 2  # rounds that are dispatched before the oldest is read
+_FEWEST_ENDS = 4  # the array of end tokens has at least this many columns
+_IN_FLIGHT = 2  # how many rounds are dispatched before the oldest is read
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
     """A row that has ended."""
 
-    # Of its prompt among those that `run` was given.
-    index: int
-    # The new tokens, up to and with the one that ended it.
-    ids: list[int]
-    # The logarithm of each new token's probability under the model itself: softmax of its logits, without penalty or
-    # filters; without temperature, too, unless scaled_logprobs was asked for.
+    index: int  # of its prompt in the prompts given to `run`
+    ids: list[int]  # the new tokens, up to and including the one that ended it
+    # log-probability of each new token under the model: log softmax of its logits, without penalty or filters, and
+    # without temperature unless scaled_logprobs was set
     logprobs: list[float]
-    # "stop": an end token or a stop string. "length": max_new_tokens. "cancelled": somebody called `cancel`.
+    # "stop": an end token or a stop string; "length": max_new_tokens; "cancelled": `cancel` was called
     finish_reason: FinishReason
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """What one step made of one request."""
+    """The new tokens of one request that one step returns."""
 
-    # As `submit` named it.
-    request: int
-    # New tokens since the piece before, and their log-probabilities; they can be empty in the last piece.
-    ids: list[int]
-    logprobs: list[float]
-    # None: the request has not ended.
-    finish_reason: FinishReason | None
+    request: int  # its number, from `submit`
+    ids: list[int]  # new tokens since the last piece; may be empty in the last piece
+    logprobs: list[float]  # the log-probabilities of these tokens
+    finish_reason: FinishReason | None  # why the request ended; None: it has not
 
 
 @dataclasses.dataclass
 class _Round:
-    """A call of `decode` whose results are on their way."""
+    """A dispatched call of `decode` whose results have not been read."""
 
-    emitted: device.Emitted
-    # The request that each slot decoded, and how often it had been placed in a slot.
-    requests: dict[int, tuple[Request, int]]
+    emitted: device.Emitted  # its results, which may not have arrived
+    requests: dict[int, tuple[Request, int]]  # {slot: (the request that it decodes, Request.placed at that time)}
 
 
 class Sampler:
-    """Continues token ids in a fixed number of slots.
+    """Continues prompts of token ids in a fixed number of slots.
 
-    Whatever is in the other slots, a row gets the tokens that it gets alone, within the rounding of products whose
-    shapes depend on how many prompts are prefilled at once; with `deterministic`, the same bits.
+    A row gets the same tokens whatever is in the other slots, up to the rounding of products whose shapes depend on how
+    many prompts are prefilled at once; with `deterministic` the results are equal bit for bit.
 
     A sampler is used by one thread at a time. Its programs are compiled when they are first needed, once for each
-    bucket of capacity and of prompt lengths, and shared by all samplers of equal models.
+    bucket of capacity and of prompt length, and shared by all samplers of equal models.
 
     Args:
-      model: its adapters are used as they are. Weights are not copied; `update` takes others.
+      model: with its adapters. Weights are not copied; `update` sets others.
       slots: rows that decode in one batch. None: `most_slots`, or as many as there is memory for.
       length: tokens that a row may have, its prompt included. None: as many as there is memory for, at most the model's
-        positions. Caches have room for the longest row that is asked for, and grow in buckets up to it.
-      memory_share: the part of the memory left that slots may take; the rest is for other samplers that are made now.
+        positions. Caches grow in buckets up to the longest row that is requested.
+      most_slots: the limit of slots if `slots` is None.
+      memory_share: the share of the free memory that slots may take; the rest is for samplers that are made next.
       deterministic: a row's tokens and log-probabilities have the same bits whatever else is sampled, in any slot and
-        any process, for equal `slots` and equal devices. Prompts are then prefilled one at a time, and the vendor's
-        first algorithm is taken for products, not the fastest.
-      tokens_per_round: tokens that each row makes between two looks of the host. Fewer stream more smoothly, free
-        slots earlier and cost more dispatches; each value compiles a program of its own.
-      prefill_tokens: tokens of prompts that are prefilled between two rounds while at least half of the slots decode,
-        so that these rows do not stall; and the most that one program prefills.
+        any process, for equal `slots` and equal devices. Prompts are then prefilled one at a time, and matrix products
+        use the vendor's first algorithm instead of the fastest.
+      tokens_per_round: tokens that each row makes in one round. Fewer stream more smoothly and free slots earlier, but
+        need more dispatches; each value needs a program of its own.
+      prefill_tokens: the most tokens that one program prefills, and that are prefilled between two rounds while at
+        least half of the slots decode, so that these rows do not stall.
     Attributes:
-      plan: the SlotPlan in force: `plan.slots`, `plan.length` and `plan.bytes`.
+      plan: the SlotPlan in use: `plan.slots`, `plan.length` and `plan.bytes`.
     Raises:
-      ValueError: a model that scores texts; weights that are divided over devices; slots and length that do not fit
-        into the memory that is left.
+      ValueError: a model that scores texts; weights that are divided over devices; slots and length for which there is
+        too little memory.
     """
 
     def __init__(
@@ -128,7 +123,7 @@ class Sampler:
         if not model.config.head.is_text:
             raise ValueError(f"Sampler: {model.config.head.what} and cannot continue texts")
         self.config, self._ends = model.config, end_token_ids(model)
-        # Once: walking over a deep model takes the host as long as the device takes for many tokens.
+        # Only once, because flattening a deep model takes the host as long as the device takes for many tokens.
         graph, state = nnx.split(model)
         partition.require_undivided(state, "Sampler")
         self._leaves, treedef = jax.tree.flatten(state)
@@ -143,10 +138,10 @@ class Sampler:
         count = self.plan.slots
         self._prefills = Prefills(self._programs, self._structure, self._shapes, prefill_tokens, one=deterministic)
         self._waiting: collections.deque[Request] = collections.deque()
-        self._requests: dict[int, Request] = {}  # those that are not done
+        self._requests: dict[int, Request] = {}  # requests that are not done
         self._slots: list[Request | None] = [None] * count
         self._rounds: collections.deque[_Round] = collections.deque()
-        self._pieces: list[Piece] = []  # that the next step gives
+        self._pieces: list[Piece] = []  # the next step returns these
         self._number = 0
         self._kind = Kind(False, False, False)
         self._capacity, self._states, self._seen = 0, None, None
@@ -175,23 +170,20 @@ class Sampler:
         eos_token_ids: int | Sequence[int] | None = None,
         scaled_logprobs: bool = False,
     ) -> int:
-        """Puts a prompt at the end of the queue, also while others decode.
+        """Appends a prompt to the queue; other rows may be decoding meanwhile.
 
-        Requests that follow each other with the same prompt are prefilled once.
+        Consecutive requests with the same prompt are prefilled once.
 
         Args:
           prompt: token ids, at least one.
           max_new_tokens: the most new tokens. None: as many as the row has room for.
-          temperature, top_k, top_p, min_p, repetition_penalty: see sampling.Sampling; temperature 0 takes the likeliest
-            token.
-          seed, index: what the row draws depends on these two and its step only: equal pairs draw alike.
-          stop_strings: the row ends with the token that completes one of them in its new text. Needs `tokenizer`.
+          temperature, top_k, top_p, min_p, repetition_penalty, scaled_logprobs: see sampling.Sampling.
+          seed, index: what the row draws depends only on these two and its step, so that equal pairs draw alike.
+          stop_strings: the row ends with the token that completes one of them in its new text; needs `tokenizer`.
           eos_token_ids: tokens that end the row. None: those of the model's generation_config.json or config.json; an
-            empty sequence: no token does.
-          scaled_logprobs: log-probabilities are those of the logits divided by the temperature, as a policy gradient
-            needs them.
+            empty sequence: none.
         Returns:
-          the request's number, by which pieces and `cancel` name it.
+          the request's number, which pieces contain and `cancel` takes.
         Raises:
           ValueError: a prompt that is empty, has ids outside the vocabulary, or is too long with max_new_tokens; a
             setting out of its range; stop_strings without a tokenizer.
@@ -218,27 +210,25 @@ class Sampler:
         return request.number
 
     def cancel(self, request: int) -> None:
-        """Ends a request, whether it waits or decodes; its last piece comes with the next step. One that is done, or
-        that never was, is left alone."""
+        """Ends a request that waits or decodes; the next step returns its last piece. Other numbers have no effect."""
         found = self._requests.get(request)
         if found is not None:
             self._finish(found, [], [], "cancelled")
 
     @property
     def pending(self) -> int:
-        """How many requests are not done; 0: a step has nothing to do but to give pieces that were not given yet."""
+        """The number of requests that are not done. When it is 0, a step only returns pieces that were not returned
+        yet."""
         return len(self._requests)
 
     def step(self) -> list[Piece]:
-        """Makes about one round of progress: fills free slots, dispatches what is next, and reads the oldest round
-        that is under way.
+        """Makes about one round of progress: fills free slots, dispatches the next round, and reads the oldest one.
 
-        Returns:
-          what was made, in no order; often of the round before the last one dispatched. An empty list does not mean
-          that nothing is left; `pending` says that.
+        Returns the new pieces in no particular order, often those of the round before the last one dispatched. An empty
+        list does not mean that nothing is left to do; `pending` says that.
         """
         self._fill()
-        if self._goes_on():
+        if self._has_work():
             self._dispatch()
             if len(self._rounds) >= _IN_FLIGHT:
                 self._look()
@@ -260,14 +250,11 @@ class Sampler:
         """Continues all prompts and yields each row that has ended.
 
         Args:
-          prompts: token ids; for several answers to a prompt, it stands there several times, one behind the other.
-          max_new_tokens: of each row, or a number for each prompt; see submit.
-          seed: a number: a row draws by it and its index. A sequence has a seed for each prompt, by which the row draws
-            as it does alone.
-          in_order: by the order of the prompts; False: as they end.
-          settings: others of submit, the same for all rows.
-        Raises:
-          ValueError: as submit; requests of somebody else are not done yet.
+          prompts: token ids; for several answers to a prompt, repeat it in consecutive places.
+          max_new_tokens: for all rows, or one number per prompt; see submit.
+          seed: a row draws by it and its index; or one seed per prompt, by which the row draws as if it were alone.
+          in_order: yields rows in the order of the prompts; False: as they end.
+          settings: other arguments of submit, the same for all rows. Errors are those of submit.
         """
         if self._requests:
             raise ValueError(f"Sampler: run while {len(self._requests)} requests are not done; use submit and step")
@@ -287,6 +274,8 @@ class Sampler:
             self._pieces = []
 
     def _ended(self, rows: dict[int, tuple[int, list[int], list[float]]], in_order: bool) -> Iterator[Row]:
+        """Yields the rows as they end, or in order; rows: {request: (index, its new tokens, their
+        log-probabilities)}."""
         ended: dict[int, Row] = {}
         following = 0
         while self._requests or self._pieces:
@@ -301,11 +290,12 @@ class Sampler:
                 following += 1
 
     def update(self, model: Decoder) -> None:
-        """Samples from here on with the weights of a model of the same structure, such as the one that trains. Nothing
-        is copied: the model's arrays must stay there while the sampler uses them.
+        """Sets the weights to those of a model with the same structure, such as one that is being trained.
+
+        Nothing is copied: the model's arrays must not be deleted while the sampler uses them.
 
         Raises:
-          ValueError: requests are not done, whose states are those of the weights before; another structure.
+          ValueError: requests are not done, whose states were computed with the old weights; another structure.
         """
         if self._requests:
             raise ValueError(f"Sampler: update while {len(self._requests)} requests are not done")
@@ -320,15 +310,16 @@ class Sampler:
     # ---- filling slots
 
     def _wait(self, request: Request, first: bool = False) -> None:
+        """Puts a request into the queue, `first` before all others."""
         request.slot, request.key = None, self._prefills.wanted(request)
         (self._waiting.appendleft if first else self._waiting.append)(request)
 
     def _fill(self) -> None:
-        """Gives free slots to waiting requests, whose prompts are prefilled as far as this round has room for."""
+        """Gives free slots to waiting requests, and prefills their prompts as far as this round's limit allows."""
         free = [slot for slot, request in enumerate(self._slots) if request is None]
         if not free or not self._waiting:
             return
-        # Rows that decode wait for no more than a bounded piece of a prefill; where most slots are empty, they gain.
+        # Decoding rows wait only for a bounded part of a prefill, unless most slots are empty.
         left = self._room_per_round if 2 * len(free) <= len(self._slots) else float("inf")
         self._reserve(self._nearest(len(free)))
         while free and self._waiting:
@@ -346,10 +337,11 @@ class Sampler:
             self._states = batch.insert(self._programs, self._states, placed)
 
     def _nearest(self, count: int) -> list[Request]:
-        """The requests that get the next `count` slots."""
         return list(itertools.islice(self._waiting, count))
 
     def _place(self, request: Request, slot: int) -> None:
+        """Puts a request into a slot: sets the slot's numbers and settings, which the next round sends to the
+        device."""
         self._slots[slot], request.slot = request, slot
         request.placed += 1
         self._change(slot, request.tokens[-1], len(request.tokens), True)
@@ -379,6 +371,7 @@ class Sampler:
             self._rows = self._rows._replace(ends=np.pad(self._rows.ends, ((0, 0), (0, more)), constant_values=-1))
 
     def _change(self, slot: int, token: int, length: int, active: bool) -> None:
+        """Sets a slot's token, length and activity for the next round."""
         self._changed[slot] = True
         for array, value in zip(self._given, (token, length, active), strict=True):
             array[slot] = value
@@ -386,14 +379,16 @@ class Sampler:
     # ---- memory
 
     def _bytes(self, slots: int, length: int) -> int:
-        """Of the states of all slots, and of what is made of a token's logits."""
+        """Bytes of the states of all slots, and of the intermediate values of a token's logits."""
         states = device.states_shape(self._structure, self._shapes, slots, capacity_bucket(length))
         kept = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(states))
         return kept + 16 * slots * self.config.vocab_size
 
     def _reserve(self, nearest: Sequence[Request]) -> None:
-        """Gives the caches room for the whole rows of requests that get a slot next. Where they have too little, they
-        get enough for all that wait: each capacity is a program of its own."""
+        """Gives the caches room for the whole rows of the requests that get a slot next, or of all waiting requests if
+        it is
+        too little, because each capacity needs a program of its own.
+        """
         if all(request.limit <= self._capacity for request in nearest):
             return
         everybody = [*self._waiting, *(request for request in self._slots if request is not None)]
@@ -404,7 +399,7 @@ class Sampler:
         else:
             shapes = device.states_shape(self._structure, self._shapes, len(self._slots), capacity)
             leaves, treedef = jax.tree.flatten(self._states)
-            self._states = None  # so that each array goes when it has been copied
+            self._states = None  # so that each array is freed after its copy
             for at, new in enumerate(jax.tree.leaves(shapes)):
                 if leaves[at].shape != new.shape:
                     leaves[at] = device.grown(leaves[at], new.shape)
@@ -413,11 +408,12 @@ class Sampler:
 
     # ---- rounds
 
-    def _goes_on(self) -> bool:
-        """Whether a row in a slot may have tokens left to make when the rounds that are under way are done."""
+    def _has_work(self) -> bool:
+        """Whether a row in a slot may still have tokens to make after the rounds that are dispatched."""
         return any(r is not None and len(r.tokens) + r.rounds * self._steps < r.limit for r in self._slots)
 
     def _dispatch(self) -> None:
+        """Dispatches a round: `tokens_per_round` more tokens of every active slot."""
         if self._sent_rows is None:
             self._sent_rows = jax.tree.map(jnp.asarray, self._rows)
         decode = self._programs.decode
@@ -433,12 +429,13 @@ class Sampler:
         self._rounds.append(_Round(emitted, requests))
 
     def _changes(self) -> tuple[np.ndarray, device.Live]:
-        """What the host changed since the last round, as copies: a dispatch may read its arguments later."""
+        """The slots that the host changed since the last round and their values, copied because a dispatch may read
+        them later."""
         changed, self._changed = self._changed, np.zeros_like(self._changed)
         return changed, device.Live(*(array.copy() for array in self._given))
 
     def _look(self) -> None:
-        """Waits for the oldest round, and shares out what it made."""
+        """Waits for the oldest round, and gives its tokens to the requests."""
         done = self._rounds.popleft()
         tokens, logprobs, counts = map(np.asarray, done.emitted)
         for slot, (request, placed) in done.requests.items():
@@ -453,11 +450,12 @@ class Sampler:
                 continue
             if made:
                 self._pieces.append(Piece(request.number, made, values, None))
-            if count < self._steps and request.placed == placed:  # it paused: its states are made anew
+            if count < self._steps and request.placed == placed:  # it paused, so that its states are computed anew
                 self._slots[slot] = None
                 self._wait(request, first=True)
 
     def _finish(self, request: Request, ids: list[int], logprobs: list[float], reason: FinishReason) -> None:
+        """Ends a request with its last tokens, and frees its slot or its place in the queue."""
         request.done = True
         del self._requests[request.number]
         self._pieces.append(Piece(request.number, ids, logprobs, reason))
@@ -470,7 +468,7 @@ class Sampler:
 
 
 def seeds_of(seed: int | Sequence[int], count: int, what: str) -> list[tuple[int, int]]:
-    """(seed, index) of each of `count` rows: the one seed and the row's index, or its own seed, as if it were alone."""
+    """(seed, index) of each of `count` rows: the one seed and the row's index, or its own seed and index 0."""
     if isinstance(seed, int | np.integer):
         return [(int(seed), index) for index in range(count)]
     seeds = np.asarray(seed)
@@ -480,6 +478,8 @@ def seeds_of(seed: int | Sequence[int], count: int, what: str) -> list[tuple[int
 
 
 def empty_rows(count: int, ends: int, vocab_size: int) -> device.Rows:
+    """The Rows of `count` empty slots, with room for `ends` end tokens each."""
+
     def whole(dtype):
         return np.zeros(count, dtype)
 

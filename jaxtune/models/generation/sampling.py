@@ -1,4 +1,4 @@
-"""How the next token is drawn: names and definitions of Hugging Face's generate."""
+"""How the next token is chosen from the logits; names and definitions are those of Hugging Face's generate."""
 
 from __future__ import annotations
 
@@ -11,52 +11,50 @@ import numpy as np
 
 
 class Numbers(NamedTuple):
-    """The settings of each row as arrays, so that a program serves all values."""
+    """The sampling settings of all rows as arrays, so that one program serves all values."""
 
-    # bool[N]: whether the row draws its tokens, and does not take the likeliest one.
-    draws: Any
-    # float32[N]; 1 where the row does not draw.
-    temperature: Any
-    # int32[N]; the size of the vocabulary where it is off.
-    top_k: Any
-    # float32[N] each; 1, 0 and 1 where they are off.
-    top_p: Any
-    min_p: Any
-    repetition_penalty: Any
-    # float32[N]: logits are divided by it for the log-probability of a token.
+    draws: Any  # bool[N]: whether the row samples its tokens; otherwise it takes the most likely one
+    temperature: Any  # float32[N]; 1 where the row does not sample
+    top_k: Any  # int32[N]; the size of the vocabulary where it is off
+    top_p: Any  # float32[N]; 1 where it is off
+    min_p: Any  # float32[N]; 0 where it is off
+    repetition_penalty: Any  # float32[N]; 1 where it is off
+    # float32[N]: the logits are divided by it before the log-probability of a token is computed
     logprob_temperature: Any
 
 
 class Kind(NamedTuple):
-    """What a program has to do for at least one of its rows; static."""
+    """Which operations a program must contain because at least one of its rows needs them; static."""
 
-    draws: bool
-    filters: bool
-    penalises: bool
+    draws: bool  # random sampling
+    filters: bool  # top_k, top_p or min_p
+    penalises: bool  # the repetition penalty
 
     def __or__(self, other: Kind) -> Kind:  # type: ignore[override]
+        """The operations that either of the two needs."""
         return Kind(*(one or another for one, another in zip(self, other, strict=True)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """What is done to the logits, in this order; the defaults do nothing.
+    """The sampling settings of one row.
 
-    repetition_penalty: logits of tokens that the row has already are divided by it where they are positive and
-      multiplied where negative. temperature: logits are divided by it; 0 takes the likeliest token. top_k: only so many
-      likeliest tokens are left (and their equals); 0: all. top_p: only the likeliest tokens are left, as few as have
-      this much probability together. min_p: only tokens are left with at least this part of the likeliest one's
-      probability.
+    The operations are applied to the logits in the order repetition_penalty, temperature, top_k, top_p, min_p. The
+    defaults change nothing and take the most likely token.
+
+    Raises:
+      ValueError: a setting out of its range, or filters with temperature 0, where they have no effect.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    temperature: float = 0.0  # the logits are divided by it; 0 takes the most likely token
+    top_k: int = 0  # only this many most likely tokens remain (and those that are equally likely); 0: all
+    top_p: float = 1.0  # only the most likely tokens remain, as few as have at least this total probability
+    min_p: float = 0.0  # only tokens remain that are at least this many times as likely as the most likely one
+    # the logits of tokens that the row already contains are divided by it if positive, multiplied if negative
     repetition_penalty: float = 1.0
     scaled_logprobs: bool = False
-    """Whether the log-probability of a token is that of the logits divided by the temperature; otherwise it is that of
-    the logits themselves. Penalty and filters count in neither."""
+    """Whether the log-probability of a token is computed from the logits divided by the temperature, or from the logits
+    themselves. Penalty and filters change neither."""
 
     def __post_init__(self):
         for key, right, must in (
@@ -76,12 +74,13 @@ class Sampling:
 
     @property
     def kind(self) -> Kind:
+        """Which operations this row needs."""
         draws = self.temperature > 0
         filters = draws and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
         return Kind(draws, filters, self.repetition_penalty != 1.0)
 
     def numbers(self, vocab_size: int) -> Numbers:
-        """The settings as numbers of one row."""
+        """The settings as numbers, for one entry of a program's arrays."""
         top_k = min(self.top_k or vocab_size, vocab_size)
         top_p, min_p, penalty = map(np.float32, (self.top_p, self.min_p, self.repetition_penalty))
         draws, temperature = np.bool_(self.kind.draws), np.float32(self.temperature or 1.0)
@@ -90,20 +89,22 @@ class Sampling:
 
 
 def penalised(logits: jax.Array, seen: jax.Array, penalty: Any) -> jax.Array:
-    """logits float32[B, V] with the repetition penalty on tokens that are seen, bool[B, V]."""
+    """The logits float32[B, V] with the repetition penalty applied to the tokens in `seen`, bool[B, V]."""
     return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def filtered(logits: jax.Array, numbers: Numbers) -> jax.Array:
-    """logits [B, V], divided by the temperature already, with -inf where top_k, top_p and min_p leave no token.
+    """The logits [B, V], already divided by the temperature, with -inf for the tokens that top_k, top_p and min_p
+    remove.
 
-    Each takes what the one before has left as the whole distribution. A row whose settings are off keeps all.
+    Each filter treats the tokens that the one before left as the whole distribution. A row whose filters are off keeps
+    all.
     """
     top_k, top_p, min_p = (jnp.reshape(a, (-1, 1)) for a in (numbers.top_k, numbers.top_p, numbers.min_p))
     descending = -jnp.sort(-logits, axis=-1)
     within = descending >= jnp.take_along_axis(descending, jnp.broadcast_to(top_k - 1, (len(logits), 1)), axis=-1)
     probabilities = jax.nn.softmax(jnp.where(within, descending, -jnp.inf), axis=-1)
-    # Of a token: what the likelier ones have together. The likeliest always stays.
+    # The total probability of the tokens that are more likely. The most likely token always remains.
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
     kept = within & ((before < top_p) | (top_p >= 1))
     kept = kept.at[:, 0].set(True) & (probabilities >= min_p * probabilities[:, :1])

@@ -1,4 +1,4 @@
-"""How many slots a sampler has, and how long their rows may be, by the memory that is left beside the model."""
+"""Plans how many slots a sampler has and how long their rows may be, by the free device memory."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import jax
 
-SLOTS = 64  # as many as are planned where nobody says how many
-_LEAST_LENGTH = 256  # of rows, before slots are given up for longer ones
-_SPARED = 0.1  # of the memory left: activations of a prefill, and what programs hold beside the slots
+SLOTS = 64  # the default number of slots
+_LEAST_LENGTH = 256  # the number of slots is halved until rows of this many tokens fit
+_SPARED = 0.1  # the share of free memory that is left for activations of prefills and other buffers of programs
 
 
 def capacity_bucket(tokens: int) -> int:
-    """Room for a row of this length: 128 times a power of two, or three quarters of one.
+    """The capacity of a row's caches for this many tokens: 128 times a power of two, or three quarters of that.
 
     >>> [capacity_bucket(tokens) for tokens in (1, 129, 300, 513, 800)]
     [128, 256, 384, 768, 1024]
@@ -26,14 +26,11 @@ def capacity_bucket(tokens: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class SlotPlan:
-    """What a sampler allocates."""
+    """The memory that a sampler allocates."""
 
-    # Rows that decode in one batch.
-    slots: int
-    # Tokens that a row may have, its prompt included.
-    length: int
-    # Of the states of all slots at this length, and of the logits, in bytes.
-    bytes: int
+    slots: int  # rows that decode in one batch
+    length: int  # tokens that a row may have, its prompt included
+    bytes: int  # of the states of all slots at this length, and of the logits
 
     def __str__(self) -> str:
         return f"{self.slots} slots of {self.length:,} tokens, {self.bytes / 1e9:.2f} GB"
@@ -47,13 +44,17 @@ def plan_slots(
     length: int | None = None,
     most_slots: int = SLOTS,
 ) -> SlotPlan:
-    """As many slots, at most `most_slots`, and rows as long as there is room for; what is given is kept.
+    """The plan with the most slots, up to `most_slots`, and the longest rows for which there is memory.
 
     Args:
-      bytes_of: (slots, tokens of a row) -> bytes. positions: of the model. room_bytes: memory that is left; None: not
-        known, which limits nothing.
+      bytes_of: (slots, tokens of a row) -> bytes.
+      positions: of the model, the limit of `length`.
+      room_bytes: free memory; None: not known, which limits nothing.
+      slots: a fixed number of slots; None: planned.
+      length: a fixed length of rows; None: planned.
+      most_slots: the limit of planned slots.
     Raises:
-      ValueError: what is given does not fit.
+      ValueError: fixed values that do not fit, or are not positive integers.
     """
     for name, value in (("slots", slots), ("length", length), ("most_slots", most_slots)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -81,7 +82,7 @@ def plan_slots(
 
 
 def room_bytes(share: float = 1.0) -> float | None:
-    """This share of the first device's bytes that nothing uses; None where the device does not say."""
+    """This share of the free bytes of this process's first device; None if the device does not report them."""
     stats = jax.local_devices()[0].memory_stats()
     if not stats or "bytes_limit" not in stats:
         return None

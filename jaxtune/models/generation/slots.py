@@ -1,11 +1,11 @@
-"""What the sampling engine does on the device: its arrays and its compiled programs.
+"""The device side of the sampler: its arrays and its compiled programs.
 
-A slot is a row of fixed arrays: for each mixer the row's state (caches of keys and values, states of delta nets) and a
-few numbers. `decode` makes the next tokens of all slots in one batch. A prompt's states are made apart from the slots,
-by `prefill` and, of a long prompt, `extend`; `insert` copies them into the slots that take the prompt.
+A slot is one row of fixed arrays: for each mixer the row's state (caches of keys and values, or states of delta nets)
+and a few numbers. `decode` makes the next tokens of all slots in one batch. A prompt's states are computed outside the
+slots, by `prefill` and, for a long prompt, `extend`; `insert` copies them into the slots that take the prompt.
 
-The states of a row of n tokens are of n - 1 of them: the newest token is the input of the next decoding step. So a
-prompt's last token is decoded too, and a prefill makes no logits.
+The states of a row of n tokens cover its first n - 1 tokens: the newest token is the input of the next decoding step. A
+prompt's last token is therefore decoded too, and a prefill computes no logits.
 """
 
 from __future__ import annotations
@@ -37,77 +37,72 @@ NEVER = np.iinfo(np.int32).max  # a length that no row reaches
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Structure:
-    """A model without its arrays: the static argument of the programs. Equal models share one, see structure_of."""
+    """A model without its arrays, which is the static argument of the programs; see structure_of."""
 
-    graph: nnx.GraphDef
-    treedef: Hashable  # of its state
-    config: DecoderConfig
+    graph: nnx.GraphDef  # the model's structure
+    treedef: Hashable  # of the model's state
+    config: DecoderConfig  # the model's config
 
     def model(self, leaves: Sequence[jax.Array]) -> Decoder:
-        """The model with these arrays, in the order of jax.tree.leaves(nnx.state(model))."""
+        """The model with these arrays, which are in the order of jax.tree.leaves(nnx.state(model))."""
         return nnx.merge(self.graph, jax.tree.unflatten(self.treedef, leaves))
 
 
 @functools.lru_cache(32)
 def structure_of(graph: nnx.GraphDef, treedef: Hashable, config: DecoderConfig) -> Structure:
-    """One object for equal models: programs are looked up by its identity, where a comparison of two descriptions of a
-    deep model would take the host as long as the device takes for a token."""
+    """The Structure of a model; equal models get the same object.
+
+    Programs are looked up by its identity. Comparing two descriptions of a deep model would take the host as long as
+    the device takes for a token.
+    """
     return Structure(graph, treedef, config)
 
 
 class Live(NamedTuple):
-    """What decoding changes of each slot, beside its states."""
+    """What decoding changes of each slot, apart from its states."""
 
-    # int32[N]: the newest token, which is in no state yet.
-    token: Array
-    # int32[N]: tokens of the row, the newest one included.
-    length: Array
-    # bool[N]: whether the row has not ended.
-    active: Array
+    token: Array  # int32[N]: the newest token, which no state contains yet
+    length: Array  # int32[N]: tokens of the row, the newest one included
+    active: Array  # bool[N]: whether the row has not ended
 
 
 class Rows(NamedTuple):
-    """What stays as it is while a row decodes."""
+    """What does not change while a row decodes."""
 
-    # int32[N]: tokens of the prompt.
-    start: Array
-    # int32[N]: the row ends when it has this many tokens.
-    limit: Array
-    # int32[N]: the row pauses when it has more tokens than this, because its states must then be made anew.
+    start: Array  # int32[N]: tokens of the prompt
+    limit: Array  # int32[N]: the row ends when it has this many tokens
+    # int32[N]: the row pauses when it has more tokens than this, because its states must then be computed anew
     pause: Array
-    # int32[N, E]: tokens that end the row; -1 fills the array up.
-    ends: Array
-    # uint32[N] each: a row draws by its seed, its index under this seed, and its step.
-    seed: Array
-    index: Array
-    # float32[N] or int32[N] each.
-    numbers: Numbers
+    ends: Array  # int32[N, E]: tokens that end the row, padded with -1
+    seed: Array  # uint32[N]: with `index` and the step, determines what the row draws
+    index: Array  # uint32[N]: tells rows with the same seed apart
+    numbers: Numbers  # the sampling settings
 
 
 class Emitted(NamedTuple):
-    """What a call of `decode` made."""
+    """The tokens that a call of `decode` made."""
 
-    # int32[steps, N], of which the first counts[i] of row i are real.
-    tokens: jax.Array
-    # float32[steps, N]: logarithm of each token's probability under the model itself.
-    logprobs: jax.Array
-    # int32[N].
-    counts: jax.Array
+    tokens: jax.Array  # int32[steps, N]; only the first counts[i] of row i are real
+    logprobs: jax.Array  # float32[steps, N]: the log-probability of each token under the model
+    counts: jax.Array  # int32[N]: how many tokens each row made
 
 
 class Programs(NamedTuple):
-    """The compiled functions, which are those below."""
+    """The compiled functions of the sampler, defined below."""
 
-    prefill: Callable[..., States]
-    extend: Callable[..., States]
-    insert: Callable[..., States]
-    decode: Callable[..., tuple[States, Live, jax.Array | None, Emitted]]
+    prefill: Callable[..., States]  # see _prefill
+    extend: Callable[..., States]  # see _extend
+    insert: Callable[..., States]  # see _insert
+    decode: Callable[..., tuple[States, Live, jax.Array | None, Emitted]]  # see _decode
 
 
 @functools.cache
 def programs(same_choices: bool) -> Programs:
-    """The programs. same_choices: another process compiles the same machine code, because the vendor libraries' first
-    algorithms are taken and not the fastest timed ones."""
+    """Compiles the programs.
+
+    same_choices: whether another process must compile the same machine code; then the vendor libraries' first
+    algorithms are taken and not those that are fastest when timed.
+    """
     options = {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0} if same_choices else {}
     jit = functools.partial(jax.jit, compiler_options=options)
     return Programs(
@@ -119,7 +114,7 @@ def programs(same_choices: bool) -> Programs:
 
 
 def empty_states(structure: Structure, shapes: Sequence[jax.ShapeDtypeStruct], rows: int, capacity: int) -> States:
-    """The states of rows without tokens. shapes: of the model's arrays."""
+    """The states of `rows` rows without tokens, with room for `capacity` tokens; shapes: of the model's arrays."""
     return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), states_shape(structure, tuple(shapes), rows, capacity))
 
 
@@ -132,11 +127,12 @@ def states_shape(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...],
 
 
 def _prefill(structure: Structure, capacity: int, leaves, tokens, lengths, totals) -> States:
-    """The states after the first `lengths` tokens of each row, by the forward pass of training.
+    """The states after the first `lengths` tokens of each row, computed by the forward pass of training.
 
     Args:
-      capacity: tokens that the states have room for, at least T.
-      tokens: int32[R, T]; lengths: int32[R], from 1 to T.
+      capacity: tokens for which the states have room, at least T.
+      tokens: int32[R, T].
+      lengths: int32[R], from 1 to T.
       totals: int32[R], tokens of the whole row, by which a longrope model chooses its factors.
     """
     model = structure.model(leaves)
@@ -155,10 +151,12 @@ def _prefill(structure: Structure, capacity: int, leaves, tokens, lengths, total
 
 
 def _extend(structure: Structure, leaves, states, tokens, at, totals) -> States:
-    """The states with more tokens of each row.
+    """The states after more tokens of each row.
 
     Args:
-      tokens: int32[R, C], all of them real. at: int32[R], tokens that are in the states. totals: as in prefill.
+      tokens: int32[R, C], all of them real.
+      at: int32[R], tokens that the states contain already.
+      totals: as in _prefill.
     """
     model = structure.model(leaves)
     with jax.named_scope("extend"):
@@ -169,7 +167,10 @@ def _extend(structure: Structure, leaves, states, tokens, at, totals) -> States:
 
 
 def _insert(states, staged, rows, slots) -> States:
-    """The slots' states with those of row rows[i] of `staged`, which may have less room, in slot slots[i]. int32[G]."""
+    """The states of all slots, with row rows[i] of `staged` copied into slot slots[i]; rows and slots are int32[G].
+
+    The caches of `staged` may have a smaller capacity.
+    """
 
     def one(kept, new):
         if len(new) == len(slots) == 1:
@@ -181,13 +182,13 @@ def _insert(states, staged, rows, slots) -> States:
 
 @functools.partial(jax.jit, static_argnums=1)
 def grown(state: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The state with more room, which is zero."""
+    """A state of a larger capacity, padded with zeros."""
     return jnp.pad(state, [(0, new - old) for old, new in zip(state.shape, shape, strict=True)])
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def mark_seen(seen, slot, tokens, length) -> jax.Array:
-    """seen bool[N, V] where the row `slot` has the first `length` of `tokens` int32[T] and no others."""
+    """bool[N, V] `seen` in which row `slot` marks exactly the first `length` of `tokens` int32[T]."""
     row = jnp.zeros(seen.shape[1], bool).at[tokens].max(jnp.arange(len(tokens)) < length)
     return seen.at[slot].set(row)
 
@@ -195,23 +196,26 @@ def mark_seen(seen, slot, tokens, length) -> jax.Array:
 def _decode(
     structure: Structure, kind: Kind, steps: int, leaves, states, live: Live, seen, changed, given: Live, rows: Rows
 ) -> tuple[States, Live, jax.Array | None, Emitted]:
-    """`steps` more tokens of each active slot, or fewer where it ends.
+    """Makes `steps` more tokens in each active slot, or fewer where a row ends.
 
     Args:
-      states, live: of the slots. seen: bool[N, V], tokens that each row has; None where nothing is penalised.
-      changed: bool[N], slots for which `given` counts in place of `live`.
+      kind: which sampling operations the program contains.
+      states, live: of the slots.
+      seen: bool[N, V], tokens that each row contains; None if no row has a repetition penalty.
+      changed: bool[N], the slots for which `given` replaces `live`.
+      rows: what does not change while rows decode.
     Returns:
-      (states, live, seen, what was made)
+      (states, live, seen, the tokens made)
     """
     live = Live(*(jnp.where(changed, new, old) for new, old in zip(given, live, strict=True)))
     model = structure.model(leaves)
     splits = _split(model)
-    if len(live.token) > 1:  # a product with one row is none of those that XLA fills up
+    if len(live.token) > 1:  # XLA does not pad the head for a product with a single row
         head = model.head_variable
         head.set_value(filled_up(head[...].astype(model.dtype)))
 
-    def one(carry, _):
-        states, live, seen = carry
+    def one(before, _):
+        states, live, seen = before
         with jax.named_scope("decode"):
             at = jnp.where(live.active, live.length - 1, -1)
             x = model.embed(live.token[:, None])
@@ -231,19 +235,23 @@ def _decode(
 
 
 def _split(model: Decoder) -> list[tuple]:
+    """(graph, trainable, frozen) of each layer."""
     return [nnx.split(layer, nnx.Param, ...) for layer in model.layers]
 
 
 def _through_layers(model: Decoder, splits, x, states, at, tables, real) -> tuple[jax.Array, States]:
-    """x [N, C, hidden] through all layers: (what the last one makes, the states with C more tokens).
+    """Runs new tokens' hidden states x [N, C, hidden] through all layers: (the last layer's output, the new states).
 
     Args:
-      at: int32[N], position of each row's first token in x; -1: the row has none. real: bool[N], rows that have some.
+      splits: from _split.
+      at: int32[N], position of each row's first token in x; -1 for a row that has none.
+      tables: rotary tables of the positions.
+      real: bool[N], whether a row has tokens in x.
     """
     after = []
     for (graph, *state), spec, kept in zip(splits, model.config.layers, states, strict=True):
         x, kept = _layer_step(graph, spec, *state, x, tables, kept, at, real)
-        # Else what reads the residual stream adds up all the layers below it again.
+        # Otherwise XLA lets each reader of the residual stream add up all layers below it again.
         x = jax.lax.optimization_barrier(x)
         after.append(kept)
     return x, after
@@ -251,8 +259,10 @@ def _through_layers(model: Decoder, splits, x, states, at, tables, real) -> tupl
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _layer_step(graph, spec: LayerSpec, trainable, frozen, layer_input, tables, state, at, real):
-    """One layer for new tokens: (layer_output [N, C, hidden], the state with them). Experts get nothing of rows that
-    are not real."""
+    """Runs one layer for new tokens: (layer_output [N, C, hidden], the new state).
+
+    Rows that are not real are marked as padding, so that experts get no tokens from them.
+    """
     index = jnp.broadcast_to(jnp.arange(layer_input.shape[1], dtype=jnp.int32), layer_input.shape[:2])
     end = jnp.where(real[:, None], layer_input.shape[1], index)
     start = jnp.where(real[:, None], 0, index)
@@ -261,7 +271,8 @@ def _layer_step(graph, spec: LayerSpec, trainable, frozen, layer_input, tables, 
 
 
 def _chosen(model: Decoder, kind: Kind, hidden, seen, live: Live, rows: Rows) -> tuple[jax.Array, jax.Array]:
-    """(the next token of each row int32[N], the logarithm of its probability float32[N]) from [N, 1, hidden]."""
+    """Chooses the next token of each row from hidden states [N, 1, hidden]: (int32[N], its log-probability
+    float32[N])."""
     logits = model.logits(model.norm(hidden))[:, 0, : model.config.vocab_size].astype(jnp.float32)
     numbers = rows.numbers
     scores = penalised(logits, seen, numbers.repetition_penalty[:, None]) if kind.penalises else logits
@@ -278,7 +289,7 @@ def _chosen(model: Decoder, kind: Kind, hidden, seen, live: Live, rows: Rows) ->
 
 
 def _keys(rows: Rows, made: Array) -> jax.Array:
-    """The key of each row's next draw: that of jax.random.key(seed), folded with the row's index and its step."""
+    """The random key of each row's next draw: jax.random.key(seed), folded with the row's index and its step."""
     data = jnp.stack([jnp.zeros_like(rows.seed), rows.seed], axis=-1)
     keys = jax.random.wrap_key_data(data, impl="threefry2x32")
     for number in (rows.index, made):
