@@ -35,7 +35,6 @@ from tests.versions import versions
 
 ROOT = Path(__file__).resolve().parent.parent
 _FAMILIES = ROOT / "jaxtune" / "models" / "families"
-_NO_FAMILY = ("__init__.py", "common.py")
 _DAYS = 30
 
 # Which of these variables are set, and to what, belongs to the key.
@@ -168,7 +167,7 @@ def files_of(test_file: Path, family: str | None = None, everything: bool = Fals
     if everything:
         found |= _everything()
     if family is not None:
-        others = {f for f in _FAMILIES.glob("*.py") if f.name not in (*_NO_FAMILY, f"{family}.py")}
+        others = {f for f in _FAMILIES.glob("*.py") if f.name not in ("__init__.py", f"{family}.py")}
         found -= others - reachable(_FAMILIES / f"{family}.py", (ROOT,))
     # The folder of all tests is that of every conftest; a test that stands in it reads what it likes.
     beside = {file.parent for file in of_tests} - {ROOT / "tests"} | {test_file.parent}
@@ -302,12 +301,14 @@ def _family(item: pytest.Item) -> str | None:
     """The module of the family that a test is of, by its parameter `name`."""
     from tiny import CONFIGS
 
-    from jaxtune.models.registry import FAMILIES
+    from jaxtune.models import registry
 
     name = getattr(item, "callspec", None) and item.callspec.params.get("name")
     if name not in CONFIGS:
         return None
-    return FAMILIES[CONFIGS[name]["model_type"]].__name__.rsplit(".", 1)[1]
+    found = registry.FAMILIES[CONFIGS[name]["model_type"]]
+    [module] = [value for value in vars(registry).values() if getattr(value, "FAMILY", None) is found]
+    return module.__name__.rsplit(".", 1)[1]
 
 
 def key(item: pytest.Item, environment: str) -> str | None:

@@ -28,7 +28,9 @@ def parity_path(monkeypatch):
 def test_a_test_of_a_family_reads_that_family_and_what_all_share(parity_path):
     files = remembered.files_of(PARITY, "gemma2")
     families = {file.name for file in files if file.parent == FAMILIES}
-    assert families == {"__init__.py", "common.py", "gemma2.py"}
+    assert families == {"__init__.py", "gemma2.py"}
+    common = {file for file in files if file.parent == FAMILIES / "common"}
+    assert common == {*(FAMILIES / "common").glob("*.py")}
     for name in (
         "jaxtune/models/stack.py",
         "jaxtune/pallas/attention/api.py",

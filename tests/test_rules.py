@@ -45,7 +45,7 @@ NOT_IN_PALLAS = {
     "pydantic",
     "torch",
 }
-FAMILIES = "jaxtune.models.families"  # its common.py is what families share
+FAMILIES = "jaxtune.models.families"  # its folder common is what families share
 # Slow or optional: imported inside the functions that use them.
 NOT_AT_TOP = {"transformers", "datasets", "gguf", "torch", "trackio", "wandb", "tensorboardX", "matplotlib"}
 
@@ -141,7 +141,7 @@ def test_a_wrong_import_is_found(module, source, message):
         ("jaxtune.models.hf", "def load():\n    import transformers"),
         ("jaxtune.models.hf", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import transformers"),
         ("jaxtune.models.families.gemma2", "from jaxtune.models.config import DecoderConfig"),
-        ("jaxtune.models.families.gemma2", "from jaxtune.models.families.common import rename"),
+        ("jaxtune.models.families.gemma2", "from jaxtune.models.families.common.table import MLP_BIAS"),
         ("jaxtune.train.trainer", "from jaxtune.profile import capture"),
         ("jaxtune.profile.text", "from jaxtune.system.terminal import plain"),
     ],

@@ -110,7 +110,7 @@ class Pretrained:
                 "tensors, fewer than one a layer; correct it, or fetch the weights again"
             )
         self._graph, flat, modules = _abstract(config, self._dtype)
-        norms = family(config.family).NORMS
+        norms = family(config.family).norms
         self._variables = {tensor_name(where, norms, config.layers, config.head.name): (where, v) for where, v in flat}
         wanted = {name: variable.get_value().shape for name, (_, variable) in self._variables.items()}
         entries, beside = passthrough.divide(entries, config, hf, whole)
@@ -121,7 +121,7 @@ class Pretrained:
             entries = {name: entry for name, entry in renamed.items() if name is not None}
         entries = stored_weights.gather(entries)
         if config.moe is not None:
-            files = getattr(family(config.family), "EXPERT_FILES", None)
+            files = family(config.family).expert_files
             entries = expert_files.gather_experts(entries, files, config.moe.num_experts)
         self._entries = entries = match(wanted, entries, config.tie_embeddings, folder)
         self._quantizable = quantizable = {weight_name(name) for name in modules}
@@ -298,7 +298,7 @@ def hf_config_of(model: Decoder, tokenizer=None) -> dict[str, Any]:
         hf["qat"] = qat
     quantization = quant.quantization_config(model)
     if quantization is not None:
-        files = getattr(family(model.config.family), "EXPERT_FILES", None)
+        files = family(model.config.family).expert_files
         if files is not None:  # routers are linears in transformers 4 and in vLLM
             modules = dict.fromkeys((files.module, "mlp"))
             gates = [f"model.layers.{i}.{m}.gate" for m in modules for i in range(model.config.num_layers)]
@@ -378,7 +378,7 @@ def checkpoint_tensors(weights: Weights) -> Planned:
     """
     model = weights.model
     dtype = jnp.dtype(model.dtype)
-    files = getattr(family(model.config.family), "EXPERT_FILES", None)
+    files = family(model.config.family).expert_files
     planned = {
         name: _group(name, variable.get_value(), weights.maker(name, variable), dtype, files)
         for name, variable in tensors_of(model).items()

@@ -4,8 +4,8 @@ DecoderConfig."""
 from __future__ import annotations
 
 import dataclasses
-from types import ModuleType
 
+from jaxtune.models import values
 from jaxtune.models.config import DecoderConfig
 from jaxtune.models.families import (
     cohere2,
@@ -33,49 +33,50 @@ from jaxtune.models.families import (
     seed_oss,
     smollm3,
 )
-from jaxtune.models.families.types import checked
+from jaxtune.models.families.common import Family
 from jaxtune.models.heads import head_of_class
 from jaxtune.pallas.formats import format_of, layouts
 
-FAMILIES: dict[str, ModuleType] = {
-    "llama": llama,
-    "mistral": mistral,
-    "qwen2": qwen2,
-    "qwen3": qwen3,
-    "gemma2": gemma2,
-    "gemma3_text": gemma3,
-    "phi3": phi3,
-    "olmo2": olmo2,
-    "smollm3": smollm3,
-    "mixtral": mixtral,
-    "qwen3_moe": qwen3_moe,
-    "gpt_oss": gpt_oss,
-    "qwen3_next": qwen3_next,
-    "qwen3_5_text": qwen3_5,
-    "qwen3_5_moe_text": qwen3_5_moe,
-    "qwen2_moe": qwen2_moe,
-    "gemma": gemma,
-    "olmo3": olmo3,
-    "ministral3": ministral3,
-    "seed_oss": seed_oss,
-    "granite": granite,
-    "glm4": glm4,
-    "cohere2": cohere2,
-    "exaone4": exaone4,
+FAMILIES: dict[str, Family] = {
+    module.FAMILY.model_type: module.FAMILY
+    for module in (
+        llama,
+        mistral,
+        qwen2,
+        qwen3,
+        gemma2,
+        gemma3,
+        phi3,
+        olmo2,
+        smollm3,
+        mixtral,
+        qwen3_moe,
+        gpt_oss,
+        qwen3_next,
+        qwen3_5,
+        qwen3_5_moe,
+        qwen2_moe,
+        gemma,
+        olmo3,
+        ministral3,
+        seed_oss,
+        granite,
+        glm4,
+        cohere2,
+        exaone4,
+    )
 }
-
-# Models with a vision tower, of which only the text part is loaded: {model_type: the model_types that the text part may
-# have}; a text part that names none has the first.
-TEXT_PARTS = {
-    "gemma3": ("gemma3_text",),
-    "mistral3": ("mistral", "ministral3"),
-    "qwen3_5": ("qwen3_5_text",),
-    "qwen3_5_moe": ("qwen3_5_moe_text",),
-}
-# The families whose passthrough tensors are saved again, and the prefixes of these tensors.
-_KEEPS_OTHER_PARTS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-_OTHER_PARTS = ("model.visual.", "visual.", "mtp.")
 _LANGUAGE = "model.language_model."
+
+
+def text_parts() -> dict[str, tuple[str, ...]]:
+    """Models with a vision tower, of which only the text part is loaded: {model_type: the model_types that the text
+    part may have}; a text part that names none has the first."""
+    parts: dict[str, tuple[str, ...]] = {}
+    for name, declared in FAMILIES.items():
+        for whole in declared.text_of:
+            parts[whole] = (*parts.get(whole, ()), name)
+    return parts
 
 
 def text_config(hf: dict) -> dict:
@@ -84,7 +85,8 @@ def text_config(hf: dict) -> dict:
     Raises:
       ValueError: a model with a vision tower whose text part is missing or not supported.
     """
-    if hf.get("model_type") not in tuple(TEXT_PARTS):
+    parts = text_parts()
+    if hf.get("model_type") not in tuple(parts):  # a tuple, because the value may be of a type that has no hash
         return hf
     text = hf.get("text_config")
     if not isinstance(text, dict):
@@ -98,7 +100,7 @@ def text_config(hf: dict) -> dict:
         "torch_dtype",
         "tie_word_embeddings",
     )
-    first, *others = TEXT_PARTS[hf["model_type"]]
+    first, *others = parts[hf["model_type"]]
     said = text.get("model_type", first) if others else first
     if said not in (first, *others):
         raise ValueError(
@@ -118,7 +120,7 @@ def text_tensor_name(name: str) -> str | None:
 
 def is_passthrough(name: str, model_type: str) -> bool:
     """Whether a tensor of a checkpoint is not loaded but saved again with the model; model_type is the text part's."""
-    return model_type in _KEEPS_OTHER_PARTS and name.startswith(_OTHER_PARTS)
+    return name.startswith(family(model_type).passthrough_tensors)
 
 
 def is_nested(hf: dict) -> bool:
@@ -126,7 +128,9 @@ def is_nested(hf: dict) -> bool:
 
     It does so for Gemma 3 and Mistral 3, but builds the text model alone for Qwen3.5.
     """
-    return hf.get("model_type") in tuple(TEXT_PARTS) and text_config(hf)["model_type"] not in _KEEPS_OTHER_PARTS
+    if hf.get("model_type") not in tuple(text_parts()):
+        return False
+    return not family(text_config(hf)["model_type"]).passthrough_tensors
 
 
 def whole_tensor_name(name: str) -> str:
@@ -134,8 +138,8 @@ def whole_tensor_name(name: str) -> str:
     return name if not name.startswith("model.") else _LANGUAGE + name.removeprefix("model.")
 
 
-def family(model_type: str | None) -> ModuleType:
-    """The module of a model_type's family; families/common.py says what such a module defines.
+def family(model_type: str | None) -> Family:
+    """The family of a model_type; families/common/family.py says what a family declares.
 
     Raises:
       ValueError: an unknown model_type, with the known ones.
@@ -143,7 +147,7 @@ def family(model_type: str | None) -> ModuleType:
     if model_type not in FAMILIES:
         raise ValueError(
             f"model_type {model_type!r} is not supported (code that comes with a checkpoint is never run); "
-            f"supported: {', '.join((*FAMILIES, *TEXT_PARTS))}"
+            f"supported: {', '.join((*FAMILIES, *text_parts()))}"
         )
     return FAMILIES[model_type]
 
@@ -181,10 +185,12 @@ def config_from_hf(hf: dict) -> DecoderConfig:
     Raises:
       ValueError: a feature that is not supported or a value that cannot be right, with its key and value.
     """
-    hf = checked(text_config(hf))
-    module = family(hf.get("model_type"))
+    hf = text_config(hf)
+    if hf.get("model_type") is not None:
+        values.text("config.json: model_type", hf["model_type"])
+    found = family(hf.get("model_type"))
     weights_stored_in(hf)  # raises for a quantisation that cannot be read
-    config = module.from_hf(hf)
+    config = found.from_hf(hf)
     architecture = str(next(iter(hf.get("architectures") or ()), ""))
     head = head_of_class(architecture)
     if head.is_text:

@@ -20,7 +20,7 @@ PROMPT_TOKENS, NEW_TOKENS = 10, 12  # together past longrope's original context
 
 def tensors(model) -> dict[str, np.ndarray]:
     """{Hugging Face name: value} of a model."""
-    norms = family(model.config.family).NORMS
+    norms = family(model.config.family).norms
     layers, flat = model.config.layers, nnx.to_flat_state(nnx.state(model))
     return {tensor_name(path, norms, layers): np.asarray(v.get_value()) for path, v in flat}
 
@@ -29,7 +29,7 @@ def shapes_of(hf: dict) -> dict[str, tuple[int, ...]]:
     """{Hugging Face name: shape} of our model of a config.json."""
     config = config_from_hf(hf)
     model = nnx.eval_shape(lambda: Decoder(config, jax.random.key(0)))
-    norms = family(config.family).NORMS
+    norms = family(config.family).norms
     flat = nnx.to_flat_state(nnx.state(model))
     return {tensor_name(path, norms, config.layers): v.get_value().shape for path, v in flat}
 
@@ -47,7 +47,7 @@ def mean_loss(model, tokens) -> jax.Array:
 def gradients(model, tokens) -> dict[str, np.ndarray]:
     """{Hugging Face name: gradient of mean_loss}."""
     grads = nnx.grad(mean_loss)(model, jnp.asarray(tokens))
-    norms = family(model.config.family).NORMS
+    norms = family(model.config.family).norms
     layers = model.config.layers
     return {tensor_name(path, norms, layers): np.asarray(v.get_value()) for path, v in nnx.to_flat_state(grads)}
 

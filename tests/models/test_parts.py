@@ -37,7 +37,7 @@ SEGMENTS = np.array([[1] * 5 + [2] * 7, [1] + [2] * 8 + [0] * 3], np.int32)
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch):
-    monkeypatch.setitem(registry.FAMILIES, "toy", toy_family)
+    monkeypatch.setitem(registry.FAMILIES, "toy", toy_family.FAMILY)
 
 
 def toy_model():

@@ -68,7 +68,7 @@ def shaken(model: Decoder, seed: int = 1) -> Decoder:
 
 def named(model) -> dict[str, nnx.Variable]:
     """{Hugging Face name: variable}"""
-    norms = family(model.config.family).NORMS
+    norms = family(model.config.family).norms
     layers = model.config.layers
     return {tensor_name(path, norms, layers): variable for path, variable in nnx.to_flat_state(nnx.state(model))}
 

@@ -6,11 +6,10 @@ from toy_feed_forward import Square
 from toy_mixer import Decay
 
 from jaxtune.models.config import LayerSpec
-from jaxtune.models.families import common
+from jaxtune.models.families.common import Family
 from jaxtune.models.layers.attention import AttentionShape
 from jaxtune.models.layers.mlp import MLPShape
 
-NORMS = common.LLAMA_NORMS
 HF = {
     "model_type": "toy",
     "vocab_size": 48,
@@ -25,16 +24,10 @@ HF = {
     "hidden_act": "silu",
 }
 
-
-def from_hf(hf: dict):
-    layers = (
-        LayerSpec(),
-        LayerSpec().replaced(mixer=Decay(12)),
-        LayerSpec().replaced(mixer=Decay(20), mlp=Square(32)),
-        LayerSpec(window=4).replaced(mixer=AttentionShape(4, 2, 8, 8**-0.5), mlp=MLPShape(40)),
-    )
-    return common.decoder_config(hf, layers=layers)
-
-
-def to_hf(config) -> dict:
-    return common.hf_config(config, "ToyForCausalLM")
+LAYERS = (
+    LayerSpec(),
+    LayerSpec().replaced(mixer=Decay(12)),
+    LayerSpec().replaced(mixer=Decay(20), mlp=Square(32)),
+    LayerSpec(window=4).replaced(mixer=AttentionShape(4, 2, 8, 8**-0.5), mlp=MLPShape(40)),
+)
+FAMILY = Family("toy", "ToyForCausalLM", fields={"layers": LAYERS}, written={"num_hidden_layers": len(LAYERS)})

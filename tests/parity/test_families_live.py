@@ -19,7 +19,7 @@ from flax import nnx
 from tiny import CONFIGS, golden_tokens
 
 import jaxtune
-from jaxtune.models.families.common import head_dim, tensor_name
+from jaxtune.models.families.common import tensor_name
 from jaxtune.models.hf import from_pretrained, model_from_config, save_pretrained
 from jaxtune.models.norm import norm_of
 from jaxtune.models.registry import config_from_hf, family
@@ -89,7 +89,7 @@ def test_load_balancing_and_z_loss(name, both):
     (value, values), grads = nnx.value_and_grad(loss, has_aux=True)(ours)
     assert abs(float(value) - out.loss.item()) < 1e-5
     np.testing.assert_allclose(values, [out.aux_loss.item(), z_loss.item()], rtol=1e-5)
-    norms, layers = family(ours.config.family).NORMS, ours.config.layers
+    norms, layers = family(ours.config.family).norms, ours.config.layers
     got = {tensor_name(path, norms, layers): np.asarray(v.get_value()) for path, v in nnx.to_flat_state(grads)}
     assert set(got) == set(want)
     for key in want:
@@ -276,7 +276,7 @@ def test_rotary_tables_of_every_kind(case):
     }
     positions = np.unique(np.geomspace(1, 65_535, 300).astype(np.int32))[None]
     config = config_from_hf(hf)
-    cos, sin = rotary_table(config.rotary[0], head_dim(hf), config.max_position_embeddings, jnp.asarray(positions))
+    cos, sin = rotary_table(config.rotary[0], config.head_dim, config.max_position_embeddings, jnp.asarray(positions))
     theirs = LlamaRotaryEmbedding(transformers.LlamaConfig(**json.loads(json.dumps(hf))))
     want_cos, want_sin = theirs(torch.zeros(1, dtype=torch.float32), torch.from_numpy(positions).long())
     # One ulp of an inverse frequency is 65,535 times that in the angle.

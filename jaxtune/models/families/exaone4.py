@@ -3,30 +3,42 @@ window, the others have no position encoding."""
 
 from __future__ import annotations
 
-from jaxtune.models.config import POST_NORM, DecoderConfig, LayerSpec
-from jaxtune.models.families import common
-
-NORMS = common.POST_NORMS
-_DEFAULTS = {"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4}
-
-
-def from_hf(hf: dict) -> DecoderConfig:
-    hf = _DEFAULTS | hf
-    hybrid, count = hf["sliding_window"] is not None, common.require(hf, "num_hidden_layers")
-    kinds = common.layer_kinds(hf, common.pattern_kinds(hf) if hybrid else [common.FULL] * count)
-    if not hybrid:
-        common.layer_windows(hf, kinds)  # refuses a sliding layer
-    return common.decoder_config(
-        hf,
-        layers=common.global_nope_layers(hf, kinds) if hybrid else (LayerSpec(),) * count,
-        stages=POST_NORM,
-        qk_norm="head",
-    )
+from jaxtune.models.config import POST_NORM, DecoderConfig
+from jaxtune.models.families.common import Config, Family, Fields, LayerType, LayerTypes
+from jaxtune.models.families.common.layers import SLIDING, by_pattern
+from jaxtune.models.families.common.names import POST_NORMS
+from jaxtune.models.families.common.rope import FULL
+from jaxtune.models.families.common.table import WINDOW_PATTERN
 
 
-def to_hf(config: DecoderConfig) -> dict:
-    if set(config.layers) <= {LayerSpec()}:
-        kinds = {"sliding_window": None, "layer_types": [common.FULL] * config.num_layers}
-    else:
-        kinds = common.global_nope_to_hf(config)
-    return common.hf_config(config, "Exaone4ForCausalLM", **kinds)
+def _default_types(hf: Config) -> list[str]:
+    return by_pattern(hf) if hf["sliding_window"] is not None else [FULL] * hf["num_hidden_layers"]
+
+
+class _Layers(LayerTypes):
+    """Without a window in config.json all layers have full attention and positions."""
+
+    def read(self, hf: Config, fields: Config) -> Fields:
+        read = super().read(hf, fields)
+        return read if hf["sliding_window"] is not None else {}
+
+    def write(self, config: DecoderConfig) -> Fields:
+        if all(layer.window is None and layer.rotary == 0 for layer in config.layers):
+            return {"sliding_window": None, "layer_types": [FULL] * config.num_layers}
+        return super().write(config)
+
+
+FAMILY = Family(
+    "exaone4",
+    "Exaone4ForCausalLM",
+    (WINDOW_PATTERN, _Layers(_default_types, (LayerType(FULL, rotary=None), SLIDING))),
+    defaults={
+        "num_key_value_heads": 32,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+    },
+    fields={"qk_norm": "head"},
+    stages=POST_NORM,
+    norms=POST_NORMS,
+)

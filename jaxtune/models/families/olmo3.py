@@ -2,48 +2,34 @@
 
 from __future__ import annotations
 
-from jaxtune.models.config import DecoderConfig, LayerSpec, RopeConfig
-from jaxtune.models.families import common
-
-NORMS = common.POST_NORMS
-_DEFAULTS = {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "sliding_window": 4096, "sliding_window_pattern": 4}
-_KINDS = (common.FULL, common.SLIDING)  # LayerSpec.rotary is the index in here
-
-
-def _rotary(hf: dict, kind: str) -> RopeConfig:
-    given = common.rope_parameters(hf, kind)
-    if kind == common.SLIDING and not isinstance((hf.get("rope_parameters") or {}).get(kind), dict):
-        # One for all layers, of which only full ones are stretched.
-        given = {"rope_theta": given["rope_theta"], "rope_type": "default"}
-    return common.rope_config(hf, given)
+from jaxtune.models.config import POST_NORM
+from jaxtune.models.families.common import Config, Family, Fields, LayerType, LayerTypes, RotaryByType
+from jaxtune.models.families.common.layers import FULL, by_pattern
+from jaxtune.models.families.common.names import POST_NORMS
+from jaxtune.models.families.common.rope import SLIDING
+from jaxtune.models.families.common.table import ATTENTION_BIAS, WINDOW_PATTERN
 
 
-def from_hf(hf: dict) -> DecoderConfig:
-    hf = _DEFAULTS | hf
-    kinds = common.layer_kinds(hf, common.pattern_kinds(hf))
-    windows = common.layer_windows(hf, kinds)
-    return common.decoder_config(
-        hf,
-        layers=tuple(LayerSpec(window, _KINDS.index(kind)) for window, kind in zip(windows, kinds, strict=True)),
-        rotary=tuple(_rotary(hf, kind) for kind in _KINDS),
-        **common.olmo_features(hf),
-    )
+class _Rotary(RotaryByType):
+    def given_to(self, layer_type: str, hf: Config) -> Fields:
+        given = super().given_to(layer_type, hf)
+        if layer_type == SLIDING and not isinstance((hf["rope_parameters"] or {}).get(SLIDING), dict):
+            # One for all layers, of which only full ones are stretched.
+            return {"rope_theta": given["rope_theta"], "rope_type": "default"}
+        return given
 
 
-def to_hf(config: DecoderConfig) -> dict:
-    windows = {layer.window for layer in config.layers if layer.rotary == 1}
-    if len(windows) > 1 or any(layer.window for layer in config.layers if layer.rotary != 1):
-        raise ValueError("an OLMo 3 config holds one sliding_window, of the layers with the second rotary base")
-    ropes = zip(_KINDS, config.rotary, strict=True)
-    return common.hf_config(
-        config,
-        "Olmo3ForCausalLM",
-        attention_bias=config.qkv_bias,
-        layer_types=[_KINDS[layer.rotary or 0] for layer in config.layers],
-        sliding_window=(windows.pop() if windows else None) or config.max_position_embeddings,
-        # Beside rope_scaling, which transformers 4 reads: 5 would read another base of sliding layers from that alone.
-        rope_parameters={
-            kind: {"rope_theta": rope.theta} | (common.rope_to_hf(rope) or {"rope_type": "default"})
-            for kind, rope in ropes
-        },
-    )
+FAMILY = Family(
+    "olmo3",
+    "Olmo3ForCausalLM",
+    (
+        ATTENTION_BIAS,
+        WINDOW_PATTERN,
+        _Rotary(),
+        LayerTypes(by_pattern, (FULL, LayerType(SLIDING, window=True, rotary=1))),
+    ),
+    defaults={"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "sliding_window": 4096, "sliding_window_pattern": 4},
+    fields={"qk_norm": "projection", "float32_norm": True},
+    stages=POST_NORM,
+    norms=POST_NORMS,
+)

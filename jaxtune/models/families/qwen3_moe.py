@@ -2,60 +2,48 @@
 
 from __future__ import annotations
 
-from jaxtune.models.config import DecoderConfig, LayerSpec, MoEConfig
-from jaxtune.models.families import common
+from typing import Any
 
-NORMS = common.LLAMA_NORMS | {"router": "gate"}
-EXPERT_FILES = common.ExpertFiles("mlp", "gate_proj", "up_proj", "down_proj")
-_DEFAULTS = common.ROUTER_DEFAULTS | {
-    "num_key_value_heads": 4,
-    "moe_intermediate_size": 768,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": False,
-}
+from jaxtune.models import values
+from jaxtune.models.families.common import Family, Key, OneWindow
+from jaxtune.models.families.common.layers import WINDOW_SWITCH, any_count, switched_window
+from jaxtune.models.families.common.names import QWEN_EXPERTS, ROUTED_NORMS
+from jaxtune.models.families.common.table import ATTENTION_BIAS, EXPERT_SIZE, NORM_TOPK_PROB, experts
 
 
-def from_hf(hf: dict) -> DecoderConfig:
-    hf = _DEFAULTS | hf
-    common.refuse(hf, "mlp_only_layers")
-    if hf.get("decoder_sparse_step", 1) != 1:
-        raise ValueError(f"config.json: decoder_sparse_step = {hf['decoder_sparse_step']}: only 1 is supported")
-    bias = bool(hf.get("attention_bias", False))
-    # Unlike in Qwen3 the window is in every layer.
-    window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
-    kind = common.FULL if window is None else common.SLIDING
-    windows = common.layer_windows({**hf, "sliding_window": window}, [kind] * common.require(hf, "num_hidden_layers"))
-    experts = hf.get("num_experts") or hf.get("num_local_experts") or 128  # transformers 4 or 5
-    moe = MoEConfig(
-        experts,
-        hf["num_experts_per_tok"],
-        hf["moe_intermediate_size"],
-        renormalize=hf["norm_topk_prob"],
-        router_aux_loss_coef=hf["router_aux_loss_coef"],
-        output_router_logits=hf["output_router_logits"],
-    )
-    layers = tuple(LayerSpec(window) for window in windows)
-    return common.decoder_config(hf, layers=layers, qkv_bias=bias, out_bias=bias, qk_norm="head", moe=moe)
+def _check_step(key: str, value: Any) -> None:
+    values.whole(key, value)
+    if value != 1:
+        raise ValueError(f"{key} = {value}: only 1 is supported")
 
 
-def to_hf(config: DecoderConfig) -> dict:
-    assert config.moe is not None
-    windows = {layer.window for layer in config.layers}
-    if len(windows) > 1:
-        raise ValueError("a Qwen3-MoE config holds one sliding_window for all layers; these layers differ")
-    window = windows.pop()
-    return common.hf_config(
-        config,
-        "Qwen3MoeForCausalLM",
-        attention_bias=config.qkv_bias,
-        use_sliding_window=window is not None,
-        sliding_window=window,
-        moe_intermediate_size=config.moe.expert_size,
-        num_experts=config.moe.num_experts,
-        num_experts_per_tok=config.moe.experts_per_token,
-        norm_topk_prob=config.moe.renormalize,
-        router_aux_loss_coef=config.moe.router_aux_loss_coef,
-        output_router_logits=config.moe.output_router_logits,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-    )
+_EXPERTS = experts(
+    # As transformers 4 calls it; 5 writes num_local_experts.
+    Key("num_experts", "num_experts", any_count, lambda hf: hf["num_local_experts"]),
+    EXPERT_SIZE,
+    NORM_TOPK_PROB,
+)
+FAMILY = Family(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    (
+        ATTENTION_BIAS,
+        WINDOW_SWITCH,
+        OneWindow(),  # unlike in Qwen3 it is in every layer
+        Key("num_local_experts", (), any_count, 128),
+        Key("decoder_sparse_step", (), _check_step, 1, written=lambda config: 1),
+        _EXPERTS,
+    ),
+    defaults={
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 768,
+        "num_experts_per_tok": 8,
+        "sliding_window": 4096,
+    },
+    fields={"qk_norm": "head"},
+    written={"mlp_only_layers": []},
+    refused=("mlp_only_layers",),
+    prepare=switched_window,
+    norms=ROUTED_NORMS,
+    expert_files=QWEN_EXPERTS,
+)

@@ -2,48 +2,61 @@
 
 from __future__ import annotations
 
-from jaxtune.models.config import DecoderConfig, LayerSpec
-from jaxtune.models.families import common
+import dataclasses
+import functools
 
-NORMS = common.LLAMA_NORMS
-_DEFAULTS = {
-    "num_key_value_heads": 4,
-    "rope_theta": 2_000_000.0,
-    "no_rope_layer_interval": 4,
-    "tie_word_embeddings": True,
-}
+from jaxtune.models import values
+from jaxtune.models.config import DecoderConfig
+from jaxtune.models.families.common import Config, Family, Fields, Key, LayerTypes
+from jaxtune.models.families.common.layers import WINDOW_SWITCH
+from jaxtune.models.families.common.rope import FULL, SLIDING
+from jaxtune.models.families.common.table import ATTENTION_BIAS, MLP_BIAS
+
+_bit = functools.partial(values.whole, least=0, most=1)
 
 
-def from_hf(hf: dict) -> DecoderConfig:
-    hf = _DEFAULTS | hf
-    count, every = common.require(hf, "num_hidden_layers"), hf["no_rope_layer_interval"]
-    rotates = hf.get("no_rope_layers") or [
-        int((i + 1) % every != 0) for i in range(count)
-    ]  # 1: rotates, despite its name
+def _rotates(hf: Config) -> list[int]:
+    """1 for each layer that rotates: despite its name this is what no_rope_layers says."""
+    count, every = hf["num_hidden_layers"], hf["no_rope_layer_interval"]
+    rotates = hf["no_rope_layers"] or [int((index + 1) % every != 0) for index in range(count)]
     if len(rotates) != count:
         raise ValueError(f"config.json: no_rope_layers has {len(rotates)} entries, num_hidden_layers is {count}")
-    slides = bool(hf.get("use_sliding_window")) and hf.get("sliding_window") is not None
-    default = [common.SLIDING if slides and not rotate else common.FULL for rotate in rotates]
-    kinds = common.layer_kinds(hf, default)
-    windows = common.layer_windows(hf, kinds)
-    bias = bool(hf.get("attention_bias", False))
-    return common.decoder_config(
-        hf,
-        layers=tuple(LayerSpec(w, 0 if rotate else None) for w, rotate in zip(windows, rotates, strict=True)),
-        qkv_bias=bias,
-        out_bias=bias,
-        mlp_bias=bool(hf.get("mlp_bias", False)),
-    )
+    return rotates
 
 
-def to_hf(config: DecoderConfig) -> dict:
-    windows = common.windows_to_hf(config)
-    return common.hf_config(
-        config,
-        "SmolLM3ForCausalLM",
-        attention_bias=config.qkv_bias,
-        mlp_bias=config.mlp_bias,
-        no_rope_layers=[int(layer.rotary is not None) for layer in config.layers],
-        use_sliding_window=windows["sliding_window"] is not None,
-        **windows,
-    )
+def _default_types(hf: Config) -> list[str]:
+    slides = hf["use_sliding_window"] and hf["sliding_window"] is not None
+    return [SLIDING if slides and not rotates else FULL for rotates in _rotates(hf)]
+
+
+class _Layers(LayerTypes):
+    """Which layers rotate does not follow from their types."""
+
+    def read(self, hf: Config, fields: Config) -> Fields:
+        layers = zip(super().read(hf, fields)["layers"], _rotates(hf), strict=True)
+        return {"layers": tuple(dataclasses.replace(one, rotary=0 if rotates else None) for one, rotates in layers)}
+
+    def write(self, config: DecoderConfig) -> Fields:
+        layers = tuple(dataclasses.replace(layer, rotary=0) for layer in config.layers)
+        return super().write(dataclasses.replace(config, layers=layers))
+
+
+FAMILY = Family(
+    "smollm3",
+    "SmolLM3ForCausalLM",
+    (
+        ATTENTION_BIAS,
+        MLP_BIAS,
+        Key("no_rope_layer_interval", (), values.whole, 4),
+        Key(
+            "no_rope_layers",
+            (),
+            functools.partial(values.items, of=_bit),
+            None,
+            written=lambda config: [int(layer.rotary is not None) for layer in config.layers],
+        ),
+        WINDOW_SWITCH,
+        _Layers(_default_types, needs_window=False),
+    ),
+    defaults={"num_key_value_heads": 4, "rope_theta": 2_000_000.0, "tie_word_embeddings": True},
+)

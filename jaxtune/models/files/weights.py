@@ -28,7 +28,7 @@ def tensors_of(model: Decoder) -> dict[str, nnx.Variable]:
     Raises:
       ValueError: a model with adapters, or one that is prepared for QAT.
     """
-    norms = family(model.config.family).NORMS
+    norms = family(model.config.family).norms
     flat = list(nnx.to_flat_state(nnx.state(model)))
     if any("lora" in map(str, path) for path, _ in flat):
         raise ValueError(

@@ -1,0 +1,26 @@
+"""What a family's file declares its models with. See docs/extending.md."""
+
+from jaxtune.models.families.common.family import Family
+from jaxtune.models.families.common.key import FLOAT, Config, Conversion, Entry, Fields, Key, Record
+from jaxtune.models.families.common.layers import LayerType, LayerTypes, MLPLayers, OneWindow
+from jaxtune.models.families.common.names import ExpertFiles, tensor_name
+from jaxtune.models.families.common.rope import Rotary, RotaryByType
+
+__all__ = [
+    "FLOAT",
+    "Config",
+    "Conversion",
+    "Entry",
+    "ExpertFiles",
+    "Family",
+    "Fields",
+    "Key",
+    "LayerType",
+    "LayerTypes",
+    "MLPLayers",
+    "OneWindow",
+    "Record",
+    "Rotary",
+    "RotaryByType",
+    "tensor_name",
+]

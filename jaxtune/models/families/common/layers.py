@@ -1,0 +1,220 @@
+"""Keys that say how layers differ from one another: their types, windows, position encodings and parts."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+from jaxtune.models import values
+from jaxtune.models.config import DecoderConfig, LayerSpec, PartConfig
+from jaxtune.models.families.common import rope
+from jaxtune.models.families.common.key import Config, Fields, Key, Record
+from jaxtune.models.layers.mlp import MLPShape
+
+any_count = functools.partial(values.whole, least=0)
+# 0 is how some files say that there is none.
+SLIDING_WINDOW = Key("sliding_window", (), any_count, None, null=None)
+LAYER_TYPES = Key("layer_types", (), values.texts, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerType:
+    """What the layers have that layer_types calls by one name."""
+
+    name: str
+    window: bool = False
+    """Whether they see sliding_window tokens only."""
+    rotary: int | None = 0
+    """Index of their rotary base, or None: they have no position encoding."""
+    mixer: Record | None = None
+    """The keys of their mixer. None: it is attention of the decoder's shape."""
+
+    def fits(self, layer: LayerSpec) -> bool:
+        """Whether a layer can be of this type."""
+        made = layer.config_of("mixer")
+        of_mixer = made is None if self.mixer is None else isinstance(made, self.mixer.make)
+        return of_mixer and layer.rotary == self.rotary and (self.window or layer.window is None)
+
+
+FULL = LayerType(rope.FULL)
+SLIDING = LayerType(rope.SLIDING, window=True)
+
+
+def alternating(hf: Config) -> list[str]:
+    """Sliding layers and full ones in turn, of which the first slides."""
+    return [(rope.SLIDING, rope.FULL)[index % 2] for index in range(hf["num_hidden_layers"])]
+
+
+def by_pattern(hf: Config) -> list[str]:
+    """By sliding_window_pattern: n for n - 1 sliding layers to a full one, or letters as in LLLG, local and global
+    layers, which repeat."""
+    pattern, count = hf["sliding_window_pattern"], hf["num_hidden_layers"]
+    if isinstance(pattern, int):
+        return [rope.SLIDING if (index + 1) % pattern else rope.FULL for index in range(count)]
+    return [{"L": rope.SLIDING, "G": rope.FULL}[pattern[index % len(pattern)]] for index in range(count)]
+
+
+def from_max_window_layers(hf: Config) -> list[str]:
+    """Sliding layers from max_window_layers up, where there is a window."""
+    slides = hf["sliding_window"] is not None
+    indices = range(hf["num_hidden_layers"])
+    return [rope.SLIDING if slides and index >= hf["max_window_layers"] else rope.FULL for index in indices]
+
+
+def layer_types(hf: Config, default: Callable[[Config], Sequence[str]], known: Sequence[str]) -> list[str]:
+    """The type of each layer, one of `known`: layer_types, or `default` of a config.json that has none."""
+    names, count = list(hf["layer_types"] or default(hf)), hf["num_hidden_layers"]
+    if len(names) != count:
+        raise ValueError(f"config.json: layer_types has {len(names)} entries, num_hidden_layers is {count}")
+    for name in set(names) - set(known):
+        raise ValueError(f"config.json: layer_types {name!r} is not supported; supported: {', '.join(known)}")
+    return names
+
+
+def window_of(hf: Config) -> int | None:
+    """sliding_window, or None for one as long as the context: that is full attention, which has faster kernels."""
+    window = hf["sliding_window"]
+    if not isinstance(window, int) or window < 1:
+        raise ValueError(f"config.json: layer_types has {rope.SLIDING}, but sliding_window is {window!r}")
+    return None if window >= hf["max_position_embeddings"] else window
+
+
+def one_window(config: DecoderConfig, layers: Sequence[LayerSpec]) -> int | None:
+    """The window that all of `layers` have.
+
+    Raises:
+      ValueError: they have different ones.
+    """
+    windows = {layer.window for layer in layers}
+    if len(windows) > 1:
+        raise ValueError(
+            f"layers have the windows {sorted(windows, key=str)}: config.json of a {config.family} model holds one"
+        )
+    return windows.pop() if windows else None
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerTypes:
+    """layer_types, and what the layers of each type are."""
+
+    default: Callable[[Config], Sequence[str]]
+    """The types of a file that lacks layer_types. It may read all keys of the family."""
+    types: tuple[LayerType, ...] = (FULL, SLIDING)
+    """A layer is written as the first that it fits."""
+    needs_window: bool = True
+    """Whether transformers' class needs a window where no layer has one, too: then it is as long as the context."""
+
+    gives = ()
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        mixers = (key for kind in self.types if kind.mixer is not None for key in kind.mixer.keys)
+        return (SLIDING_WINDOW, LAYER_TYPES, *mixers)
+
+    def read(self, hf: Config, fields: Config) -> Fields:
+        types = {kind.name: kind for kind in self.types}
+        names = layer_types(hf, self.default, tuple(types))
+        mixers = {kind.name: kind.mixer.made(hf) for kind in self.types if kind.mixer is not None}
+        window = window_of(hf) if any(types[name].window for name in names) else None
+        layers = (
+            dataclasses.replace(
+                layer.replaced(mixer=mixers.get(name)),
+                window=window if types[name].window else None,
+                rotary=types[name].rotary,
+            )
+            for layer, name in zip(fields["layers"], names, strict=True)
+        )
+        return {"layers": tuple(layers)}
+
+    def write(self, config: DecoderConfig) -> Fields:
+        kinds = [self._type_of(index, config) for index in range(config.num_layers)]
+        written: Fields = {"layer_types": [kind.name for kind in kinds]}
+        for kind in self.types:
+            layers = [layer for layer, one in zip(config.layers, kinds, strict=True) if one is kind]
+            if kind.window:
+                longest = config.max_position_embeddings if self.needs_window else None
+                written["sliding_window"] = one_window(config, layers) or longest
+            if kind.mixer is not None and layers:
+                mixers = {layer.config_of("mixer") for layer in layers}
+                if len(mixers) > 1:
+                    raise ValueError(
+                        f"layers of type {kind.name} have different mixers: config.json holds one: {mixers}"
+                    )
+                written |= kind.mixer.described(mixers.pop())
+        return written
+
+    def _type_of(self, index: int, config: DecoderConfig) -> LayerType:
+        found = next((kind for kind in self.types if kind.fits(config.layers[index])), None)
+        if found is None:
+            names = ", ".join(kind.name for kind in self.types)
+            raise ValueError(
+                f"layer {index} is of no type that config.json of a {config.family} model has ({names}): none has its "
+                "window, position encoding and mixer"
+            )
+        return found
+
+
+class OneWindow:
+    """sliding_window of all layers; null: none has a window."""
+
+    keys = (SLIDING_WINDOW,)
+    gives = ()
+
+    def read(self, hf: Config, fields: Config) -> Fields:
+        window = None if hf["sliding_window"] is None else window_of(hf)
+        return {"layers": tuple(dataclasses.replace(layer, window=window) for layer in fields["layers"])}
+
+    def write(self, config: DecoderConfig) -> Fields:
+        return {"sliding_window": one_window(config, config.layers)}
+
+
+# Qwen's windows are used only where a switch says so: `prepare` of a family is then `switched_window`.
+WINDOW_SWITCH = Key(
+    "use_sliding_window",
+    (),
+    values.boolean,
+    False,
+    written=lambda config: any(layer.window is not None for layer in config.layers),
+)
+
+
+def switched_window(hf: Config) -> Fields:
+    return {**hf, "sliding_window": hf["sliding_window"] if hf["use_sliding_window"] else None}
+
+
+def _first_window(config: DecoderConfig) -> int:
+    """The index of the first layer with a window, or the number of layers."""
+    return next((i for i, layer in enumerate(config.layers) if layer.window is not None), config.num_layers)
+
+
+MAX_WINDOW_LAYERS = Key("max_window_layers", (), any_count, 28)
+UPPER_WINDOWS = (
+    LayerTypes(from_max_window_layers, needs_window=False),
+    WINDOW_SWITCH,
+    dataclasses.replace(MAX_WINDOW_LAYERS, written=_first_window),
+)
+
+
+class MLPLayers:
+    """mlp_only_layers and decoder_sparse_step: layers that have an MLP, in a model of which the others have experts."""
+
+    keys = (
+        Key("mlp_only_layers", (), functools.partial(values.items, of=any_count), ()),
+        Key("decoder_sparse_step", (), values.whole, 1),
+    )
+    gives = ()
+
+    def read(self, hf: Config, fields: Config) -> Fields:
+        mlp: PartConfig = MLPShape(hf["intermediate_size"])
+        layers = (
+            layer.replaced(mlp=mlp)
+            if index in hf["mlp_only_layers"] or (index + 1) % hf["decoder_sparse_step"]
+            else layer
+            for index, layer in enumerate(fields["layers"])
+        )
+        return {"layers": tuple(layers)}
+
+    def write(self, config: DecoderConfig) -> Fields:
+        listed = [index for index, layer in enumerate(config.layers) if layer.config_of("mlp") is not None]
+        return {"mlp_only_layers": listed, "decoder_sparse_step": 1}

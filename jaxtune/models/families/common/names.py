@@ -1,0 +1,52 @@
+"""Names of tensors in checkpoints. Our weights have the layout of Hugging Face's, [out, in]; none is transposed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxtune.models.config import LayerSpec
+
+# {a Block's norm, or router: its name in the checkpoint}
+LLAMA_NORMS = {"mixer_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+POST_NORMS = {"mixer_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
+GEMMA_NORMS = {
+    "mixer_norm": "input_layernorm",
+    "mixer_post_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+ROUTED_NORMS = LLAMA_NORMS | {"router": "gate"}
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertFiles:
+    """Names in a checkpoint: model.layers.N.<module>.experts.<expert>.<gate, up or down>.weight"""
+
+    module: str
+    gate: str
+    up: str
+    down: str
+
+
+QWEN_EXPERTS = ExpertFiles("mlp", "gate_proj", "up_proj", "down_proj")
+
+
+def tensor_name(
+    path: Sequence[Any], norms: Mapping[str, str], layers: Sequence[LayerSpec] = (), head: str = "lm_head"
+) -> str:
+    """Hugging Face's name of the tensor at `path` in a Decoder: ("layers", 0, "mlp", "up_proj", "weight") -> ...
+
+    layers: the decoder's, where any has parts of its own. head: the name of its head.
+    """
+    if path[0] == "layers":
+        _, index, part, *rest = map(str, path)
+        spec = layers[int(index)] if layers else LayerSpec()
+        part = {**spec.hf_names, "layer_scalar": "layer_scalar", **norms}[part]
+        if rest[:1] == ["experts"]:  # all experts' matrices are tensors of one module, not modules
+            rest = ["experts", rest[1] + ("_bias" if rest[2] == "bias" else "")]
+        if rest[:1] == ["router"]:
+            rest[0] = norms.get("router", "router")
+        return ".".join(name for name in ("model.layers", index, part, *rest) if name)
+    return {"embedding": "model.embed_tokens", "norm": "model.norm", "head": head}[str(path[0])] + f".{path[1]}"

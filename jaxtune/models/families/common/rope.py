@@ -1,0 +1,187 @@
+"""Rotary bases in config.json: rope_parameters (transformers 5), rope_theta and rope_scaling (4)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtune.models import values
+from jaxtune.models.config import DecoderConfig, RopeConfig
+from jaxtune.models.families.common.key import Check, Config, Fields, Key
+
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+_KINDS = ("default", "linear", "llama3", "longrope", "yarn")
+ORIGINAL_POSITIONS = "original_max_position_embeddings"
+
+above_one = functools.partial(values.number, above=1)
+_numbers = functools.partial(values.items, of=values.positive)
+_POSITIVE = (
+    "partial_rotary_factor",
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+)
+_CHECKS: dict[str, Check] = {
+    **dict.fromkeys(("rope_type", "type"), values.text),
+    "rope_theta": above_one,
+    **dict.fromkeys(_POSITIVE, values.positive),
+    **dict.fromkeys(("mscale", "mscale_all_dim", "llama_4_scaling_beta"), values.not_negative),
+    ORIGINAL_POSITIONS: values.whole,
+    **dict.fromkeys(("short_factor", "long_factor"), _numbers),
+    "truncate": values.boolean,
+}
+
+
+def _check_parameters(key: str, value: Any) -> None:
+    """Of rope_parameters or rope_scaling: one object, or one for each type of layer."""
+    values.mapping(key, value)
+    for name, check in _CHECKS.items():
+        if value.get(name) is not None:
+            check(f"{key}.{name}", value[name])
+    for name, inner in value.items():
+        if isinstance(inner, Mapping):
+            _check_parameters(f"{key}.{name}", inner)
+
+
+def rope_parameters(hf: Config, layer_type: str | None = None) -> Fields:
+    """Rotary parameters as one flat dict, from rope_parameters (transformers 5) or rope_theta and rope_scaling (4); of
+    both in one config transformers goes by rope_scaling.
+
+    layer_type: which entry, where rope_parameters holds one dict for each type of layer; rope_scaling then changes that
+      of full layers.
+    """
+    scaling, parameters = (hf.get(key) or {} for key in ("rope_scaling", "rope_parameters"))
+    both = scaling or parameters
+    if layer_type is not None and isinstance(parameters.get(layer_type), Mapping):
+        both = {**parameters[layer_type], **(scaling if layer_type == FULL else {})}
+    given = {key: hf[key] for key in ("rope_theta", "partial_rotary_factor") if hf.get(key) is not None}
+    given |= {key: value for key, value in both.items() if value is not None}
+    given["rope_type"] = given.get("rope_type") or given.get("type") or "default"
+    return given
+
+
+def rope_config(hf: Config, given: Config) -> RopeConfig:
+    """RopeConfig from rope_parameters' dict; defaults as in transformers' modeling_rope_utils."""
+    kind = given["rope_type"]
+    if kind not in _KINDS:
+        raise ValueError(f"config.json: rope_type {kind!r} is not supported; supported: {', '.join(_KINDS)}")
+    positions = hf["max_position_embeddings"]
+    rope: Fields = {"theta": float(given.get("rope_theta", 10000.0)), "kind": kind}
+    rope["partial_rotary_factor"] = float(given.get("partial_rotary_factor", 1.0))
+    dim = int(hf["head_dim"] * rope["partial_rotary_factor"])
+    if dim < 2 or dim % 2:
+        raise ValueError(
+            f"config.json: the rotary dimension, head_dim x partial_rotary_factor, is {dim}: it must be even, not 0"
+        )
+    if kind == "default":
+        return RopeConfig(**rope)
+
+    def number(key):
+        if given.get(key) is None:
+            raise ValueError(f"config.json: rope_type {kind!r} needs {key!r} beside it")
+        return float(given[key])
+
+    if kind == "linear":
+        return RopeConfig(**rope, factor=number("factor"))
+    original = hf.get(ORIGINAL_POSITIONS) or given.get(ORIGINAL_POSITIONS) or positions
+    rope[ORIGINAL_POSITIONS] = int(original)
+    if kind == "llama3":
+        low, high = number("low_freq_factor"), number("high_freq_factor")
+        return RopeConfig(**rope, factor=number("factor"), low_freq_factor=low, high_freq_factor=high)
+    rope["factor"] = float(given.get("factor") or positions / original)
+    rope["attention_factor"] = given.get("attention_factor")
+    if kind == "longrope":
+        for key in ("short_factor", "long_factor"):
+            factors = given.get(key)
+            if not isinstance(factors, list | tuple) or len(factors) != dim // 2:
+                found = len(factors) if isinstance(factors, list | tuple) else factors
+                raise ValueError(f"config.json: longrope's {key} must be {dim // 2} numbers, not {found}")
+            rope[key] = tuple(float(factor) for factor in factors)
+        return RopeConfig(**rope)
+    mscale, mscale_all = given.get("mscale"), given.get("mscale_all_dim")
+    if rope["attention_factor"] is None and mscale and mscale_all and rope["factor"] > 1:
+        log = 0.1 * math.log(rope["factor"])
+        rope["attention_factor"] = (mscale * log + 1) / (mscale_all * log + 1)
+    rope |= {key: float(given[key]) for key in ("beta_fast", "beta_slow") if given.get(key)}
+    return RopeConfig(**rope, truncate=given.get("truncate", True))
+
+
+def rope_to_hf(rope: RopeConfig) -> Fields | None:
+    """rope_scaling of a RopeConfig; None for the default kind."""
+    if rope.kind == "default":
+        return None
+    scaling: Fields = {"rope_type": rope.kind, "factor": rope.factor}
+    if rope.kind == "linear":
+        return scaling
+    scaling[ORIGINAL_POSITIONS] = rope.original_max_position_embeddings
+    if rope.kind == "llama3":
+        return scaling | {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    if rope.attention_factor is not None:
+        scaling["attention_factor"] = rope.attention_factor
+    if rope.kind == "longrope":
+        return scaling | {"short_factor": list(rope.short_factor), "long_factor": list(rope.long_factor)}
+    return scaling | {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
+
+
+# Families that write partial_rotary_factor, be it 1 or not, list this key beside the common ones.
+PARTIAL_ROTARY = Key(
+    "partial_rotary_factor", (), values.positive, None, written=lambda config: config.rotary[0].partial_rotary_factor
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotary:
+    """The one rotary base of a model. It is written in the spelling that transformers 4 and 5 both read."""
+
+    default: Config = dataclasses.field(default_factory=dict)
+    """rope_parameters of a file that has neither these nor rope_scaling."""
+
+    keys = (
+        Key("rope_theta", (), above_one, None),
+        Key("rope_scaling", (), _check_parameters, None),
+        Key("rope_parameters", (), _check_parameters, None),
+        Key("partial_rotary_factor", (), values.positive, None),
+        Key(ORIGINAL_POSITIONS, (), values.whole, None),
+    )
+    gives = ("rotary",)
+
+    def given(self, hf: Config) -> Fields:
+        """The parameters of a file as one flat dict."""
+        says_nothing = not hf["rope_parameters"] and not hf["rope_scaling"]
+        return rope_parameters({**hf, "rope_parameters": self.default} if says_nothing else hf)
+
+    def read(self, hf: Config, fields: Config) -> Fields:
+        return {"rotary": (rope_config(hf, self.given(hf)),)}
+
+    def write(self, config: DecoderConfig) -> Fields:
+        rope = config.rotary[0]
+        return {"rope_theta": rope.theta, "rope_scaling": rope_to_hf(rope)}
+
+
+@dataclasses.dataclass(frozen=True)
+class RotaryByType(Rotary):
+    """A rotary base for each type of layer; rope_parameters holds one object for each."""
+
+    types: tuple[str, ...] = (FULL, SLIDING)
+    """Their order is that of DecoderConfig.rotary: LayerSpec.rotary is an index into it."""
+
+    def given_to(self, layer_type: str, hf: Config) -> Fields:
+        """The parameters of one type of layer as a flat dict."""
+        return rope_parameters(hf, layer_type)
+
+    def read(self, hf: Config, fields: Config) -> Fields:
+        return {"rotary": tuple(rope_config(hf, self.given_to(name, hf)) for name in self.types)}
+
+    def write(self, config: DecoderConfig) -> Fields:
+        # Beside rope_scaling, which transformers 4 reads: 5 would read another base of sliding layers from that alone.
+        parameters = {
+            name: {"rope_theta": rope.theta} | (rope_to_hf(rope) or {"rope_type": "default"})
+            for name, rope in zip(self.types, config.rotary, strict=True)
+        }
+        return super().write(config) | {"rope_parameters": parameters}
