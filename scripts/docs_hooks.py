@@ -53,6 +53,9 @@ def compat_tables() -> str:
     callables = {
         "FastLanguageModel.from_pretrained": (load, tables.LOAD),
         "FastLanguageModel.get_peft_model": (parameters(model.get_peft_model), tables.PEFT),
+        "AutoModelForCausalLM.from_pretrained": (["quantization_config", "dtype", "torch_dtype"], tables.AUTO),
+        "BitsAndBytesConfig": (parameters(compat.BitsAndBytesConfig.__init__), tables.BITS_AND_BYTES),
+        "get_peft_model, PeftModel.from_pretrained": (parameters(compat.get_peft_model), tables.PEFT_MODEL),
         "SFTConfig": (fields(compat.SFTConfig), tables.SFT),
         "SFTTrainer": (parameters(compat.SFTTrainer.__init__), tables.TRAINER),
         **{

@@ -17,6 +17,13 @@ from jaxtune.compat.adapters import LoraConfig
 from jaxtune.compat.callbacks import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState
 from jaxtune.compat.measures import EvalPrediction
 from jaxtune.compat.model import CompatModel, FastLanguageModel, FastModel, is_bfloat16_supported
+from jaxtune.compat.peft_names import (
+    AutoPeftModelForCausalLM,
+    PeftModel,
+    TaskType,
+    get_peft_model,
+    prepare_model_for_kbit_training,
+)
 from jaxtune.compat.preference import (
     DPOConfig,
     DPOTrainer,
@@ -24,14 +31,22 @@ from jaxtune.compat.preference import (
     KTOTrainer,
     ORPOConfig,
     ORPOTrainer,
+    PatchDPOTrainer,
     RewardConfig,
     RewardTrainer,
 )
 from jaxtune.compat.settings import SFTConfig, TrainingArguments
-from jaxtune.compat.texts import get_chat_template, standardize_data_formats, standardize_sharegpt
+from jaxtune.compat.texts import get_chat_template, setup_chat_format, standardize_data_formats, standardize_sharegpt
 from jaxtune.compat.trainer import SFTTrainer, train_on_responses_only
+from jaxtune.compat.transformers_names import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+UnslothTrainer, UnslothTrainingArguments = SFTTrainer, SFTConfig
 
 __all__ = [
+    "AutoModelForCausalLM",
+    "AutoPeftModelForCausalLM",
+    "AutoTokenizer",
+    "BitsAndBytesConfig",
     "CompatModel",
     "DPOConfig",
     "DPOTrainer",
@@ -44,16 +59,24 @@ __all__ = [
     "LoraConfig",
     "ORPOConfig",
     "ORPOTrainer",
+    "PatchDPOTrainer",
+    "PeftModel",
     "RewardConfig",
     "RewardTrainer",
     "SFTConfig",
     "SFTTrainer",
+    "TaskType",
     "TrainerCallback",
     "TrainerControl",
     "TrainerState",
     "TrainingArguments",
+    "UnslothTrainer",
+    "UnslothTrainingArguments",
     "get_chat_template",
+    "get_peft_model",
     "is_bfloat16_supported",
+    "prepare_model_for_kbit_training",
+    "setup_chat_format",
     "standardize_data_formats",
     "standardize_sharegpt",
     "train_on_responses_only",
@@ -62,17 +85,18 @@ __all__ = [
 # Other names that scripts import, and what to do about them.
 _ELSEWHERE = {
     "FastVisionModel": "images are not supported; FastLanguageModel loads the text part of Gemma 3",
-    "UnslothTrainer": "use SFTTrainer",
-    "UnslothTrainingArguments": "use SFTConfig",
     "UnslothVisionDataCollator": "images are not supported",
     "GRPOTrainer": "set objective.name=grpo in a recipe of jaxtune.train (docs/rewards.md)",
     "GRPOConfig": "set objective.name=grpo in a recipe of jaxtune.train (docs/rewards.md)",
-    "PatchDPOTrainer": "nothing has to be patched: leave the call out",
     "CPOTrainer": "use jaxtune.train with objective=simpo",
+    "PPOTrainer": "set objective.name=grpo in a recipe of jaxtune.train (docs/rewards.md)",
+    "Trainer": "use SFTTrainer, whose rows need not be tokenised before",
+    "PeftConfig": "use LoraConfig, or PeftModel.from_pretrained, which reads the adapter's own",
+    "AutoModelForSequenceClassification": "use RewardTrainer with the model's name",
+    "AutoModelForSeq2SeqLM": "a causal language model is what can be trained",
+    "HfArgumentParser": "import it from transformers",
+    "TrlParser": "use argparse, or a recipe of jaxtune.train, whose keys are command-line options",
     "TextStreamer": "import it from transformers",
-    "get_peft_model": "use FastLanguageModel.get_peft_model, or SFTTrainer(peft_config=...)",
-    "AutoModelForCausalLM": "use FastLanguageModel.from_pretrained, or give SFTTrainer the model's name",
-    "AutoTokenizer": "import it from transformers",
     "DataCollatorForSeq2Seq": "import it from transformers, or leave data_collator out: rows are padded already",
     "DataCollatorForLanguageModeling": "leave data_collator out: rows are packed or padded already",
     "DataCollatorForCompletionOnlyLM": "use train_on_responses_only, or completion_only_loss of SFTConfig",

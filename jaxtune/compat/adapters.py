@@ -45,6 +45,8 @@ class LoraConfig:
         bias: str = "none",
         **others: Any,
     ):
+        if "task_type" in others:  # a member of TaskType or its value
+            others["task_type"] = getattr(others["task_type"], "value", others["task_type"])
         settle("LoraConfig", others, PEFT, LoraConfig.__init__)
         self.settings: dict[str, Any] = dict(
             r=r,
@@ -81,7 +83,6 @@ def lora_settings(config: Any) -> dict[str, Any]:
         kept["target_modules"] = sorted(kept["target_modules"])
     for name in ("runtime_config", "peft_version"):
         kept.pop(name, None)
-    kept["task_type"] = getattr(kept.get("task_type"), "value", kept.get("task_type"))
     return LoraConfig(**kept).settings
 
 

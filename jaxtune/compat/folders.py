@@ -21,6 +21,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.lora import has_adapter
 from jaxtune.system.files import unfinished_name
 from jaxtune.system.terminal import say
+from jaxtune.train.folder.checkpoint import saved_steps
 
 STATE = "trainer_state.json"
 _WRITER = "written_by"
@@ -55,6 +56,35 @@ def require_own(output: Path) -> None:
                 f"train: output_dir = {str(output)!r} holds {path.name}, which jaxtune did not write: name another "
                 "folder, or move it away"
             )
+
+
+def resumed(given: bool | str | os.PathLike | None, output: Path) -> tuple[bool, int | None]:
+    """(whether train(resume_from_checkpoint=given) continues a run, the step that it names or None for the last one).
+
+    Raises:
+      ValueError: a folder from which the run in output_dir cannot continue, or output_dir holds a run and nothing is
+        given.
+    """
+    steps = saved_steps(output / "checkpoints")
+    if given in (None, False):
+        if steps:
+            raise ValueError(
+                f"train: output_dir = {str(output)!r} holds the checkpoints of a run: pass "
+                "resume_from_checkpoint=True to go on from them, or name another folder"
+            )
+        return False, None
+    if given is True:
+        return True, None
+    folder = Path(given).expanduser()
+    found = _NAME.fullmatch(folder.name)
+    if found is not None and folder.parent.resolve() == output.resolve() and int(found[1]) in steps:
+        return True, int(found[1])
+    there = ", ".join(str(output / f"checkpoint-{step}") for step in steps[-8:])
+    raise ValueError(
+        f"train: resume_from_checkpoint = {os.fspath(given)!r} is not a checkpoint of the run in output_dir = "
+        f"{str(output)!r}. Instead: "
+        + (f"True, or one of {there}" if steps else "output_dir as the folder of that run, or leave it out to start")
+    )
 
 
 def save(module: Decoder, folder: str | os.PathLike, tokenizer: Any = None) -> None:

@@ -26,28 +26,26 @@ class EvalPrediction(NamedTuple):
     label_ids: np.ndarray
 
 
+ComputeMetrics = Callable[[EvalPrediction], Mapping[str, Any]]
+Preprocess = Callable[[Any, Any], Any]
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def _logits(graph, state, tokens, segment_ids, positions):
     """The logits of one batch: float32[rows, length, vocab]."""
     return nnx.merge(graph, state)(tokens, segment_ids, positions)
 
 
-def measures(
-    module: Decoder,
-    batches: Batches,
-    compute_metrics: Callable[[EvalPrediction], Mapping[str, Any]],
-    preprocess: Callable[[Any, Any], Any] | None,
-) -> dict[str, float]:
-    """The numbers that compute_metrics returns for a model, each name with the prefix eval_.
+def predicted(module: Decoder, batches: Batches, preprocess: Preprocess | None) -> EvalPrediction:
+    """The logits of a model on rows, with the labels.
 
     Args:
       module: the model.
       batches: of one row.
-      compute_metrics: the script's function.
       preprocess: preprocess_logits_for_metrics: maps (logits float32[1, length, vocab], labels int32[1, length]), NumPy
         arrays whose argmax accepts torch's dim too, to an array or a tuple of arrays with the same first axis.
     Raises:
-      ValueError: all logits take more than half of the host's memory; the result is not a mapping of numbers.
+      ValueError: all logits take more than half of the host's memory.
     """
     rows = batches.steps_per_epoch
     logit_bytes = rows * batches.length * module.config.vocab_size * 4
@@ -69,7 +67,16 @@ def measures(
             logits = preprocess(logits.view(NumpyTensor), row.view(NumpyTensor))
         predictions.append(logits)
     joined = jax.tree.map(lambda *parts: np.concatenate([np.asarray(part) for part in parts]), *predictions)
-    found = compute_metrics(EvalPrediction(joined, np.concatenate(labels)))
+    return EvalPrediction(joined, np.concatenate(labels))
+
+
+def measured(prediction: EvalPrediction, compute_metrics: ComputeMetrics) -> dict[str, float]:
+    """The numbers that a script's compute_metrics returns, each name with the prefix eval_.
+
+    Raises:
+      ValueError: the result is not a mapping of numbers.
+    """
+    found = compute_metrics(prediction)
     if not isinstance(found, Mapping):
         raise ValueError(f"SFTTrainer: compute_metrics returned {type(found).__name__}; it returns a dict of numbers")
     try:

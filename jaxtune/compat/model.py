@@ -16,6 +16,7 @@ import numpy as np
 import jaxtune
 from jaxtune.compat.adapters import ALL_LINEAR, adapted, last_layers
 from jaxtune.compat.arguments import choose, settle
+from jaxtune.compat.model_methods import ModelMethods
 from jaxtune.compat.tables import DTYPES, GENERATE, GGUF, LLAMA_CPPS, LOAD, PEFT, RESIDUALS, SAVE
 from jaxtune.compat.texts import without_torch
 from jaxtune.export.api import export_model
@@ -29,9 +30,7 @@ from jaxtune.models.files.weights import Weights
 from jaxtune.models.hf import hf_config_of, load_base, save_weights
 from jaxtune.models.lora import has_adapter
 from jaxtune.pallas.formats import FORMATS
-from jaxtune.system.terminal import say
 from jaxtune.train.config import AdapterConfig
-from jaxtune.train.display.report import parameter_counts
 from jaxtune.train.end_tokens import with_end_tokens
 
 _MERGED = {"merged_16bit": None, "merged_4bit": "nf4", "merged_4bit_forced": "nf4", "lora": None}
@@ -50,13 +49,13 @@ class ModelSettings(SimpleNamespace):
         return dict(vars(self))
 
 
-class CompatModel:
+class CompatModel(ModelMethods):
     """The model of an Unsloth script: a reference to the current module, and settings for the trainer.
 
     Attributes:
       module: jaxtune.Decoder; replaced by training.
       tokenizer: the model's.
-      max_seq_length: in tokens.
+      max_seq_length: in tokens; None: the trainer's max_length.
       residuals: a fixed plan such as "keep"; None: the planner chooses.
       adapter: the AdapterConfig that made the adapter, or None.
       full_finetuning: whether all weights train.
@@ -69,7 +68,7 @@ class CompatModel:
         self,
         module: Decoder,
         tokenizer: Any,
-        max_seq_length: int,
+        max_seq_length: int | None,
         residuals: str | None,
         *,
         adapter: AdapterConfig | None = None,
@@ -110,12 +109,16 @@ class CompatModel:
         """Whether the module has adapters."""
         return has_adapter(self.module)
 
-    def print_trainable_parameters(self) -> None:
-        """Prints the number of trainable parameters as PEFT does."""
-        trainable, everything = parameter_counts(self.module)
-        say(
-            f"trainable params: {trainable:,} || all params: {everything:,} || trainable%: "
-            f"{100 * trainable / everything:.4f}"
+    def merge_and_unload(self, *_: object, **__: object) -> CompatModel:
+        """PEFT's: a new model with the adapter merged into its weights, which are 16-bit over quantised ones."""
+        return CompatModel(
+            jaxtune.merge_adapter(self.module),
+            self.tokenizer,
+            self.max_seq_length,
+            self.residuals,
+            full_finetuning=True,
+            random_state=self.random_state,
+            packing=self.packing,
         )
 
     def generate(
@@ -283,7 +286,7 @@ class FastLanguageModel:
     @staticmethod
     def from_pretrained(
         model_name: str,
-        max_seq_length: int = 2048,
+        max_seq_length: int | None = 2048,
         dtype: Any = None,
         load_in_4bit: bool | None = None,
         load_in_16bit: bool = False,

@@ -88,10 +88,18 @@ class PreferenceTrainer(SFTTrainer):
     """What the preference trainers share. Arguments are those of SFTTrainer."""
 
     table = TRAINER | REFERENCE_MODEL
+    older = SFTTrainer.older | {
+        *("beta", "label_smoothing", "loss_type", "max_length", "max_prompt_length", "max_completion_length"),
+        *("truncation_mode", "padding_value", "label_pad_token_id", "is_encoder_decoder", "disable_dropout"),
+        *("generate_during_eval", "precompute_ref_log_probs", "sync_ref_model", "f_divergence_type"),
+        *("desirable_weight", "undesirable_weight", "reference_free"),
+    }
     form = PREFERENCE
     columns: tuple[str, ...] = ("chosen", "rejected")
 
     def __init__(self, *args: Any, **arguments: Any):
+        if (length := arguments.pop("max_target_length", None)) is not None:  # an older name
+            arguments["max_completion_length"] = length
         super().__init__(*args, **arguments)
         rate = max(self._rates().values(), default=0.0)
         if rate and self.args.disable_dropout:
@@ -151,6 +159,10 @@ class ReferencedTrainer(PreferenceTrainer):
                 "reference; here that is the model with its adapter off. Merge it first (save_pretrained_merged), "
                 "then load the merged folder and give it a new adapter (get_peft_model)"
             )
+
+
+def PatchDPOTrainer() -> None:
+    """Does nothing: preference trainers need no patch here."""
 
 
 class DPOTrainer(ReferencedTrainer):

@@ -31,6 +31,7 @@ class SFTConfig:
     max_steps: int = -1
     num_train_epochs: float = 3.0
     learning_rate: float = 5e-5
+    embedding_learning_rate: float | None = None
     weight_decay: float = 0.001
     optim: str = "adamw_8bit"
     adam_beta1: float = 0.9
@@ -158,6 +159,16 @@ def trained_tokens(args: SFTConfig, form: str) -> str:
         raise ValueError(f"SFTConfig: completion_only_loss = True needs prompt and completion; the rows are {form}")
     completions = form in ("prompt_completion", "alpaca")
     return "responses" if completions and args.completion_only_loss is not False else "all"
+
+
+DEFAULT_LENGTH = 1024  # TRL's max_length
+
+
+def row_length(args: SFTConfig, model: Any) -> int:
+    """The tokens of a row: the least of max_length, max_seq_length and the model's own, else TRL's default."""
+    wanted = (args.max_length, args.max_seq_length, model.max_seq_length)
+    least = min((length for length in wanted if length is not None), default=None)
+    return min(DEFAULT_LENGTH, model.module.config.context_length) if least is None else least
 
 
 def max_steps(args: SFTConfig, streamed: bool) -> int | None:

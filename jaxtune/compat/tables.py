@@ -29,6 +29,8 @@ _TABLES = _tables()
 LOAD, PEFT, SFT, TRAINER = (_TABLES[name] for name in ("load", "peft", "sft", "trainer"))
 SAVE, GENERATE, RESPONSES, TEMPLATE = (_TABLES[name] for name in ("save", "generate", "responses", "template"))
 REFERENCE_MODEL = _TABLES["reference_model"]
+AUTO, PEFT_MODEL, BITS_AND_BYTES = _TABLES["auto"], _TABLES["peft_model"], _TABLES["bits_and_bytes"]
+AUTO = {name: argument for name, argument in LOAD.items() if name != "quantization_config"} | AUTO
 ORPO = {name: argument for name, argument in SFT.items() if name != "loss_type"} | _TABLES["preference"]
 DPO, KTO = ORPO | _TABLES["dpo"], ORPO | _TABLES["kto"]
 REWARD = SFT | {"pad_to_multiple_of": _TABLES["preference"]["pad_to_multiple_of"]}

@@ -135,6 +135,34 @@ def get_chat_template(tokenizer: Any, chat_template: str = "chatml", **others: A
     return tokenizer
 
 
+def setup_chat_format[Model](
+    model: Model, tokenizer: Any, format: str = "chatml", resize_to_multiple_of: int | None = None
+) -> tuple[Model, Any]:
+    """TRL's: (model, tokenizer), with ChatML as the tokenizer's template, and its marks as first, last and padding
+    token.
+
+    Raises:
+      ValueError: another format, or the tokenizer has no tokens for ChatML's marks, whose embeddings would be new.
+    """
+    del resize_to_multiple_of
+    marks = ("<|im_start|>", "<|im_end|>")
+    fitting = ", ".join(map(repr, packaged_that_fit(tokenizer))) or "one of its own, as text"
+    instead = f"Instead: get_chat_template(tokenizer, NAME) with a template that fits it: {fitting}"
+    if format != "chatml":
+        raise ValueError(f"setup_chat_format: format = {format!r} is not supported; supported: 'chatml'. {instead}")
+    if missing_marks(tokenizer, "chatml"):
+        raise ValueError(
+            f"setup_chat_format: the tokenizer has no {' and '.join(marks)}, and the model no embeddings for them. "
+            f"{instead}"
+        )
+    if tokenizer.chat_template:
+        say("setup_chat_format: ChatML takes the place of the tokenizer's own template")
+    tokenizer.chat_template = resolve_template(tokenizer, "chatml")
+    tokenizer.bos_token, tokenizer.eos_token = marks
+    tokenizer.pad_token = tokenizer.eos_token
+    return model, tokenizer
+
+
 def standardize_sharegpt(dataset: Any, **others: Any) -> Any:
     """The data set with conversations of {"role", "content"} in place of {"from", "value"}.
 

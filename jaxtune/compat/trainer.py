@@ -7,19 +7,24 @@ import functools
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
+
+from flax import nnx
 
 from jaxtune.compat import folders
 from jaxtune.compat.adapters import adapted, lora_settings
 from jaxtune.compat.arguments import choose, settle, tell
 from jaxtune.compat.callbacks import Events, TrainerControl, TrainerState, checked, with_trained
-from jaxtune.compat.measures import EvalPrediction, measures
-from jaxtune.compat.model import CompatModel, FastLanguageModel
-from jaxtune.compat.reports import Reports, TrainOutput
+from jaxtune.compat.evaluation import Evaluations
+from jaxtune.compat.measures import ComputeMetrics, Preprocess
+from jaxtune.compat.model import CompatModel
+from jaxtune.compat.peft_names import with_adapter
+from jaxtune.compat.reports import TrainOutput
 from jaxtune.compat.rows import Tokenised, rows_and_format
 from jaxtune.compat.settings import (
+    DEFAULT_LENGTH,
     SFTConfig,
     TrainingArguments,
     given_arguments,
@@ -27,12 +32,14 @@ from jaxtune.compat.settings import (
     metrics_config,
     plain_value,
     precision,
+    row_length,
     schedule_config,
     steps_between,
     total_steps,
     trained_tokens,
 )
 from jaxtune.compat.tables import OPTIMIZERS, PADDING_COLLATORS, RESIDUALS, RESPONSES, TRAINER
+from jaxtune.compat.transformers_names import load_plain
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import computes_in_fp8, stored_in
 from jaxtune.system.terminal import say
@@ -51,10 +58,11 @@ from jaxtune.train.data import TokenDataset
 from jaxtune.train.data.templates import derive_markers
 from jaxtune.train.display.metrics import JSONL
 from jaxtune.train.folder.run_rows import is_stream
+from jaxtune.train.optimizer.optim import embedding_tensors
 from jaxtune.train.trainer import Trainer
 
 
-class SFTTrainer(Reports):
+class SFTTrainer(Evaluations):
     """TRL's SFTTrainer on top of jaxtune.train.Trainer. `train` puts the trained module into the model it was given,
     and saves it in output_dir/checkpoint-N. An update has as many rows as in TRL, and the same ones; see `config`.
 
@@ -78,31 +86,38 @@ class SFTTrainer(Reports):
 
     config_type: type[SFTConfig] = SFTConfig
     table = TRAINER  # arguments that are not followed
+    # Arguments of the config that older versions of TRL took here.
+    older: frozenset[str] = frozenset(
+        ("dataset_text_field", "max_seq_length", "packing", "dataset_num_proc", "neftune_noise_alpha")
+        + ("model_init_kwargs", "dataset_kwargs", "eval_packing")
+    )
 
     def __init__(
         self,
         model: CompatModel | str | os.PathLike,
         args: Any = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        tokenizer: Any = None,
+        train_dataset: object = None,
+        eval_dataset: object = None,
+        processing_class: object = None,
+        tokenizer: object = None,
         formatting_func: Callable[[Any], Any] | None = None,
-        peft_config: Any = None,
-        compute_metrics: Callable[[EvalPrediction], Mapping[str, Any]] | None = None,
-        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+        peft_config: object = None,
+        compute_metrics: ComputeMetrics | None = None,
+        preprocess_logits_for_metrics: Preprocess | None = None,
         callbacks: Sequence[Any] | None = None,
         **others: Any,
     ):
         if train_dataset is None:
             raise ValueError("SFTTrainer: train_dataset is missing")
-        moved = {"dataset_text_field", "max_seq_length", "packing", "dataset_num_proc"} & others.keys()
+        moved = self.older & others.keys()
         found = given_arguments(args, self.config_type)
         if not isinstance(found, self.config_type) and type(found) not in (SFTConfig, TrainingArguments):
             name, wanted = type(self).__name__, self.config_type.__name__
             raise ValueError(f"{name}: args is a {type(found).__name__}; use {wanted}")
         settings = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
-        self.args: Any = self.config_type(**(settings | {name: others.pop(name) for name in moved}))
+        self.args: Any = self.config_type(**(settings | {name: others.pop(name) for name in sorted(moved)}))
+        if older := sorted(moved - SFTTrainer.older):
+            say(f"{type(self).__name__}: {', '.join(older)}: taken as arguments of {self.config_type.__name__}")
         vars(self.args).update(vars(found) | vars(self.args))  # unused values are kept, because callbacks may read them
         collator = others.get("data_collator")
         if type(collator).__name__ in PADDING_COLLATORS and not getattr(collator, "mlm", False):
@@ -125,8 +140,7 @@ class SFTTrainer(Reports):
             )
         self.model = model
         self.tokenizer = self.processing_class = processing_class or tokenizer or model.tokenizer
-        self._rows = {}
-        self._format = ""
+        self._rows, self._format, self._formatting = {}, "", formatting_func
         for split, dataset in (("train", train_dataset), ("eval", eval_dataset)):
             if dataset is not None:
                 self._rows[split], form = self._read(dataset, formatting_func)
@@ -207,17 +221,6 @@ class SFTTrainer(Reports):
             leave,
         )
 
-    def _measure(self) -> dict[str, float]:
-        """The numbers that compute_metrics returns for the current model."""
-        if self.compute_metrics is None:
-            return {}
-        held_out = self._prepared.eval_data
-        assert held_out is not None  # it is called after an evaluation
-        if not self._packing():
-            held_out = dataclasses.replace(held_out, packing=False)
-        rows = held_out.batches(1, shuffle=False)
-        return measures(self.model.module, rows, self.compute_metrics, self.preprocess_logits_for_metrics)
-
     def config(self, resume: Literal["auto", "never"] = "never", prepared: bool = True) -> TrainConfig:
         """The TrainConfig for the arguments: an update has as many examples as in transformers, each cut at max_length,
         and there are as many updates. Examples share rows without changing results, unless packing is asked for; then
@@ -228,7 +231,6 @@ class SFTTrainer(Reports):
           prepared: whether rows may be tokenised for it, if steps are counted by epochs or as shares of all steps.
         """
         args, source = self.args, self.model.module.source
-        lengths = [length for length in (args.max_length, args.max_seq_length) if length is not None]
         batch, parts = args.per_device_train_batch_size, args.gradient_accumulation_steps
         saves, evaluates = self._strategies()
         # Rows must be tokenised before an epoch's steps can be counted.
@@ -262,7 +264,7 @@ class SFTTrainer(Reports):
                 train="train_dataset",
                 eval="eval_dataset" if "eval" in self._rows else None,
                 format=self._format,
-                length=min([self.model.max_seq_length, *lengths]),
+                length=row_length(args, self.model),
                 # Of a stream no step can be laid out before; padded, it trains on the same rows in as many steps.
                 packing=packing or (False if streamed else "step"),
                 template=args.chat_template_path,
@@ -314,9 +316,16 @@ class SFTTrainer(Reports):
         """The optimizer's section of the config."""
         args = self.args
         optimizer: Any = choose("SFTConfig", "optim", plain_value(args.optim), OPTIMIZERS)
+        own = args.embedding_learning_rate
+        if own is not None and not any(embedding_tensors(nnx.state(self.model.module, nnx.Param))):
+            raise ValueError(
+                f"{type(args).__name__}: embedding_learning_rate = {own}: neither embed_tokens nor lm_head trains; "
+                "name them in target_modules of FastLanguageModel.get_peft_model"
+            )
         return OptimConfig(
             name=optimizer,
             learning_rate=args.learning_rate,
+            embedding_learning_rate=own,
             weight_decay=args.weight_decay,
             beta1=args.adam_beta1,
             beta2=args.adam_beta2,
@@ -357,15 +366,12 @@ class SFTTrainer(Reports):
         return self._rows["train"] if data is None else Tokenised(data.documents)
 
     def train(self, resume_from_checkpoint: bool | str | os.PathLike | None = None) -> TrainOutput:
-        """Trains; with resume_from_checkpoint=True, or the last checkpoint-N in output_dir, continues from there.
-        Afterwards the model has the trained module, and output_dir/checkpoint-N has it on disk."""
+        """Trains; with resume_from_checkpoint=True continues from the last checkpoint in output_dir, and with one of
+        its checkpoint-N folders from that one, after which later ones are replaced. A run that is continued may have
+        more steps than before. Afterwards the model has the trained module, and output_dir/checkpoint-N has it on
+        disk."""
         output = self._output
-        resumes = self._resumes(resume_from_checkpoint, output)
-        if not resumes and any((output / "checkpoints").glob("step_*")):
-            raise ValueError(
-                f"train: output_dir = {str(output)!r} holds the checkpoints of a run: pass "
-                "resume_from_checkpoint=True to go on from them, or name another folder"
-            )
+        resumes, from_step = folders.resumed(resume_from_checkpoint, output)
         folders.require_own(output)
         left = folders.Checkpoints(output, self.tokenizer, self.state, self.args.save_total_limit)
         events = self._events(lambda step: left.write(self.model.module, step))
@@ -376,7 +382,7 @@ class SFTTrainer(Reports):
         try:
             per_epoch = trainer.batches.steps_per_epoch or trainer.total_steps  # of a stream, as in transformers
             events.begin(trainer.config, trainer.total_steps, per_epoch)
-            trained = self._handing_back()(trainer.train())
+            trained = self._handing_back()(trainer.train(from_step=from_step))
         except BaseException:
             self.model.module = given  # the weights of an interrupted run were donated
             raise
@@ -407,29 +413,6 @@ class SFTTrainer(Reports):
         }
         return TrainOutput(steps, loss, metrics)
 
-    @staticmethod
-    def _resumes(given: bool | str | os.PathLike | None, output: Path) -> bool:
-        """Whether resume_from_checkpoint asks for a resume; raises ValueError for any folder but the last
-        checkpoint."""
-        if given in (None, True, False):
-            return bool(given)
-        steps = [int(path.name.removeprefix("step_")) for path in (output / "checkpoints").glob("step_*")]
-        last = output / f"checkpoint-{max(steps)}" if steps else None
-        if last is None or Path(given).expanduser().resolve() != last.resolve():
-            raise ValueError(
-                f"train: resume_from_checkpoint = {os.fspath(given)!r} is not supported; True goes on from the last "
-                f"checkpoint in output_dir{f', which is {last}' if last else ', which has none'}"
-            )
-        return True
-
-    def evaluate(self) -> dict[str, Any]:
-        """{"eval_loss", "eval_targets"} of the current model, and the numbers of compute_metrics."""
-        values = self._trainer().evaluate() | self._measure()
-        events = self._events()
-        events.tell("on_log", logs=values)
-        events.tell("on_evaluate", metrics=values)
-        return values
-
     def save_model(self, output_dir: str | os.PathLike | None = None) -> None:
         """Saves the adapter, or the whole model, with its tokenizer, into a new folder, or by default into output_dir
         beside its other files."""
@@ -440,33 +423,14 @@ class SFTTrainer(Reports):
 
 def loaded(name: str, args: SFTConfig, full: bool) -> CompatModel:
     """A model by its name, loaded as TRL does: in 16 bits, with max_length tokens (1,024 by default)."""
-    given = dict(args.model_init_kwargs or {})
-    dtype = given.pop("dtype", given.pop("torch_dtype", None))
-    length = args.max_length or args.max_seq_length or 1024
-    model, _ = FastLanguageModel.from_pretrained(
-        name,
-        length,
-        None if dtype == "auto" else dtype,
-        load_in_4bit=False,
-        full_finetuning=full,
-        random_state=args.seed,
-        **given,
-    )
-    return model
+    length = args.max_length or args.max_seq_length or DEFAULT_LENGTH
+    return load_plain("SFTConfig.model_init_kwargs", name, length, args.seed, full, args.model_init_kwargs or {})
 
 
-def _with_adapter(model: CompatModel, peft_config: Any, seed: int) -> CompatModel:
+def _with_adapter(model: CompatModel, peft_config: object, seed: int) -> CompatModel:
     """The model with a new adapter, as peft_config describes it."""
-    module, adapter = adapted(model.module, "LoraConfig", seed, experts_too=False, **lora_settings(peft_config))
-    return CompatModel(
-        module,
-        model.tokenizer,
-        model.max_seq_length,
-        model.residuals,
-        adapter=adapter,
-        random_state=model.random_state,
-        packing=model.packing,
-    )
+    settings = lora_settings(peft_config)
+    return with_adapter(model, *adapted(model.module, "LoraConfig", seed, experts_too=False, **settings))
 
 
 def train_on_responses_only(

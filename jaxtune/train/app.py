@@ -288,10 +288,10 @@ class _Delivery:
         names = (ADAPTER, MERGED, RESULTS)
         there = processes.of_first(lambda: [name for name in names if os.path.lexists(self.output / name)])
         if there:  # else there is no need to wait for the weights
-            found = [require_own(self.output / name, run()) for name in there if name != RESULTS]
+            total = self.trainer.total_steps
+            found = [require_own(self.output / name, run(), total) for name in there if name != RESULTS]
             if RESULTS in there and processes.first():
                 self._take_numbers(run())
-            total = self.trainer.total_steps
             wanted = [self.output / name for name, _ in self._exports(self.trainer.adapted)]
             proven = {result.folder for result in found if result.step == total}
             led_to = wanted and proven.issuperset(wanted)
@@ -302,7 +302,7 @@ class _Delivery:
                 )
             for name in there if start < total else ():
                 if name != RESULTS:
-                    require_replaceable(self.output / name, run())
+                    require_replaceable(self.output / name, run(), total)
             self.numbers = {key: value for key, value in self.numbers.items() if key == "before"}
         if start == 0 and self.config.evaluation.exact_match_rows and self.config.evaluation.at_start:
             self.trainer.model.take_weights()

@@ -14,7 +14,13 @@ from jaxtune.train.config import TrainConfig
 from jaxtune.train.data.batches import BatchSource
 from jaxtune.train.folder.run_rows import most_documents
 from jaxtune.train.objectives.objective import Objective
-from jaxtune.train.optimizer.optim import UpdateBound, make_optimizer, update_bound, weight_storage
+from jaxtune.train.optimizer.optim import (
+    UpdateBound,
+    embedding_tensors,
+    make_optimizer,
+    update_bound,
+    weight_storage,
+)
 from jaxtune.train.optimizer.schedule import learning_rate_schedule
 from jaxtune.train.planning.forward import ForwardPlanner
 from jaxtune.train.planning.meshes import mesh_of
@@ -52,6 +58,11 @@ def step_programs(
     """(the step, the step before weights are rounded, if qat starts after the first one)."""
     rates = [matrix.lora.rate for _, matrix in matrices(model.prepared) if matrix.lora is not None]
     size = sum(leaf.size for leaf in jax.tree.leaves(model.trainable))
+    if (own := config.optim.embedding_learning_rate) is not None and not any(embedding_tensors(model.trainable)):
+        raise ValueError(
+            f"optim.embedding_learning_rate = {own}: neither embed_tokens nor lm_head trains; name them in "
+            "adapter.modules_to_save, or unset it"
+        )
     program = StepProgram(
         graph=model.graph,
         optimizer=rule.optimizer,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from jaxtune.models.decoder import Decoder
@@ -40,6 +41,7 @@ from jaxtune.train.folder.checkpoint import Checkpointer, CheckpointError
 from jaxtune.train.folder.record import (
     POSITION,
     in_first_words,
+    is_longer,
     record_of,
     recorded_config,
     require_same_config,
@@ -178,12 +180,15 @@ class Trainer:
 
     # ---- the run
 
-    def train(self, stop: StopSignal | None = None, delivery: Delivery | None = None) -> Decoder:
+    def train(
+        self, stop: StopSignal | None = None, delivery: Delivery | None = None, from_step: int | None = None
+    ) -> Decoder:
         """Runs (or resumes) the run and returns the trained model: a new module that shares every frozen array.
 
         Args:
           stop: an entered StopSignal, by default one of its own.
           delivery: takes the trained model while the folder is this run's alone.
+          from_step: resumes from the checkpoint of this step, and later ones are replaced; by default from the last.
         Raises:
           TrainingInterrupted: SIGTERM, SIGINT or SIGHUP came; the state is saved.
           Interrupted: it came before the first step, or after the last: there was nothing to save.
@@ -206,7 +211,7 @@ class Trainer:
             if processes.first():
                 remove_unfinished(self.output)
             with stop.at_once():
-                resumed, start = self._resume(checkpointer)
+                resumed, start = self._resume(checkpointer, from_step)
                 if delivery is not None:
                     delivery.begin(self._same_run, start)
             # A run that died before its first checkpoint left its config, and metrics that begin anew.
@@ -433,7 +438,7 @@ class Trainer:
         self.model.take_weights()  # the base's digest comes with them
         return same_run(self.record())
 
-    def _resume(self, checkpointer: Checkpointer) -> tuple[TrainState | None, int]:
+    def _resume(self, checkpointer: Checkpointer, from_step: int | None) -> tuple[TrainState | None, int]:
         """(state, steps done) of the checkpoint that the run goes on from; (None, 0) where there is none."""
         if processes.of_first(checkpointer.latest) is None:
             require_same_config(self.output, self.config)
@@ -444,16 +449,28 @@ class Trainer:
                 "or set checkpoint.resume: auto to go on from them"
             )
         changes = []
-        step, state = self._restore(checkpointer, changes.extend)
+        step, state = self._restore(checkpointer, changes.extend, from_step=from_step)
         say(f"resuming from step {step} of {self.total_steps} ({checkpointer.folder})")
         for change in changes:
             say(f"  {change}")
         return state, step
 
-    def _restore(self, checkpointer: Checkpointer, tell, weights_only: bool = False) -> tuple[int, Any]:
-        """(step, state) of the last intact checkpoint, which is read into the places where a step has it: no other
-        state is made for its shapes, and what was given of the trained tensors is let go before. weights_only: the
-        state is {"trainable": weights}, and the optimizer's part is not read."""
+    def _new_rates(self, step: int) -> list[str]:
+        """What happens to the learning rate when a run that has made `step` steps is made longer, in a sentence."""
+        schedule, wanted = self.program.schedule, self.config.schedule
+        if schedule is None or (wanted.name == "constant" and wanted.warmup_ratio is None):
+            return []
+        return [
+            f"the run is longer than it was: from here the learning rate follows the {wanted.name} schedule of "
+            f"{self.total_steps:,} steps, and is {float(np.asarray(schedule(step))):.3g} in step {step + 1:,}"
+        ]
+
+    def _restore(
+        self, checkpointer: Checkpointer, tell, weights_only: bool = False, from_step: int | None = None
+    ) -> tuple[int, Any]:
+        """(step, state) of the last intact checkpoint, or of `from_step`'s. It is read into the places where a step has
+        it: no other state is made for its shapes, and what was given of the trained tensors is let go before.
+        weights_only: the state is {"trainable": weights}, and the optimizer's part is not read."""
         self.model.take_weights()  # the record knows the base's fingerprint
         like: Any = self.model.state_shapes(self.engine)
         if weights_only:
@@ -466,7 +483,10 @@ class Trainer:
             tell(require_same_run(saved, self.record(), self.output))
             self.model.let_go()
 
-        step, restored, meta = checkpointer.restore(like={"state": like}, check=check, partial=weights_only)
+        like = {"state": like}
+        step, restored, meta = checkpointer.restore(from_step, like=like, check=check, partial=weights_only)
+        if is_longer(meta, self.record()):
+            tell(self._new_rates(step))
         if step > (steps := self.total_steps):
             raise CheckpointError(f"steps = {steps}: the last checkpoint is of step {step}; give it as many or more")
         if self.trains:

@@ -84,10 +84,10 @@ def test_a_run_is_not_resumed_on_another_base(change, base, tmp_path):
 def test_a_result_is_not_that_of_a_run_on_another_base(base, tmp_path):
     """As a run sees it that has lost its checkpoints."""
     write_result(tmp_path / "adapter", tuned(base, tmp_path / "a")._same_run(), 2, lambda folder: None)
-    assert require_own(tmp_path / "adapter", tuned(base, tmp_path / "b")._same_run()).step == 2
+    assert require_own(tmp_path / "adapter", tuned(base, tmp_path / "b")._same_run(), 2).step == 2
     flip_an_unsampled_bit(base)
     with pytest.raises(ValueError, match="another run.*\n  base_digest: saved"):
-        require_own(tmp_path / "adapter", tuned(base, tmp_path / "b")._same_run())
+        require_own(tmp_path / "adapter", tuned(base, tmp_path / "b")._same_run(), 2)
 
 
 def without_digest(checkpoint: Path) -> None:

@@ -13,7 +13,14 @@ from jaxtune.models.lora import get_peft_model
 from jaxtune.train.config import AdapterConfig, ModelConfig, ScheduleConfig
 from jaxtune.train.config.file import config_to_yaml
 from jaxtune.train.folder.checkpoint import CheckpointError
-from jaxtune.train.folder.record import record_of, recorded_config, require_same_config, require_same_run
+from jaxtune.train.folder.record import (
+    digest,
+    record_of,
+    recorded_config,
+    require_same_config,
+    require_same_run,
+    same_run,
+)
 from tests.train.tiny_runs import make_config
 
 PATTERNS = dict(rank_pattern={"layers.0.mlp.up_proj": 2}, alpha_pattern={"q_proj": 4.0})
@@ -68,16 +75,25 @@ def test_four_bits_are_recorded():
 
 
 @pytest.mark.parametrize("schedule", [ScheduleConfig(), ScheduleConfig("constant", warmup_ratio=0.1)])
-@pytest.mark.parametrize("steps", [8, 12])
-def test_only_a_constant_rate_takes_other_steps(schedule, steps):
+def test_a_run_is_made_longer_and_not_shorter(schedule):
     def record(steps, schedule):
         own = dict(trainable={}, storage={}, base=tiny_model(), data={}, own={}, numerics={})
         return record_of(make_config("out", steps=steps, schedule=schedule), total_steps=steps, **own)
 
     constant = ScheduleConfig("constant", warmup_steps=2)
-    assert require_same_run(record(10, constant), record(steps, constant), Path("out"))[0].startswith("changed: config")
-    with pytest.raises(CheckpointError, match=rf"config.steps: saved 10, now {steps}\nThe number of steps can be"):
-        require_same_run(record(10, schedule), record(steps, schedule), Path("out"))
+    for steps in (8, 12):  # each step of a constant rate is the same, whatever follows
+        changes = require_same_run(record(10, constant), record(steps, constant), Path("out"))
+        assert changes[0].startswith("changed: config.steps")
+    assert "changed: config.steps: saved 10, now 12" in require_same_run(
+        record(10, schedule), record(12, schedule), Path("out")
+    )
+    with pytest.raises(CheckpointError, match="config.steps: saved 10, now 8\nA run can be made longer, not shorter"):
+        require_same_run(record(10, schedule), record(8, schedule), Path("out"))
+    warm = [record(steps, ScheduleConfig(warmup_steps=warmup)) for steps, warmup in ((10, 1), (20, 2), (10, 2))]
+    assert len(require_same_run(warm[0], warm[1], Path("out"))) == 3  # and the number of all steps
+    with pytest.raises(CheckpointError, match="config.schedule.warmup_steps: saved 1, now 2"):
+        require_same_run(warm[0], warm[2], Path("out"))
+    assert digest(same_run(warm[0])) == digest(same_run(warm[1]))  # what was measured before training stays
 
 
 def test_a_key_that_a_record_lacks_was_at_its_default(tmp_path):

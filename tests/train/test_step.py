@@ -411,6 +411,25 @@ def test_biases_of_experts_do_not_decay(name, by_tensor):
         assert np.asarray(value != 1).all() == (value.ndim >= 2 and name not in biases), name
 
 
+@pytest.mark.parametrize("by_tensor", [False, True])
+def test_embeddings_have_a_learning_rate_of_their_own(by_tensor):
+    """In updates of all tensors at once and one by one; the adapter's matrices keep the other one."""
+    model = get_peft_model(tiny_model(layers=(LayerSpec(),)), r=2, modules_to_save=("embed_tokens", "lm_head"))
+    tree = nnx.state(model, nnx.Param)
+    moved = []
+    for own in (None, 0.02):  # a fifth of the others' 0.1
+        config = OptimConfig("adamw", learning_rate=0.1, embedding_learning_rate=own, weight_decay=0.5)
+        program = program_of(config, bound=update_bound(config, 1.0), by_tensor=by_tensor)
+        state, _, _ = program.update(program.init(tree, seed=0), sums_of(jax.tree.map(jnp.ones_like, tree)))
+        moved.append(jax.tree.map(lambda new, old: new - old, state.trainable, tree))
+    for name, plain, scaled in zip(trainable_names(tree), *map(jax.tree.leaves, moved), strict=True):
+        share = 0.2 if name in ("embedding.weight", "head.weight") else 1.0
+        np.testing.assert_allclose(scaled, share * plain, rtol=1e-3, atol=1e-6, err_msg=name)
+    assert sum(name in ("embedding.weight", "head.weight") for name in trainable_names(tree)) == 2
+    faster = update_bound(OptimConfig(learning_rate=0.1, embedding_learning_rate=0.3, weight_decay=0.5), 1.0)
+    assert (round(faster.decay, 6), round(faster.direction * 1e-8, 6)) == (1.5, 3.0)
+
+
 def test_sgd_with_momentum_is_the_formula():
     program = program_of(OptimConfig(name="sgd", momentum=0.9), max_grad_norm=None)
     state = program.init(parameters(), seed=0)

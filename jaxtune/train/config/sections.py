@@ -151,6 +151,9 @@ class OptimConfig:
         "Optimizer; adamw_8bit stores its state in 2 bytes a parameter.",
     ] = "adamw"
     learning_rate: Annotated[float, "Peak learning rate."] = 2e-4
+    embedding_learning_rate: Annotated[
+        float | None, "Peak learning rate of embed_tokens and lm_head where they train; null: learning_rate."
+    ] = None
     weight_decay: Annotated[float, "Decoupled weight decay; never on norms and biases."] = 0.0
     beta1: Annotated[float, "Decay of the first moment (adamw, adamw_8bit)."] = 0.9
     beta2: Annotated[float, "Decay of the second moment (adamw, adamw_8bit)."] = 0.999
@@ -167,6 +170,7 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         positive("optim.learning_rate", self.learning_rate)
+        positive("optim.embedding_learning_rate", self.embedding_learning_rate)
         not_negative("optim.weight_decay", self.weight_decay)
         fraction("optim.beta1", self.beta1, below_one=True)
         fraction("optim.beta2", self.beta2, below_one=True)

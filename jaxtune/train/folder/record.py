@@ -22,7 +22,7 @@ from jaxtune.models.lora import adapter_settings, gives_adapter
 from jaxtune.system import processes
 from jaxtune.system.files import atomic_write, fingerprints
 from jaxtune.system.version import __version__
-from jaxtune.train.config import ROW_OPTIONS, AdapterConfig, ConfigError, OptimConfig, TrainConfig
+from jaxtune.train.config import ROW_OPTIONS, AdapterConfig, ConfigError, OptimConfig, ScheduleConfig, TrainConfig
 from jaxtune.train.config.file import config_keys, config_to_dict, config_to_yaml, flat_keys, load_config
 from jaxtune.train.data import TokenDataset
 from jaxtune.train.data.batches import BatchSource
@@ -55,7 +55,7 @@ _INCOMPATIBLE = (
             "objective",
             "router_aux_loss_coef",
             "router_z_loss_coef",
-            "schedule",
+            *(f"schedule.{field.name}" for field in dataclasses.fields(ScheduleConfig) if field.name != "warmup_steps"),
             "qat",
             *(f"optim.{field.name}" for field in dataclasses.fields(OptimConfig) if field.name != "offload"),
         )
@@ -67,6 +67,9 @@ _INCOMPATIBLE = (
 _NOT_ALWAYS = ("base_digest",)
 # Keys that set how long a run is; see _of_any_length.
 _LENGTH = ("config.steps", "config.epochs")
+# Keys that may change when a run is made longer. The steps of a warm-up are among them, because a script of
+# jaxtune.compat derives them from the number of all steps.
+LENGTHENED = (*_LENGTH, "config.schedule.warmup_steps")
 # After a change below this key the run is still valid, but not bit for bit the same.
 _NUMERICS = "numerics"
 
@@ -118,17 +121,24 @@ def require_same_run(saved: dict[str, Any], current: dict[str, Any], output: Pat
       CheckpointError: it is another run; the message lists the differences.
     """
     saved = {key: value for key, value in saved.items() if key != POSITION}
-    keys = _INCOMPATIBLE if _of_any_length(current) else (*_INCOMPATIBLE, *_LENGTH)
+    keys = _INCOMPATIBLE
+    if not is_longer(saved, current):
+        keys = (*keys, "config.schedule.warmup_steps", *(() if _of_any_length(current) else _LENGTH))
     adapted = current["config"]["adapter"] is not None
     # In a recipe that sets an adapter's options, adapter.path replaces the whole section.
     result = f"'adapter={{path: {output / 'adapter'}}}'" if adapted else f"'model.path={output / 'merged'}'"
-    longer = (
-        "The number of steps can be changed only in a run with a constant learning rate (schedule.name = constant, no "
-        "schedule.warmup_ratio); the schedule of this one depends on it. To continue training, start a new run from "
-        f"its result, with {result} and another output"
+    shorter = (
+        "A run can be made longer, not shorter, unless its learning rate is constant (schedule.name = constant, no "
+        "schedule.warmup_ratio); the schedule of this one depends on the number of steps. To continue training with "
+        f"another schedule, start a new run from its result, with {result} and another output"
     )
-    harmless = require_compatible(saved, current, keys, dict.fromkeys(_LENGTH, longer))
+    harmless = require_compatible(saved, current, keys, dict.fromkeys(_LENGTH, shorter))
     return [f"{'not bit for bit the same run' if _numeric(d) else 'changed'}: {d}" for d in harmless]
+
+
+def is_longer(saved: dict[str, Any], current: dict[str, Any]) -> bool:
+    """Whether the run of a record has more steps than that of a checkpoint's record."""
+    return current["total_steps"] > saved.get("total_steps", current["total_steps"])
 
 
 def _numeric(difference: Difference) -> bool:
@@ -147,7 +157,7 @@ def same_run(record: dict[str, Any]) -> dict[str, Any]:
     keys = {
         key: value
         for key, value in flat_keys(json.loads(json.dumps(record))).items()
-        if any(key == prefix or key.startswith(prefix + ".") for prefix in (*_INCOMPATIBLE, *_LENGTH))
+        if any(key == prefix or key.startswith(prefix + ".") for prefix in (*_INCOMPATIBLE, *LENGTHENED))
     }
     if _of_any_length(record):
         keys = {key: value for key, value in keys.items() if key not in _LENGTH}
@@ -156,11 +166,16 @@ def same_run(record: dict[str, Any]) -> dict[str, Any]:
 
 def is_digest_of(found: Any, run: dict[str, Any]) -> bool:
     """Whether `found` is the digest of the run as this or an older version computes it."""
-    return found in (digest(run), digest(by_what_it_holds({}, run)))
+    return found in (digest(run), _sha256(run), _sha256(by_what_it_holds({}, run)))
 
 
 def digest(run: dict[str, Any]) -> str:
-    """SHA-256, as hexadecimal digits, of the values that identify a run."""
+    """SHA-256, as hexadecimal digits, of the values that identify a run, however long it is."""
+    return _sha256({key: value for key, value in run.items() if key not in LENGTHENED})
+
+
+def _sha256(run: dict[str, Any]) -> str:
+    """SHA-256, as hexadecimal digits, of values."""
     return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()
 
 

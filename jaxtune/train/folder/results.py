@@ -19,7 +19,7 @@ from jaxtune.models.adapters.trained_over import RUN_RECORD
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.folders import new_folder
 from jaxtune.system.files import atomic_write, fingerprints, sync, unfinished_name
-from jaxtune.train.folder.record import compare_meta
+from jaxtune.train.folder.record import LENGTHENED, compare_meta
 
 PROOF = RUN_RECORD
 _FORMAT = 1
@@ -84,9 +84,13 @@ def read_result(folder: Path) -> Result:
     return dataclasses.replace(result, added=next(added, ""))
 
 
-def require_own(folder: Path, run: dict[str, Any]) -> Result:
-    """The result of this run in a folder.
+def require_own(folder: Path, run: dict[str, Any], steps: int) -> Result:
+    """The result of this run in a folder, or of the same run when it was to be shorter.
 
+    Args:
+      folder: where the result is.
+      run: the values that identify the run.
+      steps: how many steps the run has.
     Raises:
       ValueError: the folder was written by another run or by no run; the message says what differs and what to do.
     """
@@ -96,28 +100,30 @@ def require_own(folder: Path, run: dict[str, Any]) -> Result:
     except ValueError as error:
         raise ValueError(f"{error}; {fix}") from None
     differences, _ = compare_meta(result.run, run, [*result.run, *run])
+    if result.step < steps:
+        differences = [difference for difference in differences if difference.key not in LENGTHENED]
     if differences:
         lines = "\n".join(f"  {difference}" for difference in differences[:8])
         raise ValueError(f"{folder} is the result of another run; {fix}:\n{lines}")
     return result
 
 
-def require_replaceable(folder: Path, run: dict[str, Any]) -> None:
+def require_replaceable(folder: Path, run: dict[str, Any], steps: int) -> None:
     """Raises ValueError as require_own does, and also if the folder has a file that the run did not write."""
-    if added := require_own(folder, run).added:
+    if added := require_own(folder, run, steps).added:
         raise ValueError(f"{folder} has to be written again, but contains {added}, which no run wrote: move it away")
 
 
 def holds(folder: Path, run: dict[str, Any], step: int) -> bool:
     """Whether a folder has the result of this run after `step`. Raises as require_own does."""
-    return os.path.lexists(folder) and require_own(folder, run).step == step
+    return os.path.lexists(folder) and require_own(folder, run, step).step == step
 
 
 def write_result(folder: Path, run: dict[str, Any], step: int, write: Callable[[Path], Any]) -> None:
     """Has `write` fill an empty folder, adds the proof, and gives the folder its name; an earlier result of this run is
     replaced."""
     if os.path.lexists(folder):
-        require_replaceable(folder, run)
+        require_replaceable(folder, run, step)
         old = unfinished_name(folder)
     else:
         old = None

@@ -45,7 +45,14 @@ def update_bound(config: OptimConfig, max_grad_norm: float | None) -> UpdateBoun
     optimizers. The bias-corrected mean of the gradients is at most that norm, and it is divided by at least eps."""
     if max_grad_norm is None or config.name not in ("adamw", "adamw_8bit"):
         return None
-    return UpdateBound(max_grad_norm / config.eps, config.weight_decay)
+    faster = max(1.0, _embedding_share(config))
+    return UpdateBound(faster * max_grad_norm / config.eps, faster * config.weight_decay)
+
+
+def _embedding_share(config: OptimConfig) -> float:
+    """The learning rate of embeddings as a multiple of that of all other tensors."""
+    rate = config.embedding_learning_rate
+    return 1.0 if rate is None else rate / config.learning_rate
 
 
 def decayed_tensors(parameters) -> list[bool]:
@@ -53,6 +60,28 @@ def decayed_tensors(parameters) -> list[bool]:
     biases have two dimensions) or DoRA magnitudes."""
     found = jax.tree_util.tree_leaves_with_path(parameters)
     return [leaf.ndim >= 2 and "bias" not in (getattr(key, "key", None) for key in path) for path, leaf in found]
+
+
+def embedding_tensors(parameters) -> list[bool]:
+    """For each tensor, whether it is the matrix of the input embeddings or of the output head, trained whole."""
+    names = [
+        [getattr(key, "key", None) for key in path[:2]] for path, _ in jax.tree_util.tree_leaves_with_path(parameters)
+    ]
+    return [name in (["embedding", "weight"], ["head", "weight"]) for name in names]
+
+
+def _scale_embeddings(share: float) -> optax.GradientTransformationExtraArgs:
+    """Multiplies the updates of embeddings by `share`. Its update takes `embeddings`, the result of embedding_tensors
+    for parameters that come without their names."""
+
+    def update(updates, state, params=None, *, embeddings: list[bool] | None = None, **others):
+        del others
+        leaves, structure = jax.tree.flatten(updates)
+        which = embedding_tensors(params) if embeddings is None else embeddings
+        scaled = [u * share if is_one else u for u, is_one in zip(leaves, which, strict=True)]
+        return jax.tree.unflatten(structure, scaled), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
 def _add_decay(rate: float) -> optax.GradientTransformationExtraArgs:
@@ -107,8 +136,8 @@ def make_optimizer(config: OptimConfig, schedule: optax.Schedule) -> StepOptimiz
     stored moments of adamw_8bit.
 
     Each optimizer's update is a direction plus weight_decay times the parameter, times the learning rate, so that decay
-    has the same meaning in all. Adafactor (arXiv 1804.04235) has factored second moments and update clipping, and uses
-    the learning rate as it is.
+    has the same meaning in all. For embeddings, embedding_learning_rate takes the place of the schedule's peak.
+    Adafactor (arXiv 1804.04235) has factored second moments and update clipping, and uses the learning rate as it is.
 
     Raises:
       ValueError: the name is unknown.
@@ -123,7 +152,10 @@ def make_optimizer(config: OptimConfig, schedule: optax.Schedule) -> StepOptimiz
         direction = optax.trace(config.momentum) if config.momentum else optax.identity()
     else:
         raise ValueError(f"optim.name = {config.name!r}: must be adamw, adamw_8bit, adafactor or sgd")
-    optimizer = optax.chain(direction, _add_decay(config.weight_decay), optax.scale_by_learning_rate(schedule))
+    parts = [direction, _add_decay(config.weight_decay), optax.scale_by_learning_rate(schedule)]
+    if config.embedding_learning_rate is not None:
+        parts.append(_scale_embeddings(_embedding_share(config)))
+    optimizer = optax.chain(*parts)
     if config.name != "adamw_8bit":
         return step_optimizer(optimizer)
 

@@ -26,7 +26,7 @@ from jaxtune.train.data.batches import Batch
 from jaxtune.train.objectives.objective import Objective
 from jaxtune.train.objectives.sft import SUPERVISED
 from jaxtune.train.optimizer import optimizer_offload
-from jaxtune.train.optimizer.optim import UpdateBound, decayed_tensors, step_optimizer
+from jaxtune.train.optimizer.optim import UpdateBound, decayed_tensors, embedding_tensors, step_optimizer
 from jaxtune.train.optimizer.rounding import stochastic_round
 from jaxtune.train.program.loss import NO_AUX_LOSSES, AuxLosses, Forward
 
@@ -336,11 +336,12 @@ class StepProgram:
                 return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
 
             if self.by_tensor:
-                decayed = decayed_tensors(state.trainable)
+                decayed, embeddings = decayed_tensors(state.trainable), embedding_tensors(state.trainable)
 
                 def one(index, parameter, opt_state, gradient):
                     own = slice(index, index + 1)
-                    wide, new = moved([parameter], opt_state, [gradient], finite, in_parts[own], decayed=decayed[own])
+                    its = {"decayed": decayed[own], "embeddings": embeddings[own]}
+                    wide, new = moved([parameter], opt_state, [gradient], finite, in_parts[own], **its)
                     kept = self._kept(state, wide, [parameter], index)
                     return guarded(kept[0], parameter), new
 

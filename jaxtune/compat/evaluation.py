@@ -1,0 +1,118 @@
+"""evaluate and predict of transformers' Trainer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxtune.compat.callbacks import Events
+from jaxtune.compat.measures import ComputeMetrics, EvalPrediction, Preprocess, measured, predicted
+from jaxtune.compat.model import CompatModel
+from jaxtune.compat.reports import Reports
+from jaxtune.models.decoder import Decoder
+from jaxtune.train.config import TrainConfig
+from jaxtune.train.data import TokenDataset
+from jaxtune.train.trainer import Trainer
+
+
+class PredictionOutput(NamedTuple):
+    """What predict() returns, as in transformers."""
+
+    predictions: object  # as EvalPrediction's
+    label_ids: np.ndarray
+    metrics: dict[str, float]
+
+
+class Evaluations(Reports):
+    """The methods of a trainer that compute numbers of the current model on rows that it does not train on."""
+
+    model: CompatModel
+    tokenizer: object
+    compute_metrics: ComputeMetrics | None
+    preprocess_logits_for_metrics: Preprocess | None
+    _rows: dict[str, object]
+    _format: str
+    _formatting: Callable[..., object] | None
+    _prepared: Trainer
+    # What SFTTrainer and its kinds have.
+    config: Callable[..., TrainConfig]
+    _read: Callable[..., tuple[object, str]]
+    _packing: Callable[[], bool]
+    _rows_for: Callable[[TokenDataset], TokenDataset]
+    _to_train: Callable[[], Decoder]
+    _trainer: Callable[[], Trainer]
+    _events: Callable[[], Events]
+
+    def evaluate(
+        self, eval_dataset: object = None, ignore_keys: object = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """{"eval_loss", "eval_targets"} of the current model, and the numbers of compute_metrics.
+
+        Args:
+          eval_dataset: other rows than the trainer's eval_dataset; in its form.
+          ignore_keys: without effect.
+          metric_key_prefix: what the names begin with in place of "eval".
+        """
+        del ignore_keys
+        trainer = self._trainer() if eval_dataset is None else self._on(eval_dataset)
+        values = trainer.evaluate()
+        if self.compute_metrics is not None:
+            held_out = trainer.eval_data
+            assert held_out is not None  # evaluate() has looked
+            values |= measured(self._predicted(held_out), self.compute_metrics)
+        values = _renamed(values, metric_key_prefix)
+        events = self._events()
+        events.tell("on_log", logs=values)
+        events.tell("on_evaluate", metrics=values)
+        return values
+
+    def predict(
+        self, test_dataset: object, ignore_keys: object = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """The model's logits on rows in the form of the trainer's, or what preprocess_logits_for_metrics makes of them;
+        the labels; and as numbers what evaluate returns.
+
+        Raises:
+          ValueError: all logits take more than half of the host's memory; see measures.py.
+        """
+        del ignore_keys
+        trainer = self._on(test_dataset)
+        values = trainer.evaluate()
+        assert trainer.eval_data is not None
+        found = self._predicted(trainer.eval_data)
+        if self.compute_metrics is not None:
+            values |= measured(found, self.compute_metrics)
+        return PredictionOutput(found.predictions, found.label_ids, _renamed(values, metric_key_prefix))
+
+    def _on(self, dataset: object) -> Trainer:
+        """A Trainer that evaluates on other rows."""
+        rows, form = self._read(dataset, self._formatting)
+        if form != self._format:
+            raise ValueError(f"SFTTrainer: train_dataset is {self._format}, these rows are {form}: make them alike")
+        config = self.config(prepared=False)
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, eval="eval_dataset"))
+        train = self._prepared.train_data or self._rows["train"]
+        return Trainer(self._to_train(), self.tokenizer, config, train, rows, trains=False)
+
+    def _measure(self) -> dict[str, float]:
+        """The numbers that compute_metrics returns for the current model on eval_dataset."""
+        if self.compute_metrics is None:
+            return {}
+        held_out = self._prepared.eval_data
+        assert held_out is not None  # it is called after an evaluation
+        return measured(self._predicted(held_out), self.compute_metrics)
+
+    def _predicted(self, held_out: TokenDataset) -> EvalPrediction:
+        """The current model's logits on rows."""
+        if not self._packing():
+            held_out = dataclasses.replace(held_out, packing=False)
+        rows = held_out.batches(1, shuffle=False)
+        return predicted(self.model.module, rows, self.preprocess_logits_for_metrics)
+
+
+def _renamed(values: Mapping[str, float], prefix: str) -> dict[str, float]:
+    """The values with another prefix than "eval"."""
+    return {f"{prefix}_{name.removeprefix('eval_')}": value for name, value in values.items()}

@@ -1,0 +1,141 @@
+"""AutoModelForCausalLM, AutoTokenizer and BitsAndBytesConfig of transformers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxtune.compat.arguments import settle, tell
+from jaxtune.compat.model import CompatModel, FastLanguageModel
+from jaxtune.compat.tables import AUTO, BITS_AND_BYTES
+from jaxtune.compat.texts import without_torch
+from jaxtune.models.files.model_folder import load_tokenizer, resolve_folder
+
+
+class BitsAndBytesConfig:
+    """transformers' description of a model in four or eight bits. bitsandbytes is not needed, and transformers' own
+    class is accepted too. Four bits are always NF4 with double quantisation here.
+
+    Raises:
+      ValueError: an argument that is not followed and would change the result.
+    """
+
+    def __init__(
+        self,
+        load_in_8bit: bool = False,
+        load_in_4bit: bool = False,
+        bnb_4bit_compute_dtype: object = None,
+        bnb_4bit_quant_type: str | None = None,
+        bnb_4bit_use_double_quant: bool | None = None,
+        **others: object,
+    ):
+        where = "BitsAndBytesConfig"
+        settle(where, others, BITS_AND_BYTES, BitsAndBytesConfig.__init__)
+        if load_in_8bit and load_in_4bit:
+            raise ValueError(f"{where}: load_in_8bit = True and load_in_4bit = True contradict each other: drop one")
+        if bnb_4bit_quant_type not in (None, "nf4"):
+            raise ValueError(
+                f"{where}: bnb_4bit_quant_type = {bnb_4bit_quant_type!r} is not supported. Instead: 'nf4', which is "
+                "closer to the 16-bit weights"
+            )
+        if load_in_4bit and bnb_4bit_quant_type is None:
+            tell(
+                where,
+                "bnb_4bit_quant_type",
+                "fp4, which bitsandbytes takes without it, is not here; NF4 is",
+            )
+        if load_in_4bit and not bnb_4bit_use_double_quant:
+            tell(where, "bnb_4bit_use_double_quant", "NF4 always has double quantisation")
+        self.load_in_8bit, self.load_in_4bit = load_in_8bit, load_in_4bit
+        self.bnb_4bit_compute_dtype = bnb_4bit_compute_dtype
+
+
+def quantised(config: object) -> dict[str, Any]:
+    """FastLanguageModel's arguments for a quantization_config: BitsAndBytesConfig, this module's or transformers' own,
+    a dict of its arguments, or None.
+
+    Raises:
+      ValueError: another object, or a setting that is not followed.
+    """
+    if config is None:
+        return {"load_in_4bit": False}
+    if not isinstance(config, BitsAndBytesConfig):
+        if not isinstance(config, Mapping):
+            if type(config).__name__ != "BitsAndBytesConfig":
+                raise ValueError(
+                    f"quantization_config is a {type(config).__name__}; only BitsAndBytesConfig is supported"
+                )
+            config = {name.lstrip("_"): value for name, value in vars(config).items()}
+        known = ("load_in_8bit", "load_in_4bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
+        given = {name: config[name] for name in (*known, "bnb_4bit_compute_dtype") if name in config}
+        config = BitsAndBytesConfig(**given)
+    if config.load_in_8bit:
+        return {"load_in_4bit": False, "load_in_8bit": True}
+    if not config.load_in_4bit:
+        return {"load_in_4bit": False}
+    return {"load_in_4bit": True, "dtype": config.bnb_4bit_compute_dtype}
+
+
+def load_plain(
+    where: str,
+    name: str | os.PathLike,
+    max_length: int | None,
+    random_state: int,
+    full: bool,
+    given: Mapping[str, object],
+) -> CompatModel:
+    """A model as transformers' from_pretrained loads it: in 16 bits, or in four if quantization_config asks for them.
+
+    Args:
+      where: the called function, for messages.
+      name: a folder or a hub name.
+      max_length: tokens of a row; None: the trainer says.
+      random_state: the seed.
+      full: whether all weights train where there is no adapter.
+      given: the arguments of from_pretrained.
+    """
+    given = dict(given)
+    asked = quantised(given.pop("quantization_config", None))
+    dtype = given.pop("dtype", given.pop("torch_dtype", None))
+    asked["dtype"] = asked.get("dtype") if dtype in (None, "auto") else dtype
+    own: dict[str, Any] = {one: given.pop(one) for one in ("num_labels", "load_in_fp8", "load_in_8bit") if one in given}
+    settle(where, given, AUTO, FastLanguageModel.from_pretrained)
+    full = full and not asked["load_in_4bit"] and "load_in_8bit" not in asked
+    model, _ = FastLanguageModel.from_pretrained(
+        os.fspath(name), max_length, full_finetuning=full, random_state=random_state, **asked, **own
+    )
+    return model
+
+
+class AutoModelForCausalLM:
+    """transformers' class of a function that loads a model, as a CompatModel. Its rows are as long as the trainer's
+    max_length says. All weights train, unless they are quantised or the model gets an adapter."""
+
+    @staticmethod
+    def from_pretrained(pretrained_model_name_or_path: str | os.PathLike, **arguments: object) -> CompatModel:
+        """The model of a folder or of the hub, in 16 bits or as quantization_config says. An adapter's folder loads its
+        base with the adapter."""
+        where = "AutoModelForCausalLM.from_pretrained"
+        path = os.fspath(pretrained_model_name_or_path)
+        full = not (Path(path).expanduser() / "adapter_config.json").exists()
+        return load_plain(where, path, None, 3407, full, arguments)
+
+
+class AutoTokenizer:
+    """transformers' class of a function that loads a tokenizer, which answers with NumPy arrays where torch is not
+    there."""
+
+    @staticmethod
+    def from_pretrained(pretrained_model_name_or_path: str | os.PathLike, **arguments: object) -> Any:
+        """The tokenizer of a folder or of the hub."""
+        where, name = "AutoTokenizer.from_pretrained", os.fspath(pretrained_model_name_or_path)
+        side = {one: arguments.pop(one) for one in ("padding_side", "truncation_side") if one in arguments}
+        settle(where, arguments, AUTO)
+        tokenizer = load_tokenizer(resolve_folder(name))
+        if tokenizer is None:
+            raise ValueError(f"{where}: {name} has no tokenizer files: name the folder or the model that has them")
+        for one, value in side.items():
+            setattr(tokenizer, one, value)
+        return without_torch(tokenizer)
