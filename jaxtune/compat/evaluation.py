@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,7 +33,7 @@ class Evaluations(Reports):
     tokenizer: object
     compute_metrics: ComputeMetrics | None
     preprocess_logits_for_metrics: Preprocess | None
-    _rows: dict[str, object]
+    _rows: dict[str, Any]
     _format: str
     _formatting: Callable[..., object] | None
     _prepared: Trainer

@@ -25,7 +25,7 @@ class ModelMethods:
         raise NotImplementedError
 
     @property
-    def device(self) -> jax.Device:
+    def device(self) -> object:
         """The jax.Device of the weights, or the first of several. `tensor.to(model.device)` leaves arrays as they
         are."""
         leaf = jax.tree.leaves(nnx.state(self.module, nnx.Param))[0]
