@@ -71,3 +71,15 @@ def test_a_notebook_runs(name, workplace):
                 assert run_command(line[1:]) == 0
             code = "".join(line for line in cell["source"] if not line.startswith("!"))
             run_text(code, f"{name}[{index}]", namespace)
+
+
+def test_the_same_command_with_more_steps_goes_on(workplace, capsys):
+    """And with fewer it is refused, before anything of the run is touched."""
+    command = "python -m jaxtune.train quickstart output=longer checkpoint.every_steps=1 export.merged=false steps="
+    assert run_command(f"{command}2") == 0
+    assert run_command(f"{command}3") == 0
+    told = capsys.readouterr().out
+    assert "resuming from step 2 of 3" in told and "schedule of 3 steps, and is " in told
+    assert json.loads(Path("longer/adapter/jaxtune_run.json").read_text())["step"] == 3
+    assert run_command(f"{command}1") != 0
+    assert "A run can be made longer, not shorter" in capsys.readouterr().err
