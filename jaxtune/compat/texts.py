@@ -10,7 +10,7 @@ import numpy as np
 from jaxtune.compat.arguments import settle
 from jaxtune.compat.tables import TEMPLATE
 from jaxtune.system.terminal import say
-from jaxtune.train.data.formats import ROLES
+from jaxtune.train.data.messages import ROLES
 from jaxtune.train.data.packaged import missing_marks, packaged_that_fit
 from jaxtune.train.data.templates import resolve_template
 

@@ -33,8 +33,9 @@ from jaxtune.system.invocation import spelled
 from jaxtune.system.terminal import fitted, printable
 from jaxtune.train import host_memory
 from jaxtune.train.config import TrainConfig
-from jaxtune.train.data.formats import Example, RowError, attempt, normalize
+from jaxtune.train.data.formats import Example, normalize
 from jaxtune.train.data.reading import open_sources, read_rows
+from jaxtune.train.data.row_errors import RowError, attempt
 from jaxtune.train.display import metrics as m
 from jaxtune.train.display import report
 from jaxtune.train.display.metrics import require_packages

@@ -10,7 +10,8 @@ from typing import Any
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.ends import with_end_token_ids
-from jaxtune.train.data.formats import Example, RowError
+from jaxtune.train.data.formats import Example
+from jaxtune.train.data.row_errors import RowError
 from jaxtune.train.data.templates import RowEncoder
 
 _TURNS = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}]

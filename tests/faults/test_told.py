@@ -235,9 +235,11 @@ def test_a_stopped_worker_is_told_at_once(woken, monkeypatch, caplog):
             threading.Thread(target=wake, daemon=True).start()
             assert len(prepare([chat] * 3, make_tokenizer(), length=64, num_workers=2).documents) == 3
         else:
-            with pytest.raises(ValueError, match=r"was stopped .SIGSTOP., has not gone on for 1 s, and has rows:1 to"):
+            with pytest.raises(
+                ValueError, match=r"was stopped .SIGSTOP., has not continued for 1 s, and has rows:1 to"
+            ):
                 prepare([chat] * 3, make_tokenizer(), length=64, num_workers=2)
-    assert caplog.text.count(f"process {stopped[0].pid}, which was stopped (SIGSTOP), stands still") == 1
+    assert caplog.text.count(f"process {stopped[0].pid}, which was stopped (SIGSTOP), makes no progress") == 1
 
 
 def test_time_in_which_this_process_was_stopped_does_not_count(monkeypatch):

@@ -18,7 +18,7 @@ import jaxtune
 from jaxtune import compat
 from jaxtune.compat.settings import given_arguments, plain_value
 from jaxtune.models.hf import from_pretrained
-from jaxtune.train.data.packing import Document, Documents
+from jaxtune.train.data.documents import Document, Documents
 from jaxtune.train.data.pairs import PackedPairs
 from jaxtune.train.objectives.kto import KTO, with_strangers
 from jaxtune.train.objectives.preference import DPO, ORPO, SimPO

@@ -8,7 +8,8 @@ import pytest
 import transformers
 import trl
 
-from jaxtune.train.data.formats import Example, RowError
+from jaxtune.train.data.formats import Example
+from jaxtune.train.data.row_errors import RowError
 from jaxtune.train.data.templates import RowEncoder
 from tests.train.data.conftest import spans
 from tests.train.data.test_conversations import TOOLS, answer, rounds, user

@@ -20,7 +20,7 @@ from jaxtune.models.lora import get_peft_model, matrices
 from jaxtune.train.config import AdapterConfig, CheckpointConfig
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.data.cache import Summary
-from jaxtune.train.data.packing import Document, Documents
+from jaxtune.train.data.documents import Document, Documents
 from jaxtune.train.data.pairs import PairDataset
 from jaxtune.train.display.monitor import TrainingStopped
 from jaxtune.train.folder.checkpoint import CheckpointError

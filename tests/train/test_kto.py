@@ -14,7 +14,7 @@ from jaxtune.models.lora import without_adapter
 from jaxtune.train.config import ConfigError
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.data.cache import Summary
-from jaxtune.train.data.packing import Documents
+from jaxtune.train.data.documents import Documents
 from jaxtune.train.data.pairs import PackedPairs, PairDataset
 from jaxtune.train.objectives.kto import KTO, with_strangers
 from jaxtune.train.program.loss import Forward

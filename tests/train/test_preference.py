@@ -29,7 +29,7 @@ from jaxtune.train.config import (
 )
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.data.cache import Summary
-from jaxtune.train.data.packing import Document, Documents
+from jaxtune.train.data.documents import Document, Documents
 from jaxtune.train.data.pairs import PAIRS, PackedPairs, PairDataset
 from jaxtune.train.display.report import precision_notes
 from jaxtune.train.folder.saving import TrainingInterrupted

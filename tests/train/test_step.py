@@ -21,7 +21,8 @@ from jaxtune.models.lora import get_peft_model
 from jaxtune.pallas.attention import packed_layout
 from jaxtune.train.config import DataConfig, MeshConfig, OptimConfig, ScheduleConfig
 from jaxtune.train.data.batches import Batch
-from jaxtune.train.data.packing import Document, pack
+from jaxtune.train.data.documents import Document
+from jaxtune.train.data.packing import pack
 from jaxtune.train.optimizer.optim import make_optimizer, update_bound
 from jaxtune.train.optimizer.schedule import learning_rate_schedule
 from jaxtune.train.program.loss import Forward, loss_sums

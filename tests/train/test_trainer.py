@@ -39,7 +39,7 @@ from jaxtune.train.config import (
     ScheduleConfig,
 )
 from jaxtune.train.config.file import config_to_yaml, load_config
-from jaxtune.train.data.packing import Document
+from jaxtune.train.data.documents import Document
 from jaxtune.train.display import report
 from jaxtune.train.display.metrics import read_metrics
 from jaxtune.train.display.monitor import TrainingStopped
@@ -469,7 +469,7 @@ def test_steps_that_are_not_finite_stop_the_run_and_are_never_saved(tmp_path, ca
 
 def test_all_labels_masked(tmp_path):
     masked = [Document(d.tokens, np.zeros_like(d.mask)) for d in TRAIN]
-    with pytest.raises(ValueError, match="no trained token lies within data.length=16 of any document"):
+    with pytest.raises(ValueError, match="no document has a trained token within its first data.length=16 tokens"):
         Trainer(lora_model(), None, make_config(tmp_path), dataset(masked))
 
 

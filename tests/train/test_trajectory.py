@@ -7,7 +7,7 @@ import pytest
 
 from jaxtune.train.data import TokenDataset, prepare
 from jaxtune.train.data.cache import Summary
-from jaxtune.train.data.packing import Documents
+from jaxtune.train.data.documents import Documents
 from tests.train import trajectory as t
 
 TOLERANCE = 1e-3

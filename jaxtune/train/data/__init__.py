@@ -1,14 +1,21 @@
-"""The data room: rows to tokens, tokens to packed rows, packed rows to batches.
+"""Data: from rows of files to tokens, from tokens to packed rows, from packed rows to batches.
 
-`prepare` does it all for one set of rows. The files, in the order in which data flows through them:
-`reading.py` (files and data sets), `formats.py` (the five forms of rows), `templates.py`, `tokenizing.py`,
-`markers.py` and `spans.py` (text, tokens, and which of them are trained on), `workers.py` and `cache.py` (many rows,
-once), `packing.py` (documents into rows of fixed length), `batches.py` (a step's number to its batch), `steps.py`
-(steps of so many documents), `preview.py` (to look at). `streamed.py` does all of that for a window of rows at a time,
-during the run, and `feeds.py` takes the rows of a step from streams and from mixed sets.
+`prepare` reads, tokenises and caches one set of rows. The files, in the order in which data flows through them:
 
-One rule holds everywhere: whatever one row can do costs that row (`formats.attempt`), and `on_bad_row` says whether
-the run goes on without it.
+- `reading.py` and `row_files.py` read rows from files and data sets.
+- `formats.py` and `messages.py` convert the known row formats (text, Alpaca, messages, ...) to one `Example`.
+- `templates.py`, `conversations.py`, `tokenizing.py`, `markers.py` and `spans.py` render examples with a chat
+  template, tokenise the text, and decide which tokens are trained on.
+- `workers.py` tokenises many rows in several processes; `cache.py` stores the result on disk.
+- `packing.py` (and `pairs.py` for preferences) packs the documents (`documents.py`) into rows of fixed length.
+- `batches.py` maps the number of a step to its batch; `steps.py` does so when every step trains on a fixed number of
+  documents.
+- `streamed.py` does all of this during the run, for a window of rows at a time; `feeds.py` takes the rows of a step
+  from streams and from mixtures of several sets.
+- `preview.py` shows a packed row in a terminal.
+
+One rule holds everywhere: an error that one row causes affects that row alone (`row_errors.attempt`), and `on_bad_row`
+decides whether the run stops or continues without the row.
 """
 
 from __future__ import annotations
@@ -24,72 +31,77 @@ import numpy as np
 from jaxtune.system import terminal
 from jaxtune.train.data.batches import Batch, Batches, Order
 from jaxtune.train.data.cache import Summary, cache_key, collect, default_folder, open_or_build
+from jaxtune.train.data.documents import Documents
 from jaxtune.train.data.formats import LABELLED, PREFERENCE
 from jaxtune.train.data.packaged import packaged_that_fit
-from jaxtune.train.data.packing import (
-    OVERFLOW_POLICIES,
-    Documents,
-    NothingUsable,
-    Overflow,
-    PackedRows,
-    PackingReport,
-)
+from jaxtune.train.data.packing import OVERFLOW_POLICIES, NothingUsable, Overflow, PackedRows, PackingReport
 from jaxtune.train.data.reading import Source, open_sources, read_rows
 from jaxtune.train.data.templates import resolve_template
 from jaxtune.train.data.workers import Chunk, encode_rows
 
 __all__ = ["Batch", "Batches", "PackedRows", "PackingReport", "Summary", "TokenDataset", "prepare"]
 
+# The values of data.packing: True packs several documents into a row, False gives each a row of its own, and "step"
+# packs the documents of each step separately (see steps.py).
 Packing = bool | Literal["step"]
-ON_BAD_ROW = ("error", "skip")
-# Longer rows are cut before they are tokenised whole, where they are cut anyway: a book costs no more than its
-# beginning. Up to here the tokens, and so the cache, are the same for every data.length.
+ON_BAD_ROW = ("error", "skip")  # the values of data.on_bad_row
+# With data.overflow=truncate, tokenising a row stops after this many tokens, or after data.length rounded up to a
+# power of two if that is more, so that a whole book costs no more than its beginning. For every data.length up to this
+# number the tokens are the same, and so is the cache.
 TRUNCATED_TOKENS = 65_536
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenDataset:
-    """Tokenised rows, ready to be packed and batched.
-
-    documents: one for each usable row. summary: what became of the rows. cached: whether they came from the
-    token cache. length, packing, overflow: how they are packed; with "step", `rows` are of one document each, and are
-    laid out by steps (steps.py). order: of an epoch's rows. most_documents: in a packed row, where others share its
-    shapes; None sets no limit.
-    """
+    """Tokenised rows, ready to be packed and batched."""
 
     documents: Documents
+    """The tokens: one document for each usable row."""
     summary: Summary
+    """How many rows were read, used and left out, and why."""
     length: int
+    """The number of tokens in a packed row."""
     packing: Packing = True
+    """How documents share rows. With "step", `rows` has one document a row, and steps.py packs each step."""
     overflow: Overflow = "truncate"
+    """What happens to documents that are longer than `length`."""
     cached: bool = False
+    """Whether the tokens were read from the token cache instead of being made."""
     mask_spans: tuple[tuple[str, str], ...] = ()
+    """The (opening, closing) texts between which tokens of responses are not trained on."""
     order: Order = "shuffled"
-    most_documents: int | None = None
+    """How the rows of an epoch are ordered, a key of `batches.ORDERS`."""
+    max_documents: int | None = None
+    """The most documents that a packed row may have, and for which its batches have room; None sets no limit."""
 
     @functools.cached_property
     def rows(self) -> PackedRows:
-        """The packed rows, planned when first asked for."""
+        """The packed rows; packing is planned on first access.
+
+        Raises:
+            NothingUsable: no token that is trained on is left within `length`.
+        """
         rows = PackedRows(
             self.documents,
             self.length,
             overflow=self.overflow,
             packing=self.packing is True,
-            most=self.most_documents,
+            max_documents=self.max_documents,
         )
         if not rows.report.trained_tokens:
             raise NothingUsable(
-                f"no trained token lies within data.length={self.length} of any document; raise data.length"
+                f"no document has a trained token within its first data.length={self.length} tokens; raise data.length"
             )
         return rows
 
     @property
     def report(self) -> PackingReport:
-        """What packing did."""
+        """The counts of packing: documents, rows, tokens, and how many were cut or dropped."""
         return self.rows.report
 
     def warnings(self) -> list[str]:
-        """What somebody who gave these rows should know before training, a sentence each; see `Summary.warnings`."""
+        """Warnings about these rows to show before training, one sentence each: those of `Summary.warnings`, and those
+        about documents that packing dropped or cut."""
         found, report = self.summary.warnings(), self.report
         if report.dropped:
             found.append(
@@ -97,13 +109,13 @@ class TokenDataset:
                 f"{self.length} before their first trained token; raise data.length"
             )
         if self.summary.cut:
-            found.append(f"{self.summary.cut:,} rows are so long that what lies beyond data.length was not tokenised")
+            found.append(f"{self.summary.cut:,} rows are so long that their text beyond data.length was not tokenised")
         if self.mask_spans and not self.summary.masked:
             found.append("data.mask_spans: no response holds such a span")
         return found
 
     def require_vocabulary(self, vocab_size: int) -> None:
-        """Raises ValueError where a token has no row in an embedding of that size."""
+        """Raises ValueError if a token id is not below `vocab_size`, the number of rows of the model's embedding."""
         if self.summary.max_token >= vocab_size:
             raise ValueError(
                 f"token id {self.summary.max_token} is beyond the model's vocabulary of {vocab_size}: these rows were "
@@ -111,29 +123,37 @@ class TokenDataset:
             )
 
     def batches(self, rows_per_step: int, *, seed: int = 0, shuffle: bool = True) -> Batches:
-        """Batches of `rows_per_step` packed rows; see `batches.Batches`."""
+        """The source of batches of `rows_per_step` packed rows (`batches.Batches`). With shuffle=False the rows keep
+        the order in which they were packed."""
         return Batches(self.rows, rows_per_step, seed=seed, order=self.order if shuffle else "given")
 
-    def with_most(self, documents: int) -> Self:
-        """The same, in packed rows of that number of documents at most, whose shapes have room for them."""
-        return dataclasses.replace(self, most_documents=documents)
+    def with_max_documents(self, documents: int) -> Self:
+        """A copy whose packed rows have at most `documents` documents, and whose batches have room for as many.
+
+        Sets that are mixed in one run need batches of equal shapes, whatever their own rows would take.
+        """
+        return dataclasses.replace(self, max_documents=documents)
 
     @property
     def longest(self) -> int:
-        """The most slots that a document or pair can fill."""
+        """The largest number of tokens that one document (or one preference pair) can have after truncation."""
         return self.length
 
     def in_rows(self, slots: int) -> TokenDataset:
-        """Where each step lays out its own documents, the same in packed rows of so many slots, for which no document
-        is too long: what an evaluation computes on."""
+        """The data set to evaluate on, packed into rows of `slots` tokens, at least the longest document.
+
+        It differs from `self` only with packing="step", where training rows get their length when steps are packed.
+        """
         return self if self.packing != "step" else dataclasses.replace(self, packing=True, length=slots)
 
     def split(self, eval_rows: int) -> tuple[TokenDataset, TokenDataset]:
-        """(train, eval), with `eval_rows` documents for evaluation; see Documents.held_out."""
+        """Divides the documents into (train, eval), with `eval_rows` documents for evaluation; `Documents.held_out`
+        says which."""
         train, held_out = self.documents.held_out(np.arange(len(self.documents)), eval_rows, "rows")
         return self._of(train), self._of(held_out)
 
     def _of(self, documents: np.ndarray) -> TokenDataset:
+        """A copy with only the documents at these indices (int[n])."""
         return dataclasses.replace(self, documents=self.documents.select(documents))
 
 
@@ -160,38 +180,45 @@ def prepare(
     say: Callable[[str], None] = print,
     poll: Callable[[], None] = lambda: None,
 ) -> TokenDataset:
-    """Reads, templates and tokenises rows, or opens what an earlier run made of them.
+    """Reads rows, applies the chat template and tokenises them, or opens the token cache that an earlier run wrote.
 
     Args:
         source: a path, a data set's name, a list of them, a `datasets.Dataset`, or a list of dicts; see
             `reading.open_sources`.
         tokenizer: a fast Hugging Face tokenizer.
-        length: slots in a packed row.
-        format: the form of the rows, "auto" by their columns; see `formats.COLUMNS`.
-        template: the chat template: None or "tokenizer" (its own), a name of packaged.py, or the path of a .jinja
-            file. With None, Alpaca rows get Alpaca's prompt, and a prompt is followed by its completion.
-        train_on: "responses", or "all" tokens.
-        instruction_part, response_part: marker strings that find responses where structure does not; see `markers`.
-        last_response_only: of a conversation, train the last response alone.
-        mask_spans: (opening, closing) pairs of texts, such as ("<think>", "</think>"): a span of a response from one
-            to the other, both included, is not trained on.
-        packing: False gives every document a row of its own; "step" makes rows of the documents of a step.
-        overflow: documents longer than a row are cut ("truncate"), laid out in pieces ("split"), or refused
-            ("error").
+        length: the number of tokens in a packed row.
+        format: the format of the rows, a key of `formats.COLUMNS`; "auto" detects it by their columns.
+        template: the chat template: None or "tokenizer" (the tokenizer's own), a name of packaged.py, or the path of a
+            .jinja file. With None, Alpaca rows get Alpaca's prompt, and a prompt is followed directly by its
+            completion.
+        train_on: "responses" trains on responses only, "all" on all tokens.
+        instruction_part, response_part: marker strings that find responses where the template's structure does not;
+            see `markers`.
+        last_response_only: train only on the last response of a conversation.
+        mask_spans: (opening, closing) pairs of texts, such as ("<think>", "</think>"): the tokens of a response from
+            an opening to its closing, both included, are not trained on.
+        packing: False gives every document a row of its own; "step" packs the documents of each step separately.
+        overflow: documents that are longer than a row are cut ("truncate"), divided into pieces ("split"), or
+            refused ("error").
         on_bad_row: "error" stops at the first bad row, "skip" leaves bad rows out and counts them.
-        max_rows: read no more rows than these.
-        cache_dir: where token caches are kept; None is JAXTUNE_CACHE or ~/.cache/jaxtune/tokens. Rows given as
+        max_rows: the largest number of rows to read; None reads all.
+        cache_dir: the folder of token caches; None uses JAXTUNE_CACHE or ~/.cache/jaxtune/tokens. Rows given as
             a list are not cached.
-        num_workers: processes that tokenise; None decides, 0 or 1 works in this one.
-        vocab_size: rows of the model's embedding; a token id beyond it is refused.
-        pairs: rows are preferences (`formats.PREFERENCE`), of which each makes two documents: the chosen answer after
-            its prompt, then the rejected one; or of the form `formats.LABELLED`, where one of the two is empty.
-        say: is given the few lines worth telling.
-        poll: called several times a second while rows are tokenised; what it raises ends that at once, and nothing
-            half done is left.
+        num_workers: the number of tokenising processes; None chooses it, 0 or 1 tokenises in this process.
+        vocab_size: the number of rows of the model's embedding; a larger token id is refused.
+        pairs: whether the rows are preferences (`formats.PREFERENCE`) or labelled answers (`formats.LABELLED`). Each
+            row makes two documents: the prompt with the chosen answer, then the prompt with the rejected one. A
+            labelled row has one answer, and the other document is empty.
+        say: called with each line to show to the user.
+        poll: called several times a second while rows are tokenised. An exception that it raises ends the work at
+            once, and no partial cache is left.
+
+    Returns:
+        The documents with their counts. Nothing is packed before `TokenDataset.rows` is read.
 
     Raises:
-        ValueError: the data cannot be trained on; the message names the key, the place or the token, and the fix.
+        ValueError: the data cannot be trained on; the message names the key, the file and line or the token, and the
+            fix.
     """
     _require_known(format, pairs, on_bad_row, overflow)
     if template is not None:
@@ -214,15 +241,15 @@ def prepare(
         encoded = encode_rows(rows, tokenizer, options, num_workers, poll)
         encoded = _with_progress(encoded, sources, max_rows)
         yield from _stop_at_bad_rows(encoded) if on_bad_row == "error" else encoded
-        if identity() != key:  # what stands in the cache under a key must be of what the key was made of
+        if identity() != key:  # the tokens stored under a key must come from the content that the key was computed of
             names = ", ".join([*(source.name for source in sources), *([template] if template else [])])
             raise ValueError(
-                f"{names}: changed while the rows were tokenised, so that nobody knows what was read; nothing is kept. "
-                "Let what writes there finish, or name a copy, and run again"
+                f"{names}: changed while the rows were tokenised, so the tokens may be of either version and were "
+                "discarded. Wait until writing has finished, or name a copy, and run again"
             )
 
     def identity() -> str | None:
-        # A template's text, not its path, decides what becomes of the rows.
+        # The tokens depend on a template's text, not on its path.
         key_options = {**options, "format": format, "max_rows": max_rows, "on_bad_row": on_bad_row}
         if template is not None:
             key_options["template_text"] = resolve_template(tokenizer, template)
@@ -235,11 +262,13 @@ def prepare(
     else:
         folder = Path(cache_dir).expanduser() if cache_dir is not None else default_folder()
         documents, summary, cached = open_or_build(folder / key, chunks, say)
-    _refuse_unusable(documents, summary, tokenizer, options, vocab_size, sources)
+    _require_usable(documents, summary, tokenizer, options, vocab_size, sources)
     return TokenDataset(documents, summary, length, packing, overflow, cached, options["mask_spans"] or ())
 
 
 def _require_known(format: str, pairs: bool, on_bad_row: str, overflow: str) -> None:
+    """Raises ValueError if one of these arguments of `prepare` has no known value, or if `format` does not fit
+    `pairs`."""
     if (format in (PREFERENCE, LABELLED)) != pairs:
         raise ValueError(
             f"data.format = {format!r}: "
@@ -256,6 +285,7 @@ def _require_known(format: str, pairs: bool, on_bad_row: str, overflow: str) -> 
 
 
 def _stop_at_bad_rows(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
+    """Yields the chunks unchanged, and raises ValueError at the first one that has a bad row (on_bad_row="error")."""
     for chunk in chunks:
         if chunk.problems:
             place, reason = chunk.problems[0]
@@ -264,7 +294,8 @@ def _stop_at_bad_rows(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
 
 
 def _with_progress(chunks: Iterable[Chunk], sources: list[Source], max_rows: int | None) -> Iterator[Chunk]:
-    """A progress bar where somebody watches a terminal."""
+    """Yields the chunks unchanged, and shows a progress bar of rows if stderr is a terminal. Windows of a stream get no
+    bar."""
     console = terminal.console(stderr=True)
     if not console.is_terminal or any(source.part for source in sources):
         yield from chunks
@@ -283,7 +314,7 @@ def _with_progress(chunks: Iterable[Chunk], sources: list[Source], max_rows: int
             progress.advance(task, chunk.rows)
 
 
-def _refuse_unusable(
+def _require_usable(
     documents: Documents,
     summary: Summary,
     tokenizer: Any,
@@ -291,7 +322,11 @@ def _refuse_unusable(
     vocab_size: int | None,
     sources: list[Source],
 ) -> None:
-    """The guards on a whole set of rows; a part of a stream may have no response that ends."""
+    """Raises a ValueError that says why a set of rows cannot be trained on: it has no usable row, no trained token, no
+    response that ends its turn, or a token id of `vocab_size` or more.
+
+    A window of a stream may have no response that ends; only whole sets are checked for that.
+    """
     name = ", ".join(dict.fromkeys(source.name for source in sources))
     if not summary.documents:
         if not summary.rows:
@@ -302,7 +337,7 @@ def _refuse_unusable(
         if options["response_part"] is not None:
             raise NothingUsable(
                 f"{name}: {where}: data.response_part={options['response_part']!r} begins no response in them; "
-                "give the marker as it stands in the text, or leave both markers out"
+                "give the marker exactly as the text has it, or leave both markers out"
             )
         if summary.masked:
             raise NothingUsable(f"{name}: {where}: data.mask_spans takes out all of every response")

@@ -1,8 +1,9 @@
 """Batches, and the sources that give one to each step of a run.
 
-A `Batch` is what a train step computes on. A `BatchSource` gives the batch of each step, and says what a checkpoint has
-to record so that a resumed run gets the same ones. `Batches` is the source of rows that are all known before the run:
-the order of an epoch is a permutation computed from (seed, epoch) alone, so its position is the number of the step.
+A `Batch` is what a train step computes on. A `BatchSource` makes the batch of each step, and says what a checkpoint
+must record so that a resumed run gets the same batches. `Batches` is the source for rows that are all known before the
+run: the order of an epoch is a permutation computed from (seed, epoch) alone, so a checkpoint need record only the
+number of the step.
 """
 
 from __future__ import annotations
@@ -18,30 +19,27 @@ if TYPE_CHECKING:
     from jaxtune.models.decoder import Decoder
 
 
-# What json.dumps takes.
+# A value that json.dumps accepts.
 type Json = bool | int | float | str | list[Json] | dict[str, Json] | None
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Packed rows. Every field but `extra` is `[rows, length]`, a numpy or a jax array; the class is a JAX pytree.
-
-    tokens: int32, token ids; 0 on padding.
-    targets: int32, the next token of the same document; 0 where there is none.
-    weights: float32, 1 where the target of that slot is trained on; 0 on prompts, padding and the last token
-        of a document.
-    segment_ids: int32, 1..n within a row, one number a document; 0 is padding.
-    positions: int32, restarts at 0 in every document; 0 on padding.
-    extra: what an objective's own rows hold beside these, by name, `[rows, ...]`.
-    """
+    """Packed rows, as a JAX pytree. Every field except `extra` is a numpy or jax array `[rows, length]`."""
 
     tokens: Any
+    """int32: token ids; 0 on padding."""
     targets: Any
+    """int32: the next token of the same document; 0 where there is none."""
     weights: Any
+    """float32: 1 where the target of that slot is trained on; 0 on prompts, padding and a document's last token."""
     segment_ids: Any
+    """int32: the number of the document in its row, 1..n; 0 on padding."""
     positions: Any
+    """int32: the index of the token in its document, from 0; 0 on padding."""
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Further arrays `[rows, ...]` that an objective's rows need, by name."""
 
     @classmethod
     def empty(cls, rows: int, length: int) -> Batch:
@@ -57,125 +55,154 @@ class Batch:
 
 
 class BatchSource:
-    """Gives a run the batch of each of its steps. This is the base of all sources; the defaults are those of a source
-    that needs nothing of what the methods are for.
+    """Gives a run the batch of each of its steps. This is the base class of all sources; its methods have the defaults
+    of a source whose batches depend on the number of the step alone.
 
-    `Batches` (below) gives rows that were tokenised before the run, `feeds.FedBatches` rows that are read while it goes
-    on, mixed from several sets. A source may also see the model that trains, and make its rows with it (`sees_model`):
-    that is how reinforcement learning samples. A `Trainer` takes any source as its `train_rows`.
-
-    Attributes:
-        rows_per_step: rows in each batch, over all devices.
-        length: slots in a row.
-        max_documents: the most documents in any row of any step; None promises nothing, and costs faster attention.
-        full: whether every row of every step is one document without padding.
-        sees_model: whether `batch_at` is given the model. The batch of a step can then not be made while the step
-            before it is computed, and the device waits for it.
-        lanes: equal parts that the rows of a batch are made in, one part after another along its first axis; each
-            device, or group of devices, that shares the rows takes its rows from one lane.
-        steps_per_epoch: steps in which every row is seen once; None where nobody knows, and `steps` must be set.
+    `Batches` (below) serves rows that were tokenised before the run, and `feeds.FedBatches` rows that are read during
+    the run or mixed from several sets. A source can also ask for the model that is being trained (`sees_model`) and
+    make its rows with it, as reinforcement learning does when it samples answers. A `Trainer` accepts any source as its
+    `train_rows`.
     """
 
     rows_per_step: int
+    """The number of rows in each batch, over all devices."""
     sees_model: bool = False
+    """Whether `batch_at` is given the model. A batch is then made only after the step before it, and the device waits
+    for it."""
     lanes: int = 1
+    """The number of equal parts into which a batch is divided along its first axis. Each device that holds rows of its
+    own (or each group of devices that holds the same rows) takes its rows from one lane."""
 
     @property
     def length(self) -> int:
+        """The number of tokens in a row."""
         raise NotImplementedError
 
     @property
     def max_documents(self) -> int | None:
+        """The most documents in any row of any step. None if no limit is known; some faster attention is then not
+        used."""
         return None
 
     @property
     def full(self) -> bool:
+        """Whether every row of every step is one document without padding."""
         return False
 
     @property
     def steps_per_epoch(self) -> int | None:
+        """The number of steps in which every row is seen once. None if it is not known; `steps` must then be set."""
         return None
 
     def empty(self, rows: int) -> Batch:
-        """A batch of `rows` rows of padding, as fresh numpy arrays: the shapes of what a step computes."""
+        """A batch of `rows` rows of padding, as new numpy arrays with the shapes and dtypes of this source's batches.
+
+        The train step is planned and compiled with it, and batches are written into it.
+        """
         return Batch.empty(rows, self.length)
 
     def batch_at(self, step: int, model: Callable[[], Decoder] | None = None) -> Batch:
         """The batch of a step (counted from 0), as numpy arrays `[rows_per_step, ...]`.
 
-        Steps are asked for in ascending order, from the one that the run begins or resumes with; the last one may be
-        asked for again.
+        Steps are asked for in ascending order, from the step that the run begins or resumes with. The latest one may
+        be asked for again.
 
         Args:
-            model: where `sees_model`, gives the model as it is before the step; its trained arrays are used up by the
-                step.
+            model: given if `sees_model`: returns the model as it is before the step. The step donates its trained
+                arrays, so they must not be used afterwards.
         """
         raise NotImplementedError
 
     def sources_at(self, step: int) -> list[str]:
-        """Where the rows of a step that was made lately came from, such as `file:line`: for messages."""
+        """Where the rows of a recent step came from, such as `file:line`, for error messages."""
         return []
 
     def divide(self, lanes: int, own: Sequence[int]) -> None:
-        """Called once, before the first batch: `lanes` equal parts of the rows are computed on by different devices,
-        and this process needs the parts `own`. A source that sets `lanes` may leave the rows of all others empty."""
+        """Tells the source how devices share the rows; called once, before the first batch.
+
+        Args:
+            lanes: the number of equal parts of a batch that different devices compute on.
+            own: the lanes whose rows this process needs. A source that sets `lanes` may leave the other rows empty.
+        """
 
     def position(self, step: int) -> Json:
-        """What a checkpoint before `step` has to record, so that `resume` continues with the same batches; None
-        where the number of the step is all that is needed. With several processes, all of them call this."""
+        """What a checkpoint that is written before `step` must record so that `resume` continues with the same batches.
+        None if the number of the step is enough. In a run of several processes, all of them call this."""
         return None
 
     def resume(self, step: int, position: Json) -> None:
-        """Makes `step` the next one, from what `position` returned for it."""
+        """Continues with `step` as the next step. position: what `position(step)` returned in the earlier run."""
 
     def identity(self) -> dict[str, Json]:
-        """What the rows are known by: a resume is refused where any of it has changed."""
+        """Values that identify the rows, such as checksums. They are stored in checkpoints, and a run whose values
+        differ cannot resume."""
         return {}
 
     def described(self, total_steps: int) -> list[str]:
-        """What a run of `total_steps` steps says of its rows, line by line."""
+        """The lines that a run of `total_steps` steps prints about its rows before it begins."""
         return ["training rows: made during the run", f"{total_steps:,} steps of {self.rows_per_step:,} rows"]
 
     def warnings(self) -> list[str]:
-        """What somebody who gave these rows should know before training, a sentence each."""
+        """Warnings about the rows to show before training, one sentence each."""
         return []
 
     def news(self) -> list[str]:
-        """What happened to the rows since this was asked the last time, a sentence each; asked after each step."""
+        """Sentences about what happened to the rows since the last call, such as rows left out; called after each
+        step."""
         return []
 
     def metrics_at(self, step: int) -> dict[str, float]:
-        """Numbers for the metrics of a step that was made, asked for once."""
+        """Values that the source adds to the logged metrics of a step, by name; called once for each step."""
         return {}
 
     def close(self) -> None:
-        """Called when the run ends, however it does."""
+        """Called when the run ends, also when it fails or is interrupted."""
 
 
 class Rows(Protocol):
-    """Rows that can be built on demand, such as `packing.PackedRows`."""
+    """Rows that are written into a batch on demand, such as `packing.PackedRows`."""
 
     length: int
+    """The number of tokens in a row, padding included."""
     max_documents: int
+    """The most documents in any row."""
     full: bool
-    documents: Any  # packing.Documents, which they are made of
-    report: Any  # packing.PackingReport
+    """Whether every row is one document without padding."""
+    documents: Any
+    """The `documents.Documents` that the rows were packed from."""
+    report: Any
+    """The `packing.PackingReport` of the rows."""
 
     def __len__(self) -> int: ...
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64[n]: the slots of each row that are not padding."""
+        """int64[n]: the number of tokens in each row, padding not counted."""
         ...
 
     def empty(self, rows: int, length: int | None = None, shared: int = 1) -> Batch:
-        """A batch of `rows` rows of padding, as fresh numpy arrays; of rows of another length, which `shared` of these
-        rows share."""
+        """A batch of `rows` rows of padding, as new numpy arrays.
+
+        Args:
+            rows: the number of rows of the batch.
+            length: the number of tokens in a row of the batch; None is `self.length`.
+            shared: how many of these rows may be written into one row of the batch; it decides the sizes of `extra`.
+        """
         ...
 
     def fill(self, batch: Batch, slot: int, row: int, at: int = 0, place: int = 0) -> int:
-        """Writes row number `row` into row `slot` of an empty batch, from slot `at` of that row on, where `place` of
-        these rows stand before it; returns the slot after it."""
+        """Writes one of these rows into a batch.
+
+        Args:
+            batch: from `empty`.
+            slot: the row of the batch to write into.
+            row: the number of the row to write.
+            at: the index in the batch's row of the first token.
+            place: how many of these rows were written into the same row of the batch before this one.
+
+        Returns:
+            The index in the batch's row after the last token written.
+        """
         ...
 
     def sources(self, row: int) -> list[str]:
@@ -184,19 +211,20 @@ class Rows(Protocol):
 
 
 def epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
-    """The order of an epoch: int64[rows], a permutation that depends on nothing but its arguments.
+    """The order of an epoch: int64[rows], a permutation that depends only on the arguments.
 
-    Philox's raw stream is fixed by its key for good (numpy promises that for bit generators, not for
-    `Generator.permutation`), so the order also survives a newer numpy.
+    It is the same with every version of numpy: numpy guarantees that the raw stream of a bit generator such as Philox
+    never changes for a key, which it does not guarantee for `Generator.permutation`.
     """
     keys = np.random.Philox(key=np.array([seed, epoch], np.uint64)).random_raw(rows)
     return np.argsort(keys, kind="stable")
 
 
 def torch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
-    """As epoch_order, the permutation that transformers' Trainer takes: torch.randperm by seed + epoch.
+    """The permutation that transformers' Trainer uses for an epoch, int64[rows]: torch.randperm with seed + epoch.
 
-    That exchanges each place with one from it on, drawn by the remainder of the Mersenne Twister's next 32 bits.
+    torch.randperm swaps each index i with i + (r mod (rows - i)), where r is the next 32-bit output of the Mersenne
+    Twister.
     """
     draws = np.frombuffer(np.random.RandomState((seed + epoch) % 2**32).bytes(4 * rows), "<u4")
     order = list(range(rows))
@@ -206,11 +234,12 @@ def torch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def given_order(rows: int, seed: int, epoch: int) -> np.ndarray:
-    """The order of the plan, in every epoch."""
+    """The identity permutation, int64[rows]: rows keep the order in which they were packed. It has the same signature
+    as the other orders, and ignores seed and epoch."""
     return np.arange(rows)
 
 
-# How an epoch's rows are ordered, by name.
+# The functions that order the rows of an epoch, by name. Each takes (rows, seed, epoch).
 Order = Literal["shuffled", "torch", "given"]
 ORDERS: dict[str, Callable[[int, int, int], np.ndarray]] = {
     "shuffled": epoch_order,
@@ -220,16 +249,19 @@ ORDERS: dict[str, Callable[[int, int, int], np.ndarray]] = {
 
 
 class Batches(BatchSource):
-    """The source of rows that are known before the run; each batch has exactly `rows_per_step` rows.
+    """The source of batches whose rows are all known before the run; each batch has exactly `rows_per_step` rows.
 
-    Step `s` is batch `s % steps_per_epoch` of epoch `s // steps_per_epoch`. An epoch holds every row once; its
-    last batch is filled up with empty rows, so that the shape never changes.
+    Step `s` is batch `s % steps_per_epoch` of epoch `s // steps_per_epoch`. An epoch has every row once; its last batch
+    is filled up with rows of padding, so that the shape never changes.
 
     Args:
         rows: the packed rows.
-        rows_per_step: rows in a batch.
-        seed: with the epoch's number, decides the order; a non-negative integer.
-        order: of an epoch; "given" (evaluation) keeps that of the plan.
+        rows_per_step: the number of rows in a batch, at least 1.
+        seed: a non-negative integer that decides, with the number of the epoch, the order of the rows.
+        order: how an epoch is ordered, a key of `ORDERS`; evaluation uses "given", the order in which rows were packed.
+
+    Raises:
+        ValueError: there are no rows, `rows_per_step` is below 1, or `seed` is negative.
     """
 
     def __init__(self, rows: Rows, rows_per_step: int, *, seed: int = 0, order: Order = "shuffled"):
@@ -247,17 +279,14 @@ class Batches(BatchSource):
 
     @property
     def length(self) -> int:
-        """Slots in a row."""
         return self.rows.length
 
     @property
     def max_documents(self) -> int:
-        """The largest number of documents in any row of the set: static, whatever the step."""
         return self.rows.max_documents
 
     @property
     def full(self) -> bool:
-        """Whether every row of every step is one document without padding: static, whatever the step."""
         return self.rows.full and len(self.rows) % self.rows_per_step == 0
 
     @property
@@ -265,7 +294,8 @@ class Batches(BatchSource):
         return -(-len(self.rows) // self._taken)
 
     def rows_at(self, step: int) -> np.ndarray:
-        """The numbers of the rows that step `step` trains on: int64[n], fewer in an epoch's last step."""
+        """The indices of the rows that step `step` trains on: int64[n], where n is `rows_per_step` or, in the last step
+        of an epoch, fewer. Raises ValueError if `step` is negative."""
         if step < 0:
             raise ValueError(f"step must not be negative, got {step}")
         epoch, index = divmod(int(step), self.steps_per_epoch)
@@ -276,14 +306,14 @@ class Batches(BatchSource):
         return self.rows.empty(rows)
 
     def batch_at(self, step: int, model: Callable[[], Decoder] | None = None) -> Batch:
-        """See BatchSource; any step may be asked for at any time."""
+        """The batch of a step, see BatchSource; steps may be asked for in any order."""
         batch = self.empty(self.rows_per_step)
         for slot, row in enumerate(self.rows_at(step)):
             self.rows.fill(batch, slot, int(row))
         return batch
 
     def sources_at(self, step: int) -> list[str]:
-        """Where the documents of a step came from (`file:line`), in the order of the batch."""
+        """Where the documents of any step came from, as `file:line`, in the order of the batch."""
         return [source for row in self.rows_at(step) for source in self.rows.sources(int(row))]
 
     def identity(self) -> dict[str, Json]:
@@ -301,9 +331,10 @@ class Batches(BatchSource):
         ]
 
     def _epoch(self, epoch: int) -> np.ndarray:
+        """The order of an epoch, int64[rows]; the one computed last is kept."""
         if self.order == "given":
             epoch = 0
-        known = self._order  # read once: the loader's thread and the loop's may ask for different epochs
+        known = self._order  # read once: the loader's thread may replace it with another epoch's meanwhile
         if known is not None and known[0] == epoch:
             return known[1]
         order = ORDERS[self.order](len(self.rows), self.seed, epoch)

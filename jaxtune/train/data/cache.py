@@ -1,12 +1,12 @@
-"""The token cache: documents as flat, memory-mapped files, built once for each input.
+"""The token cache: tokenised documents as flat, memory-mapped files, written once for each input.
 
-A folder of the cache is named by a hash of all that decides its content: the rows, the tokenizer, the options,
-and the source of this code. It is written beside its place and renamed into it, so a folder that exists is
-whole; sizes and checksums are verified on opening all the same, and a damaged folder is built anew.
+A folder of the cache is named by a hash of everything that decides its content: the rows, the tokenizer, the options
+and the source of this code. It is written under a temporary name and then renamed, so a folder under its final name is
+complete. Sizes and checksums are verified whenever it is opened, and a damaged folder is built again.
 
-Several users may share a cache. Its folders have the permissions that the umask leaves; one that another user keeps
-to himself, or that cannot be replaced, is left alone and built under a name of one's own beside it. What a folder says
-of its tokens is counted again in the tokens.
+Several users may share a cache. Folders get the permissions that the umask allows. Where another user's folder cannot
+be read or replaced, it is left as it is, and this user's is built beside it under a name with the user's id. The counts
+that a folder records are checked against its tokens, because its checksums come from the same writer.
 """
 
 from __future__ import annotations
@@ -21,56 +21,68 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import pydantic
 
 from jaxtune.system.files import atomic_write, read_plain, unfinished_name, writing
 from jaxtune.system.terminal import printable
-from jaxtune.train.data.packing import Documents
+from jaxtune.train.data.documents import Documents
 from jaxtune.train.data.reading import Source
 from jaxtune.train.data.workers import Chunk
 
+# The files NAME.bin of a folder and their dtypes; `Documents` documents the fields.
 FIELDS = {"tokens": np.int32, "mask": np.uint8, "lengths": np.int64, "trained": np.int64, "origins": np.int64}
-ABANDONED_SECONDS = 24 * 3600
-OFFENDERS = 10  # bad rows that are named; the rest are counted
-DAMAGE = (OSError, ValueError, KeyError, TypeError, RecursionError)  # what opening a damaged folder raises
+ABANDONED_SECONDS = 24 * 3600  # temporary folders older than this are deleted
+OFFENDERS = 10  # how many bad rows are named; further ones are only counted
+DAMAGE = (OSError, ValueError, KeyError, TypeError, RecursionError)  # the errors of opening a damaged folder
 
 
 @dataclasses.dataclass
 class Summary:
-    """What became of the rows, before packing.
-
-    rows: read. documents: made. bad_rows: left out as bad; `offenders` names the first, as "file:line: reason".
-    untrained: left out because no token of theirs is trained on; `untrained_first` names the first.
-    special: rows whose messages hold special tokens or markers; `special_first` names the first, as "file:line: what".
-    left_out: rows of which the template does not write all; `left_out_first` names the first, as "file:line: what".
-    responses, ended: responses found, and those that train a token which ends the turn. masked: tokens that
-    data.mask_spans took out. unread: the first columns that hold something, and are not read. cut: rows that were cut
-    before they were tokenised whole. tokens, trained_tokens: sums over the documents. max_token: the largest token id.
-    """
+    """Counts of rows and tokens from reading and tokenising, before packing. Where rows are named, the lists have the
+    first `OFFENDERS` of them."""
 
     rows: int = 0
+    """Rows read."""
     documents: int = 0
+    """Documents made: one for each usable row, two for each preference pair."""
     bad_rows: int = 0
+    """Rows left out because they cannot be used."""
     offenders: list[str] = dataclasses.field(default_factory=list)
+    """The first bad rows, each as "file:line: reason"."""
     untrained: int = 0
+    """Rows left out because none of their tokens is trained on."""
     untrained_first: list[str] = dataclasses.field(default_factory=list)
+    """The first rows without a trained token, each as "file:line"."""
     special: int = 0
+    """Rows whose own messages contain special tokens or marker strings."""
     special_first: list[str] = dataclasses.field(default_factory=list)
+    """The first such rows, each as "file:line: the token or marker"."""
     left_out: int = 0
+    """Rows with a part that the chat template does not write, so that it is not trained on."""
     left_out_first: list[str] = dataclasses.field(default_factory=list)
+    """The first such rows, each as "file:line: the part"."""
     responses: int = 0
+    """Responses found in the documents."""
     ended: int = 0
+    """Responses whose trained tokens include one that ends the turn."""
     masked: int = 0
+    """Tokens of responses that are not trained on because of data.mask_spans."""
     unread: list[str] = dataclasses.field(default_factory=list)
+    """The first columns that have values and are not read."""
     cut: int = 0
+    """Rows of which only the beginning was tokenised, because they are long."""
     tokens: int = 0
+    """Tokens in all documents."""
     trained_tokens: int = 0
+    """Trained target tokens in all documents."""
     max_token: int = -1
+    """The largest token id; -1 if there is no token."""
 
     def add(self, chunk: Chunk) -> None:
+        """Adds the counts of a chunk, in place."""
         self.rows += chunk.rows
         self.documents += len(chunk.lengths)
         self.bad_rows += len(chunk.problems)
@@ -99,7 +111,7 @@ class Summary:
         return "; ".join([f"{self.rows:,} rows, {self.documents:,} documents", *self.warnings()])
 
     def warnings(self) -> list[str]:
-        """What somebody who gave these rows should know, a sentence each."""
+        """Warnings about these rows to show before training, one sentence each."""
         found = []
         if self.bad_rows:
             found.append(f"{self.bad_rows:,} bad rows left out, first {'; '.join(self.offenders[:3])}")
@@ -111,12 +123,12 @@ class Summary:
         if self.special:
             found.append(
                 f"{self.special:,} rows hold special tokens or markers in their own text, first {self.special_first[0]}"
-                "; the model reads them as control tokens, and responses were found by the template's turns alone"
+                "; the model reads them as control tokens, and their responses were found by the template's turns"
             )
         if self.left_out:
             found.append(
-                f"{self.left_out:,} rows hold what the chat template does not write, so that it is not trained on, "
-                f"first {self.left_out_first[0]}; set data.template to one that writes it"
+                f"{self.left_out:,} rows have a part that the chat template does not write, so that it is not trained "
+                f"on, first {self.left_out_first[0]}; set data.template to one that writes it"
             )
         if self.ended < self.responses:
             found.append(f"{self.responses - self.ended:,} of {self.responses:,} responses train no end of turn")
@@ -125,16 +137,31 @@ class Summary:
 
 @dataclasses.dataclass(frozen=True)
 class _Meta:
-    """meta.json: bytes and CRC-32 of each field's file, the files that rows came from, and the summary."""
+    """The content of a folder's meta.json."""
 
     bytes: dict[str, int]
+    """The size of each field's file."""
     crc32: dict[str, int]
+    """The CRC-32 of each field's file."""
     files: list[str]
+    """The names of the files that rows came from; `origins` has indices into this list."""
     summary: Summary
+    """The counts of the rows."""
+
+
+class CachedDocuments(NamedTuple):
+    """What `open_or_build` returns."""
+
+    documents: Documents
+    """The documents, memory-mapped; none at all if no row was usable."""
+    summary: Summary
+    """The counts of their rows."""
+    was_cached: bool
+    """Whether the folder already existed."""
 
 
 class _Store:
-    """Takes chunks in order; the fields grow in files of `folder`, or in memory without one."""
+    """Collects chunks in order. The fields are appended to files in `folder`, or kept in memory if it is None."""
 
     def __init__(self, folder: Path | None):
         self.folder = folder
@@ -163,26 +190,29 @@ class _Store:
         self.summary.add(chunk)
 
     def finish(self) -> None:
-        """Writes what says how to read the files; with it the folder is whole."""
+        """Closes the files and writes meta.json, which makes the folder complete. Raises OSError if the disk is
+        full."""
         assert self.folder is not None
         sizes = {name: stream.tell() for name, stream in self.streams.items()}
         for name, stream in self.streams.items():
             with writing(stream.name, sizes[name]):
-                stream.close()  # here the last bytes are written, or a full disk shows
+                stream.close()  # writes the last bytes; a full disk raises here
         meta = _Meta(sizes, self.checksums, list(self.files), self.summary)
         atomic_write(self.folder / "meta.json", json.dumps(dataclasses.asdict(meta)), durable=False)
 
     def close(self) -> None:
-        """Gives the files back, whatever their state; `finish` closes them for good."""
+        """Closes the files and ignores errors, after a failure or after `finish`."""
         for stream in self.streams.values():
             with contextlib.suppress(OSError):
                 stream.close()
 
     def documents(self) -> Documents:
+        """The documents of all chunks, for a store in memory; there must have been at least one chunk."""
         return _documents({name: np.concatenate(parts) for name, parts in self.parts.items()}, list(self.files))
 
 
 def _documents(fields: dict[str, np.ndarray], files: list[str]) -> Documents:
+    """Documents from the flat arrays of `FIELDS` and the names of the files that rows came from."""
     lengths = np.array(fields["lengths"])
     return Documents(
         tokens=fields["tokens"],
@@ -196,7 +226,8 @@ def _documents(fields: dict[str, np.ndarray], files: list[str]) -> Documents:
 
 
 def collect(chunks: Iterable[Chunk]) -> tuple[Documents, Summary]:
-    """Documents in memory, for rows that have no identity to cache them by."""
+    """The documents of all chunks, in memory, and the counts of their rows: for rows that cannot be cached, such as a
+    list of dicts."""
     store = _Store(None)
     for chunk in chunks:
         store.add(chunk)
@@ -207,19 +238,22 @@ def collect(chunks: Iterable[Chunk]) -> tuple[Documents, Summary]:
 
 def open_or_build(
     folder: Path, build: Callable[[], Iterable[Chunk]], say: Callable[[str], None] = print
-) -> tuple[Documents, Summary, bool]:
-    """The documents of a cache folder, built first where it does not stand or is damaged.
+) -> CachedDocuments:
+    """Opens the documents of a cache folder, after building the folder if it does not exist or is damaged.
 
-    Returns:
-        Memory-mapped documents, the summary of their rows, and whether the folder was there.
+    Args:
+        folder: the folder of these documents; its name is their `cache_key`.
+        build: makes the chunks to store; called only if the folder must be built.
+        say: called with a line for the user when another user's folder cannot be read or a folder is damaged.
 
     Raises:
-        ValueError: the cache folder cannot be written; whatever `build` raises. No half-written folder stays.
+        ValueError: the cache folder cannot be written. What `build` raises passes through. A partial folder is
+            removed.
     """
     for place in (_own_name(folder), folder):
         if os.path.isdir(place):
             try:
-                return (*_open(place), True)
+                return CachedDocuments(*_open(place), True)
             except PermissionError:
                 say(f"token cache {place} is another user's and cannot be read; it is built beside it")
             except DAMAGE as error:
@@ -233,21 +267,22 @@ def open_or_build(
         raise ValueError(f"data.cache_dir={folder.parent} cannot be written ({error}); set another") from None
     try:
         documents, summary = _write(temporary, build)
-        if not summary.documents:  # nothing to map, and the caller will refuse it
-            return documents, summary, False
+        if not summary.documents:  # there is nothing to map, and the caller refuses an empty set
+            return CachedDocuments(documents, summary, False)
         with _disk_errors(folder.parent):
             place = _commit(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return (*_open(place), False)
+    return CachedDocuments(*_open(place), False)
 
 
 def _own_name(folder: Path) -> Path:
-    """Where this user's folder stands while another user's has the name."""
+    """The name of this user's folder when another user's folder has the name `folder`."""
     return folder.with_name(f"{folder.name}-{os.getuid()}")
 
 
 def _write(folder: Path, build: Callable[[], Iterable[Chunk]]) -> tuple[Documents, Summary]:
+    """Writes all chunks into an existing, empty folder; returns no documents (nothing is mapped yet) and the counts."""
     store = _Store(folder)
     try:
         for chunk in build():
@@ -262,6 +297,7 @@ def _write(folder: Path, build: Callable[[], Iterable[Chunk]]) -> tuple[Document
 
 @contextlib.contextmanager
 def _disk_errors(parent: Path) -> Iterator[None]:
+    """A context that turns an OSError of writing below `parent` into a ValueError that names data.cache_dir."""
     try:
         yield
     except OSError as error:
@@ -271,8 +307,11 @@ def _disk_errors(parent: Path) -> Iterator[None]:
 
 
 def _commit(temporary: Path, folder: Path) -> Path:
-    """Renames a finished folder into its place, and returns where it is. Another run may have been first, and then
-    its folder stays; where another user's stands in the way, it gets a name of our own."""
+    """Renames a finished folder to its final name, and returns its path.
+
+    If another run has meanwhile written the same folder, that one is kept and returned. If another user's folder has
+    the name and cannot be read, the folder gets `_own_name`. Raises OSError if neither name can be used.
+    """
     for place in (folder, _own_name(folder)):
         if os.path.isdir(place):
             try:
@@ -285,11 +324,16 @@ def _commit(temporary: Path, folder: Path) -> Path:
         with contextlib.suppress(OSError):
             os.rename(temporary, place)
             return place
-    raise OSError(f"{folder} and {_own_name(folder).name} stand in the way and cannot be replaced")
+    raise OSError(f"{folder} and {_own_name(folder).name} exist and cannot be replaced")
 
 
 def _open(folder: Path) -> tuple[Documents, Summary]:
-    """Raises `PermissionError`, or one of `DAMAGE`."""
+    """The memory-mapped documents of a folder and their counts, after checking sizes, checksums and counts.
+
+    Raises:
+        PermissionError: another user's folder cannot be read.
+        OSError, ValueError, KeyError, TypeError, RecursionError: the folder is damaged (`DAMAGE`).
+    """
     meta = _read_meta(folder / "meta.json")
     fields = {}
     for name, dtype in FIELDS.items():
@@ -306,6 +350,7 @@ def _open(folder: Path) -> tuple[Documents, Summary]:
 
 
 def _read_meta(file: Path) -> _Meta:
+    """Parses a meta.json. Raises ValueError with the name of the first wrong field."""
     try:
         return pydantic.TypeAdapter(_Meta).validate_json(read_plain(file), strict=True)
     except pydantic.ValidationError as error:
@@ -314,13 +359,16 @@ def _read_meta(file: Path) -> _Meta:
 
 
 def _require_sound(documents: Documents, summary: Summary) -> None:
-    """Whoever wrote a folder also wrote its checksums: what must be so is looked for in the arrays themselves."""
+    """Raises ValueError if the arrays of a folder contradict each other or its summary.
+
+    Checksums do not show this: whoever wrote wrong arrays also wrote their checksums.
+    """
     lengths, trained = documents.lengths, documents.trained
     if lengths.min() < 0 or lengths.sum() != len(documents.tokens) or len(documents.mask) != len(documents.tokens):
         raise ValueError("its documents do not add up to its tokens")
     if len(trained) != len(lengths) or documents.origins is None or len(documents.origins) != len(lengths):
         raise ValueError("its fields are of different lengths")
-    there = lengths > 0  # a pair may lack one of its answers
+    there = lengths > 0  # a labelled pair has an empty document for the answer that it does not have
     starts = documents.starts[there]
     counted = np.add.reduceat(documents.mask, starts, dtype=np.int64) - documents.mask[starts]
     right = np.array_equal(counted, trained[there]) and not trained[~there].any()
@@ -347,6 +395,7 @@ def _require_sound(documents: Documents, summary: Summary) -> None:
 
 
 def _checksum(path: Path) -> int:
+    """The CRC-32 of a file."""
     value = 0
     with open(path, "rb") as stream:
         while block := stream.read(1 << 24):
@@ -355,7 +404,7 @@ def _checksum(path: Path) -> int:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Temporary folders of runs that were killed: those nobody has touched for a day."""
+    """Deletes the temporary folders of runs that were killed: those not modified for `ABANDONED_SECONDS`."""
     for folder in parent.glob(".*.tmp"):
         with contextlib.suppress(OSError):
             if folder.is_dir() and time.time() - folder.stat().st_mtime > ABANDONED_SECONDS:
@@ -366,13 +415,16 @@ def _remove_abandoned(parent: Path) -> None:
 
 
 def default_folder() -> Path:
-    """JAXTUNE_CACHE, or ~/.cache/jaxtune/tokens."""
+    """The folder of token caches: the environment variable JAXTUNE_CACHE, or ~/.cache/jaxtune/tokens."""
     set_folder = os.environ.get("JAXTUNE_CACHE")
     return Path(set_folder).expanduser() if set_folder else Path.home() / ".cache" / "jaxtune" / "tokens"
 
 
 def cache_key(sources: list[Source], tokenizer: Any, options: dict[str, Any]) -> str | None:
-    """A name for what these rows become, 32 hex digits; None where a source has no identity."""
+    """The name of the cache folder for these rows, 32 hex digits; None if a source has no identity (a list in memory).
+
+    It is a hash of the rows, the tokenizer, the options and the source of the code that tokenises.
+    """
     if any(source.identity is None for source in sources):
         return None
     parts = [source.identity() for source in sources if source.identity is not None]
@@ -381,14 +433,17 @@ def cache_key(sources: list[Source], tokenizer: Any, options: dict[str, Any]) ->
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """A hash of all of a tokenizer that decides tokens: its model, special tokens and chat template."""
+    """A hash, 32 hex digits, of the parts of a fast tokenizer that decide the tokens: its model, special tokens and
+    chat template."""
     backend = tokenizer.backend_tokenizer.to_str()
     parts = [type(tokenizer).__name__, backend, repr(tokenizer.chat_template), repr(tokenizer.special_tokens_map)]
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
 
 
 def _code_fingerprint() -> str:
-    """A hash of the source of this folder's files that turn rows into tokens: no version to forget."""
+    """A hash, 32 hex digits, of the source files that turn rows into tokens, so that a cache of older code is never
+    used and no version number must be raised by hand."""
     here = Path(__file__).parent
-    names = ("reading", "row_files", "formats", "templates", "markers", "tokenizing", "spans", "workers", "cache")
+    names = ["reading", "row_files", "row_errors", "formats", "messages", "templates", "conversations", "markers"]
+    names += ["tokenizing", "spans", "workers", "cache"]
     return hashlib.blake2b(b"".join((here / f"{name}.py").read_bytes() for name in names), digest_size=16).hexdigest()

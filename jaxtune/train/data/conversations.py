@@ -1,33 +1,45 @@
-"""Conversations to text by a chat template, where in the text each response lies, and what the text lacks.
+"""Renders conversations with a chat template, and finds each response in the text and the parts that are not in it.
 
-A template with `{% generation %}` marks says itself where responses are. For others, a response lies between the prompt
-that asks for it and its turn's end, where both are beginnings of the whole text. Many templates write a turn otherwise
-once later ones follow: they leave its thought out, or end it with another token. What of the text a message makes shows
-then when the message is changed.
+A template with `{% generation %}` marks says itself where responses are. For other templates, a response begins where
+the rendered turns before it (with the generation prompt) end, and ends where the rendered turns up to it end, provided
+that both are prefixes of the whole text. Many templates render a turn differently once later turns follow: they leave
+out its thought, or end it with another token. Then the text of a message is found by changing the message, rendering
+again, and comparing the two texts.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Set
-from typing import Any
+from typing import Any, NamedTuple
 
-from jaxtune.train.data.formats import RowError
+from jaxtune.train.data.row_errors import RowError
 
-MOST_RESPONSES = 1000  # of a conversation that is rendered anew for each of them
+MOST_RESPONSES = 1000  # the most responses of a conversation that is rendered again for each of them
 
-GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-SENTINEL = "\ue000x\ue001"  # private-use characters: in no real message
-_THOUGHTS = ("reasoning_content", "thinking")
-_INLINE = re.compile(r"(<think>)(.*\S.*)(</think>)", re.DOTALL)
+GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")  # finds such a mark in a template
+SENTINEL = "\ue000x\ue001"  # a text that no real message has: its characters are for private use
+_THOUGHTS = ("reasoning_content", "thinking")  # the keys under which messages have their thoughts
+_INLINE = re.compile(r"(<think>)(.*\S.*)(</think>)", re.DOTALL)  # a thought within a message's content
+
+
+class TextRange(NamedTuple):
+    """Where a message's own text is in a rendered conversation; None for an end that cannot be found."""
+
+    start: int | None
+    """The index of its first character."""
+    end: int | None
+    """The index after its last character."""
 
 
 class Conversations:
-    """Renders conversations.
+    """Renders conversations with one chat template, and finds their responses.
 
     Args:
-        tokenizer: a fast Hugging Face tokenizer. template: Jinja text.
-        special_texts: finds what makes a turn; see spans.special_texts. end_ids: tokens that may end a turn.
+        tokenizer: a fast Hugging Face tokenizer.
+        template: the template's Jinja text.
+        special_texts: a pattern that matches special tokens and marker strings, from `spans.special_texts`.
+        end_ids: the ids of the tokens that may end a turn.
     """
 
     def __init__(self, tokenizer: Any, template: str, special_texts: re.Pattern[str] | None, end_ids: Set[int]):
@@ -35,6 +47,7 @@ class Conversations:
         self._special_texts, self._end_ids = special_texts, end_ids
 
     def render(self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool = False) -> str:
+        """The text of a conversation, by `apply_chat_template`. Raises `RowError` if the template fails on it."""
         try:
             return self.tokenizer.apply_chat_template(
                 messages,
@@ -43,15 +56,16 @@ class Conversations:
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
             )
-        except Exception as error:  # templates are programs: any error of theirs is this row's
+        except Exception as error:  # a template is a program, which can raise any error; it counts as the row's
             raise RowError(f"the chat template fails: {type(error).__name__}: {error}") from None
 
     def render_marked(self, messages: list[dict], tools: list[dict] | None) -> tuple[str, list[tuple[int, int]]]:
-        """Rendered once, with the ranges of the template's `{% generation %}` blocks."""
+        """The text of a conversation, and the (start, end) character ranges of the template's `{% generation %}`
+        blocks, which are its responses; the conversation is rendered once. Raises `RowError` if the template fails."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            rendered: Any = render_jinja_template(  # annotated as str, returns a pair
+            rendered: Any = render_jinja_template(  # it is annotated to return str, and returns a pair
                 conversations=[messages],
                 tools=tools,  # type: ignore[arg-type]
                 chat_template=self.template,
@@ -66,10 +80,16 @@ class Conversations:
     def render_prefixes(
         self, messages: list[dict], tools: list[dict] | None, first: int
     ) -> tuple[str, list[tuple[int, int]]]:
-        """For a template without marks: a response lies between the prompt that asks for it and its turn's end.
+        """The text of a conversation, and the (start, end) character range of each response, for a template without
+        `{% generation %}` marks. Each response costs two renderings.
 
-        A response that opens a conversation has no prompt and is not trained on. first: the first message that may be a
-        response.
+        Args:
+            messages, tools: the conversation.
+            first: the index of the first message whose response is wanted; at least 1, because a response that opens a
+                conversation has no prompt.
+
+        Raises:
+            RowError: the template fails, a response cannot be found, or there are more than `MOST_RESPONSES`.
         """
         responses = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
         if len(responses) > MOST_RESPONSES:
@@ -88,15 +108,18 @@ class Conversations:
         return text, ranges
 
     def _start(self, messages: list[dict], tools: list[dict] | None, text: str, index: int) -> int:
-        """Where response `index` begins in `text`, for templates that write the turns before it otherwise once later
-        ones follow, or whose prompt opens a thought that earlier turns have not (Qwen3.5's): after what a prompt asks
-        with, which stands between the message before and what the response makes of the text; or, where a part of it
-        stands there, with that."""
+        """The index in `text` where response `index` begins, for templates that render the turns before it differently
+        once later turns follow, or whose generation prompt opens a thought that earlier turns do not have (Qwen3.5's).
+
+        The response begins after the generation prompt, which is searched for between the message before and the text
+        of the response. Where the text has only a beginning of the generation prompt there, with a special token in it,
+        the response begins after that. Raises `RowError` where neither is found.
+        """
         before, asking = (self.render(messages[:index], tools, add_generation_prompt=ask) for ask in (False, True))
         opening = asking.removeprefix(before)
-        at, _ = self._made_by(messages, tools, text, index)
+        at = self._text_of(messages, tools, text, index).start
         if opening and opening != asking and at is not None:
-            _, low = self._made_by(messages, tools, text, index - 1)
+            low = self._text_of(messages, tools, text, index - 1).end
             if low is not None and (place := text.find(opening, low, at)) >= 0:
                 return place + len(opening)
             sizes = (size for size in range(len(opening), 0, -1) if text.endswith(opening[:size], 0, at))
@@ -110,9 +133,10 @@ class Conversations:
         )
 
     def _end(self, messages: list[dict], tools: list[dict] | None, text: str, index: int) -> int:
-        """Where response `index` ends in `text`, for templates that write a turn otherwise while it is the last one:
-        after the first special token that follows what the response makes of the text."""
-        _, end = self._made_by(messages, tools, text, index)
+        """The index in `text` where response `index` ends, for templates that render a turn differently while it is the
+        last one: after the first token of `end_ids` that follows the response's own text. Raises `RowError` where that
+        is not found."""
+        end = self._text_of(messages, tools, text, index).end
         if end is None:
             raise RowError(
                 f"the chat template changes response {index} once later turns follow, and its end cannot be found; "
@@ -125,34 +149,36 @@ class Conversations:
         at, special = min(following)
         return at + len(special)
 
-    def _made_by(
-        self, messages: list[dict], tools: list[dict] | None, text: str, index: int
-    ) -> tuple[int | None, int | None]:
-        """(where begins, where ends) what of `text` changes with what message `index` says; None where that does not
-        show. A call's name may be told again with its result, and text that is added brings its own line breaks: they
-        show the end only where nothing else does."""
+    def _text_of(self, messages: list[dict], tools: list[dict] | None, text: str, index: int) -> TextRange:
+        """The range of `text` that changes when a part of message `index` is changed: the message's own text.
+
+        Two changes are used for its end only if no other shows it: a template may repeat a call's name in the turn of
+        its result, and text that is added beside a call brings line breaks of its own.
+        """
         low = high = weak = None
         for part, changed in _changed(messages[index]):
             other = self._rendered_with(messages, tools, index, changed)
             if other is None or other == text:
                 continue
-            same = _shared(text, other)
+            same = _common_prefix(text, other)
             low = same if low is None else min(low, same)
-            end = len(text) - _shared(text[same:][::-1], other[same:][::-1])
+            end = len(text) - _common_prefix(text[same:][::-1], other[same:][::-1])
             if part in ("name", "added"):
                 weak = end if weak is None else min(weak, end)
             else:
                 high = end if high is None else max(high, end)
-        return low, weak if high is None else high
+        return TextRange(low, weak if high is None else high)
 
     def _rendered_with(self, messages: list[dict], tools: list[dict] | None, index: int, changed: dict) -> str | None:
+        """The text of the conversation with `changed` instead of message `index`; None if the template fails on it."""
         try:
             return self.render([*messages[:index], changed, *messages[index + 1 :]], tools)
         except RowError:  # some templates refuse a change, such as text beside a call
             return None
 
     def left_out(self, messages: list[dict], tools: list[dict] | None, text: str) -> str:
-        """What of a conversation its text lacks, as the template does not write it, or ""."""
+        """The parts of a conversation that the template does not write into its text, in words for a warning, such as
+        "reasoning_content of message 2 (assistant)"; "" if every part is written. text: the rendered conversation."""
         asked = [
             (index, part, changed)
             for index, message in enumerate(messages)
@@ -169,13 +195,16 @@ class Conversations:
             try:
                 if self.render(messages, None) == text:
                     found.append("tools")
-            except RowError:  # then they matter
+            except RowError:  # the template needs the tools, so it does not leave them out
                 pass
         return ", ".join(found)
 
     def _all_written(self, messages: list[dict], tools: list[dict] | None, parts: list[tuple[int, str]]) -> bool:
-        """Whether the text has each of these parts of messages, told by changing all of them at once; where templates
-        refuse that, or where it leads to another text than the conversation's, they are not known to be there."""
+        """Whether the template writes every one of these parts, (index of the message, name of the part).
+
+        All parts are replaced by markers and rendered at once, which costs one rendering instead of one for each part.
+        False means that it is not known: a marker is missing, the template fails, or a part is content.
+        """
         if not parts or any(part == "content" for _, part in parts):
             return not parts
         changed = list(messages)
@@ -191,12 +220,13 @@ class Conversations:
 
 
 def _is_lost(content: str, text: str) -> bool:
-    """Whether a message's content may be lacking in a text. A thought within it is a part of its own."""
+    """Whether a message's content is not in a rendered text. Content with a `<think>` block never counts as lost here,
+    because that block is checked as a part of its own."""
     return not _INLINE.search(content) and content.strip() not in text
 
 
-def _shared(one: str, other: str) -> int:
-    """Characters with which both begin."""
+def _common_prefix(one: str, other: str) -> int:
+    """The number of characters of the longest common prefix of two texts."""
     low, high = 0, min(len(one), len(other))
     while low < high:  # comparing slices is much faster than comparing characters
         middle = (low + high + 1) // 2
@@ -208,9 +238,14 @@ def _shared(one: str, other: str) -> int:
 
 
 def _changed(message: Mapping[str, Any], other: str = SENTINEL) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(the part, the message with `other` in its place), for each part of a message that says something."""
+    """Yields (name of the part, the message with `other` instead of that part) for each part of a message that is not
+    empty.
+
+    The names are the key of a thought (`_THOUGHTS`), "content", "added" (content beside a call that had none),
+    "inline" (a `<think>` block within the content), "name" (of the first call) and "arguments" (of the last call).
+    """
     thoughts = [key for key in _THOUGHTS if isinstance(message.get(key), str) and message[key].strip()]
-    if thoughts:  # of two names, a template reads one
+    if thoughts:  # a template reads one of the two keys
         yield thoughts[0], {**message, **dict.fromkeys(thoughts, other)}
     content, calls = message["content"], message.get("tool_calls") or []
     if content.strip():
@@ -222,5 +257,5 @@ def _changed(message: Mapping[str, Any], other: str = SENTINEL) -> Iterator[tupl
     if calls:
         named = {**calls[0], "function": {**calls[0]["function"], "name": other}}
         yield "name", {**message, "tool_calls": [named, *calls[1:]]}
-        told = {**calls[-1], "function": {**calls[-1]["function"], "arguments": {other: other}}}
-        yield "arguments", {**message, "tool_calls": [*calls[:-1], told]}
+        with_arguments = {**calls[-1], "function": {**calls[-1]["function"], "arguments": {other: other}}}
+        yield "arguments", {**message, "tool_calls": [*calls[:-1], with_arguments]}

@@ -1,8 +1,8 @@
-"""Batches whose rows come one at a time from feeds: of a stream, or of several sets of rows mixed by weight.
+"""Batches whose rows are taken one at a time from feeds: from a stream, or from several sets of rows mixed by weight.
 
-A `RowSet` is a set of rows that may be too large to be known before the run. It gives a `Feed` to each lane, that is to
-each device that shares the rows of a step. The feeds of a set have no row in common, and each says where it is, so that
-a resumed run continues with the very next row. `FedBatches` takes the rows of each step from the feeds.
+A `RowSet` is a set of rows that may be too large to be read before the run. It makes one `Feed` for each lane, that is
+for each device that computes on rows of its own. The feeds of a set have no row in common, and each can report its
+position, so that a resumed run continues with the next row. `FedBatches` takes the rows of each step from the feeds.
 """
 
 from __future__ import annotations
@@ -20,76 +20,101 @@ if TYPE_CHECKING:
     from jaxtune.models.decoder import Decoder
     from jaxtune.train.data import TokenDataset
 
-_REMEMBERED_STEPS = 4  # of which positions and places of rows are known: the loader is one or two ahead
-_CHOICE = 0x6D6978  # draws of which set a row comes from, apart from all other draws of a seed
+_KEPT_STEPS = 4  # the steps whose positions and sources are kept: the loader is one or two steps ahead of the run
+_CHOICE = 0x6D6978  # makes the draws of which set a row comes from independent of all other draws with the same seed
 
 
 class Feed(Protocol):
-    """The rows of one set for one lane, in order and without end."""
+    """An endless sequence of the rows that one lane takes from one set."""
 
     def next(self) -> tuple[Rows, int]:
-        """The next row: the rows that it is one of, and its number among them."""
+        """The next row, as a `Rows` and the row's index in it; `Rows.fill` writes it into a batch."""
         ...
 
     def position(self) -> Json:
-        """Where the feed is, after the rows that it gave: `RowSet.feed` continues there."""
+        """The position after the rows taken so far, for a checkpoint; `RowSet.feed` continues from it."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Releases threads and files."""
+        ...
 
 
 class RowSet(Protocol):
-    """Rows of `length` slots, each with `max_documents` documents at most."""
+    """A set of rows, read before or during the run, that feeds take their rows from."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name of the set in messages."""
+        ...
 
     @property
-    def length(self) -> int: ...
+    def length(self) -> int:
+        """The number of tokens in a row."""
+        ...
 
     @property
-    def max_documents(self) -> int: ...
+    def max_documents(self) -> int:
+        """The most documents in any row."""
+        ...
 
-    def with_most(self, documents: int) -> RowSet:
-        """The set with shapes for rows of that many documents, which is `max_documents` or more."""
+    def with_max_documents(self, documents: int) -> RowSet:
+        """The set with batches that have room for `documents` documents in a row, a number not below `max_documents`.
+
+        Sets that are mixed need batches of equal shapes.
+        """
         ...
 
     def empty(self, rows: int) -> Batch:
-        """A batch of `rows` rows of padding, as fresh numpy arrays."""
+        """A batch of `rows` rows of padding, as new numpy arrays."""
         ...
 
     def feed(self, lane: int, lanes: int, seed: int, position: Json) -> Feed:
-        """The rows of one of `lanes` lanes, from a position on; None: from the beginning."""
+        """The feed of one lane.
+
+        Args:
+            lane: its number, from 0.
+            lanes: the number of lanes that divide the set among them.
+            seed: decides the order of the rows.
+            position: what `Feed.position` returned in the run that is resumed; None begins with the first row.
+        """
         ...
 
     def identity(self) -> dict[str, Json]:
-        """See BatchSource."""
+        """Values that identify the rows, see `BatchSource.identity`."""
         ...
 
     def described(self) -> str:
-        """What is known of the rows before the run, in words."""
+        """The set in words, as far as it is known before the run."""
         ...
 
     def warnings(self) -> list[str]:
-        """What somebody who gave these rows should know before training, a sentence each."""
+        """Warnings about the rows to show before training, one sentence each."""
         ...
 
     def news(self) -> list[str]:
-        """What happened to the set since this was asked the last time, a sentence each."""
+        """Sentences about what happened to the set since the last call, such as rows left out."""
         ...
 
 
 class FedBatches(BatchSource):
-    """The source of rows that come from feeds; see BatchSource.
+    """The source of batches whose rows come from feeds, see BatchSource.
+
+    Which set a row comes from is drawn by (seed, step, index of the row in the batch).
 
     Args:
-        sets: of one length. weights: how often a row comes from each of them, up to a common factor. Which set a row
-            comes from is drawn by (seed, step, place in the step).
+        sets: one or several sets with rows of the same length.
+        weights: how often rows are taken from each set, up to a common factor.
+        rows_per_step: the number of rows in a batch.
+        seed: decides the choice of sets and the order within each.
+
+    Raises:
+        ValueError: the batches of two sets have different `extra` arrays.
     """
 
     def __init__(self, sets: Sequence[RowSet], weights: Sequence[float], rows_per_step: int, seed: int = 0):
         most = max(one.max_documents for one in sets)
-        self.sets = [one.with_most(most) for one in sets]
+        self.sets = [one.with_max_documents(most) for one in sets]
         for one in self.sets[1:]:
             if (found := {*one.empty(1).extra}) != (known := {*self.sets[0].empty(1).extra}):
                 raise ValueError(
@@ -125,7 +150,7 @@ class FedBatches(BatchSource):
         if self._made is not None and self._made[0] == step:
             return self._made[1]
         if step != self._next:
-            raise ValueError(f"step {step} is asked for, and the next one of these rows is {self._next}")
+            raise ValueError(f"step {step} is asked for, but the next step of these rows is {self._next}")
         feeds = self._open()
         batch, sources, each = self.empty(self.rows_per_step), [], self.rows_per_step // self.lanes
         chosen = self._choices(step)
@@ -138,12 +163,12 @@ class FedBatches(BatchSource):
         self._sources[step] = sources
         self._positions[step + 1] = {str(lane): [feed.position() for feed in feeds[lane]] for lane in self._own}
         for known in (self._sources, self._positions):
-            while len(known) > _REMEMBERED_STEPS:
+            while len(known) > _KEPT_STEPS:
                 known.popitem(last=False)
         return batch
 
     def _choices(self, step: int) -> list[int]:
-        """The set that each row of a step comes from, by number."""
+        """The index in `sets` of the set that each row of a step comes from."""
         if len(self.sets) == 1:
             return [0] * self.rows_per_step
         draws = np.random.Philox(key=np.array([self._seed | _CHOICE << 32, step], np.uint64))
@@ -151,7 +176,7 @@ class FedBatches(BatchSource):
         return np.minimum(chosen, len(self.sets) - 1).tolist()
 
     def _open(self) -> dict[int, list[Feed]]:
-        """The feeds of this process' lanes, opened when they are first needed."""
+        """The feeds of this process' lanes, one for each set, by lane; they are opened on the first call."""
         if not self._feeds:
             for lane in self._own:
                 known = self._begin.get(str(lane))
@@ -179,6 +204,7 @@ class FedBatches(BatchSource):
         return {**known, "lanes": self.lanes}
 
     def _mixed_identity(self) -> dict[str, Json]:
+        """The identity of each set with its share of the rows, by the number of the set."""
         shares = np.diff(self._bounds, prepend=0.0)
         return {
             str(number): {**one.identity(), "share": round(float(share), 9)}
@@ -210,7 +236,7 @@ class FedBatches(BatchSource):
 
 
 class PreparedSet:
-    """Rows that are all known before the run, as one set of a mixture. See RowSet."""
+    """A data set that was tokenised before the run, as one set of a mixture; see RowSet."""
 
     def __init__(self, name: str, data: TokenDataset):
         self.name, self.data = name, data
@@ -223,8 +249,8 @@ class PreparedSet:
     def max_documents(self) -> int:
         return self.data.rows.max_documents
 
-    def with_most(self, documents: int) -> PreparedSet:
-        return PreparedSet(self.name, self.data.with_most(documents))
+    def with_max_documents(self, documents: int) -> PreparedSet:
+        return PreparedSet(self.name, self.data.with_max_documents(documents))
 
     def empty(self, rows: int) -> Batch:
         return self.data.rows.empty(rows)
@@ -246,7 +272,8 @@ class PreparedSet:
 
 
 class _PreparedFeed:
-    """Every row of a set once, in an order of its epoch; then anew. A lane takes every `lanes`-th of them."""
+    """The feed of a PreparedSet: its rows in the order of an epoch (`epoch_order`), then in that of the next epoch, and
+    so on. Of this sequence a lane takes every `lanes`-th row. taken: how many rows the lane took in an earlier run."""
 
     def __init__(self, rows: Rows, lane: int, lanes: int, seed: int, taken: int):
         self._rows, self._lane, self._lanes, self._seed, self._taken = rows, lane, lanes, seed, taken
@@ -263,4 +290,4 @@ class _PreparedFeed:
         return self._taken
 
     def close(self) -> None:
-        """Nothing: no thread or file is open."""
+        """Does nothing: no thread or file is open."""

@@ -1,7 +1,8 @@
-"""The five forms of rows: text, Alpaca, prompt and completion, messages, ShareGPT; and those of preferences.
+"""The formats of rows: text, Alpaca, prompt and completion, messages and ShareGPT; and two for preference objectives.
 
-`normalize` turns a row's columns into an `Example`, the one shape that `templates.py` knows, and `normalize_pair` a
-preference into two of them, or they say why they cannot.
+`normalize` converts a row's columns to an `Example`, the one form that `templates.py` renders. `normalize_pair` and
+`normalize_labelled` convert the rows of preference objectives to a `Pair` of examples. All of them raise `RowError`
+with the reason if a row cannot be converted.
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-# The columns of each form, most specific first: the order in which `format: auto` tries them. Every group needs
-# one of its names; the first name that is there is taken.
+from jaxtune.train.data.messages import chat_message, sharegpt_message, tool_schemas
+from jaxtune.train.data.row_errors import RowError, check_unicode
+
+# The columns of each row format, in the order in which `format: auto` tries them, the most specific first. A row must
+# have one column of each group; if it has several, the first name of the group is read.
 COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "messages": (("messages",),),
     "sharegpt": (("conversations", "conversation"),),
@@ -20,13 +24,15 @@ COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "prompt_completion": (("prompt", "question"), ("completion", "response", "answer")),
     "text": (("text",),),
 }
-# Columns that say how the model is to behave, before all else.
+# The columns with a system message.
 SYSTEM = ("system", "system_prompt")
-# Rows of preference objectives alone: an answer and a worse one.
+# The format of rows with a chosen and a rejected answer, for the objectives dpo, orpo and simpo.
 PREFERENCE = "preference"
-# Of those alone too: one answer, and a label that says whether it is desirable.
+# The format of rows with one answer and a label that says whether it is desirable, for the objective kto.
 LABELLED = "labelled"
+# The columns with the prompt of a preference.
 _PROMPT = ("prompt", "question", "messages", "conversations")
+# The columns that are read in each format, in groups of which a row's first one is read.
 _READ = {
     "messages": (*COLUMNS["messages"], SYSTEM, ("tools",)),
     "sharegpt": (*COLUMNS["sharegpt"], SYSTEM, ("tools",)),
@@ -36,7 +42,7 @@ _READ = {
     PREFERENCE: (("chosen",), ("rejected",), _PROMPT, SYSTEM, ("tools",), ("margin",)),
     LABELLED: (("label",), ("completion", "messages"), _PROMPT, SYSTEM, ("tools",)),
 }
-# Columns of what only a model with an encoder for it can read, and what stands for it in a row's text.
+# The columns with images, video and audio, which cannot be trained on, and the tag that represents each in the text.
 _MEDIA = {
     "image": "<image>",
     "images": "<image>",
@@ -47,30 +53,8 @@ _MEDIA = {
 }
 FORMATS = ("auto", *COLUMNS, PREFERENCE, LABELLED)
 
-# ShareGPT's speakers, as the data sets of that form name them, and the chat roles they stand for.
-ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "system": "system",
-    "function_call": "assistant",
-    "tool_call": "assistant",
-    "observation": "tool",
-    "function_response": "tool",
-    "tool_response": "tool",
-    "tool": "tool",
-    "function": "tool",
-}
-
-# Those of them that others write as `role`, too, whose turns are text.
-_SPEAKERS = {name: role for name, role in ROLES.items() if not name.endswith("_call")}
-
-# The wording with which Stanford's Alpaca was trained (github.com/tatsu-lab/stanford_alpaca), which models
-# and data sets of that form expect.
+# The prompt with which Stanford's Alpaca was trained (github.com/tatsu-lab/stanford_alpaca); models that were trained
+# on such data sets expect exactly this wording.
 ALPACA_PREAMBLE = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request."
 )
@@ -80,58 +64,42 @@ ALPACA_PREAMBLE_WITH_INPUT = (
 )
 
 
-class RowError(ValueError):
-    """One row cannot be used. The message says why; who catches it knows the place."""
-
-
-class SetupError(ValueError):
-    """No row of this form can be used, and none of them is to blame: the tokenizer or the options lack something."""
-
-
-def attempt(work: Callable[..., Any], *arguments: Any) -> Any:
-    """What `work(*arguments)` does for one row, or a `RowError`: whatever one row can do costs that row.
-
-    Errors of a kind that nobody foresaw are told by their name. A `SetupError` is not the row's, and is raised.
-    """
-    try:
-        return work(*arguments)
-    except RowError as error:
-        return error
-    except SetupError:
-        raise
-    except RecursionError:
-        return RowError("nested too deeply")
-    except Exception as error:
-        return RowError(f"cannot be used: {type(error).__name__}: {error}")
-
-
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """A row in the shape the templates know. Set are `text`; or `messages` (and `tools`); or all but `text`:
-    a prompt with its completion can be trained on as it stands or as a conversation.
+    """A row in the form that chat templates render.
 
-    messages: role and content, content a string; perhaps tool_calls and reasoning_content. asked: so many of them are
-    the prompt, whose responses are not trained on.
+    Either `text` is set; or `messages` (with or without `tools`); or `prompt`, `completion` and `messages`: such a row
+    can be trained on as plain text, without a template, or as a conversation.
     """
 
     text: str | None = None
+    """Text of which every token is trained on."""
     prompt: str | None = None
+    """Text before the completion, not trained on."""
     completion: str | None = None
+    """Text that follows the prompt and is trained on."""
     messages: list[dict[str, Any]] | None = None
+    """A conversation in OpenAI's form: dicts with `role` and `content` (text), some with `tool_calls` or
+    `reasoning_content`."""
     tools: list[dict[str, Any]] | None = None
-    asked: int = 0
+    """The JSON schemas of the tools that the conversation may call."""
+    prompt_messages: int = 0
+    """How many of the messages, from the first, are the prompt; responses among them are not trained on."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """A row with two answers to one prompt, or one of them."""
+    """Two answers to one prompt, each an example with the prompt before it. A labelled row has only one answer."""
 
     chosen: Example | None
+    """The preferred or desirable answer."""
     rejected: Example | None
+    """The worse or undesirable answer."""
 
 
 def detect_format(columns: Iterable[str]) -> str:
-    """The form (a key of `COLUMNS`) of rows with these columns. Raises `RowError` where they fit none."""
+    """The row format, a key of `COLUMNS`, of rows with these columns. Raises `RowError` if they fit none, or are those
+    of preferences."""
     columns = list(columns)
     if {"chosen", "rejected"} <= set(columns):
         raise RowError("columns chosen and rejected are preference data: set objective=dpo, orpo or simpo")
@@ -145,7 +113,7 @@ def detect_format(columns: Iterable[str]) -> str:
 
 
 def unread(value: Mapping[str, Any], format: str) -> list[str]:
-    """The columns of a row that hold something, and of which nothing is read in this form."""
+    """The names of the columns of a row that have a value and are not read in this row format, for a warning."""
     groups = _READ[format]
     read = {next((name for name in group if value.get(name) is not None), "") for group in groups}
     empty = (str, list, tuple, Mapping)
@@ -157,9 +125,12 @@ def unread(value: Mapping[str, Any], format: str) -> list[str]:
 
 
 def refuse_media(value: Mapping[str, Any]) -> None:
-    """Raises RowError for a row with a picture, a video or a sound beside its text: without that its text is another
-    task, and a tag that stands for it is nothing but letters. A text alone in such a column, without a tag, is what a
-    row says of itself, such as the address of a page's picture."""
+    """Raises `RowError` for a row with an image, video or audio column, which cannot be trained on: without it, the
+    text would teach another task, and the tag that represents it is plain letters to the tokenizer.
+
+    A column that has only text is accepted if the row's text has no such tag: it is metadata, such as the address of a
+    page's image.
+    """
     for name, cell in value.items():
         tag = _MEDIA.get(name.lower()) if isinstance(name, str) else None
         if tag is None or cell is None or (isinstance(cell, str | list | tuple | Mapping) and not cell):
@@ -167,13 +138,13 @@ def refuse_media(value: Mapping[str, Any]) -> None:
         tagged = any(tag in text for key, other in value.items() if key != name for text in strings(other))
         if tagged or not isinstance(cell, str):
             raise RowError(
-                f"column {name} holds what the text is about{f' ({tag} stands for it)' if tagged else ''}; only text "
+                f"column {name} holds what the text is about{f' ({tag} represents it)' if tagged else ''}; only text "
                 "can be trained on: leave such rows out, or that column and its tags where the text makes sense alone"
             )
 
 
 def strings(value: Any) -> Iterator[str]:
-    """Every string in nested lists and mappings, keys included."""
+    """Yields every string in nested lists and mappings, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -186,13 +157,14 @@ def strings(value: Any) -> Iterator[str]:
 
 
 def normalize_pair(value: Mapping[str, Any]) -> Pair:
-    """The `Pair` of a row of the form PREFERENCE. Raises `RowError` with the reason where it cannot be one."""
+    """The `Pair` of a row of the format PREFERENCE. Raises `RowError` with the reason if the row cannot be used."""
     refuse_media(value)
     return Pair(*(_answered(value, side) for side in ("chosen", "rejected")))
 
 
 def normalize_labelled(value: Mapping[str, Any]) -> Pair:
-    """As normalize_pair, of a row of the form LABELLED: a pair of which one answer is missing."""
+    """The `Pair` of a row of the format LABELLED: its answer is `chosen` if the label is true, else `rejected`, and the
+    other one is None. Raises `RowError` with the reason if the row cannot be used."""
     refuse_media(value)
     label = _column(value, ("label",))
     if value.get("completion") is None and value.get("messages") is not None:  # the answer ends the conversation
@@ -205,8 +177,12 @@ def normalize_labelled(value: Mapping[str, Any]) -> Pair:
 
 
 def normalize(value: Mapping[str, Any], format: str) -> Example:
-    """The `Example` of a row of the given form, a key of `COLUMNS`. Raises `RowError` with the reason where it cannot
-    be one."""
+    """The `Example` of a row. Raises `RowError` with the reason if the row cannot be used.
+
+    Args:
+        value: the row's columns by name.
+        format: its row format, a key of `COLUMNS`.
+    """
     refuse_media(value)
     if format == "text":
         text = _text(value, ("text",))
@@ -233,19 +209,23 @@ def normalize(value: Mapping[str, Any], format: str) -> Example:
         _not_empty(completion, "response")
         system = _text(value, SYSTEM, required=False)
         messages = _exchange(system, prompt, completion)
-        if value.get("prompt") is None:  # a question says nothing of how its answer begins: only a template can
+        if value.get("prompt") is None:  # a question is not laid out to be continued by its answer without a template
             return Example(messages=messages)
         return Example(prompt=_after(system, prompt), completion=completion, messages=messages)
     if format == "messages":
-        return _conversation(value, _parsed(_column(value, COLUMNS["messages"][0])), _message)
-    return _conversation(value, _parsed(_column(value, COLUMNS["sharegpt"][0])), _sharegpt_message)
+        return _conversation(value, _parsed(_column(value, COLUMNS["messages"][0])), chat_message)
+    return _conversation(value, _parsed(_column(value, COLUMNS["sharegpt"][0])), sharegpt_message)
 
 
 def _answered(value: Mapping[str, Any], side: str) -> Example:
-    """A preference's prompt with one of its answers, in the forms of TRL and LLaMA-Factory.
+    """The example of a prompt with one of its answers, in the formats of TRL and LLaMA-Factory.
 
-    chosen and rejected are text, after a prompt that is text; or a turn or a list of turns, after a prompt that is a
-    list of turns (prompt, messages or conversations) or stands in them.
+    The answer is text after a prompt that is text; or it is a turn or a list of turns, and the prompt is a list of
+    turns (column prompt, messages or conversations) or the first of the answer's own turns.
+
+    Args:
+        value: the row's columns by name.
+        side: the column of the answer: chosen, rejected or completion.
     """
     answer, asked = _column(value, (side,)), _column(value, _PROMPT, False)
     if isinstance(answer, str):
@@ -262,8 +242,8 @@ def _answered(value: Mapping[str, Any], side: str) -> Example:
 
 
 def _prompted(value: Mapping[str, Any], asked: Any, answer: Any) -> Example:
-    """A prompt and a completion of which one is turns, or both (TRL's conversational form): one conversation, of which
-    the completion's responses alone are trained on."""
+    """The example of a prompt (`asked`) and a completion (`answer`) of which at least one is a list of turns, TRL's
+    conversational format: one conversation, in which only the responses of the completion are trained on."""
     if isinstance(answer, str):
         _not_empty(answer, "response")
         answer = {"role": "assistant", "content": answer}
@@ -271,12 +251,13 @@ def _prompted(value: Mapping[str, Any], asked: Any, answer: Any) -> Example:
     if not answer or not _turns(asked):
         raise RowError(f"the {'prompt' if answer else 'completion'} is an empty list of turns")
     example = _asked_and_answered(value, asked, answer, "completion")
-    return dataclasses.replace(example, asked=len(example.messages or ()) - len(answer))
+    return dataclasses.replace(example, prompt_messages=len(example.messages or ()) - len(answer))
 
 
 def _asked_and_answered(value: Mapping[str, Any], asked: Any, answer: Any, side: str) -> Example:
-    """The conversation of a prompt, which may be text, and the turns after it. side: the column of these."""
-    example = _conversation(value, [*_turns(asked), *_turns(answer)], _sharegpt_message)
+    """The example of the conversation of a prompt (`asked`: text or turns) and the turns after it (`answer`), which
+    must end with one of the assistant. side: the name of the answer's column, for messages."""
+    example = _conversation(value, [*_turns(asked), *_turns(answer)], sharegpt_message)
     last = example.messages[-1] if example.messages else {}
     if last.get("role") != "assistant":
         raise RowError(f"{side} does not end with an answer of the assistant, but with {last.get('role')}")
@@ -284,7 +265,7 @@ def _asked_and_answered(value: Mapping[str, Any], asked: Any, answer: Any, side:
 
 
 def _parsed(turns: Any) -> Any:
-    """The turns of a cell that holds their JSON, as those of CSV files do."""
+    """The turns of a cell, decoded from JSON if the cell is text, as in CSV files."""
     if not isinstance(turns, str):
         return turns
     try:
@@ -294,17 +275,18 @@ def _parsed(turns: Any) -> Any:
 
 
 def _turns(turns: Any) -> list[Any]:
-    """A list of turns; of one turn; of a text, which a user asks."""
+    """A list of turns, from a list of turns, a single turn, None (no turns), or a text, which becomes a user's turn."""
     if isinstance(turns, str):
         return [{"role": "user", "content": turns}]
     if isinstance(turns, Mapping):
         return [turns]
     if not isinstance(turns, Iterable | None):
-        raise RowError(f"the conversation is not a list of turns but {_kind(turns)}")
+        raise RowError(f"the conversation is not a list of turns but {type(turns).__name__}")
     return [] if turns is None else list(turns)
 
 
 def _alpaca_prompt(instruction: str, context: str) -> str:
+    """Alpaca's prompt for an instruction and its input, which may be empty."""
     if context.strip():
         body = f"{ALPACA_PREAMBLE_WITH_INPUT}\n\n### Instruction:\n{instruction}\n\n### Input:\n{context}"
     else:
@@ -313,16 +295,19 @@ def _alpaca_prompt(instruction: str, context: str) -> str:
 
 
 def _after(system: str, prompt: str) -> str:
-    """A prompt that is given as it stands, after the system message, if there is one."""
+    """A plain-text prompt with the system message, if there is one, before it."""
     return f"{system}\n\n{prompt}" if system.strip() else prompt
 
 
 def _exchange(system: str, user: str, assistant: str) -> list[dict[str, Any]]:
+    """The messages of a conversation of one question and its answer, after the system message, if there is one."""
     first = [{"role": "system", "content": system}] if system.strip() else []
     return [*first, {"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
 
 
 def _column(value: Mapping[str, Any], names: tuple[str, ...], required: bool = True) -> Any:
+    """The first of these columns of a row that is not null. If there is none, it raises `RowError`, or returns None if
+    the column is not required."""
     for name in names:
         if value.get(name) is not None:
             return value[name]
@@ -334,37 +319,39 @@ def _column(value: Mapping[str, Any], names: tuple[str, ...], required: bool = T
 
 
 def _text(value: Mapping[str, Any], names: tuple[str, ...], required: bool = True) -> str:
+    """As `_column`, for a column of text: raises `RowError` for other types and invalid Unicode, and returns "" for a
+    column that is missing and not required."""
     found = _column(value, names, required)
     if found is None:
         return ""
     if not isinstance(found, str):
-        raise RowError(f"column {next(n for n in names if value.get(n) is not None)} is not text but {_kind(found)}")
+        raise RowError(
+            f"column {next(n for n in names if value.get(n) is not None)} is not text but {type(found).__name__}"
+        )
     check_unicode(found)
     return found
 
 
-def check_unicode(text: str) -> None:
-    # JSON can spell half of a surrogate pair ("\ud83d"); no tokenizer can encode it.
-    if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
-        raise RowError("not valid Unicode: half of a surrogate pair")
-
-
 def _not_empty(text: str, what: str) -> None:
+    """Raises `RowError` if a text is only white space. what: its name in the message."""
     if not text.strip():
         raise RowError(f"empty {what}")
 
 
-def _kind(value: Any) -> str:
-    return type(value).__name__
-
-
 def _conversation(value: Mapping[str, Any], turns: Any, read: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Example:
+    """The example of a conversation. Raises `RowError` if it is empty, a turn is wrong, or a response is empty.
+
+    Args:
+        value: the row's columns, of which the system message and the tools are read.
+        turns: the conversation's turns, as the row has them.
+        read: converts a turn to a message: `chat_message` or `sharegpt_message`.
+    """
     if isinstance(turns, str) or not isinstance(turns, Iterable):
-        raise RowError(f"the conversation is not a list of turns but {_kind(turns)}")
+        raise RowError(f"the conversation is not a list of turns but {type(turns).__name__}")
     messages = []
     for turn in turns:
         if not isinstance(turn, Mapping):
-            raise RowError(f"a turn is not an object but {_kind(turn)}")
+            raise RowError(f"a turn is not an object but {type(turn).__name__}")
         messages.append(read(turn))
     if not messages:
         raise RowError("empty conversation")
@@ -374,101 +361,4 @@ def _conversation(value: Mapping[str, Any], turns: Any, read: Callable[[Mapping[
     system = _text(value, SYSTEM, required=False)
     if system.strip() and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
-    return Example(messages=messages, tools=_tools(value.get("tools")))
-
-
-def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
-    role = turn.get("role")
-    if not isinstance(role, str) or not role:
-        raise RowError(f"a message has no role; it has {', '.join(map(str, turn)) or 'nothing'}")
-    # Tables (Parquet, datasets) fill the columns that a message does not have with None.
-    message = {name: part for name, part in turn.items() if part is not None}
-    message["role"] = role = _SPEAKERS.get(role.lower(), role)
-    if message.get("function_call"):  # OpenAI's older form of one call
-        message.setdefault("tool_calls", [message.pop("function_call")])
-    content = message.pop("content", None)
-    if content is None and not message.get("tool_calls"):
-        raise RowError(f"a message of the role {role} has no content")
-    if isinstance(content, str | None):
-        message["content"] = content or ""
-    elif isinstance(content, Iterable) and not isinstance(content, Mapping):
-        message |= _joined_parts(content)
-    else:
-        raise RowError(f"content is neither text nor a list of parts but {_kind(content)}")
-    check_unicode(message["content"])
-    if message.get("tool_calls"):
-        if not isinstance(message["tool_calls"], list | tuple):
-            raise RowError(f"tool_calls is not a list but {_kind(message['tool_calls'])}")
-        message["tool_calls"] = [_tool_call(call) for call in message["tool_calls"]]
-    return message
-
-
-def _joined_parts(parts: Iterable[Any]) -> dict[str, Any]:
-    texts, reasoning, calls = [], [], []
-    targets = {"text": texts, "input_text": texts, "output_text": texts, "reasoning": reasoning, "tool_call": calls}
-    for part in parts:
-        kind = part.get("type") if isinstance(part, Mapping) else _kind(part)
-        text = (part.get("text") or part.get("value") or "") if isinstance(part, Mapping) else ""
-        target = targets.get(str(kind))
-        if target is None or not isinstance(text, str):
-            raise RowError(f"a part of the type {kind} in content; only text can be trained on")
-        target.append(text)
-    message: dict[str, Any] = {"content": "".join(texts)}
-    if reasoning:
-        message["reasoning_content"] = "".join(reasoning)
-    if calls:
-        message["tool_calls"] = [_tool_call(call) for call in calls]
-    return message
-
-
-def _sharegpt_message(turn: Mapping[str, Any]) -> dict[str, Any]:
-    if "role" in turn:  # some files name the column as ShareGPT does and its parts as OpenAI does
-        return _message(turn)
-    speaker, content = turn.get("from"), turn.get("value")
-    if not isinstance(speaker, str) or not isinstance(content, str):
-        raise RowError(f"a turn needs `from` and `value` as text; it has {', '.join(map(str, turn)) or 'nothing'}")
-    role = ROLES.get(speaker.lower())
-    if role is None:
-        raise RowError(f"unknown speaker {speaker!r}; known: {', '.join(ROLES)}")
-    check_unicode(content)
-    if speaker.lower() in ("function_call", "tool_call"):
-        return {"role": role, "content": "", "tool_calls": [_tool_call(content)]}
-    return {"role": role, "content": content} | {
-        key: turn[key] for key in ("weight", "train", "training") if turn.get(key) is not None
-    }
-
-
-def _tool_call(call: Any) -> dict[str, Any]:
-    """A call as chat templates take it: {type, function: {name, arguments: object}}."""
-    if isinstance(call, str):
-        try:
-            call = json.loads(call)
-        except ValueError:
-            raise RowError("a tool call is not JSON") from None
-    function = call.get("function", call) if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise RowError("a tool call has no name")
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            raise RowError(f"the arguments of the tool call {function['name']} are not JSON") from None
-    rest = {name: part for name, part in call.items() if name in ("id",) and part is not None}
-    return {**rest, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
-
-
-def _tools(tools: Any) -> list[dict[str, Any]] | None:
-    """Tool schemas, given as a list or as its JSON, each in the {type: function, function: ...} wrapping."""
-    if isinstance(tools, str):
-        if not tools.strip():
-            return None
-        try:
-            tools = json.loads(tools)
-        except ValueError:
-            raise RowError("column tools is not JSON") from None
-    if not tools:
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise RowError("column tools is not a list of objects")
-    return [dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)} for tool in tools]
+    return Example(messages=messages, tools=tool_schemas(value.get("tools")))

@@ -1,17 +1,17 @@
-"""Responses found by marker strings: what lies between a response marker and the end of that turn.
+"""Finds responses by marker strings: a response is the tokens from a response marker to the end of that turn.
 
-The rules are those of Unsloth's `train_on_responses_only`: they work on token ids, so they also serve rows that
-somebody else tokenised. A marker is looked for by its stable core, the tokens that come out the same whatever
-stands next to it; the tokens at its edges may merge with their neighbours and are optional.
+The rules are those of Unsloth's `train_on_responses_only`. They work on token ids, so they also apply to rows that were
+tokenised elsewhere. A marker is found by its stable core, the tokens that are the same whatever text is next to the
+marker. The tokens at its edges may merge with their neighbours, and are optional.
 
-Token ids do not tell who wrote them. In a conversation, a user who types "<|im_start|>assistant" opens a response for
-whoever looks for markers: so it is in Unsloth, and in TRL's older collator for completions. TRL's assistant-only loss
-(the template's `{% generation %}` marks) and Axolotl (turns rendered one by one) are not misled; like all that render
-a conversation to one text, they leave what was typed a control token for the model. Tokenizers that encode each
-message by itself (torchtune, mistral-common) make it plain text. Here markers decide for conversations whose own text
-holds neither a special token nor a marker. For the others the template's turns decide, the row is counted in a
-warning, and where the template cannot tell either, the row is bad (`templates.RowEncoder`). Rows of text that is
-rendered already are taken at their word.
+Token ids do not show who wrote them. If a user types "<|im_start|>assistant" into a message, a search for markers takes
+that for the begin of a response, as it does in Unsloth and in TRL's older collator for completions. TRL's
+assistant-only loss (the template's `{% generation %}` marks) and Axolotl (turns rendered one by one) are not misled,
+but like everything that renders a conversation to one text, they let the model read the typed text as a control token.
+Tokenizers that encode each message separately (torchtune, mistral-common) make it plain text. Here, markers are used
+for conversations whose own text has neither a special token nor a marker. For the others, the template's turns decide
+and the row is counted in a warning; if the template cannot show the responses either, the row is bad
+(`templates.RowEncoder`). Rows of text that is already rendered are not checked.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-# What may stand next to a marker in real text, to learn which of its tokens are stable.
+# Texts that are put before and after a marker to learn which of its tokens are the same in all contexts.
 _BEFORE_SPACE = ("a", ".", "1", '"', "\n")
 _BEFORE_TEXT = ("\n", "\n\n", "a")
 _AFTER_SPACE = ("a", "A", "1", " a", "\n", '"', "é")
@@ -28,13 +28,28 @@ _AFTER_TEXT = ("\n", "\n\n", "\nA", " a", " A", "a", "1")
 
 
 def special_ids(tokenizer: Any) -> frozenset[int]:
-    """Ids of the special tokens, those that only templates write."""
+    """The ids of a tokenizer's special tokens, which only templates should write."""
     added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     return frozenset(added | set(tokenizer.all_special_ids))
 
 
 class _Marker:
-    """A marker as token ids: its stable core, and the raw pieces of the optional edges on both sides."""
+    """A marker string as token ids.
+
+    Attributes:
+        text: the marker.
+        core: int32[n], the tokens of the marker that are the same whatever text is next to it.
+        lead, trail: the rest of the marker before and after the core, as the tokenizer's raw pieces (token strings). In
+            real text these tokens may be merged with their neighbours.
+
+    Args:
+        tokenizer: a fast Hugging Face tokenizer.
+        text: the marker.
+        key: the config key below `data` that it comes from, for error messages.
+
+    Raises:
+        ValueError: the marker is empty, or no token of it is the same in every context.
+    """
 
     def __init__(self, tokenizer: Any, text: str, key: str):
         if not text or not text.strip():
@@ -44,7 +59,7 @@ class _Marker:
             for before in (_BEFORE_SPACE if text[0].isspace() else _BEFORE_TEXT)
             for after in (_AFTER_SPACE if text[-1].isspace() else _AFTER_TEXT)
         ]
-        encoded = []  # per context: (start, end, id) of the tokens that lie wholly inside the marker
+        encoded = []  # for each context: (start, end, id) of the tokens that are entirely inside the marker
         for before, after in contexts:
             output = tokenizer(before + text + after, add_special_tokens=False, return_offsets_mapping=True)
             low, high = len(before), len(before) + len(text)
@@ -65,7 +80,8 @@ class _Marker:
 
     @staticmethod
     def _edge(tokenizer: Any, encoded: list[list[tuple[int, int, int]]], start: int, end: int) -> str:
-        """The raw pieces that spell `text[start:end]`, from a context in which whole tokens do."""
+        """The raw pieces of the characters `start:end` of the marker, joined, from the first context in which whole
+        tokens cover exactly these characters; "" if there is none. encoded: as in `__init__`."""
         for tokens in encoded:
             inside = [token for token in tokens if start <= token[0] and token[1] <= end and token[0] < token[1]]
             if inside and inside[0][0] == start and inside[-1][1] == end:
@@ -73,12 +89,12 @@ class _Marker:
         return ""
 
     def find(self, tokens: np.ndarray) -> np.ndarray:
-        """int64[n]: where the core begins."""
+        """int64[n]: the indices in `tokens` (int32) at which the core begins."""
         return _find(tokens, self.core)
 
 
 def _find(tokens: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """int64[n]: where the sequence `wanted` begins in `tokens`."""
+    """int64[n]: the indices at which the sequence `wanted` begins in `tokens`."""
     at = np.flatnonzero(tokens[: max(len(tokens) - len(wanted) + 1, 0)] == wanted[0])
     for shift in range(1, len(wanted)):
         at = at[tokens[at + shift] == wanted[shift]]
@@ -86,7 +102,7 @@ def _find(tokens: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 
 def _spellings(tokenizer: Any, text: str, key: str) -> list[_Marker]:
-    """A marker, and how it looks after a space where that makes its first token another one ("hi ASSISTANT:")."""
+    """A marker, and the same marker after a space if its first token is then a different one ("hi ASSISTANT:")."""
     plain = _Marker(tokenizer, text, key)
     if text[0].isspace():
         return [plain]
@@ -99,7 +115,7 @@ def _spellings(tokenizer: Any, text: str, key: str) -> list[_Marker]:
 
 
 def _runs(kept: list[tuple[int, int, int]], tokens: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
-    """Groups of kept tokens that are neighbours in `tokens`."""
+    """Divides the tokens of `kept` into runs that are consecutive in `tokens`; each token is (start, end, id)."""
     chosen, runs = set(kept), [[]]
     for token in tokens:
         if token in chosen:
@@ -110,7 +126,7 @@ def _runs(kept: list[tuple[int, int, int]], tokens: list[tuple[int, int, int]]) 
 
 
 def _is_blank(pieces: str) -> bool:
-    """Whether raw pieces spell white space only: in byte-level BPE's alphabet, or SentencePiece's."""
+    """Whether raw pieces are only white space, in the alphabet of byte-level BPE or of SentencePiece."""
     return not pieces.replace("<0x0A>", "").strip("ĠĊĉč▁ \t\n\r")
 
 
@@ -136,7 +152,8 @@ class Markers:
         self.opener = self._shared_special_prefix(instruction_part, response_part)
 
     def _shared_special_prefix(self, instruction_part: str, response_part: str) -> np.ndarray:
-        """The special tokens with which both markers begin: they open the turns of other roles too."""
+        """int32[n]: the special tokens with which both markers begin. They also open the turns of other roles, and so
+        end a response."""
         special = special_ids(self.tokenizer)
         parts = (instruction_part, response_part)
         both = [self.tokenizer(part, add_special_tokens=False)["input_ids"] for part in parts]
@@ -148,10 +165,10 @@ class Markers:
         return np.array(shared, np.int32)
 
     def spans(self, tokens: np.ndarray) -> list[tuple[int, int]]:
-        """The responses in `tokens` (int32[n]) as (start, end).
+        """The (start, end) token ranges of the responses in `tokens` (int32[n]).
 
-        A response ends with the first EOS (which belongs to it), or before the first BOS, opener of another
-        turn, response marker or instruction marker, or at the end of the row.
+        A response ends after the first EOS, which belongs to it; or before the first BOS, special token that opens a
+        turn, response marker or instruction marker; or at the end of the row.
         """
         tokens = np.asarray(tokens, np.int32)
         starts = {
@@ -175,10 +192,15 @@ class Markers:
         return [(start, end) for start, end in spans if start < end]
 
     def _after(self, tokens: np.ndarray, at: int, trail: str) -> int:
-        """Steps over the marker's optional tail.
+        """The index after a marker's optional tail.
 
-        A token that holds the tail and more (":" and a line break) belongs to the marker, unless it is a word
-        of the response that took the marker's last white space along.
+        A token that has the tail and more (":" and a line break) belongs to the marker, unless it is a word of the
+        response that the tokenizer merged with the marker's last white space.
+
+        Args:
+            tokens: the row, int32[n].
+            at: the index after the marker's core.
+            trail: the marker's tail as raw pieces.
         """
         rest = trail
         while rest and at < len(tokens):
@@ -192,7 +214,14 @@ class Markers:
         return at
 
     def _before(self, tokens: np.ndarray, at: int, lead: str) -> int:
-        """Steps back over the marker's optional head; a token that also holds text before it is left alone."""
+        """The index at which a marker's optional head begins, or `at` if it is not there. A token that also has text
+        from before the marker is not counted.
+
+        Args:
+            tokens: the row, int32[n].
+            at: the index at which the marker's core begins.
+            lead: the marker's head as raw pieces.
+        """
         rest = lead
         while rest and at > 0:
             piece = self.tokenizer.convert_ids_to_tokens(int(tokens[at - 1]))

@@ -1,10 +1,10 @@
-"""Chat templates that the package brings, for tokenizers of base models, which have none: chat_templates/NAME.jinja.
+"""Packaged chat templates, chat_templates/NAME.jinja, for the tokenizers of base models, which have none of their own.
 
-Each writes what the template of its family's chat models writes, with `{% generation %}` around what is trained: a
-response and the token that ends its turn. A BOS is written where the family's own template writes one; in training no
-row has two (RowEncoder). Differences: no date is looked up (the one of Llama's first template with a date stands, and
-for gpt-oss the day of its release), phi-4 has no system message of its own, and gpt-oss no tools. Mistral's is that of
-its tokenizer of version 3 and later ones.
+Each template writes the same text as the template of its family's chat models, with `{% generation %}` around what is
+trained on: a response and the token that ends its turn. It writes a BOS if the family's own template does; training
+rows never have two (`RowEncoder`). There are these differences: the templates do not look up the current date (Llama's
+have the date of its first template with one, gpt-oss the day of its release), phi-4 has no default system message, and
+gpt-oss writes no tools. Mistral's template is that of its tokenizers from version 3 on.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ _FOLDER = Path(__file__).with_name("chat_templates")
 
 @dataclasses.dataclass(frozen=True)
 class Packaged:
-    """marks: special tokens that the template writes and a tokenizer must have; the last one ends a turn. None: any
-    tokenizer with an EOS will do, which ends a turn."""
+    """One packaged chat template."""
 
     name: str
+    """The name by which data.template selects it, and of its file."""
     marks: tuple[str, ...] | None
+    """The special tokens that the template writes and a tokenizer must have; the last one ends a turn. None if the
+    template needs only an EOS, which ends a turn."""
 
     @property
     def text(self) -> str:
-        """Jinja."""
+        """The template's Jinja text."""
         return (_FOLDER / f"{self.name}.jinja").read_text(encoding="utf-8").removesuffix("\n")
 
 
@@ -54,7 +56,8 @@ PACKAGED = {name: Packaged(name, marks) for name, marks in _MARKS.items()}
 
 
 def missing_marks(tokenizer: Any, name: str) -> list[str]:
-    """Marks of a packaged template that are no special tokens of this tokenizer; its missing EOS as "EOS"."""
+    """The marks of the packaged template `name` that are not special tokens of this tokenizer: empty if the template
+    can be used. A missing EOS is given as "EOS"."""
     special = set(tokenizer.convert_ids_to_tokens(list(special_ids(tokenizer))))
     marks = PACKAGED[name].marks
     if marks is None:

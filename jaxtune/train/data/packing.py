@@ -1,192 +1,61 @@
-"""Packing: whole documents into rows of a fixed length, best fit decreasing.
+"""Packs whole documents into rows of a fixed length, by best fit decreasing.
 
-Two halves. The plan says which piece of which document lies in which row; it is made from lengths alone, so
-it costs little even for millions of documents. Rows are then built from the plan on demand, from arrays in
-memory or from the memory-mapped token cache. A document never crosses a row, and a row's documents never see
-each other: that is the business of `Batch.segment_ids`.
+First, a `Plan` assigns each document (or each piece of a document that is split) to a row. It is made from lengths
+alone, so it costs little even for millions of documents. Rows are then built from the plan on demand, from arrays in
+memory or from the memory-mapped token cache. A document never continues in another row. The documents of a row do not
+attend to each other, because `Batch.segment_ids` separates them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import hashlib
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import numpy as np
 
 from jaxtune.train.data.batches import Batch
+from jaxtune.train.data.documents import Document, Documents
 
+# The values of data.overflow: documents longer than a row are cut, divided into pieces, or refused.
 Overflow = Literal["truncate", "split", "error"]
 OVERFLOW_POLICIES = ("truncate", "split", "error")
 
 
 class NothingUsable(ValueError):
-    """Rows of which no token can be trained on; the message says why."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Document:
-    """Tokens of one document: `tokens` int32[n]; `mask` bool[n], True where the token is trained on."""
-
-    tokens: np.ndarray
-    mask: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True)
-class Documents:
-    """Many documents in flat arrays, which may be memory-mapped files. A selection shares the flat arrays.
-
-    tokens: int32[total]. mask: bool or uint8[total], nonzero where trained on. starts, lengths: int64[n].
-    trained: int64[n], trained targets of each document (its first token is never a target).
-    origins: int64[n, 2] or None: index into `files`, and the line or row number in it.
-    """
-
-    tokens: np.ndarray
-    mask: np.ndarray
-    starts: np.ndarray
-    lengths: np.ndarray
-    trained: np.ndarray
-    origins: np.ndarray | None = None
-    files: tuple[str, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.starts)
-
-    @functools.cached_property
-    def tokens_crc32(self) -> int:
-        """Of the flat tokens, which a selection shares; read once, all of them."""
-        return zlib.crc32(np.ascontiguousarray(self.tokens))
-
-    @property
-    def identity(self) -> str:
-        """What tells these documents from those of another file."""
-        return f"{self.tokens_crc32:08x}"
-
-    def __getitem__(self, index: int) -> Document:
-        start, length = self.starts[index], self.lengths[index]
-        return Document(self.tokens[start : start + length], self.mask[start : start + length].astype(bool))
-
-    def source(self, index: int) -> str:
-        """Where a document came from, as `file:line`."""
-        if self.origins is None:
-            return f"document {index}"
-        file, line = self.origins[index]
-        return f"{self.files[file]}:{line}"
-
-    def select(self, indices: np.ndarray) -> Documents:
-        """The documents at `indices` (int[n]), in that order."""
-        return dataclasses.replace(
-            self,
-            starts=self.starts[indices],
-            lengths=self.lengths[indices],
-            trained=self.trained[indices],
-            origins=None if self.origins is None else self.origins[indices],
-        )
-
-    def write(self, start: int, count: int, batch: Batch, slot: int, at: int, segment: int) -> int:
-        """Writes tokens `start:start + count` into row `slot` of a numpy batch, as segment `segment` from slot `at` of
-        the row on; returns the place after them."""
-        end, tokens = at + count, self.tokens[start : start + count]
-        batch.tokens[slot, at:end] = tokens
-        batch.targets[slot, at : end - 1] = tokens[1:]
-        batch.weights[slot, at : end - 1] = self.mask[start + 1 : start + count] != 0
-        batch.segment_ids[slot, at:end] = segment
-        batch.positions[slot, at:end] = np.arange(count)
-        return end
-
-    def held_out(self, firsts: np.ndarray, eval_rows: int, what: str) -> tuple[np.ndarray, np.ndarray]:
-        """(rest, chosen): places in `firsts`, of which `eval_rows` are chosen by a hash of their documents' tokens.
-
-        Neither the order nor a seed plays a part, and equal documents never stand on both sides: those that would are
-        left out of the rest. firsts: int[n], a document of each row, or of what else `what` calls it in plural.
-        """
-        if not 0 < eval_rows < len(firsts):
-            raise ValueError(
-                f"data.eval_rows={eval_rows} must lie between 1 and {len(firsts) - 1}, one less than the {what}"
-            )
-        hashes = self._hashes(firsts)
-        chosen = np.sort(np.argsort(hashes, kind="stable")[:eval_rows])
-        rest = np.flatnonzero(~np.isin(hashes, hashes[chosen]))
-        if not rest.size:
-            raise ValueError(f"all training {what} equal {what} held out for evaluation; lower data.eval_rows")
-        return rest, chosen
-
-    def _hashes(self, indices: np.ndarray) -> np.ndarray:
-        """uint64[n]: a hash of the tokens of each of these documents."""
-        hashes = np.empty(len(indices), np.uint64)
-        for place, index in enumerate(indices.tolist()):
-            data = self.tokens[self.starts[index] : self.starts[index] + self.lengths[index]].tobytes()
-            hashes[place] = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
-        return hashes
-
-    def also_in(self, other: Documents) -> int:
-        """How many of the documents, which are not empty, stand in another set too, token for token."""
-        own, candidates = np.flatnonzero(self.lengths), np.flatnonzero(other.lengths)
-        for share in (0.5, 0.9, 0.99):  # a few tokens tell most documents apart, and cost far less than all
-            marks, theirs = self._marks(own, share), other._marks(candidates, share)
-            own, candidates = own[np.isin(marks, theirs)], candidates[np.isin(theirs, marks)]
-        return int(np.isin(self._hashes(own), other._hashes(candidates)).sum())
-
-    def _marks(self, indices: np.ndarray, share: float) -> np.ndarray:
-        """int64[n]: of each of these documents, its length and the token at a share of it."""
-        lengths = self.lengths[indices]
-        return lengths << 32 | self.tokens[self.starts[indices] + (share * lengths).astype(np.int64)]
-
-    @classmethod
-    def gather(cls, documents: Iterable[Document | Sequence[int]]) -> Documents:
-        """From `Document`s, or plain sequences of ints, of which every token is trained on."""
-        tokens, masks = [], []
-        for index, document in enumerate(documents):
-            if isinstance(document, Document):
-                ids, mask = np.asarray(document.tokens), np.asarray(document.mask).astype(bool)
-            else:
-                ids = np.asarray(document)
-                mask = np.ones(ids.shape, bool)
-            if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-                raise ValueError(f"document {index}: tokens must be integers [n], got {ids.dtype} {list(ids.shape)}")
-            if mask.shape != ids.shape:
-                raise ValueError(f"document {index}: {ids.size} tokens but a mask of shape {list(mask.shape)}")
-            tokens.append(ids.astype(np.int32))
-            masks.append(mask)
-        lengths = np.array([ids.size for ids in tokens], np.int64)
-        return cls(
-            tokens=np.concatenate(tokens) if tokens else np.zeros(0, np.int32),
-            mask=np.concatenate(masks) if masks else np.zeros(0, bool),
-            starts=np.cumsum(lengths) - lengths,
-            lengths=lengths,
-            trained=np.array([mask[1:].sum() for mask in masks], np.int64),
-        )
+    """No token of a set of rows can be trained on; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PackingReport:
-    """What packing did. Counts of documents, rows, tokens and slots (tokens and padding).
-
-    documents: given. rows: made. tokens: real tokens in the rows. slots: rows x length. trained_tokens: sum of
-    the weights. truncated: documents cut at `length`, `cut_tokens` the tokens that fell away with the cut.
-    split: documents laid out as several pieces, `untrained_pieces` those of them that were left out, because no token
-    of theirs is trained on. dropped: documents left out: empty ones, and those whose cuts took every token that was
-    trained on. max_documents: the most documents (or pieces) in any row.
-    """
+    """Counts of what packing did to a set of documents."""
 
     documents: int
+    """Documents given."""
     rows: int
+    """Rows made."""
     tokens: int
+    """Tokens in the rows, padding not counted."""
     slots: int
+    """Tokens and padding in the rows: rows x length."""
     trained_tokens: int
+    """Trained targets in the rows."""
     truncated: int
+    """Documents that were cut because they are longer than a row."""
     cut_tokens: int
+    """Tokens that were cut off these documents."""
     split: int
+    """Documents that were divided into several pieces."""
     dropped: int
+    """Documents left out: empty ones, and those that lost every trained token when they were cut."""
     max_documents: int
+    """The most documents (or pieces) in any row."""
     untrained_pieces: int = 0
+    """Pieces of split documents that were left out because none of their tokens is trained on."""
 
     @property
     def fill(self) -> float:
-        """Real tokens over slots, 0 to 1."""
+        """The share of slots that are not padding, 0 to 1."""
         return self.tokens / self.slots if self.slots else 0.0
 
     def __str__(self) -> str:
@@ -194,51 +63,56 @@ class PackingReport:
 
     @property
     def of_documents(self) -> str:
-        """In words, but for the rows, which are made anew for each step."""
+        """The counts in words, without those of rows and slots: for data.packing=step, where rows are packed again for
+        each step."""
         return self._text("", "")
 
     def _text(self, rows: str, slots: str) -> str:
+        """The counts in words; `rows` and `slots` are inserted after the counts of documents and of tokens."""
         text = f"{self.documents:,} documents{rows}, {self.tokens:,} tokens{slots}, {self.trained_tokens:,} trained"
         if self.truncated:
             text += f"; {self.truncated:,} documents truncated, {self.cut_tokens:,} tokens cut"
         if self.split:
             text += f"; {self.split:,} documents split"
         if self.untrained_pieces:
-            text += f", {self.untrained_pieces:,} of their pieces left out: no token of theirs is trained on"
+            text += f", {self.untrained_pieces:,} of their pieces left out because none of their tokens is trained on"
         return text
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Which pieces lie in which row. Row `r` holds the pieces `row_starts[r]:row_starts[r + 1]`, in order.
-
-    row_starts: int64[rows + 1]. document: int64[pieces], index of the document. offset, count: int64[pieces],
-    the tokens `offset:offset + count` of it.
-    """
+    """The assignment of pieces to rows. A piece is a run of tokens of one document, usually all of it."""
 
     length: int
+    """The number of tokens in a row."""
     row_starts: np.ndarray
+    """int64[rows + 1]: row r has the pieces `row_starts[r]:row_starts[r + 1]`, in order."""
     document: np.ndarray
+    """int64[pieces]: the index of the document of each piece."""
     offset: np.ndarray
+    """int64[pieces]: the index in its document of each piece's first token."""
     count: np.ndarray
+    """int64[pieces]: the number of tokens of each piece."""
 
     @property
     def rows(self) -> int:
+        """The number of rows."""
         return len(self.row_starts) - 1
 
     @property
     def max_documents(self) -> int:
+        """The most pieces in any row."""
         return int(np.diff(self.row_starts).max(initial=0))
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64[rows]: the tokens of each row."""
+        """int64[rows]: the number of tokens in each row, padding not counted."""
         ends = np.concatenate([[0], np.cumsum(self.count)])[self.row_starts]
         return np.diff(ends)
 
     @property
     def full(self) -> bool:
-        """Whether every row is one document, or a piece of one, without padding."""
+        """Whether every row is a single piece without padding."""
         return self.rows == len(self.count) and bool((self.count == self.length).all())
 
 
@@ -249,17 +123,26 @@ def plan_rows(
     overflow: Overflow = "truncate",
     packing: bool = True,
     name: Callable[[int], str] = "document {}".format,
-    teaches: Callable[[int, int, int], bool] | None = None,
-    most: int | None = None,
+    is_trained: Callable[[int, int, int], bool] | None = None,
+    max_documents: int | None = None,
 ) -> Plan:
-    """Plans rows of `length` slots for documents of `lengths` (int[n]); documents of length 0 get no place.
+    """Assigns documents to rows by best fit decreasing: longest first, each into the fullest row with enough room.
 
-    Best fit decreasing: longest first, each piece into the fullest row that still has room. Ties go by the
-    document's index, so the plan is deterministic; within a row, pieces stand in the order of their documents.
-    `packing=False` gives every piece a row of its own. Documents longer than a row are cut ("truncate"), laid
-    out as several pieces ("split"), or refused ("error"); `name` gives the name of a document in that message.
-    `teaches` (document, offset, count) says which pieces of split ones get a place; by default all do. `most` is the
-    largest number of pieces in a row; None sets no limit.
+    The plan is deterministic: equally long documents are taken in the order of their indices. Within a row, pieces are
+    in the order of their documents. Documents of length 0 are left out.
+
+    Args:
+        lengths: int[n], the number of tokens of each document.
+        length: the number of tokens in a row, at least 2.
+        overflow: documents longer than a row are cut ("truncate"), divided into pieces ("split"), or refused ("error").
+        packing: False gives every piece a row of its own.
+        name: gives the name of a document by its index, for the message that refuses it.
+        is_trained: takes (document, offset, count) of a piece of a split document, and says whether a token of it is
+            trained on; other pieces are left out. None keeps all pieces.
+        max_documents: the most pieces in a row; None sets no limit.
+
+    Raises:
+        ValueError: `length` or `overflow` is not allowed, or `overflow` is "error" and a document is too long.
     """
     if length < 2:
         raise ValueError(f"length must be at least 2 (one token and its target), got {length}")
@@ -267,12 +150,12 @@ def plan_rows(
         raise ValueError(f"overflow must be one of {', '.join(OVERFLOW_POLICIES)}, got {overflow!r}")
     lengths = np.asarray(lengths, np.int64)
     document, offset, count = _pieces(lengths, length, overflow, name)
-    if teaches is not None and overflow == "split":
+    if is_trained is not None and overflow == "split":
         pieces = np.stack([document, offset, count], 1)
-        idle = [i for i in np.flatnonzero(lengths[document] > length).tolist() if not teaches(*pieces[i].tolist())]
-        document, offset, count = np.delete(pieces, idle, 0).T
+        split = np.flatnonzero(lengths[document] > length).tolist()
+        document, offset, count = np.delete(pieces, [i for i in split if not is_trained(*pieces[i].tolist())], 0).T
     if packing:
-        row, rows = _best_fit_decreasing(count, length, most)
+        row, rows = _best_fit_decreasing(count, length, max_documents)
     else:
         row, rows = np.arange(len(count)), len(count)
     order = np.argsort(row, kind="stable")  # pieces are in document order already
@@ -284,7 +167,8 @@ def plan_rows(
 def _pieces(
     lengths: np.ndarray, length: int, overflow: Overflow, name: Callable[[int], str]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(document, offset, count) of every piece, in document order."""
+    """The (document, offset, count) arrays of `Plan`, int64[pieces], for every piece in the order of the documents.
+    name: see `plan_rows`. Raises ValueError if a document is too long and `overflow` is "error"."""
     if overflow == "error":
         too_long = np.flatnonzero(lengths > length)
         if too_long.size:
@@ -302,12 +186,17 @@ def _pieces(
     return document, np.zeros(len(document), np.int64), np.minimum(lengths[document], length)
 
 
-def _best_fit_decreasing(count: np.ndarray, length: int, most: int | None = None) -> tuple[np.ndarray, int]:
-    """The row of every piece (int64[pieces]) and the number of rows, each of `most` pieces at most.
+def _best_fit_decreasing(count: np.ndarray, length: int, max_pieces: int | None = None) -> tuple[np.ndarray, int]:
+    """The row of every piece (int64[pieces]), and the number of rows.
 
-    Open rows are kept in one stack per remaining capacity. A Python integer has a bit set for every capacity
-    with an open row, so the fullest row with room for `c` tokens is its lowest set bit at or above `c`: no
-    search over rows.
+    Rows that are not full are kept in one stack for each remaining capacity. A Python integer has a bit set for every
+    capacity with such a row, so the fullest row with room for `c` tokens is found as the lowest set bit at or above
+    `c`, without a search over rows.
+
+    Args:
+        count: int[pieces], the number of tokens of each piece, at most `length`.
+        length: the number of tokens in a row.
+        max_pieces: the most pieces in a row; None sets no limit.
     """
     order = np.argsort(-count, kind="stable")
     row_of = np.empty(len(count), np.int64)
@@ -330,21 +219,25 @@ def _best_fit_decreasing(count: np.ndarray, length: int, most: int | None = None
         row_of[piece] = row
         pieces_of[row] += 1
         left = capacity - needed
-        if left and pieces_of[row] != most:
+        if left and pieces_of[row] != max_pieces:
             open_rows[left].append(row)
             occupied |= 1 << left
     return row_of, rows
 
 
 class PackedRows:
-    """Rows of a plan, built from their documents when asked for. See `batches.Rows`.
+    """Packed rows of documents, which are built when they are written into a batch; see `batches.Rows`.
 
     Args:
-        documents: the documents; flat arrays, perhaps memory-mapped.
-        length: slots in a row.
+        documents: the documents.
+        length: the number of tokens in a row.
         overflow: what happens to documents longer than a row: "truncate", "split" or "error".
         packing: False gives every document a row of its own.
-        most: documents in a row at most, which `max_documents` then says whatever the rows have; None sets no limit.
+        max_documents: the most documents in a row. The attribute `max_documents` then has this value even if no row has
+            as many. None sets no limit, and the attribute is the most that any row has.
+
+    Raises:
+        ValueError: `overflow` is "error" and a document is too long, or an argument is not allowed.
     """
 
     def __init__(
@@ -354,7 +247,7 @@ class PackedRows:
         *,
         overflow: Overflow = "truncate",
         packing: bool = True,
-        most: int | None = None,
+        max_documents: int | None = None,
     ) -> None:
         lengths = np.asarray(documents.lengths)
         too_long = np.flatnonzero(lengths > length)
@@ -365,7 +258,7 @@ class PackedRows:
             for index in too_long.tolist():
                 kept = int(np.count_nonzero(documents[index].mask[1:length]))
                 if trained[index] and not kept:
-                    lengths[index] = 0  # nothing is left to learn from: it would cost a place and teach nothing
+                    lengths[index] = 0  # no trained token is left, so the document is dropped
                 else:
                     truncated += 1
                     cut_tokens += int(lengths[index]) - length
@@ -373,15 +266,21 @@ class PackedRows:
         self.documents = documents
         self.length = length
         self.plan = plan_rows(
-            lengths, length, overflow=overflow, packing=packing, name=documents.source, teaches=self._teaches, most=most
+            lengths,
+            length,
+            overflow=overflow,
+            packing=packing,
+            name=documents.source,
+            is_trained=self._is_trained,
+            max_documents=max_documents,
         )
         untrained_pieces = 0
         if overflow == "split":
             untrained_pieces = int((-(-lengths // length)).sum()) - len(self.plan.count)
-            # The first token of every later piece has nobody to predict it.
+            # The first token of every later piece is not a target, because no token of its row comes before it.
             for index in too_long.tolist():
                 trained[index] -= int(np.count_nonzero(documents[index].mask[length::length]))
-        self.max_documents = most or self.plan.max_documents
+        self.max_documents = max_documents or self.plan.max_documents
         self.full = self.plan.full
         self.report = PackingReport(
             documents=len(documents),
@@ -397,8 +296,9 @@ class PackedRows:
             untrained_pieces=untrained_pieces,
         )
 
-    def _teaches(self, document: int, offset: int, count: int) -> bool:
-        """Whether a piece of a split document has a target that is trained on, or none of the document has."""
+    def _is_trained(self, document: int, offset: int, count: int) -> bool:
+        """Whether a piece of a split document has a trained target. Also True for every piece of a document that has no
+        trained target at all."""
         documents = self.documents
         first = documents.starts[document] + offset
         return not documents.trained[document] or bool(documents.mask[first + 1 : first + count].any())
@@ -408,15 +308,15 @@ class PackedRows:
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64[rows]: the slots of each row that are not padding."""
+        """int64[rows]: the number of tokens in each row, padding not counted."""
         return self.plan.lengths
 
     def empty(self, rows: int, length: int | None = None, shared: int = 1) -> Batch:
-        """See `batches.Rows`."""
+        """A batch of padding, see `batches.Rows.empty`; `shared` changes nothing, as these rows have no `extra`."""
         return Batch.empty(rows, length or self.length)
 
     def fill(self, batch: Batch, slot: int, row: int, at: int = 0, place: int = 0) -> int:
-        """See `batches.Rows`."""
+        """Writes a row into a batch, see `batches.Rows.fill`; segment ids continue after those of `place` rows."""
         plan, documents = self.plan, self.documents
         pieces = range(plan.row_starts[row], plan.row_starts[row + 1])
         for segment, piece in enumerate(pieces, start=1 + place * self.max_documents):
@@ -431,7 +331,7 @@ class PackedRows:
         return [self.documents.source(int(index)) for index in plan.document[pieces]]
 
     def batch(self) -> Batch:
-        """Every row at once, in the order of the plan: numpy arrays `[rows, length]`."""
+        """All rows in one batch of numpy arrays `[rows, length]`, in the order of the plan."""
         batch = Batch.empty(len(self), self.length)
         for row in range(len(self)):
             self.fill(batch, row, row)
@@ -441,12 +341,12 @@ class PackedRows:
 def pack(
     documents: Iterable[Document | Sequence[int]], length: int, overflow: Overflow = "truncate", *, packing: bool = True
 ) -> tuple[Batch, PackingReport]:
-    """Packs documents into rows of `length` slots by best fit decreasing, deterministically.
+    """Packs documents into rows of `length` tokens by best fit decreasing; equal arguments give equal rows.
 
     Args:
         documents: `Document`s, or plain sequences of ints, of which every token is trained on.
-        length: slots in a row.
-        overflow: documents longer than a row are cut ("truncate"), laid out as several pieces ("split"), or
+        length: the number of tokens in a row.
+        overflow: documents longer than a row are cut ("truncate"), divided into several pieces ("split"), or
             refused ("error").
         packing: False gives every document a row of its own (padded mode).
 

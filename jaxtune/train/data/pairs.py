@@ -1,8 +1,8 @@
-"""Preference pairs packed into rows: two documents each, never apart.
+"""Packs preference pairs into rows. A pair has two documents, which are always in the same row.
 
-The documents of a set stand in pairs, the chosen answer after its prompt, then the rejected one. A pair is laid out as
-one piece, so its documents are neighbours in one row: segment 2 p + 1 of a row is the chosen document of its pair p,
-segment 2 p + 2 the rejected one.
+Documents 2i and 2i + 1 of a set are pair i: the prompt with the chosen answer, then the prompt with the rejected one. A
+pair is packed as one piece, so its documents are next to each other: in a row, segment 2p + 1 is the chosen document of
+the row's pair p, and segment 2p + 2 the rejected one.
 """
 
 from __future__ import annotations
@@ -14,24 +14,37 @@ import numpy as np
 
 from jaxtune.train.data import TokenDataset
 from jaxtune.train.data.batches import Batch
-from jaxtune.train.data.packing import Documents, NothingUsable, Overflow, PackingReport, plan_rows
+from jaxtune.train.data.documents import Documents
+from jaxtune.train.data.packing import NothingUsable, Overflow, PackingReport, plan_rows
 
-PAIRS = "pairs"  # of Batch.extra: float32[rows, most pairs of a row], 1 where there is a pair
-LABELS = "labels"  # of Batch.extra: float32[rows, most pairs], what is known of a pair
-REFERENCE = "reference"  # of Batch.extra: float32[rows, most pairs, 2], log-probabilities of a reference model
+# The names of the arrays that batches of pairs have in Batch.extra; P is the most pairs of a row.
+PAIRS = "pairs"  # float32[rows, P]: 1 where there is a pair
+LABELS = "labels"  # float32[rows, P]: a number that the objective gives each pair, such as its margin
+REFERENCE = "reference"  # float32[rows, P, 2]: log-probabilities of the two answers under the reference model
 
 
 class PackedPairs:
-    """Rows of pairs. See `batches.Rows`; arguments as of `packing.PackedRows`.
+    """Packed rows of preference pairs, see `batches.Rows`. The attribute `kept`, int64[pairs, 2], is the number of
+    tokens of each document after truncation, 0 for a pair that is left out.
 
-    A pair that is longer than a row is cut ("truncate"): its longer document is, down to the other's length, and then
-    both alike; or, `whole`, it is left out. A pair of which nothing is left to learn from in either document is left
-    out. width: slots of a row, where `length` bounds each document and not the pair: the documents are then cut one by
-    one.
+    With overflow="truncate", a pair that is longer than a row is cut: first its longer document, to the length of the
+    shorter one, then both equally. A pair is left out if one of its documents has no trained token then.
 
-    reference: float32[documents] or None, sums of log-probabilities that each pair's loss needs of another model;
-    NaN where they are yet to be computed, in place. labels: float32[pairs] or None. most: documents in a row at most,
-    for which shapes are made whatever the rows have.
+    Args:
+        documents: two documents for each pair.
+        length: the most tokens of a pair, or of each document if `width` is given; also the length of a row, unless
+            `width` is given.
+        overflow: what happens to longer pairs (or documents): "truncate" or "error".
+        packing: False gives every pair a row of its own.
+        reference: float32[documents] or None, the sum of the log-probabilities of each document's answer under the
+            reference model. NaN where it is not computed yet; it is filled in place later.
+        labels: float32[pairs] or None, the number in `LABELS` of each pair.
+        whole: leave out pairs that would have to be cut.
+        width: the number of tokens in a row, if `length` limits each document and not the pair.
+        max_documents: the most documents in a row, for which batches have room; None is the most of any row.
+
+    Raises:
+        ValueError: the number of documents is odd, `overflow` is "split", or it is "error" and a pair is too long.
     """
 
     def __init__(
@@ -45,7 +58,7 @@ class PackedPairs:
         labels: np.ndarray | None = None,
         whole: bool = False,
         width: int | None = None,
-        most: int | None = None,
+        max_documents: int | None = None,
     ):
         if len(documents) % 2:
             raise ValueError(f"there are {len(documents)} documents: pairs need two each")
@@ -56,7 +69,7 @@ class PackedPairs:
         lengths = np.asarray(documents.lengths).reshape(-1, 2)
         if overflow == "error":
             kept = lengths
-            if width is not None:  # refuses documents that are longer
+            if width is not None:  # raises for documents that are longer
                 plan_rows(lengths.reshape(-1), length, overflow="error", packing=False, name=documents.source)
         else:
             kept = _shortened(lengths, length) if width is None else np.minimum(lengths, length)
@@ -69,17 +82,17 @@ class PackedPairs:
         dropped = (trained == 0).any(1)
         kept, trained = np.where(dropped[:, None], 0, kept), np.where(dropped[:, None], 0, trained)
         self.kept = kept
-        most_pairs = None if most is None else most // 2
+        max_pairs = None if max_documents is None else max_documents // 2
         self.plan = plan_rows(
             kept.sum(1),
             self.length,
             overflow="error",
             packing=packing,
             name=lambda pair: documents.source(2 * pair),
-            most=most_pairs,
+            max_documents=max_pairs,
         )
-        self.most_pairs = most_pairs or self.plan.max_documents
-        self.max_documents = 2 * self.most_pairs
+        self.max_pairs = max_pairs or self.plan.max_documents
+        self.max_documents = 2 * self.max_pairs
         cut = (kept < lengths) & ~dropped[:, None]
         self.report = PackingReport(
             documents=len(documents),
@@ -99,12 +112,12 @@ class PackedPairs:
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64[rows]: the slots of each row that are not padding."""
+        """int64[rows]: the number of tokens in each row, padding not counted."""
         return self.plan.lengths
 
     def empty(self, rows: int, length: int | None = None, shared: int = 1) -> Batch:
-        """See `batches.Rows`."""
-        most = self.most_pairs * shared
+        """A batch of padding with the arrays of pairs in `extra`, see `batches.Rows.empty`."""
+        most = self.max_pairs * shared
         extra: dict[str, np.ndarray] = {PAIRS: np.zeros((rows, most), np.float32)}
         if self.labels is not None:
             extra[LABELS] = np.zeros((rows, most), np.float32)
@@ -113,8 +126,8 @@ class PackedPairs:
         return dataclasses.replace(Batch.empty(rows, length or self.length), extra=extra)
 
     def fill(self, batch: Batch, slot: int, row: int, at: int = 0, place: int = 0) -> int:
-        """See `batches.Rows`."""
-        documents, before = self.documents, place * self.most_pairs
+        """Writes the pairs of a row and their `extra` values into a batch, see `batches.Rows.fill`."""
+        documents, before = self.documents, place * self.max_pairs
         for place, pair in enumerate(self.pairs(row), start=before):
             batch.extra[PAIRS][slot, place] = 1.0
             if self.labels is not None:
@@ -131,30 +144,35 @@ class PackedPairs:
         return [self.documents.source(2 * pair) for pair in self.pairs(row)]
 
     def pairs(self, row: int) -> list[int]:
-        """The pairs of a row, in their order, by number."""
+        """The indices of the pairs of a row, in the order in which they are in it."""
         pieces = slice(self.plan.row_starts[row], self.plan.row_starts[row + 1])
         return [int(pair) for pair in self.plan.document[pieces]]
 
 
 def _shortened(lengths: np.ndarray, length: int) -> np.ndarray:
-    """int64[pairs, 2]: the lengths, of which none has a sum over `length`."""
-    shorter = np.minimum(lengths.min(1), length // 2)  # that much of the shorter one is always kept
+    """int64[pairs, 2]: the lengths of both documents of each pair after truncation, whose sum is at most `length`.
+    lengths: int64[pairs, 2], those before."""
+    shorter = np.minimum(lengths.min(1), length // 2)  # tokens of the shorter document that are always kept
     room = np.where(lengths.sum(1) > length, length - shorter, lengths.max(1))
     return np.minimum(lengths, room[:, None])
 
 
 @dataclasses.dataclass(frozen=True)
 class PairDataset(TokenDataset):
-    """Tokenised preferences; see TokenDataset. reference, labels, whole, width: as of PackedPairs."""
+    """Tokenised preferences; see TokenDataset. Its documents 2i and 2i + 1 are pair i."""
 
     reference: np.ndarray | None = None
+    """float32[documents]: log-probabilities under the reference model; see PackedPairs."""
     labels: np.ndarray | None = None
+    """float32[pairs]: a number for each pair; see PackedPairs."""
     whole: bool = False
+    """Whether pairs that would have to be cut are left out."""
     width: int | None = None
+    """The number of tokens in a row, if `length` limits each document and not the pair."""
 
     @functools.cached_property
     def rows(self) -> PackedPairs:  # type: ignore[override]
-        """The packed rows, planned when first asked for."""
+        """The packed rows of pairs; packing is planned on first access. Raises `NothingUsable` if no pair is left."""
         rows = PackedPairs(
             self.documents,
             self.length,
@@ -164,7 +182,7 @@ class PairDataset(TokenDataset):
             labels=self.labels,
             whole=self.whole,
             width=2 * self.length if self.packing == "step" else self.width,
-            most=self.most_documents,
+            max_documents=self.max_documents,
         )
         if not len(rows):
             raise NothingUsable(
@@ -180,11 +198,11 @@ class PairDataset(TokenDataset):
         return self if self.packing != "step" else dataclasses.replace(self, packing=True, width=slots)
 
     def split(self, eval_rows: int) -> tuple[PairDataset, PairDataset]:
-        """(train, eval), with `eval_rows` pairs for evaluation, told by their first documents; see
-        Documents.held_out."""
+        """Divides the pairs into (train, eval), with `eval_rows` pairs for evaluation. `Documents.held_out` chooses
+        them by the tokens of their first documents."""
         rest, chosen = self.documents.held_out(np.arange(0, len(self.documents), 2), eval_rows, "pairs")
 
-        def side(pairs: np.ndarray) -> PairDataset:
+        def of_pairs(pairs: np.ndarray) -> PairDataset:
             indices = np.stack([2 * pairs, 2 * pairs + 1], 1).reshape(-1)
             reference = None if self.reference is None else self.reference[indices]
             labels = None if self.labels is None else self.labels[pairs]
@@ -192,4 +210,4 @@ class PairDataset(TokenDataset):
                 self, documents=self.documents.select(indices), reference=reference, labels=labels
             )
 
-        return side(rest), side(chosen)
+        return of_pairs(rest), of_pairs(chosen)

@@ -1,4 +1,4 @@
-"""A packed row as a person sees it: what is trained on, what is only read, what is padding."""
+"""Shows a packed row as coloured text: which tokens are trained on, which are only context, and which are padding."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from jaxtune.train.data.batches import Batch
 if TYPE_CHECKING:
     from rich.text import Text
 
+# The rich styles of trained tokens, of tokens that are only context, of lines between documents, and of padding.
 TRAINED, READ, BOUNDARY, PADDING = "bold green", "default", "magenta", "dim"
 
 
-# Around trained tokens, where there are no colours.
+# The brackets around trained tokens if the output has no colours.
 MARKS = "\N{MATHEMATICAL LEFT WHITE SQUARE BRACKET}", "\N{MATHEMATICAL RIGHT WHITE SQUARE BRACKET}"
 
 
 def preview(batch: Batch, tokenizer: Any, row: int = 0, marks: bool = False) -> Text:
-    """A `rich.text.Text` of one row: trained tokens green, others plain, documents and padding marked.
+    """The decoded text of one row, as a `rich.text.Text`: trained tokens are green, other tokens plain, and lines show
+    where documents and padding begin.
 
-    A token is trained on when it is a target: its colour is the weight of the slot before it.
+    A token counts as trained if it is a target, so its colour comes from the weight of the slot before it.
 
     Args:
         batch: packed rows, `[rows, length]`.
-        tokenizer: the tokenizer of its tokens.
-        row: the row to show.
-        marks: trained tokens stand between brackets too, for where there are no colours.
+        tokenizer: the tokenizer that made its tokens.
+        row: the index of the row to show.
+        marks: whether trained tokens are also put in brackets (`MARKS`), for output without colours.
     """
     from rich.text import Text
 
@@ -40,7 +42,7 @@ def preview(batch: Batch, tokenizer: Any, row: int = 0, marks: bool = False) -> 
     text.append(f"row {row}: {int(real.sum())} tokens, {int(trained.sum())} trained ", BOUNDARY)
     text.append(f"{before}trained{after}", TRAINED)
     text.append(" / ").append("only read", READ)
-    # Runs of tokens of one document and one kind are decoded together: a character may span tokens.
+    # Consecutive tokens of one document and one kind are decoded in one call, because a character may span tokens.
     changes = np.flatnonzero((np.diff(segments) != 0) | (np.diff(trained.astype(int)) != 0)) + 1
     document = 0
     for start, end in zip([0, *changes], [*changes, len(tokens)], strict=True):

@@ -1,9 +1,9 @@
-"""Rows from wherever people have them: files, folders, Hugging Face datasets, lists of dicts.
+"""Opens and reads rows of files, folders, Hugging Face data sets and lists of dicts.
 
-Reading yields a `Row` with its place (file and line), so that every complaint can name it. A row that cannot
-be read is yielded too, with the reason; what becomes of it is the caller's policy. The readers are in `row_files.py`.
-One row can be no more than `MAX_ROW_SIZE`, and a compressed file can hold no more than `MAX_EXPANSION` times its own
-size: nobody's memory depends on what a file claims.
+Reading yields each row as a `Row` with its file and line, so that error messages can name it. A row that cannot be read
+is yielded with the reason, and the caller decides whether to stop or leave it out. The readers are in `row_files.py`. A
+row has at most `MAX_ROW_SIZE` bytes, and a compressed file may expand to at most `MAX_EXPANSION` times its size, so
+that a damaged or malicious file cannot exhaust the memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxtune.train.data.formats import FORMATS, RowError, detect_format
+from jaxtune.train.data.formats import FORMATS, detect_format
+from jaxtune.train.data.row_errors import RowError
 from jaxtune.train.data.row_files import (
     Row,
     is_array,
@@ -29,54 +30,59 @@ from jaxtune.train.data.row_files import (
     read_parquet,
 )
 
-SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
-_COMPRESSED = re.compile(r"\.(jsonl?|csv|parquet)\.(gz|bz2|xz|zst|zip)$", re.IGNORECASE)  # which reading refuses
-# What names of files and folders call the rows to train on, and those that are kept for later.
+SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")  # the kinds of files that can be read
+# Names of compressed data files. A folder with such a file is refused, instead of reading only the other files.
+_COMPRESSED = re.compile(r"\.(jsonl?|csv|parquet)\.(gz|bz2|xz|zst|zip)$", re.IGNORECASE)
+# Words in the names of files and folders that mark a training split, and those that mark a test or validation split.
 _SPLITS = ({"train", "training"}, {"test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation"})
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """One file or data set.
-
-    name: how it is called in messages. read: yields its rows in order, those whose number is above its argument, and
-    passes over the others as cheaply as their format allows. identity: a string that changes when its rows do; None
-    where there is none (lists in memory). count: about how many rows there are, for a progress bar. file: where it is
-    one. streams: whether reading keeps few rows in memory at a time. part: whether it is a part of a stream, which need
-    not be usable alone, and of which nothing is said.
-    """
+    """One file, data set or list that rows are read from."""
 
     name: str
+    """Its name in messages."""
     read: Callable[[int], Iterator[Row]]
+    """Yields in order the rows whose number is above the argument; 0 yields all. The others are skipped as cheaply as
+    the file format allows."""
     identity: Callable[[], str] | None = None
+    """Returns a string that changes when the rows change; None for a list in memory, which has no such string."""
     count: Callable[[], int] | None = None
+    """Returns roughly how many rows there are, for a progress bar; None if that is not known."""
     file: Path | None = None
+    """The file, if the source is one."""
     streams: bool = True
+    """Whether it can be read with only a few rows in memory at a time."""
     part: bool = False
+    """Whether it is a window of a stream: such rows need not be usable by themselves, and get no progress bar."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """Rows of a stream that are tokenised as one set. name: of the stream. part: see Source."""
+    """Consecutive rows of a stream that are tokenised as one set."""
 
     name: str
+    """The name of the stream."""
     rows: Sequence[Row]
+    """The rows."""
     part: bool = True
+    """See `Source.part`. False for the first window, which must be usable by itself."""
 
 
 def open_sources(source: Any, streaming: bool = False) -> list[Source]:
-    """Finds the data behind `source`, and reads nothing yet.
+    """Finds the files or data sets that `source` names. No rows are read.
 
     Args:
         source: a file (.jsonl, .json, .parquet, .csv), a folder of such files, a folder written by
-            `datasets.save_to_disk`, a data set's name (`name`, `name:config` or `name:config:split`; the split is
-            `train` unless said), a list of any of these, a `datasets.Dataset` or IterableDataset, a list of dicts, or
-            a Window.
-        streaming: a data set that is named is not downloaded but read as it is needed, and an IterableDataset gives one
-            source for each of its shards.
+            `datasets.save_to_disk`, the name of a data set (`name`, `name:config` or `name:config:split`; the split is
+            `train` if it is not given), a list of any of these, a `datasets.Dataset` or IterableDataset, a list of
+            dicts, or a Window.
+        streaming: whether a data set given by name is read over the network during the run instead of being downloaded.
+            A data set that streams gives one source for each of its shards.
 
     Raises:
-        ValueError: there is no such file or data set, or it is of no known kind.
+        ValueError: there is no such file or data set, or its kind is not known.
     """
     if isinstance(source, Window):
         files = itertools.groupby(source.rows, key=lambda row: row.file)
@@ -103,16 +109,16 @@ def open_sources(source: Any, streaming: bool = False) -> list[Source]:
 
 
 def read_rows(sources: Sequence[Source], format: str = "auto", max_rows: int | None = None) -> Iterator[Row]:
-    """The rows of all sources, in order.
+    """Yields the rows of all sources in order, each with its row format set.
 
     Args:
         sources: from `open_sources`.
-        format: a form of `formats.FORMATS`; "auto" decides for each source by the columns of the first row whose
-            columns it knows; the rows before that one are bad.
-        max_rows: stop after so many rows in all.
+        format: a row format of `formats.FORMATS`. With "auto", the first row of a source whose columns are known
+            decides for the whole source, and the rows before it are bad.
+        max_rows: the number of rows of all sources after which to stop; None reads all.
 
     Raises:
-        ValueError: an option is wrong, or a file cannot be read at all.
+        ValueError: an argument is wrong, or a file cannot be read at all.
     """
     if format not in FORMATS:
         raise ValueError(f"data.format must be one of {', '.join(FORMATS)}, got {format!r}")
@@ -123,10 +129,13 @@ def read_rows(sources: Sequence[Source], format: str = "auto", max_rows: int | N
 
 
 def _window_source(window: Window, rows: list[Row]) -> Source:
+    """The source of those rows of a window that come from one file."""
     return Source(window.name, lambda after: iter(rows), part=window.part)
 
 
 def _with_format(rows: Iterator[Row], format: str) -> Iterator[Row]:
+    """Yields the rows of one source with their row format set; see `read_rows`. A row whose columns fit no format
+    becomes a bad row."""
     for row in rows:
         if row.value is not None:
             try:
@@ -141,6 +150,8 @@ def _with_format(rows: Iterator[Row], format: str) -> Iterator[Row]:
 
 
 def _folder(folder: Path) -> list[Source]:
+    """The sources of all data files below a folder, in the order of their names. Hidden files and folders are ignored.
+    Raises ValueError if there is none, or if the names are those of both training and test splits."""
     files = sorted(
         file
         for file in folder.rglob("*")
@@ -161,6 +172,7 @@ def _folder(folder: Path) -> list[Source]:
 
 
 def _file_source(file: Path) -> Source:
+    """The source of one data file. Raises ValueError if files with its suffix cannot be read."""
     readers = {".jsonl": read_jsonl, ".json": read_json, ".parquet": read_parquet, ".csv": read_csv}
     reader = readers.get(file.suffix.lower())
     if reader is None:
@@ -177,29 +189,38 @@ def _file_source(file: Path) -> Source:
 
 
 def _file_identity(file: Path) -> str:
-    """Name and content: the name stands in every message about a row, so it belongs to what is cached."""
+    """A string that changes with a file's name or content. The name counts because the cache stores it for messages
+    about rows."""
     with open(file, "rb") as stream:
         return f"{file} {hashlib.file_digest(stream, 'blake2b').hexdigest()}"
 
 
 def _file_count(file: Path) -> int:
+    """The number of rows of a Parquet file, or of line breaks of another file: for a progress bar."""
     if file.suffix.lower() == ".parquet":
         import pyarrow.parquet as parquet
 
         try:
             return parquet.read_metadata(file).num_rows
-        except Exception:  # which reading it will tell
+        except Exception:  # reading the file will report the error
             return 0
     with open(file, "rb") as stream:
         return sum(block.count(b"\n") for block in iter(lambda: stream.read(1 << 20), b""))
 
 
 def _dataset_sources(dataset: Any, name: str, streaming: bool) -> list[Source]:
+    """The source of a `datasets` data set, or one for each of its shards if it streams.
+
+    Args:
+        dataset: a Dataset or IterableDataset.
+        name: its name in messages.
+        streaming: whether an IterableDataset is divided into its shards.
+    """
     shards = dataset.num_shards if streaming and not hasattr(dataset, "__len__") else 1
     if shards > 1:
         parts = (dataset.shard(num_shards=shards, index=index) for index in range(shards))
         return [one for index, part in enumerate(parts) for one in _dataset_sources(part, f"{name}[{index}]", False)]
-    # `datasets` keeps a fingerprint of everything that made a data set.
+    # A data set has a fingerprint, which `datasets` computes from everything that the rows were made with.
     fingerprint = getattr(dataset, "_fingerprint", None)
     source = Source(
         name,
@@ -211,10 +232,12 @@ def _dataset_sources(dataset: Any, name: str, streaming: bool) -> list[Source]:
 
 
 def _is_saved(folder: Path) -> bool:
+    """Whether a folder was written by `save_to_disk` of `datasets`."""
     return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
 
 
 def _load_from_disk(folder: Path) -> object:
+    """The data set in a folder that `save_to_disk` wrote, or its split `train`. Raises ValueError if it has none."""
     from datasets import DatasetDict, load_from_disk
 
     dataset = load_from_disk(str(folder))
@@ -228,11 +251,13 @@ def _load_from_disk(folder: Path) -> object:
 
 
 def _load_named(name: str, streaming: bool) -> Any:
+    """The data set `name`, `name:config` or `name:config:split`, from the hub or a local cache. Raises ValueError if it
+    cannot be loaded."""
     from datasets import load_dataset
 
     path, config, split = [*name.split(":"), "", ""][:3]
     try:
         return load_dataset(path, config or None, split=split or "train", streaming=streaming)
-    except Exception as error:  # the hub's client raises many kinds
+    except Exception as error:  # the client of the hub raises many kinds of errors
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ValueError(f"{name!r} is no file or folder, and as a data set it cannot be loaded: {reason}") from None

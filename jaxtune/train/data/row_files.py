@@ -1,7 +1,7 @@
-"""Readers of rows, one for each kind of file and for data sets in memory.
+"""Readers of rows: one for each kind of file, one for `datasets` and one for lists.
 
-Each yields the rows whose number is above `after`, in order, and passes over the others as cheaply as the format
-allows. A row that cannot be read is yielded too, with the reason.
+Each reader yields in order the rows whose number is above `after` and skips the others as cheaply as the file format
+allows. A row that cannot be read is yielded with the reason instead of its columns.
 """
 
 from __future__ import annotations
@@ -17,25 +17,27 @@ from typing import IO, Any
 
 from jaxtune.system.terminal import printable
 
-MAX_ROW_SIZE = 32 * 2**20  # bytes of a line, characters of a row: about eight million tokens
-MAX_DEPTH = 100  # objects and lists inside each other
-MAX_EXPANSION = 1000  # what rows may hold over what their Parquet file weighs
+MAX_ROW_SIZE = 32 * 2**20  # the most bytes of a line and characters of a row: about eight million tokens
+MAX_DEPTH = 100  # the most objects and lists inside each other
+MAX_EXPANSION = 1000  # the most characters of all rows of a Parquet file, as a multiple of its size in bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One row as read: `value` is its columns, or None with the reason in `error`.
-
-    number: the line in the file (JSONL, JSON, CSV) or the row (Parquet, datasets, lists), from 1.
-    format: the form of its file, a key of `formats.COLUMNS`. size: about how many characters it holds.
-    """
+    """One row as it was read."""
 
     file: str
+    """The file or data set that it comes from."""
     number: int
+    """Its line in the file (JSONL, JSON, CSV) or its row (Parquet, datasets, lists), from 1."""
     value: Mapping[str, Any] | None
+    """Its columns by name; None if it cannot be read."""
     format: str = ""
+    """Its row format, a key of `formats.COLUMNS`; "" until it is detected."""
     error: str = ""
+    """Why it cannot be read, if `value` is None."""
     size: int = 0
+    """Roughly how many characters it has."""
 
     @property
     def place(self) -> str:
@@ -44,6 +46,7 @@ class Row:
 
 
 def _object(file: str, number: int, value: object) -> Row:
+    """The row of a decoded value: a bad one if the value is not a mapping, is too large, or is nested too deeply."""
     if not isinstance(value, Mapping):
         return Row(file, number, None, error=f"not an object with columns but {type(value).__name__}")
     size, error = _measure(value)
@@ -51,23 +54,30 @@ def _object(file: str, number: int, value: object) -> Row:
 
 
 def _table_row(file: str, number: int, value: Mapping[str, Any]) -> Row:
-    """A row of a table, in which objects of one column have all of its keys: None where they had none, as the arguments
-    of calls of different tools and the parameters of their schemas. What no object said is not rendered, as in TRL."""
+    """The row of a table (Parquet, datasets), without the keys of nested objects whose value is None.
+
+    In a table, all objects of a column have the same keys: an object has None for keys that only other objects have,
+    such as arguments of calls of other tools. As in TRL, these keys are not rendered.
+    """
     row = _object(file, number, value)
     if row.value is None:
         return row
-    return dataclasses.replace(row, value={name: _said(cell) for name, cell in row.value.items()})
+    return dataclasses.replace(row, value={name: _without_none(cell) for name, cell in row.value.items()})
 
 
-def _said(value: object) -> object:
+def _without_none(value: object) -> object:
+    """A nested value without the keys of mappings whose value is None."""
     if isinstance(value, Mapping):
-        return {key: _said(part) for key, part in value.items() if part is not None}
-    return [_said(part) for part in value] if isinstance(value, list | tuple) else value
+        return {key: _without_none(part) for key, part in value.items() if part is not None}
+    return [_without_none(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def _measure(value: Any) -> tuple[int, str]:
-    """(about how many characters, what is too much of a row or ""). Level by level: no stack of ours overflows, and
-    a list that holds itself is only too deep."""
+    """(roughly how many characters a row has, why it is too large or "").
+
+    The value is walked level by level and not recursively, so that deep nesting cannot overflow the stack, and a list
+    that contains itself is refused as nested too deeply.
+    """
     size, level = 0, [value]
     for _ in range(MAX_DEPTH):
         inner: dict[int, Any] = {}
@@ -87,10 +97,12 @@ def _measure(value: Any) -> tuple[int, str]:
 
 
 def _too_long(unit: str) -> str:
+    """The reason why a row is too large, in bytes or characters (`unit`)."""
     return f"more than {MAX_ROW_SIZE:,} {unit}, the most that one row may have; divide it into several rows"
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The dict of a JSON object's pairs. Raises ValueError if a key occurs twice, where json keeps only the last."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -98,10 +110,11 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-_JSON = json.JSONDecoder(object_pairs_hook=_once)
+_JSON = json.JSONDecoder(object_pairs_hook=_unique_keys)
 
 
 def read_jsonl(file: Path, after: int) -> Iterator[Row]:
+    """Yields the rows of a file with one JSON object a line, see the module; empty lines are skipped."""
     with open(file, "rb") as stream:
         for number, line in enumerate(_lines(stream), start=1):
             if number <= after:
@@ -109,7 +122,7 @@ def read_jsonl(file: Path, after: int) -> Iterator[Row]:
             if line is None:
                 yield Row(str(file), number, None, error=_too_long("bytes"))
                 continue
-            line = line.removeprefix(b"\xef\xbb\xbf")  # of files that were joined, in the middle too
+            line = line.removeprefix(b"\xef\xbb\xbf")  # a byte-order mark, on any line, as concatenated files have it
             if not line.strip():
                 continue
             try:
@@ -123,24 +136,26 @@ def read_jsonl(file: Path, after: int) -> Iterator[Row]:
 
 
 def _lines[AnyStr: (bytes, str)](stream: IO[AnyStr]) -> Iterator[AnyStr | None]:
-    """The lines of a file; None for one that is longer than `MAX_ROW_SIZE`, of which no more is ever held."""
+    """Yields the lines of a file, or None for a line longer than `MAX_ROW_SIZE`, which is never in memory as a
+    whole."""
     while line := stream.readline(MAX_ROW_SIZE + 1):
         if len(line) <= MAX_ROW_SIZE:
             yield line
             continue
-        while len(line) > MAX_ROW_SIZE:  # what readline stopped in the middle of
+        while len(line) > MAX_ROW_SIZE:  # skip the rest of the line
             line = stream.readline(MAX_ROW_SIZE + 1)
         yield None
 
 
 def is_array(file: Path) -> bool:
+    """Whether a .json file is one array of objects, and not one object a line."""
     with open(file, "rb") as stream:
         return stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
 
 
 def read_json(file: Path, after: int) -> Iterator[Row]:
-    """A JSON array of objects, which is read whole and from its beginning, or lines of objects under the suffix
-    .json."""
+    """Yields the rows of a .json file: an array of objects, which is read into memory as a whole and always from its
+    beginning (`after` is ignored), or one object a line."""
     if not is_array(file):
         yield from read_jsonl(file, after)
         return
@@ -171,18 +186,23 @@ def read_json(file: Path, after: int) -> Iterator[Row]:
 
 
 def read_csv(file: Path, after: int) -> Iterator[Row]:
+    """Yields the rows of a CSV file with a header, see the module. Raises ValueError if the header names a column
+    twice."""
     return (row for row in _csv_rows(file) if row.number > after)
 
 
 def _csv_rows(file: Path) -> Iterator[Row]:
+    """Yields all rows of a CSV file; see `read_csv`."""
+
     def lines(stream: IO[str]) -> Generator[str]:
         for line in _lines(stream):
             if line is None:
                 raise csv.Error(_too_long("characters"))
             yield line
 
-    csv.field_size_limit(max(csv.field_size_limit(), MAX_ROW_SIZE))  # of the module; its own is 131,072 characters
-    # Bytes that are not UTF-8 become lone surrogates, so that only their row is lost.
+    # The limit is for all readers of this process; its default is 131,072 characters.
+    csv.field_size_limit(max(csv.field_size_limit(), MAX_ROW_SIZE))
+    # Bytes that are not UTF-8 become lone surrogates, so that only the row that has them is bad.
     with open(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
         source = lines(stream)
         reader = csv.reader(source, strict=True)
@@ -196,7 +216,7 @@ def _csv_rows(file: Path) -> Iterator[Row]:
                 return
             except csv.Error as error:
                 yield Row(str(file), number, None, error=f"bad CSV: {error}")
-                if inspect.getgeneratorstate(source) == inspect.GEN_CLOSED:  # go on after a line that is too long
+                if inspect.getgeneratorstate(source) == inspect.GEN_CLOSED:  # continue after a line that is too long
                     before, source = number, lines(stream)
                     reader = csv.reader(source, strict=True)
                 continue
@@ -215,31 +235,34 @@ def _csv_rows(file: Path) -> Iterator[Row]:
 
 
 def read_parquet(file: Path, after: int) -> Iterator[Row]:
+    """Yields the rows of a Parquet file, see the module. Raises ValueError if the file is damaged, or would expand to
+    more than `MAX_EXPANSION` times its size."""
     import pyarrow.parquet as parquet
 
     weight = file.stat().st_size
     allowed = max(MAX_ROW_SIZE, MAX_EXPANSION * weight)
     refusal = ValueError(
-        f"{file}: its {weight:,} bytes hold rows of more than {allowed:,}; a file that expands so far is not read. If "
-        "its rows are truly so much alike, write them as JSONL"
+        f"{file}: its {weight:,} bytes expand to rows of more than {allowed:,}, which is not read. If its rows are "
+        "truly that repetitive, write them as JSONL"
     )
     number = read = 0
     try:
         metadata = parquet.read_metadata(file)
         groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
         chunks = [group.column(index) for group in groups for index in range(group.num_columns)]
-        # Run lengths can claim a thousand million values in a few bytes; each takes a pointer or a number in memory.
+        # Run-length encoding can declare a billion values in a few bytes; each takes a pointer or a number in memory.
         if sum(max(chunk.total_uncompressed_size, 8 * chunk.num_values) for chunk in chunks) > allowed:
             raise refusal
         texts = list({chunk.path_in_schema for chunk in chunks if chunk.physical_type == "BYTE_ARRAY"})
-        # As dictionaries, texts that many rows share are in memory once; each row is made by itself.
+        # Read as dictionaries, a text that many rows share is in memory once; rows are converted one at a time.
         with parquet.ParquetFile(file, read_dictionary=texts, page_checksum_verification=True) as table:
             for index, group in enumerate(groups):
                 until = number + group.num_rows
                 if until <= after:
                     number = until
                     continue
-                # One group of rows after the other: of texts in lists, Arrow cannot join the dictionaries of two.
+                # Row groups are read one by one, because Arrow cannot join the dictionaries of two groups for texts in
+                # lists.
                 for batch in table.iter_batches(batch_size=1024, row_groups=[index]):
                     for place in range(batch.num_rows):
                         number += 1
@@ -252,7 +275,7 @@ def read_parquet(file: Path, after: int) -> Iterator[Row]:
                         yield row
                 if number != until:
                     raise ValueError(f"its group {index} of rows ends {until - number} rows early")
-    except Exception as error:  # of many kinds, where a bit of the file is another
+    except Exception as error:  # a damaged file can raise many kinds of errors
         if error is refusal:
             raise
         where = f" after row {number:,}" if number else ""
@@ -261,24 +284,28 @@ def read_parquet(file: Path, after: int) -> Iterator[Row]:
 
 
 def _parquet_row(file: Path, number: int, batch: Any, place: int) -> Row:
+    """Row `place` of a pyarrow RecordBatch, as row `number` of a file."""
     try:
         return _table_row(str(file), number, {name: batch[name][place].as_py() for name in batch.schema.names})
-    except (ValueError, OverflowError) as error:  # not UTF-8, or a date that Python does not know
+    except (ValueError, OverflowError) as error:  # text that is not UTF-8, or a date that Python cannot represent
         return Row(str(file), number, None, error=f"cannot be read: {error}")
 
 
 def read_list(values: Sequence[object], after: int) -> Iterator[Row]:
+    """Yields the rows of a list of dicts, see the module; their file is called "rows"."""
     return (_object("rows", number, value) for number, value in enumerate(values[after:], start=after + 1))
 
 
 def read_dataset(dataset: Any, name: str, after: int) -> Iterator[Row]:
+    """Yields the rows of a `datasets` data set, see the module. name: its name in messages. Raises ValueError if a row
+    cannot be decoded, since the iterator cannot continue after that."""
     rows = iter(dataset.skip(after) if after else dataset)
     for number in itertools.count(after + 1):
         try:
             value = next(rows)
         except StopIteration:
             return
-        except Exception as error:  # each kind of column has a decoder of its own, with errors of its own
+        except Exception as error:  # the decoder of each kind of column raises errors of its own
             raise ValueError(
                 f"{name}: row {number} cannot be read: {type(error).__name__}: {printable(error)}"
             ) from error

@@ -1,4 +1,5 @@
-"""Spans of text within a row: those that are never trained on, and those that only a template should write."""
+"""Parts of a row's text that need care: spans that are not trained on (data.mask_spans), special tokens and markers in
+the text itself, and answers that the row says are not to be trained on."""
 
 from __future__ import annotations
 
@@ -8,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from jaxtune.train.data.formats import RowError
 from jaxtune.train.data.markers import special_ids
+from jaxtune.train.data.row_errors import RowError
 from jaxtune.train.data.tokenizing import Tokens
 
 
 def special_texts(tokenizer: Any, markers: Sequence[str | None] = ()) -> re.Pattern[str] | None:
-    """A pattern of what makes a turn when it stands in a row's own text: the special tokens, and the marker strings
-    (without the white space around them). None where there is nothing of the kind."""
+    """A pattern that matches the texts that only a template should write, because they open or end turns: the special
+    tokens of a tokenizer, and the given marker strings without white space around them. None if there are none."""
     found = {str(tokenizer.convert_ids_to_tokens(index)) for index in special_ids(tokenizer)}
     found |= {marker.strip() for marker in markers if marker is not None}
     longest_first = sorted(filter(None, found), key=lambda text: (-len(text), text))
@@ -23,11 +24,16 @@ def special_texts(tokenizer: Any, markers: Sequence[str | None] = ()) -> re.Patt
 
 
 def refuse_left_out(turns: Sequence[Mapping[str, Any]], last_only: bool) -> None:
-    """Raises RowError where one of the answers in `turns`, or the last of them, is to be trained on, and the row itself
-    says that it is not to be."""
+    """Raises `RowError` if an answer that would be trained on has a false `weight`, `train` or `training` key, with
+    which data sets of OpenAI's and Axolotl's form exclude single answers. Answers cannot be excluded one by one here.
+
+    Args:
+        turns: the messages whose answers are trained on.
+        last_only: whether only the last answer is trained on.
+    """
     answers = [turn for turn in turns if turn["role"] == "assistant"]
     for answer in answers[-1 if last_only else 0 :]:
-        for key in ("weight", "train", "training"):  # OpenAI's, Axolotl's
+        for key in ("weight", "train", "training"):  # OpenAI's key, and Axolotl's
             if key in answer and not answer[key]:
                 raise RowError(
                     f"an answer has {key} = {answer[key]!r}: single answers of a conversation cannot be left out; give "
@@ -39,15 +45,18 @@ def refuse_left_out(turns: Sequence[Mapping[str, Any]], last_only: bool) -> None
 def masked_spans(
     text: str, tokens: Tokens, responses: Sequence[tuple[int, int]], pairs: Sequence[tuple[str, str]]
 ) -> np.ndarray:
-    """int64[n]: the indices of the tokens of responses that have a part in a span, its opening and closing included.
+    """The indices of the tokens that data.mask_spans excludes from training: int64[n], in ascending order.
 
-    A span begins and ends within one response. It also begins where the prompt ends with the opening, as templates
-    do that ask for a thought; one that is not closed reaches to the end of its response.
+    A span goes from an opening to the next closing, both included, within one response. If the prompt ends with the
+    opening, as with templates that ask for a thought, the response begins within a span. A span without a closing
+    reaches to the end of its response. A token is excluded if any character of it is in a span.
 
     Args:
-        text: of the row. tokens: its tokens.
-        responses: (first, last) into the tokens, perhaps one beyond them for an EOS that the text does not have.
-        pairs: (opening, closing).
+        text: the text of the row.
+        tokens: the tokens of that text.
+        responses: the (start, end) token ranges of its responses. An end may be one beyond the tokens, for an EOS that
+            was appended.
+        pairs: the (opening, closing) texts.
     """
     found = [np.zeros(0, np.int64)]
     if not pairs:
@@ -65,7 +74,8 @@ def masked_spans(
 
 
 def _spans(text: str, low: int, high: int, opening: str, closing: str) -> Iterator[tuple[int, int]]:
-    # The prompt's last white space is not the opening's: "<think>\n" stands before a response that is a thought.
+    """Yields the (start, end) character ranges of the spans of the response `text[low:high]`."""
+    # White space at the end of the prompt is not part of the opening: "<think>\n" comes before a thought.
     before = text[max(low - len(opening) - 16, 0) : low].rstrip()
     at = low if before.endswith(opening) else text.find(opening, low, high)
     while at >= 0:

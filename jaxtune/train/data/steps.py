@@ -1,9 +1,9 @@
-"""Steps of so many documents: `data.packing: step`.
+"""Steps that train on a fixed number of documents: `data.packing: step`.
 
-A step trains on rows_per_step documents (or pairs), in an order that does not know how long they are, as trainers that
-pad do; but its documents share rows, so that little of a step is padding. How many rows that takes differs from step to
-step. So all steps of a run are laid out before it begins, from lengths alone, and each has the rows of the one that
-needs most: the shape never changes.
+A step trains on `rows_per_step` documents (or pairs) in an order that does not depend on their lengths, as in trainers
+that pad every document. But the documents of a step are packed into common rows, so that little of it is padding. The
+number of rows that this needs differs from step to step. Therefore all steps of a run are packed before it begins, from
+lengths alone, and every batch gets as many rows as the largest step needs: the shape never changes.
 """
 
 from __future__ import annotations
@@ -22,21 +22,23 @@ if TYPE_CHECKING:
     from jaxtune.train.config import TrainConfig
     from jaxtune.train.data import TokenDataset
 
-_WIDTH = 64  # rows have a multiple of so many slots
+_WIDTH = 64  # the length of rows is a multiple of this number of tokens
 
 
 class StepBatches(Batches):
-    """As Batches, whose `rows` are one document or pair each, of which every step takes `per_step`; they are laid out
-    anew in batches of `rows_per_step` rows of `length` slots.
+    """The source of batches whose steps each train on `per_step` documents (or pairs), packed for each step.
+
+    A batch has `rows_per_step` rows of `length` tokens; both are the same for all steps.
 
     Args:
-        rows: of one document or pair each, without packing; `lengths` says how many slots each fills.
-        per_step: documents or pairs of a step.
-        steps: of the run: those that are laid out.
-        length: slots in a row, at least the longest document or pair.
-        parts: micro-batches that the documents of a step are divided into, in their order, before they are laid out;
-            None: all of a step may share rows.
-        multiple: of which the number of rows in a part is one, for as many devices.
+        rows: rows of one document or pair each, without packing.
+        per_step: the number of documents or pairs of a step.
+        steps: the number of steps of the run, which are all packed in advance to find the number of rows.
+        length: the number of tokens in a row, at least that of the longest document or pair.
+        parts: the number of micro-batches. The documents of a step are divided among them in their order, and documents
+            of different parts do not share rows. None is one part.
+        multiple: the number of rows in a part is a multiple of this, the number of devices that share the rows.
+        seed, order: see Batches.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class StepBatches(Batches):
         self._plan: tuple[int, np.ndarray] | None = None
         most, shared = 0, 0
         for epoch in range(-(-steps // self.steps_per_epoch)):
-            made = self._laid_out(epoch)[: steps - epoch * self.steps_per_epoch]
+            made = self._pack_epoch(epoch)[: steps - epoch * self.steps_per_epoch]
             most = max(most, int(made.max()) + 1)
             shared = max(shared, _most_equal(made))
             if order == "given":
@@ -103,20 +105,26 @@ class StepBatches(Batches):
         ]
 
     def _epoch_plan(self, epoch: int) -> np.ndarray:
+        """What `_pack_epoch` returns for an epoch; the one computed last is kept."""
         epoch = 0 if self.order == "given" else epoch
         known = self._plan  # read once, as in Batches._epoch
         if known is None or known[0] != epoch:
-            known = self._plan = (epoch, self._laid_out(epoch))
+            known = self._plan = (epoch, self._pack_epoch(epoch))
         return known[1]
 
-    def _laid_out(self, epoch: int) -> np.ndarray:
-        """int[steps of the epoch, parts, documents of a part]: the row of its part that each document lies in, -1 where
-        there is none. First fit, the longest first."""
+    def _pack_epoch(self, epoch: int) -> np.ndarray:
+        """Packs all steps of an epoch by first fit, the longest document first.
+
+        Returns:
+            int64[steps of the epoch, parts, documents of a part]: the index, within its part, of the row that each
+            document is in; -1 for a document that is empty or that the last step does not have.
+        """
         lengths = np.zeros(self.steps_per_epoch * self._taken, np.int64)
         lengths[: len(self.rows)] = self.rows.lengths[self._epoch(epoch)]
         groups = lengths.reshape(-1, self._taken // self._parts)
         order = np.argsort(-groups, axis=1, kind="stable")
-        most = min(groups.shape[1], 2 * int(groups.sum(1).max()) // self._length + 1)  # no two rows are half empty
+        # First fit leaves at most one row less than half full, which limits the number of rows.
+        most = min(groups.shape[1], 2 * int(groups.sum(1).max()) // self._length + 1)
         room = np.full((len(groups), most), self._length)
         found, every = np.empty_like(groups), np.arange(len(groups))
         for place in order.T:
@@ -128,7 +136,8 @@ class StepBatches(Batches):
 
 
 def _most_equal(rows: np.ndarray) -> int:
-    """The most documents that share a row: the largest number of equal values, not negative, along the last axis."""
+    """The largest number of equal values along the last axis, negative ones not counted: of the rows of `_pack_epoch`,
+    the most documents that share a row."""
     ordered = np.sort(rows, axis=-1)
     most = 1
     while most < rows.shape[-1]:
@@ -139,10 +148,16 @@ def _most_equal(rows: np.ndarray) -> int:
     return most
 
 
-def laid_out(
+def pack_steps(
     train: TokenDataset, held_out: TokenDataset | None, config: TrainConfig, steps: int
 ) -> tuple[StepBatches, TokenDataset | None]:
-    """(the batches of a run of so many steps, its evaluation rows in rows of the same length)."""
+    """The batches of a run of `steps` steps, and the held-out rows packed into rows of the same length.
+
+    Args:
+        train, held_out: data sets with packing="step"; held_out is None if the run evaluates nothing.
+        config: of the run; rows_per_step, micro_batches, seed and mesh are read.
+        steps: the number of steps of the run.
+    """
     needed = max(int(data.rows.lengths.max()) for data in (train, held_out) if data is not None)
     length = min(train.longest, -(-needed // _WIDTH) * _WIDTH)
     batches = StepBatches(
@@ -159,8 +174,8 @@ def laid_out(
 
 
 def _devices(config: TrainConfig) -> int:
-    """How many devices may share the rows of a step."""
+    """The number of devices that the rows of a step are divided among: of the configured mesh, or all devices."""
     if config.mesh is not None:
         return math.prod(partition.mesh_shape(config.mesh.data, config.mesh.fsdp))
-    several = jax.default_backend() != "cpu" or processes.count() > 1  # CPUs of one process are one device
+    several = jax.default_backend() != "cpu" or processes.count() > 1  # a single process uses one CPU device
     return jax.device_count() if several else 1

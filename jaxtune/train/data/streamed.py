@@ -1,12 +1,12 @@
-"""Rows that are read during the run: of files that are too large to be tokenised before it, or of data sets that come
-over a network.
+"""Streams: rows that are read during the run, from files too large to be tokenised before it or from data sets that
+come over a network.
 
-A stream is a list of shards (`reading.Source`), which are divided among the lanes: each has whole shards of its own,
-and of shards that are left over it takes every `lanes`-th row. A lane reads its shards in an order of its epoch, a
-window of rows at a time. A window is tokenised and packed as a small data set is, and its packed rows are given in an
-order drawn by its number, while a thread makes the next window. So only two windows are in memory, and a checkpoint
-records only where the window in use begins and how many of its rows were given. A resumed run reads that window again
-and continues with the same row.
+A stream is a list of shards (`reading.Source`), which are divided among the lanes: each lane has the same number of
+whole shards of its own, and takes every `lanes`-th row of the shards that remain. A lane reads its shards in an order
+drawn for the epoch, one window of rows at a time. A window is tokenised and packed like a small data set, and its
+packed rows are used in an order drawn for the window, while a thread makes the next window. So only two windows are in
+memory. A checkpoint records where the current window begins and how many of its rows were used; a resumed run reads
+that window again and continues with the same row.
 """
 
 from __future__ import annotations
@@ -31,47 +31,54 @@ from jaxtune.train.data.row_files import Row
 if TYPE_CHECKING:
     from jaxtune.train.data import TokenDataset
 
-WINDOW_CHARACTERS = 64 * 2**20  # a window of long rows ends before it has as many rows as it may
-MOST_NAMED_SHARDS = 1_000  # of which a checkpoint keeps a fingerprint each; more have one of all
-_LEAST_DOCUMENTS = 8  # that a packed row may have, whatever the first window had
-_SAMPLES, _SAMPLE_BYTES = 16, 4_096  # of a file, by which a change is noticed
+WINDOW_CHARACTERS = 64 * 2**20  # a window ends when it has this many characters, even with fewer than buffer_size rows
+MOST_NAMED_SHARDS = 1_000  # up to this number, checkpoints have a fingerprint of each shard; above it, one of all
+_LEAST_DOCUMENTS = 8  # batches have room for at least this many documents in a packed row
+_SAMPLES, _SAMPLE_BYTES = 16, 4_096  # how many pieces of a file its fingerprint reads, and the bytes of each
 
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """A place in the rows of a lane: the rows of `epoch` after row number `row` of the shard that is number `shard` in
-    the order of the epoch."""
+    """A position between two rows of a lane."""
 
     epoch: int = 0
+    """The number of the epoch, from 0."""
     shard: int = 0
+    """The index of the shard in the order of that epoch."""
     row: int = 0
+    """The number of the last row of that shard before the position; 0 is the beginning of the shard."""
 
 
 @dataclasses.dataclass(frozen=True)
-class _Tokenised:
-    """A window: where it begins and ends, its number, and its packed rows in the order in which they are given."""
+class _TokenisedWindow:
+    """A window of rows, tokenised and packed."""
 
     begin: _Place
+    """The position before its first row."""
     end: _Place
+    """The position after its last row."""
     number: int
+    """The number of the window in its lane, from 0."""
     rows: Rows
+    """Its packed rows."""
     order: np.ndarray
+    """int64[n]: the order in which the packed rows are used."""
 
 
 class StreamedRows:
     """A stream as a set of rows; see `feeds.RowSet`.
 
-    Args:
-        name: of the stream, for messages.
-        sources: its shards, from `reading.open_sources`.
-        prepare: makes a data set of a Window.
-        buffer_size: rows of a window.
+    The constructor reads and tokenises a first window, with the shards in the order given. It shows whether the rows
+    can be used, and how many documents fit into a packed row.
 
-    The first window is made at once, of the shards as they come: it shows whether the rows can be used, and how many
-    documents share a row.
+    Args:
+        name: the name of the stream in messages.
+        sources: its shards, from `reading.open_sources`.
+        prepare: tokenises a Window into a data set.
+        buffer_size: the number of rows of a window.
 
     Raises:
-        ValueError: the rows cannot be used, or one of the shards cannot be read a part at a time.
+        ValueError: the rows cannot be used, or a shard can be read only as a whole (a JSON array).
     """
 
     def __init__(
@@ -89,7 +96,7 @@ class StreamedRows:
                 )
         self.name, self.sources, self._prepare = name, tuple(sources), prepare
         self.buffer_size = buffer_size
-        self._marks = {source.name: _mark(source.file) for source in sources if source.file is not None}
+        self._fingerprints = {s.name: _file_fingerprint(s.file) for s in sources if s.file is not None}
         self._counts = {"rows": 0, "bad": 0}
         self._news: list[str] = []
         self._lock = threading.Lock()
@@ -101,7 +108,7 @@ class StreamedRows:
                 break
         self.first = prepare(Window(name, rows, part=False))
         per_row = self.first.rows.max_documents
-        self._most = per_row if self.first.packing is not True else max(2 * per_row, _LEAST_DOCUMENTS)
+        self._max_documents = per_row if self.first.packing is not True else max(2 * per_row, _LEAST_DOCUMENTS)
         self._first_rows = len(rows)
 
     @property
@@ -110,11 +117,11 @@ class StreamedRows:
 
     @property
     def max_documents(self) -> int:
-        return self._most
+        return self._max_documents
 
-    def with_most(self, documents: int) -> StreamedRows:
-        self._most = documents
-        self.first = self.first.with_most(documents)
+    def with_max_documents(self, documents: int) -> StreamedRows:
+        self._max_documents = documents
+        self.first = self.first.with_max_documents(documents)
         return self
 
     def empty(self, rows: int) -> Batch:
@@ -128,12 +135,12 @@ class StreamedRows:
             "buffer_size": self.buffer_size,
             "first_tokens_crc32": self.first.documents.tokens_crc32,
         }
-        root = os.path.commonpath([os.path.dirname(name) for name in self._marks]) if self._marks else ""
-        marks: dict[str, Json] = {os.path.relpath(name, root): mark for name, mark in self._marks.items()}
-        if len(marks) > MOST_NAMED_SHARDS:
-            text = "\n".join(f"{name} {mark}" for name, mark in marks.items())
+        root = os.path.commonpath([os.path.dirname(name) for name in self._fingerprints]) if self._fingerprints else ""
+        shards: dict[str, Json] = {os.path.relpath(name, root): mark for name, mark in self._fingerprints.items()}
+        if len(shards) > MOST_NAMED_SHARDS:
+            text = "\n".join(f"{name} {fingerprint}" for name, fingerprint in shards.items())
             return {**known, "shards": len(self.sources), "shards_digest": _digest(text.encode())}
-        return {**known, "shards": marks or len(self.sources)}
+        return {**known, "shards": shards or len(self.sources)}
 
     def described(self) -> str:
         shards = "1 shard" if len(self.sources) == 1 else f"{len(self.sources):,} shards"
@@ -147,17 +154,17 @@ class StreamedRows:
             news, self._news = self._news, []
         return news
 
-    # ---- what its feeds use
+    # ---- used by its feeds
 
     def read(self, source: Source, after: int) -> Iterator[Row]:
-        """The rows of a shard whose number is above `after`.
+        """Yields the rows of a shard whose number is above `after`.
 
         Raises:
-            ValueError: it is gone, has changed since the run began, or cannot be read.
+            ValueError: the shard is missing, has changed since the run began, or cannot be read.
         """
-        known = self._marks.get(source.name)
+        known = self._fingerprints.get(source.name)
         try:
-            if source.file is not None and _mark(source.file) != known:
+            if source.file is not None and _file_fingerprint(source.file) != known:
                 raise ValueError(
                     f"{source.name}: the file has changed since the run began, so that its rows are not those of the "
                     "run; put the old one back, or begin a new run in another output"
@@ -169,10 +176,19 @@ class StreamedRows:
                 "continues from the last checkpoint"
             ) from None
 
-    def tokenised(self, begin: _Place, end: _Place, number: int, rows: list[Row], key: int) -> _Tokenised | None:
-        """A window of rows; None where nothing of it can be trained on."""
+    def tokenised(self, begin: _Place, end: _Place, number: int, rows: list[Row], key: int) -> _TokenisedWindow | None:
+        """Tokenises and packs a window, and counts its rows for `news`. None if nothing of it can be trained on.
+
+        Args:
+            begin, end, number: see _TokenisedWindow.
+            rows: the rows of the window.
+            key: the seed of the lane, from which the order of the packed rows is drawn.
+
+        Raises:
+            ValueError: its batches have other `extra` arrays than those of the first window.
+        """
         try:
-            made = self._prepare(Window(self.name, rows)).with_most(self._most)
+            made = self._prepare(Window(self.name, rows)).with_max_documents(self._max_documents)
             packed = made.rows
         except NothingUsable:
             with self._lock:
@@ -191,17 +207,24 @@ class StreamedRows:
                     f"{self.name}: {self._counts['bad']:,} of {self._counts['rows']:,} rows left out as bad so far, "
                     f"lately {made.summary.offenders[0]}"
                 )
-        return _Tokenised(begin, end, number, packed, epoch_order(len(packed), key, number))
+        return _TokenisedWindow(begin, end, number, packed, epoch_order(len(packed), key, number))
 
-    def tell_of_epoch(self, epoch: int, lane: int) -> None:
-        """An epoch of a lane has ended."""
+    def note_epoch(self, epoch: int, lane: int) -> None:
+        """Adds to `news` that a lane has read all its rows `epoch` times."""
         with self._lock:
             of = "" if lane == 0 else f" by device {lane}"
             self._news.append(f"{self.name}: every row was read {epoch} times{of}; it begins anew in another order")
 
 
 class StreamFeed:
-    """The rows of a stream for one lane; see `feeds.Feed`."""
+    """The feed of one lane of a stream; see `feeds.Feed`.
+
+    Args:
+        stream: the stream.
+        lane, lanes: the number of this lane, from 0, and of all lanes.
+        key: the seed of the lane's orders.
+        position: what `position` returned in the run that is resumed, or None.
+    """
 
     def __init__(self, stream: StreamedRows, lane: int, lanes: int, key: int, position: Json):
         self._stream, self._lane, self._lanes, self._key = stream, lane, lanes, key
@@ -216,8 +239,8 @@ class StreamFeed:
             begin = _Place(epoch, shard, row)
         self._closed = threading.Event()
         self._rows = self._read(begin)
-        self._end = begin  # of the window that was made last
-        self._window: _Tokenised | None = None
+        self._end = begin  # the end of the window that was made last
+        self._window: _TokenisedWindow | None = None
         self._loading = self._load()
 
     def next(self) -> tuple[Rows, int]:
@@ -231,7 +254,7 @@ class StreamFeed:
         return self._window.rows, row
 
     def position(self) -> Json:
-        if self._window is None:  # no row was given yet
+        if self._window is None:  # no row was taken yet
             return self._start
         begin = dataclasses.asdict(self._window.begin)
         return {**begin, "window": self._window.number, "taken": self._taken}
@@ -239,21 +262,22 @@ class StreamFeed:
     def close(self) -> None:
         self._closed.set()
 
-    def _load(self) -> Future[_Tokenised]:
-        """The next window, which a thread makes that does not keep the process alive."""
-        future: Future[_Tokenised] = Future()
+    def _load(self) -> Future[_TokenisedWindow]:
+        """Starts a daemon thread that makes the next window, and returns its future."""
+        future: Future[_TokenisedWindow] = Future()
 
         def work() -> None:
             try:
                 future.set_result(self._make())
-            except BaseException as error:  # is raised where the window is needed
+            except BaseException as error:  # `next` raises it
                 future.set_exception(error)
 
         threading.Thread(target=work, name="stream", daemon=True).start()
         return future
 
-    def _make(self) -> _Tokenised:
-        """The next window of which something can be trained on."""
+    def _make(self) -> _TokenisedWindow:
+        """Reads and tokenises windows until one has rows that can be trained on, and returns it. Raises ValueError if a
+        whole epoch has none, or after `close`."""
         epoch = self._end.epoch
         while True:
             rows, begin, size = [], self._end, 0
@@ -278,8 +302,8 @@ class StreamFeed:
                 )
 
     def _read(self, begin: _Place) -> Iterator[tuple[_Place, Row | None]]:
-        """(the place after it, each row) from a place on; None in place of a row where an epoch ends, so that no window
-        has rows of two."""
+        """Yields (the position after the row, the row) for each row of this lane after the position `begin`, over
+        endless epochs. At the end of an epoch it yields None as a row, so that no window has rows of two epochs."""
         while True:
             order = epoch_order(len(self._shards), self._key, begin.epoch)
             for index in range(begin.shard, len(order)):
@@ -288,15 +312,16 @@ class StreamFeed:
                     if not shared or row.number % self._lanes == self._lane:
                         yield _Place(begin.epoch, index, row.number), row
             begin = _Place(begin.epoch + 1)
-            self._stream.tell_of_epoch(begin.epoch, self._lane)
+            self._stream.note_epoch(begin.epoch, self._lane)
             yield begin, None
 
 
-def _mark(file: Path) -> str:
-    """What a change of a file shows in: its size, and a digest of pieces all over it.
+def _file_fingerprint(file: Path) -> str:
+    """A string that differs when a file has changed: its size, and a digest of `_SAMPLES` + 1 pieces spread over it.
+    Reading the whole file would take too long.
 
     Raises:
-        ValueError: it is gone or cannot be read.
+        ValueError: the file is missing or cannot be read.
     """
     try:
         with open(file, "rb") as stream:
@@ -314,4 +339,5 @@ def _mark(file: Path) -> str:
 
 
 def _digest(data: bytes) -> str:
+    """A hash of `data`, 16 hex digits."""
     return hashlib.blake2b(data, digest_size=8).hexdigest()

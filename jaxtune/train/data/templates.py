@@ -1,13 +1,13 @@
-"""Rows to tokens: chat templates, and which tokens are trained on.
+"""Converts examples to tokens with a chat template, and decides which tokens are trained on.
 
-A row becomes text and the character ranges of its responses; one call of the tokenizer turns text into ids and
-offsets, and the offsets turn ranges into a mask. Ranges come from the template's own structure: from its
-`{% generation %}` marks, or, where it has none, from rendering the conversation up to each response. Marker
-strings (`markers.py`) are the way for rows and templates that show no structure.
+An example is rendered to text, with the character ranges of its responses. The tokenizer converts the text to ids and
+offsets, and with the offsets the ranges become a mask over tokens. The ranges come from the template: from its
+`{% generation %}` marks, or, if it has none, from rendering the conversation up to each response. For rows and
+templates that do not show their responses, marker strings (`markers.py`) find them.
 
-What is trained in a response is its text and the token that ends the turn, nothing after it, and no span that
-`mask_spans` names. A conversation whose own text holds special tokens, or the markers, has its responses found by the
-template's structure even where markers are given: what somebody typed opens no response.
+The trained tokens of a response are its text and the token that ends the turn; nothing after it, and no span of
+`mask_spans`. If a conversation's own text contains special tokens or markers, its responses are found by the template
+even if markers are given, because text that a user typed must not open a response.
 """
 
 from __future__ import annotations
@@ -21,52 +21,66 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxtune.train.data.conversations import GENERATION_MARK, SENTINEL, Conversations
-from jaxtune.train.data.formats import Example, RowError, SetupError, attempt, check_unicode, strings
+from jaxtune.train.data.formats import Example, strings
 from jaxtune.train.data.markers import Markers, special_ids
 from jaxtune.train.data.packaged import PACKAGED, missing_marks, packaged_that_fit
+from jaxtune.train.data.row_errors import RowError, SetupError, attempt, check_unicode
 from jaxtune.train.data.row_files import MAX_ROW_SIZE
 from jaxtune.train.data.spans import masked_spans, refuse_left_out, special_texts
 from jaxtune.train.data.tokenizing import Tokens, tokenize, tokenize_pieces
 
-TRAIN_ON = ("responses", "all")
+TRAIN_ON = ("responses", "all")  # the values of data.train_on
 
 
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-    """One row as tokens: `tokens` int32[n], `mask` bool[n] (True where trained on).
-
-    responses: how many responses were found. ended: how many of them train a token that ends the turn, or reach the
-    cut. masked: tokens that `mask_spans` took out. special: a special token or marker that stands in the text of the
-    row's messages, or "". left_out: what of the conversation the template does not write, or "". cut: whether the row
-    was longer than `max_tokens`.
-    """
+    """One example as tokens."""
 
     tokens: np.ndarray
+    """int32[n]: token ids."""
     mask: np.ndarray
+    """bool[n]: True where the token is trained on."""
     responses: int
+    """The number of responses found."""
     ended: int
+    """The number of responses whose trained tokens include the one that ends the turn, or that were cut before it."""
     masked: int = 0
+    """The number of tokens of responses that `mask_spans` excludes."""
     special: str = ""
+    """A special token or marker that the text of the messages contains, or ""."""
     left_out: str = ""
+    """The parts of the conversation that the template does not write, in words, or ""."""
     cut: bool = False
+    """Whether the text was cut at `max_tokens`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rendered:
-    """One row as text. ranges: of its responses, in characters; None where markers find them in the tokens, after the
-    character `begin`."""
+    """One example as text."""
 
     text: str
+    """The text to tokenise."""
     ranges: list[tuple[int, int]] | None
+    """The (start, end) character ranges of its responses; None if markers must find them in the tokens."""
     special: str = ""
+    """As `Encoded.special`."""
     left_out: str = ""
+    """As `Encoded.left_out`."""
     begin: int = 0
+    """The index of the character before which nothing is trained on."""
 
 
 def resolve_template(tokenizer: Any, template: str | None) -> str:
-    """The Jinja text of a template: None or "tokenizer" (the tokenizer's own), a packaged name, a path to a
-    `.jinja` file, or Jinja text itself. Raises `SetupError`, a `ValueError`, where there is none, or where a packaged
-    one marks its turns with what is no special token of this tokenizer."""
+    """The Jinja text of a chat template.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        template: None or "tokenizer" (the tokenizer's own), a packaged name, the path of a `.jinja` file, or Jinja
+            text.
+
+    Raises:
+        SetupError: there is no such template, or a packaged template needs special tokens that the tokenizer lacks.
+    """
     if template is None or template == "tokenizer":
         own = tokenizer.chat_template
         own = own.get("default") if isinstance(own, dict) else own
@@ -100,14 +114,15 @@ def resolve_template(tokenizer: Any, template: str | None) -> str:
 
 
 def _names_that_fit(tokenizer: Any) -> str:
-    """What to set instead, as the beginning of "NAME, or the path of": only what this tokenizer can use."""
+    """Part of an error message: the packaged templates that this tokenizer can use, as "NAME, NAME, or to the path
+    of"."""
     return "".join(f"{name}, " for name in packaged_that_fit(tokenizer)) + "or to the path of"
 
 
 def trained_tokenizer(tokenizer: Any, template: str | None) -> Any:
-    """The tokenizer that belongs to a model trained with data.template: a copy whose own chat template that is.
+    """The tokenizer to store with a model that was trained with data.template: a copy with that chat template.
 
-    The tokenizer as it is where template is None, or there is no tokenizer (rows that were prepared before).
+    It is `tokenizer` itself if template is None, or if there is no tokenizer (the rows were already tokens).
     """
     if template is None or tokenizer is None:
         return tokenizer
@@ -117,20 +132,23 @@ def trained_tokenizer(tokenizer: Any, template: str | None) -> Any:
 
 
 class RowEncoder:
-    """Turns examples into tokens and masks.
+    """Converts examples to tokens and masks.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer.
-        template: see `resolve_template`. None also leaves prompts and completions as they stand; any other
-            choice renders them as a conversation.
-        train_on: "responses", or "all" tokens of a row.
-        instruction_part, response_part: marker strings; both or neither. With them the responses are found by
-            `markers.Markers`, without them by the template's structure.
-        last_response_only: of a conversation, train the last response alone.
-        mask_spans: pairs of texts; what stands between the two, and they themselves, is not trained on. A span that
-            is not closed reaches to the end of its response.
-        max_tokens: rows that are longer than a window of `tokenizing.tokenize` are cut at so many tokens; None cuts
+        template: see `resolve_template`. With None, prompts and completions are plain text and are not rendered; with
+            any other value they are rendered as a conversation.
+        train_on: "responses" trains on responses only, "all" on all tokens.
+        instruction_part, response_part: marker strings, both or neither. If they are given, `markers.Markers` finds the
+            responses, otherwise the template does.
+        last_response_only: train only on the last response of a conversation.
+        mask_spans: (opening, closing) pairs of texts; tokens of a response from an opening to its closing, both
+            included, are not trained on. A span without a closing reaches to the end of its response.
+        max_tokens: texts longer than a window of `tokenizing.tokenize` are cut after this many tokens; None cuts
             nothing.
+
+    Raises:
+        ValueError: an argument is wrong, or the tokenizer is not fast.
     """
 
     def __init__(
@@ -148,7 +166,9 @@ class RowEncoder:
         if train_on not in TRAIN_ON:
             raise ValueError(f"data.train_on must be one of {', '.join(TRAIN_ON)}, got {train_on!r}")
         if not tokenizer.is_fast:
-            raise ValueError("a fast tokenizer (tokenizer.json) is needed: it tells where in the text a token lies")
+            raise ValueError(
+                "a fast tokenizer (tokenizer.json) is needed: it gives the position of each token in the text"
+            )
         self.tokenizer = tokenizer
         self.template = template
         self.train_on = train_on
@@ -174,12 +194,13 @@ class RowEncoder:
     # --- rows
 
     def encode(self, examples: Sequence[Example]) -> list[Encoded | RowError]:
-        """Tokens and mask of each example, or the reason why it has none, in order."""
+        """The tokens and mask of each example in order, or a `RowError` with the reason why it cannot be used. Raises
+        `SetupError` if the template or the tokenizer cannot be used for any example."""
         rendered: list[Rendered | RowError] = [attempt(self.render, example) for example in examples]
         texts = [item.text for item in rendered if isinstance(item, Rendered)]
         try:
             tokenized = iter(self._tokenize(texts))
-        except Exception:  # one text that the tokenizer cannot take costs that row, not the others
+        except Exception:  # a text that the tokenizer refuses must affect its own row only, so each is tried separately
             tokenized = iter([attempt(lambda text: self._tokenize([text])[0], text) for text in texts])
         results: list[Encoded | RowError] = []
         for example, item in zip(examples, rendered, strict=True):
@@ -188,9 +209,9 @@ class RowEncoder:
         return results
 
     def encode_prompt(self, example: Example) -> np.ndarray:
-        """int32[n]: an example up to where its last response begins, as a model is asked for it.
+        """int32[n]: the tokens of an example up to the begin of its last response, as the prompt to generate it from.
 
-        The same text, BOS and tokens that training puts before that response.
+        They are the same text, BOS and tokens that training has before that response.
         """
         if example.text is not None:
             text = example.text
@@ -204,8 +225,11 @@ class RowEncoder:
         return self._one_bos(tokenize(self.tokenizer, [text])[0].ids)
 
     def around_answer(self, example: Example) -> tuple[str, str]:
-        """What the template writes between a prompt and an answer that ends the conversation, and which nobody gave it:
-        an empty thought, the name of a channel. And what it writes after the answer, which ends the turn."""
+        """The texts that the template itself adds (before, after) the last answer of a conversation.
+
+        Before an answer, some templates write an empty thought or the name of a channel after the generation prompt;
+        after it, they write the end of the turn. Both are "" for a plain prompt, or if they cannot be found.
+        """
         if self._is_raw(example) or not example.messages:
             return "", ""
         prompt = self._render(example.messages[:-1], example.tools, add_generation_prompt=True)
@@ -214,7 +238,8 @@ class RowEncoder:
         return (before, after) if found and text.startswith(prompt) else ("", "")
 
     def render(self, example: Example) -> Rendered:
-        """The text of an example, and where its responses are. Raises `RowError` where it has none."""
+        """The text of an example, with the ranges of its responses. Raises `RowError` if it cannot be rendered, its
+        responses cannot be found, or its text is too long."""
         if example.text is not None:
             text, ranges, special, left_out, begin = example.text, [(0, len(example.text))], "", "", 0
         elif self._is_raw(example):
@@ -234,57 +259,79 @@ class RowEncoder:
         return Rendered(text, None if self.markers is not None and not special else ranges, special, left_out, begin)
 
     def _special_in(self, example: Example) -> str:
-        """The first special token or marker that stands in the text of a conversation, or ""."""
+        """The first special token or marker that the messages and tools of a conversation contain, or ""."""
         if self._special_texts is None:
             return ""
         found = (self._special_texts.search(text) for text in strings([example.messages, example.tools]))
         return next((match[0] for match in found if match), "")
 
     def _render_conversation(self, example: Example, special: str) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a conversation, and the (start, end) character ranges of its responses. There are no ranges if
+        all tokens are trained on, or if markers will find the responses.
+
+        Args:
+            example: with messages.
+            special: what `_special_in` found; if it is not "", markers are not used.
+
+        Raises:
+            RowError: the template fails, or the responses cannot be found.
+        """
         messages = example.messages or []
         if self.train_on != "all":
-            refuse_left_out(messages[example.asked :], self.last_response_only)
+            refuse_left_out(messages[example.prompt_messages :], self.last_response_only)
         if self.train_on == "all" or (self.markers is not None and not special):
             return self._render(messages, example.tools), []
         try:
             if GENERATION_MARK.search(self._template_text()):
                 return self._conversations.render_marked(messages, example.tools)
-            first = max(example.asked, 1)
-            if self.last_response_only:  # of those that are not trained on, nothing need be told from the template
+            first = max(example.prompt_messages, 1)
+            if self.last_response_only:  # the ranges of the other responses are not needed
                 first = max([first, *(i for i, turn in enumerate(messages) if turn["role"] == "assistant")])
             return self._conversations.render_prefixes(messages, example.tools, first)
         except RowError as error:
             if self.markers is None:
                 raise
             raise RowError(
-                f"its text holds {special!r}, a special token or marker, so markers cannot tell its responses, and "
+                f"its text holds {special!r}, a special token or marker, so markers cannot find its responses, and "
                 f"neither can the template: {error}"
             ) from None
 
     def _end_of_prompt(self, example: Example, text: str) -> int:
-        """Where in the text of an example the turns end in which nothing is trained on."""
-        if not example.asked or self.train_on == "all":
+        """The index in the text of the first character after the turns of the prompt (`Example.prompt_messages`), in
+        which nothing is trained on. Raises `RowError` if the template does not show it."""
+        if not example.prompt_messages or self.train_on == "all":
             return 0
-        asked = (example.messages or [])[: example.asked]
-        for asking in (False, True):  # some templates write an end after the last turn, unless they ask
+        asked = (example.messages or [])[: example.prompt_messages]
+        for asking in (False, True):  # some templates write an end after the last turn without a generation prompt
             prompt = self._render(asked, example.tools, add_generation_prompt=asking)
             if text.startswith(prompt):
                 return len(prompt)
         raise RowError(
             "the chat template writes the turns of the prompt differently once the completion follows, so they cannot "
-            "be told apart; make one list `messages` of them, and set data.last_response_only=true"
+            "be separated; make one list `messages` of them, and set data.last_response_only=true"
         )
 
     def _is_raw(self, example: Example) -> bool:
+        """Whether an example is trained on as a plain prompt and completion, without a template."""
         return example.prompt is not None and self.template is None
 
     def _finish(self, example: Example, rendered: Rendered, tokens: Tokens) -> Encoded | RowError:
+        """The tokens of a rendered example with their mask, exactly one BOS, and for plain text an EOS.
+
+        Args:
+            example: the example.
+            rendered: its text and ranges.
+            tokens: the tokens of that text.
+
+        Returns:
+            A `RowError` if there is no token.
+        """
         text, ranges = rendered.text, rendered.ranges or []
         is_raw = example.text is not None or self._is_raw(example)
         cuts = [low for low, _ in ranges if np.any((tokens.starts < low) & (low < tokens.ends))]
         if cuts:
-            # A token holds the end of a prompt and the start of its response. Whoever asks the model will have
-            # the prompt tokenised alone, so it is tokenised alone here.
+            # A token has the end of a prompt and the begin of its response. At inference the prompt is tokenised
+            # alone, so it is tokenised alone here too.
             tokens = tokenize_pieces(self.tokenizer, text, cuts, self.max_tokens)
         ids = tokens.ids
         spans = []
@@ -318,14 +365,19 @@ class RowEncoder:
         masked = masked_spans(text, tokens, spans, self.mask_spans)
         mask[masked] = False
         with_bos = self._one_bos(ids)
-        added = len(with_bos) - len(ids)  # 1 prepended, 0, or -k doubled ones taken away
+        added = len(with_bos) - len(ids)  # 1 if a BOS was prepended, -k if k repeated ones were removed, else 0
         mask = np.concatenate([np.zeros(1, bool), mask]) if added > 0 else mask[-added:]
         return Encoded(with_bos, mask, responses, ended, len(masked), rendered.special, rendered.left_out, tokens.cut)
 
     def _end_of_turn(self, text: str, tokens: Tokens, first: int, last: int, high: int | None = None) -> int:
-        """The end of a response without the white space that a template writes after its end-of-turn token.
+        """The index after the last token of a response, without white space that the template writes after the token
+        that ends the turn.
 
-        high: where in the text the response ends, if not with its last token."""
+        Args:
+            text, tokens: the row.
+            first, last: the token range of the response.
+            high: the index in the text after the response's last character; None is the end of its last token.
+        """
         if high is None:
             high = int(tokens.ends[last - 1])
         for index in range(last - 1, first - 1, -1):
@@ -336,11 +388,21 @@ class RowEncoder:
     def _with_eos(
         self, text: str, tokens: Tokens, spans: list[tuple[int, int]]
     ) -> tuple[np.ndarray, list[tuple[int, int]]]:
-        """Appends EOS to a raw row, and trains on it, so that the model learns to stop.
+        """Appends an EOS to a row of plain text and adds it to the last response, so that the model learns to stop.
 
-        A row that ends with EOS already stays as it is. Where markers find the responses, the row is a rendered
-        conversation: then it also stays as it is if it ends with another token that ends a turn, such as Gemma's or
-        Phi-3's."""
+        A row that already ends with EOS is not changed. If markers are used, the text is a rendered conversation; it is
+        not changed either if it ends with another token that ends a turn, such as Gemma's or Phi-3's.
+
+        Args:
+            text, tokens: the row.
+            spans: the (start, end) token ranges of its responses.
+
+        Returns:
+            The token ids, int32[n], and the ranges.
+
+        Raises:
+            SetupError: the tokenizer has no EOS.
+        """
         eos = self.tokenizer.eos_token
         if eos is None:
             raise SetupError("the tokenizer has no EOS token, so no row can end; set tokenizer.eos_token")
@@ -352,7 +414,8 @@ class RowEncoder:
         return ids, [*spans[:-1], *((first, len(ids)) for first, _ in spans[-1:])]
 
     def _one_bos(self, tokens: np.ndarray) -> np.ndarray:
-        """Exactly one BOS where the tokenizer wants one or the template wrote one; else none."""
+        """The token ids (int32) with exactly one BOS if the tokenizer adds one or the template wrote one, else with
+        none."""
         if self.bos_id is None:
             return tokens
         leading = 0
@@ -368,6 +431,7 @@ class RowEncoder:
         return tokenize(self.tokenizer, texts, self.max_tokens)
 
     def _template_text(self) -> str:
+        """The Jinja text of the template, resolved on the first call. Raises `SetupError` as `resolve_template`."""
         if self._jinja is None:
             self._jinja = resolve_template(self.tokenizer, self.template)
         return self._jinja
@@ -381,8 +445,12 @@ class RowEncoder:
 
 
 def derive_markers(tokenizer: Any, template: str | None = None) -> tuple[str, str]:
-    """(instruction_part, response_part) of a chat template: what it writes before a user's message after an
-    earlier response, and before a response. Raises `ValueError` where the template does not show them."""
+    """The markers (instruction_part, response_part) of a chat template: the texts that it writes before a user's
+    message that follows a response, and before a response. They are found by rendering a short conversation.
+
+    Raises:
+        ValueError: the markers cannot be found in what the template writes.
+    """
     encoder = RowEncoder(tokenizer, template=template)
     user, answer, again = ("\ue000u\ue001", "\ue000a\ue001", "\ue000v\ue001")
     turns = [
@@ -412,7 +480,8 @@ def derive_markers(tokenizer: Any, template: str | None = None) -> tuple[str, st
 
 
 def _without_turn_end(gap: str, special: list[str]) -> str:
-    """What opens the next turn: the gap without the special token that ends the last one, if more follows."""
+    """The text that opens the next turn: the text between two messages (`gap`) without the special token at its
+    beginning that ends the turn before, if more than white space follows it. special: the tokens that end turns."""
     for token in sorted(special, key=len, reverse=True):
         rest = gap.removeprefix(token)
         if rest != gap and rest.strip():

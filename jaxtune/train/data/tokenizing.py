@@ -1,8 +1,8 @@
-"""Text to tokens, and where in the text they lie, at a cost that grows with the text's length and no faster.
+"""Tokenises texts and records the position of each token, at a cost that grows linearly with the length of a text.
 
-A text longer than a window is tokenised window by window. Neighbouring windows overlap, and are joined where both
-have the same token at the same place, away from the edges of both: there they agree with the text tokenised whole.
-(But for a repetition longer than the overlap, whose tokens may then begin at another of its periods.)
+A text longer than a window is tokenised window by window. Neighbouring windows overlap, and are joined where both have
+the same token at the same position, away from the edges of both. There they agree with the text tokenised as a whole,
+except in a repetition longer than the overlap, whose tokens may begin at another of its periods.
 """
 
 from __future__ import annotations
@@ -13,55 +13,65 @@ from typing import Any
 
 import numpy as np
 
-WINDOW = 65_536  # characters
-OVERLAP = 2_048
+WINDOW = 65_536  # characters of a window
+OVERLAP = 2_048  # characters that a window shares with the next one
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """`ids` int32[n], and where in the text each begins and ends: `starts`, `ends` int64[n], in characters.
-
-    cut: whether they stop before the text does, as there are enough of them.
-    """
+    """The tokens of a text, with their positions in it."""
 
     ids: np.ndarray
+    """int32[n]: token ids."""
     starts: np.ndarray
+    """int64[n]: the index in the text of each token's first character."""
     ends: np.ndarray
+    """int64[n]: the index in the text after each token's last character."""
     cut: bool = False
+    """Whether the rest of the text was not tokenised, because there were enough tokens."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def part(self, first: int, last: int, shift: int = 0, cut: bool = False) -> Tokens:
-        """Tokens `first:last`, `shift` characters further on."""
+        """The tokens `first:last`, with `shift` characters added to their positions."""
         at = slice(first, last)
         return Tokens(self.ids[at], self.starts[at] + shift, self.ends[at] + shift, cut)
 
     @classmethod
     def joined(cls, parts: list[Tokens]) -> Tokens:
+        """The tokens of consecutive parts of one text; they are cut if the last part is."""
         fields = (np.concatenate([getattr(part, name) for part in parts]) for name in ("ids", "starts", "ends"))
         return cls(*fields, cut=parts[-1].cut)
 
 
-def tokenize(tokenizer: Any, texts: list[str], most: int | None = None) -> list[Tokens]:
-    """The tokens of each text, without any that a tokenizer adds around it.
+def tokenize(tokenizer: Any, texts: list[str], max_tokens: int | None = None) -> list[Tokens]:
+    """The tokens of each text, without the special tokens that a tokenizer adds around a text.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer.
-        texts: any number, of any length.
-        most: stop once there are so many tokens of a text; None never stops. Texts of one window are never cut.
+        texts: any number of texts of any length.
+        max_tokens: tokenising a text stops once it has at least this many tokens; None never stops. A text of a single
+            window is never cut.
     """
     short = iter(_at_once(tokenizer, [text for text in texts if len(text) <= WINDOW]))
-    return [next(short) if len(text) <= WINDOW else _in_windows(tokenizer, text, most) for text in texts]
+    return [next(short) if len(text) <= WINDOW else _in_windows(tokenizer, text, max_tokens) for text in texts]
 
 
-def tokenize_pieces(tokenizer: Any, text: str, cuts: list[int], most: int | None = None) -> Tokens:
-    """The tokens of a text of which no token lies across the places `cuts`, in ascending order."""
+def tokenize_pieces(tokenizer: Any, text: str, cuts: list[int], max_tokens: int | None = None) -> Tokens:
+    """The tokens of a text, tokenised in pieces so that no token extends over one of the positions `cuts`.
+
+    Args:
+        tokenizer: a fast Hugging Face tokenizer.
+        text: the text.
+        cuts: indices of characters, in ascending order.
+        max_tokens: see `tokenize`.
+    """
     pieces, count = [], 0
     for low, high in itertools.pairwise([0, *cuts, len(text)]):
-        piece = tokenize(tokenizer, [text[low:high]], most)[0]
+        piece = tokenize(tokenizer, [text[low:high]], max_tokens)[0]
         count += len(piece)
-        full = most is not None and count >= most and high < len(text)
+        full = max_tokens is not None and count >= max_tokens and high < len(text)
         pieces.append(piece.part(0, len(piece), low, cut=piece.cut or full))
         if pieces[-1].cut:
             break
@@ -69,6 +79,7 @@ def tokenize_pieces(tokenizer: Any, text: str, cuts: list[int], most: int | None
 
 
 def _at_once(tokenizer: Any, texts: list[str]) -> list[Tokens]:
+    """The tokens of each text, in one call of the tokenizer and without windows."""
     if not texts:
         return []
     output = tokenizer(
@@ -86,7 +97,9 @@ def _at_once(tokenizer: Any, texts: list[str]) -> list[Tokens]:
     return results
 
 
-def _in_windows(tokenizer: Any, text: str, most: int | None) -> Tokens:
+def _in_windows(tokenizer: Any, text: str, max_tokens: int | None) -> Tokens:
+    """The tokens of a long text, tokenised window by window. max_tokens: see `tokenize`."""
+
     def window(low: int) -> Tokens:
         tokens = _at_once(tokenizer, [text[low : low + WINDOW]])[0]
         return tokens.part(0, len(tokens), low)
@@ -97,21 +110,24 @@ def _in_windows(tokenizer: Any, text: str, most: int | None) -> Tokens:
         low = high - OVERLAP
         following = window(low)
         last, first = _seam(current, following, low, high)
-        if first is None:  # no token in common: the next window begins where this one is left
+        if first is None:  # no token in common: the next window begins after the last token used of this one
             last = min(max(last, 1), len(current))
             low = int(current.ends[last - 1])
             following, first = window(low), 0
         parts.append(current.part(0, last))
         count += last
         current = following.part(first, len(following))
-        if most is not None and count >= most:
+        if max_tokens is not None and count >= max_tokens:
             return Tokens.joined([*parts, current.part(0, 0, cut=True)])
     return Tokens.joined([*parts, current])
 
 
 def _seam(before: Tokens, after: Tokens, low: int, high: int) -> tuple[int, int | None]:
-    """(index into `before`, index into `after`) of the token that both windows have, the one nearest to the middle of
-    their overlap `low:high`; where there is none, the index of the token of `before` at the middle, and None."""
+    """Where to join two windows: the indices, in `before` and in `after`, of a token that both have.
+
+    It is the common token nearest to the middle of their overlap, the characters `low:high`. If there is no common
+    token, it returns the index in `before` of the token at the middle, and None.
+    """
     middle = (low + high) // 2
     places = np.intersect1d(before.starts[before.starts >= low], after.starts[after.starts < high])
     for place in places[np.argsort(np.abs(places - middle), kind="stable")].tolist():

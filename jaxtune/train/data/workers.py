@@ -1,12 +1,12 @@
-"""Rows to tokens in chunks, in a thread of this process or in several processes.
+"""Tokenises rows in chunks, in a thread of this process or in several processes.
 
-The processes are started as commands of their own and fed through pipes. Nothing is forked (JAX may already
-run here), and the caller's main module is not imported again, as multiprocessing's spawn would do: a training
-script need not guard its main code.
+The processes are started as separate commands and receive their work through pipes. Nothing is forked, because JAX may
+already be running here. The caller's main module is not imported again, as multiprocessing's spawn would do, so a
+training script need not guard its main code.
 
-Who waits for tokens can be stopped at any time: the tokenising goes on elsewhere, and the waiting wakes several times
-a second. Then, or when a chunk takes beyond all measure (a template is a program, and may loop), processes are killed
-and the thread is left.
+The caller can interrupt the work at any time: tokenising runs in other threads or processes, and the caller's wait
+wakes several times a second. On an interrupt, or when a chunk takes far too long (a template is a program, and may
+loop), the processes are killed and the thread is abandoned.
 """
 
 from __future__ import annotations
@@ -37,66 +37,77 @@ from jaxtune.train.data.formats import (
     LABELLED,
     PREFERENCE,
     Example,
-    RowError,
-    attempt,
     normalize,
     normalize_labelled,
     normalize_pair,
     unread,
 )
+from jaxtune.train.data.row_errors import RowError, attempt
 from jaxtune.train.data.row_files import Row
 from jaxtune.train.data.templates import Encoded, RowEncoder
 
 logger = logging.getLogger(__name__)
 
+# A chunk is complete when it has one of these numbers of rows or characters.
 ROWS_PER_CHUNK = 512
 CHARACTERS_PER_CHUNK = 8 * 2**20
-MANY_ROWS = 16_384  # from here on, processes are worth the seconds that they take to start
-FEW_CPUS = 3  # on so few, one process does as well: the tokenizer's own threads use them
+MANY_ROWS = 16_384  # from this number of rows on, processes save more time than they take to start
+FEW_CPUS = 3  # up to this number of CPUs, one process is as fast, because the tokenizer's own threads use them
 MOST_PROCESSES = 16
-POLL_SECONDS = 0.2
-# A chunk that takes longer is stuck. The slowest rows seen take a second for 200,000 characters.
+POLL_SECONDS = 0.2  # the time between two calls of `poll`
+# A chunk is taken to be stuck after PATIENCE_SECONDS, and one second more for every CHARACTERS_PER_SECOND characters.
+# The slowest rows seen take a second for 200,000 characters.
 PATIENCE_SECONDS = 600.0
 CHARACTERS_PER_SECOND = 10_000
-MOST_POLL_SECONDS = 2.0  # that count of a wait for one poll: while we ourselves were stopped (Ctrl-Z), nobody waited
-REASON_CHARACTERS = 500  # of what is wrong with a row; a message may quote columns of any length
+# The most that one poll counts as waiting time. A poll takes longer if this process itself was stopped (Ctrl-Z), and
+# that time does not count.
+MOST_POLL_SECONDS = 2.0
+REASON_CHARACTERS = 500  # the most of a bad row's reason that is kept; a message may quote columns of any length
 
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """The documents of some rows, flat, and what became of the rest.
-
-    tokens: int32[total]. mask: uint8[total]. lengths, trained: int64[n]. origins: (file, line) of each document.
-    problems: (place, reason) of each bad row. untrained: places of rows without a trained token.
-    unread: names of columns that hold something, and are not read.
-    special: (place, what) of rows whose messages hold special tokens or markers. left_out: (place, what) of rows of
-    which the template does not write all. cut: rows cut before they were
-    tokenised whole. responses, ended, masked: counts, see `templates.Encoded`.
-    """
+    """The documents made from a chunk of rows, in flat arrays, and the rows that gave none. A place is `file:line`."""
 
     rows: int
+    """The number of rows."""
     tokens: np.ndarray
+    """int32[total]: the token ids of all documents, one document after another."""
     mask: np.ndarray
+    """uint8[total]: 1 where the token is trained on."""
     lengths: np.ndarray
+    """int64[n]: the number of tokens of each document."""
     trained: np.ndarray
+    """int64[n]: the number of trained targets of each document."""
     origins: list[tuple[str, int]]
+    """The (file, line) of each document."""
     problems: list[tuple[str, str]]
+    """The (place, reason) of each bad row."""
     untrained: list[str]
+    """The places of rows without a trained token."""
     responses: int
+    """The number of responses in the documents."""
     ended: int
+    """The number of responses whose trained tokens include one that ends the turn."""
     special: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    """(place, the token or marker) of each row whose messages contain a special token or marker."""
     left_out: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    """(place, the parts) of each row with parts that the template does not write."""
     masked: int = 0
+    """The number of tokens that mask_spans excludes."""
     cut: int = 0
+    """The number of documents of which only the beginning was tokenised."""
     unread: list[str] = dataclasses.field(default_factory=list)
+    """The names of columns that have values and are not read."""
 
 
-_ABSENT = Encoded(np.zeros(0, np.int32), np.zeros(0, bool), 0, 0)
+# The document of the answer that a labelled row does not have.
+_NO_ANSWER = Encoded(np.zeros(0, np.int32), np.zeros(0, bool), 0, 0)
 
 
 def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
-    """Normalises, renders and tokenises some rows. A pair gives two documents, one after the other, or none; an answer
-    that it lacks is an empty one."""
+    """Converts rows to examples, renders and tokenises them. A row of a preference format gives two documents, chosen
+    and rejected, or none if it cannot be used; the answer that a labelled row does not have is an empty document."""
     outcome = [attempt(_examples, row) for row in rows]
     encoded = iter(
         encoder.encode([one for found in outcome if not isinstance(found, RowError) for one in found if one])
@@ -119,7 +130,7 @@ def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
         if not all(result.mask[1:].any() for result in results):
             untrained.append(place)
         else:
-            documents += [result if isinstance(result, Encoded) else _ABSENT for result in outcomes]
+            documents += [result if isinstance(result, Encoded) else _NO_ANSWER for result in outcomes]
             origins += [(row.file, row.number)] * len(outcomes)
     return Chunk(
         rows=len(rows),
@@ -141,6 +152,8 @@ def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
 
 
 def _examples(row: Row) -> list[Example] | list[Example | None]:
+    """The example of a row; or those of its two answers, chosen and rejected, if its format is a preference format,
+    with None for an answer that it does not have. Raises `RowError` if the row cannot be used."""
     if row.value is None:
         raise RowError(row.error)
     if row.format in (PREFERENCE, LABELLED):
@@ -156,19 +169,20 @@ def encode_rows(
     num_workers: int | None = None,
     poll: Callable[[], None] = lambda: None,
 ) -> Iterator[Chunk]:
-    """Chunks of all rows, in order.
+    """Yields the chunks of all rows, in order.
 
     Args:
         rows: from `reading.read_rows`.
         tokenizer: a fast Hugging Face tokenizer.
         options: keyword arguments of `RowEncoder`.
-        num_workers: processes; None decides by the number of rows and of CPUs, 0 or 1 stays in this process.
-        poll: called several times a second; what it raises ends the work at once.
+        num_workers: the number of processes. None chooses it by the number of rows and of CPUs; with 0 or 1, a thread
+            of this process tokenises.
+        poll: called several times a second; an exception that it raises ends the work at once.
 
     Raises:
-        ValueError: an option is wrong, a process was killed, or a chunk is stuck.
+        ValueError: an option is wrong, a process was killed, or a chunk takes too long.
     """
-    encoder = RowEncoder(tokenizer, **options)  # here too, so that a wrong option is an error before any process
+    encoder = RowEncoder(tokenizer, **options)  # made here too, so that a wrong option raises before processes start
     chunks = _chunks(rows)
     if num_workers is None:
         first = list(itertools.islice(chunks, MANY_ROWS // ROWS_PER_CHUNK + 1))
@@ -177,19 +191,20 @@ def encode_rows(
         many = cpus > FEW_CPUS and len(first) * ROWS_PER_CHUNK > MANY_ROWS
         num_workers = min(cpus, MOST_PROCESSES) if many else 1
     if num_workers <= 1:
-        return _encode(chunks, 1, lambda: _Here(encoder), poll)
+        return _encode(chunks, 1, lambda: _InProcess(encoder), poll)
     try:
         setup = pickle.dumps((tokenizer, options))
-    except Exception as error:  # of a class that a script made; the tokens are the same wherever they are made
+    except Exception as error:  # a script's own class of tokenizers cannot always be pickled
         say(
             f"rows are tokenised in one process, because the tokenizer, a {type(tokenizer).__name__}, cannot be sent "
             f"to others ({printable(error)})"
         )
-        return _encode(chunks, 1, lambda: _Here(encoder), poll)
+        return _encode(chunks, 1, lambda: _InProcess(encoder), poll)
     return _encode(chunks, num_workers, lambda: _Process(setup), poll)
 
 
 def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """Divides rows into chunks of `ROWS_PER_CHUNK` rows or `CHARACTERS_PER_CHUNK` characters."""
     chunk, size = [], 0
     for row in rows:
         chunk.append(row)
@@ -202,25 +217,29 @@ def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
 
 
 class _Encoder(Protocol):
-    """What encodes chunks: `encode` is called in a thread of its own; the others in the caller's."""
+    """Tokenises chunks, in this process or in another. `encode` is called in a `_Worker` thread, the other methods in
+    the caller's thread."""
 
-    def encode(self, rows: list[Row]) -> Chunk: ...
+    def encode(self, rows: list[Row]) -> Chunk:
+        """The chunk of some rows; blocks until it is made."""
+        ...
 
     def stopped(self) -> str:
-        """Which process of it was stopped and stands still, in words; or ""."""
+        """The process that was stopped by a signal and therefore makes no progress, in words for a message, or ""."""
         ...
 
     def close(self) -> None:
-        """After the last chunk."""
+        """Ends the encoder after the last chunk."""
         ...
 
     def kill(self) -> None:
-        """In the middle of one."""
+        """Ends the encoder while it may be working on a chunk."""
         ...
 
 
 class _Worker(threading.Thread):
-    """A thread that takes (rows, future) from a queue until it takes None. A daemon: nobody waits for it to end."""
+    """A daemon thread that takes (rows, future) from a queue and sets the future to the encoder's chunk or error, until
+    it takes None."""
 
     def __init__(self, encoder: _Encoder, tasks: queue.SimpleQueue):
         super().__init__(name="tokenising", daemon=True)
@@ -233,14 +252,21 @@ class _Worker(threading.Thread):
             rows, future = task
             try:
                 future.set_result(self.encoder.encode(rows))
-            except BaseException as error:  # told to whoever waits for the chunk
+            except BaseException as error:  # `_wait_for` raises it
                 future.set_exception(error)
 
 
 def _encode(
     chunks: Iterable[list[Row]], count: int, make: Callable[[], _Encoder], poll: Callable[[], None]
 ) -> Iterator[Chunk]:
-    """The chunks in order, by up to `count` workers, of which no more are made than there are chunks."""
+    """Yields the tokenised chunks in order.
+
+    Args:
+        chunks: chunks of rows.
+        count: the most workers, each a thread with an encoder of its own; no more are made than there are chunks.
+        make: makes an encoder.
+        poll: see `encode_rows`.
+    """
     tasks: queue.SimpleQueue = queue.SimpleQueue()
     workers: list[_Worker] = []
     waiting: collections.deque[tuple[list[Row], concurrent.futures.Future[Chunk]]] = collections.deque()
@@ -275,22 +301,34 @@ def _wait_for(
     workers: list[_Worker],
     poll: Callable[[], None],
 ) -> Chunk:
-    """The result of a chunk, the next in order; `poll` is called all the while."""
+    """The result of a chunk, calling `poll` while it waits.
+
+    Args:
+        rows: the rows of the chunk, for messages and to decide how long to wait.
+        future: the chunk's future.
+        workers: all workers, to see whether a process was stopped.
+        poll: see `encode_rows`.
+
+    Raises:
+        ValueError: the chunk takes too long; also what its encoder raised.
+    """
     size = sum(row.size for row in rows)
     patience = PATIENCE_SECONDS + size / CHARACTERS_PER_SECOND
-    waited, last, told = 0.0, time.monotonic(), ""
+    waited, last, reported = 0.0, time.monotonic(), ""
     while not future.done():
         concurrent.futures.wait([future], POLL_SECONDS)
         poll()
         now = time.monotonic()
         waited, last = waited + min(now - last, MOST_POLL_SECONDS), now
         stopped = next((words for worker in workers if (words := worker.encoder.stopped())), "")
-        if stopped and stopped != told:
-            logger.warning("%s stands still, and this run waits for it: kill -CONT wakes it", stopped)
-        told = stopped or told
+        if stopped and stopped != reported:
+            logger.warning("%s makes no progress, and this run waits for it: kill -CONT continues it", stopped)
+        reported = stopped or reported
         if waited > patience and not future.done():
             if stopped:
-                raise ValueError(f"{stopped} has not gone on for {patience:,.0f} s, and has {_span(rows)} to tokenise")
+                raise ValueError(
+                    f"{stopped} has not continued for {patience:,.0f} s, and has {_span(rows)} to tokenise"
+                )
             raise ValueError(
                 f"tokenising {_span(rows)} has taken more than {patience:,.0f} s for {size:,} characters: the chat "
                 "template may loop on one of these rows; look for it with data.max_rows, or set another data.template"
@@ -299,12 +337,13 @@ def _wait_for(
 
 
 def _span(rows: list[Row]) -> str:
+    """The places of the first and last of some rows, for messages."""
     first, last = (printable(row.place) for row in (rows[0], rows[-1]))
     return first if len(rows) == 1 else f"{first} to {last}"
 
 
-class _Here:
-    """Encodes in this process."""
+class _InProcess:
+    """The `_Encoder` that tokenises in this process."""
 
     def __init__(self, encoder: RowEncoder):
         self.encoder = encoder
@@ -318,28 +357,30 @@ class _Here:
             self.thread = None
 
     def stopped(self) -> str:
-        """Nothing: whoever asks runs."""
+        """Returns "": this process is running."""
         return ""
 
     def close(self) -> None:
-        """Nothing: there is no process to end."""
+        """Does nothing: there is no process to end."""
 
     def kill(self) -> None:
-        """Raises SystemExit in the thread, where its Python code goes on next: a template's loop ends so."""
+        """Raises SystemExit in the encoding thread at its next Python instruction, which ends a template that loops."""
         if (thread := self.thread) is not None:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
 
 
 class _Process:
-    """A process that encodes: pickles of chunks go in, pickles of results come out."""
+    """The `_Encoder` that tokenises in another process. It sends pickled rows to its stdin and reads pickled chunks or
+    errors from its stdout. setup: the pickled (tokenizer, options), sent before the first rows."""
 
     def __init__(self, setup: bytes):
         root = str(Path(__file__).resolve().parents[3])
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "JAX_PLATFORMS": "cpu"}
-        environment |= {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}  # they were given in the parent
+        environment |= {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}  # the parent has shown them already
         code = f"from jaxtune.train.data import workers; workers._serve({os.getpid()})"
-        # A process group of its own: the terminal's Ctrl-C is the parent's to handle.
+        # It gets a process group of its own, so that a Ctrl-C in the terminal reaches only the parent, which handles
+        # it.
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-c", code],
             stdin=subprocess.PIPE,
@@ -371,7 +412,7 @@ class _Process:
         return result
 
     def stopped(self) -> str:
-        with contextlib.suppress(OSError):  # it is gone, or the system has no such folder
+        with contextlib.suppress(OSError):  # the process has ended, or the system has no /proc
             state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(") ")[2][:1]
             if state in ("T", "t"):
                 return f"process {self.process.pid}, which was stopped (SIGSTOP),"
@@ -380,13 +421,13 @@ class _Process:
     def close(self) -> None:
         with contextlib.suppress(OSError):
             if self.process.stdin is not None:
-                self.process.stdin.close()  # its sign to leave
+                self.process.stdin.close()  # makes the process leave
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=10)
         self.kill()
 
     def kill(self) -> None:
-        """Ends the process; the thread that waits for it is told by its pipes."""
+        """Kills the process. The thread that waits for its answer wakes when the pipes close."""
         self.process.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
@@ -396,39 +437,43 @@ class _Process:
 
 
 def _pickled(rows: list[Row]) -> bytes:
+    """The pickle of some rows. A row with objects that cannot be pickled becomes a bad row."""
     try:
         return pickle.dumps(rows)
-    except Exception:  # rows of a list may hold anything; what no pickle takes costs its row
+    except Exception:  # rows that a script gives as a list may have any objects
         return pickle.dumps([row if isinstance(attempt(pickle.dumps, row), bytes) else _unsent(row) for row in rows])
 
 
 def _unsent(row: Row) -> Row:
+    """The bad row in place of one that cannot be pickled."""
     return dataclasses.replace(row, value=None, error="it holds objects that cannot be sent to another process")
 
 
 def _serve(parent: int) -> None:
-    """Answers requests until there are no more, or the parent is gone."""
+    """The main function of a tokenising process: reads the setup and chunks of rows from stdin, and writes a chunk or
+    an error to stdout for each, until stdin ends or the parent process is gone. parent: the parent's process id."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     outlive()
     threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
     requests = sys.stdin.buffer
     replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever a library prints must not get among the replies
-    with contextlib.suppress(EOFError, BrokenPipeError):  # the parent has all it wants
+    os.dup2(2, 1)  # text that a library prints must not get among the replies
+    with contextlib.suppress(EOFError, BrokenPipeError):  # the parent needs no more
         tokenizer, options = pickle.load(requests)
         encoder = RowEncoder(tokenizer, **options)
         while True:
             rows = pickle.load(requests)
             try:
                 result: Chunk | Exception = encode_chunk(encoder, rows)
-            except Exception as error:  # told to the parent, which raises it
+            except Exception as error:  # sent to the parent, which raises it
                 result = ValueError(str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")
             pickle.dump(result, replies)
             replies.flush()
 
 
 def _leave_with(parent: int) -> None:
-    """A process that hangs in a template reads no end of its input; it leaves when its parent has."""
+    """Ends this process when its parent has ended. A process that loops in a template would not notice the end of its
+    input."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)

@@ -16,7 +16,7 @@ from jaxtune.train.data import TokenDataset
 from jaxtune.train.data.batches import BatchSource
 from jaxtune.train.data.feeds import FedBatches, PreparedSet, RowSet
 from jaxtune.train.data.reading import open_sources
-from jaxtune.train.data.steps import laid_out
+from jaxtune.train.data.steps import pack_steps
 from jaxtune.train.data.streamed import StreamedRows
 from jaxtune.train.folder.record import require_same_rows
 from jaxtune.train.objectives.objective import Objective
@@ -150,7 +150,7 @@ def source_of(
     source = train if isinstance(train, BatchSource) else train.batches(config.rows_per_step, seed=config.seed)
     steps = total_steps(config, source.steps_per_epoch)
     if isinstance(train, TokenDataset) and train.packing == "step":
-        return *laid_out(train, held_out, config, steps), steps
+        return *pack_steps(train, held_out, config, steps), steps
     return source, held_out, steps
 
 

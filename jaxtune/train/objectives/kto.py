@@ -19,8 +19,8 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.placement import partition
 from jaxtune.train.config import DataConfig
 from jaxtune.train.data import Batch
+from jaxtune.train.data.documents import Document, Documents
 from jaxtune.train.data.formats import LABELLED
-from jaxtune.train.data.packing import Document, Documents
 from jaxtune.train.data.pairs import LABELS, PAIRS, PairDataset
 from jaxtune.train.objectives.preference import Referenced, answers
 from jaxtune.train.program.loss import Forward

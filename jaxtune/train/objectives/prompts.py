@@ -12,8 +12,9 @@ import numpy as np
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.ends import end_token_ids
 from jaxtune.train.config import ConfigError, DataConfig, TrainConfig
-from jaxtune.train.data.formats import Example, RowError, detect_format, normalize, refuse_media
+from jaxtune.train.data.formats import Example, detect_format, normalize, refuse_media
 from jaxtune.train.data.reading import open_sources
+from jaxtune.train.data.row_errors import RowError
 from jaxtune.train.data.templates import RowEncoder
 from jaxtune.train.objectives.policy import GRPO, log_probs_of
 from jaxtune.train.objectives.reward_functions import RewardFunctions, Turns

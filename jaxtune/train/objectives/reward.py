@@ -18,8 +18,8 @@ from jaxtune.models.heads import SCORE, Head
 from jaxtune.models.placement import partition
 from jaxtune.train.config import DataConfig
 from jaxtune.train.data import Batch
+from jaxtune.train.data.documents import Documents
 from jaxtune.train.data.formats import PREFERENCE
-from jaxtune.train.data.packing import Documents
 from jaxtune.train.data.pairs import LABELS, PAIRS, PairDataset
 from jaxtune.train.data.reading import open_sources, read_rows
 from jaxtune.train.objectives.preference import Pairs

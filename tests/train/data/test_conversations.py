@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 
 from jaxtune.train.data import prepare
-from jaxtune.train.data.formats import Example, RowError
+from jaxtune.train.data.formats import Example
+from jaxtune.train.data.row_errors import RowError
 from jaxtune.train.data.templates import RowEncoder
 from tests.train.data.conftest import PLAIN_TEMPLATE, make_tokenizer, spans
 
@@ -145,7 +146,8 @@ def test_rows_are_counted_and_the_first_is_named(write, tmp_path):
         assert found.left_out == 2
         (said,) = [line for line in found.warnings() if "does not write" in line]
         assert (
-            f"2 rows hold what the chat template does not write, so that it is not trained on, first {path}:2" in said
+            f"2 rows have a part that the chat template does not write, so that it is not trained on, first {path}:2"
+            in said
         )
 
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jaxtune.train.data.batches import Batch, Batches, epoch_order
-from jaxtune.train.data.packing import Documents, PackedRows
+from jaxtune.train.data.documents import Documents
+from jaxtune.train.data.packing import PackedRows
 
 
 def make_rows(count=10, length=8):

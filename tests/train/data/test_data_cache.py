@@ -14,7 +14,7 @@ import pytest
 from jaxtune.train import data
 from jaxtune.train.data import prepare, workers
 from jaxtune.train.data.cache import cache_key, open_or_build
-from jaxtune.train.data.packing import Documents
+from jaxtune.train.data.documents import Documents
 from jaxtune.train.data.reading import open_sources, read_rows
 from jaxtune.train.data.row_files import Row
 from jaxtune.train.data.workers import Chunk, _Process, encode_rows
@@ -199,7 +199,7 @@ def test_rows_that_change_while_they_are_tokenised_are_not_cached(change, write,
 
     with monkeypatch.context() as patch:
         patch.setattr(data, "encode_rows", encode_rows)
-        with pytest.raises(ValueError, match="a.jsonl.*: changed while the rows were tokenised.* nothing is kept"):
+        with pytest.raises(ValueError, match="a.jsonl.*: changed while the rows were tokenised.* were discarded"):
             prepare(path, tokenizer, **options)
     assert not list((tmp_path / "cache").iterdir())
     again = prepare(path, tokenizer, **options)  # what stands there now

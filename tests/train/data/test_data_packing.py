@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxtune.train.data import packing
-from jaxtune.train.data.packing import Document, Documents, PackedRows, pack, plan_rows
+from jaxtune.train.data.documents import Document, Documents
+from jaxtune.train.data.packing import PackedRows, pack, plan_rows
 
 
 @st.composite
@@ -106,7 +107,7 @@ def test_split_documents_leave_out_what_teaches_nothing():
     asked = Document(np.arange(100), np.arange(100) >= 95)
     batch, report = pack([asked], 10, "split", packing=False)
     assert batch.tokens.tolist() == [list(range(90, 100))] and batch.weights.sum() == report.trained_tokens == 5
-    assert "1 documents split, 9 of their pieces left out: no token of theirs is trained on" in str(report)
+    assert "1 documents split, 9 of their pieces left out because none of their tokens is trained on" in str(report)
 
 
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=60), st.integers(8, 64))

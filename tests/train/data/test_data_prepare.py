@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jaxtune.train.data import prepare
-from jaxtune.train.data.packing import Document, pack
+from jaxtune.train.data.documents import Document
+from jaxtune.train.data.packing import pack
 from jaxtune.train.data.preview import PADDING, TRAINED, preview
 from tests.train.data.conftest import PLAIN_TEMPLATE, make_tokenizer, spans
 
@@ -103,7 +104,7 @@ def test_some_responses_without_an_end_are_told():
 def test_trained_tokens_beyond_the_row_are_refused(tokenizer):
     rows = [{"prompt": "Add them. " * 20, "completion": "4"}] * 2
     dataset = prepare(rows, tokenizer, length=16)
-    with pytest.raises(ValueError, match="no trained token lies within data.length=16"):
+    with pytest.raises(ValueError, match="no document has a trained token within its first data.length=16"):
         dataset.batches(1)
 
 

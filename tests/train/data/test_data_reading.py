@@ -9,7 +9,6 @@ import pytest
 from jaxtune.train.data.formats import (
     LABELLED,
     PREFERENCE,
-    RowError,
     detect_format,
     normalize,
     normalize_labelled,
@@ -17,6 +16,7 @@ from jaxtune.train.data.formats import (
     unread,
 )
 from jaxtune.train.data.reading import open_sources, read_rows
+from jaxtune.train.data.row_errors import RowError
 
 GOOD = [{"text": "one"}, {"text": "two"}, {"text": "three"}]
 
@@ -299,10 +299,10 @@ def test_prompts_and_completions_may_be_turns():
         {"prompt": [{"from": "human", "value": "q"}], "completion": [{"from": "gpt", "value": "a"}]},
     ):
         example = normalize(row, "prompt_completion")
-        assert (example.prompt, example.messages, example.asked) == (None, asked + answer, 1)
+        assert (example.prompt, example.messages, example.prompt_messages) == (None, asked + answer, 1)
     row = {"system": "Be kind.", "prompt": asked + answer + asked, "completion": answer, "tools": '[{"name": "add"}]'}
     example = normalize(row, "prompt_completion")
-    assert example.asked == 4 and example.messages[0]["role"] == "system" and len(example.tools) == 1
+    assert example.prompt_messages == 4 and example.messages[0]["role"] == "system" and len(example.tools) == 1
 
 
 def test_conversations_as_json_and_openais_other_forms():

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from jaxtune.train.data import prepare
-from jaxtune.train.data.formats import Example, RowError, normalize
+from jaxtune.train.data.formats import Example, normalize
 from jaxtune.train.data.markers import Markers
+from jaxtune.train.data.row_errors import RowError
 from jaxtune.train.data.templates import RowEncoder, derive_markers
 from tests.train.data.conftest import spans
 

@@ -10,7 +10,7 @@ import pytest
 from jaxtune.train.data import TokenDataset
 from jaxtune.train.data.batches import torch_order
 from jaxtune.train.data.cache import Summary
-from jaxtune.train.data.packing import Document, Documents
+from jaxtune.train.data.documents import Document, Documents
 from jaxtune.train.data.pairs import LABELS, PAIRS, PairDataset
 from jaxtune.train.data.steps import StepBatches
 from jaxtune.train.objectives.kto import in_groups, with_strangers

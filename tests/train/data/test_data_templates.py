@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxtune.train.data.formats import Example, RowError, normalize
+from jaxtune.train.data.formats import Example, normalize
 from jaxtune.train.data.markers import Markers
+from jaxtune.train.data.row_errors import RowError
 from jaxtune.train.data.templates import RowEncoder, derive_markers, resolve_template
 from tests.train.data.conftest import PLAIN_TEMPLATE, make_tokenizer, spans
 
@@ -161,7 +162,7 @@ def test_a_prompt_that_opens_a_thought():
     assert found == [f"<call>add{end}", ANSWERS[1], f"hm\n</think>\n\n{ANSWERS[0]}"]
     within = [f"\n</think>\n\n<call>add{end}", f"\n</think>\n\n{ANSWERS[1]}"]
     assert trained(tokenizer, Example(messages=[*CHAT[1:3], *used])) == [ANSWERS[0], *within]
-    asked = Example(messages=[*CHAT[:3], *used], asked=4)
+    asked = Example(messages=[*CHAT[:3], *used], prompt_messages=4)
     assert trained(tokenizer, asked) == within
     assert trained(tokenizer, asked, last_response_only=True) == within[1:]
     # A thought that the template leaves out is said, and the answer is trained.

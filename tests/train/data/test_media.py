@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from jaxtune.train.data import prepare
-from jaxtune.train.data.formats import RowError, normalize, normalize_labelled, normalize_pair
+from jaxtune.train.data.formats import normalize, normalize_labelled, normalize_pair
+from jaxtune.train.data.row_errors import RowError
 from tests.train.data.conftest import make_tokenizer
 
 PICTURE = {"bytes": b"PNG", "path": None}
@@ -31,7 +32,7 @@ def test_a_row_with_a_picture_is_refused(row, format, column):
 
 def test_preferences_with_a_picture_are_refused():
     pair = {"prompt": "<image>What is it?", "chosen": "A cat.", "rejected": "A dog.", "images": ["cat.png"]}
-    with pytest.raises(RowError, match="column images .*<image> stands for it"):
+    with pytest.raises(RowError, match="column images .*<image> represents it"):
         normalize_pair(pair)
     with pytest.raises(RowError, match="column images"):
         normalize_labelled({"prompt": "<image>What is it?", "completion": "A cat.", "label": True, "images": ["a"]})

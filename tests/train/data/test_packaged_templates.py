@@ -8,8 +8,9 @@ import html
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from jaxtune.train.data.formats import Example, RowError
+from jaxtune.train.data.formats import Example
 from jaxtune.train.data.packaged import PACKAGED, packaged_that_fit
+from jaxtune.train.data.row_errors import RowError
 from jaxtune.train.data.templates import RowEncoder, resolve_template
 from tests.train.data.conftest import make_tokenizer, spans
 

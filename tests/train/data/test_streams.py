@@ -130,7 +130,7 @@ def test_a_step_that_was_made_is_given_again_and_no_other(tmp_path):
     made = source(tmp_path / "rows")
     first, second = made.batch_at(0), made.batch_at(1)
     assert made.batch_at(1) is second and not same(first, second)
-    with pytest.raises(ValueError, match="step 0 is asked for, and the next one of these rows is 2"):
+    with pytest.raises(ValueError, match="step 0 is asked for, but the next step of these rows is 2"):
         made.batch_at(0)
 
 

@@ -1,0 +1,176 @@
+"""Tokenised documents, kept in flat arrays that may be memory-mapped files of the token cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import zlib
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from jaxtune.train.data.batches import Batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """The tokens of one document."""
+
+    tokens: np.ndarray
+    """int32[n]: token ids."""
+    mask: np.ndarray
+    """bool[n]: True where the token is trained on."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Documents:
+    """Many documents in flat arrays, which may be memory-mapped files. A selection shares the flat arrays with the set
+    that it was made of."""
+
+    tokens: np.ndarray
+    """int32[total]: the token ids of all documents, one document after another."""
+    mask: np.ndarray
+    """bool or uint8 [total]: nonzero where the token is trained on."""
+    starts: np.ndarray
+    """int64[n]: the index in `tokens` of each document's first token."""
+    lengths: np.ndarray
+    """int64[n]: the number of tokens of each document."""
+    trained: np.ndarray
+    """int64[n]: the number of trained targets of each document. Its first token is never a target."""
+    origins: np.ndarray | None = None
+    """int64[n, 2]: for each document, an index into `files` and the number of its line or row there. None if the
+    documents do not come from files."""
+    files: tuple[str, ...] = ()
+    """The names of the files that the documents came from."""
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    @functools.cached_property
+    def tokens_crc32(self) -> int:
+        """The CRC-32 of the flat tokens. It reads all of them on first access, and is the same for a selection."""
+        return zlib.crc32(np.ascontiguousarray(self.tokens))
+
+    @property
+    def identity(self) -> str:
+        """A string, 8 hex digits, that differs between sets of documents with different tokens."""
+        return f"{self.tokens_crc32:08x}"
+
+    def __getitem__(self, index: int) -> Document:
+        start, length = self.starts[index], self.lengths[index]
+        return Document(self.tokens[start : start + length], self.mask[start : start + length].astype(bool))
+
+    def source(self, index: int) -> str:
+        """Where a document came from, as `file:line`, or `document INDEX` if that is not known."""
+        if self.origins is None:
+            return f"document {index}"
+        file, line = self.origins[index]
+        return f"{self.files[file]}:{line}"
+
+    def select(self, indices: np.ndarray) -> Documents:
+        """The documents at `indices` (int[n]), in that order."""
+        return dataclasses.replace(
+            self,
+            starts=self.starts[indices],
+            lengths=self.lengths[indices],
+            trained=self.trained[indices],
+            origins=None if self.origins is None else self.origins[indices],
+        )
+
+    def write(self, start: int, count: int, batch: Batch, slot: int, at: int, segment: int) -> int:
+        """Writes a run of the flat tokens into a row of a batch, with their targets, weights and positions.
+
+        Args:
+            start, count: the run is `tokens[start : start + count]`, of one document.
+            batch: a batch of numpy arrays.
+            slot: the row of the batch.
+            at: the index in that row of the first token.
+            segment: the segment id of the run.
+
+        Returns:
+            The index in the row after the last token.
+        """
+        end, tokens = at + count, self.tokens[start : start + count]
+        batch.tokens[slot, at:end] = tokens
+        batch.targets[slot, at : end - 1] = tokens[1:]
+        batch.weights[slot, at : end - 1] = self.mask[start + 1 : start + count] != 0
+        batch.segment_ids[slot, at:end] = segment
+        batch.positions[slot, at:end] = np.arange(count)
+        return end
+
+    def held_out(self, firsts: np.ndarray, eval_rows: int, what: str) -> tuple[np.ndarray, np.ndarray]:
+        """Chooses the held-out rows: those `eval_rows` whose documents' tokens have the smallest hashes.
+
+        The choice depends neither on the order of the rows nor on a seed. Training rows that equal a held-out row are
+        left out, so no document is on both sides.
+
+        Args:
+            firsts: int[n], the index of the document that identifies each row (or each pair).
+            eval_rows: how many to choose.
+            what: what is chosen, in plural ("rows" or "pairs"), for error messages.
+
+        Returns:
+            (training, held-out): indices into `firsts`, int64, both in ascending order.
+
+        Raises:
+            ValueError: `eval_rows` is not between 1 and n - 1, or no training row is left.
+        """
+        if not 0 < eval_rows < len(firsts):
+            raise ValueError(
+                f"data.eval_rows={eval_rows} must lie between 1 and {len(firsts) - 1}, one less than the {what}"
+            )
+        hashes = self._hashes(firsts)
+        chosen = np.sort(np.argsort(hashes, kind="stable")[:eval_rows])
+        rest = np.flatnonzero(~np.isin(hashes, hashes[chosen]))
+        if not rest.size:
+            raise ValueError(f"all training {what} equal {what} held out for evaluation; lower data.eval_rows")
+        return rest, chosen
+
+    def _hashes(self, indices: np.ndarray) -> np.ndarray:
+        """uint64[n]: a hash of the tokens of each of these documents."""
+        hashes = np.empty(len(indices), np.uint64)
+        for place, index in enumerate(indices.tolist()):
+            data = self.tokens[self.starts[index] : self.starts[index] + self.lengths[index]].tobytes()
+            hashes[place] = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+        return hashes
+
+    def also_in(self, other: Documents) -> int:
+        """The number of non-empty documents that another set also has, with exactly the same tokens."""
+        own, candidates = np.flatnonzero(self.lengths), np.flatnonzero(other.lengths)
+        for share in (0.5, 0.9, 0.99):  # single tokens exclude most documents, and cost far less than hashes of all
+            own_keys, other_keys = self._cheap_keys(own, share), other._cheap_keys(candidates, share)
+            own, candidates = own[np.isin(own_keys, other_keys)], candidates[np.isin(other_keys, own_keys)]
+        return int(np.isin(self._hashes(own), other._hashes(candidates)).sum())
+
+    def _cheap_keys(self, indices: np.ndarray, share: float) -> np.ndarray:
+        """int64[n]: a key of each of these documents that equal documents share: its length (upper 32 bits) and the
+        token at the fraction `share` of it (lower 32 bits)."""
+        lengths = self.lengths[indices]
+        return lengths << 32 | self.tokens[self.starts[indices] + (share * lengths).astype(np.int64)]
+
+    @classmethod
+    def gather(cls, documents: Iterable[Document | Sequence[int]]) -> Documents:
+        """The set of these documents, copied into flat arrays. A plain sequence of ints is a document of which every
+        token is trained on. Raises ValueError for tokens that are not integers, or a mask of another length."""
+        tokens, masks = [], []
+        for index, document in enumerate(documents):
+            if isinstance(document, Document):
+                ids, mask = np.asarray(document.tokens), np.asarray(document.mask).astype(bool)
+            else:
+                ids = np.asarray(document)
+                mask = np.ones(ids.shape, bool)
+            if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+                raise ValueError(f"document {index}: tokens must be integers [n], got {ids.dtype} {list(ids.shape)}")
+            if mask.shape != ids.shape:
+                raise ValueError(f"document {index}: {ids.size} tokens but a mask of shape {list(mask.shape)}")
+            tokens.append(ids.astype(np.int32))
+            masks.append(mask)
+        lengths = np.array([ids.size for ids in tokens], np.int64)
+        return cls(
+            tokens=np.concatenate(tokens) if tokens else np.zeros(0, np.int32),
+            mask=np.concatenate(masks) if masks else np.zeros(0, bool),
+            starts=np.cumsum(lengths) - lengths,
+            lengths=lengths,
+            trained=np.array([mask[1:].sum() for mask in masks], np.int64),
+        )

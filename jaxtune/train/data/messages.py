@@ -1,0 +1,141 @@
+"""The turns of a conversation, converted to messages in the form that chat templates expect.
+
+Data sets write turns as OpenAI's API does (`role`, `content`, `tool_calls`) or as ShareGPT does (`from`, `value`). Both
+become dicts with a chat role and text, and with calls whose arguments are objects.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jaxtune.train.data.row_errors import RowError, check_unicode
+
+# The names of speakers in ShareGPT's data sets, and the chat role of each.
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "system": "system",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
+    "tool": "tool",
+    "function": "tool",
+}
+
+# Speakers that some data sets of messages also write as `role`. Those of calls are not among them: their turns have the
+# JSON of a call and not text.
+_SPEAKERS = {name: role for name, role in ROLES.items() if not name.endswith("_call")}
+
+
+def chat_message(turn: Mapping[str, Any]) -> dict[str, Any]:
+    """A message in the form that chat templates expect, from a turn in OpenAI's form: content becomes text, speakers
+    become chat roles, and calls get their `function` object. Raises `RowError` if the turn cannot be used."""
+    role = turn.get("role")
+    if not isinstance(role, str) or not role:
+        raise RowError(f"a message has no role; it has {', '.join(map(str, turn)) or 'nothing'}")
+    # In tables (Parquet, datasets), a message has None in the columns that only other messages use.
+    message = {name: part for name, part in turn.items() if part is not None}
+    message["role"] = role = _SPEAKERS.get(role.lower(), role)
+    if message.get("function_call"):  # OpenAI's older name for a single call
+        message.setdefault("tool_calls", [message.pop("function_call")])
+    content = message.pop("content", None)
+    if content is None and not message.get("tool_calls"):
+        raise RowError(f"a message of the role {role} has no content")
+    if isinstance(content, str | None):
+        message["content"] = content or ""
+    elif isinstance(content, Iterable) and not isinstance(content, Mapping):
+        message |= _joined_parts(content)
+    else:
+        raise RowError(f"content is neither text nor a list of parts but {type(content).__name__}")
+    check_unicode(message["content"])
+    if message.get("tool_calls"):
+        if not isinstance(message["tool_calls"], list | tuple):
+            raise RowError(f"tool_calls is not a list but {type(message['tool_calls']).__name__}")
+        message["tool_calls"] = [_tool_call(call) for call in message["tool_calls"]]
+    return message
+
+
+def _joined_parts(parts: Iterable[object]) -> dict[str, Any]:
+    """The content, reasoning and calls of a message whose content is a list of typed parts, such as {"type": "text",
+    "text": ...}. Raises `RowError` for a part of another type, such as an image."""
+    texts, reasoning, calls = [], [], []
+    targets = {"text": texts, "input_text": texts, "output_text": texts, "reasoning": reasoning, "tool_call": calls}
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        text = (part.get("text") or part.get("value") or "") if isinstance(part, Mapping) else ""
+        target = targets.get(str(kind))
+        if target is None or not isinstance(text, str):
+            raise RowError(f"a part of the type {kind} in content; only text can be trained on")
+        target.append(text)
+    message: dict[str, Any] = {"content": "".join(texts)}
+    if reasoning:
+        message["reasoning_content"] = "".join(reasoning)
+    if calls:
+        message["tool_calls"] = [_tool_call(call) for call in calls]
+    return message
+
+
+def sharegpt_message(turn: Mapping[str, Any]) -> dict[str, Any]:
+    """A message from a turn in ShareGPT's form ({from, value}), or in OpenAI's. Raises `RowError` if the speaker is not
+    known or the turn is wrong otherwise."""
+    if "role" in turn:  # some files name the column as ShareGPT does and its parts as OpenAI does
+        return chat_message(turn)
+    speaker, content = turn.get("from"), turn.get("value")
+    if not isinstance(speaker, str) or not isinstance(content, str):
+        raise RowError(f"a turn needs `from` and `value` as text; it has {', '.join(map(str, turn)) or 'nothing'}")
+    role = ROLES.get(speaker.lower())
+    if role is None:
+        raise RowError(f"unknown speaker {speaker!r}; known: {', '.join(ROLES)}")
+    check_unicode(content)
+    if speaker.lower() in ("function_call", "tool_call"):
+        return {"role": role, "content": "", "tool_calls": [_tool_call(content)]}
+    return {"role": role, "content": content} | {
+        key: turn[key] for key in ("weight", "train", "training") if turn.get(key) is not None
+    }
+
+
+def _tool_call(call: Any) -> dict[str, Any]:
+    """A call in the form that chat templates expect, {type, function: {name, arguments: object}}. The call, and its
+    arguments, may be given as JSON text. Raises `RowError` if that is not valid."""
+    if isinstance(call, str):
+        try:
+            call = json.loads(call)
+        except ValueError:
+            raise RowError("a tool call is not JSON") from None
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise RowError("a tool call has no name")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            raise RowError(f"the arguments of the tool call {function['name']} are not JSON") from None
+    rest = {name: part for name, part in call.items() if name in ("id",) and part is not None}
+    return {**rest, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def tool_schemas(tools: Any) -> list[dict[str, Any]] | None:
+    """The schemas of column tools, a list or its JSON text, each as {type: function, function: schema}; None if there
+    are none. Raises `RowError` if the column is neither."""
+    if isinstance(tools, str):
+        if not tools.strip():
+            return None
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            raise RowError("column tools is not JSON") from None
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise RowError("column tools is not a list of objects")
+    return [dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)} for tool in tools]

@@ -1,0 +1,39 @@
+"""Errors of a single row, and errors of the setup that affect every row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+class RowError(ValueError):
+    """One row cannot be used. The message gives the reason; the code that catches it adds the file and line."""
+
+
+class SetupError(ValueError):
+    """The tokenizer or the options are wrong, so that no row can be used, whatever it contains."""
+
+
+def attempt(work: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of `work(*arguments)`, which handles one row, or the `RowError` that it raised.
+
+    Any other exception is returned as a `RowError` that names its type, so that a row with unforeseen content affects
+    that row only. A `SetupError` is raised, since it concerns all rows.
+    """
+    try:
+        return work(*arguments)
+    except RowError as error:
+        return error
+    except SetupError:
+        raise
+    except RecursionError:
+        return RowError("nested too deeply")
+    except Exception as error:
+        return RowError(f"cannot be used: {type(error).__name__}: {error}")
+
+
+def check_unicode(text: str) -> None:
+    r"""Raises `RowError` if a text has half of a surrogate pair, which JSON can write ("\ud83d") and no tokenizer can
+    encode."""
+    if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
+        raise RowError("not valid Unicode: half of a surrogate pair")
