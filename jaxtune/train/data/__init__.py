@@ -188,7 +188,7 @@ def prepare(
         tokenizer: a fast Hugging Face tokenizer.
         length: the number of tokens in a packed row.
         format: the format of the rows, a key of `formats.COLUMNS`; "auto" detects it by their columns.
-        template: the chat template: None or "tokenizer" (the tokenizer's own), a name of packaged.py, or the path of a
+        template: None or "tokenizer" (the tokenizer's own chat template), a name of packaged.py, or the path of a
             .jinja file. With None, Alpaca rows get Alpaca's prompt, and a prompt is followed directly by its
             completion.
         train_on: "responses" trains on responses only, "all" on all tokens.
@@ -217,8 +217,7 @@ def prepare(
         The documents with their counts. Nothing is packed before `TokenDataset.rows` is read.
 
     Raises:
-        ValueError: the data cannot be trained on; the message names the key, the file and line or the token, and the
-            fix.
+        ValueError: the data cannot be trained on; the message names the key, the file and line, and the fix.
     """
     _require_known(format, pairs, on_bad_row, overflow)
     if template is not None:
@@ -242,11 +241,7 @@ def prepare(
         encoded = _with_progress(encoded, sources, max_rows)
         yield from _stop_at_bad_rows(encoded) if on_bad_row == "error" else encoded
         if identity() != key:  # the tokens stored under a key must come from the content that the key was computed of
-            names = ", ".join([*(source.name for source in sources), *([template] if template else [])])
-            raise ValueError(
-                f"{names}: changed while the rows were tokenised, so the tokens may be of either version and were "
-                "discarded. Wait until writing has finished, or name a copy, and run again"
-            )
+            raise _changed_while_read(sources, template)
 
     def identity() -> str | None:
         # The tokens depend on a template's text, not on its path.
@@ -257,13 +252,21 @@ def prepare(
 
     key = identity()
     if key is None:
-        documents, summary = collect(chunks())
-        cached = False
+        (documents, summary), cached = collect(chunks()), False
     else:
         folder = Path(cache_dir).expanduser() if cache_dir is not None else default_folder()
         documents, summary, cached = open_or_build(folder / key, chunks, say)
     _require_usable(documents, summary, tokenizer, options, vocab_size, sources)
     return TokenDataset(documents, summary, length, packing, overflow, cached, options["mask_spans"] or ())
+
+
+def _changed_while_read(sources: list[Source], template: str | None) -> ValueError:
+    """The error of rows or a template file that changed between the hash that names their cache and its writing."""
+    names = ", ".join([*(source.name for source in sources), *([template] if template else [])])
+    return ValueError(
+        f"{names}: changed while the rows were tokenised, so the tokens may be of either version and were discarded. "
+        "Wait until writing has finished, or name a copy, and run again"
+    )
 
 
 def _require_known(format: str, pairs: bool, on_bad_row: str, overflow: str) -> None:
