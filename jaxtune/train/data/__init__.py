@@ -198,8 +198,7 @@ def prepare(
         mask_spans: (opening, closing) pairs of texts, such as ("<think>", "</think>"): the tokens of a response from
             an opening to its closing, both included, are not trained on.
         packing: False gives every document a row of its own; "step" packs the documents of each step separately.
-        overflow: documents that are longer than a row are cut ("truncate"), divided into pieces ("split"), or
-            refused ("error").
+        overflow: longer documents are cut ("truncate"), divided into pieces ("split"), or refused ("error").
         on_bad_row: "error" stops at the first bad row, "skip" leaves bad rows out and counts them.
         max_rows: the largest number of rows to read; None reads all.
         cache_dir: the folder of token caches; None uses JAXTUNE_CACHE or ~/.cache/jaxtune/tokens. Rows given as
