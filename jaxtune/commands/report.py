@@ -10,14 +10,15 @@ from jaxtune.system.terminal import say
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Write a run as one HTML page: curves, samples, settings; it needs no network."""
+    """Write runs as one HTML page, over each other: curves, samples, settings; it needs no network."""
     parser = common.parser("report", run.__doc__)
-    parser.add_argument("run", help="a run's folder")
-    parser.add_argument("--output", help="the page to write (default: report.html in the run's folder)")
+    parser.add_argument("runs", nargs="+", metavar="run", help="folders of runs")
+    parser.add_argument("--output", help="the page to write (default: report.html in the first run's folder)")
     options = parser.parse_args(arguments)
     from jaxtune.system.files import atomic_write
     from jaxtune.train.display.run_page import run_page
 
-    page = Path(options.output or Path(options.run) / "report.html")
-    atomic_write(page, run_page(Path(options.run)))
+    folders = [Path(one) for one in options.runs]
+    page = Path(options.output or folders[0] / "report.html")
+    atomic_write(page, run_page(folders))
     say(f"wrote {page}")

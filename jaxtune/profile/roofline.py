@@ -10,7 +10,8 @@ from jaxtune.profile.device import Ceilings
 from jaxtune.profile.timeline import length, union
 from jaxtune.profile.trace import Event
 
-EIGHT_BIT = ("f8", "s8", "u8", "float8", "c10::Float8")
+_EIGHT_BIT = ("f8", "s8", "u8", "float8", "c10::Float8")
+_FLOAT32 = ("f32", "float32", "fp32")  # XLA's, torch's and a short name; torch also says "float" alone
 TRANSFER_CATEGORIES = ("copies to device", "copies to host", "collectives")
 # Idle stretches shorter than this are late launches; longer ones are waits for the host.
 LAUNCH_GAP_NS = 20_000
@@ -25,9 +26,23 @@ class Loss:
     text: str  # a sentence with its size and its remedy
 
 
+def product_ceiling(dtype: str, ceilings: Ceilings) -> tuple[str, float]:
+    """(name of a precision, TFLOP/s): what the device reaches at most in products of operands of this dtype; 0 where it
+    is not known.
+
+    Products of float32 are held against TF32, which XLA and cuBLAS take for them unless they are told otherwise. Its rate
+    is half of bfloat16's on every card of compute capability 8.0 and above, by NVIDIA's data sheets.
+    """
+    if dtype.startswith(_EIGHT_BIT):
+        return "FP8", ceilings.gemm_fp8_tflops
+    if dtype.startswith(_FLOAT32) or dtype == "float":
+        return "TF32", ceilings.gemm_bf16_tflops / 2
+    return "bf16", ceilings.gemm_bf16_tflops
+
+
 def floor_ns(flops: float, moved_bytes: float, dtype: str, ceilings: Ceilings) -> tuple[float, str]:
     """(least time of an operator on this device, "compute" or "memory": which ceiling sets it)."""
-    peak = ceilings.gemm_fp8_tflops if dtype.startswith(EIGHT_BIT) else ceilings.gemm_bf16_tflops
+    _, peak = product_ceiling(dtype, ceilings)
     compute = flops / (peak * 1e3) if peak else 0.0
     memory = moved_bytes / (ceilings.copy_tbps * 1e3) if ceilings.copy_tbps else 0.0
     return max(compute, memory), "compute" if compute >= memory else "memory"
@@ -108,8 +123,13 @@ def _slow_products(kind: str, events: Sequence[Event], ms: float, per_step: floa
     # A kernel can be faster than a ceiling measured on another shape; then it loses nothing.
     least = sum(min(e.self_ns, floor_ns(e.flops, 0.0, e.dtype, ceilings)[0]) for e in events)
     won = ms - least * per_step
+    spent: collections.Counter[tuple[str, float]] = collections.Counter()
+    for event in events:
+        if event.flops:
+            spent[product_ceiling(event.dtype, ceilings)] += event.self_ns
+    peaks = ", ".join(f"{peak:.0f} in {name}" for (name, peak), _ in spent.most_common())
     text = f"{_PRODUCTS[kind]} {ms:.1f} ms at {rate:.0f} TFLOP/s, where the device's ceiling is "
-    text += f"{ceilings.gemm_bf16_tflops:.0f} in bf16 ({ceilings.source}): {won:.1f} ms are won at that speed."
+    text += f"{peaks} ({ceilings.source}): {won:.1f} ms are won at that speed."
     if not flops or not ceilings.gemm_bf16_tflops:
         won, text = 0.0, f"{_PRODUCTS[kind]} {ms:.1f} ms; what could be won is unknown."
     return Loss(kind, won, text)

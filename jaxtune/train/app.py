@@ -8,7 +8,7 @@ import json
 import os
 import shlex
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -169,11 +169,20 @@ def answer(
             model, tokenizer, rows, settings.max_new_tokens, config.data.template, batch_size=sampled.rows
         )
     samples = [
-        dict(zip(("question", "expected", "given"), one, strict=True)) for one in answers[: settings.sample_rows]
+        dict(zip(("question", "expected", "given"), one, strict=True)) for one in telling(answers, settings.sample_rows)
     ]
     found = {"exact_match": score, "rows": len(rows), "samples": samples}
     _show_answers(found, console, when)
     return found
+
+
+def telling(answers: Sequence[tuple[str, str, str]], count: int) -> list[tuple[str, str, str]]:
+    """`count` of the (question, expected, given) of an evaluation, in their order: wrong answers are half of them where
+    there are so many, because a model that answers nearly everything right shows most in what it gets wrong."""
+    wrong = [index for index, (_, expected, given) in enumerate(answers) if given.strip() != expected.strip()]
+    right = sorted({*range(len(answers))} - {*wrong})
+    few_right = right[: max(count - len(wrong), (count + 1) // 2)]
+    return [answers[index] for index in sorted([*few_right, *wrong[: count - len(few_right)]])]
 
 
 def _show_answers(found: dict[str, Any], console: Console, when: str) -> None:

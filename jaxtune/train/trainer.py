@@ -52,7 +52,8 @@ from jaxtune.train.folder.record import (
 from jaxtune.train.folder.results import Delivery
 from jaxtune.train.folder.run_folder import CHECKPOINTS, CONFIG
 from jaxtune.train.folder.run_rows import Reader, own_lanes, run_rows, source_of
-from jaxtune.train.folder.saving import Saver
+from jaxtune.train.folder.run_state import recorded_state
+from jaxtune.train.folder.saving import Saver, TrainingInterrupted
 from jaxtune.train.objectives import references
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.objective import Objective
@@ -214,6 +215,7 @@ class Trainer:
                 resumed, start = self._resume(checkpointer, from_step)
                 if delivery is not None:
                     delivery.begin(self._same_run, start)
+            stack.enter_context(recorded_state(self.output, self.total_steps, (TrainingInterrupted,)))
             # A run that died before its first checkpoint left its config, and metrics that begin anew.
             resumed_step = start if start or (self.output / CONFIG).exists() else None
             logger = m.MetricsLogger(

@@ -3,10 +3,12 @@ strange files in folders that others can write."""
 
 from __future__ import annotations
 
+import array
 import errno
 import io
 import json
 import logging
+import math
 import os
 import random
 import resource
@@ -34,7 +36,7 @@ from jaxtune.system.files import atomic_write, remove_unfinished, unfinished_nam
 from jaxtune.train.data import cache, prepare, workers
 from jaxtune.train.data.reading import open_sources, read_rows
 from jaxtune.train.display import metrics as m
-from jaxtune.train.display import run_page, watch
+from jaxtune.train.display import run_figures, watch
 from jaxtune.train.folder.folder_lock import FolderLock
 from jaxtune.train.program.program_cache import ProgramCache
 from tests.faults.command import make_folder
@@ -259,36 +261,41 @@ def test_time_in_which_this_process_was_stopped_does_not_count(monkeypatch):
 # ---- pages of runs
 
 
-def test_watch_reads_and_draws_only_what_is_new(tmp_path, monkeypatch):
-    parsed, drawn, real = [], [], run_page._chart
+def test_watch_reads_only_what_is_new(tmp_path, monkeypatch):
+    parsed, made, real = [], [], run_figures._page
     monkeypatch.setattr(m, "parsed", lambda text, of=m.parsed: (parsed.append(text), of(text))[1])
-    monkeypatch.setattr(run_page, "_chart", lambda *given: (drawn.append(given[0]), real(*given))[1])
+    monkeypatch.setattr(run_figures, "_page", lambda *given: (made.append(given[0]), real(*given))[1])
     lines = [json.dumps({"step": n, "loss": 2 + (n * 7 % 11) / 10, "step_seconds": 1}) for n in range(1, 20_001)]
     path = tmp_path / "metrics.jsonl"
     path.write_text("\n".join(lines[:-2]) + "\n")
-    page = run_page.Run(tmp_path)
-    first = page.body()
-    assert len(parsed) == 19_999 and first.count("3.0000") == 0 and len(first) < 100_000  # not every point of a line
-    parsed.clear(), drawn.clear()
-    assert page.body() is first and not parsed and not drawn
+    files = run_figures.RunFiles(tmp_path)
+    first = files.page()
+    assert len(parsed) == 19_998 and len(json.dumps(first)) < 100_000  # not every point of a line
+    parsed.clear(), made.clear()
+    assert files.page() is first and not parsed and not made
     with path.open("a") as file:
         file.write(lines[-2] + "\n" + lines[-1][:9])  # the last one is torn
-    assert "<td>19,999</td>" in page.body() and len(parsed) == 2 and drawn
+    assert ["steps", "19,999"] in files.page()["facts"] and len(parsed) == 1 and made
     with path.open("a") as file:
         file.write(lines[-1][9:] + "\n")
-    assert "<td>20,000</td>" in page.body() and page.body() == run_page.Run(tmp_path).body()
+    assert ["steps", "20,000"] in files.page()["facts"] and files.page() == run_figures.RunFiles(tmp_path).page()
     m._drop_after(path, 10)  # a run that was resumed
-    assert "<td>10</td>" in page.body()
+    assert ["steps", "10"] in files.page()["facts"]
 
 
-def test_a_thinned_line_keeps_its_ends_and_extremes():
-    points = [(n, float(n % 1000)) for n in range(50_000)]
-    points[777] = (777, 1e6)
-    points[40_001] = (40_001, -1e6)
-    few = run_page._thinned(points)
-    assert len(few) <= 4 * run_page._WIDTH and few == sorted(set(few)) and set(few) <= set(points)
-    assert {points[0], points[-1], points[777], points[40_001]} <= set(few)
-    assert run_page._thinned(points[:500]) == points[:500]
+def test_a_thinned_line_keeps_means_and_extremes():
+    values = [float(n % 1000) for n in range(50_000)]
+    values[777], values[40_001], values[5] = 1e6, -1e6, math.nan
+    curve = run_figures.Curve(array.array("q", range(50_000)), array.array("d", values))
+    few = run_figures.thinned(curve)
+    assert len(few["x"]) <= run_figures.MOST_POINTS and few["x"] == sorted(few["x"]) and few["x"][-1] == 49_999
+    assert max(few["high"]) == 1e6 and min(few["low"]) == -1e6
+    assert np.mean(few["y"]) == pytest.approx(np.nanmean(values), rel=0.02)
+    short = run_figures.Curve(curve.steps[:500], curve.values[:500])
+    assert run_figures.thinned(short) == {
+        "x": [n for n in range(500) if n != 5],
+        "y": [n for n in range(500) if n != 5],
+    }
 
 
 STRANGE = [
@@ -327,7 +334,7 @@ def test_watch_survives_strange_files_of_one_run(tmp_path):
         (runs[0] / "config.yaml").mkdir()
         (runs[0] / "results.json").unlink()
         os.mkfifo(runs[0] / "results.json")
-        assert "<h1>good</h1>" in shown()
+        assert '"name": "good"' in shown() and "2.5000, 2.5000" in shown()
         server.shutdown()
 
 

@@ -84,6 +84,8 @@ DEVICE = Ceilings("made up", gemm_bf16_tflops=500, gemm_fp8_tflops=1000, copy_tb
 def test_least_time_of_a_product():
     assert floor_ns(5e9, 4e6, "bf16", DEVICE) == (pytest.approx(10_000), "compute")
     assert floor_ns(5e9, 4e6, "f8e4m3fn", DEVICE) == (pytest.approx(5_000), "compute")
+    for dtype in ("f32", "float", "float32"):  # by XLA and by torch
+        assert floor_ns(5e9, 4e6, dtype, DEVICE) == (pytest.approx(20_000), "compute")
     assert floor_ns(5e9, 4e8, "bf16", DEVICE) == (pytest.approx(100_000), "memory")
 
 

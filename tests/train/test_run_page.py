@@ -1,23 +1,37 @@
-"""jaxtune report: one page that needs no network, with what the run wrote, seen by a browser."""
+"""jaxtune report and jaxtune watch: the figures of runs, the page that draws them in a browser, and how runs end."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import signal
+import socket
 import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
 
 import pytest
 
 from jaxtune import cli
-from jaxtune.train.display.run_page import run_page
+from jaxtune.train.app import telling
+from jaxtune.train.display import watch
+from jaxtune.train.display.run_figures import RunFiles
+from jaxtune.train.folder.run_state import RunState, read_state, recorded_state
 
-HOSTILE = "</pre><script>document.title = 'gone'</script>"
+HOSTILE = "</pre></script><script>document.title = 'gone'</script><!--"
 
 
 @pytest.fixture
 def run(tmp_path):
-    folder = tmp_path / "runs" / "mine"
+    return made_run(tmp_path / "runs" / "mine")
+
+
+def made_run(folder, rate=1e-3):
     folder.mkdir(parents=True)
     lines = [
         {"step": 0, "time": 1000.0, "compile_seconds": 3.0, "plan": ["plan: keep all", "did not fit"]},
@@ -28,13 +42,16 @@ def run(tmp_path):
             "step": n,
             "time": 1000.0 + 10 * n,
             "loss": 4.0 / n,
-            "learning_rate": 1e-3 / n,
+            "grad_norm": 1.0,
+            "learning_rate": rate / n,
+            "targets": 17,
             "tokens_per_second": 100.0 * n,
             "peak_memory_bytes": 2e9,
             "skipped": 0,
             "steps": 2,
             "step_seconds": 4.5,
             "data_wait_seconds": 1.0,
+            "rewards/short/mean": 0.5,
         }
         for n in range(1, 8)
     ]
@@ -44,7 +61,8 @@ def run(tmp_path):
     ]
     lines[4]["loss"] = "nan"
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"torn')
-    (folder / "config.yaml").write_text(f"output: '{HOSTILE}'\n")
+    config = {"model": {"path": HOSTILE}, "optim": {"learning_rate": rate}, "precision": "bf16"}
+    (folder / "config.yaml").write_text(json.dumps(config))
     samples = [{"question": "2 + 2?", "expected": "4", "given": HOSTILE}]
     after = [{"question": "2 + 2?", "expected": "4", "given": "4"}]
     results = {
@@ -52,67 +70,225 @@ def run(tmp_path):
         "after": {"exact_match": 1.0, "rows": 1, "samples": after},
     }
     (folder / "results.json").write_text(json.dumps(results))
+    (folder / "state.json").write_text(json.dumps({"state": "failed", "why": "out of memory", "total_steps": 9}))
     return folder
 
 
-def test_the_page_has_what_the_run_wrote(run, capsys):
-    assert cli.main(["report", str(run)]) == 0
-    page = (run / "report.html").read_text()
-    assert capsys.readouterr().out == f"wrote {run / 'report.html'}\n"
-    for fact in (
-        "4.0000, 0.5714",
-        "1.5000, 1.2500",
-        "0.0 % before training, 100.0 % after training",
-        "400 tokens/s",
-        "2.00 GB",
-        "<td>1:15</td>",
-    ):
-        assert fact in page, fact
-    loss = re.search(r'<figure id="loss">.*?</figure>', page, re.S)[0]
-    first, second = re.findall(r'<polyline class="\w+" points="([^"]*)"', loss)
-    assert (len(first.split()), len(second.split())) == (6, 2)  # what is not finite is left out
-    heights = [float(point.split(",")[1]) for point in first.split()]
-    assert heights == sorted(heights)  # the loss falls, so the line goes down the page
-    assert '<div id="plan"><p>plan: no &lt;gate&gt;</p><p class=in>up</p></div>' in page and "keep all" not in page
-    assert HOSTILE not in page and not re.search(r"https?://(?!www\.w3\.org)", page)
+def chart(page, key):
+    return next(each for each in page["charts"] if each["key"] == key)
+
+
+def test_the_figures_are_what_the_run_wrote(run):
+    page = RunFiles(run).page()
+    assert dict(page["facts"]) == {
+        "steps": "7",
+        "time": "1:15",
+        "training loss, first and last": "4.0000, 0.5714",
+        "evaluation loss, first and last": "1.5000, 1.2500",
+        "exact match before training": "0.0 %",
+        "exact match after training": "100.0 %",
+        "speed, median": "400 tokens/s",
+        "peak memory": "2.00 GB",
+    }
+    assert (page["state"], page["why"], page["step"], page["total"]) == ("failed", "out of memory", 7, 9)
+    loss = chart(page, "loss")
+    assert loss["line"]["x"] == [1, 2, 4, 5, 6, 7] and loss["dots"] == {"x": [4, 7], "y": [1.5, 1.25]}  # no NaN
+    keys = ["loss", "grad_norm", "learning_rate", "tokens_per_second", "peak_memory_bytes", "rewards/short/mean"]
+    assert [each["key"] for each in page["charts"]] == keys
+    assert page["plan"] == ["plan: no <gate>", "  up"]
+    assert page["samples"] == [{"question": "2 + 2?", "expected": "4", "before": HOSTILE, "given": "4"}]
+    assert page["settings"] == {
+        "model.path": json.dumps(HOSTILE),
+        "optim.learning_rate": "0.001",
+    }  # bf16 is the default
 
 
 def test_evaluations_of_other_rows_and_the_last_one_that_failed(run):
-    """The first and the last loss are of the same rows, whatever they are."""
-    with (run / "metrics.jsonl").open("a") as file:
-        for step, loss, rows in ((8, 9.0, "before"), (9, 2.0, "now"), (10, 1.75, "now")):
-            file.write("\n" + json.dumps({"step": step, "time": 1.0, "eval_loss": loss, "eval_rows": rows}))
-    assert "<td>1.5000, 1.7500</td>" in run_page(run)
-    text = (run / "metrics.jsonl").read_text()
+    """The first and the last loss are of the same rows, whatever they are; so are the points that are drawn."""
+    text = (run / "metrics.jsonl").read_text().removesuffix('{"torn')
+    for step, loss, rows in ((8, 9.0, "before"), (9, 2.0, "now"), (10, 1.75, "now")):
+        text += json.dumps({"step": step, "time": 1.0, "eval_loss": loss, "eval_rows": rows}) + "\n"
+    (run / "metrics.jsonl").write_text(text)
+    page = RunFiles(run).page()
+    assert dict(page["facts"])["evaluation loss, first and last"] == "1.5000, 1.7500"
+    assert chart(page, "loss")["dots"]["x"] == [4, 7, 9, 10]
     (run / "metrics.jsonl").write_text(re.sub(r'"eval_loss": 1.75', '"eval_loss": "nan"', text))
-    assert "<td>1.5000, nan</td>" in run_page(run)
+    assert dict(RunFiles(run).page()["facts"])["evaluation loss, first and last"] == "1.5000, nan"
 
 
 def test_a_run_that_has_just_begun_has_a_page(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "time": 1.0}\n')
-    page = run_page(tmp_path)
-    assert "<figure" not in page and "Samples" not in page and "Plan" not in page and 'id="facts"' in page
+    page = RunFiles(tmp_path).page()
+    assert (page["charts"], page["samples"], page["plan"], page["settings"]) == ([], [], [], {})
+    assert page["facts"] == [["steps", "0"], ["time", "0:00"]] and page["state"] == "unknown"
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
-    assert cli.main(["report", str(tmp_path)]) == 2
+def test_a_folder_without_a_run_is_refused(run, tmp_path, capsys):
+    assert cli.main(["report", str(run), str(tmp_path)]) == 2
     assert "is not a run's folder: there is no metrics.jsonl in it" in capsys.readouterr().err
 
 
-def test_a_browser_shows_it_and_runs_nothing_of_it(run, tmp_path):
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if browser is None:
+# ---- in a browser
+
+
+@pytest.fixture(scope="module")
+def browser():
+    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if found is None:
         pytest.skip("no chromium, chromium-browser or google-chrome on this machine")
-    cli.main(["report", str(run), "--output", str(tmp_path / "page.html")])
-    command = [
-        browser,
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--dump-dom",
-        f"--user-data-dir={tmp_path}/b",
-        f"file://{tmp_path}/page.html",
-    ]
-    dom = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
-    assert "<title>mine - jaxtune</title>" in dom  # the script in a sample and in the settings did not run
-    assert dom.count("<figure") == 4 and dom.count('id="samples"') == 1
+    return found
+
+
+def opened(browser, tmp_path, address, *options):
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
+    command = [browser, *flags, f"--user-data-dir={tmp_path / 'user'}", *options, address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_report_of_two_runs_in_a_browser(run, tmp_path, browser, capsys):
+    other = made_run(tmp_path / "runs" / "other", rate=2e-3)
+    file = tmp_path / "page.html"
+    assert cli.main(["report", str(run), str(other), "--output", str(file)]) == 0
+    assert capsys.readouterr().out == f"wrote {file}\n"
+    page = file.read_text()
+    loads = re.sub(r"fetch\(`runs", "", page)  # which only the page of watch asks for
+    assert HOSTILE not in page and not re.search(r"https?://(?!www\.w3\.org)|src=|@import|fetch\(", loads)
+    dom = opened(browser, tmp_path, file.as_uri(), "--dump-dom", "--window-size=1200,1400")
+    assert "<title>mine, other - jaxtune</title>" in dom  # the script in a sample and in the settings did not run
+    loss = re.search(r'<figure data-key="loss">.*?</figure>', dom, re.S)[0]
+    lines = re.findall(r'class="curve"[^>]* d="([^"]*)"', loss)
+    assert len(lines) == 2 and len(re.findall("<circle", loss)) == 4  # both runs over each other; two evaluations each
+    heights = [float(point.split()[1]) for point in re.split("[ML]", lines[0])[1:]]
+    assert heights == sorted(heights) and len(heights) == 6  # the loss falls, so the line goes down the page
+    assert 'class="joined"' not in loss  # two evaluations are not joined
+    assert dom.count('<figure data-key="') == 6 and dom.count('class="state bad">failed') == 2
+    assert "step 7 of 9" in dom and '<div class="why bad">out of memory</div>' in dom
+    settings = re.search(r'<table id="settings">.*?</table>', dom, re.S)[0]
+    assert (
+        "optim.learning_rate" in settings and "0.002" in settings and "model.path" not in settings
+    )  # only what differs
+    assert '<td class="good">4</td>' in dom and '<td class="bad">&lt;/pre&gt;' in dom
+    # A curve that does not move lies in the middle of its chart, between round numbers.
+    ticks = re.findall(r'class="ytick">([^<]*)<', re.search(r'data-key="grad_norm".*?</figure>', dom, re.S)[0])
+    assert "1" in ticks and all(0.9 <= float(tick) <= 1.1 for tick in ticks)
+
+
+@pytest.mark.parametrize("size", ["1280,1600", "390,2600"])
+def test_a_screenshot_has_no_width_to_scroll(run, tmp_path, browser, size):
+    file = tmp_path / "page.html"
+    cli.main(["report", str(run), "--output", str(file)])
+    probe = (
+        "<script>document.title = document.documentElement.scrollWidth - document.documentElement.clientWidth</script>"
+    )
+    file.write_text(file.read_text().replace("</body>", probe + "</body>"))
+    dom = opened(browser, tmp_path, file.as_uri(), "--dump-dom", f"--window-size={size}")
+    assert "<title>0</title>" in dom
+    shot = tmp_path / "shot.png"
+    opened(browser, tmp_path, file.as_uri(), f"--screenshot={shot}", f"--window-size={size}")
+    assert shot.stat().st_size > 20_000
+
+
+def test_watch_serves_what_changes_and_nothing_to_others(run, tmp_path, browser):
+    later = tmp_path / "later"
+    with watch.server([run, later]) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://{watch.HOST}:{server.server_port}/"
+
+        def runs(seen=""):
+            with urllib.request.urlopen(f"{address}runs?seen={seen}", timeout=60) as answer:
+                return json.load(answer)
+
+        first = runs()
+        assert [each["name"] for each in first["runs"]] == ["mine", "later"]
+        assert first["runs"][1]["error"].startswith("This run has not started")
+        assert runs(first["version"]) == {"version": first["version"]}
+        dom = opened(browser, tmp_path, address, "--dump-dom", "--virtual-time-budget=1500")
+        assert dom.count("<figure") == 6 and "This run has not started" in dom
+        made_run(later)
+        assert "error" not in runs(first["version"])["runs"][1]
+        stranger = urllib.request.Request(address, headers={"Host": "example.com"})
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(stranger, timeout=60)
+        server.shutdown()
+
+
+# ---- how a run ends
+
+
+def test_how_a_run_ended_is_recorded(tmp_path):
+    with recorded_state(tmp_path, 9, (TimeoutError,)):
+        assert json.loads((tmp_path / "state.json").read_text())["state"] == "running"
+    assert read_state(tmp_path) == RunState("finished", "", 9)
+    for error, state in (
+        (TimeoutError("SIGTERM after step 3"), RunState("stopped", "SIGTERM after step 3", 9)),
+        (KeyboardInterrupt(), RunState("stopped", "KeyboardInterrupt", 9)),
+        (ValueError("rows ran out"), RunState("failed", "rows ran out", 9)),
+    ):
+        with pytest.raises(type(error)), recorded_state(tmp_path, 9, (TimeoutError,)):
+            raise error
+        assert read_state(tmp_path) == state
+
+
+def test_a_state_that_cannot_be_written_ends_no_run(tmp_path, caplog):
+    (tmp_path / "state.json").mkdir()
+    with recorded_state(tmp_path, 9, ()):
+        pass
+    assert "state.json was not written" in caplog.text and read_state(tmp_path) == RunState("unknown")
+
+
+def test_a_run_whose_process_is_gone_was_killed(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    (tmp_path / "state.json").write_text('{"state": "running", "why": "", "total_steps": 9}')
+    (tmp_path / "checkpoints").mkdir()
+    lock = tmp_path / "checkpoints" / "run.lock"
+    lock.write_text(json.dumps({"pid": process.pid, "host": socket.gethostname()}))
+    try:
+        assert read_state(tmp_path).name == "running"
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    assert read_state(tmp_path).name == "killed" and "killed" in read_state(tmp_path).why
+    lock.write_text(json.dumps({"pid": process.pid, "host": "another"}))  # of which this machine cannot tell
+    assert read_state(tmp_path).name == "running"
+    lock.unlink()
+    assert read_state(tmp_path).name == "killed"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "7", "[]", "{}", '{"state": "dancing", "why": 1, "total_steps": "x"}', "[" * 9999]
+)
+def test_a_strange_state_is_unknown(tmp_path, text):
+    (tmp_path / "state.json").write_text(text)
+    assert read_state(tmp_path).name == "unknown"
+
+
+def test_the_time_left_is_that_of_the_steps_left(run):
+    (run / "state.json").write_text('{"state": "running", "why": "", "total_steps": 107}')
+    (run / "checkpoints").mkdir()
+    (run / "checkpoints" / "run.lock").write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
+    page = RunFiles(run).page()
+    assert (page["state"], page["left"]) == ("running", "7:30")  # 100 steps of 4.5 s
+
+
+def test_a_long_run_is_no_delay(tmp_path):
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for n in range(1, 100_001):
+            file.write(f'{{"step": {n}, "loss": {1 / n}, "learning_rate": 1e-4, "step_seconds": 1.0}}\n')
+    files = RunFiles(tmp_path)
+    files.page()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 100001, "loss": 0.5}\n')
+    began = time.process_time()
+    assert files.page()["step"] == 100_001
+    assert time.process_time() - began < 2  # a second look reads one line
+
+
+def test_samples_show_what_went_wrong():
+    answers = [(str(n), "yes", "no" if n in (6, 8) else "yes") for n in range(10)]
+    assert [question for question, *_ in telling(answers, 4)] == ["0", "1", "6", "8"]
+    assert [question for question, *_ in telling(answers, 3)] == ["0", "1", "6"]
+    assert telling(answers[:3], 5) == answers[:3] and len(telling(answers, 9)) == 9
+    wrong = [(str(n), "yes", "no") for n in range(6)]
+    assert telling(wrong, 4) == wrong[:4]

@@ -7,3 +7,4 @@ CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
 ADAPTER, MERGED = "adapter", "merged"
 RESULTS = "results.json"
+STATE = "state.json"  # see run_state.py

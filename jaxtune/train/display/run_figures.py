@@ -1,0 +1,346 @@
+"""The figures of a run that its page shows, read from the run's folder, as one JSON object."""
+
+from __future__ import annotations
+
+import array
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import os
+import statistics
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from jaxtune.train.display import metrics as m
+from jaxtune.train.folder.run_folder import CONFIG, RESULTS, STATE
+from jaxtune.train.folder.run_state import RunState, read_state
+
+MOST_POINTS = 600  # of a line; a longer one is drawn by the means and the extremes of as many intervals
+
+# Numbers of a line of metrics.jsonl that are no curve of their own; among them are the units that a step's loss is a
+# mean over (Objective.unit).
+_NOT_DRAWN = {"step", "time", "steps", "epoch", "skipped", "rows", "answers", "seconds", "targets", "pairs", "mfu"}
+_NOT_DRAWN_ENDS = ("_seconds", "_tokens", "_per_second", "_memory_bytes")
+# Curves in the order of the page, each with its title, unit and factor; the run's other metrics come after them.
+_FIRST = {
+    "loss": ("loss", "", 1.0),
+    "reward": ("reward", "", 1.0),
+    "grad_norm": ("gradient norm", "", 1.0),
+    "learning_rate": ("learning rate", "", 1.0),
+    "tokens_per_second": ("speed", "tokens/s", 1.0),
+    "peak_memory_bytes": ("peak memory", "GB", 1e-9),
+}
+_FROM_ZERO = {"tokens_per_second", "peak_memory_bytes"}
+_EVALUATED = "eval_"
+
+
+@dataclasses.dataclass
+class Curve:
+    """The values of one metric; two arrays of equal length."""
+
+    steps: array.array = dataclasses.field(default_factory=lambda: array.array("q"))
+    values: array.array = dataclasses.field(default_factory=lambda: array.array("d"))
+
+    def add(self, step: int, value: float) -> None:
+        """Appends a point."""
+        self.steps.append(step)
+        self.values.append(value)
+
+
+class Figures:
+    """What metrics.jsonl holds, for the page.
+
+    Only curves are kept, because the lines of a long run would fill the memory.
+    """
+
+    def __init__(self):
+        self.curves: dict[str, Curve] = {}
+        """The curve of every drawn key, apart from evaluations."""
+        self.evaluations: list[tuple[int, str, dict[str, float]]] = []
+        """(step, identity of the rows, numbers by their keys without the prefix) of each evaluation."""
+        self.plan: list[str] = []
+        """The plan in force, in words: of a run that was resumed, or ran out of memory, the last of several."""
+        self.step = 0
+        self.seconds = 0.0
+        """Wall time of the run's steps and pauses, without the time between a kill and its resume."""
+        self.step_seconds = 0.0
+        """Wall time of its steps alone, and their number."""
+        self.steps_timed = 0
+        self.skipped = 0.0
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Adds one line of metrics.jsonl."""
+        self.step = line["step"]
+        self.seconds += _wall_seconds(line)
+        steps = line.get("steps", 1)
+        if _is_number(line.get("step_seconds")) and _is_number(steps):
+            self.step_seconds += line["step_seconds"] * steps
+            self.steps_timed += int(steps)
+        if isinstance(line.get("plan"), list) and line["plan"]:
+            self.plan = [str(text) for text in line["plan"]]
+        if _is_number(line.get("skipped")):
+            self.skipped = line["skipped"]
+        numbers = {key: float(value) for key, value in line.items() if _is_number(value)}
+        evaluated = {key.removeprefix(_EVALUATED): numbers.pop(key) for key in [*numbers] if key.startswith(_EVALUATED)}
+        if evaluated := {key: value for key, value in evaluated.items() if _is_drawn(key)}:
+            self.evaluations.append((self.step, str(line.get(m.ROWS, "")), evaluated))
+        for key, value in numbers.items():
+            if _is_drawn(key):
+                self.curves.setdefault(key, Curve()).add(self.step, value)
+
+    def comparable_evaluations(self) -> list[tuple[int, dict[str, float]]]:
+        """(step, numbers) of the evaluations of the same rows as the last one's; those of others cannot be compared
+        with them."""
+        last = self.evaluations[-1][1] if self.evaluations else ""
+        return [(step, numbers) for step, rows, numbers in self.evaluations if rows in ("", last)]
+
+
+class RunFiles:
+    """Reads the figures of a run's folder; when asked again, it reads only the lines added since."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._figures = Figures()
+        self._file, self._read = (0, 0), 0  # device and inode of metrics.jsonl, bytes of whole lines read
+        self._seen: Any = None
+        self._page: dict[str, Any] = {}
+
+    def page(self) -> dict[str, Any]:
+        """What the page shows of the run, as JSON values; the very same object while no file has changed.
+
+        Raises:
+          ValueError: the folder has no run.
+        """
+        path = self.folder / m.JSONL
+        if not path.is_file():
+            raise ValueError(f"{self.folder} is not a run's folder: there is no {m.JSONL} in it")
+        state = read_state(self.folder)
+        seen = (state, *(_identity(self.folder / name) for name in (m.JSONL, RESULTS, CONFIG, STATE)))
+        if seen != self._seen:
+            self._read_lines(path)
+            self._page, self._seen = _page(self.folder, self._figures, state), seen
+        return self._page
+
+    def _read_lines(self, path: Path) -> None:
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())
+            identity = (status.st_dev, status.st_ino)
+            if identity != self._file or status.st_size < self._read:  # a resumed run has replaced the file
+                self._figures, self._read, self._file = Figures(), 0, identity
+            file.seek(self._read)
+            *whole, _ = file.read().split(b"\n")
+        self._read += sum(len(text) + 1 for text in whole)
+        for text in whole:
+            if (line := m.parsed(text)) is not None:
+                self._figures.add(line)
+
+
+def _identity(path: Path) -> Any:
+    """A value that changes when a file does; None if it is missing."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _page(folder: Path, figures: Figures, state: RunState) -> dict[str, Any]:
+    """The JSON object that page.js draws, for one run."""
+    results = _json(folder / RESULTS)
+    return {
+        "name": folder.resolve().name,
+        "folder": str(folder.resolve()),
+        "state": state.name,
+        "why": state.why,
+        "step": figures.step,
+        "total": state.total_steps,
+        "left": _seconds_left(figures, state),
+        "facts": _facts(figures, results),
+        "plan": figures.plan,
+        "charts": _charts(figures),
+        "samples": _samples(results),
+        "settings": _settings(folder / CONFIG),
+        "config": _read(folder / CONFIG),
+    }
+
+
+def _seconds_left(figures: Figures, state: RunState) -> str:
+    """The estimated time left in words, by the mean time of a step; "" where it is not known."""
+    if state.name != "running" or state.total_steps is None or not figures.steps_timed:
+        return ""
+    left = (state.total_steps - figures.step) * figures.step_seconds / figures.steps_timed
+    return m.duration(left) if math.isfinite(left) and left >= 0 else ""
+
+
+def _charts(figures: Figures) -> list[dict[str, Any]]:
+    """The charts: a curve each, with the points of evaluations of the same name beside it."""
+    evaluations = figures.comparable_evaluations()
+    dotted: dict[str, Curve] = {}
+    for step, numbers in evaluations:
+        for key, value in numbers.items():
+            dotted.setdefault(key, Curve()).add(step, value)
+    own = [key for key in (figures.curves | dotted) if key not in _FIRST]
+    charts = []
+    for key in (*_FIRST, *own):
+        title, unit, factor = _FIRST.get(key, (key.replace("_", " "), "", 1.0))
+        line, dots = (thinned(found.get(key, Curve()), factor) for found in (figures.curves, dotted))
+        if line["x"] or dots["x"]:
+            from_zero = key in _FROM_ZERO
+            charts.append({"key": key, "title": title, "unit": unit, "zero": from_zero, "line": line, "dots": dots})
+    return charts
+
+
+def thinned(curve: Curve, factor: float = 1.0) -> dict[str, list[float]]:
+    """The finite points of a curve, times `factor`: {"x": steps, "y": values}.
+
+    Of more than MOST_POINTS, "y" has the means of that many intervals, and "low" and "high" their extremes.
+    """
+    points = [
+        (step, value * factor)
+        for step, value in zip(curve.steps, curve.values, strict=True)
+        if math.isfinite(value * factor)
+    ]
+    if len(points) <= MOST_POINTS:
+        return {"x": [step for step, _ in points], "y": [_short(value) for _, value in points]}
+    each = -(-len(points) // MOST_POINTS)
+    found: dict[str, list[float]] = {"x": [], "y": [], "low": [], "high": []}
+    for interval in itertools.batched(points, each):
+        values = [value for _, value in interval]
+        found["x"].append(interval[-1][0])
+        found["y"].append(_short(statistics.fmean(values)))
+        found["low"].append(_short(min(values)))
+        found["high"].append(_short(max(values)))
+    return found
+
+
+def _short(value: float) -> float:
+    """A number of six digits."""
+    return float(f"{value:.6g}")
+
+
+def _facts(figures: Figures, results: Mapping[str, Any]) -> list[list[str]]:
+    """The main results of a run, as [name, value in words]."""
+    facts = [["steps", f"{figures.step:,}"]]
+    facts.append(["time", m.duration(figures.seconds) if math.isfinite(figures.seconds) else "-"])
+    losses = figures.curves.get("loss", Curve()).values
+    evaluated = [numbers["loss"] for _, numbers in figures.comparable_evaluations() if "loss" in numbers]
+    for name, values in (("training loss, first and last", losses), ("evaluation loss, first and last", evaluated)):
+        if values:
+            facts.append([name, f"{values[0]:.4f}, {values[-1]:.4f}"])
+    for when in ("before", "after"):
+        if (score := _exact_match(results, when)) is not None:
+            facts.append([f"exact match {when} training", f"{100 * score:.1f} %"])
+    if speeds := figures.curves.get("tokens_per_second", Curve()).values:
+        facts.append(["speed, median", f"{statistics.median(speeds):,.0f} tokens/s"])
+    if peaks := figures.curves.get("peak_memory_bytes", Curve()).values:
+        facts.append(["peak memory", f"{1e-9 * max(peaks):.2f} GB"])
+    if figures.skipped:
+        facts.append(["updates skipped, as they were not finite", f"{figures.skipped:.0f}"])
+    return facts
+
+
+def _exact_match(results: Mapping[str, Any], when: str) -> float | None:
+    """The share of right answers before or after training; None if it was not measured."""
+    found = results.get(when)
+    return float(found["exact_match"]) if isinstance(found, dict) and _is_number(found.get("exact_match")) else None
+
+
+def _samples(results: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Held-out questions with the expected answer and the model's, before (where it was asked) and after training."""
+    before, after = (
+        {sample["question"]: sample for sample in _asked(results.get(when))} for when in ("before", "after")
+    )
+    found = []
+    for question, sample in (before | after).items():
+        answers = ((before, "before"), (after, "given"))
+        found.append(sample | {name: samples.get(question, {}).get("given", "") for samples, name in answers})
+    return found
+
+
+def _asked(found: Any) -> list[dict[str, str]]:
+    """The samples of one moment that are whole."""
+    samples = found.get("samples") if isinstance(found, dict) else None
+    keys = ("question", "expected", "given")
+    whole = [
+        one for one in (samples if isinstance(samples, list) else []) if isinstance(one, dict) and one.keys() >= {*keys}
+    ]
+    return [{key: str(sample[key]) for key in keys} for sample in whole]
+
+
+def _settings(path: Path) -> dict[str, str]:
+    """{dotted key: value as JSON} of the settings in a run's config.yaml that differ from jaxtune's defaults; none if
+    the file cannot be read."""
+    import yaml
+
+    from jaxtune.train.config.file import flat_keys
+
+    try:
+        tree = yaml.safe_load(_read(path))
+    except (yaml.YAMLError, RecursionError):
+        return {}
+    defaults = _default_settings()
+    flat = flat_keys(tree) if isinstance(tree, dict) else {}
+    changed = {str(key): value for key, value in flat.items() if value != defaults.get(key)}
+    return {key: json.dumps(value, ensure_ascii=False, default=str) for key, value in changed.items()}
+
+
+@functools.cache
+def _default_settings() -> dict[str, Any]:
+    """{dotted key: default} of a run's config, those of its optional sections included."""
+    from jaxtune.train import config
+    from jaxtune.train.config.file import flat_keys
+
+    def defaults(section: Any) -> dict[str, Any]:
+        return {field.name: field.default for field in dataclasses.fields(section)}
+
+    tree = defaults(config.TrainConfig)
+    for name, section in (
+        ("model", config.ModelConfig),
+        ("data", config.DataConfig),
+        ("adapter", config.AdapterConfig),
+        ("mesh", config.MeshConfig),
+    ):
+        tree[name] = defaults(section)
+    plain = {
+        key: dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value for key, value in tree.items()
+    }
+    text = json.dumps(plain, default=lambda value: None)  # a required key has no default
+    return flat_keys(json.loads(text))
+
+
+def _read(path: Path) -> str:
+    """The text of a file; "" if it is missing."""
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """The mapping in a JSON file; empty if there is none."""
+    try:
+        found = json.loads(_read(path) or "{}")
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _is_drawn(key: str) -> bool:
+    """Whether a number of a line of metrics.jsonl is a curve of its own."""
+    return key in _FIRST or not (key in _NOT_DRAWN or key.endswith(_NOT_DRAWN_ENDS))
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    """Whether a JSON value is a number that a float can represent; JSON's integers have any size."""
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) <= sys.float_info.max)
+
+
+def _wall_seconds(line: Mapping[str, Any]) -> float:
+    """The wall time that a line adds to the run (monitor.py): of its steps, or of a pause and its parts."""
+    if _is_number(line.get("step_seconds")):
+        steps = line.get("steps", 1)
+        return line["step_seconds"] * steps if _is_number(steps) else 0.0
+    return sum(line[key] for key in line if key.endswith("_seconds") and _is_number(line[key]))

@@ -1,0 +1,107 @@
+"""Whether a run goes on, has finished, was stopped or has failed, as its folder says it to `jaxtune watch` and `jaxtune
+report`. The module imports nothing of JAX, so that reading a folder is quick."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from jaxtune.system import processes
+from jaxtune.system.files import atomic_write
+from jaxtune.train.folder.folder_lock import LOCK_NAME
+from jaxtune.train.folder.run_folder import CHECKPOINTS, STATE
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_REASON = 2000  # characters
+
+
+@dataclasses.dataclass(frozen=True)
+class RunState:
+    """How a run goes, or how its last process ended."""
+
+    name: Literal["running", "finished", "stopped", "failed", "killed", "unknown"]
+    why: str = ""
+    """The message of the error, or what stopped the run."""
+    total_steps: int | None = None
+    """Optimizer steps of the whole run; None if the folder does not say."""
+
+
+@contextlib.contextmanager
+def recorded_state(folder: Path, total_steps: int, stops: tuple[type[BaseException], ...]) -> Iterator[None]:
+    """A context for a run: state.json in `folder` says that it is running, and at the end how it ended.
+
+    A state that cannot be written is logged, and the run continues. In a run of several processes the first one writes.
+
+    Args:
+      folder: of the run.
+      total_steps: optimizer steps of the whole run.
+      stops: exceptions that mean that the run was stopped and can be continued; any other means that it failed.
+    """
+    write = _Writer(folder, total_steps)
+    write("running", "")
+    try:
+        yield
+    except BaseException as error:
+        is_stop = isinstance(error, (*stops, KeyboardInterrupt, SystemExit))
+        write("stopped" if is_stop else "failed", str(error) or type(error).__name__)
+        raise
+    write("finished", "")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Writer:
+    folder: Path
+    total_steps: int
+
+    def __call__(self, name: str, why: str) -> None:
+        if not processes.first():
+            return
+        state = {"state": name, "why": why[:_LONGEST_REASON], "total_steps": self.total_steps}
+        try:
+            atomic_write(self.folder / STATE, json.dumps(state) + "\n")
+        except (OSError, ValueError) as error:  # the disk may be full, which is perhaps what the run failed of
+            logger.warning("%s was not written: %s", self.folder / STATE, error)
+
+
+def read_state(folder: Path) -> RunState:
+    """The state of the run in a folder. A run that says that it is running, and whose process is gone, was killed."""
+    try:
+        found = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        name, why, total = found["state"], str(found["why"]), found["total_steps"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return RunState("unknown")
+    total = total if type(total) is int and total >= 0 else None
+    if name == "running" and not _lives(folder / CHECKPOINTS / LOCK_NAME):
+        return RunState("killed", "its process is gone and left no word: it was killed, or the machine stopped", total)
+    if name in ("running", "finished", "stopped", "failed"):
+        return RunState(name, why, total)
+    return RunState("unknown", total_steps=total)
+
+
+def _lives(lock: Path) -> bool:
+    """Whether the process that holds a run's lock lives; True for a process of another machine.
+
+    The lock itself is not tried: a run that starts at that moment would find its folder in use.
+    """
+    try:
+        owner = json.loads(lock.read_text(encoding="utf-8"))
+        pid, host = int(owner["pid"]), str(owner["host"])
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return False
+    if host != socket.gethostname():
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True
