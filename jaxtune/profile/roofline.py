@@ -30,8 +30,8 @@ def product_ceiling(dtype: str, ceilings: Ceilings) -> tuple[str, float]:
     """(name of a precision, TFLOP/s): what the device reaches at most in products of operands of this dtype; 0 where it
     is not known.
 
-    Products of float32 are held against TF32, which XLA and cuBLAS take for them unless they are told otherwise. Its rate
-    is half of bfloat16's on every card of compute capability 8.0 and above, by NVIDIA's data sheets.
+    Products of float32 are compared with TF32, which XLA and cuBLAS use for them by default. Its rate is half of
+    bfloat16's on every card of compute capability 8.0 and above, by NVIDIA's data sheets.
     """
     if dtype.startswith(_EIGHT_BIT):
         return "FP8", ceilings.gemm_fp8_tflops

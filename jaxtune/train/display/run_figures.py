@@ -19,6 +19,9 @@ from jaxtune.train.display import metrics as m
 from jaxtune.train.folder.run_folder import CONFIG, RESULTS, STATE
 from jaxtune.train.folder.run_state import RunState, read_state
 
+JsonObject = dict[str, Any]
+JsonMapping = Mapping[str, Any]
+
 MOST_POINTS = 600  # of a line; a longer one is drawn by the means and the extremes of as many intervals
 
 # Numbers of a line of metrics.jsonl that are no curve of their own; among them are the units that a step's loss is a
@@ -72,7 +75,7 @@ class Figures:
         self.steps_timed = 0
         self.skipped = 0.0
 
-    def add(self, line: Mapping[str, Any]) -> None:
+    def add(self, line: JsonMapping) -> None:
         """Adds one line of metrics.jsonl."""
         self.step = line["step"]
         self.seconds += _wall_seconds(line)
@@ -107,9 +110,9 @@ class RunFiles:
         self._figures = Figures()
         self._file, self._read = (0, 0), 0  # device and inode of metrics.jsonl, bytes of whole lines read
         self._seen: Any = None
-        self._page: dict[str, Any] = {}
+        self._page: JsonObject = {}
 
-    def page(self) -> dict[str, Any]:
+    def page(self) -> JsonObject:
         """What the page shows of the run, as JSON values; the very same object while no file has changed.
 
         Raises:
@@ -148,7 +151,7 @@ def _identity(path: Path) -> Any:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _page(folder: Path, figures: Figures, state: RunState) -> dict[str, Any]:
+def _page(folder: Path, figures: Figures, state: RunState) -> JsonObject:
     """The JSON object that page.js draws, for one run."""
     results = _json(folder / RESULTS)
     return {
@@ -176,7 +179,7 @@ def _seconds_left(figures: Figures, state: RunState) -> str:
     return m.duration(left) if math.isfinite(left) and left >= 0 else ""
 
 
-def _charts(figures: Figures) -> list[dict[str, Any]]:
+def _charts(figures: Figures) -> list[JsonObject]:
     """The charts: a curve each, with the points of evaluations of the same name beside it."""
     evaluations = figures.comparable_evaluations()
     dotted: dict[str, Curve] = {}
@@ -222,7 +225,7 @@ def _short(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def _facts(figures: Figures, results: Mapping[str, Any]) -> list[list[str]]:
+def _facts(figures: Figures, results: JsonMapping) -> list[list[str]]:
     """The main results of a run, as [name, value in words]."""
     facts = [["steps", f"{figures.step:,}"]]
     facts.append(["time", m.duration(figures.seconds) if math.isfinite(figures.seconds) else "-"])
@@ -243,13 +246,13 @@ def _facts(figures: Figures, results: Mapping[str, Any]) -> list[list[str]]:
     return facts
 
 
-def _exact_match(results: Mapping[str, Any], when: str) -> float | None:
+def _exact_match(results: JsonMapping, when: str) -> float | None:
     """The share of right answers before or after training; None if it was not measured."""
     found = results.get(when)
     return float(found["exact_match"]) if isinstance(found, dict) and _is_number(found.get("exact_match")) else None
 
 
-def _samples(results: Mapping[str, Any]) -> list[dict[str, str]]:
+def _samples(results: JsonMapping) -> list[dict[str, str]]:
     """Held-out questions with the expected answer and the model's, before (where it was asked) and after training."""
     before, after = (
         {sample["question"]: sample for sample in _asked(results.get(when))} for when in ("before", "after")
@@ -289,12 +292,12 @@ def _settings(path: Path) -> dict[str, str]:
 
 
 @functools.cache
-def _default_settings() -> dict[str, Any]:
+def _default_settings() -> JsonObject:
     """{dotted key: default} of a run's config, those of its optional sections included."""
     from jaxtune.train import config
     from jaxtune.train.config.file import flat_keys
 
-    def defaults(section: Any) -> dict[str, Any]:
+    def defaults(section: Any) -> JsonObject:
         return {field.name: field.default for field in dataclasses.fields(section)}
 
     tree = defaults(config.TrainConfig)
@@ -317,7 +320,7 @@ def _read(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _json(path: Path) -> JsonObject:
     """The mapping in a JSON file; empty if there is none."""
     try:
         found = json.loads(_read(path) or "{}")
@@ -338,7 +341,7 @@ def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, float) or (isinstance(value, int) and abs(value) <= sys.float_info.max)
 
 
-def _wall_seconds(line: Mapping[str, Any]) -> float:
+def _wall_seconds(line: JsonMapping) -> float:
     """The wall time that a line adds to the run (monitor.py): of its steps, or of a pause and its parts."""
     if _is_number(line.get("step_seconds")):
         steps = line.get("steps", 1)

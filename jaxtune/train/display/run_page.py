@@ -10,9 +10,8 @@ import html
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from jaxtune.train.display.run_figures import RunFiles
+from jaxtune.train.display.run_figures import JsonObject, RunFiles
 
 
 def run_page(folders: Sequence[Path]) -> str:
@@ -25,7 +24,7 @@ def run_page(folders: Sequence[Path]) -> str:
     return page(", ".join(each["name"] for each in pages), pages)
 
 
-def page(title: str, runs: Sequence[dict[str, Any]] | None) -> str:
+def page(title: str, runs: Sequence[JsonObject] | None) -> str:
     """The HTML page with these runs' figures; None: the page asks the server for them, every two seconds."""
     script, style = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("page.js", "page.css"))
     data = ""

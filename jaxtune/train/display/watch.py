@@ -13,11 +13,10 @@ import threading
 import urllib.parse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from jaxtune.system.loopback import HOST, refusal
 from jaxtune.train.display import metrics as m
-from jaxtune.train.display.run_figures import RunFiles
+from jaxtune.train.display.run_figures import JsonObject, RunFiles
 from jaxtune.train.display.run_page import page
 
 def server(runs: Sequence[Path], port: int = 0) -> http.server.ThreadingHTTPServer:
@@ -29,10 +28,10 @@ def server(runs: Sequence[Path], port: int = 0) -> http.server.ThreadingHTTPServ
 
     files = [RunFiles(run) for run in runs]
     reading = threading.Lock()  # each request has its own thread
-    served: list[dict[str, Any]] = []
+    served: list[JsonObject] = []
     version = 0
 
-    def figures(seen: str) -> dict[str, Any]:
+    def figures(seen: str) -> JsonObject:
         """The runs' figures and their version; only the version if it is the one that the page has seen."""
         nonlocal served, version
         with reading:
@@ -72,7 +71,7 @@ def server(runs: Sequence[Path], port: int = 0) -> http.server.ThreadingHTTPServ
         raise ValueError(f"--port {port} is not available ({error}): choose another, or 0 for a free one") from None
 
 
-def _of(run: RunFiles) -> dict[str, Any]:
+def _of(run: RunFiles) -> JsonObject:
     """The figures of one run, or a sentence if it has no metrics yet or cannot be read."""
     named = {"name": run.folder.resolve().name, "folder": str(run.folder)}
     if not (run.folder / m.JSONL).is_file():
