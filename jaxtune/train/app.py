@@ -178,7 +178,7 @@ def answer(
 
 def telling(answers: Sequence[tuple[str, str, str]], count: int) -> list[tuple[str, str, str]]:
     """`count` of the (question, expected, given) of an evaluation, in their order: wrong answers are half of them where
-    there are so many, because a model that answers nearly everything right shows most in what it gets wrong."""
+    there are enough, because a model that answers nearly everything right shows most in what it gets wrong."""
     wrong = [index for index, (_, expected, given) in enumerate(answers) if given.strip() != expected.strip()]
     right = sorted({*range(len(answers))} - {*wrong})
     few_right = right[: max(count - len(wrong), (count + 1) // 2)]

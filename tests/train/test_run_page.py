@@ -133,10 +133,10 @@ def test_a_folder_without_a_run_is_refused(run, tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def browser():
-    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if found is None:
+    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if path is None:
         pytest.skip("no chromium, chromium-browser or google-chrome on this machine")
-    return found
+    return path
 
 
 def opened(browser, tmp_path, address, *options):
@@ -145,6 +145,12 @@ def opened(browser, tmp_path, address, *options):
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def found(pattern, text):
+    match = re.search(pattern, text, re.S)
+    assert match is not None, pattern
+    return match[0]
 
 
 def test_a_report_of_two_runs_in_a_browser(run, tmp_path, browser, capsys):
@@ -157,7 +163,7 @@ def test_a_report_of_two_runs_in_a_browser(run, tmp_path, browser, capsys):
     assert HOSTILE not in page and not re.search(r"https?://(?!www\.w3\.org)|src=|@import|fetch\(", loads)
     dom = opened(browser, tmp_path, file.as_uri(), "--dump-dom", "--window-size=1200,1400")
     assert "<title>mine, other - jaxtune</title>" in dom  # the script in a sample and in the settings did not run
-    loss = re.search(r'<figure data-key="loss">.*?</figure>', dom, re.S)[0]
+    loss = found(r'<figure data-key="loss">.*?</figure>', dom)
     lines = re.findall(r'class="curve"[^>]* d="([^"]*)"', loss)
     assert len(lines) == 2 and len(re.findall("<circle", loss)) == 4  # both runs over each other; two evaluations each
     heights = [float(point.split()[1]) for point in re.split("[ML]", lines[0])[1:]]
@@ -165,13 +171,13 @@ def test_a_report_of_two_runs_in_a_browser(run, tmp_path, browser, capsys):
     assert 'class="joined"' not in loss  # two evaluations are not joined
     assert dom.count('<figure data-key="') == 6 and dom.count('class="state bad">failed') == 2
     assert "step 7 of 9" in dom and '<div class="why bad">out of memory</div>' in dom
-    settings = re.search(r'<table id="settings">.*?</table>', dom, re.S)[0]
+    settings = found(r'<table id="settings">.*?</table>', dom)
     assert (
         "optim.learning_rate" in settings and "0.002" in settings and "model.path" not in settings
     )  # only what differs
     assert '<td class="good">4</td>' in dom and '<td class="bad">&lt;/pre&gt;' in dom
     # A curve that does not move lies in the middle of its chart, between round numbers.
-    ticks = re.findall(r'class="ytick">([^<]*)<', re.search(r'data-key="grad_norm".*?</figure>', dom, re.S)[0])
+    ticks = re.findall(r'class="ytick">([^<]*)<', found(r'data-key="grad_norm".*?</figure>', dom))
     assert "1" in ticks and all(0.9 <= float(tick) <= 1.1 for tick in ticks)
 
 

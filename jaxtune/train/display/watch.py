@@ -19,6 +19,7 @@ from jaxtune.train.display import metrics as m
 from jaxtune.train.display.run_figures import JsonObject, RunFiles
 from jaxtune.train.display.run_page import page
 
+
 def server(runs: Sequence[Path], port: int = 0) -> http.server.ThreadingHTTPServer:
     """A server, not yet running (serve_forever), of a page with these runs' folders; port 0 takes a free one.
 

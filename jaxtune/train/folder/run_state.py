@@ -1,4 +1,4 @@
-"""Whether a run goes on, has finished, was stopped or has failed, as its folder says it to `jaxtune watch` and `jaxtune
+"""Whether a run is running, has finished, was stopped or has failed, as its folder says to `jaxtune watch` and `jaxtune
 report`. The module imports nothing of JAX, so that reading a folder is quick."""
 
 from __future__ import annotations
