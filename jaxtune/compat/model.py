@@ -436,7 +436,7 @@ def _format(where: str, in_4bit: bool | None, in_16bit: bool, flags: Mapping[str
         others = {"load_in_4bit": in_4bit, "load_in_16bit": in_16bit, "full_finetuning": full_finetuning, **flags}
         if also := [name for name, asked in others.items() if asked and name != flag]:
             raise ValueError(f"{where}: {flag} = True and {also[0]} = True contradict each other: drop one")
-        return next(each.word for each in FORMATS.values() if each.flag == flag)
+        return next(each.name for each in FORMATS.values() if each.flag == flag)
     four = in_4bit is None or in_4bit
     if four and in_16bit:
         raise ValueError(

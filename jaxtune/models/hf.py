@@ -131,7 +131,7 @@ class Pretrained:
         if packed - quantizable:
             raise ValueError(f"{folder}: {listed(packed - quantizable)} is quantised; only linears of layers can be")
         self.packed = bool(packed)
-        stored = {entry.word for name in packed if isinstance(entry := entries[name], StoredEntry)}
+        stored = {entry.format_name for name in packed if isinstance(entry := entries[name], StoredEntry)}
         self.stored_in = min(stored, default=None)
         quant.check_stored(folder, hf, stored, load_in, passthrough.stored_in(beside))
         # The 16-bit weights of a checkpoint that has quantised ones were left so on purpose.

@@ -166,9 +166,9 @@ def weights_stored_in(hf: dict) -> str | None:
         return None
     settings = quantization if isinstance(quantization, dict) else {"quant_method": quantization}
     for layout in layouts():
-        if (layout.families is None or hf.get("model_type") in layout.families) and layout.says(settings):
+        if (layout.families is None or hf.get("model_type") in layout.families) and layout.recognises(settings):
             layout.check(settings)
-            return None if layout.opens else format_of(layout).word
+            return None if layout.decoded_on_load else format_of(layout).name
     found = {
         key: settings[key] for key in ("quant_method", "format", "load_in_8bit", "quant_algo") if settings.get(key)
     }

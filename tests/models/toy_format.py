@@ -53,7 +53,7 @@ class Q8Files(Layout):
     codes, codes_dtype = ".weight", "I8"
     others = (".weight_scale_32",)
 
-    def says(self, settings):  # of quantization_config in config.json
+    def recognises(self, settings):  # of quantization_config in config.json
         return settings.get("quant_method") == "q8"
 
     def describe(self, name, tensors, read):
@@ -66,7 +66,7 @@ class Q8Files(Layout):
     def read(self, found, arrays, dtype_name):
         return Q8(arrays[".weight"], arrays[".weight_scale_32"], dtype_name)
 
-    def tensors(self, weight, noted):
+    def tensors(self, weight, number):
         scales = file_tensor(weight.scales, lambda w: w.scales)
         return {".weight": file_tensor(weight.codes, lambda w: w.codes), ".weight_scale_32": scales}
 

@@ -53,7 +53,9 @@ def divide(
 
 def stored_in(beside: Passthrough | None) -> set[str]:
     """Names of the formats of the passthrough tensors that are quantised."""
-    return {entry.word for entry in _gathered(beside.tensors if beside else ()) if isinstance(entry, StoredEntry)}
+    return {
+        entry.format_name for entry in _gathered(beside.tensors if beside else ()) if isinstance(entry, StoredEntry)
+    }
 
 
 def _gathered(tensors: tuple[shards.TensorEntry, ...]) -> Iterable[shards.TensorEntry]:

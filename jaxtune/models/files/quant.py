@@ -20,10 +20,10 @@ from jaxtune.pallas.formats import FORMATS, Stored, dense, format_of, load_in
 from jaxtune.pallas.formats.layout import Config
 
 
-def check_load_in(word: str | None) -> None:
+def check_load_in(name: str | None) -> None:
     """Raises ValueError for a format name that weights cannot be quantised to on loading; None is allowed."""
-    if word is not None and word not in load_in():
-        raise ValueError(f"load_in {word!r} is not supported; supported: None, {', '.join(map(repr, load_in()))}")
+    if name is not None and name not in load_in():
+        raise ValueError(f"load_in {name!r} is not supported; supported: None, {', '.join(map(repr, load_in()))}")
 
 
 def encode(array: jax.Array, load_in: str) -> Stored:
@@ -104,7 +104,7 @@ def is_quantized(model: Decoder) -> bool:
 
 def stored_in(model: Decoder) -> str | None:
     """The name of the format of the model's quantised weights, such as "nf4"; None where there are none."""
-    return min((format_of(weight).word for weight in _stored(model).values()), default=None)
+    return min((format_of(weight).name for weight in _stored(model).values()), default=None)
 
 
 def _stored(model: Decoder) -> dict[str, Stored]:

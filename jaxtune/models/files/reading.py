@@ -63,10 +63,10 @@ def read_tensors(
     def load(name, entry):
         if isinstance(entry, StoredEntry):
             packed, digest = stored_weights.read(entry, dtype)
-            if not entry.layout.opens:
+            if not entry.layout.decoded_on_load:
                 packed = partition.put(packed, where(name, packed))
                 return jax.block_until_ready(packed.decode(dtype) if name in decoded else packed), digest
-            host = entry.layout.open(packed, dtype)
+            host = entry.layout.decoded(packed, dtype)
         else:
             stacked = isinstance(entry, expert_files.StackedEntry)
             read = functools.partial(expert_files.read_stacked if stacked else shards.read_bytes, entry)

@@ -31,9 +31,9 @@ class StoredEntry(shards.TensorEntry):
     pieces: tuple[Found, ...]  # the matrices in files that are its rows in order; one, unless it is an experts' matrix
 
     @property
-    def word(self) -> str:
+    def format_name(self) -> str:
         """The name of its format."""
-        return format_of(self.layout).word
+        return format_of(self.layout).name
 
 
 def gather(entries: Mapping[str, shards.TensorEntry]) -> dict[str, shards.TensorEntry]:
@@ -96,7 +96,7 @@ def stacked(name: str, parts: Sequence[shards.TensorEntry], shape: tuple[int, ..
     packed = [part for part in parts if isinstance(part, StoredEntry)]
     first = parts[0]
     if len(packed) < len(parts) or len({part.layout for part in packed}) > 1:
-        kinds = sorted({part.word if isinstance(part, StoredEntry) else part.dtype for part in parts})
+        kinds = sorted({part.format_name if isinstance(part, StoredEntry) else part.dtype for part in parts})
         raise ValueError(f"{first.file}: {name}: its experts' matrices are stored in different formats: {kinds}")
     require_alike(parts)
     layout, pieces = packed[0].layout, tuple(piece for part in packed for piece in part.pieces)
@@ -131,7 +131,7 @@ def read(entry: StoredEntry, dtype_name: str) -> tuple[Stored, Digest]:
         arrays = {k: shards.read_bytes(h) if k in layout.raw else shards.read_tensor(h) for k, h in headers.items()}
         digests.append([Digest.of(label, arrays[key]) for label, key in layout.digested(found)])
         weights.append(layout.read(found, arrays, dtype_name))
-    if len(entry.shape) == 2 or layout.opens:
+    if len(entry.shape) == 2 or layout.decoded_on_load:
         return weights[0], Digest.joined(digests[0])
     if layout.digests_pieces:
         digest = Digest.joined(map(Digest.joined, digests))
@@ -154,18 +154,18 @@ def group(name: str, weight: Stored, make: Callable[[], Stored], pieces: tuple[i
     """
     layout = format_of(weight).layout(weight)
     if pieces is None:
-        return Group(make, (Piece(_named(layout, name, weight, layout.noted(weight, make))),))
+        return Group(make, (Piece(_named(layout, name, weight, layout.header_number(weight, make))),))
     rows, places = pieces
     if (problem := layout.splitting(weight, rows)) is not None:
         raise ValueError(f"save_pretrained: {name} {problem}: use dequantize first (jaxtune.models.files.quant)")
     if layout.expert_note is not None:
         warnings.warn(layout.expert_note, stacklevel=4)
-    found, noted = [], None
+    found, header_number = [], None
     for number, (piece, expert, start) in enumerate(places):
         cut = functools.partial(_piece, expert=expert, start=start, rows=rows)
         shapes = jax.eval_shape(cut, weight)
-        noted = layout.noted(shapes, make) if number == 0 else noted
-        found.append(Piece(_named(layout, piece, shapes, noted), cut))
+        header_number = layout.header_number(shapes, make) if number == 0 else header_number
+        found.append(Piece(_named(layout, piece, shapes, header_number), cut))
     return Group(make, tuple(found))
 
 
@@ -174,7 +174,7 @@ def _piece(whole: Stored, expert: int, start: int, rows: int) -> Stored:
     return whole.piece(expert, start, rows)
 
 
-def _named(layout: Layout, name: str, weight: Stored, noted: float | None) -> dict[str, FileTensor]:
-    """{name in the file: tensor} of a quantised weight whose tensor is called `name`; `noted` as in Layout.tensors."""
+def _named(layout: Layout, name: str, weight: Stored, number: float | None) -> dict[str, FileTensor]:
+    """{name in the file: tensor} of a quantised weight whose tensor is called `name`; `number` as in Layout.tensors."""
     module = name.removesuffix(layout.weight)
-    return {module + key: tensor for key, tensor in layout.tensors(weight, noted).items()}
+    return {module + key: tensor for key, tensor in layout.tensors(weight, number).items()}

@@ -38,7 +38,7 @@ def weight_name(module: str) -> str:
 
 def is_kept_packed(entry: shards.TensorEntry) -> bool:
     """Whether an entry is a quantised weight that the model keeps quantised, and does not decode on loading."""
-    return isinstance(entry, StoredEntry) and not entry.layout.opens
+    return isinstance(entry, StoredEntry) and not entry.layout.decoded_on_load
 
 
 def listed(names: Iterable[str]) -> str:

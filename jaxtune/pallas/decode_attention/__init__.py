@@ -1,4 +1,4 @@
-"""Attention of one new token a row over a key/value cache, and the layout of that cache."""
+"""Attention of one new token per row over a key/value cache, and the layout of that cache."""
 
 from jaxtune.pallas.decode_attention.api import decode_attention
 from jaxtune.pallas.decode_attention.cache import cache_capacity, cache_of, written

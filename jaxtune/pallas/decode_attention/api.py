@@ -1,4 +1,4 @@
-"""Decode attention: the public function."""
+"""The public function of decode attention, and the choice of its implementation."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ IMPLEMENTATIONS = {"mosaic": mosaic, "triton": triton, "reference": reference}
 
 
 def implementations(query, keys, *, soft_cap=None) -> dispatch.Table:
-    """The implementations of a call in the order in which they are tried, each with why it refuses it; of the arrays,
-    only shapes and dtypes count."""
+    """{name: function that gives the reason why the implementation refuses this call, or None}, in the order of
+    preference.
+
+    Only shapes and dtypes of the arrays matter.
+    """
 
     def kernel(name):
         module = IMPLEMENTATIONS[name]
@@ -26,8 +29,11 @@ def implementations(query, keys, *, soft_cap=None) -> dispatch.Table:
 
 
 def _first_use(name: str, module, query, keys, soft_cap) -> str | None:
-    """Why this GPU must not run the kernels for such calls, by a small case: an empty row, a full tile, a tile that has
-    one key, and a ring."""
+    """The reason why this GPU must not run a kernel for such calls, or None, from comparing a small case with the
+    reference.
+
+    The case has an empty row, a full tile, a tile with one key, and a ring.
+    """
     (_, heads, dim), kv_heads, dtype = query.shape, keys.shape[1], jnp.dtype(query.dtype)
     group = heads // kv_heads
     call = f"{dtype.name}, {keys.dtype} cache, head dim {dim}, {group} heads a key/value head, {module.variant(query)}"
@@ -62,26 +68,26 @@ def decode_attention(
     sinks: jax.Array | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Attention of the newest token of each row over the row's cache, which holds that token too.
+    """Attention of the newest token of each row over the row's key/value cache, which contains that token already.
 
     Args:
       query: [B, heads, D] bfloat16, float16 or float32, of the newest tokens.
-      keys, values: [B, kv_heads, capacity, D], heads a multiple of kv_heads, in query's dtype or float8_e4m3fn (whose
-        numbers count as they are). The token at position p of a row is at index p % capacity (cache.py). Entries
-        that are not seen must be finite, too.
-      lengths: int32[B], tokens of each row with the newest one; 0 is an empty row, which gives 0. A row may be longer
-        than the capacity: it then has its last `capacity` tokens there.
+      keys, values: [B, kv_heads, capacity, D], heads a multiple of kv_heads, in query's dtype or float8_e4m3fn (without
+        scales). The token at position p of a row is at index p % capacity (cache.py). Entries that are not visible must
+        be finite too.
+      lengths: int32[B], tokens of each row with the newest one; 0 is an empty row, whose result is 0. A row may be
+        longer than the capacity: the cache then has its last `capacity` tokens.
       scale: factor on query . key.
-      window: the newest token sees itself and the window - 1 tokens before it, or None.
-      soft_cap: cap * tanh(score / cap), or None (Gemma 2).
-      sinks: float[heads], one extra logit a head without a value, or None (gpt-oss).
-      implementation: "mosaic", "triton", "reference", or None for the first that supports the call. The kernels want
-        16 bits and whole tiles of keys (cache.cache_capacity); FP8 caches are Triton's.
+      window: the newest token sees itself and the window - 1 tokens before it; None: all tokens.
+      soft_cap: scores s become cap * tanh(s / cap); None: no cap (Gemma 2).
+      sinks: float[heads], an extra logit per head that has no value; None: none (gpt-oss).
+      implementation: "mosaic", "triton", "reference", or None for the first that supports the call. The kernels need 16
+        bits and a capacity of whole tiles (cache.cache_capacity); only Triton supports FP8 caches.
     Returns:
-      [B, heads, D] in query's dtype. Of the kernels, a row's result has the same bits alone, in any batch and in any
-      slot.
+      [B, heads, D] in query's dtype. With the kernels, a row's result has the same bits alone, in any batch and in any
+        slot.
     Raises:
-      TypeError, ValueError: an argument is not as described here.
+      TypeError, ValueError: an argument does not fit this description.
     """
     check = Arguments("decode_attention")
     check.array("query", query, "B heads D", FLOATS)
@@ -103,6 +109,6 @@ def decode_attention(
     def run(query, keys, values, lengths, sinks):
         return function(query, keys, values, lengths, sinks=sinks)
 
-    # The plain form is XLA's to divide.
+    # XLA divides the reference over the mesh.
     run = run if chosen == "reference" else meshes.on_each_device(run, rows=4)
     return run(query, keys, values, jnp.asarray(lengths, jnp.int32), sinks)

@@ -1,10 +1,10 @@
-"""The key/value cache that decode_attention reads: its layout, how a prompt fills it, how a new token is written.
+"""The key/value cache that decode_attention reads: its layout, and how prompts and new tokens are written into it.
 
-A cache of keys, and one of values, is an array [rows, kv_heads, capacity, D]: the keys of one head of one row are
-contiguous, so that a kernel reads them as one piece. The token at position p of its row is at index p % capacity. A
-cache can therefore be shorter than its text where a layer has a sliding window: it is a ring, in which a new token
-takes the place of one that no later token sees. Nothing but the row's length says where the ring begins, because
-attention does not depend on the order of the keys.
+A cache of keys, and one of values, is an array [rows, kv_heads, capacity, D]. The keys of one head of one row are
+contiguous, so that a kernel reads them as one piece. The token at position p of its row is at index p % capacity. In a
+layer with a sliding window the cache can therefore be shorter than the text: it is a ring, in which a new token
+replaces one that no later token sees. The row's length determines where the ring begins; attention does not depend on
+the order of keys.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import jax.numpy as jnp
 from jaxtune.pallas.arguments import INTEGERS, Arguments
 from jaxtune.pallas.meshes import on_any_mesh
 
-CAPACITY_STEP = 128  # kernels read whole tiles of this many keys, or of a divisor of it
+CAPACITY_STEP = 128  # a multiple of the number of keys in every kernel's tile
 
 
 def cache_capacity(tokens: int, window: int | None = None) -> int:
     """The capacity of a cache for rows of up to `tokens` tokens, in a layer with this sliding window or None.
 
-    It is a multiple of CAPACITY_STEP, as kernels want it, and never much longer than the window.
+    It is a multiple of CAPACITY_STEP, which kernels require, and never much longer than the window.
 
     >>> cache_capacity(700), cache_capacity(700, window=128)
     (768, 128)
 
     Raises:
-      TypeError, ValueError: an argument is not as described here.
+      TypeError, ValueError: an argument that is not a positive integer.
     """
     check = Arguments("cache_capacity")
     check.number("tokens", tokens, whole=True, least=1)
@@ -38,16 +38,16 @@ def cache_capacity(tokens: int, window: int | None = None) -> int:
 
 @on_any_mesh
 def cache_of(tokens: jax.Array, lengths: jax.Array, capacity: int) -> jax.Array:
-    """The cache that holds the keys, or the values, of a prompt.
+    """The cache with the keys, or the values, of prompts.
 
     Args:
-      tokens: [B, T, kv_heads, D], any dtype; what is at and past a row's length does not count, and must be finite.
+      tokens: [B, T, kv_heads, D], any dtype; entries past a row's length are ignored, and must be finite.
       lengths: int32[B], tokens of each row, from 0 to T.
-      capacity: of the cache. Where a row is longer, its last `capacity` tokens are kept.
+      capacity: of the cache. Of a longer row, the last `capacity` tokens are kept.
     Returns:
       [B, kv_heads, capacity, D].
     Raises:
-      TypeError, ValueError: an argument is not as described here.
+      TypeError, ValueError: an argument does not fit this description.
     """
     check = Arguments("cache_of")
     check.array("tokens", tokens, "B T kv_heads D", str(tokens.dtype))
@@ -58,24 +58,24 @@ def cache_of(tokens: jax.Array, lengths: jax.Array, capacity: int) -> jax.Array:
         kept = jnp.pad(tokens, ((0, 0), (0, capacity - length), (0, 0), (0, 0)))
     else:
         last = jnp.asarray(lengths, jnp.int32)[:, None] - 1
-        position = last - (last - jnp.arange(capacity, dtype=jnp.int32)) % capacity  # the latest one of each index
+        position = last - (last - jnp.arange(capacity, dtype=jnp.int32)) % capacity  # the latest position at each index
         kept = jnp.take_along_axis(tokens, jnp.maximum(position, 0)[..., None, None], axis=1)
     return jnp.swapaxes(kept, 1, 2)
 
 
 @on_any_mesh
 def written(cache: jax.Array, new: jax.Array, positions: jax.Array) -> jax.Array:
-    """The cache with one new token a row.
+    """The cache with one new token per row.
 
     Args:
       cache: [B, kv_heads, capacity, D].
       new: [B, kv_heads, D], the keys or values of the new tokens, in the cache's dtype.
-      positions: int32[B], of each new token in its row, which is the number of tokens before it. Rows with a negative
-        position keep what they have.
+      positions: int32[B], position of each new token, which is the number of tokens before it. Rows with a negative
+        position are not changed.
     Returns:
-      the cache; without a copy where the old one is donated or not read again.
+      the cache; it is not copied if the old one is donated or not read again.
     Raises:
-      TypeError, ValueError: an argument is not as described here.
+      TypeError, ValueError: an argument does not fit this description.
     """
     check = Arguments("written")
     check.array("cache", cache, "B kv_heads capacity D", str(cache.dtype))
@@ -83,7 +83,7 @@ def written(cache: jax.Array, new: jax.Array, positions: jax.Array) -> jax.Array
     check.array("positions", positions, "B", INTEGERS)
     rows, capacity = cache.shape[0], cache.shape[2]
     positions = jnp.asarray(positions, jnp.int32)
-    if rows == 1:  # XLA makes three kernels of a scatter of one row, and one of this
+    if rows == 1:  # one kernel, where XLA makes three of a scatter with one row
         index = positions[0] % capacity
         before = jax.lax.dynamic_slice_in_dim(cache, index, 1, axis=2)
         token = jnp.where(positions[0] < 0, before, new[:, :, None])

@@ -1,4 +1,4 @@
-"""Attention of a chunk of new tokens over a cache of earlier ones, for prompts that are prefilled piece by piece."""
+"""Attention of a chunk of new tokens over a cache of earlier ones, for prompts that are prefilled in chunks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtune.pallas.arguments import FLOATS, INTEGERS, Arguments
 from jaxtune.pallas.meshes import on_any_mesh
 
-_QUERIES = 128  # whose scores exist at a time
-_MASKED = -1e30  # finite, so that a query without keys stays free of inf - inf
+_QUERIES = 128  # the scores of this many queries exist at a time
+_MASKED = -1e30  # finite, so that a query without keys does not compute inf - inf
 
 
 @on_any_mesh
@@ -26,20 +26,20 @@ def chunk_attention(
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention of the next N tokens of each row over each other, causal, and over the row's cache.
+    """Causal attention of the next N tokens of each row over each other and over the row's cache.
 
-    It is plain XLA, a block of queries at a time over the whole capacity.
+    It is computed by XLA, one block of queries at a time over the whole capacity.
 
     Args:
       query: [B, N, heads, D] bfloat16, float16 or float32.
-      new_keys, new_values: [B, N, kv_heads, D], of the new tokens; they are not in the cache yet.
+      new_keys, new_values: [B, N, kv_heads, D], of the new tokens, which are not in the cache yet.
       keys, values: [B, kv_heads, capacity, D], the cache of the tokens before them, see cache.py.
       before: int32[B], tokens of each row before the new ones.
       scale, window, soft_cap, sinks: as in decode_attention.
     Returns:
       [B, N, heads, D] in query's dtype.
     Raises:
-      TypeError, ValueError: an argument is not as described here.
+      TypeError, ValueError: an argument does not fit this description.
     """
     check = Arguments("chunk_attention")
     check.array("query", query, "B N heads D", FLOATS)
@@ -100,20 +100,21 @@ def chunk_attention(
 
 @on_any_mesh
 def chunk_written(cache: jax.Array, new: jax.Array, before: jax.Array) -> jax.Array:
-    """The cache with N more tokens of each row.
+    """The cache with N more tokens of each row; a ring keeps the last `capacity` tokens.
 
     Args:
-      cache: [B, kv_heads, capacity, D]. new: [B, N, kv_heads, D], in the cache's dtype. before: int32[B], tokens of
-        each row before the new ones. A ring keeps the last `capacity` of all.
+      cache: [B, kv_heads, capacity, D].
+      new: [B, N, kv_heads, D], keys or values in the cache's dtype.
+      before: int32[B], tokens of each row before the new ones.
     Raises:
-      TypeError, ValueError: an argument is not as described here.
+      TypeError, ValueError: an argument does not fit this description.
     """
     check = Arguments("chunk_written")
     check.array("cache", cache, "B kv_heads capacity D", str(cache.dtype))
     check.array("new", new, "B N kv_heads D", cache.dtype)
     check.array("before", before, "B", INTEGERS)
     capacity, count = cache.shape[2], new.shape[1]
-    skipped = max(0, count - capacity)  # of the new tokens, those that others of them overwrite
+    skipped = max(0, count - capacity)  # how many new tokens later ones would overwrite
     index = (jnp.asarray(before, jnp.int32)[:, None] + jnp.arange(skipped, count, dtype=jnp.int32)) % capacity
     rows = jnp.arange(len(cache))[:, None]
     return cache.at[rows, :, index].set(new[:, skipped:], unique_indices=True)

@@ -1,10 +1,12 @@
-"""Decode attention as Pallas Mosaic GPU kernels for Hopper: split keys (flash-decoding), then the splits combined.
+"""Decode attention as Pallas Mosaic GPU kernels for Hopper: one over splits of the keys, and one that combines the
+splits.
 
-XLA writes the splits that are seen (splits.py) into a table, the longest first, and one program a multiprocessor works
-through it; what no row sees is neither read nor waited for. A second kernel adds the splits of each row in their order.
+XLA writes the visible splits (splits.py) into a table, the longest first, and each multiprocessor runs one program that
+works through it; keys that no row sees are neither read nor waited for. The second kernel combines the splits of each
+row in order.
 
-All query heads of a KV head are rows of one tensor-core tile of 64, of which most are unused: the products take a third
-of the time that the cache takes from memory.
+All query heads of a KV head are rows of one tensor-core tile of 64, most of which are unused: the products take a third
+of the time that reading the cache takes.
 """
 
 from __future__ import annotations
@@ -36,32 +38,29 @@ from jaxtune.pallas.dispatch import compute_capability
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How the kernel over splits cuts its work.
+    """How the kernel over splits divides its work."""
 
-    Attributes:
-      step: keys of a tile; part of what a result's bits depend on.
-      stages: tiles of keys, and of values, that are on their way to a worker.
-      workers: warpgroups of a program.
-    """
-
-    step: int
-    stages: int
-    workers: int
+    step: int  # keys of a tile; the bits of results depend on it
+    stages: int  # tiles of keys, and of values, that are being copied for a worker at a time
+    workers: int  # warpgroups of a program
 
     def as_dict(self) -> dict[str, Any]:
+        """The fields as a dict, for the tuning cache."""
         return dataclasses.asdict(self)
 
 
+# By head dim, where nothing has been tuned.
 HEURISTIC = {64: Blocks(64, 4, 3), 96: Blocks(64, 3, 3), 128: Blocks(64, 3, 2), 256: Blocks(64, 3, 1)}
 
 
 def blocks_of(dim: int, dtype) -> Blocks:
+    """The tuned blocks for a head dim and dtype, or else those of HEURISTIC."""
     found = tuning.tuned("decode attention", f"head_dim={dim}", dtype, Blocks)
     return Blocks(**found) if found else HEURISTIC[dim]
 
 
 def refusal(query, keys) -> str | None:
-    """Why these kernels cannot serve this call, or None."""
+    """The reason why these kernels cannot serve a call with such arrays, or None."""
     if gpu_kernel.interpreter() is None and compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
@@ -79,16 +78,18 @@ def refusal(query, keys) -> str | None:
 
 
 def variant(query) -> str:
-    """What else makes the kernels of a call other ones."""
+    """A phrase that differs between calls whose kernels are compiled with other blocks."""
     return str(blocks_of(query.shape[-1], query.dtype).as_dict())
 
 
 def work_of(lengths, capacity: int, window: int | None, step: int):
-    """What the kernels work through; it depends on the lengths alone, so that XLA computes it once for all layers.
+    """The work of the kernels. It depends only on the lengths, so that XLA computes it once for all layers.
 
     Returns:
-      table: int32[B * splits, 6], the longest first: row, split, first tile, tiles, index of the row's newest key, and
-        how many keys it sees. lines: int32[1], how many are live. order, count: see splits.order_of.
+      table: int32[B * splits, 6], the longest splits first: row, split, first tile, tiles, index of the row's newest
+        key, and how many keys the row sees.
+      lines: int32[1], how many lines of the table have tiles.
+      order, count: see splits.order_of.
     """
     first, tiles = live_tiles(lengths, capacity, window, step)
     row, split = (jax.lax.broadcasted_iota(jnp.int32, tiles.shape, axis) for axis in (0, 1))
@@ -100,13 +101,20 @@ def work_of(lengths, capacity: int, window: int | None, step: int):
 
 
 def _smem(shape, dtype):
-    """Shared memory for tensor cores; rows of 96 numbers are three swizzled pieces of 64 bytes."""
+    """A shared-memory buffer for tensor cores; rows of 96 numbers are three swizzled pieces of 64 bytes."""
     row_bytes = 128 if shape[-1] * jnp.dtype(dtype).itemsize % 128 == 0 else 64
     return plgpu.SMEM(shape, dtype, transforms=mosaic_types.tiled(dtype, row_bytes))
 
 
 def _split(query, keys, values, table, lines, blocks: Blocks, scale, soft_cap):
-    """(float32[B, kv_heads, splits, padded heads, D], its log-sum-exp); query [B, kv_heads, padded heads, D]."""
+    """Runs the kernel over splits.
+
+    query is [B, kv_heads, padded heads, D]; table and lines are from work_of.
+
+    Returns:
+      (float32[B, kv_heads, splits, padded heads, D] normalised over each split, their log-sum-exp without the last
+        axis)
+    """
     rows, kv_heads, heads, dim = query.shape
     splits = -(-keys.shape[2] // SPLIT)
     slots = blocks.workers * blocks.stages
@@ -137,7 +145,10 @@ def _split(query, keys, values, table, lines, blocks: Blocks, scale, soft_cap):
 
 
 def _combine(parts, lse, order, count, sinks, group: int, dtype):
-    """[B, kv_heads, group, D]; sinks float32[kv_heads, padded heads], in powers of two."""
+    """Runs the kernel that combines the splits: [B, kv_heads, group, D] in dtype.
+
+    sinks: float32[kv_heads, padded heads], in units of log2. group: query heads of a KV head.
+    """
     rows, kv_heads, splits, padded, dim = parts.shape
     heads = min(group, MOST_HEADS)
     programs = -(-group // heads)
@@ -155,13 +166,13 @@ def _combine(parts, lse, order, count, sinks, group: int, dtype):
 
 
 def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, sinks=None):
-    """See api.decode_attention."""
+    """The Mosaic implementation; arguments and result are those of api.decode_attention."""
     rows, heads, dim = query.shape
     kv_heads, capacity = keys.shape[1:3]
     group = heads // kv_heads
     blocks = blocks_of(dim, query.dtype)
     table, lines, order, count = work_of(lengths, capacity, window, blocks.step)
-    # Lines of partial results are whole, and so are programs of many heads.
+    # Heads are padded to whole lines of partial results, and many heads to whole programs.
     padding = -group % (MOST_HEADS if group > MOST_HEADS else LINE // math.gcd(LINE, dim))
     grouped = jnp.pad(query.reshape(rows, kv_heads, group, dim), ((0, 0), (0, 0), (0, padding), (0, 0)))
     parts, lse = _split(grouped, keys, values, table, lines, blocks, scale, soft_cap)

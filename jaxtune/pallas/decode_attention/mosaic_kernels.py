@@ -1,4 +1,4 @@
-"""The bodies of the two Mosaic decode kernels; mosaic.py says what they do and calls them."""
+"""The bodies of the two Mosaic decode kernels, which mosaic.py describes and calls."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from jaxtune.pallas.decode_attention import mosaic_lanes
 from jaxtune.pallas.decode_attention.mosaic_lanes import TILE
 from jaxtune.pallas.decode_attention.splits import MASKED
 
-LINE = 128  # numbers of a partial result that the combining kernel keeps in one register a thread
-AHEAD = 4  # partial results that it reads at a time
-MOST_HEADS = 8  # of one of its programs
+LINE = 128  # numbers of a partial result that the combining kernel has in one register per thread
+AHEAD = 4  # how many partial results the combining kernel reads at a time
+MOST_HEADS = 8  # the most heads of a program of the combining kernel
 
 
 def split_kernel(
@@ -41,10 +41,12 @@ def split_kernel(
     the tiles of its next items into its own slots of shared memory while it computes.
 
     Args:
-      q_ref: [B, kv_heads, heads of a group, D]. k_ref, v_ref: the caches.
-      table_ref: int32[lines, 6], see mosaic.work_of. count_ref: int32[1], how many of its lines are live.
-      out_ref: float32[B, kv_heads, splits, heads of a group, D], normalised over the split. lse_ref: the log-sum-exp
-        of each, in powers of two.
+      q_ref: [B, kv_heads, heads of a group, D].
+      k_ref, v_ref: the caches.
+      table_ref: int32[lines, 6], see mosaic.work_of.
+      count_ref: int32[1], how many lines have tiles.
+      out_ref: float32[B, kv_heads, splits, heads of a group, D], normalised over the split.
+      lse_ref: the log-sum-exp of each, in units of log2.
     """
     wg, program = lax.axis_index("wg"), lax.axis_index("program")
     kv_heads, capacity, heads, dim = *k_ref.shape[1:3], *q_ref.shape[2:]
@@ -61,7 +63,7 @@ def split_kernel(
         line = lax.div(number, jnp.int32(kv_heads))
         return [lax.rem(number, jnp.int32(kv_heads)), *(table_ref[line, column] for column in range(6))]
 
-    # Where copies are: the turn of the item whose tile is copied next, the tile, the item and the one after it.
+    # The cursor of copies: turn of the item whose tile is copied next, that tile, the item, and the item after it.
     def fetch(source, target, full, cursor, slot):
         turn, tile, (head, row, _document, first, *_rest), _following = cursor
 
@@ -140,7 +142,8 @@ def split_kernel(
 
 
 def product(left, right, shape, interpreted):
-    """left right in float32, left from registers; written out for the interpreter, which knows no such wgmma."""
+    """left @ right in float32, with `left` from registers; by jnp for the interpreter, which does not support this
+    wgmma."""
     if interpreted:
         return lax.dot(left, right[...], preferred_element_type=jnp.float32)
 
@@ -152,15 +155,17 @@ def product(left, right, shape, interpreted):
 
 
 def combine_kernel(part_ref, lse_ref, order_ref, count_ref, sinks_ref, out_ref, *, heads, dim):
-    """The results of a row's live splits as one, in the order of the splits; a program has some heads of one KV head.
+    """Combines the results of a row's splits in order; a program has some heads of one KV head.
 
     Args:
-      part_ref: float32[B, kv_heads, splits, lines, LINE], the heads of the group side by side, in lines.
-      lse_ref: float32[B, kv_heads, splits, padded heads]. order_ref: int32[B, splits], the live splits first.
-      count_ref: int32[B], how many are live. sinks_ref: float32[kv_heads, padded heads], in powers of two, MASKED for
-        none.
-      out_ref: [B, kv_heads, lines, LINE], of whole programs' heads.
-      heads: of a program, which has whole lines, or all the heads of the group.
+      part_ref: float32[B, kv_heads, splits, lines, LINE], the heads of the group concatenated, in lines.
+      lse_ref: float32[B, kv_heads, splits, padded heads].
+      order_ref: int32[B, splits], the splits with tiles first.
+      count_ref: int32[B], the number of splits with tiles.
+      sinks_ref: float32[kv_heads, padded heads], in units of log2; MASKED: no sink.
+      out_ref: [B, kv_heads, lines, LINE], with the heads of whole programs.
+      heads: of a program: all heads of the group, or as many as fill whole lines.
+      dim: size of a head.
     """
     row, head, part = (lax.axis_index(name) for name in ("row", "kv_head", "part"))
     count, lines, vector = count_ref[row], -(-heads * dim // LINE), plgpu.Layout.WG_STRIDED((LINE,), 1)

@@ -1,9 +1,9 @@
-"""What the Mosaic decode kernel does lane by lane: the few rows of a tensor-core tile that are query heads are read
-from memory into registers, and written from registers to memory, so that shared memory has keys and values alone.
+"""The lane-level parts of the Mosaic decode kernel: rows of a tensor-core tile that are read and written by registers.
 
-A tile is 64 rows in Layout.WGMMA: warp w has the rows 16 w to 16 w + 15, lane l the rows l / 4 and l / 4 + 8 of these,
-and of every 8 columns the columns 2 (l % 4) and 2 (l % 4) + 1. The interpreter cannot run this; mosaic_kernels.py has
-its meaning in jnp beside each call.
+The few rows that are query heads are read from memory directly into registers, and written from registers to memory, so
+that shared memory contains only keys and values. A tile is 64 rows in Layout.WGMMA: warp w has the rows 16 w to 16 w +
+15, lane l the rows l / 4 and l / 4 + 8 of these, and of every 8 columns the columns 2 (l % 4) and 2 (l % 4) + 1. The
+interpreter cannot run this; mosaic_kernels.py has the equivalent in jnp beside each call.
 """
 
 from __future__ import annotations
@@ -28,23 +28,29 @@ from jaxtune.pallas.lanes import (
 )
 from jaxtune.system.private_mlir import arith, ir, llvm
 
-TILE = 64  # rows
+TILE = 64  # rows of a tile
 
 
 def _row(half: int):
-    """The first row of this lane, or with half = 1 its second."""
+    """The first row of the tile that this lane has, or its second if half is 1."""
     thread = ir_thread()
     of_warp = ir_mul(ir_shift_right(thread, 5), 16)
     return ir_add(of_warp, ir_shift_right(arith.andi(thread, ir_const(31)), 2), ir_const(8 * half))
 
 
 def _column():
+    """The first column that this lane has, of every 8."""
     return ir_mul(arith.andi(ir_thread(), ir_const(3)), 2)
 
 
 def load_rows(ref, chunk, shape: tuple[int, int]):
-    """`dtype`[64, columns] in Layout.WGMMA: chunk number `chunk` (int32[]) of ref, which is [rows, columns] = shape.
-    The tile's other rows repeat rows of the chunk."""
+    """Loads chunk number `chunk` of a buffer as a tile: [64, columns] in Layout.WGMMA and ref's dtype.
+
+    Args:
+      ref: in memory, any shape; chunk i is its i-th [rows, columns].
+      chunk: int32[].
+      shape: (rows, columns), at most 64 rows. The other rows of the tile repeat rows of the chunk.
+    """
     (rows, columns), dtype = shape, jnp.dtype(ref.dtype)
 
     @mosaic_types.inline_mgpu(
@@ -70,8 +76,13 @@ def load_rows(ref, chunk, shape: tuple[int, int]):
 
 
 def store_rows(values, numbers, out_ref, numbers_ref, chunk, rows: int):
-    """Writes the first `rows` rows of values, float32[64, columns] in Layout.WGMMA, to chunk number `chunk` (int32[])
-    of out_ref, which is [rows, columns]; and those of numbers, float32[64], to that of numbers_ref, [rows]."""
+    """Stores the first `rows` rows of a tile, and one number for each, as chunk number `chunk` of two buffers.
+
+    Args:
+      values: float32[64, columns] in Layout.WGMMA, stored to out_ref, whose chunks are [rows, columns].
+      numbers: float32[64], stored to numbers_ref, whose chunks are [rows].
+      chunk: int32[].
+    """
     columns = values.shape[1]
 
     @mosaic_types.inline_mgpu(

@@ -1,8 +1,8 @@
-"""Decode attention in plain jnp: the definition. It reads the whole capacity of the cache.
+"""Decode attention in plain jnp, which defines the result. It reads the whole capacity of the cache.
 
-score[k] = scale * query . key[k];  soft cap: cap * tanh(score / cap). The key at index i of a ring of `capacity` places
-was written `age` tokens before the row's newest one, age = (length - 1 - i) % capacity, and it is seen iff
-age < min(length, window). A sink is one more logit of its head without a value (gpt-oss).
+score[k] = scale * query . key[k], or cap * tanh(score / cap) with a soft cap. The key at index i of a ring with
+`capacity` entries was written `age` tokens before the row's newest one, age = (length - 1 - i) % capacity, and is
+visible if age < min(length, window). A sink is an additional logit of its head that has no value (gpt-oss).
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-_MASKED = -1e30  # finite, so that a row without keys stays free of inf - inf
+_MASKED = -1e30  # finite, so that a row without keys does not compute inf - inf
 
 
 def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, sinks=None):
-    """See api.decode_attention."""
+    """The reference implementation; arguments and result are those of api.decode_attention."""
     rows, heads, dim = query.shape
     kv_heads, capacity = keys.shape[1:3]
     precision = jax.lax.Precision.HIGHEST if query.dtype == jnp.float32 else jax.lax.Precision.DEFAULT

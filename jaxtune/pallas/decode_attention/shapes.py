@@ -1,4 +1,4 @@
-"""Shapes of real models while they generate, shared by tests and benchmarks."""
+"""Shapes of decoding steps of real models, shared by tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One step of decoding: `rows` rows whose lengths are spread evenly over `shortest` to `longest` tokens."""
+    """One decoding step, in which the lengths of rows are spread evenly from `shortest` to `longest`."""
 
-    name: str
-    rows: int
-    shortest: int = 200
-    longest: int = 1200
-    capacity: int = 1280
-    heads: int = 32
-    kv_heads: int = 8
-    dim: int = 128
-    window: int | None = None
-    soft_cap: float | None = None
-    sinks: bool = False
+    name: str  # its name in reports
+    rows: int  # rows of the batch
+    shortest: int = 200  # tokens of the shortest row
+    longest: int = 1200  # tokens of the longest row
+    capacity: int = 1280  # tokens for which the cache has room
+    heads: int = 32  # query heads
+    kv_heads: int = 8  # key and value heads
+    dim: int = 128  # size of a head
+    window: int | None = None  # sliding window in tokens, or None
+    soft_cap: float | None = None  # cap on scores, or None
+    sinks: bool = False  # whether heads have sinks
 
     def lengths(self) -> np.ndarray:
-        """int32[rows], in no order."""
+        """The length of each row, int32[rows], in random order."""
         spread = np.linspace(self.shortest, self.longest, self.rows).round().astype(np.int32)
         return np.random.default_rng(0).permutation(spread)
 
     def live_bytes(self) -> int:
-        """Of keys and values in 16 bits that the rows see."""
+        """Bytes of the 16-bit keys and values that the rows see."""
         seen = np.minimum(self.lengths(), min(self.window or self.capacity, self.capacity))
         return int(seen.sum()) * self.kv_heads * self.dim * 2 * 2
 

@@ -1,8 +1,8 @@
-"""Decode attention as Triton kernels, for every NVIDIA GPU since Ampere (compute capability 8.0): split keys
-(flash-decoding), then the splits combined, as in mosaic.py. A program has one split of one KV head of one row; those of
-splits that the row does not see end at once.
+"""Decode attention as Triton kernels, for NVIDIA GPUs of compute capability 8.0 (Ampere) and higher.
 
-The bodies are in triton_kernels.py, which imports triton and is itself imported where it is used.
+As in mosaic.py, one kernel runs over splits of the keys (flash-decoding) and one combines them. A program has one split
+of one KV head of one row; a program whose split the row does not see ends at once. The bodies are in triton_kernels.py,
+which imports triton and is imported when it is used.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from jaxtune.pallas.decode_attention.splits import live_tiles, log2_sinks, order
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """step: keys at a time. stages: tiles that are on their way."""
+    """The tile sizes of the kernel over splits."""
 
-    step: int
-    warps: int
-    stages: int
+    step: int  # keys of a tile
+    warps: int  # warps of a program
+    stages: int  # tiles that are being copied at a time
 
 
 # By the head dim, a power of two. Two stages of keys and values fit the 99 KB of shared memory of every GPU.
@@ -32,12 +32,12 @@ TILES = {64: Tile(64, 4, 3), 128: Tile(64, 4, 2), 256: Tile(32, 4, 2), 512: Tile
 
 
 def width(dim: int) -> int:
-    """The power of two in which the kernels hold a head dim."""
+    """The power of two to which the kernels pad a head dim, at least 64."""
     return max(64, 1 << (dim - 1).bit_length())
 
 
 def refusal(query, keys) -> str | None:
-    """Why these kernels cannot serve this call, or None."""
+    """The reason why these kernels cannot serve a call with such arrays, or None."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -55,12 +55,12 @@ def refusal(query, keys) -> str | None:
 
 
 def variant(query) -> str:
-    """What else makes the kernels of a call other ones."""
+    """A phrase that differs between calls whose kernels are compiled with other tiles."""
     return str(TILES[width(query.shape[-1])])
 
 
 def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, sinks=None):
-    """See api.decode_attention."""
+    """The Triton implementation; arguments and result are those of api.decode_attention."""
     from jaxtune.pallas.decode_attention import triton_kernels
 
     rows, heads, dim = query.shape

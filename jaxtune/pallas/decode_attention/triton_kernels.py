@@ -1,7 +1,7 @@
-"""The bodies of the Triton decode kernels; triton.py says what they do and calls them.
+"""The bodies of the Triton decode kernels, which triton.py describes and calls.
 
-Caches are [B, kv_heads, CAPACITY, DIM], contiguous. Scores are kept in units of log2. A CAP of 0 is none. GROUP and
-WIDTH are the next powers of two of the query heads of a KV head (16 at least) and of DIM.
+Caches are [B, kv_heads, CAPACITY, DIM], contiguous. Scores are in units of log2. A CAP of 0 means no soft cap. GROUP
+and WIDTH are the next powers of two of the query heads of a KV head (at least 16) and of DIM.
 """
 
 import triton
@@ -13,6 +13,7 @@ _MASKED = tl.constexpr(-1e30)
 
 @triton.jit
 def _tile(array, first, STEP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows first to first + STEP - 1 of an array [., DIM], padded with zeros to [STEP, WIDTH]."""
     columns = tl.arange(0, WIDTH)
     pointers = array + (first + tl.arange(0, STEP))[:, None] * DIM + columns[None, :]
     if WIDTH == DIM:
@@ -43,8 +44,11 @@ def decode_split_kernel(
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Attention of one KV head of one row over one split of the keys: float32 parts [B, kv_heads, SPLITS, heads of a
-    group, DIM], normalised over the split, and their log-sum-exp."""
+    """Attention of one KV head of one row over one split of the keys.
+
+    It writes float32 parts [B, kv_heads, SPLITS, heads of a group, DIM], normalised over the split, and their
+    log-sum-exp. firsts and tiles are from splits.live_tiles.
+    """
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     count = tl.load(tiles + row * SPLITS + split)
     if count > 0:
@@ -97,8 +101,10 @@ def decode_combine_kernel(
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """The results of a row's live splits as one, in the order of the splits. sinks: float32[HEADS], in powers of two,
-    _MASKED for none."""
+    """Combines the results of a row's splits in order; order and counts are from splits.order_of.
+
+    sinks: float32[HEADS], in units of log2; _MASKED: no sink.
+    """
     head, row = tl.program_id(0), tl.program_id(1)
     OWN: tl.constexpr = HEADS // KV_HEADS
     members, columns = tl.arange(0, GROUP), tl.arange(0, WIDTH)

@@ -1,8 +1,8 @@
-"""Weights in few bits: what is stored of a tensor, and the tensor of it.
+"""Quantised weights: the formats in which they are stored, encoded and decoded.
 
-A format is a file of this folder with a subclass of `Stored` and a declaration `FORMAT`, and a line of
-jaxtune/pallas/format_names.py. What reads and writes models, the planner, exports, the configuration and jaxtune.compat
-read the table FORMATS.
+A format is a file of this folder with a subclass of `Stored` and a declaration `FORMAT`, and an entry in
+jaxtune/pallas/format_names.py. Reading and writing models, the planner, exports, the configuration and jaxtune.compat
+all use the table FORMATS.
 """
 
 import importlib
@@ -21,22 +21,26 @@ FORMATS: dict[str, Format] = {
 
 
 def layouts() -> list[Layout]:
-    """All layouts of checkpoints, in the order in which they are asked whether tensors are their own."""
+    """The layouts of all formats, in the order in which they are asked whether they store a checkpoint's tensors."""
     return [layout for each in FORMATS.values() for layout in each.layouts]
 
 
 def load_in() -> list[str]:
-    """The values of model.load_in."""
+    """The values that model.load_in accepts."""
     return [name for name in FORMATS if name not in format_names.READ]
 
 
 def exports() -> dict[str, Format]:
-    """The formats that a model is exported in, by the export's name."""
+    """{name of the export: format} of all formats to which a model can be exported."""
     return {each.export.name: each for each in FORMATS.values() if each.export is not None}
 
 
 def format_of(weight: Stored | type[Stored] | Layout) -> Format:
-    """The format that a weight, a class of weights or a layout belongs to."""
+    """The format of a quantised weight, of a class of weights, or of a layout.
+
+    Raises:
+      ValueError: a class that belongs to no format.
+    """
     if isinstance(weight, Layout):
         return next(each for each in FORMATS.values() if weight in each.layouts)
     kind = weight if isinstance(weight, type) else type(weight)

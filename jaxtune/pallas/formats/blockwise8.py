@@ -1,7 +1,7 @@
-"""Eight bits a value in blocks of 256, through bitsandbytes' dynamic maps (arXiv 2110.02861).
+"""Eight-bit numbers in blocks of 256, through bitsandbytes' dynamic maps (arXiv 2110.02861).
 
-A block keeps one float32, its largest magnitude, and a byte an element: the place of element / magnitude in a map of
-256 values that is dense near 0. NF4 keeps its absmax so (double quantisation), 8-bit Adam its moments.
+A block has one float32, its largest magnitude (absmax), and a byte per element: the index of element / absmax in a map
+of 256 values that is dense near 0. NF4's double quantisation stores its absmax like this, and 8-bit Adam its moments.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import numpy as np
 
 from jaxtune.pallas.arguments import FLOATS, Arguments
 
-BLOCK = 256
-_DECADES = 7
-SIGNED_ZERO = 127  # place of 0 in the signed map
+BLOCK = 256  # elements that share an absmax
+_DECADES = 7  # of the map, from 10^-7 to 1
+SIGNED_ZERO = 127  # index of 0 in the signed map
 
 
 @functools.cache
 def dynamic_map(signed: bool) -> np.ndarray:
-    """float32[256], ascending: the dynamic map of arXiv 2110.02861, to the bit that of bitsandbytes.
+    """The dynamic map of arXiv 2110.02861, float32[256] in ascending order, equal bit for bit to that of bitsandbytes.
 
-    Decade d of 7 covers 10^(d-7) to 10^(d-6) with the centres of n equal intervals, n = 2^d on either side of 0 if
-    signed, else 2^(d+1). With 0 and 1 that makes 256; -1 is not among them.
+    Decade d of 7 covers 10^(d-7) to 10^(d-6) with the centres of n equal intervals; n is 2^d on either side of 0 if
+    signed, else 2^(d+1). With 0 and 1 these are 256 values; -1 is not among them.
     """
     values = [np.float32(0.0), np.float32(1.0)]
     for decade in range(_DECADES):
@@ -32,7 +32,7 @@ def dynamic_map(signed: bool) -> np.ndarray:
         low = np.float32(0.1)
         step = np.float64((np.float32(1) - low) / np.float32(count))
         index = np.arange(count + 1)
-        # As torch.linspace: from the nearer end, a fused multiply-add; exact in float64, so rounded once.
+        # As torch.linspace: a fused multiply-add from the nearer end; exact in float64, so it is rounded once.
         edges = np.where(index < (count + 1) // 2, low + step * index, 1 - step * (count - index)).astype(np.float32)
         centres = np.float32(10.0 ** (decade + 1 - _DECADES)) * ((edges[:-1] + edges[1:]) / np.float32(2))
         values += [*centres, *(-centres if signed else ())]
@@ -40,14 +40,15 @@ def dynamic_map(signed: bool) -> np.ndarray:
 
 
 def _intervals(signed: bool, decade: int) -> int:
+    """The number of intervals of a decade."""
     return 2**decade if signed else 2 ** (decade + 1)
 
 
 @functools.cache
 def upper_bounds(signed: bool) -> np.ndarray:
-    """float32: of each magnitude of the map but 1, ascending from 0, the largest float32 that is nearest to it.
+    """float32: for each magnitude of the map except 1, ascending from 0, the largest float32 that is nearest to it.
 
-    That is the middle to the next one, rounded down: x lies above it exactly if it lies above the middle.
+    This is the middle between it and the next magnitude, rounded down: x is above it exactly if x is above the middle.
     """
     values = dynamic_map(signed)[SIGNED_ZERO if signed else 0 :].astype(np.float64)
     middle = (values[:-1] + values[1:]) / 2  # exact in float64
@@ -57,8 +58,8 @@ def upper_bounds(signed: bool) -> np.ndarray:
 
 @functools.cache
 def _decades(signed: bool) -> list[tuple[np.float32, np.float32, np.float32]]:
-    """(a, b, last) of each decade: a value x in it has the place floor(a x + b) or the next, at most `last` + 1."""
-    found, first = [], 1  # 0 is at place 0
+    """(a, b, last) of each decade: the index of a value x in it is floor(a x + b) or one more, at most `last` + 1."""
+    found, first = [], 1  # 0 has index 0
     for decade in range(_DECADES):
         count = _intervals(signed, decade)
         width = 0.9 * 10.0 ** (decade + 1 - _DECADES) / count
@@ -68,16 +69,17 @@ def _decades(signed: bool) -> list[tuple[np.float32, np.float32, np.float32]]:
 
 
 def _edges(signed: bool) -> list[float]:
-    """Where decades meet: midway between the last value of one and the first of the next, whose intervals are wider."""
+    """The magnitudes at which the next decade begins: midway between the last value of one and the first of the
+    next."""
     return [10.0 ** (d + 1 - _DECADES) * (1 + 0.9 / _intervals(signed, d)) for d in range(_DECADES - 1)]
 
 
 def nearest_codes(x: jax.Array, signed: bool) -> jax.Array:
-    """uint8 places in the map of the values nearest to x, float32 from -1 (or 0) to 1; ties go towards 0.
+    """uint8: the index of the map's value nearest to each x, float32 from -1 (or 0) to 1; ties go towards 0.
 
-    A search of the map would read it eight times for an element, each read waiting for the one before. Within a decade
-    the map is linear, so a product gives the place to within one, always the lower of the two: it is taken 1/4 of an
-    interval too low, far more than its rounding error. One read of the exact bound between the two decides.
+    A binary search would read the map eight times per element, each read waiting for the one before. Within a decade
+    the map is linear, so a product gives the index or one less: it is computed 1/4 of an interval too low, which is far
+    more than its rounding error. Comparing with the exact bound between the two indices decides.
     """
     magnitude = jnp.abs(x)
     (per_unit, start, last), *others = _decades(signed)
@@ -94,12 +96,13 @@ def nearest_codes(x: jax.Array, signed: bool) -> jax.Array:
 
 
 def encode(values: jax.Array, signed: bool) -> tuple[jax.Array, jax.Array]:
-    """(codes uint8[blocks, 256], absmax float32[blocks]) of float32 values of any shape; the last block is padded.
+    """Quantises values of any shape: (codes uint8[blocks, 256], absmax float32[blocks]); the last block is padded with
+    zeros.
 
     A block whose largest magnitude is no normal float32 becomes zeros.
 
     Raises:
-      TypeError: values are no floats.
+      TypeError: values are not floating-point numbers.
     """
     Arguments("blockwise8.encode").array("values", values, "...", FLOATS)
     blocks = in_blocks(values)
@@ -113,7 +116,7 @@ def decode(codes: jax.Array, absmax: jax.Array, signed: bool) -> jax.Array:
     """float32[blocks, 256], the inverse of `encode` up to rounding.
 
     Raises:
-      TypeError, ValueError: codes and absmax are not as `encode` makes them.
+      TypeError, ValueError: codes and absmax do not have the form that `encode` gives.
     """
     check = Arguments("blockwise8.decode")
     check.array("codes", codes, f"blocks {BLOCK}", jnp.uint8)

@@ -1,4 +1,4 @@
-"""Quotients that are the same on every device, so that the bytes of what is quantised are, too."""
+"""Division with the same result on every device, so that quantised bytes are equal everywhere."""
 
 from __future__ import annotations
 
@@ -7,21 +7,25 @@ import jax.numpy as jnp
 
 
 def divide(x: jax.Array, y: jax.Array) -> jax.Array:
-    """float32 x / y, correctly rounded: XLA's own on an NVIDIA GPU (div.full.f32) may be two units off."""
+    """x / y in float32, correctly rounded. XLA's own division on an NVIDIA GPU (div.full.f32) may be off by two
+    units."""
     return _rounded_quotient(x, y, x / y)
 
 
 def _rounded_quotient(x: jax.Array, y: jax.Array, quotient: jax.Array) -> jax.Array:
-    """The float32 nearest to x / y, from one at most a few units off; all normal numbers, or `quotient` as it is."""
+    """The float32 that is nearest to x / y, from a `quotient` that is at most a few units off.
+
+    It is exact where all are normal numbers; elsewhere it is `quotient` itself.
+    """
 
     def parts(value):  # value = mantissa * 2^(exponent - 150)
         bits = jax.lax.bitcast_convert_type(value, jnp.uint32)
         return (bits & 0x7FFFFF) | 0x800000, ((bits >> 23) & 0xFF).astype(jnp.int32)
 
     (mx, ex), (my, ey) = parts(x), parts(y)
-    for _ in range(2):  # a second time where the first one crosses a power of two
+    for _ in range(2):  # the second time is for a correction that crosses a power of two
         mq, eq = parts(quotient)
-        # x - y * quotient, exactly: it is a few times my, so 32 bits of the product are enough.
+        # x - y * quotient, exact: it is a few times my, so 32 bits of the product are enough.
         shift = (ex - ey - eq + 150).astype(jnp.uint32)
         rest = jax.lax.bitcast_convert_type((mx << shift) - my * mq, jnp.int32)
         divisor = my.astype(jnp.int32)

@@ -1,9 +1,9 @@
-"""Weights in four bits, as bitsandbytes stores them: NF4 (QLoRA, arXiv 2305.14314), and FP4 to read.
+"""NF4 (QLoRA, arXiv 2305.14314) as bitsandbytes stores it, and its FP4, which is only read.
 
-The tensor is flattened row by row and cut into blocks of 64, the last of which may be shorter. A block has its absmax
-(the largest magnitude, float32), and each element the index of the table entry nearest to element / absmax. Two
-indices make a byte, the first in the high nibble. Double quantisation stores the absmax in 8 bits: less their mean, in
-blocks of 256, as indices into a signed dynamic map (arXiv 2110.02861). bitsandbytes' own bytes, everywhere.
+The tensor is flattened row by row and divided into blocks of 64, the last of which may be shorter. A block has its
+absmax (the largest magnitude, float32), and each element the index of the table entry nearest to element / absmax. Two
+indices make a byte, the first in the high nibble. Double quantisation stores absmax minus their mean in 8 bits, in
+blocks of 256, as indices into a signed dynamic map (arXiv 2110.02861). All bytes equal those of bitsandbytes.
 """
 
 from __future__ import annotations
@@ -42,36 +42,33 @@ from jaxtune.pallas.formats.stored import Stored
 from jaxtune.pallas.meshes import on_any_mesh
 
 BLOCK = 64  # elements that share an absmax
-NESTED_BLOCK = blockwise8.BLOCK  # absmax that share a nested absmax
-_TINY = 1e-38  # what bitsandbytes stores as the absmax of a last, short block of zeros
+NESTED_BLOCK = blockwise8.BLOCK  # how many absmax share a nested absmax
+_TINY = 1e-38  # bitsandbytes' absmax for a last, short block of zeros
 
 
 @dataclasses.dataclass(frozen=True)
 class FourBit(Stored):
-    """A tensor in four bits; a pytree, whose arrays are the leaves.
+    """A tensor in four bits with an absmax for each block of 64; n is its number of elements.
 
-    Attributes:
-      codes: uint8[ceil(n / 2)], two table indices each; n is the number of elements.
-      absmax: one a block: float32[ceil(n / 64)], or uint8, with double quantisation.
-      nested_absmax: float32[one for 256 absmax], nested_map: float32[256], offset: float32[]: double quantisation's,
-        or all None.
-      shape: of the tensor. dtype_name: the dtype that it was quantised from.
+    nested_absmax, nested_map and offset belong to double quantisation; without it all three are None.
     """
 
-    codes: jax.Array
-    absmax: jax.Array
-    nested_absmax: jax.Array | None
-    nested_map: jax.Array | None
-    offset: jax.Array | None
-    shape: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))
-    dtype_name: str = dataclasses.field(metadata=dict(static=True))
+    codes: jax.Array  # uint8[ceil(n / 2)], two table indices each
+    absmax: jax.Array  # float32[ceil(n / 64)], or uint8 with double quantisation
+    nested_absmax: jax.Array | None  # float32[ceil(n / 64 / 256)], or None
+    nested_map: jax.Array | None  # float32[256], or None
+    offset: jax.Array | None  # float32[], the mean of the absmax, or None
+    shape: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))  # of the tensor
+    dtype_name: str = dataclasses.field(metadata=dict(static=True))  # the dtype that it was quantised from
 
-    # nested_absmax could be cut: it is a sixteen-thousandth of the tensor, and a gather of its own in each layer.
+    # nested_absmax could be divided too, but it is a sixteen-thousandth of the tensor, and each layer would need
+    # another gather
     shared = ("nested_absmax", "nested_map", "offset")
-    quant_type: ClassVar[str]
-    table: ClassVar[np.ndarray]
+    quant_type: ClassVar[str]  # bitsandbytes' name of the format
+    table: ClassVar[np.ndarray]  # float32[16], the numbers that the indices stand for
 
     def problem(self) -> str | None:
+        """See Stored.problem."""
         blocks = -(-self.size // BLOCK)
         double = {name: getattr(self, name) for name in ("nested_absmax", "nested_map", "offset")}
         if len({part is None for part in double.values()}) != 1:
@@ -88,26 +85,30 @@ class FourBit(Stored):
         return None
 
     def block_absmax(self) -> jax.Array:
-        """float32[ceil(n / 64)]"""
+        """The absmax of each block, float32[ceil(n / 64)]."""
         if self.nested_absmax is None or self.nested_map is None or self.offset is None:
             return self.absmax
         values = jnp.asarray(self.nested_map).at[self.absmax].get(mode="promise_in_bounds")
-        # The barrier keeps the sum from being contracted into the product: bitsandbytes rounds between them.
+        # The barrier prevents a fused multiply-add, because bitsandbytes rounds between product and sum.
         return jax.lax.optimization_barrier(_blocks(values, NESTED_BLOCK, self.nested_absmax)) + self.offset
 
     @property
     def kind(self) -> str:
+        """See Stored.kind."""
         return type(self).__name__ + (", float32 absmax" if self.nested_absmax is None else "")
 
     def random_like(self, shape: tuple[int, ...], draw: np.random.Generator) -> FourBit:
+        """See Stored.random_like."""
         like = NF4.encode(jnp.asarray(draw.standard_normal(shape), jnp.bfloat16), self.nested_absmax is not None)
         # FP4 has other entries for the same codes.
         return type(self)(*(getattr(like, field.name) for field in dataclasses.fields(like)))
 
     @classmethod
     def joined(cls, pieces: Sequence[Self], shape: tuple[int, ...]) -> Self:
-        """Exactly the values of the pieces. Pieces that were doubly quantised each for itself have an offset each:
-        their absmax are then kept in float32."""
+        """See Stored.joined; the values are exactly those of the pieces.
+
+        Pieces that were doubly quantised separately have different offsets: their absmax are then kept in float32.
+        """
         first, nested = pieces[0], (None, None, None)
         whole_groups = first.size % (BLOCK * NESTED_BLOCK) == 0
         if whole_groups and all(piece.offset is not None and piece.offset == first.offset for piece in pieces):
@@ -123,7 +124,10 @@ class FourBit(Stored):
         return cls(*leaves, shape=shape, dtype_name=first.dtype_name)
 
     def piece(self, index: int, start: int, rows: int) -> Self:
-        """Exactly these values. A piece that is not whole groups of doubly quantised absmax has them in float32."""
+        """See Stored.piece; the values are exactly those of the rows.
+
+        The absmax of a piece that is not whole groups of double quantisation are float32.
+        """
         columns = self.shape[2]
         first, size = (index * self.shape[1] + start) * columns, rows * columns
         blocks = slice(first // BLOCK, (first + size) // BLOCK)
@@ -140,7 +144,8 @@ class FourBit(Stored):
         return dataclasses.replace(self, **cut, shape=(rows, columns))
 
     def cut(self, axis: int) -> int | None:
-        """Along the first axis: of whole blocks, and of whole blocks of absmax where these are quantised."""
+        """See Stored.cut: along the first axis, between blocks, or with double quantisation between blocks of
+        absmax."""
         row, whole = math.prod(self.shape[1:]), BLOCK * (1 if self.offset is None else NESTED_BLOCK)
         return math.lcm(row, whole) // row if axis == 0 and row else None
 
@@ -154,13 +159,14 @@ class FourBit(Stored):
 
 
 def _blocks(values: jax.Array, block: int, scales: jax.Array) -> jax.Array:
-    """values [n], each times the scale of its block."""
+    """values [n], each multiplied by the scale of its block of `block` values."""
     size = values.size
     values = _padded(values, block).reshape(-1, block) * scales[:, None]
     return values.reshape(-1)[:size]
 
 
 def _padded(values: jax.Array, block: int) -> jax.Array:
+    """The values, padded with zeros to a multiple of `block`."""
     short = -values.size % block
     return jnp.pad(values, (0, short)) if short else values
 
@@ -168,7 +174,7 @@ def _padded(values: jax.Array, block: int) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NF4(FourBit):
-    """4-bit NormalFloat: quantiles of the normal distribution."""
+    """4-bit NormalFloat, whose table has quantiles of the normal distribution."""
 
     quant_type = "nf4"
     table = np.array(
@@ -196,14 +202,14 @@ class NF4(FourBit):
     @staticmethod
     @on_any_mesh
     def encode(array: jax.Array | np.ndarray, double_quant: bool = True) -> NF4:
-        """Quantises a tensor of any shape in bfloat16, float16 or float32, on the device that it lies on; the bytes are
-        the same on every one.
+        """Quantises a tensor of any shape in bfloat16, float16 or float32 on its device; the bytes are equal on every
+        device.
 
-        Elements are taken as float32. Values that are not finite make a block of nonsense, and with double
-        quantisation a tensor: `offset` is then not finite either.
+        Elements are converted to float32. Values that are not finite make their block meaningless, and with double
+        quantisation the whole tensor, whose `offset` is then not finite either.
 
         Raises:
-          TypeError: array is none of these. ValueError: it is empty.
+          TypeError: another dtype, or double_quant is not a bool. ValueError: an empty array.
         """
         check = Arguments("NF4.encode")
         check.array("array", array, "...", FLOATS)
@@ -216,7 +222,8 @@ class NF4(FourBit):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FP4(FourBit):
-    """4-bit float of older bitsandbytes checkpoints: sign, two bits of exponent, one of fraction; decoded only."""
+    """The 4-bit float of older bitsandbytes checkpoints: sign, two exponent bits, one fraction bit. It is only
+    decoded."""
 
     quant_type = "fp4"
     table = np.array([0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -3], np.float32) / np.float32(12)
@@ -224,17 +231,18 @@ class FP4(FourBit):
 
 @functools.partial(jax.jit, static_argnums=1)
 def _encode_nf4(array: jax.Array, double_quant: bool) -> NF4:
+    """NF4.encode without its checks."""
     size, shape, dtype = array.size, array.shape, array.dtype
     blocks = _padded(array.reshape(-1), BLOCK).reshape(-1, BLOCK).astype(jnp.float32)
     absmax = jnp.abs(blocks).max(axis=1)
     divisors = jnp.where(absmax == 0, 1, absmax)
     scaled = blocks * divide(jnp.ones_like(divisors), divisors)[:, None]
     if size % BLOCK:
-        # As bitsandbytes: the short block is divided, and its absmax is never zero.
+        # As in bitsandbytes, the short block is divided by its absmax, which is never zero.
         scaled = scaled.at[-1].set(divide(blocks[-1], jnp.broadcast_to(divisors[-1], BLOCK)))
         absmax = absmax.at[-1].set(jnp.where(absmax[-1] == 0, _TINY, absmax[-1]))
     bounds = (NF4.table[:-1] + NF4.table[1:]) / np.float32(2)
-    # The number of bounds below: an element on a bound takes the lower entry.
+    # The index is the number of bounds below the element: an element on a bound gets the lower entry.
     nibbles = sum((scaled > bound).astype(jnp.uint8) for bound in bounds)
     pairs = jnp.reshape(nibbles, (-1, 2))
     codes = ((pairs[:, 0] << 4) | pairs[:, 1])[: -(-size // 2)]
@@ -254,7 +262,7 @@ def _encode_nf4(array: jax.Array, double_quant: bool) -> NF4:
 
 
 def _mean(values: jax.Array) -> jax.Array:
-    """The mean, added up in halves: the order is the same on every device."""
+    """The mean, added up by halves, so that the order is the same on every device."""
     count = values.size
     values = jnp.pad(values, (0, (1 << (count - 1).bit_length()) - count))
     while values.size > 1:
@@ -273,17 +281,20 @@ _KINDS: dict[str, type[FourBit]] = {"nf4": NF4, "fp4": FP4}
 
 
 class _State(NamedTuple):
-    """What the JSON object beside a weight says."""
+    """What the JSON object beside a weight says, bitsandbytes' quant_state."""
 
-    quant_type: str
-    dtype_name: str
-    offset: float | None
+    quant_type: str  # "nf4" or "fp4"
+    dtype_name: str  # the dtype that the weight was quantised from
+    offset: float | None  # of double quantisation, or None
 
 
 class BitsAndBytes(Layout):
-    """bitsandbytes' Linear4bit. Beside `X.weight` (the codes, as bytes of whatever dtype) there are `X.weight.absmax`,
-    `.quant_map`, with double quantisation `.nested_absmax` and `.nested_quant_map`, and
-    `.quant_state.bitsandbytes__nf4` (or `__fp4`): the bytes of a JSON object with shape, dtype and block sizes."""
+    """The layout of bitsandbytes' Linear4bit.
+
+    Beside `X.weight` (the codes, as bytes of any dtype) there are `X.weight.absmax`, `.quant_map`, with double
+    quantisation `.nested_absmax` and `.nested_quant_map`, and `.quant_state.bitsandbytes__nf4` (or `__fp4`), the bytes
+    of a JSON object with shape, dtype and block sizes.
+    """
 
     title = "bitsandbytes' in four bits"
     codes = ".weight"
@@ -296,18 +307,22 @@ class BitsAndBytes(Layout):
         "5 does not: it has no experts in four bits (dequantize writes 16)"
     )
 
-    def says(self, settings: Settings) -> bool:
+    def recognises(self, settings: Settings) -> bool:
+        """See Layout.recognises."""
         four_bit = settings.get("load_in_4bit", settings.get("_load_in_4bit"))
         return settings.get("quant_method") == "bitsandbytes" and bool(four_bit)
 
     def key_of(self, name: str) -> tuple[str, str] | None:
+        """See Layout.key_of."""
         match = _PART.fullmatch(name)
         return None if match is None else (match[1], match[2])
 
     def claims(self, tensors: Headers) -> bool:
+        """See Layout.claims."""
         return any(key != self.codes for key in tensors)
 
     def describe(self, name: str, tensors: Headers, read: Read) -> Found:
+        """See Layout.describe; `details` is a _State."""
         codes = tensors.get(self.codes)
         if codes is None:
             part = next(iter(tensors.values()))
@@ -348,6 +363,7 @@ class BitsAndBytes(Layout):
         return Found(name, tensors, shape, _State(quant_type, dtype_name, offset))
 
     def read(self, found: Found, arrays: Arrays, dtype_name: str) -> FourBit:
+        """See Layout.read."""
         state = found.details
         assert isinstance(state, _State)
         kind = _KINDS[state.quant_type]
@@ -359,6 +375,7 @@ class BitsAndBytes(Layout):
         return kind(*leaves, shape=found.shape, dtype_name=state.dtype_name)
 
     def joining(self, pieces: Sequence[Found], per_expert: int) -> str | None:
+        """See Layout.joining: matrices in NF4 and FP4, or that are not whole blocks."""
         first = pieces[0]
         if len({piece.details.quant_type for piece in pieces if isinstance(piece.details, _State)}) > 1:
             return "of its experts' matrices some are in four bits of another type"
@@ -370,17 +387,18 @@ class BitsAndBytes(Layout):
         return None
 
     def digested(self, found: Found) -> list[tuple[str, str]]:
-        """The codes by the weight's name, the others by what follows it, in the order of the alphabet."""
+        """See Layout.digested: the codes by the weight's name, the others by their key, in alphabetical order."""
         others = sorted(key for key in found.tensors if key != self.codes)
         return [(found.name, self.codes), *((key.removeprefix(".weight."), key) for key in others)]
 
     def splitting(self, weight: Stored, rows: int) -> str | None:
+        """See Layout.splitting: pieces must be whole blocks."""
         if rows * weight.shape[2] % BLOCK == 0:
             return None
         return f"is in four bits, and its pieces of {rows} x {weight.shape[2]} are not whole blocks of {BLOCK}"
 
-    def noted(self, weight: Stored, make: Callable[[], Stored]) -> float | None:
-        """The offset of double quantisation, a number among the bytes of quant_state."""
+    def header_number(self, weight: Stored, make: Callable[[], Stored]) -> float | None:
+        """The offset of double quantisation, which is written as a number in the bytes of quant_state."""
         assert isinstance(weight, FourBit)
         if weight.offset is None:
             return None
@@ -388,7 +406,8 @@ class BitsAndBytes(Layout):
         assert isinstance(known, FourBit) and known.offset is not None
         return float(jax.device_get(known.offset))
 
-    def tensors(self, weight: Stored, noted: float | None) -> dict[str, FileTensor]:
+    def tensors(self, weight: Stored, number: float | None) -> dict[str, FileTensor]:
+        """See Layout.tensors."""
         assert isinstance(weight, FourBit)
         table = type(weight).table
         state: dict[str, Any] = {"quant_type": weight.quant_type, "blocksize": BLOCK, "dtype": weight.dtype_name}
@@ -402,12 +421,13 @@ class BitsAndBytes(Layout):
         if weight.offset is not None:
             found[".weight.nested_absmax"] = file_tensor(weight.nested_absmax, lambda w: w.nested_absmax)
             found[".weight.nested_quant_map"] = file_tensor(weight.nested_map, lambda w: w.nested_map)
-            state |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": noted}
+            state |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": number}
         content = np.frombuffer(json.dumps(state).encode(), np.uint8)
         found[f"{_STATE}{weight.quant_type}"] = file_tensor(content, lambda w: content)
         return found
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
+        """See Layout.config."""
         first = weights[0]
         assert isinstance(first, FourBit)
         return {
@@ -423,7 +443,7 @@ class BitsAndBytes(Layout):
 
 
 FORMAT = Format(
-    word="nf4",
+    name="nf4",
     title="in four bits (NF4)",
     kinds=(NF4, FP4),
     layouts=(BitsAndBytes(),),

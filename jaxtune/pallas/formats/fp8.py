@@ -1,7 +1,8 @@
-"""Weights in eight bits: e4m3 numbers (OCP 8-bit Floating Point Specification) whose blocks share a scale.
+"""FP8: weights in e4m3 (OCP 8-bit Floating Point Specification) whose blocks share a scale.
 
-A block is a row (what jaxtune makes of 16-bit weights, and compressed-tensors calls a channel), 128 x 128 numbers (as
-Qwen and DeepSeek publish theirs), or the whole matrix. A number is its code times the scale of its block.
+A block is a row (which jaxtune uses for 16-bit weights, and which compressed-tensors calls a channel), 128 x 128
+numbers (as Qwen and DeepSeek publish their models), or the whole matrix. A number is its code times the scale of its
+block.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from jaxtune.pallas.formats.layout import (
 from jaxtune.pallas.formats.stored import Stored
 from jaxtune.pallas.meshes import on_any_mesh
 
-LARGEST = 448.0  # of e4m3
-LEAST_SCALE = float(np.finfo(np.float32).tiny)  # devices may take what is smaller for zero, and would divide by it
-# The time of a product as it is stored, rounding of the other operand included, over one in 16 bits: with scales by
-# rows, and of 128 x 128.
+LARGEST = 448.0  # the largest number of e4m3
+LEAST_SCALE = float(np.finfo(np.float32).tiny)  # smaller numbers are zero on some devices, which would divide by it
+# The time of an FP8 product, with the rounding of the other operand, over that of a 16-bit product: (with a scale per
+# row, with a scale per 128 x 128 numbers).
 _PRODUCT_TIME = Fitted({("H200", "mosaic"): ((0.56, 0.72), "two steps of the 8B shape")})
-# (rows, columns) of a block; None: all there are.
+# (rows, columns) of a block; None: all of the matrix.
 Block = tuple[int | None, int | None]
 ROW, TILE, MATRIX = (1, None), (128, 128), (None, None)
 
@@ -50,18 +51,14 @@ ROW, TILE, MATRIX = (1, None), (128, 128), (None, None)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FP8(Stored):
-    """A tensor [..., out, in] in e4m3; a pytree, whose arrays are the leaves.
+    """A tensor [..., out, in] in e4m3 with a scale for each block."""
 
-    Attributes:
-      codes: float8_e4m3fn[..., out, in]. scales: a float of 16 or 32 bits, [..., blocks along out, blocks along in]; a
-        last block along an axis may be shorter.
-      block: (rows, columns) that share a scale, None for all: ROW, TILE or MATRIX.
-      dtype_name: the dtype that `decode` gives by default.
-    """
-
-    codes: jax.Array
+    codes: jax.Array  # float8_e4m3fn[..., out, in]
+    # float of 16 or 32 bits, [..., blocks along out, blocks along in]; the last block along an axis may be shorter
     scales: jax.Array
+    # (rows, columns) that share a scale, None for all: ROW, TILE or MATRIX
     block: Block = dataclasses.field(default=ROW, metadata=dict(static=True))
+    # the dtype that `decode` gives by default
     dtype_name: str = dataclasses.field(default="bfloat16", metadata=dict(static=True))
 
     compute = "fp8"
@@ -69,15 +66,15 @@ class FP8(Stored):
     @staticmethod
     @on_any_mesh
     def encode(array: jax.Array | np.ndarray, block: Block = ROW) -> FP8:
-        """Quantises [..., out, in] in bfloat16, float16 or float32, on the device that it lies on; the bytes are the
-        same on every one.
+        """Quantises an array [..., out, in] in bfloat16, float16 or float32 on its device; the bytes are equal on every
+        device.
 
-        A block's scale is its largest magnitude over 448, in float32, at least 2^-126, and 1 for a block of zeros.
-        Numbers below 2^-126, which are zero to some devices, are zero. Numbers that are not finite make a scale that is
-        not.
+        A block's scale is its largest magnitude over 448 in float32, at least 2^-126, and 1 for a block of zeros.
+        Numbers below 2^-126, which are zero on some devices, become zero. Numbers that are not finite give a scale that
+        is not finite.
 
         Raises:
-          TypeError: array is none of these. ValueError: it has fewer than two axes, or no element; another block.
+          TypeError: another dtype. ValueError: fewer than two axes, no element, or an unknown block.
         """
         check = Arguments("FP8.encode")
         check.array("array", array, "... out in", FLOATS)
@@ -89,9 +86,11 @@ class FP8(Stored):
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The shape of the tensor."""
         return tuple(self.codes.shape)
 
     def problem(self) -> str | None:
+        """See Stored.problem."""
         if str(self.codes.dtype) != "float8_e4m3fn" or self.codes.ndim < 2:
             return f"codes are {describe(self.codes)}; they must be float8_e4m3fn[..., out, in]"
         wanted = (*self.shape[:-2], *scale_shape(self.shape, self.block))
@@ -100,15 +99,20 @@ class FP8(Stored):
         return None
 
     def cut(self, axis: int) -> int | None:
-        """In whole blocks; leading axes anywhere."""
+        """See Stored.cut: between blocks; leading axes anywhere."""
         axis = axis % self.ndim
         return 1 if axis < self.ndim - 2 else self.block[axis - self.ndim + 2]
 
     def product_time(self, as_stored: bool, device: str) -> float:
+        """See Stored.product_time."""
         return _PRODUCT_TIME.of("mosaic", device)[self.block == TILE] if as_stored else 1.0
 
     def decoded_share(self, as_stored: bool) -> float:
-        """As stored, codes of experts are transposed in one direction of two: as many bytes as decoding moves."""
+        """See Stored.decoded_share.
+
+        In FP8 products, the codes of experts are transposed in one of two directions, which moves as many bytes as
+        decoding.
+        """
         return 1.0 if not as_stored else 0.5 if self.ndim == 3 else 0.0
 
     @functools.partial(jax.jit, static_argnums=1)
@@ -118,7 +122,8 @@ class FP8(Stored):
             return (self.codes.astype(jnp.float32) * self.scales_of_numbers()).astype(dtype or self.dtype)
 
     def scales_of_numbers(self) -> jax.Array:
-        """float32, for each number that of its block; axes of one block are left for broadcasting."""
+        """float32: for each number the scale of its block, where axes with a single block have size 1 for
+        broadcasting."""
         scales = self.scales.astype(jnp.float32)
         for axis, size in zip((-2, -1), self.block, strict=True):
             if size is not None and size > 1:
@@ -128,18 +133,22 @@ class FP8(Stored):
 
 
 def scale_shape(shape: tuple[int, ...], block: Block) -> tuple[int, int]:
-    """(blocks along out, blocks along in) of a tensor [..., out, in]."""
+    """(blocks along out, blocks along in) of a tensor [..., out, in] with these blocks."""
     along = [1 if size is None else -(-whole // size) for whole, size in zip(shape[-2:], block, strict=True)]
     return along[0], along[1]
 
 
 def scale_of(largest: jax.Array, scale: jax.Array) -> jax.Array:
-    """The scale of numbers up to `largest`, given what 448 takes to that; one that is NaN stays so."""
+    """The scale of blocks whose largest magnitude is `largest`: `scale`, but at least LEAST_SCALE, and 1 for zeros.
+
+    scale: `largest` over 448; NaN stays NaN.
+    """
     return jnp.where(largest < LEAST_SCALE, 1.0, jnp.where(scale < LEAST_SCALE, LEAST_SCALE, scale))
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _encode(array: jax.Array, block: Block) -> FP8:
+    """FP8.encode without its checks."""
     wide = array.astype(jnp.float32)
     wide = jnp.where(jnp.abs(wide) < LEAST_SCALE, jnp.copysign(jnp.zeros_like(wide), wide), wide)
     rows, columns = (whole if size is None else size for whole, size in zip(wide.shape[-2:], block, strict=True))
@@ -150,7 +159,7 @@ def _encode(array: jax.Array, block: Block) -> FP8:
     scales = scale_of(largest, divide(largest, jnp.full_like(largest, LARGEST)))
     stored = FP8(jnp.zeros(array.shape, jnp.float8_e4m3fn), scales, block, array.dtype.name)
     scaled = divide(wide, jnp.broadcast_to(stored.scales_of_numbers(), wide.shape))
-    # A rounded scale may be a little low, and a number above 448 would be NaN.
+    # Clipped, because a rounded scale may be slightly too small, and a number above 448 would become NaN.
     codes = jnp.clip(scaled, -LARGEST, LARGEST).astype(jnp.float8_e4m3fn)
     return dataclasses.replace(stored, codes=codes)
 
@@ -161,22 +170,28 @@ _ADVICE = "use the 16-bit original, or a checkpoint of one of these kinds"
 
 
 class FP8Files(Layout):
-    """Codes in F8_E4M3 with their scales beside them, of two kinds. `quant_method: fp8` (Qwen, DeepSeek): beside
-    `X.weight` there is `X.weight_scale_inv`, a scale for each 128 x 128 numbers, by which, despite its name, they are
-    multiplied. `quant_method: compressed-tensors` with `format: float-quantized` (vLLM's llm-compressor):
-    `X.weight_scale`, one for each row ("channel") or for the whole matrix ("tensor"). Both leave activations to be
-    quantised as they come."""
+    """The layout of FP8 checkpoints: codes in F8_E4M3 with their scales, of two kinds.
+
+    - `quant_method: fp8` (Qwen, DeepSeek): `X.weight_scale_inv` has a scale for each 128 x 128 numbers, by which,
+      despite its name, the codes are multiplied.
+    - `quant_method: compressed-tensors` with `format: float-quantized` (vLLM's llm-compressor): `X.weight_scale` has
+      one for each row ("channel") or for the whole matrix ("tensor").
+
+    With both, servers quantise activations dynamically.
+    """
 
     title = "FP8 (quant_method fp8, or compressed-tensors' float-quantized)"
     codes = ".weight"
     codes_dtype = "F8_E4M3"
     others = (".weight_scale_inv", ".weight_scale")
 
-    def says(self, settings: Settings) -> bool:
+    def recognises(self, settings: Settings) -> bool:
+        """See Layout.recognises."""
         method, kind = settings.get("quant_method"), settings.get("format")
         return method == "fp8" or (method == "compressed-tensors" and kind == "float-quantized")
 
     def check(self, settings: Settings) -> None:
+        """See Layout.check: only dynamic activation scales and the known blocks are supported."""
         method = settings.get("quant_method")
         if method == "fp8":
             known = {"activation_scheme": ("dynamic", None), "fmt": ("e4m3", None)}
@@ -195,6 +210,7 @@ class FP8Files(Layout):
                 )
 
     def describe(self, name: str, tensors: Headers, read: Read) -> Found:
+        """See Layout.describe; `details` is the block of the scales."""
         codes = tensors[self.codes]
         keys = [key for key in self.others if key in tensors]
         if len(keys) != 1:
@@ -205,7 +221,7 @@ class FP8Files(Layout):
             )
         scales, block = tensors[keys[0]], None
         if len(codes.shape) == 2:
-            # A small matrix is one block of 128 x 128: the scale's name tells it from one for the whole matrix.
+            # A small matrix can be a single block of 128 x 128, which differs from a scale for the matrix in its name.
             shapes: dict[Block, tuple] = {MATRIX: ((), (1,)), TILE: (scale_shape(codes.shape, TILE),)}
             if keys[0] == ".weight_scale":
                 shapes = {MATRIX: ((), (1,), (1, 1)), ROW: ((codes.shape[0], 1), (codes.shape[0],))} | shapes
@@ -218,6 +234,7 @@ class FP8Files(Layout):
         return Found(name, tensors, codes.shape, block)
 
     def read(self, found: Found, arrays: Arrays, dtype_name: str) -> FP8:
+        """See Layout.read."""
         codes, (key,) = arrays[self.codes], [key for key in self.others if key in arrays]
         block: Any = found.details
         _check_scales(found.tensors[key], arrays[key].astype(np.float32), codes, block, dtype_name)
@@ -225,6 +242,7 @@ class FP8Files(Layout):
         return FP8(*leaves, block=block, dtype_name=dtype_name)
 
     def joining(self, pieces: Sequence[Found], per_expert: int) -> str | None:
+        """See Layout.joining: scales of different kinds, or blocks that would cross from one matrix into the next."""
         first, rows = pieces[0], pieces[0].shape[0]
         kinds = {(p.details, *(h.dtype for key, h in p.tensors.items() if key != self.codes)) for p in pieces}
         if len(kinds) > 1:
@@ -236,7 +254,8 @@ class FP8Files(Layout):
             )
         return None
 
-    def tensors(self, weight: Stored, noted: float | None) -> dict[str, FileTensor]:
+    def tensors(self, weight: Stored, number: float | None) -> dict[str, FileTensor]:
+        """See Layout.tensors."""
         assert isinstance(weight, FP8)
         shape = (1,) if weight.block == MATRIX else tuple(weight.scales.shape)
         scales = FileTensor(shape, np.dtype(weight.scales.dtype), lambda w: w.scales.reshape(shape))
@@ -244,6 +263,7 @@ class FP8Files(Layout):
         return {self.codes: file_tensor(weight.codes, lambda w: w.codes), key: scales}
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
+        """See Layout.config."""
         first = weights[0]
         assert isinstance(first, FP8)
         if first.block == TILE:
@@ -272,7 +292,8 @@ class FP8Files(Layout):
 
 
 def _check_group(where: str, group: Any) -> None:
-    """Refuses weights that are not e4m3 by rows, matrices or 128 x 128, and activations with a stored scale."""
+    """Refuses a compressed-tensors group unless it has e4m3 weights in supported blocks and dynamic activation
+    scales."""
     weights, inputs = (group.get(key) or {} for key in ("weights", "input_activations"))
     wanted: list[tuple[str, Any, tuple]] = [
         ("weights.type", weights.get("type"), ("float",)),
@@ -290,7 +311,10 @@ def _check_group(where: str, group: Any) -> None:
 
 
 def _check_scales(entry: Header, scales: np.ndarray, codes: np.ndarray, block: Block, dtype_name: str) -> None:
-    """Scales that are not finite are the loader's to refuse; one of 0 is right where all of its block is 0."""
+    """Raises ValueError for finite scales that are out of range; 0 is allowed for a block whose codes are all 0.
+
+    Scales that are not finite are refused by the loader.
+    """
     most = min(float(jnp.finfo(dtype_name).max), float(np.finfo(np.float32).max)) / LARGEST
     wrong = np.isfinite(scales) & ~((scales >= LEAST_SCALE) & (scales <= most))
     zeros = wrong & (scales == 0)
@@ -309,7 +333,7 @@ def _check_scales(entry: Header, scales: np.ndarray, codes: np.ndarray, block: B
 
 
 FORMAT = Format(
-    word="fp8",
+    name="fp8",
     title="in eight bits (FP8)",
     kinds=(FP8,),
     layouts=(FP8Files(),),

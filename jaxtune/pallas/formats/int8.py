@@ -1,8 +1,8 @@
-"""int8 by rows: the weights of LLM.int8() (arXiv 2208.07339), as bitsandbytes stores them.
+"""int8 with a scale per row: the weights of LLM.int8() (arXiv 2208.07339), as bitsandbytes stores them.
 
 A weight is its code times the largest magnitude of its row over 127. In its forward pass LLM.int8() also quantises
-activations, and multiplies their columns with outliers in 16 bits. That part is not done here: weights are decoded for
-each product, forward and backward, which is how bitsandbytes computes gradients.
+activations, and multiplies columns with outliers in 16 bits. That is not done here: weights are decoded for each
+product, forward and backward, as bitsandbytes does for gradients.
 """
 
 from __future__ import annotations
@@ -32,57 +32,59 @@ from jaxtune.pallas.formats.layout import (
 from jaxtune.pallas.formats.stored import Stored
 
 _LARGEST = 127  # the code of a row's largest magnitude
-_BY_ROWS = np.zeros((), np.uint8)  # what bitsandbytes writes as weight_format: codes lie row by row
+_BY_ROWS = np.zeros((), np.uint8)  # bitsandbytes' weight_format for codes in row-major order
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Int8(Stored):
-    """A tensor [..., out, in] as int8 with a scale for each row: a number is code * absmax / 127.
+    """A tensor [..., out, in] in int8 with a scale for each row: a number is code * absmax / 127."""
 
-    Attributes:
-      codes: int8[..., out, in].
-      absmax: float32[..., out], the largest magnitude of each row, which bitsandbytes calls SCB.
-      dtype_name: the dtype that `decode` gives by default.
-    """
-
-    codes: jax.Array
-    absmax: jax.Array
-    dtype_name: str = dataclasses.field(metadata=dict(static=True))
+    codes: jax.Array  # int8[..., out, in]
+    absmax: jax.Array  # float32[..., out], the largest magnitude of each row, which bitsandbytes calls SCB
+    dtype_name: str = dataclasses.field(metadata=dict(static=True))  # the dtype that `decode` gives by default
 
     @staticmethod
     def encode(array: jax.Array) -> Int8:
-        """The bytes are those of bitsandbytes on a CPU, which rounds weights to float16 first. Rows with numbers beyond
-        float16's range, of which bitsandbytes stores infinity, keep their float32 numbers."""
+        """Quantises an array [..., out, in]; the bytes equal those of bitsandbytes on a CPU, which first rounds to
+        float16.
+
+        Rows with numbers beyond float16's range, for which bitsandbytes stores infinity, are quantised from float32.
+        """
         codes, absmax = _encode(jnp.asarray(array))
         return Int8(codes, absmax, str(array.dtype))
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The shape of the tensor."""
         return tuple(self.codes.shape)
 
     def problem(self) -> str | None:
+        """See Stored.problem."""
         if self.absmax.shape == self.shape[:-1]:
             return None
         return f"absmax is {list(self.absmax.shape)}; codes of {list(self.shape)} need {list(self.shape[:-1])}"
 
     def cut(self, axis: int) -> int:
+        """See Stored.cut: it can be divided anywhere."""
         return 1
 
     def divided(self, axis: int, parts: int) -> tuple[int | None, ...] | None:
-        """Where rows are cut in pieces, each piece has the scales of all of them."""
+        """See Stored.divided: if rows are divided, each part has the scales of all of them."""
         if self.shape[axis] % parts:
             return None
         axis = axis % self.ndim
         return (axis, None if axis == self.ndim - 1 else axis)
 
     def _decode(self, dtype) -> jax.Array:
+        """Code times scale in float32, in bitsandbytes' order, then cast."""
         numbers = self.codes * self.absmax[..., None] * np.float32(1 / _LARGEST)  # in bitsandbytes' order
         return numbers.astype(dtype or self.dtype)
 
 
 @jax.jit
 def _encode(array: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(codes, absmax) of an array; see Int8.encode."""
     exact = array.astype(jnp.float32)
     half = _as_float16(exact)
     numbers = jnp.where(jnp.isfinite(half).all(-1, keepdims=True), half, exact)
@@ -92,16 +94,21 @@ def _encode(array: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _as_float16(x: jax.Array) -> jax.Array:
-    """float32 numbers rounded to those that float16 has. XLA may leave out a conversion there and back, and
-    reduce_precision makes zeros of float16's subnormal numbers, which are multiples of 2^-24."""
+    """float32 numbers, rounded to those of float16.
+
+    XLA may leave out a conversion to float16 and back, and reduce_precision turns float16's subnormal numbers, which
+    are multiples of 2^-24, into zeros.
+    """
     subnormal = jnp.round(x * 2**24) * 2**-24
     return jnp.where(jnp.abs(x) < 2**-14, subnormal, jax.lax.reduce_precision(x, exponent_bits=5, mantissa_bits=10))
 
 
 class LLMInt8(Layout):
-    """bitsandbytes' checkpoints with `load_in_8bit`: `X.weight` int8[out, in], `X.SCB` float32[out], the largest
-    magnitudes of the rows, and `X.weight_format` uint8[], which says in which order the codes lie: 0 for one row after
-    the other, which is also meant where it is missing."""
+    """The layout of bitsandbytes' checkpoints with `load_in_8bit`.
+
+    The tensors are `X.weight` int8[out, in], `X.SCB` float32[out], the largest magnitudes of the rows, and
+    `X.weight_format` uint8[], the order of the codes: 0 for row-major order, which is assumed if it is missing.
+    """
 
     title = "bitsandbytes' in eight bits (LLM.int8)"
     codes = ".weight"
@@ -112,14 +119,17 @@ class LLMInt8(Layout):
         "does not: it has no experts in int8 (dequantize writes 16 bits)"
     )
 
-    def says(self, settings: Settings) -> bool:
+    def recognises(self, settings: Settings) -> bool:
+        """See Layout.recognises."""
         eight_bit = settings.get("load_in_8bit", settings.get("_load_in_8bit"))
         return settings.get("quant_method") == "bitsandbytes" and bool(eight_bit)
 
     def claims(self, tensors: Headers) -> bool:
+        """See Layout.claims."""
         return super().claims(tensors) and any(key in tensors for key in self.others)
 
     def describe(self, name: str, tensors: Headers, read: Read) -> Found:
+        """See Layout.describe."""
         codes, absmax, order = (tensors.get(key) for key in (self.codes, *self.others))
         assert codes is not None
         module, rows = name.removesuffix(self.weight), list(codes.shape[:1])
@@ -130,19 +140,21 @@ class LLMInt8(Layout):
             raise ValueError(f"{codes.file}: {module}.SCB {got}; {name} needs F32{rows}: fetch or save it again")
         if order is not None and read(".weight_format").tobytes() != _BY_ROWS.tobytes():
             raise ValueError(
-                f"{codes.file}: {module}.weight_format is not 0 in one byte: the codes lie in an order of a GPU's own, "
-                "which old versions of bitsandbytes wrote; load it with bitsandbytes and save it again"
+                f"{codes.file}: {module}.weight_format is not 0 in one byte: the codes are in a GPU's own order, which "
+                "old versions of bitsandbytes wrote; load it with bitsandbytes and save it again"
             )
         return Found(name, tensors, codes.shape)
 
     def read(self, found: Found, arrays: Arrays, dtype_name: str) -> Int8:
+        """See Layout.read."""
         absmax = arrays[".SCB"]
         if (absmax < 0).any():
             raise ValueError(f"{found.where}: SCB has {absmax.min():.4g}; magnitudes are not negative: fetch it again")
         leaves: list = [arrays[self.codes], absmax]
         return Int8(*leaves, dtype_name=dtype_name)
 
-    def tensors(self, weight: Stored, noted: float | None) -> dict[str, FileTensor]:
+    def tensors(self, weight: Stored, number: float | None) -> dict[str, FileTensor]:
+        """See Layout.tensors."""
         assert isinstance(weight, Int8)
         return {
             self.codes: file_tensor(weight.codes, lambda w: w.codes),
@@ -151,6 +163,7 @@ class LLMInt8(Layout):
         }
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
+        """See Layout.config."""
         return {
             "quant_method": "bitsandbytes",
             "load_in_4bit": False,
@@ -162,7 +175,7 @@ class LLMInt8(Layout):
 
 
 FORMAT = Format(
-    word="int8",
+    name="int8",
     title="in eight bits (int8 by rows)",
     kinds=(Int8,),
     layouts=(LLMInt8(),),

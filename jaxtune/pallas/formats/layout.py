@@ -1,8 +1,8 @@
-"""How a kind of checkpoint stores weights of a format, as data: the tensors of a matrix by name, dtype and shape, what
-config.json says of them, and how arrays become a weight and a weight arrays.
+"""Layouts: how one kind of checkpoint stores the weights of a format, as data.
 
-Reading and writing files is the caller's (jaxtune/models/files). A tensor is known by its key: what follows the name of
-its module, such as `.weight_scale` of `model.layers.0.mlp.up_proj.weight_scale`.
+A layout describes the tensors of a matrix by name, dtype and shape, the entry of config.json, and how arrays become a
+weight and a weight becomes arrays. The caller reads and writes files (jaxtune/models/files). A tensor is identified by
+its key, which follows the module's name: `.weight_scale` is the key of `model.layers.0.mlp.up_proj.weight_scale`.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ from jaxtune.pallas.fitted import Fitted
 from jaxtune.pallas.formats.stored import Stored
 
 FLOATS = ("BF16", "F16", "F32")  # dtypes of plain weights, by safetensors' names
-# Linears that vLLM multiplies in 16 bits whatever a file says, or that have too few outputs for its kernels. Published
-# models in few bits leave them in 16 bits.
+# Linears that vLLM always multiplies in 16 bits, or that have too few outputs for its kernels. Published quantised
+# models leave them in 16 bits.
 SERVED_IN_16_BITS = ("shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba")
 
 
 Settings = Mapping[str, Any]  # quantization_config of a config.json
 Config = dict[str, Any]  # the same, to be written
 Arrays = Mapping[str, np.ndarray]  # the content of tensors, by key
-Of = Callable[[Any], Any]  # gives an array of a weight
-Read = Callable[[str], np.ndarray]  # gives the bytes of a tensor, by key
+Of = Callable[[Any], Any]  # takes a weight and returns the array of one of its tensors
+Read = Callable[[str], np.ndarray]  # takes a tensor's key and returns its bytes
 
 
 class Header(Protocol):
-    """What a file's header says of one tensor. dtype: safetensors' name of it, such as F8_E4M3."""
+    """What the header of a safetensors file says about one tensor."""
 
     @property
     def name(self) -> str: ...
     @property
-    def dtype(self) -> str: ...
+    def dtype(self) -> str: ...  # safetensors' name of it, such as F8_E4M3
+
     @property
     def shape(self) -> tuple[int, ...]: ...
     @property
@@ -50,208 +51,194 @@ Headers = Mapping[str, Header]  # by key
 
 
 class FileTensor(NamedTuple):
-    """A tensor to be written.
+    """A tensor that is to be written to a file."""
 
-    Attributes:
-      shape, dtype: the tensor's own.
-      of: a function that gives its array; its argument is the weight that the tensor is a part of.
-    """
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    of: Of
+    shape: tuple[int, ...]  # its dimensions
+    dtype: np.dtype  # its dtype
+    of: Of  # takes the weight that the tensor is a part of, and returns the tensor's array
 
     @property
     def size_bytes(self) -> int:
+        """The number of its bytes."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
 def file_tensor(like: jax.Array | np.ndarray | None, of: Of) -> FileTensor:
-    """The FileTensor whose shape and dtype are those of an array (or of its shape alone)."""
+    """The FileTensor whose shape and dtype are those of an array, or of its jax.ShapeDtypeStruct."""
     assert like is not None
     return FileTensor(tuple(like.shape), np.dtype(like.dtype), of)
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """A weight in a checkpoint, of which the headers are read and no more.
+    """A weight in a checkpoint of which only the headers have been read."""
 
-    Attributes:
-      name: of the weight in the model.
-      tensors: the headers of its tensors by key.
-      shape: of the weight [out, in].
-      details: what else the layout found in the headers.
-    """
-
-    name: str
-    tensors: Headers
-    shape: tuple[int, ...]
-    details: object = None
+    name: str  # of the weight in the model
+    tensors: Headers  # the headers of its tensors by key
+    shape: tuple[int, ...]  # of the weight, [out, in]
+    details: object = None  # what else the layout read from the headers, for its `read`
 
     @property
     def where(self) -> str:
-        """The file and the name of the weight, with which an error begins."""
+        """The file and the name of the weight, for the beginning of error messages."""
         return f"{next(iter(self.tensors.values())).file}: {self.name}"
 
 
 class Layout:
-    """How one kind of checkpoint stores matrices in one format. A subclass declares its names, and implements `says`,
-    `describe`, `read`, `tensors` and `config`; the other methods have defaults.
+    """How one kind of checkpoint stores matrices in one format.
 
-    Attributes:
-      title: which checkpoints these are, for errors: "bitsandbytes' in four bits".
-      codes: the key of the tensor of codes. codes_dtype: that tensor's dtype, safetensors' name of it.
-      others: the keys of the tensors beside it.
-      weight: what follows the module's name in the name that the weight has in a model.
-      raw: keys of tensors that are read as uint8[bytes], whatever dtype their header says.
-      opens: weights are decoded when they are read (`open`), because no model keeps them in this format.
-      families: the model types whose checkpoints are stored so; None: all.
-      expert_note: what to say where experts are written in this layout; None: nothing.
-      digests_pieces: the digest of experts is that of their pieces' digests, not of all tensors.
+    A subclass sets the class attributes and implements `recognises`, `describe`, `read`, `tensors` and `config`; the
+    other methods have defaults.
     """
 
-    title: ClassVar[str]
-    codes: ClassVar[str]
-    codes_dtype: ClassVar[str]
-    others: ClassVar[tuple[str, ...]] = ()
-    weight: ClassVar[str] = ".weight"
+    title: ClassVar[str]  # which checkpoints these are, for errors, such as "bitsandbytes' in four bits"
+    codes: ClassVar[str]  # the key of the tensor of codes
+    codes_dtype: ClassVar[str]  # the dtype of that tensor, by safetensors' name
+    others: ClassVar[tuple[str, ...]] = ()  # the keys of the tensors beside it
+    weight: ClassVar[str] = ".weight"  # the end of the weight's name in a model, after the module's name
+    # keys of tensors that are read as uint8[bytes], whatever dtype their header has
     raw: ClassVar[tuple[str, ...]] = ()
-    opens: ClassVar[bool] = False
+    # whether weights are decoded when they are read (`decoded`), because no model keeps this format
+    decoded_on_load: ClassVar[bool] = False
+    # the model types whose checkpoints are stored like this; None: all
     families: ClassVar[tuple[str, ...] | None] = None
-    expert_note: ClassVar[str | None] = None
+    expert_note: ClassVar[str | None] = None  # a warning for when experts are written in this layout; None: none
+    # whether the digest of experts is computed from their pieces' digests, and not from those of all tensors
     digests_pieces: ClassVar[bool] = False
 
     # ---- reading
 
-    def says(self, settings: Settings) -> bool:
+    def recognises(self, settings: Settings) -> bool:
         """Whether quantization_config of a config.json says that the weights are stored in this layout."""
         raise NotImplementedError
 
     def check(self, settings: Settings) -> None:
-        """Raises ValueError, with the key and the value, where a quantization_config for which `says` is true asks for
-        something that is not supported. By default nothing is refused."""
+        """Raises ValueError, with key and value, if a quantization_config that `recognises` accepts has an unsupported
+        setting.
+
+        By default every setting is accepted.
+        """
 
     def key_of(self, name: str) -> tuple[str, str] | None:
-        """(module, key) of a tensor's name; None for a tensor that is not of this layout."""
+        """(module, key) of a tensor's name; None for a name that no tensor of this layout has."""
         keys = sorted((self.codes, *self.others), key=len, reverse=True)
         return next(((name.removesuffix(key), key) for key in keys if name.endswith(key)), None)
 
     def claims(self, tensors: Headers) -> bool:
-        """Whether a module's tensors are a weight of this layout. By default: the codes are there, in their dtype."""
+        """Whether a module's tensors are a weight of this layout. By default: there are codes, in the right dtype."""
         return self.codes in tensors and tensors[self.codes].dtype == self.codes_dtype
 
     def describe(self, name: str, tensors: Headers, read: Read) -> Found:
-        """The weight that these tensors are.
+        """The weight that these tensors store.
 
         Args:
-          name: of the weight. tensors: those that `claims` accepted. read: gives the bytes of one by its key, for small
-            tensors that say what the others are.
+          name: of the weight.
+          tensors: the headers that `claims` accepted.
+          read: returns the bytes of a tensor by its key, for small tensors that describe the others.
         Raises:
           ValueError: a tensor is missing, or does not fit the others.
         """
         raise NotImplementedError
 
     def read(self, found: Found, arrays: Arrays, dtype_name: str) -> Stored:
-        """The weight, its leaves numpy arrays.
+        """The weight, with numpy arrays as leaves.
 
         Args:
-          arrays: the content of found.tensors. dtype_name: the dtype that the model computes in.
+          found: from `describe`.
+          arrays: the content of found.tensors.
+          dtype_name: the dtype that the model computes in.
         Raises:
           ValueError: values that cannot be right.
         """
         raise NotImplementedError
 
-    def open(self, weight: Stored, dtype: str) -> jax.Array:
-        """The array of a weight, where `opens`."""
+    def decoded(self, weight: Stored, dtype: str) -> jax.Array:
+        """The array of a weight in `dtype`, for layouts with `decoded_on_load`."""
         return weight.decode(dtype)
 
     def joining(self, pieces: Sequence[Found], per_expert: int) -> str | None:
-        """Why experts' matrices, `per_expert` for each expert, cannot become one tensor; or None."""
+        """The reason why experts' matrices cannot become one tensor [E, out, in], or None; `per_expert` matrices are
+        one expert's."""
         del pieces, per_expert
         return None
 
     def digested(self, found: Found) -> list[tuple[str, str]]:
-        """(label, key) of each tensor in the order in which the base's digest takes them. Adapters record that digest:
-        a layout never changes it."""
+        """(label, key) of each tensor in the order in which the base's digest includes them.
+
+        Adapters record that digest, so a layout must never change it.
+        """
         keys = [key for key in (self.codes, *self.others) if key in found.tensors]
         return [(found.tensors[key].name, key) for key in keys]
 
     # ---- writing
 
-    def holds(self, weight: Stored) -> bool:
-        """Whether this weight is written in this layout; asked of a format's layouts in their order."""
+    def can_store(self, weight: Stored) -> bool:
+        """Whether this weight can be written in this layout. A format's layouts are asked in order."""
         del weight
         return True
 
     def splitting(self, weight: Stored, rows: int) -> str | None:
-        """Why experts [E, out, in] cannot be written in pieces [rows, in], or None."""
+        """The reason why experts [E, out, in] cannot be written in pieces [rows, in], or None."""
         del weight, rows
         return None
 
-    def noted(self, weight: Stored, make: Callable[[], Stored]) -> float | None:
-        """A number of the weight that headers of files hold, for `tensors`. weight: its shapes; make: gives it."""
+    def header_number(self, weight: Stored, make: Callable[[], Stored]) -> float | None:
+        """A number of the weight that is part of what `tensors` writes into files' headers, or None.
+
+        weight: the weight, or only its shapes. make: computes the weight.
+        """
         del weight, make
 
-    def tensors(self, weight: Stored, noted: float | None) -> dict[str, FileTensor]:
-        """{key: tensor} of what is written of a weight [out, in], of which no more than the shapes need be known."""
+    def tensors(self, weight: Stored, number: float | None) -> dict[str, FileTensor]:
+        """{key: tensor} of what is written for a weight [out, in], of which only the shapes need be known.
+
+        number: from `header_number`.
+        """
         raise NotImplementedError
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
-        """quantization_config of config.json.
+        """The entry quantization_config of config.json.
 
         Args:
-          weights: all that are in this format. plain: names of the linears that are not quantised, the head's among
-            them. dtype: that the model computes in.
+          weights: all weights in this format.
+          plain: names of the linears that are not quantised, the head's among them.
+          dtype: the dtype that the model computes in.
         """
         raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
 class Export:
-    """A format as a target of `jaxtune export`: every matrix of the layers is written in it.
+    """A format as a target of `jaxtune export`, in which every matrix of the layers is written."""
 
-    Attributes:
-      name: of --to. title: what it is, for the command's help.
-      keeps: linears whose name ends so stay in 16 bits.
-      without_experts: why models with experts are refused; None: they are not.
-    """
-
-    name: str
-    title: str
-    keeps: tuple[str, ...] = ()
-    without_experts: str | None = None
+    name: str  # the value of --to
+    title: str  # its description in the command's help
+    keeps: tuple[str, ...] = ()  # ends of the names of linears that stay in 16 bits
+    without_experts: str | None = None  # the reason why models with experts are refused; None: they are not
 
 
-_SLACK = Fitted({("H200", "xla"): (0.12, "FP8's, for formats that nobody has measured")})
+_SLACK = Fitted({("H200", "xla"): (0.12, "FP8's, for formats that have not been measured")})
 
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """All that jaxtune knows of a format of weights beside its kernels. The table is formats.FORMATS.
+    """Everything that jaxtune knows about a format of weights, except its kernels. The table is formats.FORMATS."""
 
-    Attributes:
-      word: its name: the value of model.load_in, and what a checkpoint is said to be stored in.
-      title: it in words: "in four bits (NF4)".
-      kinds: its classes. The first one's `encode(array)` makes it of 16-bit weights.
-      layouts: how checkpoints store it; a weight is written in the first that `holds` it.
-      flag: the argument of Unsloth's from_pretrained that asks for it: "load_in_4bit".
-      slack: the share of the weights' bytes that the device's allocator loses on them, because their 16-bit originals
-        leave holes of other sizes; measured by loading an 8B model on a device.
-      export: how it is exported; None: it is not.
-    """
-
-    word: str
-    title: str
-    kinds: tuple[type[Stored], ...]
-    layouts: tuple[Layout, ...]
+    name: str  # the value of model.load_in, by which messages and records call the format
+    title: str  # a phrase such as "in four bits (NF4)"
+    kinds: tuple[type[Stored], ...]  # its classes; the `encode(array)` of the first one quantises 16-bit weights
+    layouts: tuple[Layout, ...]  # how checkpoints store it; a weight is written in the first one that `can_store` it
+    # the argument of Unsloth's from_pretrained that asks for it, such as "load_in_4bit", or None
     flag: str | None = None
+    # the share of the weights' bytes that the device's allocator loses, because the 16-bit originals leave holes of
+    # other sizes; measured by loading an 8B model
     slack: Fitted[float] = _SLACK
-    export: Export | None = None
+    export: Export | None = None  # how it is exported; None: it is not
 
     def encode(self, array: jax.Array) -> Stored:
-        """A weight [..., out, in] in this format."""
+        """Quantises a weight [..., out, in] to this format."""
         return self.kinds[0].encode(array)
 
     def layout(self, weight: Stored) -> Layout:
-        """The layout that a weight is written in."""
-        return next(layout for layout in self.layouts if layout.holds(weight))
+        """The layout in which a weight is written."""
+        return next(layout for layout in self.layouts if layout.can_store(weight))

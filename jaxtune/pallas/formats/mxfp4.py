@@ -1,5 +1,8 @@
-"""MXFP4, as gpt-oss is published: blocks of 32 numbers in four bits that share a power of two (OCP Microscaling Formats
-v1.0: e2m1 numbers, e8m0 scales). Two numbers make a byte, the first in the low nibble. Written, not trained."""
+"""MXFP4, the format in which gpt-oss is published: blocks of 32 four-bit numbers that share a power of two.
+
+Numbers are e2m1 and scales e8m0 (OCP Microscaling Formats v1.0). A byte has two numbers, the first in the low nibble.
+The format is read and written, but no model trains over it.
+"""
 
 from __future__ import annotations
 
@@ -33,23 +36,22 @@ TABLE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MXFP4(Stored):
-    """A tensor [..., n] whose last axis, a multiple of 32, is in blocks; a pytree, whose arrays are the leaves.
+    """A tensor [..., n] in MXFP4 whose last axis, a multiple of 32, is divided into blocks.
 
-    Attributes:
-      codes: uint8[..., n / 2], two numbers each. scales: uint8[..., n / 32]; a number is TABLE[code] * 2^(scale - 127).
-      dtype_name: the dtype that `decode` gives by default.
+    A number is TABLE[code] * 2^(scale - 127).
     """
 
-    codes: jax.Array
-    scales: jax.Array
+    codes: jax.Array  # uint8[..., n / 2], two numbers each
+    scales: jax.Array  # uint8[..., n / 32]
+    # the dtype that `decode` gives by default
     dtype_name: str = dataclasses.field(default="bfloat16", metadata=dict(static=True))
 
     @staticmethod
     def from_blocks(blocks: jax.Array, scales: jax.Array, dtype_name: str = "bfloat16") -> MXFP4:
-        """Of a checkpoint's uint8[..., n / 32, 16] and uint8[..., n / 32].
+        """The tensor of a checkpoint's blocks uint8[..., n / 32, 16] and scales uint8[..., n / 32].
 
         Raises:
-          TypeError, ValueError: other dtypes, or shapes that do not fit together.
+          TypeError, ValueError: other dtypes, or shapes that do not fit each other.
         """
         check = Arguments("MXFP4.from_blocks")
         check.array("scales", scales, "...", jnp.uint8)
@@ -58,14 +60,14 @@ class MXFP4(Stored):
 
     @staticmethod
     def encode(tensor: jax.Array) -> MXFP4:
-        """The tensor, float[..., n] with n a multiple of 32, in MXFP4; exact where its numbers are MXFP4's already.
+        """Quantises a tensor float[..., n], n a multiple of 32; exact if its numbers are MXFP4 numbers already.
 
-        A block's scale is the power of two of the specification, under which its largest number is cut off at 6 where
-        it is above, or twice that, whichever is nearer in the sum of squares. Numbers are rounded to nearest, ties to
-        even. Each number must be finite.
+        A block's scale is the power of two that the specification gives, with which numbers above 6 times the scale are
+        clipped, or twice that, whichever has the smaller sum of squared errors. Numbers are rounded to nearest, ties to
+        even, and must be finite.
 
         Raises:
-          ValueError: rows that are not whole blocks.
+          ValueError: the last axis is not a multiple of 32.
         """
         if tensor.ndim < 1 or tensor.shape[-1] % BLOCK:
             raise ValueError(f"MXFP4.encode: the last axis of {list(tensor.shape)} is not a multiple of {BLOCK}")
@@ -74,10 +76,11 @@ class MXFP4(Stored):
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The shape of the tensor."""
         return (*self.codes.shape[:-1], 2 * self.codes.shape[-1])
 
     def problem(self) -> str | None:
-        """Why codes and scales do not fit together, or None."""
+        """See Stored.problem."""
         wanted = (*self.scales.shape[:-1], self.scales.shape[-1] * BLOCK // 2)
         if tuple(self.codes.shape) != wanted:
             return f"codes are {list(self.codes.shape)}; scales {list(self.scales.shape)} ask for {list(wanted)}"
@@ -86,18 +89,21 @@ class MXFP4(Stored):
         return None
 
     def cut(self, axis: int) -> int | None:
+        """See Stored.cut: between blocks along the last axis, anywhere along the others."""
         return BLOCK if axis == self.ndim - 1 else 1
 
     def random_like(self, shape: tuple[int, ...], draw: np.random.Generator) -> MXFP4:
+        """See Stored.random_like."""
         codes = draw.integers(0, 256, (*shape[:-1], shape[-1] // 2))
         scales = draw.integers(120, 124, (*shape[:-1], shape[-1] // BLOCK))
         return MXFP4(jnp.asarray(codes, jnp.uint8), jnp.asarray(scales, jnp.uint8))
 
     @functools.partial(jax.jit, static_argnums=1)
     def _decode(self, dtype) -> jax.Array:
-        """Exact in every dtype that holds the scales. Numbers under 2^-126 are zero.
+        """The tensor, exact in every dtype that can represent the scales; numbers below 2^-126 become zero.
 
-        A number's exponent is the sum of its code's and its scale's: put together as bits, without a table or a power.
+        A number's exponent is the sum of its code's and its scale's exponents. It is assembled from bits, without a
+        table or a power.
         """
         with jax.named_scope("dequantise"):
             nibbles = (self.codes[..., None] >> jnp.array([0, 4], jnp.uint8)) & 15
@@ -113,7 +119,7 @@ class MXFP4(Stored):
 
 @jax.jit
 def _encode(tensor: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(codes uint8[..., n / 2], scales uint8[..., n / 32])"""
+    """(codes uint8[..., n / 2], scales uint8[..., n / 32]) of a tensor; see MXFP4.encode."""
     blocks = tensor.astype(jnp.float32).reshape(*tensor.shape[:-1], -1, BLOCK)
     largest = jnp.abs(blocks).max(-1, keepdims=True)
     exponent = jnp.clip(jnp.frexp(largest)[1] - 3, -126, 124)  # 6 is the largest number: 1.5 times 2 to the 2
@@ -138,24 +144,30 @@ def _encode(tensor: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 class Published(Layout):
-    """gpt-oss as it is published: of a layer's experts NAME [E, in, out] there are `NAME_blocks`
-    uint8[E, out, in / 32, 16] and `NAME_scales` uint8[E, out, in / 32]."""
+    """The layout of gpt-oss as it is published.
+
+    For the experts NAME [E, in, out] of a layer there are `NAME_blocks` uint8[E, out, in / 32, 16] and `NAME_scales`
+    uint8[E, out, in / 32]. They are decoded on loading.
+    """
 
     title = "gpt-oss's in MXFP4"
     codes = "_blocks"
     codes_dtype = "U8"
     others = ("_scales",)
     weight = ""
-    opens = True
+    decoded_on_load = True
     families = ("gpt_oss",)
 
-    def says(self, settings: Settings) -> bool:
+    def recognises(self, settings: Settings) -> bool:
+        """See Layout.recognises."""
         return settings.get("quant_method") == "mxfp4"
 
     def claims(self, tensors: Headers) -> bool:
+        """See Layout.claims."""
         return self.codes in tensors
 
     def describe(self, name: str, tensors: Headers, read: Read) -> Found:
+        """See Layout.describe."""
         blocks, scales = (tensors.get(key) for key in ("_blocks", "_scales"))
         assert blocks is not None
         where = f"{blocks.file}: {name}"
@@ -168,17 +180,21 @@ class Published(Layout):
         return Found(name, tensors, (experts, groups * BLOCK, out_size))
 
     def read(self, found: Found, arrays: Arrays, dtype_name: str) -> MXFP4:
+        """See Layout.read."""
         return MXFP4.from_blocks(jnp.asarray(arrays["_blocks"]), jnp.asarray(arrays["_scales"]), dtype_name)
 
-    def open(self, weight: Stored, dtype: str) -> jax.Array:
-        """[E, in, out] of what is stored as [E, out, in]; exact in every dtype that holds the scales."""
+    def decoded(self, weight: Stored, dtype: str) -> jax.Array:
+        """The experts [E, in, out] of a weight that is stored as [E, out, in]; exact in dtypes that can represent the
+        scales."""
         assert isinstance(weight, MXFP4)
-        return _opened(weight, dtype)
+        return _decoded(weight, dtype)
 
     def digested(self, found: Found) -> list[tuple[str, str]]:
+        """See Layout.digested."""
         return [(found.name, "_blocks"), ("scales", "_scales")]
 
-    def tensors(self, weight: Stored, noted: float | None) -> dict[str, FileTensor]:
+    def tensors(self, weight: Stored, number: float | None) -> dict[str, FileTensor]:
+        """See Layout.tensors."""
         count, out_size, in_size = weight.shape
         byte, blocks = np.dtype(np.uint8), (count, out_size, in_size // BLOCK, BLOCK // 2)
         return {
@@ -187,17 +203,19 @@ class Published(Layout):
         }
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
+        """See Layout.config."""
         kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
         return {"quant_method": "mxfp4", "modules_to_not_convert": kept}
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _opened(weight: MXFP4, dtype: str) -> jax.Array:
+def _decoded(weight: MXFP4, dtype: str) -> jax.Array:
+    """The decoded weight with its last two axes swapped, in one compiled program."""
     return weight.decode(dtype).swapaxes(1, 2)
 
 
 FORMAT = Format(
-    word="mxfp4",
+    name="mxfp4",
     title="in four bits (MXFP4)",
     kinds=(MXFP4,),
     layouts=(Published(),),

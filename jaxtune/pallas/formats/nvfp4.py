@@ -1,8 +1,8 @@
-"""NVFP4: blocks of 16 numbers in four bits (e2m1) that share a scale in e4m3, and a float32 scale for the tensor.
+"""NVFP4: blocks of 16 four-bit numbers (e2m1) that share a scale in e4m3, and one float32 scale for the tensor.
 
 A number is TABLE[code] times the scale of its block, divided by the tensor's scale (compressed-tensors, whose files
-hold 448 * 6 / the largest magnitude) or multiplied by it (nvidia-modelopt, whose files hold the inverse). Either is
-kept as the file has it, so that a file is written again byte for byte.
+contain 448 * 6 / the largest magnitude) or multiplied by it (nvidia-modelopt, whose files contain the inverse). The
+scale is kept as the file has it, so that a file is written again byte for byte.
 """
 
 from __future__ import annotations
@@ -38,39 +38,34 @@ from jaxtune.pallas.meshes import on_any_mesh
 
 BLOCK = 16  # numbers that share a scale
 _LARGEST, _LARGEST_SCALE = 6.0, 448.0  # of e2m1 and of e4m3
-_SCALE_OF_ZEROS = 0.125  # of a block whose scale would round to zero, as compressed-tensors has it
+_SCALE_OF_ZEROS = 0.125  # the scale of a block whose scale would round to zero, as in compressed-tensors
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NVFP4(Stored):
-    """A tensor [..., out, in] whose last axis is in blocks of 16; a pytree, whose arrays are the leaves.
+    """A tensor [..., out, in] in NVFP4 whose last axis is divided into blocks of 16."""
 
-    Attributes:
-      codes: uint8[..., out, in / 2], two numbers each, the first in the low nibble.
-      scales: float8_e4m3fn[..., out, in / 16].
-      tensor_scale: float32[..., 1 or out, 1]; of experts' matrices that were stored one by one, a number for each row.
-      input_scale: what the file says of activations, in the same shape, or None; products do not use it.
-      divides: whether scales are divided by tensor_scale, or multiplied by it.
-      dtype_name: the dtype that `decode` gives by default.
-    """
-
-    codes: jax.Array
-    scales: jax.Array
+    codes: jax.Array  # uint8[..., out, in / 2], two numbers each, the first in the low nibble
+    scales: jax.Array  # float8_e4m3fn[..., out, in / 16]
+    # float32[..., 1 or out, 1]; experts' matrices that were stored separately have a number for each row
     tensor_scale: jax.Array
+    # the file's scale of activations in the same shape, or None; products do not use it
     input_scale: jax.Array | None = None
+    # whether scales are divided by tensor_scale, or multiplied by it
     divides: bool = dataclasses.field(default=True, metadata=dict(static=True))
+    # the dtype that `decode` gives by default
     dtype_name: str = dataclasses.field(default="bfloat16", metadata=dict(static=True))
 
     @staticmethod
     @on_any_mesh
     def encode(array: jax.Array | np.ndarray) -> NVFP4:
-        """Quantises [..., out, in] in bfloat16, float16 or float32, on its device, as compressed-tensors does by the
-        largest magnitudes of blocks and of each matrix; the bytes are the same on every device.
+        """Quantises an array [..., out, in] in bfloat16, float16 or float32 on its device, as compressed-tensors does.
+
+        Scales follow from the largest magnitudes of blocks and of each matrix. The bytes are equal on every device.
 
         Raises:
-          TypeError: array is none of these. ValueError: it has fewer than two axes, no element, or rows that are not
-            whole blocks.
+          TypeError: another dtype. ValueError: fewer than two axes, no element, or rows that are not whole blocks.
         """
         check = Arguments("NVFP4.encode")
         check.array("array", array, "... out in", FLOATS)
@@ -82,13 +77,16 @@ class NVFP4(Stored):
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The shape of the tensor."""
         return (*self.codes.shape[:-1], 2 * self.codes.shape[-1])
 
     @property
     def kind(self) -> str:
+        """See Stored.kind."""
         return "NVFP4" if self.divides else "NVFP4, multiplied"
 
     def problem(self) -> str | None:
+        """See Stored.problem."""
         rows, numbers = self.shape[:-1], self.shape[-1]
         if str(self.codes.dtype) != "uint8" or self.codes.ndim < 2 or numbers % BLOCK:
             return f"codes are {describe(self.codes)}; they must be uint8[..., out, in / 2], and in whole blocks"
@@ -101,11 +99,12 @@ class NVFP4(Stored):
         return None
 
     def cut(self, axis: int) -> int | None:
+        """See Stored.cut: between blocks along the last axis, anywhere along the others."""
         return BLOCK if axis % self.ndim == self.ndim - 1 else 1
 
     def divided(self, axis: int, parts: int) -> tuple[int | None, ...] | None:
-        """Codes and scales along the axis; the tensor's scale and the activations' with them, where they have one for
-        each index of it."""
+        """See Stored.divided: the scales of tensor and activations are divided if they have an entry for each index of
+        the axis."""
         cut = super().divided(axis, parts)
         if cut is None:
             return None
@@ -114,7 +113,7 @@ class NVFP4(Stored):
 
     @classmethod
     def joined(cls, pieces: Sequence[Self], shape: tuple[int, ...]) -> Self:
-        """Each piece's scales of the tensor become those of its rows."""
+        """See Stored.joined: the tensor scale of each piece becomes that of its rows."""
         if len({piece.input_scale is None for piece in pieces}) > 1:
             pieces = [dataclasses.replace(piece, input_scale=None) for piece in pieces]
 
@@ -132,21 +131,24 @@ class NVFP4(Stored):
         return super().joined(wide, shape)
 
     def piece(self, index: int, start: int, rows: int) -> Self:
+        """See Stored.piece."""
         part = super().piece(index, start, rows)
         whole = None if part.input_scale is None else part.input_scale[:1]
         return dataclasses.replace(part, tensor_scale=part.tensor_scale[:1], input_scale=whole)
 
     def random_like(self, shape: tuple[int, ...], draw: np.random.Generator) -> NVFP4:
+        """See Stored.random_like."""
         found = NVFP4.encode(jnp.asarray(draw.standard_normal(shape), jnp.bfloat16))
         scale = found.tensor_scale if self.divides else 1.0 / found.tensor_scale
         return dataclasses.replace(found, tensor_scale=scale, divides=self.divides)
 
     def block_scales(self) -> jax.Array:
-        """float32[..., out, in / 16]: by what the numbers of each block are multiplied."""
+        """float32[..., out, in / 16]: the factor of each block's numbers, from the block's and the tensor's scale."""
         return _times_tensor_scale(self.scales.astype(jnp.float32), self.tensor_scale, self.divides)
 
     def scale_table(self) -> jax.Array:
-        """float32[256]: the block scale of each byte of `scales`, of a tensor with one tensor_scale: for kernels."""
+        """float32[256], for kernels: the factor of a block for each value of a byte of `scales`, if there is one
+        tensor_scale."""
         values = jnp.asarray(np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32))
         return _times_tensor_scale(values, self.tensor_scale.reshape(()), self.divides)
 
@@ -154,7 +156,7 @@ class NVFP4(Stored):
     def _decode(self, dtype) -> jax.Array:
         """Table entry times block scale in float32, then cast."""
         with jax.named_scope("dequantise"):
-            # A pass of its own: with the numbers XLA would make each block's scale 16 times.
+            # Computed separately: fused with the numbers, XLA would compute each block's scale 16 times.
             scales = jax.lax.optimization_barrier(self.block_scales())
             nibbles = (self.codes[..., None] >> jnp.array([0, 4], jnp.uint8)) & 15
             values = jnp.asarray(TABLE).at[nibbles].get(mode="promise_in_bounds").reshape(*scales.shape, BLOCK)
@@ -162,16 +164,18 @@ class NVFP4(Stored):
 
 
 def _times_tensor_scale(scales: jax.Array, tensor_scale: jax.Array, divides: bool) -> jax.Array:
+    """Block scales, divided by the tensor's scale if `divides`, else multiplied by it."""
     whole = jnp.broadcast_to(tensor_scale, scales.shape)
     return divide(scales, whole) if divides else scales * whole
 
 
 @jax.jit
 def _encode(array: jax.Array) -> NVFP4:
+    """NVFP4.encode without its checks."""
     wide = array.astype(jnp.float32)
     largest = jnp.abs(wide).max((-2, -1), keepdims=True)
 
-    def rounded(value):  # compressed-tensors takes these quotients in the weights' dtype
+    def rounded(value):  # compressed-tensors computes these quotients in the weights' dtype
         return value.astype(array.dtype).astype(jnp.float32)
 
     largest = jnp.maximum(largest, jnp.finfo(array.dtype).tiny)
@@ -199,13 +203,17 @@ def _encode(array: jax.Array) -> NVFP4:
 
 
 class _Files(Layout):
-    """What both kinds of checkpoints share. The tensors are `codes`, and `others`: the scales of blocks, the tensor's
-    scale, and that of activations, which may be missing. Scales of a cache in FP8 are left out."""
+    """What the layouts of both kinds of checkpoints share.
 
-    divides: bool
-    scalar: tuple[int, ...]  # the shape of the tensor's scale
+    `others` are the scales of blocks, the tensor's scale, and that of activations, which may be missing. Scales of FP8
+    key/value caches are ignored.
+    """
+
+    divides: bool  # NVFP4.divides of the weights
+    scalar: tuple[int, ...]  # the shape of the tensor's scale in files
 
     def describe(self, name: str, tensors: Headers, read: Read) -> Found:
+        """See Layout.describe."""
         codes = tensors[self.codes]
         rows, pairs = codes.shape if len(codes.shape) == 2 else (0, 0)
         where = f"{codes.file}: {name}"
@@ -225,6 +233,7 @@ class _Files(Layout):
         return Found(name, tensors, (rows, 2 * pairs))
 
     def read(self, found: Found, arrays: Arrays, dtype_name: str) -> NVFP4:
+        """See Layout.read."""
         scales, of_tensor, of_inputs, *_ = self.others
         leaves: list = [arrays[self.codes], arrays[scales]]
         for key in (of_tensor, of_inputs):
@@ -236,10 +245,12 @@ class _Files(Layout):
             leaves.append(value)
         return NVFP4(*leaves, divides=self.divides, dtype_name=dtype_name)
 
-    def holds(self, weight: Stored) -> bool:
+    def can_store(self, weight: Stored) -> bool:
+        """See Layout.can_store."""
         return isinstance(weight, NVFP4) and weight.divides == self.divides
 
-    def tensors(self, weight: Stored, noted: float | None) -> dict[str, FileTensor]:
+    def tensors(self, weight: Stored, number: float | None) -> dict[str, FileTensor]:
+        """See Layout.tensors."""
         assert isinstance(weight, NVFP4)
         scales, of_tensor, of_inputs, *_ = self.others
         shape, one = self.scalar, np.dtype(np.float32)
@@ -254,9 +265,11 @@ class _Files(Layout):
 
 
 class CompressedTensors(_Files):
-    """compressed-tensors' `nvfp4-pack-quantized`, which llm-compressor writes: `X.weight_packed` uint8[out, in / 2],
-    `X.weight_scale` e4m3[out, in / 16], `X.weight_global_scale` float32[1], by which the scales are divided, and where
-    activations are quantised, too, `X.input_global_scale` float32[1]."""
+    """The layout of compressed-tensors' `nvfp4-pack-quantized`, which llm-compressor writes.
+
+    The tensors are `X.weight_packed` uint8[out, in / 2], `X.weight_scale` e4m3[out, in / 16], `X.weight_global_scale`
+    float32[1], by which scales are divided, and, if activations are quantised too, `X.input_global_scale` float32[1].
+    """
 
     title = "NVFP4 of compressed-tensors (nvfp4-pack-quantized)"
     codes = ".weight_packed"
@@ -265,10 +278,12 @@ class CompressedTensors(_Files):
     divides = True
     scalar = (1,)
 
-    def says(self, settings: Settings) -> bool:
+    def recognises(self, settings: Settings) -> bool:
+        """See Layout.recognises."""
         return (settings.get("quant_method"), settings.get("format")) == ("compressed-tensors", "nvfp4-pack-quantized")
 
     def check(self, settings: Settings) -> None:
+        """See Layout.check."""
         for name, group in (settings.get("config_groups") or {}).items():
             weights = group.get("weights") or {}
             for key, value in {"num_bits": 4, "type": "float", "group_size": BLOCK, "symmetric": True}.items():
@@ -284,9 +299,11 @@ class CompressedTensors(_Files):
             )
 
     def claims(self, tensors: Headers) -> bool:
+        """See Layout.claims."""
         return super().claims(tensors) and ".weight_global_scale" in tensors
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
+        """See Layout.config."""
         number = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": BLOCK}
         number |= {"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}
         inputs = all(isinstance(weight, NVFP4) and weight.input_scale is not None for weight in weights)
@@ -308,9 +325,11 @@ class CompressedTensors(_Files):
 
 
 class ModelOpt(_Files):
-    """nvidia-modelopt's export for Hugging Face (`quant_method: modelopt`, `quant_algo: NVFP4`): `X.weight` is
-    uint8[out, in / 2], `X.weight_scale` e4m3[out, in / 16], `X.weight_scale_2` float32[], by which the scales are
-    multiplied, and `X.input_scale` float32[], where activations are quantised, too."""
+    """The layout of nvidia-modelopt's export for Hugging Face (`quant_method: modelopt`, `quant_algo: NVFP4`).
+
+    The tensors are `X.weight` uint8[out, in / 2], `X.weight_scale` e4m3[out, in / 16], `X.weight_scale_2` float32[], by
+    which scales are multiplied, and, if activations are quantised too, `X.input_scale` float32[].
+    """
 
     title = "NVFP4 of nvidia-modelopt"
     codes = ".weight"
@@ -319,14 +338,17 @@ class ModelOpt(_Files):
     divides = False
     scalar = ()
 
-    def says(self, settings: Settings) -> bool:
+    def recognises(self, settings: Settings) -> bool:
+        """See Layout.recognises."""
         algorithms = ("NVFP4", "W4A16_NVFP4")
         return settings.get("quant_method") == "modelopt" and settings.get("quant_algo") in algorithms
 
     def claims(self, tensors: Headers) -> bool:
+        """See Layout.claims."""
         return super().claims(tensors) and ".weight_scale_2" in tensors
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
+        """See Layout.config."""
         number = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": BLOCK}
         inputs = all(isinstance(weight, NVFP4) and weight.input_scale is not None for weight in weights)
         group: Config = {"input_activations": number} if inputs else {}
@@ -339,7 +361,7 @@ class ModelOpt(_Files):
 
 
 FORMAT = Format(
-    word="nvfp4",
+    name="nvfp4",
     title="in four bits (NVFP4)",
     kinds=(NVFP4,),
     layouts=(CompressedTensors(), ModelOpt()),

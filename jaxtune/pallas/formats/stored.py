@@ -1,4 +1,4 @@
-"""What every format of weights in few bits is to those who use one."""
+"""The interface of all quantised weights."""
 
 from __future__ import annotations
 
@@ -15,58 +15,59 @@ from jaxtune.pallas.meshes import on_any_mesh
 
 
 class Stored:
-    """A tensor in few bits: a pytree, whose arrays are the leaves.
+    """A quantised tensor: a pytree whose leaves are the arrays that are stored.
 
-    A format is a frozen dataclass with `shape`, `dtype_name`, `problem`, `cut` and `_decode`, and with `encode` where
-    weights are made here. The other methods have defaults for arrays whose first axes are those of the tensor.
-
-    Attributes:
-      dtype_name: the dtype that `decode` gives by default.
-      shared: the names of arrays that every part of a divided tensor has whole.
-      compute: the value of model.compute under which products take this format as it is stored, by kernels of its own
-        (quant_matmul/as_stored.py); None: products decode it.
+    A format is a frozen dataclass with `shape`, `dtype_name`, `problem`, `cut` and `_decode`, and with `encode` if
+    weights are quantised here. The other methods have defaults for arrays whose first axes are those of the tensor.
     """
 
-    shape: tuple[int, ...]
-    dtype_name: str
-    shared: ClassVar[tuple[str, ...]] = ()
+    shape: tuple[int, ...]  # of the tensor
+    dtype_name: str  # the dtype that `decode` gives by default
+    shared: ClassVar[tuple[str, ...]] = ()  # names of arrays of which every part of a divided tensor needs the whole
+    # the value of model.compute with which products use this format without decoding, by their own kernels
+    # (quant_matmul/as_stored.py); None: products decode it
     compute: ClassVar[str | None] = None
 
     @property
     def dtype(self) -> np.dtype:
+        """The dtype that `decode` gives by default."""
         return jnp.dtype(self.dtype_name)
 
     @property
     def ndim(self) -> int:
+        """The number of dimensions of the tensor."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
-        """Elements of the tensor."""
+        """The number of elements of the tensor."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are stored."""
+        """The number of bytes that are stored."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
     @staticmethod
     def encode(array: jax.Array) -> Stored:
-        """An array [..., out, in] in this format; the bytes are the same on every device."""
+        """Quantises an array [..., out, in]; the stored bytes are the same on every device."""
         raise NotImplementedError
 
     def problem(self) -> str | None:
-        """Why the parts are not those of a tensor of this shape, or None."""
+        """The reason why the arrays cannot be those of a tensor of this shape, or None."""
         raise NotImplementedError
 
     def cut(self, axis: int) -> int | None:
-        """How it divides: into parts of multiples of so many indices along an axis, each of whole blocks; None: not
-        along this axis."""
+        """The number of indices along an axis that must stay in one part when the tensor is divided; None: it cannot be
+        divided."""
         raise NotImplementedError
 
     def divided(self, axis: int, parts: int) -> tuple[int | None, ...] | None:
-        """Of each array, in the order of the leaves, the axis that it is cut along where the tensor is cut into equal
-        parts along `axis`, or None if each part needs it whole. None alone: the blocks allow no such cut."""
+        """The axis along which each array is divided if the tensor is divided into equal parts along `axis`.
+
+        The entries are in the order of the leaves; None stands for an array that each part needs whole. None instead of
+        the tuple means that the tensor cannot be divided like this.
+        """
         whole_blocks = self.cut(axis)
         if whole_blocks is None or self.shape[axis] % (whole_blocks * parts):
             return None
@@ -76,15 +77,16 @@ class Stored:
 
     @classmethod
     def joined(cls, pieces: Sequence[Self], shape: tuple[int, ...]) -> Self:
-        """One tensor of this shape [E, rows, columns], of pieces [., columns] that are its rows in order. Leaves are
+        """One tensor of this shape [E, rows, columns] from pieces [., columns] that are its rows in order; leaves are
         numpy arrays."""
         structure = jax.tree.structure(pieces[0])
         leaves = [np.concatenate(parts) for parts in zip(*map(jax.tree.leaves, pieces), strict=True)]
         return jax.tree.unflatten(structure, [leaf.reshape(shape[0], -1, *leaf.shape[1:]) for leaf in leaves])
 
     def piece(self, index: int, start: int, rows: int) -> Self:
-        """Of a tensor [E, ., columns] the rows from `start` on of one matrix: [rows, columns]."""
-        high = self.cut(1) or rows  # rows that share an entry of an array which has fewer rows
+        """Rows `start` to before `start + rows` of matrix `index` of a tensor [E, ., columns]: a tensor [rows,
+        columns]."""
+        high = self.cut(1) or rows  # how many rows share an entry of an array that has fewer rows
 
         def rows_of(array: jax.Array) -> jax.Array:
             if array.shape[1] == 1:
@@ -95,31 +97,37 @@ class Stored:
         return jax.tree.map(rows_of, self)
 
     def random_like(self, shape: tuple[int, ...], draw: np.random.Generator) -> Stored:
-        """Random numbers of this shape, stored as this weight is: for the check of a kernel at its first use."""
+        """Random numbers of this shape, stored as this weight is, for the check of a kernel at its first use."""
         return self.encode(jnp.asarray(draw.standard_normal(shape), jnp.bfloat16))
 
     @property
     def kind(self) -> str:
-        """What of a weight makes a kernel that decodes it another one, in words."""
+        """A phrase that differs between weights for which a kernel that decodes must be compiled or checked
+        separately."""
         return type(self).__name__
 
     def product_time(self, as_stored: bool, device: str) -> float:
-        """The time of a product of many tokens on a device of this name, over that of an array in 16 bits; measured.
-        as_stored: as `compute` has it, else decoded before it."""
+        """The time of a product of many tokens over that of a 16-bit product, measured on a device of this name.
+
+        as_stored: whether the product uses the format without decoding (`compute`).
+        """
         del as_stored, device
         return 1.0
 
     def decoded_share(self, as_stored: bool) -> float:
-        """How many times each direction writes the tensor decoded, or copies it: 1 where products decode it."""
+        """How often each direction writes the decoded tensor, or a copy of it; 1 if products decode it.
+
+        as_stored: whether products use the format without decoding (`compute`).
+        """
         del as_stored
         return 1.0
 
     @on_any_mesh
     def decode(self, dtype=None) -> jax.Array:
-        """The tensor in `dtype`, a float one (by default that of `dtype_name`).
+        """The tensor in `dtype`, a floating-point dtype (by default that of `dtype_name`).
 
         Raises:
-          ValueError: the parts do not fit together. TypeError: dtype is no float dtype.
+          ValueError: the arrays do not fit each other. TypeError: another kind of dtype.
         """
         op = f"{type(self).__name__}.decode"
         if (problem := self.problem()) is not None:
@@ -129,9 +137,10 @@ class Stored:
         return self._decode(dtype)
 
     def _decode(self, dtype) -> jax.Array:
+        """`decode` without its checks, which each format implements; dtype None stands for that of `dtype_name`."""
         raise NotImplementedError
 
 
 def dense(weight: jax.Array | Stored, dtype=None) -> jax.Array:
-    """A weight as an array: an array as it is, one in few bits decoded to `dtype` (by default that it came in)."""
+    """A weight as an array: an array unchanged, a quantised weight decoded to `dtype` (by default its `dtype_name`)."""
     return weight.decode(dtype) if isinstance(weight, Stored) else weight
