@@ -23,7 +23,7 @@ from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.data import TokenDataset
 from jaxtune.train.data.formats import LABELLED, PREFERENCE
 from jaxtune.train.data.pairs import PairDataset
-from jaxtune.train.objectives.kto import in_groups
+from jaxtune.train.objectives.kto import mismatched_in_groups
 
 
 @dataclasses.dataclass(init=False)
@@ -202,7 +202,7 @@ class KTOTrainer(ReferencedTrainer):
     def _rows_for(self, data: TokenDataset) -> TokenDataset:
         """The rows in groups of a micro-batch, within which answers are compared."""
         assert isinstance(data, PairDataset)
-        return in_groups(data, self.args.per_device_train_batch_size)
+        return mismatched_in_groups(data, self.args.per_device_train_batch_size)
 
     def _objective(self) -> ObjectiveConfig:
         """The objective's section of the config."""

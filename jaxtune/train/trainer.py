@@ -323,7 +323,7 @@ class Trainer:
         """Fills in log-probabilities of the reference that rows wait for."""
         for rows in (data.in_rows(self.batches.length).rows for data in sets if isinstance(data, PairDataset)):
             base = self.model.given.base_digest
-            references.look_up(rows, self.objective, self.engine, self.config, base, trainable, frozen, tell)
+            references.fill_reference(rows, self.objective, self.engine, self.config, base, trainable, frozen, tell)
 
     # ---- what is said of the run
 

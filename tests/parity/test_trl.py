@@ -20,7 +20,7 @@ from jaxtune.compat.settings import given_arguments, plain_value
 from jaxtune.models.hf import from_pretrained
 from jaxtune.train.data.documents import Document, Documents
 from jaxtune.train.data.pairs import PackedPairs
-from jaxtune.train.objectives.kto import KTO, with_strangers
+from jaxtune.train.objectives.kto import KTO, with_mismatched_answers
 from jaxtune.train.objectives.preference import DPO, ORPO, SimPO
 from jaxtune.train.objectives.reward import Reward
 from jaxtune.train.program.loss import Forward
@@ -122,7 +122,7 @@ def test_single_answers(tmp_path):
     sides = [
         (row["prompt"], row["completion"] if row["label"] == side else []) for row in rows for side in (True, False)
     ]
-    documents, labels = with_strangers(documents_of(sides))
+    documents, labels = with_mismatched_answers(documents_of(sides))
     divergences = []
     for sign in (1.0, -1.0):
         folder = tmp_path / str(sign)

@@ -16,7 +16,7 @@ from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.data.cache import Summary
 from jaxtune.train.data.documents import Documents
 from jaxtune.train.data.pairs import PackedPairs, PairDataset
-from jaxtune.train.objectives.kto import KTO, with_strangers
+from jaxtune.train.objectives.kto import KTO, with_mismatched_answers
 from jaxtune.train.program.loss import Forward
 from tests.train.data.conftest import make_tokenizer
 from tests.train.test_preference import LENGTH, TURNS, adapted, held_out, pairs, plain_answer, trainer_of
@@ -33,7 +33,7 @@ def single(count: int, seed: int = 0) -> PairDataset:
         for pair in range(count)
         for side in (0, 1)
     ]
-    made, labels = with_strangers(Documents.gather(kept))
+    made, labels = with_mismatched_answers(Documents.gather(kept))
     return PairDataset(made, Summary(rows=count, documents=count), LENGTH, labels=labels)
 
 

@@ -1,7 +1,9 @@
-"""What is trained for: an objective is a value that says what rows become, and what the loss of a batch of them is.
+"""Objectives: what a model is trained for. An objective converts rows to batches and defines the loss of a batch.
 
-The loop, the step, the planner and the checkpoints know sums and what they are called, not what they mean.
-`objective.py` says what an objective has, `sft.py` is the smallest one, `preference.py` holds DPO, ORPO
-and SimPO, `kto.py` KTO, `reward.py` reward models, `references.py` what is computed of a reference before training,
-`named.py` those that a config can name.
+The training loop, the step, the planner and the checkpoints work with an objective's named sums and do not depend on
+what they mean. `objective.py` defines the interface, and `sft.py` is the smallest objective. `preference.py` has DPO,
+ORPO and SimPO, `kto.py` KTO, and `reward.py` reward models; `references.py` computes the log-probabilities of a
+reference model before training. `policy.py` has GRPO and RLOO, with the losses of `grpo.py`, the prompts of
+`prompts.py`, the sampled answers of `rollouts.py` and the rewards of `reward_functions.py`. `named.py` makes the
+objective that a config names.
 """

@@ -1,8 +1,8 @@
-"""The losses of learning from rewards: GRPO, its variants and RLOO, as functions of arrays [answers, tokens].
+"""The losses of reinforcement learning from rewards: GRPO, its variants and RLOO, as functions of arrays.
 
-The functions know no model. `group_advantages` and `rloo_advantages` turn rewards into advantages on the host;
-`importance_ratio` corrects for a sampler whose probabilities differ from the trainer's; `grpo_loss` is the loss of a
-batch of answers. Names, defaults and values are TRL 1.16's.
+No function depends on a model. `group_advantages` and `rloo_advantages` compute advantages from rewards on the host.
+`importance_ratio` corrects for a sampler whose probabilities differ from the trainer's. `grpo_loss` is the loss of a
+batch of answers, given as arrays [answers, tokens]. Names, defaults and values are TRL 1.16's.
 
 Papers: GRPO arXiv 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, GSPO 2507.18071, CISPO 2506.13585, SAPO 2511.20347,
 RLOO 2402.14740, entropy masks 2506.01939.
@@ -19,7 +19,9 @@ import numpy as np
 
 LossType = Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo"]
 Level = Literal["token", "sequence"]
+# Whose standard deviation divides the advantages.
 Scale = Literal["group", "batch", "none"]
+# The forms of the importance ratio; see `importance_ratio`.
 Correction = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 _SMALL = 1e-4  # added to a standard deviation before a division by it
 
@@ -47,20 +49,22 @@ def group_advantages(
     scale_rewards: Scale = "group",
     aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize",
 ) -> np.ndarray:
-    """float32[answers]: how much better each answer's reward is than its group's mean, in units of a deviation.
+    """GRPO's advantages, float32[answers]: an answer's reward minus the mean of its group, divided by a standard
+    deviation.
 
-    An answer without any reward has advantage 0 and does not count in its group's mean. Deviations are the unbiased
-    estimates (divided by n - 1), plus 1e-4.
+    An answer without any reward has advantage 0 and does not count in its group's mean. Standard deviations are the
+    unbiased estimates (divided by n - 1), plus 1e-4.
 
     Args:
-      rewards: [answers, functions], NaN where a function does not apply. The answers of a group follow each other.
-      num_generations: answers in a group.
-      weights: [functions], of the functions' rewards; None: all 1.
-      scale_rewards: whose deviation divides: the group's, the whole batch's, or none.
-      aggregation: "sum_then_normalize" adds the functions' rewards up first. "normalize_then_sum" scales each one's
-        rewards within a group, adds them up, and scales the sums over the batch (GDPO, arXiv 2601.05242).
+      rewards: [answers, functions], NaN where a function does not apply. The answers of a group are consecutive.
+      num_generations: the number of answers in a group.
+      weights: [functions], the factors of the functions' rewards; None: all 1.
+      scale_rewards: whose standard deviation is the divisor: the group's, the whole batch's, or none.
+      aggregation: "sum_then_normalize" adds up the functions' rewards first. "normalize_then_sum" normalises the
+        rewards of each function within its group, adds them up, and normalises the sums over the batch (GDPO, arXiv
+        2601.05242).
     Raises:
-      ValueError: the answers do not divide into groups, or an option is none of those above.
+      ValueError: the answers do not divide into groups, or an option is not one of those above.
     """
     rewards = _in_groups("group_advantages", rewards, num_generations)
     if scale_rewards not in get_args(Scale):
@@ -90,12 +94,14 @@ def rloo_advantages(
     beta: float = 0.0,
     normalize: bool = False,
 ) -> np.ndarray:
-    """float32[answers]: each answer's reward less the mean of the other answers of its group (leave one out).
+    """RLOO's advantages, float32[answers]: an answer's reward minus the mean reward of the other answers of its group.
 
     Args:
       rewards, num_generations, weights: as for group_advantages.
-      kl: float32[answers], sums over an answer's tokens of log p - log p_ref; beta times it is taken from the reward.
-      normalize: scale the advantages by their mean and deviation over the batch.
+      kl: float32[answers], for each answer the sum over its tokens of log p - log p_ref; beta times it is subtracted
+        from the reward. None subtracts nothing.
+      beta: the factor of `kl`.
+      normalize: whether the advantages are then normalised by their mean and standard deviation over the batch.
     Raises:
       ValueError: the answers do not divide into groups.
     """
@@ -115,6 +121,8 @@ def rloo_advantages(
 
 
 def _in_groups(name: str, rewards: np.ndarray, num_generations: int) -> np.ndarray:
+    """The rewards as float32. Raises ValueError if they are not [answers, functions], or the answers do not divide into
+    groups. name: the calling function, for the message."""
     rewards = np.asarray(rewards, np.float32)
     if rewards.ndim != 2:
         raise ValueError(f"{name}: rewards has shape {rewards.shape}; it must be [answers, functions]")
@@ -127,14 +135,15 @@ def _in_groups(name: str, rewards: np.ndarray, num_generations: int) -> np.ndarr
 
 
 def _mean(values: np.ndarray, axis: int | None) -> np.ndarray:
-    """The mean of what is not NaN, with the axis kept; NaN if there is nothing."""
+    """The mean of the values that are not NaN along an axis (None: all), which is kept; NaN if there are none."""
     count = (~np.isnan(values)).sum(axis=axis, keepdims=True)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.nansum(values, axis=axis, keepdims=True, dtype=np.float32) / count
 
 
 def _deviation(values: np.ndarray, axis: int | None) -> np.ndarray:
-    """The unbiased standard deviation of what is not NaN, with the axis kept; NaN for fewer than two values."""
+    """The unbiased standard deviation of the values that are not NaN along an axis (None: all), which is kept; NaN for
+    fewer than two values."""
     count = (~np.isnan(values)).sum(axis=axis, keepdims=True)
     squares = np.nansum((values - _mean(values, axis)) ** 2, axis=axis, keepdims=True, dtype=np.float32)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -153,21 +162,23 @@ def importance_ratio(
     clip_max: float | None = 3.0,
     clip_min: float | None = None,
 ) -> jax.Array:
-    """How much likelier the trainer's model makes what was sampled than the sampler did, bounded; without gradient.
+    """The ratio of the trainer's probabilities of sampled tokens to the sampler's, bounded, and without gradient.
 
-    It multiplies the policy's loss and so corrects for a sampler that computes with other roundings.
+    The policy's loss is multiplied by it, which corrects for a sampler that rounds differently (truncated importance
+    sampling).
 
     Args:
-      logps: float32[answers, tokens], log-probabilities under the trainer's model when the answers were sampled.
-      sampled_logps: float32[answers, tokens], under the sampler, NaN where it gave none: those tokens count as equal.
+      logps: float32[answers, tokens], log-probabilities under the trainer's model at the time of sampling.
+      sampled_logps: float32[answers, tokens], log-probabilities that the sampler reported; NaN where it reported none,
+        and the ratio is then 1.
       mask: [answers, tokens], 1 at tokens of answers.
-      mode: "token_..." makes a ratio for each token, "sequence_..." one for an answer (of the probabilities of all its
-        tokens). "..._truncate" clips ratios to the bounds; "..._mask" sets those beyond them to 0.
-      clip_max, clip_min: the bounds; None: none.
+      mode: "token_..." gives a ratio for each token, "sequence_..." one for each answer (of the product of its tokens'
+        probabilities). "..._truncate" clips ratios to the bounds; "..._mask" sets ratios beyond the bounds to 0.
+      clip_max, clip_min: the bounds; None is no bound.
     Returns:
       float32[answers, tokens] or float32[answers, 1].
     Raises:
-      ValueError: an unknown mode.
+      ValueError: the mode is not known.
     """
     if mode not in get_args(Correction):
         raise ValueError(f"importance_sampling_mode = {mode!r}: must be one of {', '.join(get_args(Correction))}")
@@ -187,48 +198,51 @@ def importance_ratio(
 
 @dataclasses.dataclass(frozen=True)
 class PolicyLoss:
-    """What the loss of answers is made of.
+    """The options of `grpo_loss`, with TRL's names and defaults.
 
     Raises:
-      ValueError: an option out of its range, by name.
+      ValueError: an option is out of its range; the message names it.
     """
 
     loss_type: LossType = "dapo"
-    """How losses of tokens become one number. Means over all tokens of a batch: "dapo", "bnpo", "cispo"; means of the
-    answers' means: "grpo", "sapo"; the sum over answers x max_completion_length: "dr_grpo"."""
+    """The kind of loss, and how the losses of tokens become one number: their mean over all tokens of a batch ("dapo",
+    "bnpo", "cispo"), the mean of the answers' means ("grpo", "sapo"), or their sum divided by the number of answers
+    times max_completion_length ("dr_grpo")."""
 
     importance_sampling_level: Level = "token"
-    """Whether each token has a ratio of probabilities, new over old, or each answer one, the geometric mean (GSPO)."""
+    """Whether the ratio of new to old probabilities is taken for each token, or for each answer as the geometric mean
+    over its tokens (GSPO)."""
 
     epsilon: float = 0.2
     """The ratio is clipped below at 1 - epsilon."""
 
     epsilon_high: float | None = None
-    """The ratio is clipped above at 1 + epsilon_high; of "cispo", at epsilon_high itself. None: epsilon."""
+    """The ratio is clipped above at 1 + epsilon_high; with "cispo", at epsilon_high itself. None: epsilon."""
 
     delta: float | None = None
-    """A bound of the unclipped ratio, for answers with a negative advantage (two-sided clipping). None: none."""
+    """An upper bound of the unclipped ratio for answers with a negative advantage (two-sided clipping). None: no
+    bound."""
 
     beta: float = 0.0
-    """The factor of the divergence from the reference model."""
+    """The factor of the KL divergence from the reference model."""
 
     use_bias_correction_kl: bool = True
-    """Multiply the divergence by the ratio, through which it is differentiated too."""
+    """Whether the divergence is multiplied by the ratio, and so differentiated through the ratio too."""
 
     top_entropy_quantile: float = 1.0
-    """The share of tokens, those of largest entropy, that the policy's loss counts."""
+    """The share of tokens that count in the policy's loss: those with the largest entropy."""
 
     entropy_coef: float = 0.0
-    """The factor of the mean entropy, which is taken from the loss."""
+    """The factor of the mean entropy, which is subtracted from the loss."""
 
     sapo_temperature_pos: float = 1.0
     """The slope of "sapo"'s soft clipping for positive advantages."""
 
     sapo_temperature_neg: float = 1.05
-    """The same for other advantages."""
+    """The slope of "sapo"'s soft clipping for advantages that are not positive."""
 
     max_completion_length: int = 512
-    """The tokens by which "dr_grpo" divides for each answer."""
+    """The number of tokens for each answer by which "dr_grpo" divides."""
 
     def __post_init__(self) -> None:
         for name, allowed in (("loss_type", get_args(LossType)), ("importance_sampling_level", get_args(Level))):
@@ -243,43 +257,43 @@ class PolicyLoss:
 
     @property
     def bound_above(self) -> float:
+        """epsilon_high, or epsilon if that is None."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
 
 @dataclasses.dataclass(frozen=True)
 class Answers:
-    """A batch of sampled answers, [answers, tokens] each but where said; padding is behind an answer.
-
-    Attributes:
-      logps: float32, log-probabilities under the model that trains; differentiable.
-      mask: float32, 1 at tokens that the loss counts.
-      advantages: float32[answers].
-      entropies: float32, of the model's distributions.
-      old_logps: float32, under the model that sampled; None: `logps` without its gradient, as in the first step after
-        sampling.
-      ref_logps: float32, under the reference model; needed where beta is not 0.
-      ratio: as importance_ratio gives it, float32[answers, tokens or 1]; None: no correction.
-      present: float32[answers], 0 where a row of the arrays holds no answer; None: all do. An answer whose mask is all
-        zeros, because it was cut off, is present.
-    """
+    """A batch of sampled answers. Arrays are float32[answers, tokens] unless another shape is given; an answer's tokens
+    come first, then padding."""
 
     logps: jax.Array
+    """The tokens' log-probabilities under the model that is trained. Gradients are taken through them."""
     mask: jax.Array
+    """1 at tokens that count in the loss."""
     advantages: jax.Array
+    """float32[answers]: from `group_advantages` or `rloo_advantages`."""
     entropies: jax.Array
+    """The entropies of the model's distributions over the tokens."""
     old_logps: jax.Array | None = None
+    """The log-probabilities under the model that sampled. None takes `logps` without gradient, which is the same in the
+    first step after sampling."""
     ref_logps: jax.Array | None = None
+    """The log-probabilities under the reference model; needed if beta is not 0."""
     ratio: jax.Array | None = None
+    """float32[answers, tokens or 1]: from `importance_ratio`; None corrects nothing."""
     present: jax.Array | None = None
+    """float32[answers]: 0 where a row of the arrays has no answer; None if all have one. An answer whose mask is all
+    zeros, because it was cut off, is present."""
 
     @property
     def counted(self) -> jax.Array:
-        """float32[answers]: 1 for each answer."""
+        """float32[answers]: `present`, or ones if that is None."""
         return jnp.ones(len(self.mask), jnp.float32) if self.present is None else self.present
 
 
 def grpo_loss(answers: Answers, options: PolicyLoss = PolicyLoss()) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """(loss, {metric: mean}) of a batch of answers: float32 scalars, the first differentiable by the log-probabilities.
+    """The loss of a batch of answers, and its metrics {name: mean}: float32 scalars. The loss is differentiable with
+    respect to `answers.logps`.
 
     ```python
     answers = Answers(logps, mask, jnp.asarray(group_advantages(rewards, num_generations=8)), entropies)
@@ -291,7 +305,8 @@ def grpo_loss(answers: Answers, options: PolicyLoss = PolicyLoss()) -> tuple[jax
 
 
 def means_of(sums: dict[str, Any]) -> dict[str, Any]:
-    """{metric: mean} of what grpo_sums gives, which may be added up over batches before. Of no tokens all are 0."""
+    """{metric: mean} from the sums that `grpo_sums` returns, which may have been added up over several batches before.
+    If there are no tokens, all means are 0."""
     counts = {name: sums[name] for name in ("tokens", "ratios")}
     return {
         name: value / (count + (count == 0))
@@ -302,21 +317,25 @@ def means_of(sums: dict[str, Any]) -> dict[str, Any]:
 
 
 _CLIPPED: tuple[str, ...] = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
-# Metrics that have a value for each ratio, of a token or of an answer; the others are means over tokens.
+# Metrics that have one value for each ratio, which is one for each token or each answer. The others are means over
+# tokens.
 _BY_RATIO = (*_CLIPPED, "cispo_clip_ratio")
 
 
 def metric_names(options: PolicyLoss) -> tuple[str, ...]:
-    """The names of the sums that grpo_sums gives."""
+    """The names of the sums that `grpo_sums` returns with these options."""
     clipped = {"cispo": ("cispo_clip_ratio",), "sapo": ()}.get(options.loss_type, _CLIPPED)
     return ("tokens", "ratios", "entropy", *(("kl",) if options.beta else ()), *clipped)
 
 
 def grpo_sums(answers: Answers, options: PolicyLoss) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """(sum of losses, count, {name: sum}) of a batch of answers, float32 scalars.
+    """GRPO's loss of a batch of answers as sums: (sum of the losses, count, {metric: sum}), float32 scalars.
 
-    The loss of several batches is the sum of the first over the sum of the second, and so for metrics (see means_of).
-    The count is one of tokens, or of answers ("grpo", "sapo").
+    The loss of several batches is the total of the first divided by the total of the second; `means_of` makes metrics
+    of the totals. The count is that of tokens, or of answers with "grpo" and "sapo".
+
+    Raises:
+      ValueError: beta is not 0, and there are no ref_logps.
     """
     mask, advantages = answers.mask.astype(jnp.float32), answers.advantages[:, None]
     old = jax.lax.stop_gradient(answers.logps) if answers.old_logps is None else answers.old_logps
@@ -354,7 +373,12 @@ def grpo_sums(answers: Answers, options: PolicyLoss) -> tuple[jax.Array, jax.Arr
 
 
 def _aggregated(losses, per_answer, answers: Answers, options: PolicyLoss) -> tuple[jax.Array, jax.Array]:
-    """(sum, count) of the losses of tokens [answers, tokens], which are 0 outside of the mask."""
+    """(sum, count) of the losses of tokens, whose quotient is the loss of `options.loss_type`.
+
+    Args:
+      losses: [answers, tokens], 0 outside of the mask.
+      per_answer: [answers, 1], the number of tokens of each answer that count, at least 1.
+    """
     if options.loss_type in ("grpo", "sapo"):
         return (losses / per_answer).sum(), answers.counted.sum()
     if options.loss_type == "dr_grpo":
@@ -363,9 +387,10 @@ def _aggregated(losses, per_answer, answers: Answers, options: PolicyLoss) -> tu
 
 
 def rloo_sums(answers: Answers, options: PolicyLoss) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """As grpo_sums, of RLOO: an answer is one action, whose ratio is that of the probabilities of all its tokens.
+    """RLOO's loss of a batch of answers as sums; returns what `grpo_sums` does, with a count of answers.
 
-    Only epsilon and epsilon_high of the options count. Advantages are rloo_advantages.
+    An answer is one action, whose ratio is that of the product of its tokens' probabilities. Of the options only
+    epsilon and epsilon_high are used. The advantages should come from `rloo_advantages`.
     """
     mask = answers.mask.astype(jnp.float32)
     old = jax.lax.stop_gradient(answers.logps) if answers.old_logps is None else answers.old_logps
@@ -382,13 +407,20 @@ def rloo_sums(answers: Answers, options: PolicyLoss) -> tuple[jax.Array, jax.Arr
 
 
 def rloo_loss(answers: Answers, options: PolicyLoss = PolicyLoss()) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """As grpo_loss, of RLOO."""
+    """RLOO's loss of a batch of answers, and its metrics; see `grpo_loss` and `rloo_sums`."""
     loss, count, sums = rloo_sums(answers, options)
     return loss / jnp.maximum(count, 1.0), means_of(sums)
 
 
 def _policy_losses(logps, ratio, advantages, options: PolicyLoss) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """(losses [answers, tokens or 1], {metric: [answers, tokens or 1]}) of ratios [answers, tokens or 1]."""
+    """The policy's clipped losses, and which ratios were clipped: (losses, {metric: 0 or 1}), [answers, tokens or 1]
+    each.
+
+    Args:
+      logps: [answers, tokens], log-probabilities under the model.
+      ratio: [answers, tokens or 1], new over old probabilities.
+      advantages: [answers, 1].
+    """
     low, high = options.epsilon, options.bound_above
     if options.loss_type == "cispo":
         capped = jax.lax.stop_gradient(jnp.minimum(ratio, high))
@@ -404,7 +436,8 @@ def _policy_losses(logps, ratio, advantages, options: PolicyLoss) -> tuple[jax.A
 
 
 def _of_high_entropy(entropies: jax.Array, mask: jax.Array, share: float) -> jax.Array:
-    """[answers, tokens]: 1 at the share of the batch's tokens that have the largest entropies."""
+    """float32[answers, tokens]: 1 at those tokens of the batch whose entropy is among the largest. share: the share of
+    the tokens that get a 1."""
     entropies = jax.lax.stop_gradient(entropies)
     bound = jnp.nanquantile(jnp.where(mask > 0, entropies, jnp.nan), 1.0 - share)
     return ((entropies * mask >= bound) & (mask > 0)).astype(jnp.float32)

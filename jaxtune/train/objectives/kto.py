@@ -1,8 +1,9 @@
-"""Kahneman-Tversky optimisation: single answers, each of which is desirable or not.
+"""Kahneman-Tversky optimisation (KTO): training on single answers, each of which is desirable or undesirable.
 
-An answer's log-ratio to the reference is compared to how far the model has moved away from the reference on answers
-that do not belong to their prompts, an estimate of a KL divergence. As in TRL, such an answer is that of the row
-before; it stands as the second document of a pair (data/pairs.py), whose first is the row's own.
+The log-ratio of an answer's probability to the reference's is compared with an estimate of the KL divergence between
+model and reference. The estimate is the mean log-ratio of mismatched answers, answers that do not belong to their
+prompts. As in TRL, a prompt's mismatched answer is the answer of the row before. A row is stored as a pair of documents
+(data/pairs.py): its own answer, then its mismatched answer.
 """
 
 from __future__ import annotations
@@ -22,26 +23,24 @@ from jaxtune.train.data import Batch
 from jaxtune.train.data.documents import Document, Documents
 from jaxtune.train.data.formats import LABELLED
 from jaxtune.train.data.pairs import LABELS, PAIRS, PairDataset
-from jaxtune.train.objectives.preference import Referenced, answers
+from jaxtune.train.objectives.preference import Referenced, sum_log_probs
 from jaxtune.train.program.loss import Forward
 
-_SIDES = ("chosen", "rejected")  # TRL's names of desirable answers and others
+_SIDES = ("chosen", "rejected")  # TRL's names of desirable and undesirable answers in metrics
 
 
 @dataclasses.dataclass(frozen=True)
 class KTO(Referenced):
-    """KTO (arXiv 2402.01306, eq. 7 and 8), with TRL's estimate of the divergence: a micro-batch's mean, at least 0.
-
-    Args:
-      beta: how strongly the model is held to the reference.
-      desirable_weight, undesirable_weight: of the losses of the two kinds of answers.
-    """
+    """KTO (arXiv 2402.01306, eq. 7 and 8). The KL divergence is estimated as in TRL: the mean over a micro-batch, at
+    least 0. beta: the larger it is, the less the model moves away from the reference."""
 
     desirable_weight: float = 1.0
+    """The factor of the losses of desirable answers."""
     undesirable_weight: float = 1.0
+    """The factor of the losses of undesirable answers."""
 
     name: ClassVar[str] = "kto"
-    form: ClassVar[str] = LABELLED
+    row_format: ClassVar[str] = LABELLED
     unit: ClassVar[str] = "examples"
     sums: ClassVar[tuple[str, ...]] = (
         "kl",
@@ -56,13 +55,13 @@ class KTO(Referenced):
         made = super().prepare(rows, tokenizer, data, vocab_size=vocab_size, max_rows=max_rows)
         if given:
             return made
-        documents, labels = with_strangers(made.documents)
-        reference = made.reference  # of as many documents, and not known yet
+        documents, labels = with_mismatched_answers(made.documents)
+        reference = made.reference  # NaN, for as many documents as before
         return dataclasses.replace(made, documents=documents, labels=labels, reference=reference)
 
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        ours = answers(model, forward(model, batch), batch, forward)
-        ratios = self.compared(model, batch, forward, ours)
+        answers = sum_log_probs(model, forward(model, batch), batch, forward)
+        ratios = self.unscaled_rewards(model, batch, forward, answers)
         there = batch.extra[PAIRS]
         with jax.named_scope("loss"):
             ratio, count = ratios[..., 0], there.sum()
@@ -73,12 +72,13 @@ class KTO(Referenced):
             losses = self.desirable_weight * chosen * jax.nn.sigmoid(self.beta * (divergence - ratio))
             losses += self.undesirable_weight * rejected * jax.nn.sigmoid(self.beta * (ratio - divergence))
             sums = {"kl": divergence * count, "examples/chosen": chosen.sum()}
-            for kind, values in (("rewards", self.beta * ratio), ("logps", ours.logps[..., 0])):
+            for kind, values in (("rewards", self.beta * ratio), ("logps", answers.logps[..., 0])):
                 sums |= {f"{kind}/{side}": (values * of).sum() for side, of in zip(_SIDES, (chosen, rejected))}
             return losses.sum(), count, jax.lax.stop_gradient(sums)
 
     def metrics(self, sums: Mapping[str, Any]) -> dict[str, Any]:
-        """Means over the answers of a kind, 0 where there is none."""
+        """The means of rewards and log-probabilities over desirable ("chosen") and undesirable ("rejected") answers, 0
+        for a kind of which there is none, and the estimated KL divergence."""
         chosen = sums["examples/chosen"]
         counts = {"chosen": chosen, "rejected": sums["count"] - chosen}
 
@@ -93,39 +93,56 @@ class KTO(Referenced):
         return found | {"rewards/margins": both * (found["rewards/chosen"] - found["rewards/rejected"])}
 
 
-def with_strangers(documents: Documents) -> tuple[Documents, np.ndarray]:
-    """(each row's document, then its prompt with the answer of the row before; float32[rows], 1 where desirable).
+def with_mismatched_answers(documents: Documents) -> tuple[Documents, np.ndarray]:
+    """Replaces the empty document of each labelled row by its prompt with the answer of the row before.
 
-    documents: pairs of which one is empty: the second of a desirable answer, the first of another.
+    Args:
+      documents: two documents for each row, of which one is empty: the second if the answer is desirable, the first if
+        it is undesirable.
+    Returns:
+      (for each row its own document and the mismatched one, float32[rows] labels: 1 where the answer is desirable).
     """
     labels = np.asarray(documents.lengths[0::2] > 0)
     own = [documents[2 * row + int(not desirable)] for row, desirable in enumerate(labels)]
-    return _paired(own, len(own), documents, np.arange(len(documents))), labels.astype(np.float32)
+    return _mismatched(own, len(own), documents, np.arange(len(documents))), labels.astype(np.float32)
 
 
-def in_groups(rows: PairDataset, size: int) -> PairDataset:
-    """Rows of `with_strangers`, paired anew as TRL does: among `size` rows that follow each other the first gets the
-    last one's answer. Rows whose answer lies beyond rows.length are left out before."""
+def mismatched_in_groups(rows: PairDataset, size: int) -> PairDataset:
+    """Chooses the mismatched answers of rows as TRL does, among the rows of one batch.
+
+    Rows are taken in groups of `size` consecutive rows. A row gets the answer of the row before it in its group, and
+    the first row of a group that of the last one. Rows whose answer begins beyond `rows.length` are left out first.
+
+    Args:
+      rows: from `with_mismatched_answers`.
+      size: the number of rows in a group.
+    """
     assert rows.labels is not None
-    all_of_them = [rows.documents[2 * row] for row in range(len(rows.labels))]
-    kept = np.asarray([document.mask[1 : rows.length].any() for document in all_of_them])
+    own = [rows.documents[2 * row] for row in range(len(rows.labels))]
+    kept = np.asarray([document.mask[1 : rows.length].any() for document in own])
     places = np.repeat(2 * np.flatnonzero(kept), 2)
-    documents = _paired([all_of_them[row] for row in np.flatnonzero(kept)], size, rows.documents, places)
+    documents = _mismatched([own[row] for row in np.flatnonzero(kept)], size, rows.documents, places)
     reference = None if rows.reference is None else np.full(len(documents), np.nan, np.float32)
     return dataclasses.replace(rows, documents=documents, labels=rows.labels[kept], reference=reference)
 
 
-def _paired(own: list[Document], size: int, source: Documents, places: np.ndarray) -> Documents:
-    """Each document, then its prompt with the answer of the one before it in its group of `size`. places: of the
-    results, where in `source` they came from."""
+def _mismatched(own: list[Document], size: int, source: Documents, places: np.ndarray) -> Documents:
+    """For each document: itself, then its prompt with the answer of the document before it in its group.
+
+    Args:
+      own: the documents, each a prompt and its answer.
+      size: the number of documents in a group; the first one of a group gets the answer of the last one.
+      source: the set that `own` comes from.
+      places: int[2 n], the index in `source` of the document whose file and line each result gets.
+    """
     begins = [int(np.argmax(document.mask)) for document in own]
     made = []
     for row, document in enumerate(own):
         before = row - 1 if row % size else min(row + size, len(own)) - 1
         other, start = own[before], begins[before]
         tokens, mask = (
-            np.concatenate([ours[: begins[row]], theirs[start:]])
-            for ours, theirs in ((document.tokens, other.tokens), (document.mask, other.mask))
+            np.concatenate([prompt[: begins[row]], answer[start:]])
+            for prompt, answer in ((document.tokens, other.tokens), (document.mask, other.mask))
         )
         made += [document, Document(tokens, mask)]
     origins = None if source.origins is None else source.origins[places]

@@ -12,13 +12,15 @@ from jaxtune.train.objectives.preference import DPO, ORPO, SimPO
 from jaxtune.train.objectives.reward import Reward
 from jaxtune.train.objectives.sft import SUPERVISED
 
-PREFERENCES: dict[str, Any] = {kind.name: kind for kind in (DPO, ORPO, KTO, SimPO, Reward)}  # by objective.name
+# The classes of objectives over preference pairs, by objective.name.
+PREFERENCES: dict[str, Any] = {kind.name: kind for kind in (DPO, ORPO, KTO, SimPO, Reward)}
 
-SAMPLING: dict[str, Any] = {kind.name: kind for kind in (GRPO, RLOO)}  # those that learn from rewards
+# The classes of objectives that sample answers and learn from their rewards, by objective.name.
+SAMPLING: dict[str, Any] = {kind.name: kind for kind in (GRPO, RLOO)}
 
 
 def objective_of(config: TrainConfig) -> Objective:
-    """The objective that config.objective names, with its options."""
+    """The objective that config.objective.name selects, constructed with the options of that section."""
     wanted = config.objective
     if wanted.name == "sft":
         return SUPERVISED

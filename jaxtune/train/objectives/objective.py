@@ -1,4 +1,4 @@
-"""The words in which an objective speaks to the step and to the loop."""
+"""The interface of objectives, which the train step, the evaluation and the training loop call."""
 
 from __future__ import annotations
 
@@ -15,60 +15,69 @@ from jaxtune.train.program.loss import Forward
 
 
 class Objective(Protocol):
-    """A frozen, hashable value, such as a frozen dataclass; see sft.py for the smallest one.
-
-    Attributes:
-      unit: what `count` counts, in plural: "targets", "pairs". The mean loss is over them, and metrics have their
-        number under this name.
-      sums: names of the objective's own sums.
-      head: the head that the model must have; a run of the command gives it a new one where it has a language model's.
-      reference_runs: forward passes of a model that does not train, in each loss (Forward.frozen): the planner counts
-        their time.
-    """
+    """What a model is trained for. Implementations are frozen, hashable values, such as frozen dataclasses, because
+    compiled programs depend on them; sft.py has the smallest one."""
 
     unit: ClassVar[str]
+    """What the count of `loss` counts, in plural, such as "targets" or "pairs". The mean loss is a mean over them, and
+    the metrics have their number under this name."""
     sums: ClassVar[tuple[str, ...]]
+    """The names of the further sums that `loss` returns."""
     head: ClassVar[Head]
+    """The head that the model must have. The train command replaces a language model's head by a new one of this
+    kind."""
 
     @property
-    def reference_runs(self) -> int: ...
+    def reference_runs(self) -> int:
+        """The number of forward passes of a frozen model in each loss (`Forward.frozen`), whose time the planner adds
+        to its forecast."""
+        ...
 
     def prepare(
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
     ) -> TokenDataset:
-        """Tokenised rows, which give packed batches.
+        """Reads and tokenises rows into a data set that gives packed batches.
 
         Args:
-          rows: a path, a data set's name, a list of dicts, or what this function gave before. data: how they are read.
-          vocab_size: of the model; token ids beyond it are refused. max_rows: read no more than these.
+          rows: a path, a data set's name, a list of dicts, or a data set that this method returned earlier.
+          tokenizer: a fast Hugging Face tokenizer.
+          data: the options of reading, templates and packing.
+          vocab_size: the model's; larger token ids are refused.
+          max_rows: the most rows to read; None reads all.
         Raises:
-          ValueError: rows that cannot be trained on.
+          ValueError: the rows cannot be trained on.
         """
         ...
 
     def check(self, model: Decoder) -> None:
-        """Refuses a model that the objective cannot train, whose arrays may be shapes.
+        """Checks that the objective can train this model. Its arrays may be `jax.ShapeDtypeStruct`s.
 
         Raises:
-          ValueError: the message says what to change.
+          ValueError: it cannot; the message says what to change.
         """
         ...
 
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """(sum of losses, count, {name: sum}) of a micro-batch: float32 scalars, differentiable by the first.
+        """The loss of a micro-batch, as sums. It is traced under jit, in train steps and in evaluations.
 
-        All are plain sums over the rows, so that micro-batches and devices add up: the step's loss is the sum of the
-        first over the sum of the second. It is traced under jit, for evaluation too.
+        All values are plain sums over the rows, which are added up over micro-batches and devices: the loss of a step
+        is the total of the first divided by the total of the second.
 
         Args:
-          forward: runs the model; see Forward.
+          model: the model that is trained.
+          batch: the rows.
+          forward: runs the model and computes log-probabilities; see Forward.
+        Returns:
+          (the sum of the losses, the count of what they are of, {name: sum} for each name in `sums`): float32 scalars.
+          Gradients are taken of the first.
         """
         ...
 
     def metrics(self, sums: Mapping[str, Any]) -> dict[str, Any]:
-        """{name: number} for the metrics of a step or an evaluation, from the sums of all of it.
+        """The objective's metrics of a step or an evaluation, {name: number}.
 
-        sums: {"loss", "count" and the names of `sums`: number}, arrays under jit and floats in an evaluation; count may
-        be 0.
+        Args:
+          sums: the totals over all micro-batches by name: "loss", "count" and the names in `sums`. They are arrays
+            under jit and floats in an evaluation; the count may be 0.
         """
         ...

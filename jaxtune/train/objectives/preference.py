@@ -1,8 +1,8 @@
 """Preference objectives: DPO, ORPO and SimPO, over pairs of a chosen and a rejected answer to one prompt.
 
-A step's loss is the mean over its pairs. The documents of a pair are neighbours in one packed row (data/pairs.py), and
-the whole row goes through the model once. log p is the sum of the log-probabilities of an answer's tokens, those that
-would be trained on in supervised fine-tuning. Names of options and metrics are TRL's.
+The loss of a step is the mean over its pairs. The two documents of a pair are next to each other in a packed row
+(data/pairs.py), and one forward pass computes the whole row. The log-probability of an answer is the sum over those of
+its tokens that supervised fine-tuning would train on. Options and metrics have TRL's names.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from jaxtune.train.data.formats import PREFERENCE
 from jaxtune.train.data.pairs import PAIRS, REFERENCE, PairDataset
 from jaxtune.train.program.loss import Forward
 
+# The metrics of preference objectives, means over pairs, in the order of the values in `Preference.loss`.
 METRICS = (
     "rewards/chosen",
     "rewards/rejected",
@@ -38,31 +39,42 @@ METRICS = (
 
 @dataclasses.dataclass(frozen=True)
 class Answers:
-    """Sums over the tokens of each answer of a batch: float32[rows, most pairs, 2], the chosen ones first.
-
-    logps: of log-probabilities. tokens: their number, at least 1. documents: as logps and tokens, of prompt and answer;
-    None where they were not asked for.
-    """
+    """The log-probabilities of each answer of a batch of pairs. Arrays are float32[rows, most pairs of a row, 2], with
+    the chosen answer at index 0 of the last axis and the rejected one at 1."""
 
     logps: jax.Array
+    """The sum of the log-probabilities of the answer's tokens."""
     tokens: jax.Array
+    """The number of these tokens, at least 1."""
     documents: Answers | None = None
+    """The same of the whole documents, prompt and answer; None if they were not asked for."""
 
     @property
     def means(self) -> jax.Array:
+        """The mean log-probability of an answer's tokens."""
         return self.logps / self.tokens
 
 
-def answers(model: Decoder, hidden: jax.Array, batch: Batch, forward: Forward, documents: bool = False) -> Answers:
-    """The answers of the model whose hidden states these are."""
+def sum_log_probs(
+    model: Decoder, hidden: jax.Array, batch: Batch, forward: Forward, documents: bool = False
+) -> Answers:
+    """The log-probabilities of a batch's answers under a model.
+
+    Args:
+      model: the model.
+      hidden: [rows, length, hidden size], its hidden states for the batch after the final norm.
+      batch: packed pairs.
+      forward: computes the losses of tokens from hidden states.
+      documents: whether the sums over whole documents are computed too.
+    """
     weighed = batch
-    if documents:  # every token has a loss that the one before it predicts
+    if documents:  # weight 1 at every token that is followed by another one of its document
         follows = jnp.pad(batch.segment_ids[:, 1:] == batch.segment_ids[:, :-1], ((0, 0), (0, 1)))
         weighed = dataclasses.replace(batch, weights=(follows & (batch.segment_ids > 0)).astype(jnp.float32))
     losses = forward.token_losses(model, hidden, weighed)
     with jax.named_scope("loss"):
         rows, most = batch.extra[PAIRS].shape
-        # Compared and added, not scattered: the same bits each time, and one pass over the tokens.
+        # Summed by comparing segment ids, because a scatter-add would not be deterministic.
         within = batch.segment_ids[..., None] == jnp.arange(1, 2 * most + 1, dtype=batch.segment_ids.dtype)
 
         def sums(values):
@@ -74,10 +86,12 @@ def answers(model: Decoder, hidden: jax.Array, batch: Batch, forward: Forward, d
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """What objectives over pairs of documents share. form: of the rows."""
+    """The base class of objectives over pairs of documents; see objective.Objective."""
 
     name: ClassVar[str]
-    form: ClassVar[str] = PREFERENCE
+    """The name by which objective.name selects it."""
+    row_format: ClassVar[str] = PREFERENCE
+    """The row format that it reads, of `data.formats`."""
     unit: ClassVar[str] = "pairs"
     head: ClassVar[Head] = TEXT
     sums: ClassVar[tuple[str, ...]]
@@ -87,9 +101,11 @@ class Pairs:
     ) -> PairDataset:
         if not isinstance(rows, PairDataset):
             options = {key: getattr(data, key) for key in (*ROW_OPTIONS, "cache_dir", "num_workers")}
-            if data.format not in ("auto", self.form):
-                raise ConfigError(f"data.format = {data.format!r}: {self.name} takes {self.form} rows; leave it out")
-            options |= {"format": self.form, "last_response_only": True}
+            if data.format not in ("auto", self.row_format):
+                raise ConfigError(
+                    f"data.format = {data.format!r}: {self.name} takes {self.row_format} rows; leave it out"
+                )
+            options |= {"format": self.row_format, "last_response_only": True}
             if data.train_on != "responses":
                 raise ConfigError("data.train_on = 'all': preferences compare responses; leave it out")
             if data.overflow == "split":
@@ -105,43 +121,51 @@ class Pairs:
         return 0
 
     def metrics(self, sums: Mapping[str, Any]) -> dict[str, Any]:
-        """Means over the pairs."""
+        """The means of all sums over the pairs, 0 if there is no pair."""
         return {name: sums[name] / (sums["count"] + (sums["count"] == 0)) for name in self.sums}
 
 
 @dataclasses.dataclass(frozen=True)
 class Preference(Pairs):
-    """What preference objectives share; see objective.Objective. beta: of the rewards, which are beta times what the
-    objective compares (of DPO, the log-ratios whatever its loss).
-
-    by_mean: log p of an answer is a mean over its tokens, in what is compared and in metrics. documents: see Answers.
-    """
+    """The base class of objectives that compare the implicit rewards of a pair's answers; see objective.Objective. A
+    subclass defines `pair_losses`, and `unscaled_rewards` if they are not plain log-probabilities."""
 
     beta: float = 0.1
+    """The scale of the rewards: the reward of an answer is beta times its `unscaled_rewards`."""
 
     sums: ClassVar[tuple[str, ...]] = METRICS
     by_mean: ClassVar[bool] = False
+    """Whether the log-probability of an answer is the mean over its tokens instead of the sum, in rewards and
+    metrics."""
     documents: ClassVar[bool] = False
+    """Whether `pair_losses` needs `Answers.documents`."""
 
     def check(self, model: Decoder) -> None:
-        """Refuses a model that the objective cannot train."""
+        """Accepts every model; see Objective.check."""
 
-    def compared(self, model: Decoder, batch: Batch, forward: Forward, ours: Answers) -> jax.Array:
-        """What is compared, times beta the rewards: float32[rows, most pairs, 2]."""
-        return ours.means if self.by_mean else ours.logps
+    def unscaled_rewards(self, model: Decoder, batch: Batch, forward: Forward, answers: Answers) -> jax.Array:
+        """The implicit reward of each answer divided by beta: float32[rows, most pairs, 2]. Here it is the answer's
+        log-probability; with a reference, the log-ratio to the reference. answers: those of `model` for the batch."""
+        return answers.means if self.by_mean else answers.logps
 
-    def pair_losses(self, compared: jax.Array, ours: Answers) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """(the losses of pairs, {a metric of its own: values}): float32[rows, most pairs] each."""
+    def pair_losses(self, unscaled: jax.Array, answers: Answers) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The losses of pairs, and further metrics by name: float32[rows, most pairs] each. Entries without a pair are
+        ignored.
+
+        Args:
+          unscaled: from `unscaled_rewards`.
+          answers: the log-probabilities under the model.
+        """
         raise NotImplementedError
 
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        ours = answers(model, forward(model, batch), batch, forward, self.documents)
-        compared = self.compared(model, batch, forward, ours)
+        answers = sum_log_probs(model, forward(model, batch), batch, forward, self.documents)
+        unscaled = self.unscaled_rewards(model, batch, forward, answers)
         there = batch.extra[PAIRS]
         with jax.named_scope("loss"):
-            losses, own = self.pair_losses(compared, ours)
-            values = [*jnp.moveaxis(self.beta * compared, -1, 0)]
-            logps = ours.means if self.by_mean else ours.logps
+            losses, own = self.pair_losses(unscaled, answers)
+            values = [*jnp.moveaxis(self.beta * unscaled, -1, 0)]
+            logps = answers.means if self.by_mean else answers.logps
             values += [values[0] > values[1], values[0] - values[1], *jnp.moveaxis(logps, -1, 0)]
             named = dict(zip(METRICS, values, strict=True)) | own
             sums = {name: jnp.where(there > 0, value, 0.0).sum() for name, value in named.items()}
@@ -149,10 +173,13 @@ class Preference(Pairs):
 
 
 def require_fixed_base(name: str, model: Decoder) -> None:
-    """Refuses a model that has no reference: without an adapter, or whose base trains too.
+    """Checks that the model with its adapter off can be the reference: it has an adapter, and only the adapter trains.
 
+    Args:
+      name: the objective's, for the message.
+      model: the model; its arrays may be shapes.
     Raises:
-      ValueError: names the objective `name`, and what to change.
+      ValueError: the model has no adapter, or its base trains too; the message says what to change.
     """
     if not has_adapter(model):
         raise ValueError(
@@ -171,12 +198,13 @@ def require_fixed_base(name: str, model: Decoder) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Referenced(Preference):
-    """What is compared to a reference: the model with its adapter off, or what a data set's `reference` says it gave.
+    """The base class of preference objectives with a reference model: the model with its adapter off.
 
-    precompute_ref_log_probs: the reference's numbers are computed once, before training.
+    Its log-probabilities are taken from the data set (`PairDataset.reference`) if that has them.
     """
 
     precompute_ref_log_probs: bool = dataclasses.field(default=False, kw_only=True)
+    """Whether the reference's log-probabilities are computed once before training, instead of in every step."""
 
     @property
     def reference_runs(self) -> int:
@@ -194,34 +222,33 @@ class Referenced(Preference):
         require_fixed_base(self.name, model)
 
     def reference(self, model: Decoder, batch: Batch, forward: Forward) -> jax.Array:
-        """float32[rows, most pairs, 2]: log p of the answers under the reference."""
+        """float32[rows, most pairs, 2]: the log-probabilities of the answers under the reference, which is `model` with
+        its adapter off."""
         base = without_adapter(model)
-        return answers(base, forward.frozen(base, batch), batch, forward).logps
+        return sum_log_probs(base, forward.frozen(base, batch), batch, forward).logps
 
-    def compared(self, model: Decoder, batch: Batch, forward: Forward, ours: Answers) -> jax.Array:
-        theirs = batch.extra[REFERENCE] if REFERENCE in batch.extra else self.reference(model, batch, forward)
-        return ours.logps - theirs
+    def unscaled_rewards(self, model: Decoder, batch: Batch, forward: Forward, answers: Answers) -> jax.Array:
+        reference = batch.extra[REFERENCE] if REFERENCE in batch.extra else self.reference(model, batch, forward)
+        return answers.logps - reference
 
 
 @dataclasses.dataclass(frozen=True)
 class DPO(Referenced):
-    """Direct preference optimisation (arXiv 2305.18290): the log-ratio of each answer to a reference model, compared.
-
-    Args:
-      beta: how strongly the model is held to the reference.
-      loss_type: "sigmoid"; "ipo" (arXiv 2310.12036), over means of a response's tokens; "hinge" (arXiv 2305.10425).
-      label_smoothing: probability that a preference is the wrong way around (sigmoid).
-    """
+    """Direct preference optimisation (arXiv 2305.18290): the loss compares the log-ratios of a pair's answers to a
+    reference model. beta: the larger it is, the less the model moves away from the reference."""
 
     name: ClassVar[str] = "dpo"
 
     loss_type: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
+    """The loss of the difference of log-ratios: "sigmoid"; "ipo" (arXiv 2310.12036), which divides log-ratios by the
+    number of the answer's tokens; or "hinge" (arXiv 2305.10425)."""
     label_smoothing: float = 0.0
+    """The probability that a preference is labelled wrongly, for loss_type="sigmoid"."""
 
-    def pair_losses(self, compared: jax.Array, ours: Answers) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def pair_losses(self, unscaled: jax.Array, answers: Answers) -> tuple[jax.Array, dict[str, jax.Array]]:
         if self.loss_type == "ipo":
-            compared = compared / ours.tokens
-        logits = compared[..., 0] - compared[..., 1]
+            unscaled = unscaled / answers.tokens
+        logits = unscaled[..., 0] - unscaled[..., 1]
         if self.loss_type == "ipo":
             return (logits - 1.0 / (2.0 * self.beta)) ** 2, {}
         if self.loss_type == "hinge":
@@ -231,11 +258,12 @@ class DPO(Referenced):
 
 @dataclasses.dataclass(frozen=True)
 class ORPO(Preference):
-    """Odds-ratio preference optimisation (arXiv 2403.07691): a negative log-likelihood of the chosen answers, and beta
-    times the odds ratio's loss. Without a reference. Rewards are beta times mean log-probabilities.
+    """Odds-ratio preference optimisation (arXiv 2403.07691), which needs no reference: the loss is the negative
+    log-likelihood of the chosen answers plus beta times the odds-ratio loss. Rewards are beta times mean
+    log-probabilities.
 
-    The likelihood is TRL's, not the paper's: a mean over all tokens of all chosen documents of a micro-batch, those of
-    their prompts too.
+    The negative log-likelihood is TRL's and not the paper's: the mean over all tokens of all chosen documents of a
+    micro-batch, their prompts included.
     """
 
     name: ClassVar[str] = "orpo"
@@ -243,38 +271,42 @@ class ORPO(Preference):
     by_mean: ClassVar[bool] = True
     documents: ClassVar[bool] = True
 
-    def pair_losses(self, compared: jax.Array, ours: Answers) -> tuple[jax.Array, dict[str, jax.Array]]:
-        assert ours.documents is not None
-        # A mean of 0 is a certain answer, or no pair, whose odds have no logarithm.
-        means = jnp.minimum(compared, -1e-7)
+    def pair_losses(self, unscaled: jax.Array, answers: Answers) -> tuple[jax.Array, dict[str, jax.Array]]:
+        assert answers.documents is not None
+        # An answer of probability 1 (or an entry without a pair) has a mean of 0 and infinite odds, so means are
+        # capped.
+        means = jnp.minimum(unscaled, -1e-7)
         odds = means - jnp.log(-jnp.expm1(means))
         log_odds = odds[..., 0] - odds[..., 1]
         ratio = jax.nn.log_sigmoid(log_odds)
-        # Of a pair, its share of the batch's mean, times the number of pairs: their mean is the mean of the tokens.
-        tokens = ours.documents.tokens[..., 0]
+        # A pair's value is its share of the mean over tokens times the number of pairs, so that the mean over pairs,
+        # which the step takes, is the mean over tokens.
+        tokens = answers.documents.tokens[..., 0]
         pairs = partition.total((tokens > 0).sum().astype(jnp.float32))
-        nll = -ours.documents.logps[..., 0] * pairs / jnp.maximum(partition.total(tokens.sum()), 1.0)
+        nll = -answers.documents.logps[..., 0] * pairs / jnp.maximum(partition.total(tokens.sum()), 1.0)
         return nll - self.beta * ratio, {"nll_loss": nll, "log_odds_ratio": ratio, "log_odds_chosen": log_odds}
 
 
 @dataclasses.dataclass(frozen=True)
 class SimPO(Preference):
-    """Simple preference optimisation (arXiv 2405.14734): mean log-probabilities, which are to differ by simpo_gamma /
-    beta. Without a reference."""
+    """Simple preference optimisation (arXiv 2405.14734), which needs no reference: the loss compares the mean
+    log-probabilities of a pair's answers, with a margin."""
 
     beta: float = 2.0
     simpo_gamma: float = 0.5
+    """The margin by which the rewards of chosen and rejected answers should differ."""
     label_smoothing: float = 0.0
+    """The probability that a preference is labelled wrongly."""
 
     name: ClassVar[str] = "simpo"
     by_mean: ClassVar[bool] = True
 
-    def pair_losses(self, compared: jax.Array, ours: Answers) -> tuple[jax.Array, dict[str, jax.Array]]:
-        logits = compared[..., 0] - compared[..., 1] - self.simpo_gamma / self.beta
+    def pair_losses(self, unscaled: jax.Array, answers: Answers) -> tuple[jax.Array, dict[str, jax.Array]]:
+        logits = unscaled[..., 0] - unscaled[..., 1] - self.simpo_gamma / self.beta
         return _smoothed(self.beta * logits, self.label_smoothing), {}
 
 
 def _smoothed(logits: jax.Array, label_smoothing: float) -> jax.Array:
-    """The logistic loss of logits whose label is the other one with probability label_smoothing."""
+    """The elementwise logistic loss of logits, -log sigmoid, if the label is wrong with probability label_smoothing."""
     right, wrong = jax.nn.log_sigmoid(logits), jax.nn.log_sigmoid(-logits)
     return -(1.0 - label_smoothing) * right - label_smoothing * wrong

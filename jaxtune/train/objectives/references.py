@@ -1,7 +1,8 @@
-"""Log-probabilities of the reference, computed once for all rows, and kept beside the tokens for other runs of them.
+"""Log-probabilities of the reference, computed once for all rows and stored beside the token cache for later runs.
 
-A kept file is known by the rows and by every byte of the base, and ends in a checksum. Whatever the numbers came from,
-an adapter that does nothing yet gives its answers what the reference gives them: the first step is held to that.
+The name of a stored file is a hash of the rows and of every byte of the base model, and the file ends with a checksum.
+Wherever the numbers came from, they are checked in the first step: a new adapter changes nothing, so the model must
+give the answers the same log-probabilities as the reference.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from jaxtune.train.objectives.preference import DPO, Referenced
 from jaxtune.train.program.programs import Engine
 
 
-def look_up(
+def fill_reference(
     rows: PackedPairs,
     objective: Any,
     engine: Engine,
@@ -38,22 +39,28 @@ def look_up(
     base: str | None,
     trainable: Any,
     frozen: Any,
-    tell: Callable[[str], None],
+    say: Callable[[str], None],
 ) -> None:
-    """Fills rows.reference in place where it is waited for: from a file beside the token cache, or by a pass over the
-    rows.
+    """Fills `rows.reference` in place if it is not computed yet (NaN): from a file beside the token cache, or by a pass
+    of the reference over the rows, whose result is then stored in such a file.
 
     Args:
-      objective: has `reference`. base: the digest of the model's base; None keeps no file.
+      rows: the packed pairs.
+      objective: an objective with a method `reference` (`preference.Referenced`).
+      engine: compiles and runs the pass.
+      config: of the run.
+      base: a digest of the base model's weights; None reads and writes no file.
+      trainable, frozen: the two parts of the model's state.
+      say: called with a line for the user.
     """
     if rows.reference is None or not np.isnan(rows.reference).any():
         return
     path = None if base is None else _path(rows, config, base)
-    found = None if path is None else _read(path, rows.reference.shape, tell)
-    if None in processes.all_of(None if found is None else True):  # all of them compute, or none
+    found = None if path is None else _read(path, rows.reference.shape, say)
+    if None in processes.all_of(None if found is None else True):  # all processes compute, or none does
         found = None
     if found is None:
-        tell(f"log-probabilities of the reference: one pass over {len(rows):,} rows")
+        say(f"log-probabilities of the reference: one pass over {len(rows):,} rows")
         found = _computed(rows, objective, engine, trainable, frozen)
         if path is not None and processes.first():
             file = io.BytesIO()
@@ -61,15 +68,15 @@ def look_up(
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 atomic_write(path, file.getvalue() + _checksum(path, file.getvalue()))
-            except OSError as error:  # a cache that others filled may be theirs to write
-                tell(f"they are not kept for other runs: data.cache_dir={path.parent} cannot be written ({error})")
+            except OSError as error:  # a shared cache may be another user's
+                say(f"they are not stored for other runs: data.cache_dir={path.parent} cannot be written ({error})")
     else:
-        tell(f"log-probabilities of the reference: {path}")
+        say(f"log-probabilities of the reference: {path}")
     rows.reference[:] = found
 
 
 def _computed(rows: PackedPairs, objective: Any, engine: Engine, trainable: Any, frozen: Any) -> np.ndarray:
-    """float32[documents]; 0 of those that are left out."""
+    """Computes the reference's log-probabilities of all rows: float32[documents], 0 for pairs that are left out."""
     plain = copy.copy(rows)
     plain.reference = None
     batches = Batches(plain, engine.rows, order="given")
@@ -92,7 +99,8 @@ def _computed(rows: PackedPairs, objective: Any, engine: Engine, trainable: Any,
 
 
 def _path(rows: PackedPairs, config: TrainConfig, base: str) -> Path:
-    """By the tokens as they are cut, what of them is an answer, and how the model computes."""
+    """The file for these rows and this model. Its name is a hash of the tokens after truncation, their masks, the
+    base's digest, and the formats and precision in which the model computes."""
     documents, model = rows.documents, config.model
     made = hashlib.blake2b(repr((base, model.load_in, model.compute, config.precision)).encode(), digest_size=16)
     for part in (documents.tokens, documents.mask, documents.starts, rows.kept):
@@ -102,11 +110,13 @@ def _path(rows: PackedPairs, config: TrainConfig, base: str) -> Path:
 
 
 def _checksum(path: Path, content: bytes) -> bytes:
-    """Of a kept file under its name, 16 bytes: the content of another one does not have it."""
+    """The checksum at the end of a stored file, 16 bytes. It covers the file's name, so that the content of another
+    file is not accepted."""
     return xxhash.xxh3_128(path.name.encode() + content).digest()
 
 
-def _read(path: Path, shape: tuple[int, ...], tell: Callable[[str], None]) -> np.ndarray | None:
+def _read(path: Path, shape: tuple[int, ...], say: Callable[[str], None]) -> np.ndarray | None:
+    """The float32 array of a stored file; None if there is no such file, or if it is damaged or of another shape."""
     try:
         content = path.read_bytes()
         if content[-16:] != _checksum(path, content[:-16]):
@@ -115,7 +125,7 @@ def _read(path: Path, shape: tuple[int, ...], tell: Callable[[str], None]) -> np
     except FileNotFoundError:
         return None
     except (OSError, ValueError, EOFError) as error:
-        tell(f"{path} is damaged and not used: {error}")
+        say(f"{path} is damaged and not used: {error}")
         return None
     return found if found.shape == shape and found.dtype == np.float32 and np.isfinite(found).all() else None
 
@@ -126,28 +136,31 @@ def _read(path: Path, shape: tuple[int, ...], tell: Callable[[str], None]) -> np
 def first_check(
     objective: Any, config: TrainConfig, rows: Any, fresh: Callable[[], bool]
 ) -> Callable[[Mapping[str, float]], None]:
-    """What is called with the metrics of the first step of a run, and raises TrainingStopped where they show that the
-    reference is not what the model was before it trained.
+    """A function to call with the metrics of a run's first step. It raises TrainingStopped if they show that the
+    reference is not the model as it was before training.
 
-    Nothing is known of other numbers that a data set was given, nor of a model whose adapter has trained before; noise
-    on the embeddings and QAT's rounding are in the model and not in the reference.
+    The function checks nothing where model and reference may rightly differ: if the data set brought log-probabilities
+    of its own, if the adapter has trained before, with noise on the embeddings (NEFTune), and with QAT's rounding.
 
     Args:
-      rows: of training, before references are looked up. fresh: whether the adapter did nothing before that step.
+      objective: the run's; only `preference.Referenced` ones are checked.
+      config: of the run.
+      rows: the training rows, before `fill_reference`.
+      fresh: returns whether the adapter had no effect before the first step.
     """
     given = getattr(rows, "reference", None)
-    ours = given is None or bool(np.isnan(given).any())
+    computed_here = given is None or bool(np.isnan(given).any())
     rounded = config.qat is not None and config.qat.start == 0
-    if not isinstance(objective, Referenced) or not ours or rounded or config.neftune_noise_alpha:
+    if not isinstance(objective, Referenced) or not computed_here or rounded or config.neftune_noise_alpha:
         return lambda line: None
     reference = objective
 
     def check(line: Mapping[str, float]) -> None:
-        said = _disagreement(reference, line) if fresh() else None
-        if said is not None:
+        reason = _disagreement(reference, line) if fresh() else None
+        if reason is not None:
             raise TrainingStopped(
-                f"step 1: {said}. The adapter does nothing yet, so that model and reference are the same and must give "
-                "the answers the same log-probabilities: the reference's are of other weights or other rows, and "
+                f"step 1: {reason}. The adapter does nothing yet, so that model and reference are the same and must "
+                "give the answers the same log-probabilities: the reference's are of other weights or other rows, and "
                 "nothing that is learnt from them would mean anything. Remove reference_*.npy from the token cache "
                 "(data.cache_dir), and see that nothing changes the model's folder or the rows while a run begins"
             )
@@ -156,7 +169,8 @@ def first_check(
 
 
 def _disagreement(objective: Referenced, line: Mapping[str, float]) -> str | None:
-    """What of the first step's metrics shows another reference, beyond what rounding can do; None where nothing does.
+    """How the first step's metrics show that model and reference differ by more than rounding, in words; None if they
+    agree. line: the metrics by name.
 
     Two programs that compute the same numbers in 16 bits differ by about a hundredth of a nat a token, in any
     direction; log-probabilities of other weights or rows differ by several hundredths of themselves at least.

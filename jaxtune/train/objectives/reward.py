@@ -1,7 +1,8 @@
-"""Reward models: a model that scores texts, so that the chosen answer of a pair scores above the rejected one.
+"""Training of reward models: models that give a text a score, trained so that the chosen answer of a pair scores higher
+than the rejected one.
 
-The score of a document is what the head makes of its last token's hidden state, as in Hugging Face's
-ForSequenceClassification. Names of options and metrics are TRL's.
+The score of a document is the head's output for its last token, as in Hugging Face's ForSequenceClassification. Options
+and metrics have TRL's names.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ from jaxtune.train.program.loss import Forward
 
 
 def scores(model: Decoder, hidden: jax.Array, batch: Batch) -> jax.Array:
-    """float32[rows, most pairs, 2]: the scores of the documents of a batch of pairs; of no document, a number that
-    means nothing.
+    """float32[rows, most pairs, 2]: the scores of the documents of a batch of pairs. Entries without a pair have
+    arbitrary values.
 
     Args:
-      hidden: [rows, length, hidden] of the batch, after the final norm.
+      model: a model with a scoring head.
+      hidden: [rows, length, hidden size], its hidden states for the batch after the final norm.
+      batch: packed pairs.
     """
     rows, most = batch.extra[PAIRS].shape
     within = batch.segment_ids[..., None] == jnp.arange(1, 2 * most + 1, dtype=batch.segment_ids.dtype)
@@ -42,15 +45,13 @@ def scores(model: Decoder, hidden: jax.Array, batch: Batch) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Reward(Pairs):
-    """The Bradley-Terry model of preferences (arXiv 2203.02155, eq. 1): -log sigmoid(chosen's score - rejected's), or,
-    of rows with a column `margin`, -log sigmoid(chosen's score - rejected's - margin) (arXiv 2307.09288, eq. 2).
-
-    Args:
-      center_rewards_coefficient: adds so many times the square of the sum of a pair's scores (arXiv 2312.09244, eq. 2);
-        None: nothing.
-    """
+    """The objective of the Bradley-Terry model of preferences (arXiv 2203.02155, eq. 1). The loss of a pair is
+    -log sigmoid(score of chosen - score of rejected); for rows with a column `margin`, the margin is subtracted from
+    the difference (arXiv 2307.09288, eq. 2)."""
 
     center_rewards_coefficient: float | None = None
+    """The factor of a further loss, the square of the sum of a pair's scores (arXiv 2312.09244, eq. 2); None adds
+    nothing."""
 
     name: ClassVar[str] = "reward"
     head: ClassVar[Head] = SCORE
@@ -62,7 +63,7 @@ class Reward(Pairs):
         made = super().prepare(rows, tokenizer, data, vocab_size=vocab_size, max_rows=max_rows)
         if isinstance(rows, PairDataset):
             return made
-        # A text that is cut has no end to be scored at.
+        # Pairs that are too long are left out (`whole`), because a text that is cut has no last token to score.
         return dataclasses.replace(made, labels=margins(rows, made.documents, max_rows), whole=True)
 
     def check(self, model: Decoder) -> None:
@@ -87,17 +88,21 @@ class Reward(Pairs):
             )
             values = {"mean_reward": given.mean(-1), "accuracy": chosen > rejected, "margin": chosen - rejected}
             sums = {name: jnp.where(there > 0, value, 0.0).sum() for name, value in values.items()}
-            # Of a micro-batch; of several, the mean over their pairs.
+            # The extremes are those of a micro-batch; over several micro-batches they are averaged by pairs.
             sums |= {"min_reward": jnp.where(any_pair, lowest, 0.0) * count}
             sums |= {"max_reward": jnp.where(any_pair, highest, 0.0) * count}
             return jnp.where(there > 0, losses, 0.0).sum(), count, jax.lax.stop_gradient(sums)
 
 
 def margins(rows: Any, documents: Documents, max_rows: int | None = None) -> np.ndarray | None:
-    """float32[pairs]: the column `margin` of the rows that the pairs of documents were made of; None if they have none.
+    """float32[pairs]: the column `margin` of the rows that the pairs were made of; None if no row has one.
 
+    Args:
+      rows: the rows, in any form that `reading.open_sources` accepts; they are read again.
+      documents: two documents for each pair, with their files and lines.
+      max_rows: the most rows to read, as when the documents were made.
     Raises:
-      ValueError: a margin that is no finite number, or is missing where others have one.
+      ValueError: a margin is not a finite number, or is missing in some rows only.
     """
     places = [documents.source(2 * pair) for pair in range(len(documents) // 2)]
     wanted = set(places)

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the cross-entropy of the tokens that are trained on, a mean over all of a step."""
+"""Supervised fine-tuning: the mean cross-entropy of the trained tokens of a step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxtune.train.program.loss import Forward
 
 @dataclasses.dataclass(frozen=True)
 class SFT:
-    """Next-token cross-entropy; see objective.Objective."""
+    """The objective of next-token cross-entropy over trained tokens; see objective.Objective."""
 
     unit: ClassVar[str] = "targets"
     sums: ClassVar[tuple[str, ...]] = ()
@@ -37,7 +37,7 @@ class SFT:
         return prepare(rows, tokenizer, vocab_size=vocab_size, max_rows=max_rows, **options)
 
     def check(self, model: Decoder) -> None:
-        """Refuses none: the next token can be learnt by any decoder."""
+        """Accepts every decoder."""
 
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         loss, count = forward.cross_entropy(model, forward(model, batch), batch)

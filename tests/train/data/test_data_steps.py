@@ -13,7 +13,7 @@ from jaxtune.train.data.cache import Summary
 from jaxtune.train.data.documents import Document, Documents
 from jaxtune.train.data.pairs import LABELS, PAIRS, PairDataset
 from jaxtune.train.data.steps import StepBatches
-from jaxtune.train.objectives.kto import in_groups, with_strangers
+from jaxtune.train.objectives.kto import mismatched_in_groups, with_mismatched_answers
 
 LENGTH = 40
 
@@ -119,7 +119,7 @@ def test_each_document_of_a_pair_is_cut_by_itself():
         _ = dataset(documents, PairDataset, overflow="error").rows
 
 
-def test_strangers_within_groups():
+def test_mismatched_answers_within_groups():
     """Of groups of rows that follow each other, as TRL has them; a row whose prompt fills it is left out before."""
     lengths = [10, 12, 50, 14, 16, 18]
     prompts = [2, 3, LENGTH, 4, 5, 6]
@@ -128,8 +128,8 @@ def test_strangers_within_groups():
         document = Document(np.full(n, index + 1, np.int32), np.arange(n) >= prompt)
         empty = Document(np.zeros(0, np.int32), np.zeros(0, bool))
         made += [document, empty] if index % 2 else [empty, document]
-    documents, labels = with_strangers(Documents.gather(made))
-    rows = in_groups(dataset(documents, PairDataset, labels=labels), 2)
+    documents, labels = with_mismatched_answers(Documents.gather(made))
+    rows = mismatched_in_groups(dataset(documents, PairDataset, labels=labels), 2)
     assert rows.labels is not None and rows.labels.tolist() == [0, 1, 1, 0, 1]
     strangers = [rows.documents[2 * row + 1].tokens.tolist() for row in range(5)]
     own = [1, 2, 4, 5, 6]
