@@ -308,11 +308,15 @@ def _default_settings() -> JsonObject:
         ("mesh", config.MeshConfig),
     ):
         tree[name] = defaults(section)
-    plain = {
-        key: dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value for key, value in tree.items()
-    }
-    text = json.dumps(plain, default=lambda value: None)  # a required key has no default
+    text = json.dumps(tree, default=_as_json)
     return flat_keys(json.loads(text))
+
+
+def _as_json(default: object) -> JsonObject | None:
+    """A section's defaults as JSON; None for the marker of a key that has no default."""
+    if dataclasses.is_dataclass(default) and not isinstance(default, type):
+        return dataclasses.asdict(default)
+    return None
 
 
 def _read(path: Path) -> str:
