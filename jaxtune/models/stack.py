@@ -313,6 +313,8 @@ def _stack(static: _Static, trainables, frozens, x, layout, keys, sums):
 
 
 def _stack_fwd(static: _Static, trainables, frozens, x, layout, keys, sums):
+    """The forward that keeps residuals by plan, and copies those of each layer to the host while the next layer
+    runs."""
     kept, hosted, aux, whole = [], [], [], []
     names, to_host = (), ()  # residuals of the layer before, which are copied to the host while this layer computes
     last = len(static.layers) - 1
@@ -338,6 +340,8 @@ def _stack_fwd(static: _Static, trainables, frozens, x, layout, keys, sums):
 
 
 def _stack_bwd(static: _Static, residuals, gradient):
+    """The backward, layer by layer from the last, with the copies and collectives that each layer runs for its
+    neighbours."""
     dx, daux = gradient  # daux is of sums over the layers, so it is the gradient of each layer's value
     trainables, frozens, whole_weights, kept, hosted, layout, keys, sums = residuals
     gradients: list[Any] = [None] * len(kept)

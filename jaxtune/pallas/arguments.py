@@ -20,7 +20,7 @@ class Parted(Protocol):
     """A quantised weight that consists of several arrays."""
 
     def problem(self) -> str | None:
-        """Why the parts do not belong to one tensor; None if they do."""
+        """The reason why the parts do not belong to one tensor; None if they do."""
         ...
 
 
@@ -49,7 +49,7 @@ class Arguments:
           shape: in words; see the class.
           dtypes: a dtype, or the names of all allowed ones.
           stored: classes of quantised weights that are allowed in its place; for them the shape is checked, and that
-            their parts fit together.
+            their arrays fit each other.
         Raises:
           TypeError: it is not an array, or has another dtype.
           ValueError: it has another shape.

@@ -15,7 +15,7 @@ from jaxtune.pallas import dispatch, meshes
 
 
 def triton_refusal() -> str | None:
-    """Why Triton kernels cannot run here; None if they can."""
+    """The reason why Triton kernels cannot run here; None if they can."""
     capability = dispatch.compute_capability()
     if capability is None:
         return "no NVIDIA GPU"

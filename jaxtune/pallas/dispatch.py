@@ -201,7 +201,7 @@ def _sources() -> str:
 
 
 def _difference(compare: Callable[[], tuple[Sequence, Sequence]]) -> str | None:
-    """Why the results of a case differ from the reference, or why the case failed; None if they agree."""
+    """The reason why the results of a case differ from the reference, or why the case failed; None if they agree."""
     try:
         errors = []
         with jax.enable_x64(False):  # with it, small cases would be float64

@@ -397,19 +397,21 @@ def ir_products(words, rights, pair, name: str):
 
 
 def small_product(acc, codes, x, chunk, pairs_smem, scales_smem, layouts, dtype):
-    """acc + one chunk's part of weight @ x^T, on the tensor cores (mma.m16n8k16).
+    """acc plus one chunk's part of weight @ x^T, on the tensor cores (mma.m16n8k16).
 
-    codes: uint8[16, 256 p], of each of 16 rows 512 p elements, 128 p of them a warp's. x: of `x_fragments`, of width n
-    and p parts. pairs_smem: uint32[256, 32]; scales_smem: float32[16, blocks of a row and a few].
+    Args:
+      acc: float32[64 p, n]. Row (s, w, i, a, h) in [p, 4, 2, 8 / p, p] and column (e, h, t) in [n / 8, p, 8 / p] have
+        the sum of warp w over part h, for row (s 2 + i) 8 / p + a of the weight and token e 8 / p + t.
+      codes: uint8[16, 256 p]: of each of 16 rows 512 p elements, 128 p of them for each warp.
+      x: from `x_fragments`, of width n with p parts.
+      pairs_smem: uint32[256, 32].
+      scales_smem: float32[16, blocks of a row and a few].
 
-    A lane has 16 bytes of a row. Four neighbouring lanes, which a product takes for a row, have a part of 64 bytes: all
-    that the warp has of the row, or half of it, a whole line of memory being its 128 bytes. Then two sets of four
-    lanes are two "rows" of the product, of which each finds its part of x in half of the columns; the other half of its
-    results means nothing. Within a part, lanes exchange bytes, so that a product is within one block, whose sum is
-    then scaled. The order of a product's k does not matter, as long as x has the same order.
-
-    acc: float32[64 p, n]. Row (s, w, i, a, h) in [p, 4, 2, 8 / p, p] and column (e, h, t) in [n / 8, p, 8 / p]: the sum
-    of warp w over part h, of row (s 2 + i) 8 / p + a and token e 8 / p + t.
+    A lane has 16 bytes of a row. Four neighbouring lanes, which the tensor cores treat as a row, have a part of 64
+    bytes: all bytes of the warp's share of the row, or (p = 2) half of a memory line of 128 bytes. With two parts, two
+    sets of four lanes are two "rows" of the product, and each finds its part of x in half of the columns; the other
+    half of its results is meaningless. Within a part, lanes exchange bytes, so that each product is within one block,
+    whose sum is then scaled. The order of a product's k does not matter, as long as x has the same order.
     """
     acc_layout, codes_layout = layouts
     parts = acc.shape[0] // 64

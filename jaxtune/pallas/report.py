@@ -28,7 +28,7 @@ _HIDDEN, _EXPERTS = 4096, 32
 class KernelChoice:
     """The choice for one call of an operation."""
 
-    op: str
+    op: str  # name of the operation
     call: str  # the call in words
     chosen: str  # the implementation that runs
     # every implementation in the order in which they are tried: why it refuses the call, or None

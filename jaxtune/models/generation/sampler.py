@@ -337,6 +337,7 @@ class Sampler:
             self._states = batch.insert(self._programs, self._states, placed)
 
     def _nearest(self, count: int) -> list[Request]:
+        """The requests that get the next `count` slots."""
         return list(itertools.islice(self._waiting, count))
 
     def _place(self, request: Request, slot: int) -> None:

@@ -34,6 +34,7 @@ def _rows_of(take, shard: Shard, index: jax.Array) -> jax.Array:
 
 
 def _rows_of_fwd(take, shard: Shard, index: jax.Array):
+    """(this device's rows, what the backward needs)."""
     size = shard.array.shape[0]
     all_index = (
         jax.lax.all_gather(index, FSDP) - jax.lax.axis_index(FSDP) * size
@@ -46,6 +47,7 @@ def _rows_of_fwd(take, shard: Shard, index: jax.Array):
 
 
 def _rows_of_bwd(take, residuals, gradient):
+    """This device's part of the table's gradient."""
     back, mine = residuals
     (gradients,) = back(jnp.where(mine, jax.lax.all_gather(gradient, FSDP), 0))
     return Shard(gradients, 0, mine.shape[0]), None

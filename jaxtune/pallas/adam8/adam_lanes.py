@@ -95,7 +95,7 @@ def places(x, cells_smem, shift: int, first_cell: int, signed: bool, layout):
     """uint8 codes of float32 x in [-1, 1] (or [0, 1]) in a dynamic map; cells_smem has adam8.cells.
 
     The upper bits of |x| are the number of its cell, within which the code rises by one at most. A cell's entry is such
-    that adding the lower bits of |x| carries into the code exactly where it rises.
+    that the sum with the lower bits of |x| overflows into the code exactly where it rises.
     """
     one, mask = 0x3F800000, (1 << shift) - 1
 

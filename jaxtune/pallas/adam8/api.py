@@ -53,7 +53,7 @@ _LAYOUT = plgpu.Layout.TILED(Tiling(((4, 128), (4,))), warp_dims=(-3,), lane_dim
 @functools.cache
 def cells(signed: bool) -> np.ndarray:
     """int32: for each cell of numbers with equal upper bits, from the first cell to that of 1: the number of codes
-    below it, shifted, plus the value with which adding the lower bits of a magnitude above the cell's bound carries."""
+    below it, shifted, plus the value whose sum with the lower bits of a magnitude above the cell's bound overflows."""
     shift, first = _SHIFT[signed], _FIRST[signed]
     bounds = upper_bounds(signed).view(np.int32)
     starts = np.arange(first, (0x3F800000 >> shift) + 1, dtype=np.int64) << shift
@@ -66,7 +66,7 @@ def cells(signed: bool) -> np.ndarray:
 
 
 def refusal(gradient, m_codes) -> str | None:
-    """Why the kernel cannot serve this tensor, or None."""
+    """The reason why the kernel cannot serve this tensor, or None."""
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     if gradient.dtype not in (jnp.bfloat16, jnp.float32):

@@ -109,7 +109,7 @@ def attention_forward(
       scale: factor on query . key.
       window: a query sees itself and the window - 1 keys before it (Hugging Face's sliding_window), or None.
       soft_cap: cap * tanh(score / cap), or None (Gemma 2).
-      sinks: float[heads], one extra logit a head that carries no value, or None (gpt-oss).
+      sinks: float[heads], one extra logit a head that has no value, or None (gpt-oss).
       implementation: "cudnn", "mosaic", "triton", "reference", or None for the first that supports the call.
     Returns:
       (out [B, T, heads, D] in query's dtype, lse float32[B, heads, T] natural log). Padding gives out = 0; its lse

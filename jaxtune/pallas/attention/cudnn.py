@@ -20,7 +20,7 @@ MAX_DOCUMENTS = 32
 
 
 def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | None:
-    """Why cuDNN cannot serve this call exactly; None if it can."""
+    """The reason why cuDNN cannot serve this call exactly; None if it can."""
     from jaxtune.pallas.dispatch import compute_capability
 
     capability = compute_capability()

@@ -30,7 +30,7 @@ _DOCUMENT_LENGTHS = (90, 1, 160, 7, 110)
 
 
 def refusal(name: str, module, query, kv_heads: int | None, soft_cap, blocks: Mapping[str, Mapping]) -> str | None:
-    """Why this GPU must not run the kernels of `module` for calls like this one, or None.
+    """The reason why this GPU must not run the kernels of `module` for calls like this one, or None.
 
     Args:
       name: the implementation.
@@ -78,7 +78,7 @@ def _arrays(shape: tuple[int, int], heads: int, kv_heads: int, dim: int, dtype) 
 
 
 def cudnn_refusal(query, kv_heads: int | None, layout: PackedLayout, window: int | None) -> str | None:
-    """Why this GPU must not run cuDNN for calls like this one, or None."""
+    """The reason why this GPU must not run cuDNN for calls like this one, or None."""
     rows, length, heads, dim = query.shape
     kv_heads, dtype, documents = kv_heads or heads, jnp.dtype(query.dtype), layout.max_documents
     assert documents is not None  # cuDNN refuses calls without it

@@ -19,23 +19,19 @@ from jaxtune.pallas.meshes import on_any_mesh
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PackedLayout:
-    """Document bounds of every token.
+    """The document boundaries of every token of a batch."""
 
-    Attributes:
-      doc_start: int32[B, T], index in the row of the first token of this token's document.
-      doc_end: int32[B, T], one past the last token of this token's document. Padding has doc_start = doc_end = its
-        own index: an empty range, so that it sees nothing and nothing sees it.
-      rotary: one (cos, sin) pair of float32[B, T, rotary_dim / 2] for each rotary base of the model, with a factor on
-        queries float32[B, T, 1] behind it where the base has one.
-      max_documents: a static promise about every row, or None for no promise. n: at most n documents a row; 1 also
-        says that the one document starts at index 0, so that padding can only follow it.
-      full: a static promise that every row is one document without padding.
-    """
-
-    doc_start: jax.Array
+    doc_start: jax.Array  # int32[B, T], index in the row of the first token of this token's document
+    # int32[B, T], index after the last token of this token's document. Padding has doc_start = doc_end = its own index:
+    # an empty range, so that padding sees nothing and nothing sees it.
     doc_end: jax.Array
+    # for each rotary base of the model (cos, sin), float32[B, T, rotary_dim / 2] each; a base with a factor on queries
+    # has it as a third array float32[B, T, 1]
     rotary: tuple[tuple[jax.Array, ...], ...] = ()
+    # a static guarantee about every row, or None for none: n means at most n documents a row; 1 also means that the
+    # document starts at index 0, so that padding can only follow it
     max_documents: int | None = dataclasses.field(default=None, metadata=dict(static=True))
+    # a static guarantee that every row is one document without padding
     full: bool = dataclasses.field(default=False, metadata=dict(static=True))
 
     def positions(self) -> jax.Array:
@@ -48,15 +44,16 @@ class PackedLayout:
 def packed_layout(
     shape: tuple[int, int], segment_ids: jax.Array | None = None, max_documents: int | None = None
 ) -> PackedLayout:
-    """Builds the layout of a batch of `shape` = (rows, length). Shapes are static, nothing waits for the device, and it
-    can be used within jit.
+    """Builds the layout of a batch of `shape` = (rows, length), whose rotary tables are empty.
+
+    Shapes are static and nothing waits for the device, so it can be used within jit.
 
     Args:
       shape: (rows, length), each at least 1.
       segment_ids: int[B, T], 0 is padding; None: one document a row.
       max_documents: see PackedLayout. It is not verified here, because that would wait for the device.
     Raises:
-      TypeError, ValueError: an argument is not as described here.
+      TypeError, ValueError: an argument does not fit this description.
     """
     check = Arguments("packed_layout")
     check.sequence("shape", shape, "rows and length", 2)

@@ -83,7 +83,7 @@ def blocks_of(query, layout: PackedLayout, window: int | None) -> dict[str, dict
 
 
 def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | None:
-    """Why these kernels cannot serve this call, or None."""
+    """The reason why these kernels cannot serve this call, or None."""
     if gpu_kernel.interpreter() is None and compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     if query.dtype not in (jnp.bfloat16, jnp.float16):

@@ -121,8 +121,8 @@ def query_kernel(
                 slot, value_slot = lax.rem(done + i, stages), lax.rem(done + i, value_stages)
                 here = buffer(turn)
                 if blocks.buffers == 1:
-                    # The same number, but the compiler does not know: else it keeps the addresses of all that lies in
-                    # these buffers in registers while the loop runs, and spills (390 bytes a thread, D=256).
+                    # The same number, but the compiler does not know that. Otherwise it keeps the addresses of
+                    # everything in these buffers in registers during the loop, and spills (390 bytes a thread, D=256).
                     here += lax.shift_right_logical(i, jnp.int32(30))
                 plgpu.barrier_wait(k_full.at[slot])
                 weights, dweights = _weights_and_gradient(
@@ -305,8 +305,8 @@ def key_kernel(
                 leave(slot)
                 return ()
 
-            def step(before, block, carry):
-                dk, dv = carry
+            def step(before, block, state):
+                dk, dv = state
                 slot = lax.rem(before + block, stages)
                 queries = (first + block) * width
                 query, dout = q_smem.at[slot], do_smem.at[slot]
@@ -332,12 +332,12 @@ def key_kernel(
                 leave(slot)
                 return dk, dv
 
-            def head(number, carry):
+            def head(number, state):
                 before = done + number * count
                 lax.fori_loop(0, lead, functools.partial(skip, before), ())
-                carry = lax.fori_loop(lead, last, functools.partial(step, before), carry)
+                state = lax.fori_loop(lead, last, functools.partial(step, before), state)
                 lax.fori_loop(last, count, functools.partial(skip, before), ())
-                return carry
+                return state
 
             zeros = filled((own, dim), 0.0, plgpu.Layout.WGMMA)
             dk, dv = lax.fori_loop(0, group, head, (zeros, zeros))

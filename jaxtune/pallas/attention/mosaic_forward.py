@@ -149,8 +149,8 @@ def forward_kernel(
             def key_of(slot):
                 return k_smem.at[slot].transpose((1, 0))
 
-            def step(i, carry, meanwhile=lambda: None):
-                acc, state = carry
+            def step(i, before, meanwhile=lambda: None):
+                acc, state = before
                 slot = lax.rem(done + i, stages)
                 plgpu.barrier_wait(k_full.at[slot])
 

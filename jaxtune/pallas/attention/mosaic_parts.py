@@ -161,8 +161,8 @@ class Items:
         """Calls work(turn, done, item, following) -> steps for every item, where `done` steps were made before it. The
         following item is read one item ahead. Returns the number of all steps."""
 
-        def one(turn, carry):
-            done, item = carry
+        def one(turn, state):
+            done, item = state
             following = self.at(turn + 1)
             return done + work(turn, done, item, following), following
 

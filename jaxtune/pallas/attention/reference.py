@@ -74,7 +74,7 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
     chunk, padded = _chunked(length, rows * heads * length)
     sink = None if sinks is None else sinks.astype(jnp.float32).reshape(1, kv_heads, -1, 1)
 
-    def one(carry, item):
+    def one(state, item):
         first, q, start, end = item
         scores, _ = _scores(q, key, scale, soft_cap)
         visible = _visible(start, end, first, length, window)
@@ -94,7 +94,7 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
             preferred_element_type=jnp.float32,
             precision=_precision(value.dtype),
         )
-        return carry, (out.astype(query.dtype), jnp.moveaxis(top + jnp.log(safe), 3, 1))
+        return state, (out.astype(query.dtype), jnp.moveaxis(top + jnp.log(safe), 3, 1))
 
     firsts = jnp.arange(0, padded, chunk, dtype=jnp.int32)
     items = (
@@ -129,8 +129,8 @@ def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, s
     chunk, padded = _chunked(length, rows * heads * length)
     precision = _precision(query.dtype)
 
-    def one(carry, item):
-        dkey, dvalue = carry
+    def one(state, item):
+        dkey, dvalue = state
         first, q, do, stat, delt, start, end = item
         scores, dcap = _scores(q, key, scale, soft_cap)
         visible = _visible(start, end, first, length, window)

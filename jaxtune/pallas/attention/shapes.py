@@ -12,19 +12,19 @@ SEED = 0
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One benchmark case: rows of `length` tokens."""
+    """One benchmark case of attention."""
 
-    name: str
-    rows: int
-    length: int
-    heads: int = 32
-    kv_heads: int = 8
-    dim: int = 128
+    name: str  # its name in reports
+    rows: int  # rows of the batch
+    length: int  # tokens of a row
+    heads: int = 32  # query heads
+    kv_heads: int = 8  # key and value heads
+    dim: int = 128  # size of a head
     # None: every row is one document; a number of documents; or "log-normal" lengths
     documents: str | int | None = None
-    window: int | None = None
-    soft_cap: float | None = None
-    sinks: bool = False
+    window: int | None = None  # sliding window in tokens, or None
+    soft_cap: float | None = None  # cap on scores, or None
+    sinks: bool = False  # whether heads have sinks
 
     def segments(self) -> np.ndarray | None:
         """int32[rows, length] segment ids; None if every row is one document."""

@@ -27,7 +27,7 @@ class Tile:
 
     queries: int  # queries at a time
     keys: int  # keys at a time
-    warps: int
+    warps: int  # warps of a program
     stages: int  # blocks of the visited side that are loaded at a time
 
 
@@ -35,9 +35,9 @@ class Tile:
 class Tiles:
     """The tiles of the three kernels."""
 
-    forward: Tile
-    query: Tile  # dq
-    key: Tile  # dk and dv
+    forward: Tile  # of the forward
+    query: Tile  # of dq
+    key: Tile  # of dk and dv
 
 
 # {shared memory of one block in KB: {head dim: tiles}}. Compute capability 9.0 has 227 KB, 8.0 and 8.7 have 163, 8.6,
@@ -69,7 +69,7 @@ def tiles(dim: int) -> Tiles:
 
 
 def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | None:
-    """Why these kernels cannot serve this call, or None."""
+    """The reason why these kernels cannot serve this call, or None."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason

@@ -1,7 +1,7 @@
-"""The bodies of the Triton attention kernels; triton.py says what they do and calls them.
+"""The bodies of the Triton attention kernels, which triton.py describes and calls.
 
 Arrays are [B, T, heads, DIM], contiguous; `starts` and `ends` are the layout's document bounds, int32[B, T]. Scores are
-kept in units of log2. A CAP or WINDOW of 0 is none.
+in units of log2. A CAP or WINDOW of 0 means none.
 """
 
 import triton
@@ -177,7 +177,7 @@ def forward_kernel(
     acc, top, total = _attend(acc, top, total, q, key, value, rows, lower, tl.maximum(full_begin, full_end), last + 1,
                               LENGTH, KV_HEADS * DIM, DIM, SCALE, CAP, KEYS, True)  # fmt: skip
 
-    # A sink is one more term of the sum and carries no value; -inf where there is none.
+    # A sink is one more term of the sum and has no value; -inf where there is none.
     sink = tl.load(sinks + head) * _LOG2E
     final = tl.maximum(top, sink)
     fade = tl.exp2(top - final)

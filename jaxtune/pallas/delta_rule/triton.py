@@ -57,7 +57,7 @@ def _tile(kernel: str) -> tuple[int, int, int]:
 
 
 def refusal(key, value) -> str | None:
-    """Why these kernels cannot serve this call, or None."""
+    """The reason why these kernels cannot serve this call, or None."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -70,8 +70,8 @@ def refusal(key, value) -> str | None:
 
 
 def _first_use(dtype, group: int) -> str | None:
-    """Why this GPU must not run the kernels for calls like this one, or None. Released versions of Triton have compiled
-    such kernels wrongly."""
+    """The reason why this GPU must not run the kernels for calls like this one, or None. Released versions of Triton
+    have compiled such kernels wrongly."""
 
     def compare():
         runs = ((1, 70), (0, 5), (2, 1), (3, 130), (4, 64), (0, 27))

@@ -32,7 +32,7 @@ Read = Callable[[str], np.ndarray]  # takes a tensor's key and returns its bytes
 
 
 class Header(Protocol):
-    """What the header of a safetensors file says about one tensor."""
+    """A tensor's entry in the header of a safetensors file (models/files/shards.TensorEntry is one)."""
 
     @property
     def name(self) -> str: ...

@@ -55,7 +55,7 @@ def implementations(dtype, size: int, activation: str) -> dispatch.Table:
 
 
 def _first_use(activation: str) -> str | None:
-    """Why this GPU must not run the kernel, from a small case whose chunks do not fill the last program."""
+    """The reason why this GPU must not run the kernel, from a small case whose chunks do not fill the last program."""
 
     def compare():
         gate, up, dgated = (4 * jax.random.normal(jax.random.key(0), (3, 7, mosaic.CHUNK))).astype(jnp.bfloat16)

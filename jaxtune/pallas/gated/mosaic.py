@@ -22,7 +22,7 @@ MOST = 2**32  # the largest number of elements
 
 
 def refusal(dtype, size: int, activation: str) -> str | None:
-    """Why the kernel cannot serve arrays of this dtype and size, or None."""
+    """The reason why the kernel cannot serve arrays of this dtype and size, or None."""
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     reason = unsupported(dtype, size, activation)
@@ -34,7 +34,7 @@ def refusal(dtype, size: int, activation: str) -> str | None:
 
 
 def unsupported(dtype, size: int, activation: str) -> str | None:
-    """Why the kernel cannot serve such arrays on any GPU, or None; the limit on the size is not tested."""
+    """The reason why the kernel cannot serve such arrays on any GPU, or None; the limit on the size is not tested."""
     if activation not in ("silu", "gelu_tanh"):
         return f"activation {activation}: Mosaic has no erf"
     if dtype != jnp.bfloat16:

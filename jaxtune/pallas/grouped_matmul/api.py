@@ -51,11 +51,11 @@ class GroupedLora:
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """What is known of a call when it is traced."""
+    """The static settings of a call."""
 
     transposed: bool  # weights are [E, in, out]
     scale: float  # the adapter's
-    implementation: str
+    implementation: str  # the name of the implementation that multiplies
     adapter_first: bool  # the backward computes the adapter's gradients before the gradient of x
     # for a weight that is multiplied as it is stored, the requested implementation, in a tuple of one
     fp8: tuple[str | None, ...] = ()

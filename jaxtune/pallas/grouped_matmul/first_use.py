@@ -20,7 +20,7 @@ _TOKENS = 150
 
 
 def refusal(name: str, product: Callable, weight, *, gathering: bool = False) -> str | None:
-    """Why this GPU must not run `product` (an implementation of reference.product), or None.
+    """The reason why this GPU must not run `product` (an implementation of reference.product), or None.
 
     Args:
       name: the implementation.

@@ -131,8 +131,8 @@ def _by_kernel(x, weight: FP8, groups: Groups, contract: int, extra, tokens, nam
 
 
 def _first_use(name: str, blocks: bool, dtype, rank: int, whole: bool) -> str | None:
-    """Why this GPU must not run the kernels, from a small case in both directions, with rows in a buffer and gathered
-    from tokens, and with an adapter padded to the same number of columns as one of this rank.
+    """The reason why this GPU must not run the kernels, from a small case in both directions, with rows in a buffer and
+    gathered from tokens, and with an adapter padded to the same number of columns as one of this rank.
 
     `whole`: whether 128 divides the summed axis; otherwise steps along it are shorter, and swizzled differently.
     """

@@ -69,7 +69,7 @@ CANDIDATES = (*BLOCKS[:3], Blocks(192, 4, 8), Blocks(256, 3, 8), Blocks(192, 4, 
 
 
 def refusal(dtype, in_size: int, out_size: int, tile_rows: int) -> str | None:
-    """Why this kernel cannot serve this call, or None."""
+    """The reason why this kernel cannot serve this call, or None."""
     from jaxtune.pallas.dispatch import compute_capability
 
     if gpu_kernel.interpreter() is None and compute_capability() != (9, 0):
@@ -184,8 +184,8 @@ def _kernel(
         if decoder is not None and gpu_kernel.interpreter() is not None:
             plgpu.barrier_wait(ready)  # type: ignore[arg-type]
 
-        def item(index, carry):
-            at, expert, *tokens = carry
+        def item(index, state):
+            at, expert, *tokens = state
             row_tile, column_tile = item_place(index)
             following = (expert_ref[tile_of(index + 1)], *(tokens_of(index + 1) for _ in tokens))
             rows, here = pl.ds(row_tile * TILE_ROWS, TILE_ROWS), columns_of(column_tile)
@@ -245,8 +245,8 @@ def _kernel(
         if lead:
             pl.when((mine > 0) & (wg == 1))(lambda: plgpu.barrier_wait(rest[0]))
 
-        def item(index, carry):
-            at, size = carry
+        def item(index, state):
+            at, size = state
             row_tile, column_tile = item_place(index)
             following = sizes_ref[tile_of(index + 1)]
             own = steps(row_tile)

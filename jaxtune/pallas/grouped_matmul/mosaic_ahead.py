@@ -20,9 +20,9 @@ in its order, that is not done everywhere. Everything before c has ended. If c i
 ends. If it has not started, it waits for a product like this, which then has all multiprocessors and ends. The
 remaining case is that c is partly resident on a device where this kernel is too: c's other blocks wait for
 multiprocessors that our programs occupy, which spin for programs of ours that wait for multiprocessors that c occupies.
-c's channels are independent, and the first ones of two devices would end and free theirs. But the blocks of NCCL on
-Hopper come in clusters, which need several free multiprocessors of one neighbourhood at a time, and which of two
-waiting kernels gets a free one is not documented (XLA gives collectives a stream of higher priority). So c may be
+c's channels are independent, and the first ones of two devices would end and free their multiprocessors. But the blocks
+of NCCL on Hopper come in clusters, which need several free multiprocessors of one neighbourhood at a time, and which of
+two waiting kernels gets a free one is not documented (XLA gives collectives a stream of higher priority). So c may be
 resident nowhere that matters while ours is partly resident, and then both wait for ever. Two of these kernels at the
 same time on one device would wait for each other too; XLA runs products on one stream.
 
@@ -50,7 +50,7 @@ _AHEAD = 1  # chunks that are loaded while one is decoded; two were no faster
 
 
 def refusal(weight: Stored) -> str | None:
-    """Why a weight [E, ., .] cannot be decoded ahead, or None."""
+    """The reason why a weight [E, ., .] cannot be decoded ahead, or None."""
     if not Chunks.decodes(weight):
         return f"a weight in {type(weight).__name__}"
     whole = weight.size // weight.shape[0]

@@ -73,8 +73,8 @@ def _kernel(thin_ref, wide_ref, bounds_ref, *rest, programs: int, gathered: bool
                 at = jnp.minimum(first + jnp.minimum(number, count - 1) * _STEP, tokens_ref.shape[0] - _STEP)
                 return gather.numbers(tokens_ref, jnp.maximum(at, 0), _STEP, written_out)
 
-            def step(number, carry):
-                at, *tokens = carry
+            def step(number, state):
+                at, *tokens = state
                 following = [tokens_of(number + 1) for _ in tokens]
                 slot = slot_of(at)
                 pl.when(at >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
@@ -180,7 +180,7 @@ def contract_rows(thin: jax.Array, wide: jax.Array, groups: Groups, rank: int, t
 
 
 def refusal(dtype) -> str | None:
-    """Why this GPU must not run the kernel, or None; it is compared with the reference at its first use."""
+    """The reason why this GPU must not run the kernel, or None; it is compared with the reference at its first use."""
 
     def compare():
         groups = groups_of(jnp.asarray((300, 0, 1, 128, 700), jnp.int32), 1129)

@@ -54,7 +54,7 @@ def _sums(values: jax.Array, groups: Groups, run: int) -> jax.Array:
 
 
 def refusal() -> str | None:
-    """Why this GPU must not run the kernel, or None; it is compared with the reference at its first use."""
+    """The reason why this GPU must not run the kernel, or None; it is compared with the reference at its first use."""
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
 

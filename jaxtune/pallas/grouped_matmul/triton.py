@@ -27,7 +27,7 @@ class Tile:
     rows: int  # of a tile of the output
     columns: int  # of a tile of the output
     step: int  # columns along K at a time
-    warps: int
+    warps: int  # warps of a program
     stages: int  # steps that are loaded ahead
     band: int = 8  # tiles of rows in a band
 
@@ -45,7 +45,7 @@ def tile() -> Tile:
 
 
 def refusal(dtype, tile_rows: int) -> str | None:
-    """Why this kernel cannot serve this call, or None."""
+    """The reason why this kernel cannot serve this call, or None."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason

@@ -173,11 +173,12 @@ def linear_token_losses(
     head_gradient: bool = True,
     chunk_tokens: int | None = None,
 ) -> jax.Array:
-    """float32[B, T]: the weighted loss of each token, for losses that are not their sum; [B, T, V] logits never exist.
+    """float32[B, T]: the weighted loss of each token, for objectives that are not their sum; [B, T, V] logits never
+    exist.
 
-    -linear_token_losses(...) are log-probabilities of the targets. Their sum is linear_cross_entropy's loss, and the
-    arguments and errors are its. A frozen head's gradients are computed in the forward, as there; a trained one's in
-    the backward, where the logits are computed once more.
+    -linear_token_losses(...) with weights of 1 gives the log-probabilities of the targets. The sum over all tokens is
+    the loss of linear_cross_entropy, whose arguments and errors apply here. The gradients of a frozen head are computed
+    in the forward, as there; with a trained head the backward computes the logits once more.
     """
     options = (soft_cap, logit_scale, label_smoothing, z_loss, head_gradient, chunk_tokens)
     static = _checked("linear_token_losses", hidden, head, targets, weights, *options)

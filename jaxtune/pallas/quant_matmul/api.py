@@ -59,7 +59,7 @@ def quant_matmul(
       dropout_part: int32[], which of equal parts x is of all the tokens that the mask is drawn for, in order: the same
         mask however tokens are divided over devices.
       fp8: weights in FP8 are multiplied as they are stored: rows of x, and of gradients, are rounded to e4m3, each by
-        its largest magnitude, or for scales of 128 x 128 each 128 of a row by theirs, and sums are float32
+        its largest magnitude, or for scales of 128 x 128 each 128 numbers of a row by their own, and sums are float32
         (fp8_product.py). Adapters multiply x as it is.
       implementation: "mosaic", "triton", "reference", or None for the first that supports the call.
     Returns:

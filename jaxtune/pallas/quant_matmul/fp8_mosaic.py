@@ -56,8 +56,8 @@ def blocks_for(in_size: int, out_size: int, rank: int, in_blocks: bool) -> Block
 
 
 def refusal(tokens: int, in_size: int, out_size: int, rank: int, dtype, in_blocks: bool) -> str | None:
-    """Why this kernel cannot multiply [tokens, in_size] by [out_size, in_size] and add the product of an adapter of
-    this rank, in `dtype`; or None."""
+    """The reason why this kernel cannot multiply [tokens, in_size] by [out_size, in_size] and add the product of an
+    adapter of this rank, in `dtype`; or None."""
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     multiple = STEP if in_blocks else _HALF_STEP
@@ -140,8 +140,8 @@ def _kernel(
     def bring():
         plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
 
-        def item(index, carry):
-            at, *tile = carry
+        def item(index, state):
+            at, *tile = state
             following, expert = tile_of(index + 1), expert_of(tile)
             row, column = corner(index)
             rows, here = pl.ds(row, ROWS), pl.ds(column, columns)
@@ -237,8 +237,8 @@ def _kernel(
 
             return pl.run_scoped(run, plgpu.ACC((_OWN, STEP), jnp.float32))
 
-        def step(number, carry):
-            at, (x_scale, w_scales), sums = carry
+        def step(number, state):
+            at, (x_scale, w_scales), sums = state
             following = scales(number + 1)
             slot = slot_of(at)
             plgpu.barrier_wait(full.at[slot])
@@ -269,8 +269,8 @@ def _kernel(
     def compute():
         plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
 
-        def item(index, carry):
-            at, *tile = carry
+        def item(index, state):
+            at, *tile = state
             following, steps = tile_of(index + 1), steps_of(tile)
             row, column = corner(index)
             rows = pl.ds(row + wg * _OWN, _OWN)

@@ -232,9 +232,9 @@ def by_kernel(codes, scale, u, add, side, side_scale, dtype, blocks, name: str, 
 
 
 def _first_use(name: str, blocks: bool, dtype, rank: int, whole: bool) -> str | None:
-    """Why this GPU must not run the kernel, from a small case whose rows overlap, with an adapter padded to the same
-    number of columns as one of this rank. Another number of columns, or a summed axis that 128 does not divide (not
-    `whole`), is another swizzle."""
+    """The reason why this GPU must not run the kernel, from a small case whose rows overlap, with an adapter padded to
+    the same number of columns as one of this rank. Another number of columns, or a summed axis that 128 does not divide
+    (not `whole`), is another swizzle."""
     filled, width = fp8_mosaic.filled_rank(rank) if rank else 0, 1024 if whole else 960
 
     def compare():
@@ -263,8 +263,8 @@ def _first_use(name: str, blocks: bool, dtype, rank: int, whole: bool) -> str | 
 
 
 def _first_rounding(dtype) -> str | None:
-    """Why this GPU must not run the kernel that rounds, from a small case of two arrays whose rows are whole pieces or
-    end in one that overlaps."""
+    """The reason why this GPU must not run the kernel that rounds, from a small case of two arrays whose rows are whole
+    pieces or end in one that overlaps."""
 
     def compare():
         got, wanted = [], []

@@ -40,7 +40,7 @@ def _vector(widths: Sequence[int]) -> int | None:
 
 
 def refusal(widths: Sequence[int], dtype) -> str | None:
-    """Why this kernel cannot round rows of these widths side by side, or None."""
+    """The reason why this kernel cannot round rows of these widths side by side, or None."""
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     if dtype not in (jnp.bfloat16, jnp.float16):

@@ -23,8 +23,8 @@ _WARPS, _STAGES, _BAND = 8, 3, 8
 
 
 def refusal(in_size: int, out_size: int, rank: int, dtype, in_blocks: bool) -> str | None:
-    """Why this kernel cannot multiply [., in_size] by [out_size, in_size] and add the product of an adapter of this
-    (padded) rank, in `dtype`; or None."""
+    """The reason why this kernel cannot multiply [., in_size] by [out_size, in_size] and add the product of an adapter
+    of this (padded) rank, in `dtype`; or None."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason

@@ -1,7 +1,7 @@
 """The product of a few tokens with a weight in four bits, by whole memory lines: a Pallas Mosaic GPU kernel for Hopper.
 
-A program has up to 128 rows of the weight and a part of the columns, which its warpgroups take in turns, so that
-together they read memory from left to right. TMA loads for each warpgroup lines of codes (128 bytes of each row) and
+A program has up to 128 rows of the weight and a part of the columns, which its warpgroups take in turns, so that the
+program reads memory from left to right. TMA loads for each warpgroup lines of codes (128 bytes of each row) and
 the corresponding elements of the tokens, several ahead. Of a line each warp multiplies one block of 64. Compared with
 `mosaic.small_matmul`, loads in flight take shared memory in place of registers, x is read once for all rows of a
 program in place of every 16, and a byte of codes becomes an address by one instruction.
@@ -51,7 +51,7 @@ class Tile:
 
 
 def refusal(tile: Tile, rows: int, columns: int, tokens: int) -> str | None:
-    """Why this tile cannot serve a weight [rows, columns] and this number of tokens, or None."""
+    """The reason why this tile cannot serve a weight [rows, columns] and this number of tokens, or None."""
     if rows % 16 or columns % (_SPAN * LINE) or rows < tile.rows:
         return f"weight {(rows, columns)}; wants rows in multiples of 16, {tile.rows} at least, and columns of 1024"
     if not 1 <= tile.groups <= 8 or not 1 <= tile.warpgroups <= 4 or not 1 <= tile.stages * tile.warpgroups <= 32:
@@ -190,8 +190,8 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, tile: Tile, dtype, i
     plgpu.barrier_arrive(done)
     plgpu.barrier_wait(done)
 
-    def one_span(span, carry):
-        acc, share = carry
+    def one_span(span, state):
+        acc, share = state
         keep_scales(share)  # every warp has finished the previous span
         share = load_absmax(span + 1)
         all_of_this_warpgroup()

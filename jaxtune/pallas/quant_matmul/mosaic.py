@@ -30,7 +30,7 @@ _ROWS = lanes.ROWS_OF_A_WARP
 
 
 def refusal(weight: Stored, dtype) -> str | None:
-    """Why `dequantize` cannot serve this call, or None."""
+    """The reason why `dequantize` cannot serve this call, or None."""
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
@@ -43,7 +43,7 @@ def refusal(weight: Stored, dtype) -> str | None:
 
 
 def _first_use(weight: Stored, dtype) -> str | None:
-    """Why this GPU must not run the kernel that decodes such weights, or None."""
+    """The reason why this GPU must not run the kernel that decodes such weights, or None."""
 
     def compare():
         draw = np.random.default_rng(0)
@@ -54,7 +54,7 @@ def _first_use(weight: Stored, dtype) -> str | None:
 
 
 def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
-    """Why `small_matmul` cannot serve this call, or None."""
+    """The reason why `small_matmul` cannot serve this call, or None."""
     if not isinstance(weight, FourBit):
         return f"a weight in {type(weight).__name__}"
     if tokens > MAX_TOKENS:
@@ -66,8 +66,8 @@ def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
 
 
 def few_refusal(weight: Stored, dtype, tokens: int) -> str | None:
-    """Why more than 16 tokens cannot be multiplied by codes that Triton decodes in registers, or None; on a GPU, its
-    first use is checked."""
+    """The reason why more than 16 tokens cannot be multiplied by codes that Triton decodes in registers, or None; on a
+    GPU, its first use is checked."""
     reason = triton.few_refusal(weight, dtype, tokens)
     if reason is not None:
         return reason
@@ -238,8 +238,8 @@ def _small_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, dtype, plan: _
         x = lanes.x_fragments(chunk, x_ref, plan.width, plan.parts)
         return lanes.small_product(acc, codes, x, chunk, pairs_smem, scales, (plgpu.Layout.WGMMA, plan.codes), dtype)
 
-    def one_tile(number, carry):
-        share, next_codes = carry
+    def one_tile(number, state):
+        share, next_codes = state
         scales = scales_smem.at[lax.rem(number, 2)]  # other warpgroups may still read the previous tile's
         keep_scales(share, scales)
         share = load_absmax(number + 1)
@@ -247,8 +247,8 @@ def _small_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, dtype, plan: _
         plgpu.barrier_arrive(ready)
         plgpu.barrier_wait(ready)
 
-        def one_step(index, carry):
-            acc, (codes, *next_codes) = carry
+        def one_step(index, state):
+            acc, (codes, *next_codes) = state
             step = number * steps + index
             next_codes = (*next_codes, load_codes(step + _AHEAD))
             return multiply(step, scales, acc, codes), next_codes
@@ -299,7 +299,8 @@ def line_tile(weight: FourBit, dtype, tokens: int) -> line_matmul.Tile | None:
 
 
 def line_refusal(tile: line_matmul.Tile, weight: FourBit, dtype, tokens: int) -> str | None:
-    """Why `small_matmul` with this tile cannot serve this call, or None; on a GPU its first use is checked."""
+    """The reason why `small_matmul` with this tile cannot serve this call, or None; on a GPU its first use is
+    checked."""
     reason = small_refusal(weight, dtype, tokens)
     reason = reason or line_matmul.refusal(tile, weight.shape[0], weight.shape[1], tokens)
     if reason is not None or gpu_kernel.interpreter() is not None:
@@ -324,7 +325,7 @@ def _exact(x, weight: FourBit):
 
 
 def row_refusal(weight: FourBit, dtype) -> str | None:
-    """Why `small_matmul` of one token cannot use row_matmul, or None; on a GPU its first use is checked."""
+    """The reason why `small_matmul` of one token cannot use row_matmul, or None; on a GPU its first use is checked."""
     rows, columns = weight.shape if len(weight.shape) == 2 else (0, 0)
     cut = row_matmul.plan(rows, columns)
     if cut is None:

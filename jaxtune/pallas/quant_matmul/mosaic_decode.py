@@ -69,6 +69,7 @@ class Chunks:
 
     @property
     def scales_layout(self):
+        """The layout of a chunk's scales."""
         return _LAYOUTS[self.scales]
 
     @property

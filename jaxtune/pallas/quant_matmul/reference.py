@@ -24,7 +24,7 @@ from jaxtune.pallas.quant_matmul.as_stored import product_of
 
 
 def refusal(weight: Stored, dtype) -> str | None:
-    """Why `dequantize` cannot serve this call, or None."""
+    """The reason why `dequantize` cannot serve this call, or None."""
     del weight, dtype
     return None
 
@@ -35,7 +35,7 @@ def dequantize(weight: Stored, dtype) -> jax.Array:
 
 
 def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
-    """Why `small_matmul` cannot serve this call, or None."""
+    """The reason why `small_matmul` cannot serve this call, or None."""
     del weight, dtype, tokens
     return "a decoded weight and the vendor's GEMM"
 

@@ -31,7 +31,7 @@ _DTYPES = (jnp.bfloat16, jnp.float16)
 
 
 def refusal(weight: Stored, dtype) -> str | None:
-    """Why `dequantize` cannot serve this call, or None."""
+    """The reason why `dequantize` cannot serve this call, or None."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -43,7 +43,7 @@ def refusal(weight: Stored, dtype) -> str | None:
 
 
 def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
-    """Why `small_matmul` cannot serve this call, or None."""
+    """The reason why `small_matmul` cannot serve this call, or None."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -68,7 +68,7 @@ def _parts(weight: FourBit) -> tuple[list[jax.Array], int]:
 
 
 def few_refusal(weight: Stored, dtype, tokens: int) -> str | None:
-    """Why `few_matmul` cannot serve this call, or None."""
+    """The reason why `few_matmul` cannot serve this call, or None."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason

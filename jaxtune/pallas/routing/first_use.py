@@ -15,7 +15,7 @@ _TOKENS, _K, _HIDDEN = 203, 3, 192
 
 
 def refusal(name: str, kernels: ModuleType) -> str | None:
-    """Why this GPU must not run `kernels`, or None."""
+    """The reason why this GPU must not run `kernels`, or None."""
 
     def compare():
         draw = np.random.default_rng(0)

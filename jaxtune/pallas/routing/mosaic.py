@@ -26,7 +26,7 @@ _PROGRAMS = 2  # programs per multiprocessor
 
 
 def refusal(dtype, hidden: int, k: int) -> str | None:
-    """Why this kernel cannot serve this call, or None."""
+    """The reason why this kernel cannot serve this call, or None."""
     from jaxtune.pallas.dispatch import compute_capability
 
     if gpu_kernel.interpreter() is None and compute_capability() != (9, 0):

@@ -26,7 +26,7 @@ _ROWS, _COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 
 def refusal() -> str | None:
-    """Why these kernels cannot serve a call, or None."""
+    """The reason why these kernels cannot serve a call, or None."""
     from jaxtune.pallas.dispatch import compute_capability
 
     if gpu_kernel.interpreter() is None and compute_capability() != (9, 0):

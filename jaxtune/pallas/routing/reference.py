@@ -21,7 +21,9 @@ class Passes(NamedTuple):
     """The two passes of a sort over all pairs, and the block size that they use; see histogram and slots."""
 
     block: int  # number of pairs of a block
+    # (blocks, num_experts) -> the number of pairs of each block and expert, as the function histogram
     histogram: Callable[[jax.Array, int], jax.Array]
+    # (blocks, firsts) -> the row of each pair, as the function slots
     slots: Callable[[jax.Array, jax.Array], jax.Array]
 
 
