@@ -4,7 +4,8 @@
 
 An item is printed with its signature, its docstring and the comment lines directly above it, without its body. A class
 is printed with its fields, their comments and the signatures of its methods; a module with the names that it defines.
-A method is printed below the first sentence on its class. Private items are drawn as well. Functions within functions
+A method is printed below the first sentence on its class; one without a docstring has that of the class that it
+inherits from, as help() shows it. Private items are drawn as well. Functions within functions
 are not drawn, nor are methods like __init__: Python defines what they do, and a class documents its arguments. If
 somebody who knows JAX cannot say from an item what it takes, what it gives and why it exists, mend its words.
 """
@@ -16,6 +17,7 @@ import ast
 import random
 import sys
 import textwrap
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,23 +100,48 @@ def definitions(body: list[ast.stmt], outer: str = "") -> list[tuple[str, Defini
     return found
 
 
-def items_of(path: Path, root: Path) -> list[Item]:
-    """Everything that can be drawn from one Python file: the module first."""
+def classes_of(paths: Iterable[Path]) -> dict[str, ast.ClassDef]:
+    """The classes that these files define at their top, by name."""
+    bodies = (ast.parse(path.read_text(encoding="utf-8")).body for path in paths)
+    return {node.name: node for body in bodies for node in body if isinstance(node, ast.ClassDef)}
+
+
+def inherited(node: Definition, owner: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> str:
+    """The docstring of the method that `node`, of the class `owner`, overrides, as a docstring's lines; "" without."""
+    for base in owner.bases:
+        base = base.value if isinstance(base, ast.Subscript) else base  # Base[T]
+        name = base.attr if isinstance(base, ast.Attribute) else base.id if isinstance(base, ast.Name) else ""
+        if (parent := classes.get(name)) is None or parent is owner:
+            continue
+        for statement in parent.body:
+            if isinstance(statement, Definition) and statement.name == node.name and ast.get_docstring(statement):
+                text = f'"""{ast.get_docstring(statement)}"""  # inherited from {name}'
+                return textwrap.indent(text, " " * 4)
+        if found := inherited(node, parent, classes):
+            return found
+    return ""
+
+
+def items_of(path: Path, root: Path, classes: dict[str, ast.ClassDef] | None = None) -> list[Item]:
+    """Everything that can be drawn from one Python file: the module first. classes: those that its own may inherit
+    from."""
     source = path.read_text(encoding="utf-8")
     tree, lines, place = ast.parse(source), source.splitlines(), path.relative_to(root).as_posix()
     found = definitions(tree.body)
     names = [name for name, _ in found if "." not in name]
     shown = [*docstring(lines, tree), "", textwrap.fill("defines: " + (", ".join(names) or "nothing"), 116)]
     items = [Item(f"{place}:1", "module", place, "\n".join(shown).strip())]
-    classes = {name: about(node) for name, node in found if isinstance(node, ast.ClassDef)}
+    owners = {name: node for name, node in found if isinstance(node, ast.ClassDef)}
     for name, node in found:
         parts = comment_above(lines, first_line(node)) + header(lines, node) + docstring(lines, node)
         kind = "function"
         if isinstance(node, ast.ClassDef):
             kind, parts = "class", parts + fields(lines, node)
         text = textwrap.dedent("\n".join(parts)).strip()
-        if (owner := name.rpartition(".")[0]) in classes:
-            text = f"{classes[owner]}\n\n{text}"
+        if (owner := owners.get(name.rpartition(".")[0])) is not None:
+            if ast.get_docstring(node) is None and (above := inherited(node, owner, classes or {})):
+                text += f"\n{above}"
+            text = f"{about(owner)}\n\n{text}"
         items.append(Item(f"{place}:{node.lineno}", kind, name, text))
     return items
 
@@ -122,7 +149,8 @@ def items_of(path: Path, root: Path) -> list[Item]:
 def draw(seed: int, count: int, folder: Path, root: Path = ROOT) -> list[Item]:
     """`count` different items below `folder`, a folder or a file, the same ones for the same seed and files."""
     paths = [folder] if folder.is_file() else sorted(folder.rglob("*.py"))
-    items = [item for path in paths for item in items_of(path, root)]
+    classes = classes_of(sorted(root.glob("jaxtune/**/*.py")) or paths)
+    items = [item for path in paths for item in items_of(path, root, classes)]
     if not items:
         raise SystemExit(f"--room {folder}: no Python file there")
     return random.Random(seed).sample(items, min(count, len(items)))

@@ -95,3 +95,22 @@ def test_the_command_prints_ten_items():
     assert sum(line.startswith("---- ") for line in run.stdout.splitlines()) == 10
     run = subprocess.run([*command, "--room", "nowhere"], capture_output=True, text=True)
     assert run.returncode == 1 and "nowhere: no Python file" in run.stderr
+
+
+def test_a_method_without_a_docstring_has_that_of_its_base(tmp_path):
+    source = (
+        SOURCE
+        + """
+
+class Square(Shape):
+    def area(self) -> float:
+        return hidden_four
+
+    def turned(self): return self
+"""
+    )
+    (tmp_path / "shapes.py").write_text(source)
+    classes = sampling.classes_of([tmp_path / "shapes.py"])
+    found = {item.name: item for item in sampling.items_of(tmp_path / "shapes.py", tmp_path, classes)}
+    assert found["Square.area"].text.endswith('"""Square metres."""  # inherited from Shape')
+    assert "hidden" not in found["Square.area"].text and "inherited" not in found["Square.turned"].text
