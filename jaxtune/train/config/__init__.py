@@ -1,5 +1,5 @@
-"""The configuration of a run: its sections (sections.py), all of them together (train_config.py), what checks them
-(checks.py) and the YAML file (file.py)."""
+"""The configuration of a run: the sections (sections.py, model.py, objective.py), the whole configuration
+(train_config.py), checks of values (checks.py), and reading and writing of YAML (file.py)."""
 
 from jaxtune.train.config.checks import ConfigError
 from jaxtune.train.config.model import AdapterConfig, ModelConfig

@@ -1,4 +1,4 @@
-"""What the values of a configuration are checked with; see config.py."""
+"""Checks of single values of a configuration. Each raises a `ConfigError` that names the key, the value and the fix."""
 
 from __future__ import annotations
 
@@ -11,29 +11,34 @@ class ConfigError(ValueError):
 
 
 def require(condition: bool, key: str, value: object, fix: str) -> None:
+    """Raises `ConfigError`, "KEY = VALUE: FIX", unless the condition holds."""
     if not condition:
         raise ConfigError(f"{key} = {value!r}: {fix}")
 
 
 def positive(key: str, value: float | None) -> None:
+    """Raises `ConfigError` unless the value is None, or finite and above 0."""
     require(value is None or (value > 0 and math.isfinite(value)), key, value, "must be greater than 0")
 
 
 def not_negative(key: str, value: float | None) -> None:
+    """Raises `ConfigError` unless the value is None, or finite and at least 0."""
     require(value is None or (value >= 0 and math.isfinite(value)), key, value, "must be 0 or more")
 
 
 def fraction(key: str, value: float | None, below_one: bool = False) -> None:
+    """Raises `ConfigError` unless the value is None, or from 0 to 1. below_one: whether 1 itself is refused too."""
     inside = value is None or (0 <= value < 1 if below_one else 0 <= value <= 1)
     require(inside, key, value, "must be from 0 to " + ("below 1" if below_one else "1"))
 
 
-# What the programs count with: int32 and float32.
+# The ranges of the compiled programs' int32 and float32.
 LARGEST_INTEGER = 2**31 - 1
 _LARGEST_FLOAT, _SMALLEST_FLOAT = 3e38, 1e-37
-# Beyond any model and machine; numbers above them are slips that would ask for terabytes.
+# Upper limits of single keys. They are beyond any model and machine; a larger number is a slip that would ask for
+# terabytes of memory.
 _LIMITS = {
-    "seed": 2**32 - 1,  # jax.random.key takes no more of it: 2**32 was the seed 0
+    "seed": 2**32 - 1,  # jax.random.key uses only 32 bits: 2**32 would be the same seed as 0
     "adapter.r": 65_536,
     "adapter.rank_pattern": 65_536,
     "data.num_workers": 1_024,
@@ -43,7 +48,13 @@ _LIMITS = {
 
 
 def require_usable_numbers(value: object, key: str) -> None:
-    """Every number of a config, by its dotted key, is one that the programs can count with."""
+    """Raises `ConfigError` if a number in a configuration is outside of int32 or float32, or above the limit of its
+    key.
+
+    Args:
+        value: a configuration, one of its sections, or a value of it; sections and mappings are walked.
+        key: its dotted key; "" for the whole configuration.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             require_usable_numbers(getattr(value, field.name), f"{key}.{field.name}".lstrip("."))

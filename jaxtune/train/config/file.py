@@ -1,8 +1,8 @@
-"""Reads recipes and `key.sub=value` overrides into a TrainConfig, writes them, and compares two.
+"""Reads recipes and `key.sub=value` overrides into a TrainConfig, and writes a TrainConfig as YAML.
 
 Pydantic checks strictly: an unknown key or a wrong type is an error that names the key and the nearest valid one. YAML
-is read as YAML 1.2 reads it: only `true` and `false` are booleans (`on` and `no` are strings), `1e-4` is a number, and
-a key may stand once.
+is read by the rules of YAML 1.2: only `true` and `false` are booleans (`on` and `no` are strings), `1e-4` is a number,
+and a key that occurs twice is an error.
 """
 
 from __future__ import annotations
@@ -29,20 +29,25 @@ from jaxtune.train.config import DEFAULT_OUTPUT, SHORTHANDS, ConfigError, TrainC
 
 @dataclass(frozen=True)
 class ConfigKey:
-    """One key of the schema: `name` is dotted, `type` is in words, `default` is as YAML writes it."""
+    """One key of the configuration's schema."""
 
     name: str
+    """The dotted key, such as "optim.learning_rate"."""
     type: str
+    """Its type in words, such as "number or null"."""
     default: str
+    """Its default as YAML, or "required"."""
     help: str
+    """Its help text."""
 
 
 def config_keys() -> list[ConfigKey]:
-    """Every key of a TrainConfig in the order of the schema; `--help` and the documentation are made of it."""
+    """Every key of a TrainConfig in the order of the schema, from which `--help` and the documentation are made."""
     return list(_keys_of(TrainConfig, ""))
 
 
 def _keys_of(cls: type, prefix: str) -> Iterator[ConfigKey]:
+    """Yields the keys of a section's dataclass and of the sections in it; `prefix` is put before their names."""
     hints = typing.get_type_hints(cls, include_extras=True)
     for item in dataclasses.fields(cls):
         hint, name = hints[item.name], prefix + item.name
@@ -56,7 +61,7 @@ def _keys_of(cls: type, prefix: str) -> Iterator[ConfigKey]:
 
 
 def _section(hint: Any) -> type | None:
-    """The dataclass in a type such as `Annotated[AdapterConfig | None, help]`."""
+    """The dataclass in a type such as `Annotated[AdapterConfig | None, help]`; None if there is none."""
     for member in _members(hint):
         if dataclasses.is_dataclass(member) and isinstance(member, type):
             return member
@@ -64,6 +69,7 @@ def _section(hint: Any) -> type | None:
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
+    """The members of a union type, or the type itself; help texts (`Annotated`) are dropped."""
     if typing.get_origin(hint) is Annotated:
         hint = typing.get_args(hint)[0]
     # Literal[...] | None is a typing.Union before Python 3.14.
@@ -74,6 +80,7 @@ _WORDS = {int: "integer", float: "number", bool: "true or false", str: "string",
 
 
 def _describe(hint: Any) -> str:
+    """A type in words, such as "integer or null"."""
     words = []
     for member in _members(hint):
         origin, arguments = typing.get_origin(member), typing.get_args(member)
@@ -96,29 +103,30 @@ def _describe(hint: Any) -> str:
 
 
 def packaged_recipes() -> dict[str, Path]:
-    """Name -> file of the recipes in the package."""
+    """The files of the recipes in the package, by name."""
     folder = Path(__file__).parents[1] / "recipes"
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
 def recipe_summary(path: Path) -> str:
-    """What a recipe is for: the first line of the comment that it begins with."""
+    """The first line of the comment at the beginning of a recipe, which says what it is for; "" if there is none."""
     first_line = path.read_text(encoding="utf-8").split("\n", 1)[0]
     return first_line.lstrip("# ") if first_line.startswith("#") else ""
 
 
 def load_config(recipe: str, overrides: Sequence[str] = (), rows_needed: bool = True) -> TrainConfig:
-    """Read a recipe and apply `key.sub=value` overrides.
+    """Reads a recipe and applies `key.sub=value` overrides to it.
 
     Args:
-        recipe: path of a YAML file, or name of a packaged recipe. In its values `{package}` is the folder of the
-            jaxtune package; in `output`, `{recipe}` is the recipe's name.
-        overrides: e.g. `["optim.learning_rate=1e-4", "adapter=null", "adapter.target_modules=[q_proj, v_proj]"]`; a
+        recipe: the path of a YAML file, or the name of a packaged recipe. In its values, `{package}` becomes the folder
+            of the jaxtune package; in `output`, `{recipe}` becomes the recipe's name.
+        overrides: such as `["optim.learning_rate=1e-4", "adapter=null", "adapter.target_modules=[q_proj, v_proj]"]`; a
             value is a YAML scalar, `[list]`, `{mapping}` or quoted string.
-        rows_needed: False lets data.train be missing, which is then "".
+        rows_needed: whether data.train must be set. If False, it is "" when it is missing.
 
     Raises:
-        ConfigError: everything that is wrong, one line each: key, value, where it stands, and the nearest valid key.
+        ConfigError: the recipe cannot be read, or it has faults. The message has one line for each fault: the key, the
+            value, the file and line, and the nearest valid key.
     """
     path = _find_recipe(recipe)
     try:
@@ -141,14 +149,20 @@ def load_config(recipe: str, overrides: Sequence[str] = (), rows_needed: bool = 
 
 
 def load_to_evaluate(recipe: str, overrides: Sequence[str] = ()) -> tuple[TrainConfig, int]:
-    """(as load_config, rows that the recipe takes out of data.train although the config does not): an override that
-    names held-out rows, data.eval, stands in place of the recipe's data.eval_rows."""
+    """Reads a recipe whose held-out rows may be replaced by an override of data.eval.
+
+    Such an override also unsets the recipe's data.eval_rows, which cannot be set beside data.eval.
+
+    Returns:
+        The configuration, and the data.eval_rows that was unset (0 if none was): the number of rows that a run of the
+        recipe would not have trained on. Arguments and errors are those of `load_config`.
+    """
     keys = {override.split("=")[0].strip() for override in overrides}
     if "data.eval" in keys and "data.eval_rows" not in keys:
         try:
             others = [override for override in overrides if override.split("=")[0].strip() != "data.eval"]
             taken = load_config(recipe, others).data.eval_rows
-        except ConfigError:  # which the whole of it may mend, or shows too
+        except ConfigError:  # the call below, with all overrides, shows the error if there still is one
             taken = 0
         if taken:
             return load_config(recipe, [*overrides, "data.eval_rows=0"]), taken
@@ -156,6 +170,7 @@ def load_to_evaluate(recipe: str, overrides: Sequence[str] = ()) -> tuple[TrainC
 
 
 def _find_recipe(recipe: str) -> Path:
+    """The file of a recipe, given by name or path. Raises `ConfigError` with the nearest name if there is none."""
     recipes = packaged_recipes()
     if recipe in recipes:
         return recipes[recipe]
@@ -171,7 +186,7 @@ def _find_recipe(recipe: str) -> Path:
     raise ConfigError(f"no packaged recipe {recipe!r}{hint}; packaged: {', '.join(recipes)}; or give a YAML file")
 
 
-# What YAML 1.2's core schema calls numbers (https://yaml.org/spec/1.2.2, section 10.3.2); 1.1 reads 1e-4 as a string.
+# The numbers of YAML 1.2's core schema (https://yaml.org/spec/1.2.2, section 10.3.2). YAML 1.1 reads 1e-4 as a string.
 _INTEGER = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 _NUMBER = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _CONSTANTS: dict[str, bool | None] = dict.fromkeys(("", "~", "null", "Null", "NULL"))
@@ -179,13 +194,15 @@ _CONSTANTS |= dict.fromkeys(("true", "True", "TRUE"), True) | dict.fromkeys(("fa
 _SPECIAL_NUMBER = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 
-# A recipe has some hundred values, a few levels deep. More is an accident, or anchors that multiply ("a: &a [x, x]").
+# Limits of a recipe, which has some hundred values a few levels deep. More is an accident, or comes from anchors that
+# multiply ("a: &a [x, x]").
 _MOST_VALUES = 10_000
 _DEEPEST = 20
 _LONGEST_NUMBER = 40
 
 
 def _scalar(text: str) -> Any:
+    """The value of an unquoted YAML scalar: null, a boolean, a number or a string."""
     if text in _CONSTANTS:
         return _CONSTANTS[text]
     if len(text) > _LONGEST_NUMBER:
@@ -200,7 +217,16 @@ def _scalar(text: str) -> Any:
 
 
 def _parse_yaml(text: str, source: str, origins: dict[str, str] | None = None) -> Any:
-    """YAML text -> dicts, lists and scalars; `origins` receives dotted key -> 'source:line'."""
+    """Parses YAML to dicts, lists and scalars.
+
+    Args:
+        text: the YAML.
+        source: its file name, for messages.
+        origins: if given, receives "source:line" for each dotted key.
+
+    Raises:
+        ConfigError: it is not YAML, has a key twice, or exceeds the limits above.
+    """
     try:
         node = yaml.compose(text, Loader=yaml.BaseLoader)
     except yaml.YAMLError as error:
@@ -228,7 +254,7 @@ def _parse_yaml(text: str, source: str, origins: dict[str, str] | None = None) -
             key = f"{prefix}.{name}" if prefix else name
             line = f"{source}:{key_node.start_mark.line + 1}"
             if name in result:
-                raise ConfigError(f"{key} stands twice ({line}): keep one")
+                raise ConfigError(f"{key} is set twice ({line}): keep one")
             if origins is not None:
                 origins[key] = line
             result[name] = read(value_node, key, depth + 1)
@@ -238,6 +264,7 @@ def _parse_yaml(text: str, source: str, origins: dict[str, str] | None = None) -
 
 
 def _substitute(value: Any, name: str, text: str) -> Any:
+    """A copy of nested values with `name` replaced by `text` in every string."""
     if isinstance(value, dict):
         return {key: _substitute(item, name, text) for key, item in value.items()}
     if isinstance(value, list):
@@ -246,6 +273,16 @@ def _substitute(value: Any, name: str, text: str) -> Any:
 
 
 def _apply_override(values: dict[str, Any], override: str, origins: dict[str, str]) -> None:
+    """Sets one key in a recipe's nested values, in place.
+
+    Args:
+        values: the recipe.
+        override: "key.sub=value".
+        origins: where each dotted key was set, for messages; it is updated.
+
+    Raises:
+        ConfigError: the override cannot be read, or the key is below a value that is not a section.
+    """
     key, equals, text = override.partition("=")
     if not equals or not key.strip(". "):
         raise ConfigError(f"cannot read override {override!r}: write key=value, for example optim.learning_rate=1e-4")
@@ -260,11 +297,11 @@ def _apply_override(values: dict[str, Any], override: str, origins: dict[str, st
         values = values[name]
         if not isinstance(values, dict):
             raise ConfigError(f"{'.'.join(sections[: depth + 1])} has no keys of its own ({origin})")
-    # A plain value is taken as it stands, so that `data.response_part=### Response:` is neither comment nor mapping.
+    # An unquoted value is not parsed as YAML, where `data.response_part=### Response:` would be a comment.
     text = text.strip()
     value = _parse_yaml(text, origin) if text.startswith(("[", "{", '"', "'")) else _scalar(text)
     if not sections and last in SHORTHANDS and isinstance(value, str) and isinstance(values.get(last), dict):
-        # qat.group_size=32 qat=int4: the short form names one key of the section, and leaves the others.
+        # With qat.group_size=32 qat=int4, the short form sets one key of the section and keeps the others.
         _apply_override(values, f"{last}.{SHORTHANDS[last]}={text}", origins)
         return
     values[last] = value
@@ -278,32 +315,40 @@ def _apply_override(values: dict[str, Any], override: str, origins: dict[str, st
 
 @functools.cache
 def _adapter() -> pydantic.TypeAdapter[TrainConfig]:
+    """Pydantic's validator of a TrainConfig; building it takes a while, so it is built once."""
     return pydantic.TypeAdapter(TrainConfig)
 
 
 def config_from_dict(values: Mapping[str, Any], origins: Mapping[str, str] | None = None) -> TrainConfig:
-    """Check nested plain values (what `config_to_dict` gives) and make a TrainConfig of them.
+    """Checks nested plain values, such as `config_to_dict` returns, and makes a TrainConfig of them.
 
-    `origins` says for error messages where a dotted key was set. Raises ConfigError with one line for each fault.
+    Args:
+        values: dicts, lists and scalars.
+        origins: where each dotted key was set, such as "file:line", for messages.
+
+    Raises:
+        ConfigError: the values have faults; the message has one line for each.
     """
     for key, value in flat_keys(values).items():
         try:
             f"{key} {value}".encode()
         except UnicodeEncodeError:
-            raise ConfigError(f"{ascii(key)[1:-1]} = {value!a}: half a character, which no file can hold") from None
+            raise ConfigError(
+                f"{ascii(key)[1:-1]} = {value!a}: half of a surrogate pair, which no file can have"
+            ) from None
     try:
-        # Strict mode takes dicts for dataclasses and lists for tuples from JSON only.
+        # In strict mode, only JSON may have objects for dataclasses and lists for tuples.
         return _adapter().validate_json(json.dumps(values), strict=True)
     except pydantic.ValidationError as error:
         lines: dict[str, str] = {}
         for fault in error.errors():
             key, text = _explain(fault, origins or {})
-            lines.setdefault(key, text)  # a union reports a fault for each of its members: one is enough
+            lines.setdefault(key, text)  # a union reports a fault for each of its members, of which one is shown
         raise ConfigError("\n".join(lines.values())) from None
 
 
 def _explain(fault: Any, origins: Mapping[str, str]) -> tuple[str, str]:
-    """The key and the message of one of pydantic's faults."""
+    """The dotted key and the message of one entry of pydantic's `errors()`. origins: see `config_from_dict`."""
     key, hint, section = _locate(fault["loc"])
     kind, value = fault["type"], fault["input"]
     if kind == "value_error":  # from a __post_init__, whose message begins with the key
@@ -312,7 +357,7 @@ def _explain(fault: Any, origins: Mapping[str, str]) -> tuple[str, str]:
     where = _where(key, origins)
     if kind == "unexpected_keyword_argument":
         return key, f"unknown key {key}{where}; {_nearest(key, section)}"
-    if kind == "missing" and not isinstance(fault["loc"][-1], int):  # a number is a place in a pair
+    if kind == "missing" and not isinstance(fault["loc"][-1], int):  # a number is an index in a pair
         return key, f"{key} is missing ({_describe(hint)}): it must be set"
     text = f"{key} = {json.dumps(value, ensure_ascii=False)}{where}: expected {_describe(hint)}"
     if isinstance(value, str):
@@ -325,7 +370,7 @@ def _explain(fault: Any, origins: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _where(key: str, origins: Mapping[str, str]) -> str:
-    """' (file:line)' of the key, or of the innermost section around it that was set somewhere."""
+    """Where a key was set, as " (file:line)", or the innermost section around it that was set; "" if neither was."""
     parts = key.split(".")
     for end in range(len(parts), 0, -1):
         origin = origins.get(".".join(parts[:end]))
@@ -335,9 +380,10 @@ def _where(key: str, origins: Mapping[str, str]) -> str:
 
 
 def _locate(location: tuple[int | str, ...]) -> tuple[str, Any, type]:
-    """The dotted key of a pydantic location, its type, and the dataclass it belongs to.
+    """The dotted key of a location in pydantic's `errors()`, the type of that key, and the dataclass that has it.
 
-    Stops at the first part that is no field: an unknown key (kept), or the member of a union (dropped).
+    The walk stops at the first part that is not a field: an unknown key, which is part of the result, or the name of a
+    union's member, which is not.
     """
     section, hint, names = TrainConfig, None, []
     for part in location:
@@ -355,6 +401,7 @@ def _locate(location: tuple[int | str, ...]) -> tuple[str, Any, type]:
 
 
 def _nearest(key: str, section: type) -> str:
+    """A hint for an unknown key: the nearest valid key of its section, or of all sections, or the section's keys."""
     prefix, _, name = key.rpartition(".")
     siblings = [item.name for item in dataclasses.fields(section)]
     near = difflib.get_close_matches(name, siblings, 1, cutoff=0.7)
@@ -373,12 +420,12 @@ def _nearest(key: str, section: type) -> str:
 
 
 def config_to_dict(config: TrainConfig) -> dict[str, Any]:
-    """Nested dicts, lists and scalars, every key present; `config_from_dict` reads them back."""
+    """The configuration as nested dicts, lists and scalars with every key; `config_from_dict` reads it back."""
     return json.loads(json.dumps(dataclasses.asdict(config)))  # tuples become lists
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes the strings that `_scalar` would read as something else."""
+    """Writes YAML in which strings that look like numbers of YAML 1.2 (`_scalar`) are quoted."""
 
 
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"^({_NUMBER.pattern})$"), list("-+.0123456789"))
@@ -386,12 +433,12 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(f"^({_INTEGER.
 
 
 def config_to_yaml(config: TrainConfig) -> str:
-    """The resolved config as YAML that `load_config` reads back to an equal config."""
+    """The configuration as YAML with every key, which `load_config` reads back to an equal configuration."""
     return yaml.dump(config_to_dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def flat_keys(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{dotted key: value} of nested mappings; an empty one is a value."""
+    """{dotted key: value} of nested mappings; an empty mapping counts as a value. prefix: put before every key."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:

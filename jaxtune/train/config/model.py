@@ -1,4 +1,4 @@
-"""The sections `model` and `adapter` of a configuration; see config.py."""
+"""The sections `model` and `adapter` of a configuration."""
 
 from __future__ import annotations
 
@@ -94,5 +94,5 @@ class AdapterConfig:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What get_peft_model takes: everything but the path."""
+        """The keyword arguments of `get_peft_model`: every key except `path`."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name != "path"}

@@ -10,7 +10,7 @@ from pydantic import ConfigDict
 
 from jaxtune.train.config.checks import fraction, not_negative, positive, require
 
-# The options that an objective has; the others must not be set beside it.
+# The options of each objective; setting any other one is an error.
 _OPTIONS = {
     "sft": (),
     "dpo": ("beta", "loss_type", "label_smoothing", "precompute_ref_log_probs"),
@@ -19,7 +19,7 @@ _OPTIONS = {
     "simpo": ("beta", "simpo_gamma", "label_smoothing"),
     "reward": ("center_rewards_coefficient",),
 }
-# Options of the objectives that learn from rewards of sampled answers; train/objectives has their defaults.
+# The options that all objectives over rewards of sampled answers share; their defaults are in train/objectives.
 _REWARDED = ("reward_funcs", "reward_weights", "reward_timeout", "reward_errors")
 _SAMPLED = (
     "num_generations",
@@ -79,13 +79,13 @@ class ObjectiveConfig:
         "Loss of a pair: sigmoid, ipo or hinge (dpo); how losses of tokens add up: dapo (default), grpo, dr_grpo, "
         "bnpo, cispo or sapo (grpo).",
     ] = "sigmoid"
-    label_smoothing: Annotated[float, "Probability that a preference is the wrong way around (dpo, simpo)."] = 0.0
+    label_smoothing: Annotated[float, "Probability that a preference is labelled wrongly (dpo, simpo)."] = 0.0
     precompute_ref_log_probs: Annotated[
         bool, "Compute the reference's log-probabilities once, before training (dpo, kto)."
     ] = False
     desirable_weight: Annotated[float, "Weight of the losses of desirable answers (kto)."] = 1.0
     undesirable_weight: Annotated[float, "Weight of the losses of other answers (kto)."] = 1.0
-    simpo_gamma: Annotated[float, "Margin by which rewards are to differ (simpo)."] = 0.5
+    simpo_gamma: Annotated[float, "Margin by which the rewards of a pair should differ (simpo)."] = 0.5
     center_rewards_coefficient: Annotated[
         float | None, "Weight of the square of a pair's summed scores, which centres them (reward); 0.01 is usual."
     ] = None
@@ -103,7 +103,7 @@ class ObjectiveConfig:
         int | None, "Answers to each prompt; rows_per_step counts answers (grpo: 8; rloo: 2)."
     ] = None
     max_completion_length: Annotated[int | None, "The most tokens of an answer (512)."] = None
-    temperature: Annotated[float | None, "Of sampling, and of the log-probabilities that are trained (1)."] = None
+    temperature: Annotated[float | None, "Divides the logits, both in sampling and in the loss (1)."] = None
     top_k: Annotated[int | None, "Sample from this number of likeliest tokens (0: all)."] = None
     top_p: Annotated[float | None, "Sample from the likeliest tokens with this probability in all (1)."] = None
     min_p: Annotated[float | None, "Sample from tokens with this part of the likeliest one's probability (0)."] = None
@@ -184,7 +184,7 @@ class ObjectiveConfig:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What is given of the objective's options, by name."""
+        """The options of this objective that are set, by name: the keyword arguments of its class."""
         named = {name: getattr(self, name) for name in _OPTIONS[self.name]}
         if self.name == "grpo" and self.loss_type == "sigmoid":  # the default, which is dpo's
             del named["loss_type"]

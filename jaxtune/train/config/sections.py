@@ -1,7 +1,8 @@
-"""The sections of a run's configuration: schema, defaults and help text in one place, as frozen dataclasses.
+"""The sections of a run's configuration, as frozen dataclasses: schema, defaults and help texts in one place.
 
-Each class checks in `__post_init__` what types cannot say, so that a config built in Python is checked as one from YAML
-is. `train_config.py` puts them together; `file.py` reads and writes them.
+The second argument of an `Annotated` type is the key's help text. What types cannot express is checked in
+`__post_init__`, so that a configuration built in Python is checked like one from YAML. `train_config.py` combines the
+sections; `file.py` reads and writes them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from jaxtune.train.config.checks import (
 _STRICT = ConfigDict(extra="forbid")
 
 
-# What config.data says of how rows become tokens and packed rows.
+# The keys of `data` that decide how rows are tokenised and packed: arguments of `jaxtune.train.data.prepare`.
 ROW_OPTIONS = (
     "format",
     "template",
@@ -39,7 +40,7 @@ ROW_OPTIONS = (
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Rows, and how they become tokens."""
+    """The rows, and how they are tokenised and packed."""
 
     __pydantic_config__ = _STRICT
 
@@ -110,17 +111,17 @@ class DataConfig:
 
     @property
     def mixed(self) -> tuple[tuple[str, float], ...]:
-        """The (rows, weight) that are mixed; none where all rows are one set."""
+        """The (rows, weight) pairs that `train` mixes; empty if it has no weights."""
         given = () if isinstance(self.train, str) else self.train
         return tuple(part for part in given if not isinstance(part, str))
 
     def _require_what_can_be_streamed(self) -> None:
-        """Refuses what needs all rows, or their number, before the run."""
+        """Raises `ConfigError` if rows are streamed or mixed, and a key is set that needs all rows before the run."""
         require(self.train != (), "data.train", [], "must name rows")
         for rows, weight in self.mixed:
             positive(f"data.train, the weight of {rows}", weight)
         if self.streaming:
-            why = "a stream, of which nobody knows all rows before it is read"
+            why = "a stream, whose rows are not all known before it is read"
         elif self.mixed:
             why = "several sets of rows, which are mixed during the run"
         else:
@@ -130,7 +131,7 @@ class DataConfig:
             self.packing != "step",
             "data.packing",
             self.packing,
-            f"data.train is {why}, and steps cannot be laid out before; set it to true or false",
+            f"data.train is {why}, so steps cannot be packed before the run; set it to true or false",
         )
         require(
             self.max_rows is None or not self.streaming,
@@ -199,7 +200,7 @@ class ScheduleConfig:
         bool, "The first step of a warm-up has a rate of 0, as in transformers; else the peak / its steps."
     ] = False
     min_ratio: Annotated[float, "Lowest learning rate as a share of the peak (not of constant)."] = 0.0
-    cycles: Annotated[int, "Cosines from the peak down, one after the other (cosine_with_restarts)."] = 1
+    cycles: Annotated[int, "Number of cosine decays from the peak (cosine_with_restarts)."] = 1
 
     def __post_init__(self) -> None:
         not_negative("schedule.warmup_steps", self.warmup_steps)
@@ -220,7 +221,7 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """The memory that a step may take, and what happens to residuals between forward and backward."""
+    """The memory that a run may use, and what happens to residuals between forward and backward."""
 
     __pydantic_config__ = _STRICT
 
@@ -240,7 +241,7 @@ class MemoryConfig:
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """What --plan plans for."""
+    """The device that --plan makes a forecast for."""
 
     __pydantic_config__ = _STRICT
 
@@ -278,7 +279,7 @@ class QatConfig:
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Devices by axis."""
+    """How devices share the work: the sizes of the mesh's axes."""
 
     __pydantic_config__ = _STRICT
 
@@ -294,14 +295,16 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What a run saves to go on from."""
+    """When checkpoints are saved, and whether a run resumes from them."""
 
     __pydantic_config__ = _STRICT
 
     every_steps: Annotated[int | None, "Save every this many steps."] = None
     every_minutes: Annotated[float | None, "Save when this much time has passed since the last one."] = 30.0
     keep: Annotated[int, "Checkpoints kept; older ones are deleted."] = 2
-    resume: Annotated[Literal["auto", "never"], "Go on from the last checkpoint in the output folder, if any."] = "auto"
+    resume: Annotated[Literal["auto", "never"], "Continue from the last checkpoint in the output folder, if any."] = (
+        "auto"
+    )
 
     def __post_init__(self) -> None:
         positive("checkpoint.every_steps", self.every_steps)
@@ -329,11 +332,11 @@ class EvaluationConfig:
         not_negative("evaluation.sample_rows", self.sample_rows)
 
     def after_last(self, step: int) -> bool:
-        """Whether an evaluation follows `step`, the last of its run."""
+        """Whether the held-out rows are evaluated after the last step of a run, which is number `step`."""
         return self.at_end or self.between(step)
 
     def between(self, step: int) -> bool:
-        """Whether an evaluation follows `step`, of whatever steps."""
+        """Whether the held-out rows are evaluated after `step` because of `every_steps`."""
         return self.every_steps is not None and step % self.every_steps == 0
 
 
@@ -353,7 +356,7 @@ class GuardConfig:
 
 @dataclass(frozen=True)
 class MetricsConfig:
-    """Where the numbers go beside metrics.jsonl."""
+    """Where metrics are written besides metrics.jsonl, and how often."""
 
     __pydantic_config__ = _STRICT
 
@@ -368,7 +371,7 @@ class MetricsConfig:
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """A trace of some steps."""
+    """Which steps are traced by the profiler."""
 
     __pydantic_config__ = _STRICT
 
@@ -382,7 +385,7 @@ class ProfileConfig:
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """What the output folder holds at the end."""
+    """What is exported to the output folder at the end of a run."""
 
     __pydantic_config__ = _STRICT
 

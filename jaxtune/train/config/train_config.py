@@ -1,4 +1,4 @@
-"""TrainConfig: the sections of one run, and what they ask of each other."""
+"""TrainConfig, the configuration of one run: its sections, and the checks that concern several of them."""
 
 from __future__ import annotations
 
@@ -35,17 +35,19 @@ from jaxtune.train.config.sections import (
 )
 
 DEFAULT_OUTPUT = "runs/{recipe}"
-# Sections that one of their keys may stand for: `qat: int4` sets qat.format.
+# Sections that can be given as a single string, and the key that it sets: `qat: int4` sets qat.format.
 SHORTHANDS = {"qat": "format", "objective": "name"}
 
 
 def _by_name(section: str) -> BeforeValidator:
+    """A pydantic validator that accepts a section of `SHORTHANDS` as a single string."""
+
     def mapping(value: object) -> object:
         if isinstance(value, str):
             return {SHORTHANDS[section]: value}
         if not isinstance(value, dict):
             return value
-        # Behind this function pydantic no longer knows that the value came from JSON, whose lists it takes for tuples.
+        # After this function pydantic no longer knows that the value comes from JSON, where it accepts lists as tuples.
         return {key: tuple(each) if isinstance(each, list) else each for key, each in value.items()}
 
     return BeforeValidator(mapping)
@@ -53,7 +55,7 @@ def _by_name(section: str) -> BeforeValidator:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """One training run."""
+    """The configuration of one training run."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -66,7 +68,7 @@ class TrainConfig:
         int, "Rows of data.length tokens in an optimizer step, over all devices; see data.packing: step."
     ] = 8
     micro_batches: Annotated[
-        int | None, "Parts that the rows of a step are computed in, one after the other; null: the fastest that fits."
+        int | None, "Parts in which the rows of a step are computed in turn; null: the fastest number that fits."
     ] = None
     precision: Annotated[Literal["bf16", "fp32", "fp16"], "Compute dtype; see optim.weights for storage."] = "bf16"
     seed: Annotated[int, "Seed of the adapter's start, the order of the rows, dropout and noise."] = 0
@@ -100,7 +102,7 @@ class TrainConfig:
     output: Annotated[str, "Folder for everything the run writes; {recipe} is the recipe's name."] = DEFAULT_OUTPUT
 
     def require_rows_for(self, devices: int) -> None:
-        """Raises a ConfigError where so many devices cannot share the rows of a micro-batch evenly."""
+        """Raises `ConfigError` if the rows of a micro-batch cannot be divided evenly among this number of devices."""
         rows = self.rows_per_step // (self.micro_batches or 1)
         require(
             rows % devices == 0,
@@ -129,21 +131,23 @@ class TrainConfig:
             )
         if self.steps is None and self.epochs is None:
             object.__setattr__(self, "epochs", 1.0)
-        # A config built in Python has no recipe.
-        # And a shell leaves the ~ of output=~/runs as it is.
+        # A configuration built in Python has no recipe, so {recipe} becomes "default". The ~ of output=~/runs is
+        # expanded here, because a shell does not.
         object.__setattr__(self, "output", os.path.expanduser(self.output.replace("{recipe}", "default")))
         for key in ("steps", "epochs", "rows_per_step", "micro_batches", "max_grad_norm", "neftune_noise_alpha"):
             positive(key, getattr(self, key))
         for key in ("seed", "router_aux_loss_coef", "router_z_loss_coef"):
             not_negative(key, getattr(self, key))
         require(self.output != "", "output", "", "must name a folder")
-        self._require_a_step_that_divides()
-        self._require_answers_to_ask_for()
-        self._require_what_adapters_allow()
-        self._require_what_rounding_allows()
-        self._require_rows_to_evaluate()
+        self._check_division_of_steps()
+        self._check_exact_match()
+        self._check_adapter()
+        self._check_qat()
+        self._check_evaluation()
 
-    def _require_a_step_that_divides(self) -> None:
+    def _check_division_of_steps(self) -> None:
+        """Raises `ConfigError` if a step is too large, or cannot be divided into micro-batches or among devices, or a
+        key is set that does not work with mesh.fsdp."""
         tokens = self.rows_per_step * self.data.length
         require(
             tokens <= LARGEST_INTEGER,
@@ -172,7 +176,8 @@ class TrainConfig:
                 "the run saves",
             )
 
-    def _require_answers_to_ask_for(self) -> None:
+    def _check_exact_match(self) -> None:
+        """Raises `ConfigError` if exact match is evaluated with an objective whose rows have no single right answer."""
         why = "a reward model writes no answers" if self.objective.name == "reward" else "its rows have no right answer"
         require(
             self.objective.name in ("sft", "kto", "grpo", "rloo") or not self.evaluation.exact_match_rows,
@@ -181,7 +186,8 @@ class TrainConfig:
             f"{why} (objective = {self.objective.name}); leave it out",
         )
 
-    def _require_what_adapters_allow(self) -> None:
+    def _check_adapter(self) -> None:
+        """Raises `ConfigError` if a key is set that needs an adapter, or that an adapter rules out."""
         if self.model.from_config is not None and self.adapter is not None:
             raise ConfigError(
                 "adapter is set with model.from_config: training from scratch trains all; set adapter: null"
@@ -211,7 +217,8 @@ class TrainConfig:
             "optim.offload needs it: clipping bounds what an update can reach before it is made",
         )
 
-    def _require_what_rounding_allows(self) -> None:
+    def _check_qat(self) -> None:
+        """Raises `ConfigError` if a key is set that quantisation-aware training rules out."""
         if self.qat is None:
             return
         start, adapter = self.qat.start, self.adapter
@@ -220,7 +227,8 @@ class TrainConfig:
             value = getattr(adapter, key, None)
             require(not value, f"adapter.{key}", value, "qat rounds the merged weight, which cannot have it; unset it")
 
-    def _require_rows_to_evaluate(self) -> None:
+    def _check_evaluation(self) -> None:
+        """Raises `ConfigError` if evaluations are asked for and there are no held-out rows."""
         has_eval = self.data.eval is not None or self.data.eval_rows > 0
         for key in ("every_steps", "at_start"):
             value = getattr(self.evaluation, key)
