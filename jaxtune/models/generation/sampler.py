@@ -366,6 +366,7 @@ class Sampler:
             self._seen = device.mark_seen(self._seen, np.int32(slot), padded, np.int32(len(request.tokens)))
 
     def _widen_ends(self, needed: int) -> None:
+        """Gives the array of end tokens at least `needed` columns."""
         have = self._rows.ends.shape[1]
         if needed > have:
             more = (1 << (needed - 1).bit_length()) - have

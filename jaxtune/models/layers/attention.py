@@ -228,7 +228,10 @@ class Attention(nnx.Module):
         return cache_of(key, lengths, capacity), cache_of(value, lengths, capacity)
 
     def step(self, x: jax.Array, state, at: jax.Array, context: Context):
-        """See Mixer.step; the state is (keys, values) as from `first_state`."""
+        """Runs the next N tokens of each row: (output [B, N, hidden], the state after them).
+
+        The state is (keys, values) as from `first_state`.
+        """
         query, key, value, *gates = self.project(x, context.rotary)
         options = self.options(context.spec.window)
         if x.shape[1] > 1:
@@ -242,12 +245,17 @@ class Attention(nnx.Module):
     # ---- for the planner
 
     def waiting_bytes(self, sizes: Sizes) -> float:
-        """See Mixer.waiting_bytes: a multiple of the query's bytes, fitted to compiled programs."""
+        """Bytes of partial results that exist while the feed-forward's backward runs, for the planner.
+
+        A multiple of the query's bytes, fitted to compiled programs.
+        """
         return ATTENTION_BYTES.of("cudnn", sizes.device).waiting * sizes["query"]
 
     def backward_bytes(self, sizes: Sizes) -> float:
-        """See Mixer.backward_bytes: gradients of query, key and value, normed queries and keys, and values of the
-        residual stream."""
+        """Bytes of its backward in addition to the residuals, for the planner.
+
+        Gradients of query, key and value, normed queries and keys, and values of the residual stream.
+        """
         fit = ATTENTION_BYTES.of("cudnn", sizes.device)
         stream = fit.stream * sizes["layer_input"]
         if self.config.qk_norm is not None:

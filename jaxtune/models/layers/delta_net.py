@@ -234,7 +234,10 @@ class DeltaNet(nnx.Module):
         return jnp.where((at >= 0)[..., None], window, 0), delta_rule_state(key, value, decay, beta, lengths)
 
     def step(self, x: jax.Array, state, at: jax.Array, context: Context):
-        """See Mixer.step; the state is a pair as from `first_state`."""
+        """Runs the next N tokens of each row: (output [B, N, hidden], the state after them).
+
+        The state is a pair as from `first_state`.
+        """
         window, state = state
         qkv, gate, rates = self.project(x)
         if x.shape[1] > 1:
@@ -250,11 +253,14 @@ class DeltaNet(nnx.Module):
     # ---- for the planner: counted from chunked.py and triton.py; their memory has not been measured on a GPU yet.
 
     def waiting_bytes(self, sizes: Sizes) -> float:
-        """See Mixer.waiting_bytes: a multiple of the output's bytes."""
+        """Bytes of partial results that exist while the feed-forward's backward runs, for the planner.
+
+        A multiple of the output's bytes.
+        """
         return DELTA_NET_BYTES.of("triton", sizes.device).waiting * sizes[_OUT]
 
     def backward_bytes(self, sizes: Sizes) -> float:
-        """See Mixer.backward_bytes.
+        """Bytes of its backward in addition to the residuals, for the planner.
 
         These are queries, keys and values after the convolution with their gradients, once in chunks and once whole,
         and the larger need of the two implementations. The reference implementation has the first state of each group

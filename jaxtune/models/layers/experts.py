@@ -364,12 +364,16 @@ class MoE(nnx.Module):
     # ---- for the planner
 
     def forward_bytes(self, sizes: Sizes) -> float:
-        """See FeedForward.forward_bytes: a multiple of the layer's input."""
+        """Bytes at the end of the layer's forward in addition to the residuals, for the planner.
+
+        A multiple of the layer's input.
+        """
         return EXPERTS_BYTES.of("mosaic" if sizes.hopper else "reference", sizes.device).forward * sizes["layer_input"]
 
     def backward_bytes(self, sizes: Sizes) -> Scratch:
-        """See FeedForward.backward_bytes: the activation, its gradients, and the gradients of gate_up and of the
-        experts' rows.
+        """Bytes of its backward in addition to the residuals, for the planner.
+
+        The activation, its gradients, and the gradients of gate_up and of the experts' rows.
 
         The experts' rows are a copy of each token's hidden state for each of its experts. Where the matrix product does
         not gather rows itself, the sorted rows come in addition, and where the weight is decoded, the decoded weight.

@@ -86,12 +86,15 @@ class MLP(nnx.Module):
     # ---- for the planner
 
     def forward_bytes(self, sizes: Sizes) -> float:
-        """See FeedForward.forward_bytes: the activation, and those of gate and up that are not kept."""
+        """Bytes at the end of the layer's forward in addition to the residuals, for the planner.
+
+        The activation, and those of gate and up that are not kept.
+        """
         dropped = sum(sizes[name] for name in ("gate", "up") if name in sizes.recomputed)
         return sizes["gate"] + dropped + self._fitted(sizes).forward * sizes["layer_input"]
 
     def backward_bytes(self, sizes: Sizes) -> Scratch:
-        """See FeedForward.backward_bytes."""
+        """Bytes of its backward in addition to the residuals, for the planner."""
         gate, up, stream = sizes["gate"], sizes["up"], sizes["layer_input"]
         fit = self._fitted(sizes)
         around = (fit.around if sizes.tiles == 1 else fit.around_tiles) * stream

@@ -163,7 +163,11 @@ def _whole_blocks(tokens, blocks: Blocks):
 
 
 def _query_table(lower, blocks: Blocks, pairs: bool, full: bool):
-    """The table of mosaic_parts.QuerySide; `full`: every row is one document without padding."""
+    """The work of the forward and of dq, int32[B * tiles, 4]; see mosaic_parts.QuerySide for a line.
+
+    lower: int32[B, T], from _bounds. pairs: whether each warpgroup takes one of two heads. full: every row is one
+    document without padding.
+    """
     size = blocks.own * (1 if pairs else WARPGROUPS)
     starts = np.arange(0, lower.shape[1], size, dtype=np.int32)
     first = _whole_blocks(lower[:, ::size], blocks)
@@ -175,8 +179,10 @@ def _query_table(lower, blocks: Blocks, pairs: bool, full: bool):
 
 
 def _key_table(upper, blocks: Blocks, shared: bool, full: bool):
-    """The table of mosaic_backward.key_kernel; `shared`: both warpgroups have the same keys; `full` as in
-    _query_table."""
+    """The work of dk and dv, int32[B * tiles, 4]; see mosaic_backward.key_kernel for a line.
+
+    upper: int32[B, T], from _bounds. shared: both warpgroups have the same keys. full: as in _query_table.
+    """
     size = blocks.own * (1 if shared else WARPGROUPS)
     starts = np.arange(0, upper.shape[1], size, dtype=np.int32)
     first = np.broadcast_to(starts // blocks.step, (upper.shape[0], len(starts)))

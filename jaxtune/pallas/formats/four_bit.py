@@ -68,7 +68,7 @@ class FourBit(Stored):
     table: ClassVar[np.ndarray]  # float32[16], the numbers that the indices stand for
 
     def problem(self) -> str | None:
-        """See Stored.problem."""
+        """The reason why the arrays cannot belong to one tensor, or None."""
         blocks = -(-self.size // BLOCK)
         double = {name: getattr(self, name) for name in ("nested_absmax", "nested_map", "offset")}
         if len({part is None for part in double.values()}) != 1:
@@ -94,18 +94,20 @@ class FourBit(Stored):
 
     @property
     def kind(self) -> str:
-        """See Stored.kind."""
+        """A phrase that differs between weights for which a kernel that decodes must be checked separately."""
         return type(self).__name__ + (", float32 absmax" if self.nested_absmax is None else "")
 
     def random_like(self, shape: tuple[int, ...], draw: np.random.Generator) -> FourBit:
-        """See Stored.random_like."""
+        """Random numbers of this shape in the same format, for the check of a kernel at its first use."""
         like = NF4.encode(jnp.asarray(draw.standard_normal(shape), jnp.bfloat16), self.nested_absmax is not None)
         # FP4 has other entries for the same codes.
         return type(self)(*(getattr(like, field.name) for field in dataclasses.fields(like)))
 
     @classmethod
     def joined(cls, pieces: Sequence[Self], shape: tuple[int, ...]) -> Self:
-        """See Stored.joined; the values are exactly those of the pieces.
+        """One tensor [E, rows, columns] from pieces [., columns] that are its rows in order.
+
+        The values are exactly those of the pieces.
 
         Pieces that were doubly quantised separately have different offsets: their absmax are then kept in float32.
         """
@@ -124,7 +126,9 @@ class FourBit(Stored):
         return cls(*leaves, shape=shape, dtype_name=first.dtype_name)
 
     def piece(self, index: int, start: int, rows: int) -> Self:
-        """See Stored.piece; the values are exactly those of the rows.
+        """Rows `start` to before `start + rows` of matrix `index` of a tensor [E, ., columns].
+
+        The values are exactly those of the rows.
 
         The absmax of a piece that is not whole groups of double quantisation are float32.
         """
@@ -144,8 +148,10 @@ class FourBit(Stored):
         return dataclasses.replace(self, **cut, shape=(rows, columns))
 
     def cut(self, axis: int) -> int | None:
-        """See Stored.cut: along the first axis, between blocks, or with double quantisation between blocks of
-        absmax."""
+        """The number of indices along an axis that must stay in one part when the tensor is divided, or None.
+
+        Along the first axis, between blocks, or with double quantisation between blocks of absmax.
+        """
         row, whole = math.prod(self.shape[1:]), BLOCK * (1 if self.offset is None else NESTED_BLOCK)
         return math.lcm(row, whole) // row if axis == 0 and row else None
 
@@ -308,21 +314,24 @@ class BitsAndBytes(Layout):
     )
 
     def recognises(self, settings: Settings) -> bool:
-        """See Layout.recognises."""
+        """Whether a config.json's quantization_config says that the weights are stored in this layout."""
         four_bit = settings.get("load_in_4bit", settings.get("_load_in_4bit"))
         return settings.get("quant_method") == "bitsandbytes" and bool(four_bit)
 
     def key_of(self, name: str) -> tuple[str, str] | None:
-        """See Layout.key_of."""
+        """(module, key) of a tensor's name; None for a name that no tensor of this layout has."""
         match = _PART.fullmatch(name)
         return None if match is None else (match[1], match[2])
 
     def claims(self, tensors: Headers) -> bool:
-        """See Layout.claims."""
+        """Whether a module's tensors, given by their headers, are a weight of this layout."""
         return any(key != self.codes for key in tensors)
 
     def describe(self, name: str, tensors: Headers, read: Read) -> Found:
-        """See Layout.describe; `details` is a _State."""
+        """The weight that these tensors store, after checking that their headers fit each other (ValueError).
+
+        `details` is a _State.
+        """
         codes = tensors.get(self.codes)
         if codes is None:
             part = next(iter(tensors.values()))
@@ -363,7 +372,7 @@ class BitsAndBytes(Layout):
         return Found(name, tensors, shape, _State(quant_type, dtype_name, offset))
 
     def read(self, found: Found, arrays: Arrays, dtype_name: str) -> FourBit:
-        """See Layout.read."""
+        """The quantised weight, with numpy arrays as leaves, from the content of the tensors that `describe` found."""
         state = found.details
         assert isinstance(state, _State)
         kind = _KINDS[state.quant_type]
@@ -375,7 +384,10 @@ class BitsAndBytes(Layout):
         return kind(*leaves, shape=found.shape, dtype_name=state.dtype_name)
 
     def joining(self, pieces: Sequence[Found], per_expert: int) -> str | None:
-        """See Layout.joining: matrices in NF4 and FP4, or that are not whole blocks."""
+        """The reason why experts' matrices cannot become one tensor [E, out, in], or None.
+
+        Matrices in NF4 and FP4, or that are not whole blocks.
+        """
         first = pieces[0]
         if len({piece.details.quant_type for piece in pieces if isinstance(piece.details, _State)}) > 1:
             return "of its experts' matrices some are in four bits of another type"
@@ -387,12 +399,18 @@ class BitsAndBytes(Layout):
         return None
 
     def digested(self, found: Found) -> list[tuple[str, str]]:
-        """See Layout.digested: the codes by the weight's name, the others by their key, in alphabetical order."""
+        """(label, key) of each tensor in the order in which the base's digest includes them.
+
+        The codes by the weight's name, the others by their key, in alphabetical order.
+        """
         others = sorted(key for key in found.tensors if key != self.codes)
         return [(found.name, self.codes), *((key.removeprefix(".weight."), key) for key in others)]
 
     def splitting(self, weight: Stored, rows: int) -> str | None:
-        """See Layout.splitting: pieces must be whole blocks."""
+        """The reason why experts [E, out, in] cannot be written in pieces of `rows` rows, or None.
+
+        Pieces must be whole blocks.
+        """
         if rows * weight.shape[2] % BLOCK == 0:
             return None
         return f"is in four bits, and its pieces of {rows} x {weight.shape[2]} are not whole blocks of {BLOCK}"
@@ -407,7 +425,7 @@ class BitsAndBytes(Layout):
         return float(jax.device_get(known.offset))
 
     def tensors(self, weight: Stored, number: float | None) -> dict[str, FileTensor]:
-        """See Layout.tensors."""
+        """{key: tensor} of what a file contains for this weight, of which only the shapes need be known."""
         assert isinstance(weight, FourBit)
         table = type(weight).table
         state: dict[str, Any] = {"quant_type": weight.quant_type, "blocksize": BLOCK, "dtype": weight.dtype_name}
@@ -427,7 +445,7 @@ class BitsAndBytes(Layout):
         return found
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
-        """See Layout.config."""
+        """The entry quantization_config of config.json for weights in this layout."""
         first = weights[0]
         assert isinstance(first, FourBit)
         return {

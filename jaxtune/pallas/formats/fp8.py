@@ -90,7 +90,7 @@ class FP8(Stored):
         return tuple(self.codes.shape)
 
     def problem(self) -> str | None:
-        """See Stored.problem."""
+        """The reason why the arrays cannot belong to one tensor, or None."""
         if str(self.codes.dtype) != "float8_e4m3fn" or self.codes.ndim < 2:
             return f"codes are {describe(self.codes)}; they must be float8_e4m3fn[..., out, in]"
         wanted = (*self.shape[:-2], *scale_shape(self.shape, self.block))
@@ -99,16 +99,19 @@ class FP8(Stored):
         return None
 
     def cut(self, axis: int) -> int | None:
-        """See Stored.cut: between blocks; leading axes anywhere."""
+        """The number of indices along an axis that must stay in one part when the tensor is divided, or None.
+
+        Between blocks; leading axes anywhere.
+        """
         axis = axis % self.ndim
         return 1 if axis < self.ndim - 2 else self.block[axis - self.ndim + 2]
 
     def product_time(self, as_stored: bool, device: str) -> float:
-        """See Stored.product_time."""
+        """The measured time of a product of many tokens over that of a 16-bit product."""
         return _PRODUCT_TIME.of("mosaic", device)[self.block == TILE] if as_stored else 1.0
 
     def decoded_share(self, as_stored: bool) -> float:
-        """See Stored.decoded_share.
+        """How often each direction of a product writes the decoded tensor, or a copy of it.
 
         In FP8 products, the codes of experts are transposed in one of two directions, which moves as many bytes as
         decoding.
@@ -186,12 +189,15 @@ class FP8Files(Layout):
     others = (".weight_scale_inv", ".weight_scale")
 
     def recognises(self, settings: Settings) -> bool:
-        """See Layout.recognises."""
+        """Whether a config.json's quantization_config says that the weights are stored in this layout."""
         method, kind = settings.get("quant_method"), settings.get("format")
         return method == "fp8" or (method == "compressed-tensors" and kind == "float-quantized")
 
     def check(self, settings: Settings) -> None:
-        """See Layout.check: only dynamic activation scales and the known blocks are supported."""
+        """Raises ValueError for a setting of this layout's quantization_config that is not supported.
+
+        Only dynamic activation scales and the known blocks are supported.
+        """
         method = settings.get("quant_method")
         if method == "fp8":
             known = {"activation_scheme": ("dynamic", None), "fmt": ("e4m3", None)}
@@ -210,7 +216,10 @@ class FP8Files(Layout):
                 )
 
     def describe(self, name: str, tensors: Headers, read: Read) -> Found:
-        """See Layout.describe; `details` is the block of the scales."""
+        """The weight that these tensors store, after checking that their headers fit each other (ValueError).
+
+        `details` is the block of the scales.
+        """
         codes = tensors[self.codes]
         keys = [key for key in self.others if key in tensors]
         if len(keys) != 1:
@@ -234,7 +243,7 @@ class FP8Files(Layout):
         return Found(name, tensors, codes.shape, block)
 
     def read(self, found: Found, arrays: Arrays, dtype_name: str) -> FP8:
-        """See Layout.read."""
+        """The quantised weight, with numpy arrays as leaves, from the content of the tensors that `describe` found."""
         codes, (key,) = arrays[self.codes], [key for key in self.others if key in arrays]
         block: Any = found.details
         _check_scales(found.tensors[key], arrays[key].astype(np.float32), codes, block, dtype_name)
@@ -242,7 +251,10 @@ class FP8Files(Layout):
         return FP8(*leaves, block=block, dtype_name=dtype_name)
 
     def joining(self, pieces: Sequence[Found], per_expert: int) -> str | None:
-        """See Layout.joining: scales of different kinds, or blocks that would cross from one matrix into the next."""
+        """The reason why experts' matrices cannot become one tensor [E, out, in], or None.
+
+        Scales of different kinds, or blocks that would cross from one matrix into the next.
+        """
         first, rows = pieces[0], pieces[0].shape[0]
         kinds = {(p.details, *(h.dtype for key, h in p.tensors.items() if key != self.codes)) for p in pieces}
         if len(kinds) > 1:
@@ -255,7 +267,7 @@ class FP8Files(Layout):
         return None
 
     def tensors(self, weight: Stored, number: float | None) -> dict[str, FileTensor]:
-        """See Layout.tensors."""
+        """{key: tensor} of what a file contains for this weight, of which only the shapes need be known."""
         assert isinstance(weight, FP8)
         shape = (1,) if weight.block == MATRIX else tuple(weight.scales.shape)
         scales = FileTensor(shape, np.dtype(weight.scales.dtype), lambda w: w.scales.reshape(shape))
@@ -263,7 +275,7 @@ class FP8Files(Layout):
         return {self.codes: file_tensor(weight.codes, lambda w: w.codes), key: scales}
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
-        """See Layout.config."""
+        """The entry quantization_config of config.json for weights in this layout."""
         first = weights[0]
         assert isinstance(first, FP8)
         if first.block == TILE:

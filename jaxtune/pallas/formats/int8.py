@@ -60,17 +60,23 @@ class Int8(Stored):
         return tuple(self.codes.shape)
 
     def problem(self) -> str | None:
-        """See Stored.problem."""
+        """The reason why the arrays cannot belong to one tensor, or None."""
         if self.absmax.shape == self.shape[:-1]:
             return None
         return f"absmax is {list(self.absmax.shape)}; codes of {list(self.shape)} need {list(self.shape[:-1])}"
 
     def cut(self, axis: int) -> int:
-        """See Stored.cut: it can be divided anywhere."""
+        """The number of indices along an axis that must stay in one part when the tensor is divided, or None.
+
+        It can be divided anywhere.
+        """
         return 1
 
     def divided(self, axis: int, parts: int) -> tuple[int | None, ...] | None:
-        """See Stored.divided: if rows are divided, each part has the scales of all of them."""
+        """The axis along which each array is divided if the tensor is divided into equal parts along `axis`.
+
+        If rows are divided, each part has the scales of all of them.
+        """
         if self.shape[axis] % parts:
             return None
         axis = axis % self.ndim
@@ -120,16 +126,16 @@ class LLMInt8(Layout):
     )
 
     def recognises(self, settings: Settings) -> bool:
-        """See Layout.recognises."""
+        """Whether a config.json's quantization_config says that the weights are stored in this layout."""
         eight_bit = settings.get("load_in_8bit", settings.get("_load_in_8bit"))
         return settings.get("quant_method") == "bitsandbytes" and bool(eight_bit)
 
     def claims(self, tensors: Headers) -> bool:
-        """See Layout.claims."""
+        """Whether a module's tensors, given by their headers, are a weight of this layout."""
         return super().claims(tensors) and any(key in tensors for key in self.others)
 
     def describe(self, name: str, tensors: Headers, read: Read) -> Found:
-        """See Layout.describe."""
+        """The weight that these tensors store, after checking that their headers fit each other (ValueError)."""
         codes, absmax, order = (tensors.get(key) for key in (self.codes, *self.others))
         assert codes is not None
         module, rows = name.removesuffix(self.weight), list(codes.shape[:1])
@@ -146,7 +152,7 @@ class LLMInt8(Layout):
         return Found(name, tensors, codes.shape)
 
     def read(self, found: Found, arrays: Arrays, dtype_name: str) -> Int8:
-        """See Layout.read."""
+        """The quantised weight, with numpy arrays as leaves, from the content of the tensors that `describe` found."""
         absmax = arrays[".SCB"]
         if (absmax < 0).any():
             raise ValueError(f"{found.where}: SCB has {absmax.min():.4g}; magnitudes are not negative: fetch it again")
@@ -154,7 +160,7 @@ class LLMInt8(Layout):
         return Int8(*leaves, dtype_name=dtype_name)
 
     def tensors(self, weight: Stored, number: float | None) -> dict[str, FileTensor]:
-        """See Layout.tensors."""
+        """{key: tensor} of what a file contains for this weight, of which only the shapes need be known."""
         assert isinstance(weight, Int8)
         return {
             self.codes: file_tensor(weight.codes, lambda w: w.codes),
@@ -163,7 +169,7 @@ class LLMInt8(Layout):
         }
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
-        """See Layout.config."""
+        """The entry quantization_config of config.json for weights in this layout."""
         return {
             "quant_method": "bitsandbytes",
             "load_in_4bit": False,

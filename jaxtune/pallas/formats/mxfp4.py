@@ -80,7 +80,7 @@ class MXFP4(Stored):
         return (*self.codes.shape[:-1], 2 * self.codes.shape[-1])
 
     def problem(self) -> str | None:
-        """See Stored.problem."""
+        """The reason why the arrays cannot belong to one tensor, or None."""
         wanted = (*self.scales.shape[:-1], self.scales.shape[-1] * BLOCK // 2)
         if tuple(self.codes.shape) != wanted:
             return f"codes are {list(self.codes.shape)}; scales {list(self.scales.shape)} ask for {list(wanted)}"
@@ -89,11 +89,14 @@ class MXFP4(Stored):
         return None
 
     def cut(self, axis: int) -> int | None:
-        """See Stored.cut: between blocks along the last axis, anywhere along the others."""
+        """The number of indices along an axis that must stay in one part when the tensor is divided, or None.
+
+        Between blocks along the last axis, anywhere along the others.
+        """
         return BLOCK if axis == self.ndim - 1 else 1
 
     def random_like(self, shape: tuple[int, ...], draw: np.random.Generator) -> MXFP4:
-        """See Stored.random_like."""
+        """Random numbers of this shape in the same format, for the check of a kernel at its first use."""
         codes = draw.integers(0, 256, (*shape[:-1], shape[-1] // 2))
         scales = draw.integers(120, 124, (*shape[:-1], shape[-1] // BLOCK))
         return MXFP4(jnp.asarray(codes, jnp.uint8), jnp.asarray(scales, jnp.uint8))
@@ -159,15 +162,15 @@ class Published(Layout):
     families = ("gpt_oss",)
 
     def recognises(self, settings: Settings) -> bool:
-        """See Layout.recognises."""
+        """Whether a config.json's quantization_config says that the weights are stored in this layout."""
         return settings.get("quant_method") == "mxfp4"
 
     def claims(self, tensors: Headers) -> bool:
-        """See Layout.claims."""
+        """Whether a module's tensors, given by their headers, are a weight of this layout."""
         return self.codes in tensors
 
     def describe(self, name: str, tensors: Headers, read: Read) -> Found:
-        """See Layout.describe."""
+        """The weight that these tensors store, after checking that their headers fit each other (ValueError)."""
         blocks, scales = (tensors.get(key) for key in ("_blocks", "_scales"))
         assert blocks is not None
         where = f"{blocks.file}: {name}"
@@ -180,7 +183,7 @@ class Published(Layout):
         return Found(name, tensors, (experts, groups * BLOCK, out_size))
 
     def read(self, found: Found, arrays: Arrays, dtype_name: str) -> MXFP4:
-        """See Layout.read."""
+        """The quantised weight, with numpy arrays as leaves, from the content of the tensors that `describe` found."""
         return MXFP4.from_blocks(jnp.asarray(arrays["_blocks"]), jnp.asarray(arrays["_scales"]), dtype_name)
 
     def decoded(self, weight: Stored, dtype: str) -> jax.Array:
@@ -190,11 +193,11 @@ class Published(Layout):
         return _decoded(weight, dtype)
 
     def digested(self, found: Found) -> list[tuple[str, str]]:
-        """See Layout.digested."""
+        """(label, key) of each tensor in the order in which the base's digest includes them."""
         return [(found.name, "_blocks"), ("scales", "_scales")]
 
     def tensors(self, weight: Stored, number: float | None) -> dict[str, FileTensor]:
-        """See Layout.tensors."""
+        """{key: tensor} of what a file contains for this weight, of which only the shapes need be known."""
         count, out_size, in_size = weight.shape
         byte, blocks = np.dtype(np.uint8), (count, out_size, in_size // BLOCK, BLOCK // 2)
         return {
@@ -203,7 +206,7 @@ class Published(Layout):
         }
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
-        """See Layout.config."""
+        """The entry quantization_config of config.json for weights in this layout."""
         kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
         return {"quant_method": "mxfp4", "modules_to_not_convert": kept}
 

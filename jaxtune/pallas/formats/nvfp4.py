@@ -82,11 +82,11 @@ class NVFP4(Stored):
 
     @property
     def kind(self) -> str:
-        """See Stored.kind."""
+        """A phrase that differs between weights for which a kernel that decodes must be checked separately."""
         return "NVFP4" if self.divides else "NVFP4, multiplied"
 
     def problem(self) -> str | None:
-        """See Stored.problem."""
+        """The reason why the arrays cannot belong to one tensor, or None."""
         rows, numbers = self.shape[:-1], self.shape[-1]
         if str(self.codes.dtype) != "uint8" or self.codes.ndim < 2 or numbers % BLOCK:
             return f"codes are {describe(self.codes)}; they must be uint8[..., out, in / 2], and in whole blocks"
@@ -99,12 +99,17 @@ class NVFP4(Stored):
         return None
 
     def cut(self, axis: int) -> int | None:
-        """See Stored.cut: between blocks along the last axis, anywhere along the others."""
+        """The number of indices along an axis that must stay in one part when the tensor is divided, or None.
+
+        Between blocks along the last axis, anywhere along the others.
+        """
         return BLOCK if axis % self.ndim == self.ndim - 1 else 1
 
     def divided(self, axis: int, parts: int) -> tuple[int | None, ...] | None:
-        """See Stored.divided: the scales of tensor and activations are divided if they have an entry for each index of
-        the axis."""
+        """The axis along which each array is divided if the tensor is divided into equal parts along `axis`.
+
+        The scales of tensor and activations are divided if they have an entry for each index of the axis.
+        """
         cut = super().divided(axis, parts)
         if cut is None:
             return None
@@ -113,7 +118,10 @@ class NVFP4(Stored):
 
     @classmethod
     def joined(cls, pieces: Sequence[Self], shape: tuple[int, ...]) -> Self:
-        """See Stored.joined: the tensor scale of each piece becomes that of its rows."""
+        """One tensor [E, rows, columns] from pieces [., columns] that are its rows in order.
+
+        The tensor scale of each piece becomes that of its rows.
+        """
         if len({piece.input_scale is None for piece in pieces}) > 1:
             pieces = [dataclasses.replace(piece, input_scale=None) for piece in pieces]
 
@@ -131,13 +139,13 @@ class NVFP4(Stored):
         return super().joined(wide, shape)
 
     def piece(self, index: int, start: int, rows: int) -> Self:
-        """See Stored.piece."""
+        """Rows `start` to before `start + rows` of matrix `index` of a tensor [E, ., columns]."""
         part = super().piece(index, start, rows)
         whole = None if part.input_scale is None else part.input_scale[:1]
         return dataclasses.replace(part, tensor_scale=part.tensor_scale[:1], input_scale=whole)
 
     def random_like(self, shape: tuple[int, ...], draw: np.random.Generator) -> NVFP4:
-        """See Stored.random_like."""
+        """Random numbers of this shape in the same format, for the check of a kernel at its first use."""
         found = NVFP4.encode(jnp.asarray(draw.standard_normal(shape), jnp.bfloat16))
         scale = found.tensor_scale if self.divides else 1.0 / found.tensor_scale
         return dataclasses.replace(found, tensor_scale=scale, divides=self.divides)
@@ -213,7 +221,7 @@ class _Files(Layout):
     scalar: tuple[int, ...]  # the shape of the tensor's scale in files
 
     def describe(self, name: str, tensors: Headers, read: Read) -> Found:
-        """See Layout.describe."""
+        """The weight that these tensors store, after checking that their headers fit each other (ValueError)."""
         codes = tensors[self.codes]
         rows, pairs = codes.shape if len(codes.shape) == 2 else (0, 0)
         where = f"{codes.file}: {name}"
@@ -233,7 +241,7 @@ class _Files(Layout):
         return Found(name, tensors, (rows, 2 * pairs))
 
     def read(self, found: Found, arrays: Arrays, dtype_name: str) -> NVFP4:
-        """See Layout.read."""
+        """The quantised weight, with numpy arrays as leaves, from the content of the tensors that `describe` found."""
         scales, of_tensor, of_inputs, *_ = self.others
         leaves: list = [arrays[self.codes], arrays[scales]]
         for key in (of_tensor, of_inputs):
@@ -246,11 +254,11 @@ class _Files(Layout):
         return NVFP4(*leaves, divides=self.divides, dtype_name=dtype_name)
 
     def can_store(self, weight: Stored) -> bool:
-        """See Layout.can_store."""
+        """Whether this weight can be written in this layout."""
         return isinstance(weight, NVFP4) and weight.divides == self.divides
 
     def tensors(self, weight: Stored, number: float | None) -> dict[str, FileTensor]:
-        """See Layout.tensors."""
+        """{key: tensor} of what a file contains for this weight, of which only the shapes need be known."""
         assert isinstance(weight, NVFP4)
         scales, of_tensor, of_inputs, *_ = self.others
         shape, one = self.scalar, np.dtype(np.float32)
@@ -279,11 +287,11 @@ class CompressedTensors(_Files):
     scalar = (1,)
 
     def recognises(self, settings: Settings) -> bool:
-        """See Layout.recognises."""
+        """Whether a config.json's quantization_config says that the weights are stored in this layout."""
         return (settings.get("quant_method"), settings.get("format")) == ("compressed-tensors", "nvfp4-pack-quantized")
 
     def check(self, settings: Settings) -> None:
-        """See Layout.check."""
+        """Raises ValueError for a setting of this layout's quantization_config that is not supported."""
         for name, group in (settings.get("config_groups") or {}).items():
             weights = group.get("weights") or {}
             for key, value in {"num_bits": 4, "type": "float", "group_size": BLOCK, "symmetric": True}.items():
@@ -299,11 +307,11 @@ class CompressedTensors(_Files):
             )
 
     def claims(self, tensors: Headers) -> bool:
-        """See Layout.claims."""
+        """Whether a module's tensors, given by their headers, are a weight of this layout."""
         return super().claims(tensors) and ".weight_global_scale" in tensors
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
-        """See Layout.config."""
+        """The entry quantization_config of config.json for weights in this layout."""
         number = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": BLOCK}
         number |= {"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}
         inputs = all(isinstance(weight, NVFP4) and weight.input_scale is not None for weight in weights)
@@ -339,16 +347,16 @@ class ModelOpt(_Files):
     scalar = ()
 
     def recognises(self, settings: Settings) -> bool:
-        """See Layout.recognises."""
+        """Whether a config.json's quantization_config says that the weights are stored in this layout."""
         algorithms = ("NVFP4", "W4A16_NVFP4")
         return settings.get("quant_method") == "modelopt" and settings.get("quant_algo") in algorithms
 
     def claims(self, tensors: Headers) -> bool:
-        """See Layout.claims."""
+        """Whether a module's tensors, given by their headers, are a weight of this layout."""
         return super().claims(tensors) and ".weight_scale_2" in tensors
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
-        """See Layout.config."""
+        """The entry quantization_config of config.json for weights in this layout."""
         number = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": BLOCK}
         inputs = all(isinstance(weight, NVFP4) and weight.input_scale is not None for weight in weights)
         group: Config = {"input_activations": number} if inputs else {}

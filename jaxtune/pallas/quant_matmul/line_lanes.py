@@ -1,4 +1,4 @@
-"""Lane-level operations of line_matmul.py; see lanes.py."""
+"""Lane-level operations of the product of a few tokens with a four-bit weight (line_matmul.py); see lanes.py."""
 
 from __future__ import annotations
 

@@ -34,7 +34,8 @@ _LAYOUTS = {"absmax": _SCALES, "powers": _POWERS, "bytes": _E4M3}
 
 
 def absmax_operands(weight: FourBit) -> list[jax.Array]:
-    """A weight's absmax, or its codes, map, nested absmax and offset."""
+    """The arrays from which a kernel computes a weight's absmax: float32 absmax, or (codes, map, nested absmax,
+    offset)."""
     if weight.nested_map is None or weight.nested_absmax is None or weight.offset is None:
         return [weight.absmax]
     return [weight.absmax, weight.nested_map, weight.nested_absmax, weight.offset.reshape(1)]

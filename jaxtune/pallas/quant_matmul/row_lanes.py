@@ -1,4 +1,4 @@
-"""Lane-level operations of row_matmul.py; see lanes.py."""
+"""Lane-level operations of the product of one token with a four-bit weight (row_matmul.py); see lanes.py."""
 
 from __future__ import annotations
 
