@@ -82,11 +82,11 @@ def test_the_figures_are_what_the_run_wrote(run):
     page = RunFiles(run).page()
     assert dict(page["facts"]) == {
         "steps": "7",
-        "time": "1:15",
-        "training loss, first and last": "4.0000, 0.5714",
-        "evaluation loss, first and last": "1.5000, 1.2500",
-        "exact match before training": "0.0 %",
-        "exact match after training": "100.0 %",
+        "time": "1 min 15 s",
+        "training loss": "4.0000 to 0.5714",
+        "evaluation loss": "1.5000 to 1.2500",
+        "exact match before training": "0.0 % of 1",
+        "exact match after training": "100.0 % of 1",
         "speed, median": "400 tokens/s",
         "peak memory": "2.00 GB",
     }
@@ -110,17 +110,17 @@ def test_evaluations_of_other_rows_and_the_last_one_that_failed(run):
         text += json.dumps({"step": step, "time": 1.0, "eval_loss": loss, "eval_rows": rows}) + "\n"
     (run / "metrics.jsonl").write_text(text)
     page = RunFiles(run).page()
-    assert dict(page["facts"])["evaluation loss, first and last"] == "1.5000, 1.7500"
+    assert dict(page["facts"])["evaluation loss"] == "1.5000 to 1.7500"
     assert chart(page, "loss")["dots"]["x"] == [4, 7, 9, 10]
     (run / "metrics.jsonl").write_text(re.sub(r'"eval_loss": 1.75', '"eval_loss": "nan"', text))
-    assert dict(RunFiles(run).page()["facts"])["evaluation loss, first and last"] == "1.5000, nan"
+    assert dict(RunFiles(run).page()["facts"])["evaluation loss"] == "1.5000 to nan"
 
 
 def test_a_run_that_has_just_begun_has_a_page(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "time": 1.0}\n')
     page = RunFiles(tmp_path).page()
     assert (page["charts"], page["samples"], page["plan"], page["settings"]) == ([], [], [], {})
-    assert page["facts"] == [["steps", "0"], ["time", "0:00"]] and page["state"] == "unknown"
+    assert page["facts"] == [["steps", "0"], ["time", "0 s"]] and page["state"] == "unknown"
 
 
 def test_a_folder_without_a_run_is_refused(run, tmp_path, capsys):
@@ -275,7 +275,7 @@ def test_the_time_left_is_that_of_the_steps_left(run):
     (run / "checkpoints").mkdir()
     (run / "checkpoints" / "run.lock").write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
     page = RunFiles(run).page()
-    assert (page["state"], page["left"]) == ("running", "7:30")  # 100 steps of 4.5 s
+    assert (page["state"], page["left"]) == ("running", "7 min 30 s")  # 100 steps of 4.5 s
 
 
 def test_a_long_run_is_no_delay(tmp_path):

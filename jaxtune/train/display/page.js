@@ -74,9 +74,11 @@ function smoothed(values, weight) {
 
 function chart(key) {
   const weight = Number(document.querySelector("#smoothing").value), wantsLog = document.querySelector("#log").checked;
+  const byShare = document.querySelector("#share").checked;
   const parts = shownRuns()
     .map(({ run, index }) => ({ run, index, chart: (run.charts || []).find((each) => each.key === key) }))
-    .filter((part) => part.chart);
+    .filter((part) => part.chart)
+    .map((part) => (byShare ? { ...part, chart: shared(part.run, part.chart) } : part));
   if (!parts.length) return null;
   const first = parts[0].chart;
   const all = parts.flatMap(({ chart: { line, dots } }) => [...(line.low || line.y), ...(line.high || []), ...dots.y]);
@@ -87,8 +89,10 @@ function chart(key) {
 
   const figure = element("figure", { "data-key": key });
   const unit = first.unit ? element("span", { class: "soft" }, ` ${first.unit}`) : null;
-  const note = parts.some(({ chart: { line, dots } }) => line.x.length && dots.x.length)
-    ? element("span", { class: "soft" }, "  line: training, dots: evaluation") : null;
+  const notes = [];
+  if (parts.some(({ chart: { line, dots } }) => line.x.length && dots.x.length)) notes.push("line: training, dots: evaluation");
+  if (parts.some(({ chart: { line } }) => line.low)) notes.push("band: lowest to highest");
+  const note = notes.length ? element("span", { class: "soft" }, `  ${notes.join("; ")}`) : null;
   figure.append(element("figcaption", {}, first.title, unit, note));
   const width = Math.max(260, Math.min(900, (document.querySelector("#charts").clientWidth || 560)));
   const columns = Math.max(1, Math.floor((width + 14) / 394)), w = Math.floor((width - 14 * (columns - 1)) / columns) - 26;
@@ -103,10 +107,14 @@ function chart(key) {
     svg.append(shape("line", { class: "rule", x1: LEFT, x2: w - RIGHT, y1: y, y2: y }));
     svg.append(shape("text", { x: LEFT - 6, y: Number(y) + 4, "text-anchor": "end", class: "ytick" }, ofNumber(value)));
   }
-  const across = to > from ? ticks(from, to, 5).filter(Number.isInteger) : [from];
+  const across = to > from ? ticks(from, to, 5).filter((tick) => byShare || Number.isInteger(tick)) : [from];
+  let free = -Infinity; // where the next label has room
   for (const tick of across) {
-    const anchor = X(tick) > w - 40 && to > from ? "end" : "middle";
-    svg.append(shape("text", { x: X(tick), y: HEIGHT - 6, "text-anchor": anchor, class: "xtick" }, tick.toLocaleString("en")));
+    const text = byShare ? `${ofNumber(100 * tick)} %` : `${free < 0 ? "step " : ""}${tick.toLocaleString("en")}`;
+    const size = 7 * text.length, at = Math.min(X(tick), w - size / 2);
+    if (at - size / 2 < free) continue;
+    free = at + size / 2 + 8;
+    svg.append(shape("text", { x: at, y: HEIGHT - 6, "text-anchor": "middle", class: "xtick" }, text));
   }
 
   for (const { index, chart: { line, dots } } of parts) {
@@ -130,10 +138,20 @@ function chart(key) {
   return figure;
 }
 
+// A chart whose steps are shares of the whole run, so that a short and a long run have the same width.
+function shared(run, { line, dots, ...rest }) {
+  const whole = run.total || run.step || 1, over = (points) => ({ ...points, x: points.x.map((step) => step / whole) });
+  return { ...rest, line: over(line), dots: over(dots) };
+}
+
 function nearest(points, step) {
   let best = -1;
   points.forEach((x, i) => { if (best < 0 || Math.abs(x - step) < Math.abs(points[best] - step)) best = i; });
   return best;
+}
+
+function ofPlace(step) {
+  return document.querySelector("#share").checked ? `${ofNumber(100 * step)} % of the run` : `step ${step.toLocaleString("en")}`;
 }
 
 // The values of all runs at the step under the pointer.
@@ -153,12 +171,12 @@ function addHover(figure, svg, parts, { X, w, from, to }) {
         if (i < 0) continue;
         if (step === null) step = series.x[i];
         const name = element("span", { style: `color: ${colour(index)}` }, runs.length > 1 ? run.name : "value");
-        const where = series.x[i] === step ? "" : ` at ${series.x[i].toLocaleString("en")}`;
+        const where = series.x[i] === step ? "" : ` at ${ofPlace(series.x[i])}`;
         tip.append(element("div", {}, name, `${what}: ${ofNumber(series.y[i])}${where}`));
       }
     }
     if (step === null) return;
-    tip.prepend(element("div", { class: "soft" }, `step ${step.toLocaleString("en")}`));
+    tip.prepend(element("div", { class: "soft" }, ofPlace(step)));
     tip.hidden = false;
     cross.setAttribute("x1", X(step)); cross.setAttribute("x2", X(step)); cross.setAttribute("visibility", "visible");
     const left = (X(step) / w) * box.width;
@@ -194,7 +212,7 @@ function card(run, index) {
   if (run.total) {
     const left = run.left ? `, about ${run.left} left` : "";
     const words = `step ${run.step.toLocaleString("en")} of ${run.total.toLocaleString("en")}${left}`;
-    box.append(element("progress", { value: run.step, max: run.total }), element("div", { class: "progress" }, words));
+    box.append(element("progress", { value: run.step, max: run.total, class: style }), element("div", { class: "progress" }, words));
   }
   if (run.why) box.append(element("div", { class: `why ${style}` }, run.why));
   return box;
@@ -236,6 +254,7 @@ function drawCharts() {
   const place = document.querySelector("#charts");
   place.replaceChildren(...keys.map(chart).filter(Boolean));
   document.querySelector(".controls").hidden = !keys.length;
+  document.querySelector("#shares").hidden = runs.length < 2;
 }
 
 function draw(found) {
@@ -244,7 +263,7 @@ function draw(found) {
   drawCharts();
   const below = [];
   const readable = runs.filter((run) => !run.error);
-  if (readable.length) below.push(element("h2", {}, "Figures"), byRun("facts", (run) => run.facts, false));
+  document.querySelector("#figures").replaceChildren(...(readable.length ? [byRun("facts", (run) => run.facts, false)] : []));
   for (const run of readable) {
     if (run.samples.length) below.push(titled("Samples", run), samples(run));
     if (run.plan.length)
@@ -279,6 +298,7 @@ async function look() {
 
 document.querySelector("#smoothing").addEventListener("input", drawCharts);
 document.querySelector("#log").addEventListener("change", drawCharts);
+document.querySelector("#share").addEventListener("change", drawCharts);
 window.addEventListener("resize", drawCharts);
 const data = document.querySelector("#data");
 if (data) draw(JSON.parse(data.textContent));

@@ -176,7 +176,7 @@ def _seconds_left(figures: Figures, state: RunState) -> str:
     if state.name != "running" or state.total_steps is None or not figures.steps_timed:
         return ""
     left = (state.total_steps - figures.step) * figures.step_seconds / figures.steps_timed
-    return m.duration(left) if math.isfinite(left) and left >= 0 else ""
+    return _in_words(left) if math.isfinite(left) and left >= 0 else ""
 
 
 def _charts(figures: Figures) -> list[JsonObject]:
@@ -228,15 +228,19 @@ def _short(value: float) -> float:
 def _facts(figures: Figures, results: JsonMapping) -> list[list[str]]:
     """The main results of a run, as [name, value in words]."""
     facts = [["steps", f"{figures.step:,}"]]
-    facts.append(["time", m.duration(figures.seconds) if math.isfinite(figures.seconds) else "-"])
+    facts.append(["time", _in_words(figures.seconds) if math.isfinite(figures.seconds) else "-"])
     losses = figures.curves.get("loss", Curve()).values
     evaluated = [numbers["loss"] for _, numbers in figures.comparable_evaluations() if "loss" in numbers]
-    for name, values in (("training loss, first and last", losses), ("evaluation loss, first and last", evaluated)):
+    for name, values in (("training loss", losses), ("evaluation loss", evaluated)):
         if values:
-            facts.append([name, f"{values[0]:.4f}, {values[-1]:.4f}"])
+            last = f" to {values[-1]:.4f}" if len(values) > 1 else ""
+            facts.append([name, f"{values[0]:.4f}{last}"])
     for when in ("before", "after"):
         if (score := _exact_match(results, when)) is not None:
-            facts.append([f"exact match {when} training", f"{100 * score:.1f} %"])
+            rows = results[when].get("rows")
+            facts.append(
+                [f"exact match {when} training", f"{100 * score:.1f} %" + (f" of {rows:,}" if _is_number(rows) else "")]
+            )
     if speeds := figures.curves.get("tokens_per_second", Curve()).values:
         facts.append(["speed, median", f"{statistics.median(speeds):,.0f} tokens/s"])
     if peaks := figures.curves.get("peak_memory_bytes", Curve()).values:
@@ -244,6 +248,14 @@ def _facts(figures: Figures, results: JsonMapping) -> list[list[str]]:
     if figures.skipped:
         facts.append(["updates skipped, as they were not finite", f"{figures.skipped:.0f}"])
     return facts
+
+
+def _in_words(seconds: float) -> str:
+    """A time in words: 17 s, 1 min 6 s, 13 h 53 min."""
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    return f"{minutes // 60:,} h {minutes % 60} min"
 
 
 def _exact_match(results: JsonMapping, when: str) -> float | None:

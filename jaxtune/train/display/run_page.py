@@ -39,9 +39,11 @@ def page(title: str, runs: Sequence[JsonObject] | None) -> str:
 {style}</style></head><body><div id="note"></div><main>
 <noscript>This page draws its figures with JavaScript, which is turned off.</noscript>
 <div id="runs" class="runs"></div>
+<div id="figures"></div>
 <div class="controls" hidden>
 <label>smoothing <input id="smoothing" type="range" min="0" max="0.98" step="0.02" value="0"></label>
-<label><input id="log" type="checkbox"> logarithmic</label>
+<label><input id="log" type="checkbox"> logarithmic values</label>
+<label id="shares"><input id="share" type="checkbox"> steps as a share of the run</label>
 </div>
 <div id="charts" class="grid"></div>
 <div id="below"></div>
