@@ -11,6 +11,7 @@ from typing import Any
 from jaxtune.compat import folders
 from jaxtune.compat.callbacks import TrainerState
 from jaxtune.system.terminal import say
+from jaxtune.train.trainer import Trainer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +22,32 @@ class TrainOutput:
     training_loss: float
     # train_runtime in seconds, train_loss, epoch, and examples and steps per second of this call
     metrics: dict[str, float]
+
+
+def rows_report(name: str, trainer: Trainer) -> list[str]:
+    """What a trainer does with its rows, a line each, in the command's words; then what TRL's users may not expect.
+
+    Args:
+      name: the script's trainer, for messages.
+      trainer: of the run.
+    """
+    lines = trainer.data_summary().splitlines()
+    data, source = trainer.train_data, trainer.batches
+    if data is None or source.steps_per_epoch is None:
+        return lines
+    report, a_step = data.report, source.rows_per_step
+    if data.packing is True:
+        plain = -(-report.documents // a_step)
+        lines.append(
+            f"{name}: packing=True: an update has {a_step:,} packed rows, so that an epoch has "
+            f"{source.steps_per_epoch:,} updates; without packing it has {plain:,}"
+        )
+    if report.truncated:
+        share = report.truncated / max(1, report.documents)
+        lines.append(f"{name}: {share:.1%} of the documents are cut at {data.length:,} tokens (max_length)")
+    share = report.trained_tokens / max(1, report.tokens)
+    lines.append(f"{name}: {share:.1%} of the tokens are trained on")
+    return lines
 
 
 class Reports:

@@ -21,7 +21,7 @@ from jaxtune.compat.evaluation import Evaluations
 from jaxtune.compat.measures import ComputeMetrics, Preprocess
 from jaxtune.compat.model import CompatModel
 from jaxtune.compat.peft_names import with_adapter
-from jaxtune.compat.reports import TrainOutput
+from jaxtune.compat.reports import TrainOutput, rows_report
 from jaxtune.compat.rows import Tokenised, rows_and_format
 from jaxtune.compat.settings import (
     DEFAULT_LENGTH,
@@ -376,7 +376,7 @@ class SFTTrainer(Evaluations):
         left = folders.Checkpoints(output, self.tokenizer, self.state, self.args.save_total_limit)
         events = self._events(lambda step: left.write(self.model.module, step))
         trainer = self._trainer("auto" if resumes else "never", [events])
-        say(trainer.data_summary())
+        say("\n".join(rows_report(type(self).__name__, trainer)))
         self.state.log_history = trainer.history
         given, started = self.model.module, time.monotonic()
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -119,6 +120,8 @@ def alpaca(made: dict, place: Path, told: str) -> None:
 def conversations(made: dict, place: Path, told: str) -> None:
     assert made["shown"] == "It is four.<|im_end|>" and len(made["answers"]) == 1
     assert made["trainer"].config().data.train_on == "responses"
+    assert "without packing" not in told and "columns that are not read: conversations" in told
+    assert re.search(r"^SFTTrainer: [1-4]\d\.\d% of the tokens are trained on$", told, re.M)
 
 
 def older_dpo(made: dict, place: Path, told: str) -> None:
@@ -134,12 +137,16 @@ def orpo(made: dict, place: Path, told: str) -> None:
 
 def kto(made: dict, place: Path, told: str) -> None:
     assert made["kto_trainer"].config().objective.undesirable_weight == 1.2
+    assert re.search(r"^KTOTrainer: \d+\.\d% of the tokens are trained on$", told, re.M)
 
 
 def continued(made: dict, place: Path, told: str) -> None:
     config = made["trainer"].config()
     assert (config.optim.learning_rate, config.optim.embedding_learning_rate) == (5e-5, 5e-6)
     assert config.adapter.modules_to_save == ("embed_tokens", "lm_head") and config.data.packing is True
+    steps = made["trainer_stats"].global_step
+    assert f"an epoch has {steps} updates; without packing it has 24" in told and steps < 24
+    assert "UnslothTrainer" not in told and "SFTTrainer: 9" in told  # of each document, all tokens but the first
 
 
 def resumed(made: dict, place: Path, told: str) -> None:
