@@ -20,9 +20,11 @@ RECIPE = "model: {path: some/model}\ndata: {train: rows.jsonl}\n"
 
 
 @pytest.fixture
-def recipe(tmp_path) -> str:
+def recipe(tmp_path, monkeypatch) -> str:
     path = tmp_path / "mine.yaml"
     path.write_text(RECIPE)
+    (tmp_path / "rows.jsonl").write_text('{"text": "a row"}\n')
+    monkeypatch.chdir(tmp_path)
     return str(path)
 
 

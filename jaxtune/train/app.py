@@ -127,7 +127,8 @@ def _adapted(model: Decoder, config: TrainConfig) -> Decoder:
 def answered(config: TrainConfig, limit: int) -> list[Example]:
     """The first `limit` held-out rows that end with an answer in words, for generation."""
     rows = []
-    for row in read_rows(open_sources(config.data.eval), config.data.format):
+    sources = open_sources(config.data.eval, columns=config.data.columns)
+    for row in read_rows(sources, config.data.format):
         if row.value is None:
             continue
         example = attempt(normalize, row.value, row.format)
@@ -441,7 +442,8 @@ def next_commands(config: TrainConfig, output: Path) -> list[tuple[str, str]]:
         question, raw = "...", ""
         with contextlib.suppress(OSError, ValueError, StopIteration):  # a hint is not worth a failure
             scored = config.evaluation.exact_match_rows
-            row = None if scored else next(read_rows(open_sources(config.data.train), config.data.format))
+            sources = open_sources(config.data.train, columns=config.data.columns)
+            row = None if scored else next(read_rows(sources, config.data.format))
             example = answered(config, 1)[0] if row is None else normalize(row.value or {}, row.format)
             if config.data.template is None and (example.prompt is not None or example.text is not None):
                 raw = " --raw"  # asked as it was trained

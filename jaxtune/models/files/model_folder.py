@@ -259,6 +259,16 @@ _TOKENIZER_CHECKS: dict[str, Callable[[str, Any], None]] = {
 }
 
 
+def require_tokenizer(folder: Path) -> None:
+    """Raises ValueError if a model's folder has no config or no tokenizer files, and says which file is missing."""
+    read_config(folder)
+    if not _has_tokenizer(folder):
+        raise ValueError(
+            f"model.path = {str(folder)!r}: the folder has no {_TOKENIZER_FILES[0]} and no other tokenizer file: copy "
+            "them from the model's repository, or set model.tokenizer to a folder that has them"
+        )
+
+
 def load_tokenizer(folder: Path):
     """The Hugging Face tokenizer of a folder, or None where it has no tokenizer files.
 

@@ -91,7 +91,8 @@ def _describe(hint: Any) -> str:
             of = f"[string, {pair[0]}] pairs" if pair else "pairs of strings"
             words.append(f"list of {of if typing.get_origin(arguments[0]) is tuple else 'strings'}")
         elif origin is dict:
-            words.append(f"mapping of names to {'integers' if arguments[1] is int else 'numbers'}")
+            of = {int: "integers", float: "numbers", str: "names"}[arguments[1]]
+            words.append(f"mapping of names to {of}")
         elif dataclasses.is_dataclass(member):
             words.append("section of keys")
         else:

@@ -25,6 +25,7 @@ _STRICT = ConfigDict(extra="forbid")
 # The keys of `data` that decide how rows are tokenised and packed: arguments of `jaxtune.train.data.prepare`.
 ROW_OPTIONS = (
     "format",
+    "columns",
     "template",
     "train_on",
     "instruction_part",
@@ -38,6 +39,13 @@ ROW_OPTIONS = (
 )
 
 
+# Columns of the formats of rows, which data.columns finds under other names.
+COLUMN_NAMES = (
+    *("messages", "conversations", "instruction", "input", "output", "prompt", "completion", "text", "system", "tools"),
+    *("chosen", "rejected", "label", "margin", "answer"),
+)
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """The rows, and how they are tokenised and packed."""
@@ -46,12 +54,21 @@ class DataConfig:
 
     train: Annotated[
         str | tuple[str, ...] | tuple[tuple[str, float], ...],
-        "Training rows: a JSONL, JSON, Parquet or CSV file, a folder of them, or a `datasets` folder or name; a list "
-        "of these; or a list of [rows, weight], which are mixed in these shares.",
+        "Training rows: a JSONL, JSON, Parquet or CSV file, a folder of them, or a `datasets` folder or name "
+        "(name:config:split); a list of these; or a list of [rows, weight], which are mixed in these shares. "
+        "rows.jsonl[:1000] means its first 1,000 rows.",
     ]
     eval: Annotated[str | None, "Held-out rows, in the same formats."] = None
-    eval_rows: Annotated[int, "Without data.eval: this many rows are taken out of data.train for evaluation."] = 0
+    eval_rows: Annotated[
+        int | float,
+        "Without data.eval: this many rows are taken out of data.train for evaluation; below 1: this share of them.",
+    ] = 0
     format: Annotated[str, "Format of the rows; 'auto' reads it from their columns."] = "auto"
+    columns: Annotated[
+        dict[str, str] | None,
+        "Names of the columns in data.train and data.eval, where they have others, e.g. {prompt: question, "
+        "completion: reply}.",
+    ] = None
     template: Annotated[str | None, "Name or file of a chat template; default: the tokenizer's own."] = None
     train_on: Annotated[Literal["responses", "all"], "Tokens that count in the loss."] = "responses"
     instruction_part: Annotated[str | None, "Text that opens a user turn: masks by markers, not by the template."] = (
@@ -84,6 +101,15 @@ class DataConfig:
     def __post_init__(self) -> None:
         require(self.length >= 2, "data.length", self.length, "must be 2 or more")
         not_negative("data.eval_rows", self.eval_rows)
+        require(
+            self.eval_rows < 1 or self.eval_rows == int(self.eval_rows),
+            "data.eval_rows",
+            self.eval_rows,
+            "must be a number of rows, or a share of them below 1",
+        )
+        for name in self.columns or ():
+            known = ", ".join(COLUMN_NAMES)
+            require(name in COLUMN_NAMES, "data.columns", name, f"is not a column of any format; there are {known}")
         positive("data.max_rows", self.max_rows)
         positive("data.buffer_size", self.buffer_size)
         self._require_what_can_be_streamed()

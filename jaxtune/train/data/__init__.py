@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -146,7 +146,7 @@ class TokenDataset:
         """
         return self if self.packing != "step" else dataclasses.replace(self, packing=True, length=slots)
 
-    def split(self, eval_rows: int) -> tuple[TokenDataset, TokenDataset]:
+    def split(self, eval_rows: float) -> tuple[TokenDataset, TokenDataset]:
         """Divides the documents into (train, eval), with `eval_rows` documents for evaluation; `Documents.held_out`
         says which."""
         train, held_out = self.documents.held_out(np.arange(len(self.documents)), eval_rows, "rows")
@@ -163,6 +163,7 @@ def prepare(
     *,
     length: int,
     format: str = "auto",
+    columns: Mapping[str, str] | None = None,
     template: str | None = None,
     train_on: Literal["responses", "all"] = "responses",
     instruction_part: str | None = None,
@@ -183,11 +184,11 @@ def prepare(
     """Reads rows, applies the chat template and tokenises them, or opens the token cache that an earlier run wrote.
 
     Args:
-        source: a path, a data set's name, a list of them, a `datasets.Dataset`, or a list of dicts; see
-            `reading.open_sources`.
+        source: the rows, in any of the forms that `reading.open_sources` takes.
         tokenizer: a fast Hugging Face tokenizer.
         length: the number of tokens in a packed row.
         format: the format of the rows, a key of `formats.COLUMNS`; "auto" detects it by their columns.
+        columns: {name of a format's column: its name in these rows}, where they differ.
         template: None or "tokenizer" (the tokenizer's own chat template), a name of packaged.py, or the path of a
             .jinja file. With None, Alpaca rows get Alpaca's prompt, and a prompt is followed directly by its
             completion.
@@ -209,8 +210,7 @@ def prepare(
             row makes two documents: the prompt with the chosen answer, then the prompt with the rejected one. A
             labelled row has one answer, and the other document is empty.
         say: called with each line to show to the user.
-        poll: called several times a second while rows are tokenised. An exception that it raises ends the work at
-            once, and no partial cache is left.
+        poll: called several times a second while rows are tokenised; it may raise, and then no partial cache is left.
 
     Returns:
         The documents with their counts. Nothing is packed before `TokenDataset.rows` is read.
@@ -232,7 +232,7 @@ def prepare(
     }
     if overflow == "truncate":
         options["max_tokens"] = max(TRUNCATED_TOKENS, 1 << (length - 1).bit_length())
-    sources = open_sources(source)
+    sources = open_sources(source, columns=columns)
 
     def chunks() -> Iterator[Chunk]:
         rows = read_rows(sources, format, max_rows)

@@ -99,7 +99,7 @@ class Documents:
         batch.positions[slot, at:end] = np.arange(count)
         return end
 
-    def held_out(self, firsts: np.ndarray, eval_rows: int, what: str) -> tuple[np.ndarray, np.ndarray]:
+    def held_out(self, firsts: np.ndarray, eval_rows: float, what: str) -> tuple[np.ndarray, np.ndarray]:
         """Chooses the held-out rows: those `eval_rows` whose documents' tokens have the smallest hashes.
 
         The choice depends neither on the order of the rows nor on a seed. Training rows that equal a held-out row are
@@ -107,7 +107,7 @@ class Documents:
 
         Args:
             firsts: int[n], the index of the document that identifies each row (or each pair).
-            eval_rows: how many to choose.
+            eval_rows: how many to choose, or below 1 which share of them, of which one at least is chosen.
             what: what is chosen, in plural ("rows" or "pairs"), for error messages.
 
         Returns:
@@ -116,6 +116,7 @@ class Documents:
         Raises:
             ValueError: `eval_rows` is not between 1 and n - 1, or no training row is left.
         """
+        eval_rows = max(1, round(eval_rows * len(firsts))) if 0 < eval_rows < 1 else int(eval_rows)
         if not 0 < eval_rows < len(firsts):
             raise ValueError(
                 f"data.eval_rows={eval_rows} must lie between 1 and {len(firsts) - 1}, one less than the {what}"

@@ -197,7 +197,7 @@ class PairDataset(TokenDataset):
     def in_rows(self, slots: int) -> PairDataset:
         return self if self.packing != "step" else dataclasses.replace(self, packing=True, width=slots)
 
-    def split(self, eval_rows: int) -> tuple[PairDataset, PairDataset]:
+    def split(self, eval_rows: float) -> tuple[PairDataset, PairDataset]:
         """Divides the pairs into (train, eval), with `eval_rows` pairs for evaluation. `Documents.held_out` chooses
         them by the tokens of their first documents."""
         rest, chosen = self.documents.held_out(np.arange(0, len(self.documents), 2), eval_rows, "pairs")

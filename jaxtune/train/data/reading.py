@@ -9,6 +9,7 @@ that a damaged or malicious file cannot exhaust the memory.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import hashlib
 import itertools
 import os
@@ -35,6 +36,10 @@ SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")  # the kinds of files that ca
 _COMPRESSED = re.compile(r"\.(jsonl?|csv|parquet)\.(gz|bz2|xz|zst|zip)$", re.IGNORECASE)
 # Words in the names of files and folders that mark a training split, and those that mark a test or validation split.
 _SPLITS = ({"train", "training"}, {"test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation"})
+
+
+# A source with a number of rows behind it, of which the first are read.
+_FIRST_ROWS = re.compile(r"(.+)\[:(\d+)\]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,20 +75,23 @@ class Window:
     """See `Source.part`. False for the first window, which must be usable by itself."""
 
 
-def open_sources(source: Any, streaming: bool = False) -> list[Source]:
+def open_sources(source: Any, streaming: bool = False, columns: Mapping[str, str] | None = None) -> list[Source]:
     """Finds the files or data sets that `source` names. No rows are read.
 
     Args:
         source: a file (.jsonl, .json, .parquet, .csv), a folder of such files, a folder written by
             `datasets.save_to_disk`, the name of a data set (`name`, `name:config` or `name:config:split`; the split is
-            `train` if it is not given), a list of any of these, a `datasets.Dataset` or IterableDataset, a list of
-            dicts, or a Window.
+            `train` if it is not given), any of these with `[:N]` behind it, for its first N rows, a list of these, a
+            `datasets.Dataset` or IterableDataset, a list of dicts, or a Window.
         streaming: whether a data set given by name is read over the network during the run instead of being downloaded.
             A data set that streams gives one source for each of its shards.
+        columns: {name of a format's column: its name in these rows}; other columns keep their names.
 
     Raises:
         ValueError: there is no such file or data set, or its kind is not known.
     """
+    if columns:
+        return [_renamed(one, columns) for one in open_sources(source, streaming)]
     if isinstance(source, Window):
         files = itertools.groupby(source.rows, key=lambda row: row.file)
         return [_window_source(source, list(rows)) for _, rows in files] or [_window_source(source, [])]
@@ -91,10 +99,12 @@ def open_sources(source: Any, streaming: bool = False) -> list[Source]:
         path = Path(source).expanduser()
         if path.is_file():
             return [_file_source(path)]
+        if (cut := _FIRST_ROWS.fullmatch(str(source))) and not path.exists():
+            return [_first_rows(open_sources(cut[1], streaming), str(source), int(cut[2]), streaming)]
         if path.is_dir():
             return _dataset_sources(_load_from_disk(path), str(source), streaming) if _is_saved(path) else _folder(path)
         if path.suffix.lower() in SUFFIXES or str(source).startswith((".", "/", "~")):
-            raise ValueError(f"no such data file or folder: {source}")
+            raise ValueError(f"no such data file or folder: {source}{_nearest(path)}")
         return _dataset_sources(_load_named(str(source), streaming), str(source), streaming)
     if hasattr(source, "column_names") and hasattr(source, "features"):  # of `datasets`
         return _dataset_sources(source, "dataset", streaming)
@@ -231,6 +241,61 @@ def _dataset_sources(dataset: Any, name: str, streaming: bool) -> list[Source]:
     return [source]
 
 
+def _first_rows(sources: list[Source], name: str, count: int, streaming: bool) -> Source:
+    """The first rows of a source.
+
+    Args:
+        sources: the source, alone.
+        name: its name with the number.
+        count: how many rows.
+        streaming: whether it is streamed.
+
+    Raises:
+        ValueError: there are several sources, or it is a stream.
+    """
+    if len(sources) != 1 or streaming:
+        why = "of a stream `steps` says how much is read" if streaming else "it is a folder of several files"
+        raise ValueError(f"{name}: {why}; name one file or data set before [:{count}]")
+    [whole] = sources
+    return dataclasses.replace(
+        whole,
+        name=name,
+        read=lambda after: (row for row in itertools.islice(whole.read(0), count) if row.number > after),
+        identity=None if whole.identity is None else lambda: f"{whole.identity and whole.identity()} first {count}",
+        count=lambda: count,
+    )
+
+
+def _renamed(source: Source, columns: Mapping[str, str]) -> Source:
+    """A source whose rows have their columns under the names of the formats; see `open_sources`."""
+
+    def renamed(row: Row) -> Row:
+        if row.value is None:
+            return row
+        if missing := [name for name in columns.values() if name not in row.value]:
+            there = ", ".join(map(str, row.value))
+            error = f"it has no column {missing[0]!r}, which data.columns names, but {there}"
+            return dataclasses.replace(row, value=None, error=error)
+        others = {name: cell for name, cell in row.value.items() if name not in columns.values()}
+        return dataclasses.replace(row, value=others | {ours: row.value[name] for ours, name in columns.items()})
+
+    own = sorted(columns.items())
+    return dataclasses.replace(
+        source,
+        read=lambda after: map(renamed, source.read(after)),
+        identity=None if source.identity is None else lambda: f"{source.identity and source.identity()} columns {own}",
+    )
+
+
+def _nearest(path: Path) -> str:
+    """Names the file or folder in the same folder whose name is nearest to that of a path which does not exist."""
+    try:
+        near = difflib.get_close_matches(path.name, [one.name for one in path.parent.iterdir()], 1, 0.75)
+    except OSError:
+        return f" (there is no folder {path.parent} either)" if path.parent != Path() else ""
+    return f"; did you mean {path.parent / near[0]}?" if near else ""
+
+
 def _is_saved(folder: Path) -> bool:
     """Whether a folder was written by `save_to_disk` of `datasets`."""
     return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
@@ -260,4 +325,7 @@ def _load_named(name: str, streaming: bool) -> Any:
         return load_dataset(path, config or None, split=split or "train", streaming=streaming)
     except Exception as error:  # the client of the hub raises many kinds of errors
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ValueError(f"{name!r} is no file or folder, and as a data set it cannot be loaded: {reason}") from None
+        near = _nearest(Path(name))
+        raise ValueError(
+            f"{name!r} is no file or folder, and as a data set it cannot be loaded{near or f': {reason}'}"
+        ) from None

@@ -222,6 +222,12 @@ def _csv_rows(file: Path) -> Iterator[Row]:
                 continue
             if columns is None:
                 columns = values
+                if len(columns) == 1 and (mark := next((one for one in ";\t|" if one in columns[0]), None)):
+                    kind = {";": "semicolons", "\t": "tabs", "|": "bars"}[mark]
+                    raise ValueError(
+                        f"{file}: its header is the one column {columns[0]!r}: the file is separated by {kind}; write "
+                        "it with commas, or as JSONL"
+                    )
                 if twice := [name for name in columns if name and columns.count(name) > 1]:
                     raise ValueError(f"{file}: its header names the column {twice[0]!r} more than once; rename one")
             elif not values:

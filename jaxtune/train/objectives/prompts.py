@@ -39,7 +39,7 @@ def read_prompts(rows: object, tokenizer: Any, data: DataConfig, most_tokens: in
     encoder = RowEncoder(tokenizer, template=data.template)
     found: list[Prompt] = []
     left_out: list[str] = []
-    for source in open_sources(rows):
+    for source in open_sources(rows, columns=data.columns):
         for row in source.read(0):
             if data.max_rows is not None and len(found) >= data.max_rows:
                 break

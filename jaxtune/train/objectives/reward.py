@@ -8,6 +8,7 @@ and metrics have TRL's names.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -64,7 +65,7 @@ class Reward(Pairs):
         if isinstance(rows, PairDataset):
             return made
         # Pairs that are too long are left out (`whole`), because a text that is cut has no last token to score.
-        return dataclasses.replace(made, labels=margins(rows, made.documents, max_rows), whole=True)
+        return dataclasses.replace(made, labels=margins(rows, made.documents, max_rows, data.columns), whole=True)
 
     def check(self, model: Decoder) -> None:
         if model.config.head != SCORE:
@@ -94,20 +95,23 @@ class Reward(Pairs):
             return jnp.where(there > 0, losses, 0.0).sum(), count, jax.lax.stop_gradient(sums)
 
 
-def margins(rows: Any, documents: Documents, max_rows: int | None = None) -> np.ndarray | None:
+def margins(
+    rows: Any, documents: Documents, max_rows: int | None = None, columns: Mapping[str, str] | None = None
+) -> np.ndarray | None:
     """float32[pairs]: the column `margin` of the rows that the pairs were made of; None if no row has one.
 
     Args:
       rows: the rows, in any form that `reading.open_sources` accepts; they are read again.
       documents: two documents for each pair, with their files and lines.
       max_rows: the most rows to read, as when the documents were made.
+      columns: data.columns.
     Raises:
       ValueError: a margin is not a finite number, or is missing in some rows only.
     """
     places = [documents.source(2 * pair) for pair in range(len(documents) // 2)]
     wanted = set(places)
     found: dict[str, float] = {}
-    for row in read_rows(open_sources(rows), PREFERENCE, max_rows):
+    for row in read_rows(open_sources(rows, columns=columns), PREFERENCE, max_rows):
         if row.place not in wanted or row.value is None or row.value.get("margin") is None:
             continue
         margin = row.value["margin"]

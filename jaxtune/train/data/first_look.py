@@ -1,0 +1,60 @@
+"""The rows and the model's folder that a config names are opened before anything is loaded, so that a slip in a name or
+a format is reported at once."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+from jaxtune.models.files.model_folder import require_tokenizer
+from jaxtune.train.config import ConfigError, TrainConfig
+from jaxtune.train.data.formats import PREFERENCE, normalize
+from jaxtune.train.data.reading import open_sources, read_rows
+from jaxtune.train.data.row_errors import RowError, attempt
+
+_MOST_FILES = 32  # of a folder, that are opened
+
+
+def require_readable(config: TrainConfig) -> None:
+    """Opens the rows that a config names, and reads the first one of each file.
+
+    Raises:
+      ConfigError: a file or data set is not there, or its first row cannot be used; the message names the key.
+      ValueError: the folder of the model has no tokenizer.
+    """
+    data = config.data
+    mixed = [rows for rows, _ in data.mixed]
+    train = [data.train] if isinstance(data.train, str) else mixed or list(data.train)
+    held_out = [] if data.eval is None else [data.eval]
+    for key, names in (("data.train", train), ("data.eval", held_out)):
+        for rows in names:
+            _look(key, rows, config)
+    model = config.model
+    if model.path is not None and model.tokenizer is None and (folder := Path(model.path).expanduser()).is_dir():
+        require_tokenizer(folder)
+
+
+def _look(key: str, rows: Any, config: TrainConfig) -> None:
+    """Opens one of the names under a key, and reads the first rows of it."""
+    data, objective = config.data, config.objective.name
+    streaming = data.streaming and key == "data.train"
+    try:
+        sources = open_sources(rows, streaming, data.columns)
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}") from None
+    # Other objectives have columns of their own, which they check.
+    form = data.format if objective == "sft" else PREFERENCE
+    for source in itertools.islice(sources, 1 if streaming else _MOST_FILES):
+        row = next(read_rows([source], form, 1), None)
+        if row is None and not source.part and len(sources) == 1:
+            raise ConfigError(f"{key} = {rows!r}: there are no rows in it")
+        if row is None or data.on_bad_row == "skip":
+            continue
+        used = RowError(row.error) if row.value is None else None
+        if used is None and form != PREFERENCE:
+            used = attempt(normalize, row.value, row.format)
+        if isinstance(used, RowError):
+            raise ConfigError(
+                f"{key}: {row.place}: {used} (data.on_bad_row: skip leaves such rows out and counts them)"
+            )
