@@ -39,7 +39,7 @@ function bars() {
       rect.addEventListener("pointerleave", hideTip);
       at += width;
     }
-    row.appendChild(make("span", { class: "total" }, side.step_ms.toFixed(1) + " ms"));
+    row.appendChild(make("span", { class: "total" }, side.step_ms.toFixed(side.step_ms < 10 ? 2 : 1) + " ms"));
   }
   const legend = document.getElementById("legend");
   for (const name of data.categories) {
@@ -61,9 +61,12 @@ function timeline(side) {
   const head = box.appendChild(make("div", { class: "tools soft" }, `${side.label} step ${step}`));
   const whole = head.appendChild(make("button", { type: "button" }, "whole step"));
   const range = head.appendChild(make("span"));
-  const rowHeight = 26, left = 110, width = 1100, height = streams.length * rowHeight + 4;
+  // All sides have one scale; a narrow window gets fewer units across, so that names stay legible.
+  const full = Math.max(...data.sides.map((each) => each.timeline.length_us || 0));
+  const width = Math.min(1100, Math.max(340, place.clientWidth - 18)), left = width < 700 ? 70 : 110;
+  const rowHeight = 26, height = streams.length * rowHeight + 4;
   const svg = box.appendChild(make("svg", { viewBox: `0 0 ${width} ${height}`, height: height }));
-  const view = { start: 0, length: side.timeline.length_us };
+  const view = { start: 0, length: full };
 
   function draw() {
     svg.replaceChildren();
@@ -84,13 +87,13 @@ function timeline(side) {
         rect.info = `${kernel}\n${scope} · ${category} · ${length.toFixed(1)} us at ${(start / 1000).toFixed(3)} ms`;
       }
       svg.appendChild(make("rect", { x: 0, y: y - 2, width: left - 4, height: rowHeight })).style.fill = "var(--panel)";
-      svg.appendChild(make("text", { x: 0, y: y + 14 }, name.slice(0, 18)));
+      svg.appendChild(make("text", { x: 0, y: y + 14 }, name.slice(0, left < 100 ? 11 : 18)));
     });
     range.textContent = `${(view.start / 1000).toFixed(2)} to ${((view.start + view.length) / 1000).toFixed(2)} ms`;
   }
   function limit() {
-    view.length = Math.min(Math.max(view.length, 20), side.timeline.length_us);
-    view.start = Math.min(Math.max(view.start, 0), side.timeline.length_us - view.length);
+    view.length = Math.min(Math.max(view.length, 20), full);
+    view.start = Math.min(Math.max(view.start, 0), full - view.length);
     draw();
   }
   const at = (event) => {
@@ -102,7 +105,7 @@ function timeline(side) {
     const share = at(event), factor = event.deltaY > 0 ? 1.25 : 0.8;
     const point = view.start + share * view.length;
     view.length *= factor;
-    view.start = point - share * Math.min(view.length, side.timeline.length_us);
+    view.start = point - share * Math.min(view.length, full);
     limit();
   }, { passive: false });
   let dragging = null;
@@ -116,7 +119,7 @@ function timeline(side) {
     else hideTip();
   });
   svg.addEventListener("pointerleave", hideTip);
-  whole.addEventListener("click", () => { view.start = 0; view.length = side.timeline.length_us; draw(); });
+  whole.addEventListener("click", () => { view.start = 0; view.length = full; draw(); });
   draw();
 }
 

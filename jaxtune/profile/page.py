@@ -48,7 +48,7 @@ def report_page(report: ReportData) -> str:
         ],
     }
     body = [
-        _words("The three largest losses against the roofline", losses, ordered=True),
+        _words("The three largest losses of time against the device's ceilings", losses, ordered=True),
         _bars(),
         _shares("By category", report.categories, "categories"),
         _timelines(),

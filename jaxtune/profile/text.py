@@ -91,7 +91,7 @@ def report_text(report: ReportData, width: int) -> str:
     for note in report.notes:
         console.print(f"note: {note}")
     if report.losses:
-        console.print("\nThe three largest losses against the roofline")
+        console.print("\nThe three largest losses of time against the device's ceilings")
         for number, loss in enumerate(report.losses[:3], 1):
             console.print(f"  {number}. {loss.text}")
 
