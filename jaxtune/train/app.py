@@ -230,10 +230,10 @@ def require_fit_for_processes(config: TrainConfig) -> None:
     if (count := processes.count()) == 1:
         return
     require_same_settings(config)
-    if config.evaluation.exact_match_rows:
+    for key, value in config.evaluation.asking:
         raise ValueError(
-            f"evaluation.exact_match_rows = {config.evaluation.exact_match_rows}: {count} processes cannot generate "
-            "together yet; unset it, and generate from what the run exports"
+            f"{key} = {value}: {count} processes cannot generate at the same time yet; unset it, and generate from "
+            "what the run exports"
         )
     if config.optim.offload:
         raise ValueError(

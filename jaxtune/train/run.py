@@ -17,10 +17,11 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.placement import partition
 from jaxtune.profile import capture
 from jaxtune.system import processes
+from jaxtune.train.answer_metrics import SAMPLES, Answered, AnswerMetrics
 from jaxtune.train.callbacks import Between
 from jaxtune.train.config import EvaluationConfig
-from jaxtune.train.data import TokenDataset
 from jaxtune.train.data.batches import Batch, Batches
+from jaxtune.train.data.packing import Documents
 from jaxtune.train.display import metrics as m
 from jaxtune.train.display.monitor import Monitor
 from jaxtune.train.folder.saving import Saver
@@ -52,15 +53,30 @@ class Profile:
         )
 
 
-def is_owed(wanted: EvaluationConfig, start: int, total_steps: int, output: Path, rows: TokenDataset | None) -> bool:
+def is_owed(wanted: EvaluationConfig, start: int, total_steps: int, output: Path, rows: str | None) -> bool:
     """Whether a process that begins after `start` steps has to evaluate first: because it is due before the first step,
-    or was due after the last one of a process that was interrupted before it was done, or had other rows."""
+    or was due after the last one of a process that was interrupted before it was done, or had other rows. rows: their
+    identity; None: there are none."""
     if rows is None:
         return False
     if start == 0:
         return wanted.at_start
     due = wanted.after_last(start) if start >= total_steps else wanted.between(start)
-    return due and not processes.of_first(lambda: start in m.evaluations(output / m.JSONL, rows.documents.identity))
+    return due and not processes.of_first(lambda: start in _evaluated_steps(output / m.JSONL, rows))
+
+
+def _evaluated_steps(path: Path, rows: str) -> set[int]:
+    """Steps of the evaluations of these rows in a metrics.jsonl, those without a loss too."""
+    lines = m.read_metrics(path) if path.exists() else []
+    found = [line for line in lines if "eval_loss" in line or m.ROWS in line]
+    return {line["step"] for line in found if line.get(m.ROWS, rows) == rows}
+
+
+def rows_identity(documents: Documents | None, answers: AnswerMetrics | None) -> str | None:
+    """What tells the rows of an evaluation from others; None without rows."""
+    if documents is not None:
+        return documents.identity
+    return None if answers is None else answers.identity
 
 
 class _StepRows:
@@ -100,7 +116,7 @@ class Run:
 
     total_steps: of the run, from 0. owed: whether an evaluation comes before the first step that this process makes.
     held_out: gives the batches of an evaluation by the plan in force, or None. model: gives the model with the
-    trainable tensors of a state.
+    trainable tensors of a state. answers: measures answers to held-out rows, or None.
     """
 
     engine: Engine
@@ -112,6 +128,12 @@ class Run:
     held_out: Callable[[], Batches | None]
     profile: Profile
     model: Callable[[Any], Decoder]
+    answers: AnswerMetrics | None
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        return self.held_out() is not None or self.answers is not None
 
     def steps(self, programs: Programs, state: TrainState, sums: Sums, frozen, start: int) -> tuple[TrainState, int]:
         """Makes all steps from `start` on, or those up to where a callback ends the run; returns (the last state, steps
@@ -185,8 +207,9 @@ class Run:
                 saver.save(done, state)
             if skipped := monitor.skipped_in_row:
                 progress.print(f"warning: the last {skipped} updates were skipped, as their numbers were not finite")
-            evaluated = self.evaluation.after_last(done) and self.held_out() is not None
-            good = math.isfinite(evaluate(done)) if evaluated else self._is_finite(at(done), sums, state, frozen, parts)
+            loss = evaluate(done) if self.evaluation.after_last(done) and self.evaluates else math.nan
+            has_loss = self.evaluation.after_last(done) and self.held_out() is not None
+            good = math.isfinite(loss) if has_loss else self._is_finite(at(done), sums, state, frozen, parts)
             saver.poll(done, state)
             saver.finish(good)
             if not good:
@@ -227,24 +250,37 @@ class Run:
         return math.isfinite(float(partition.on_host(loss).sum()))
 
     def evaluate(self, evaluate, state, frozen, step: int, between: Callable[[], None] = lambda: None) -> float:
-        """The evaluation loss, logged and shown; NaN without rows."""
+        """The evaluation loss, logged and shown with what answers to the rows are worth; NaN without rows."""
         batches, monitor = self.held_out(), self.monitor
-        if batches is None:
+        if not self.evaluates:
             return math.nan
+        values: dict[str, Any] = {}
+        answered: Answered | None = None
         with monitor.pause("eval", step) as line:
             for callback in monitor.run.callbacks:
                 callback.evaluating(step, lambda: self.model(state.trainable))
-            shown = monitor.progress.evaluating
-            values = self.engine.evaluate(evaluate, state.trainable, frozen, batches, shown, between)
+            if batches is not None:
+                shown = monitor.progress.evaluating
+                values |= self.engine.evaluate(evaluate, state.trainable, frozen, batches, shown, between)
+            if self.answers is not None:
+                with phase("sample", "a smaller evaluation.max_new_tokens, or evaluation.generate=[]"):
+                    answered = self.answers(self.model(state.trainable))
+                values |= answered.metrics
             for callback in monitor.run.callbacks:
                 callback.evaluated(step, values)
-            line |= values | {m.ROWS: batches.rows.documents.identity}
+            line |= values | {m.ROWS: rows_identity(None if batches is None else batches.rows.documents, self.answers)}
+            if answered is not None:
+                line[SAMPLES] = answered.samples
         monitor.run.history.append({"step": step, **values})
-        unit = monitor.run.unit
-        monitor.progress.print(
-            f"step {step}: evaluation loss {values['eval_loss']:.4f} over {values[f'eval_{unit}']:,} {unit}"
-        )
-        return values["eval_loss"]
+        if batches is not None:
+            unit = monitor.run.unit
+            monitor.progress.print(
+                f"step {step}: evaluation loss {values['eval_loss']:.4f} over {values[f'eval_{unit}']:,} {unit}"
+            )
+        if answered is not None:
+            begin, *samples = answered.lines()
+            monitor.progress.print("\n".join([f"step {step}: {begin}", *samples]))
+        return values.get("eval_loss", math.nan)
 
     def _capture(self, programs: Programs):
         traced = {"accumulate": programs.accumulate, "update": programs.update}

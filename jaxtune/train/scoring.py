@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from jaxtune.models.adapters import trained_over
 from jaxtune.system import terminal
 from jaxtune.system.terminal import fitted, printable
+from jaxtune.train.answer_metrics import SAMPLES
 from jaxtune.train.app import answer, load_model, require_fit_for_processes, sampled_by
 from jaxtune.train.config import AdapterConfig, OptimConfig, TrainConfig
 from jaxtune.train.display import metrics as m
@@ -18,6 +20,7 @@ from jaxtune.train.display import report
 from jaxtune.train.folder.checkpoint import saved_steps
 from jaxtune.train.folder.results import Result, read_result
 from jaxtune.train.folder.run_folder import ADAPTER, CHECKPOINTS, CONFIG, MERGED
+from jaxtune.train.planning.phases import phase
 from jaxtune.train.program.program_cache import use_program_cache
 from jaxtune.train.trainer import Trainer
 
@@ -107,9 +110,9 @@ def loaded_in(scored: Scored, load_in: str | None, overrides: Sequence[str] = ()
 def evaluate(
     config: TrainConfig, recipe: str = "", overrides: Sequence[str] = (), taken: int = 0, load_in: str | None = None
 ) -> dict[str, Any]:
-    """{"weights", "eval_loss", "eval_targets"}, and "exact_match" where the config asks for it, of what
-    `weights_to_score` says, in the format of `loaded_in`. taken: see config_file.load_to_evaluate; by it a run's
-    checkpoint is known."""
+    """{"weights", "eval_loss", "eval_targets"}, and "exact_match" and the metrics of evaluation.generate where the
+    config asks for them, of what `weights_to_score` says, in the format of `loaded_in`. taken: see
+    config_file.load_to_evaluate; by it a run's checkpoint is known."""
     use_program_cache()
     console = terminal.console(stderr=True, soft_wrap=True)
     require_fit_for_processes(config)
@@ -134,7 +137,15 @@ def evaluate(
         values, model = trainer.evaluate_checkpoint(scored.checkpoints)
         results |= values
     unit = trainer.objective.unit
-    console.print(f"evaluation loss {results['eval_loss']:.4f} over {results[f'eval_{unit}']:,} {unit}")
+    if "eval_loss" in results:
+        console.print(f"evaluation loss {results['eval_loss']:.4f} over {results[f'eval_{unit}']:,} {unit}")
+    if trainer.answers is not None:
+        with phase("sample", "a smaller evaluation.max_new_tokens, or evaluation.generate=[]"):
+            answered = trainer.answers(model)
+        for line in answered.lines():
+            console.print(fitted(line, console))
+        results |= {key: None if math.isnan(value) else value for key, value in answered.metrics.items()}
+        results[SAMPLES] = answered.samples
     if config.evaluation.exact_match_rows:
         results |= answer(model, tokenizer, config, console, sampled_by(trainer))
     return results

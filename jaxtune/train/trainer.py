@@ -27,6 +27,7 @@ from jaxtune.system.files import remove_unfinished
 from jaxtune.system.invocation import spelled
 from jaxtune.system.terminal import outliving, say
 from jaxtune.train import own_parts, setup
+from jaxtune.train.answer_metrics import answer_metrics
 from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.config.file import config_to_dict
@@ -69,7 +70,7 @@ from jaxtune.train.program.flops import flop_counter
 from jaxtune.train.program.programs import Engine, Programs
 from jaxtune.train.program.step import StepProgram, Sums, TrainState, trainable_names
 from jaxtune.train.program.trained_model import TrainedModel
-from jaxtune.train.run import Profile, Run, is_owed
+from jaxtune.train.run import Profile, Run, is_owed, rows_identity
 from jaxtune.train.signals import StopSignal
 
 
@@ -97,8 +98,8 @@ class Trainer:
 
     Attributes: `model` (TrainedModel), `engine` (Engine), `tokenizer` (with the chat template that rows are rendered
     by), `batches` (the BatchSource of its steps), `train_data` (TokenDataset; None where not all rows are known before
-    the run), `eval_data` (TokenDataset or None), `output` (Path), `total_steps`, and after train() `history`, the
-    metrics of every step as dicts, and `steps_done`.
+    the run), `eval_data` (TokenDataset or None), `answers` (AnswerMetrics of evaluation.generate, or None), `output`
+    (Path), `total_steps`, and after train() `history`, the metrics of every step as dicts, and `steps_done`.
     """
 
     def __init__(
@@ -137,6 +138,8 @@ class Trainer:
 
         ends = end_tokens(self.model.given, self.tokenizer) if isinstance(self.objective, GRPO) else ()
         reader = Reader(self.objective, self.tokenizer, config, self.model.given.config, tuple(ends))
+        asked = config.data.eval if eval_rows is None else eval_rows
+        self.answers = answer_metrics(config, asked, self.tokenizer, self.model.given)
         rows, held_out = run_rows(reader, train_rows, eval_rows, not trains)
         self.train_data = rows if isinstance(rows, TokenDataset) else None
         self.config = config = in_first_words(config)
@@ -265,7 +268,8 @@ class Trainer:
         config = self.config
         traced = self.profile_steps if processes.first() else 0
         profile = Profile(self.profile_folder, traced, config.profile.start, self._traced)
-        owed = is_owed(config.evaluation, start, self.total_steps, self.output, self.eval_data)
+        rows = rows_identity(self.eval_data and self.eval_data.documents, self.answers)
+        owed = is_owed(config.evaluation, start, self.total_steps, self.output, rows)
         run = Run(
             self.engine,
             monitor,
@@ -276,6 +280,7 @@ class Trainer:
             lambda: self.eval_batches,
             profile,
             self.model.finished,
+            self.answers,
         )
         if resumed is not None and start >= self.total_steps:
             monitor.progress.print(f"this run is complete: {start} steps (output {self.output})")
@@ -283,7 +288,8 @@ class Trainer:
             if owed:
                 frozen = self.model.placed_frozen(self.engine)
                 self.look_up_references((self.eval_data,), resumed.trainable, frozen, monitor.progress.print)
-                evaluate = self.engine.compile_evaluate(self.program, resumed.trainable, frozen)
+                of_state = (self.program, resumed.trainable, frozen)
+                evaluate = self.eval_data and self.engine.compile_evaluate(*of_state)
                 run.evaluate(evaluate, resumed, frozen, start)
             return resumed, start
         if lacking := profile.lacking(self.total_steps - start):
@@ -378,26 +384,24 @@ class Trainer:
 
     def evaluate(self, trained: bool = False) -> dict[str, Any]:
         """eval_loss (a mean), eval_targets and what else the objective measures, of the model as given, without
-        training; under QAT rounded as step 0's is, or as the last step's if it is `trained`."""
-        self._held_out()
+        training; under QAT rounded as step 0's is, or as the last step's if it is `trained`. Empty where held-out rows
+        have questions only (`answers`)."""
         program = self.program if trained else self.engine.before_qat or self.program
         return self._eval_loss(program, *self.model.weights(self.engine))
 
     def evaluate_checkpoint(self, folder: Path) -> tuple[dict[str, Any], Decoder]:
         """(as `evaluate`, the model) of the last intact checkpoint in a folder of this run."""
-        self._held_out()
         with Checkpointer(folder, self.config.checkpoint.keep) as checkpointer:
             trainable = self._restore(checkpointer, lambda changes: None, weights_only=True)[1]["trainable"]
         frozen = self.model.placed_frozen(self.engine)
         return self._eval_loss(self.program, trainable, frozen), self.model.finished(trainable)
 
-    def _held_out(self) -> Batches:
+    def _eval_loss(self, program: StepProgram, trainable, frozen) -> dict[str, Any]:
         batches = self.eval_batches
         if batches is None:
+            if self.answers is not None:
+                return {}
             raise ValueError("there are no evaluation rows: set data.eval or data.eval_rows")
-        return batches
-
-    def _eval_loss(self, program: StepProgram, trainable, frozen) -> dict[str, Any]:
         self.look_up_references((self.eval_data,), trainable, frozen)
         compiled = self.engine.compile_evaluate(program, trainable, frozen)
         planner = self.engine.planner
@@ -406,7 +410,7 @@ class Trainer:
             chunk = self.program.chunk_tokens
             compiled = self.engine.compile_evaluate(dataclasses.replace(program, chunk_tokens=chunk), trainable, frozen)
         shown = m.Progress(self.total_steps).evaluating
-        return self.engine.evaluate(compiled, trainable, frozen, self._held_out(), shown)
+        return self.engine.evaluate(compiled, trainable, frozen, batches, shown)
 
     # ---- checkpoints
 

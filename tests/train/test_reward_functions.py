@@ -106,7 +106,7 @@ def test_functions_of_files(tmp_path):
     for name, told in [
         (f"{file}:bad", "has no function 'bad'; it has good"),
         (f"{tmp_path / 'none.py'}:good", "there is no file"),
-        ("good", "no ready reward"),
+        ("good", "no ready function"),
     ]:
         with pytest.raises(ConfigError, match=told):
             load_function(name)

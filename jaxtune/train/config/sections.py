@@ -350,12 +350,27 @@ class EvaluationConfig:
     exact_match_rows: Annotated[int, "Rows answered by greedy generation and compared word for word; 0: none."] = 0
     max_new_tokens: Annotated[int, "Longest generated answer."] = 64
     sample_rows: Annotated[int, "Answers shown as samples."] = 3
+    generate: Annotated[
+        tuple[str, ...],
+        "Functions that measure answers to held-out rows at each evaluation: file.py:function, or exact_number, "
+        "exact_match, ...",
+    ] = ()
+    generate_rows: Annotated[int, "Held-out rows that are answered for evaluation.generate."] = 64
+    temperature: Annotated[float, "Of the answers of evaluation.generate; 0: the likeliest tokens."] = 0.0
 
     def __post_init__(self) -> None:
         positive("evaluation.every_steps", self.every_steps)
+        positive("evaluation.generate_rows", self.generate_rows)
+        not_negative("evaluation.temperature", self.temperature)
         not_negative("evaluation.exact_match_rows", self.exact_match_rows)
         positive("evaluation.max_new_tokens", self.max_new_tokens)
         not_negative("evaluation.sample_rows", self.sample_rows)
+
+    @property
+    def asking(self) -> list[tuple[str, object]]:
+        """(key, value) of the settings that have the model answer rows."""
+        settings = ("exact_match_rows", self.exact_match_rows), ("generate", list(self.generate))
+        return [(f"evaluation.{name}", value) for name, value in settings if value]
 
     def after_last(self, step: int) -> bool:
         """Whether the held-out rows are evaluated after the last step of a run, which is number `step`."""

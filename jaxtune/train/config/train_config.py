@@ -168,13 +168,14 @@ class TrainConfig:
                 f"mesh.fsdp = {fsdp} divides the states over devices, which states in host memory are not yet; "
                 "unset one of them",
             )
-            require(
-                not self.evaluation.exact_match_rows,
-                "evaluation.exact_match_rows",
-                self.evaluation.exact_match_rows,
-                f"generation does not run on weights that mesh.fsdp = {fsdp} divides; unset it, and generate from what "
-                "the run saves",
-            )
+            for key, value in self.evaluation.asking:
+                require(
+                    False,
+                    key,
+                    value,
+                    f"generation does not run on weights that mesh.fsdp = {fsdp} divides; unset it, and generate from "
+                    "what the run saves",
+                )
 
     def _check_exact_match(self) -> None:
         """Raises `ConfigError` if exact match is evaluated with an objective whose rows have no single right answer."""
@@ -184,6 +185,12 @@ class TrainConfig:
             "evaluation.exact_match_rows",
             self.evaluation.exact_match_rows,
             f"{why} (objective = {self.objective.name}); leave it out",
+        )
+        require(
+            self.objective.name != "reward" or not self.evaluation.generate,
+            "evaluation.generate",
+            list(self.evaluation.generate),
+            "a reward model writes no answers (objective = reward); leave it out",
         )
 
     def _check_adapter(self) -> None:
@@ -233,9 +240,7 @@ class TrainConfig:
         for key in ("every_steps", "at_start"):
             value = getattr(self.evaluation, key)
             require(has_eval or not value, f"evaluation.{key}", value, "needs rows: set data.eval or data.eval_rows")
-        require(
-            self.data.eval is not None or not self.evaluation.exact_match_rows,
-            "evaluation.exact_match_rows",
-            self.evaluation.exact_match_rows,
-            "needs held-out rows to ask: set data.eval to a file of them",
-        )
+        for key, value in self.evaluation.asking:
+            require(
+                self.data.eval is not None, key, value, "needs held-out rows to ask: set data.eval to a file of them"
+            )

@@ -51,7 +51,7 @@ def run_rows(
             )
         wanted = wanted if own else reader.sampled(wanted)
         made_later = own = True
-        if config.evaluation.exact_match_rows:
+        if config.evaluation.asking:
             held_out = None  # its rows are answered, and have no loss
     what = "the rows to train on are streamed, mixed or made during the run"
     if made_later and data.eval_rows:

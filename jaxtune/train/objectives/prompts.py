@@ -23,7 +23,14 @@ from jaxtune.train.objectives.rollouts import Prompt, SampledAnswers
 ANSWER = "answer"  # the column that holds a row's own answer, for reward functions
 
 
-def read_prompts(rows: object, tokenizer: Any, data: DataConfig, most_tokens: int) -> list[Prompt]:
+def read_prompts(
+    rows: object,
+    tokenizer: Any,
+    data: DataConfig,
+    most_tokens: int,
+    key: str = "data.train",
+    beside: str = "objective.max_completion_length data.length leaves",
+) -> list[Prompt]:
     """The prompts of rows.
 
     A row has a `prompt`, text or messages, as TRL's rows have. Rows for supervised fine-tuning serve too: the prompt is
@@ -32,6 +39,7 @@ def read_prompts(rows: object, tokenizer: Any, data: DataConfig, most_tokens: in
     Args:
       rows: a path, a data set's name, or a list of dicts. data: its template, max_rows and on_bad_row count.
       most_tokens: that a prompt may have.
+      key: that names the rows. beside: what limits a prompt, in words. Both are for errors.
     Raises:
       ConfigError: rows without prompts; a row that cannot be read or is too long, by its place, unless
         data.on_bad_row = skip.
@@ -46,14 +54,14 @@ def read_prompts(rows: object, tokenizer: Any, data: DataConfig, most_tokens: in
             try:
                 if row.value is None:
                     raise RowError(str(row.error))
-                found.append(_prompt(row.value, encoder, most_tokens))
+                found.append(_prompt(row.value, encoder, most_tokens, beside))
             except RowError as error:
                 if data.on_bad_row == "error":
                     raise ConfigError(f"{row.place}: {error}; data.on_bad_row=skip leaves such rows out") from None
                 left_out.append(f"{row.place}: {error}")
     if not found:
         first = f"; the first: {left_out[0]}" if left_out else ""
-        raise ConfigError(f"data.train: it has no prompt that could be used{first}")
+        raise ConfigError(f"{key}: it has no prompt that could be used{first}")
     return found
 
 
@@ -99,7 +107,7 @@ def sampled_answers(
     )
 
 
-def _prompt(value: Mapping[str, object], encoder: RowEncoder, most_tokens: int) -> Prompt:
+def _prompt(value: Mapping[str, object], encoder: RowEncoder, most_tokens: int, beside: str) -> Prompt:
     refuse_media(value)
     given = value.get("prompt")
     if isinstance(given, str) and not _answered(value):
@@ -126,10 +134,7 @@ def _prompt(value: Mapping[str, object], encoder: RowEncoder, most_tokens: int) 
     if not ids:
         raise RowError("its prompt is empty")
     if len(ids) > most_tokens:
-        raise RowError(
-            f"its prompt has {len(ids):,} tokens, and beside objective.max_completion_length data.length leaves "
-            f"room for {most_tokens:,}"
-        )
+        raise RowError(f"its prompt has {len(ids):,} tokens, and beside {beside} room for {most_tokens:,}")
     return Prompt(shown, ids, columns)
 
 

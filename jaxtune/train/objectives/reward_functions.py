@@ -19,6 +19,7 @@ import asyncio
 import dataclasses
 import importlib.util
 import inspect
+import logging
 import math
 import re
 import threading
@@ -31,9 +32,11 @@ import numpy as np
 
 from jaxtune.train.config import ConfigError
 
+logger = logging.getLogger(__name__)
 type RewardFunction = Callable[..., Any]
 # A prompt or a completion: text, or messages with their roles and contents.
 type Turns = str | list[dict[str, Any]]
+_KEY = "objective.reward_funcs"
 _SHOWN = 200  # characters of a prompt or an answer in a message
 
 
@@ -56,6 +59,24 @@ class Sampled:
 
     columns: dict[str, list[object]]
     """The rows' other columns."""
+
+    @classmethod
+    def of(
+        cls,
+        prompts: Sequence[Turns],
+        columns: Sequence[Mapping[str, object]],
+        completion_ids: Sequence[Sequence[int]],
+        texts: Sequence[str],
+    ) -> Sampled:
+        """Of answers in words: a prompt of messages gets a completion of one message, and a column that a row lacks is
+        None there."""
+        completions: list[Turns] = [
+            text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
+        names = dict.fromkeys(name for own in columns for name in own)
+        by_name = {name: [own.get(name) for own in columns] for name in names}
+        return cls(list(prompts), completions, [list(ids) for ids in completion_ids], by_name)
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -113,9 +134,11 @@ class RewardFunctions:
         return cls(tuple(functions), tuple(names), weights, **options)
 
     @classmethod
-    def named(cls, wanted: Sequence[str], weights: Sequence[float] | None = None, **options: Any) -> RewardFunctions:
-        """Of names as a recipe has them: `file.py:function`, or one of `ready` (READY)."""
-        return cls.of([load_function(name) for name in wanted], weights, **options)
+    def named(
+        cls, wanted: Sequence[str], weights: Sequence[float] | None = None, *, key: str = _KEY, **options: Any
+    ) -> RewardFunctions:
+        """Of names as a recipe has them under `key`: `file.py:function`, or one of `ready` (READY)."""
+        return cls.of([load_function(name, key) for name in wanted], weights, **options)
 
     def __call__(self, sampled: Sampled) -> np.ndarray:
         """float32[answers, functions], NaN where a function does not apply.
@@ -172,12 +195,20 @@ class RewardFunctions:
                 f"  prompt: {_shortened(sampled.prompts[index])}\n  answer: {_shortened(sampled.completions[index])}\n"
                 "objective.reward_errors=skip leaves such answers without this reward"
             ) from error
+        if failed:
+            logger.warning(
+                "%s failed for %d of %d answers, which it does not count for; the first: %s",
+                name,
+                len(failed),
+                len(sampled),
+                _told(failed[0][1]),
+            )
         return values
 
 
-def load_function(name: str) -> RewardFunction:
-    """The reward function that a recipe names: `file.py:function`, a path as the recipe's other paths are, or a ready
-    one of `ready`.
+def load_function(name: str, key: str = _KEY) -> RewardFunction:
+    """The reward function that a recipe names under `key`: `file.py:function`, a path as the recipe's other paths are,
+    or a ready one of `ready`.
 
     Raises:
       ConfigError: no such file or function; the file does not run.
@@ -186,26 +217,23 @@ def load_function(name: str) -> RewardFunction:
     if not separator:
         if name not in READY:
             raise ConfigError(
-                f"objective.reward_funcs: {name!r} is no ready reward ({', '.join(READY)}); a function of your own is "
-                "file.py:function"
+                f"{key}: {name!r} is no ready function ({', '.join(READY)}); a function of your own is file.py:function"
             )
         return READY[name]
     file = Path(path).expanduser()
     if not file.is_file():
-        raise ConfigError(f"objective.reward_funcs: {name!r}: there is no file {file}")
+        raise ConfigError(f"{key}: {name!r}: there is no file {file}")
     spec = importlib.util.spec_from_file_location(f"jaxtune_rewards_{file.stem}", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise ConfigError(f"objective.reward_funcs: {file} does not run: {_told(error)}") from error
+        raise ConfigError(f"{key}: {file} does not run: {_told(error)}") from error
     function = getattr(module, wanted, None)
     if not callable(function):
         own = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        raise ConfigError(
-            f"objective.reward_funcs: {file} has no function {wanted!r}; it has {', '.join(own) or 'none'}"
-        )
+        raise ConfigError(f"{key}: {file} has no function {wanted!r}; it has {', '.join(own) or 'none'}")
     return function
 
 

@@ -1,0 +1,168 @@
+"""Evaluation by generation: the model answers held-out rows, and functions say how good each answer is.
+
+The functions are those that learning from rewards takes (objectives/reward_functions.py). What is drawn depends on the
+seed, the row and the weights, so an evaluation that is made again after a resume gives the same numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.generation.sampler import Sampler
+from jaxtune.train.config import TrainConfig
+from jaxtune.train.end_tokens import turn_end
+from jaxtune.train.objectives.prompts import end_tokens, read_prompts
+from jaxtune.train.objectives.reward_functions import RewardFunctions, Sampled, text_of
+from jaxtune.train.objectives.rollouts import Prompt
+
+KEY = "evaluation.generate"
+SAMPLES = "eval_samples"
+_MOST_SLOTS = 32
+_SHOWN = 160  # characters of a question or an answer on the screen
+
+
+@dataclasses.dataclass(frozen=True)
+class Answered:
+    """What an evaluation by generation found."""
+
+    metrics: dict[str, float]
+    """`eval_answers/NAME`: the mean of a function over the answers that it applies to, NaN if there is none;
+    `eval_answer_tokens`: the mean length; `eval_answers_cut_off`: the share that reached evaluation.max_new_tokens."""
+
+    samples: list[dict[str, object]]
+    """Of the first rows: question, given, and the functions' values by name."""
+
+    def lines(self) -> list[str]:
+        """The metrics and the samples in words."""
+        of_functions = [f"{name.partition('/')[2]} {value:.4f}" for name, value in self.metrics.items() if "/" in name]
+        length, cut = self.metrics["eval_answer_tokens"], self.metrics["eval_answers_cut_off"]
+        found = [f"{', '.join(of_functions)} (answers of {length:.1f} tokens, {cut:.0%} cut off)"]
+        for sample in self.samples:
+            found.append(f"  {_line(sample['question'])!r} -> {_line(sample['given'])!r}")
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class AnswerMetrics:
+    """Asks a model the questions of held-out rows.
+
+    Example:
+      metrics = answer_metrics(config, config.data.eval, tokenizer, model)
+      metrics(model).metrics  # {"eval_answers/exact_number": 0.5, ...}
+    """
+
+    prompts: Sequence[Prompt]
+
+    functions: RewardFunctions
+
+    max_new_tokens: int
+
+    temperature: float
+    """0 takes the likeliest tokens."""
+
+    ends: Sequence[int]
+    """Token ids that end an answer."""
+
+    decode: Callable[[Sequence[int]], str]
+
+    seed: int
+
+    sample_rows: int
+    """How many answers are shown."""
+
+    deterministic: bool
+    """As of a Sampler."""
+
+    @property
+    def identity(self) -> str:
+        """What tells these questions from others."""
+        return f"{zlib.crc32(repr([prompt.ids for prompt in self.prompts]).encode()):08x}"
+
+    def __call__(self, model: Decoder) -> Answered:
+        """Answers all rows.
+
+        Raises:
+          RewardError: a function returned no list of numbers. An exception of its own leaves its answer out.
+        """
+        longest = max(len(prompt.ids) for prompt in self.prompts)
+        sampler = Sampler(
+            model,
+            length=longest + self.max_new_tokens,
+            most_slots=min(_MOST_SLOTS, len(self.prompts)),
+            deterministic=self.deterministic,
+        )
+        rows = list(
+            sampler.run(
+                [prompt.ids for prompt in self.prompts],
+                self.max_new_tokens,
+                self.temperature,
+                self.seed,
+                eos_token_ids=self.ends,
+            )
+        )
+        del sampler  # and its caches, before functions run
+        texts = [self.decode([token for token in row.ids if token not in self.ends]) for row in rows]
+        sampled = Sampled.of(
+            [prompt.given for prompt in self.prompts],
+            [prompt.columns for prompt in self.prompts],
+            [row.ids for row in rows],
+            texts,
+        )
+        table = self.functions(sampled)
+        found = {f"eval_answers/{name}": _mean(table[:, column]) for column, name in enumerate(self.functions.names)}
+        found["eval_answer_tokens"] = float(np.mean([len(row.ids) for row in rows]))
+        found["eval_answers_cut_off"] = float(np.mean([row.finish_reason == "length" for row in rows]))
+        samples = [
+            {
+                "question": question if isinstance(question, str) else text_of(question[-1:]),
+                "given": text,
+                **dict(zip(self.functions.names, values.tolist(), strict=True)),
+            }
+            for question, text, values in list(zip(sampled.prompts, texts, table, strict=True))[: self.sample_rows]
+        ]
+        return Answered(found, samples)
+
+
+def answer_metrics(config: TrainConfig, rows: object, tokenizer, model: Decoder) -> AnswerMetrics | None:
+    """What config.evaluation asks for; None if it asks for no answers.
+
+    Args:
+      rows: see read_prompts. tokenizer: of transformers, with the chat template of the run. model: its arrays may be
+        abstract.
+    Raises:
+      ConfigError: no such function; rows without questions, or with questions that leave no room for an answer.
+    """
+    wanted = config.evaluation
+    if not wanted.generate:
+        return None
+    functions = RewardFunctions.named(wanted.generate, key=KEY, errors="skip")
+    most = model.config.context_length - wanted.max_new_tokens
+    data = dataclasses.replace(config.data, max_rows=wanted.generate_rows)
+    beside = "evaluation.max_new_tokens the model's positions leave"
+    turn = turn_end(tokenizer)
+    return AnswerMetrics(
+        read_prompts(rows, tokenizer, data, most, "data.eval", beside),
+        functions,
+        wanted.max_new_tokens,
+        wanted.temperature,
+        sorted({*end_tokens(model, tokenizer), *([] if turn is None else [turn])}),
+        lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+        config.seed,
+        wanted.sample_rows,
+        config.deterministic,
+    )
+
+
+def _mean(values: np.ndarray) -> float:
+    known = values[~np.isnan(values)]
+    return float(known.mean(dtype=np.float64)) if known.size else float("nan")
+
+
+def _line(value: object) -> str:
+    text = " ".join(str(value).split())
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
