@@ -1,1 +1,1 @@
-"""Model families, one file each. They share common.py and never import each other."""
+"""The supported model families, one file each, built on the package `common`; families never import each other."""

@@ -1,5 +1,7 @@
-"""Command R7B and Command A: parallel blocks, LayerNorm without bias, scaled logits; three of four layers have a window
-and rotary positions, interleaved, and the others neither."""
+"""Command R7B and Command A: attention and MLP in parallel, LayerNorm without bias, scaled logits.
+
+Three of four layers have a window and interleaved rotary positions; the others have neither.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,13 @@ from jaxtune.models.families.common.table import ATTENTION_BIAS, WINDOW_PATTERN
 
 
 def _prepare(hf: Config) -> Config:
-    return {**hf, "head_dim": hf["hidden_size"] // hf["num_attention_heads"]}  # whatever the file says
+    """The config.json with the head_dim that follows from its other keys, as in transformers, which ignores the
+    file's."""
+    return {**hf, "head_dim": hf["hidden_size"] // hf["num_attention_heads"]}
 
 
 def _head_dim(config: DecoderConfig) -> int:
+    """The head_dim that is written; raises ValueError if a file cannot express it."""
     if config.query_size != config.hidden_size:
         raise ValueError(f"Cohere2: head_dim = {config.head_dim} is not hidden_size / num_attention_heads")
     return config.head_dim

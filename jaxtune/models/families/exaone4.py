@@ -1,5 +1,7 @@
-"""EXAONE 4: norms on the outputs of attention and MLP and of each head's queries and keys; where some layers have a
-window, the others have no position encoding."""
+"""EXAONE 4: norms on the outputs of attention and MLP, and on each head's queries and keys.
+
+If some layers have a window, the others have no position encoding.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,12 @@ from jaxtune.models.families.common.table import WINDOW_PATTERN
 
 
 def _default_types(hf: Config) -> list[str]:
+    """The types of layers by sliding_window_pattern, or full attention everywhere if there is no window."""
     return by_pattern(hf) if hf["sliding_window"] is not None else [FULL] * hf["num_hidden_layers"]
 
 
 class _Layers(LayerTypes):
-    """Without a window in config.json all layers have full attention and positions."""
+    """LayerTypes in which, without a window in config.json, all layers have full attention and rotary positions."""
 
     def read(self, hf: Config, fields: Config) -> Fields:
         read = super().read(hf, fields)

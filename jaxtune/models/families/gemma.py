@@ -1,4 +1,4 @@
-"""Gemma 1: Llama with a scaled embedding, norms around zero and heads of their own width."""
+"""Gemma 1: Llama with a scaled embedding, norms that multiply by 1 + weight, and a separate head size."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from jaxtune.models.families.common.table import ATTENTION_BIAS, GEMMA_FIELDS, c
 
 
 def _prepare(hf: Config) -> Config:
-    """The first releases say gelu and mean its tanh form; hidden_activation comes before hidden_act."""
+    """The config.json with the activation that is meant: hidden_activation takes precedence, and gelu means its tanh
+    form."""
     name = hf["hidden_activation"] or hf["hidden_act"]
     return {**hf, "hidden_act": "gelu_pytorch_tanh" if name == "gelu" else name}
 

@@ -1,4 +1,4 @@
-"""Gemma 2: norms around both halves, soft caps, windows in every other layer, a scaled embedding."""
+"""Gemma 2: norms before and after attention and MLP, soft caps, windows in every other layer, a scaled embedding."""
 
 from jaxtune.models import values
 from jaxtune.models.config import PRE_AND_POST_NORM

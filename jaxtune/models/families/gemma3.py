@@ -1,4 +1,4 @@
-"""Gemma 3, text only: five sliding layers to one full one, each kind with a rotary base of its own; normed q and k."""
+"""Gemma 3, the text model: five sliding layers before each full one, a rotary base for each type, normed q and k."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from jaxtune.models.families.common.table import GEMMA, GEMMA_DEFAULTS, GEMMA_FI
 
 
 class _Rotary(RotaryByType):
-    """rope_theta and rope_scaling are those of full layers; sliding ones have rope_local_base_freq."""
+    """RotaryByType in which rope_theta and rope_scaling belong to full layers and rope_local_base_freq to sliding
+    ones."""
 
     keys = (*RotaryByType.keys, Key("rope_local_base_freq", (), above_one, 10_000.0))
 

@@ -1,4 +1,5 @@
-"""GLM-4-0414: norms around both halves, one matrix of gate and up, half of each head rotated, neighbours together."""
+"""GLM-4-0414: norms before and after attention and MLP, gate and up as one matrix, interleaved rotation of half a
+head."""
 
 from jaxtune.models import values
 from jaxtune.models.config import PRE_AND_POST_NORM

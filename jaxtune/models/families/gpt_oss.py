@@ -1,5 +1,8 @@
 """gpt-oss: experts with biases and a clamped SwiGLU of interleaved columns, attention sinks, windows in every other
-layer. Published in MXFP4; its expert weights are [E, in, out]."""
+layer.
+
+It is published in MXFP4; its expert weights are [E, in, out].
+"""
 
 from jaxtune.models import values
 from jaxtune.models.families.common import Family, Key, LayerTypes, Rotary

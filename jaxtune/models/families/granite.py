@@ -1,4 +1,4 @@
-"""Granite 3 and 4 (dense): Llama with factors on the embedding, the scores, what a layer adds, and the logits."""
+"""Granite 3 and 4 (dense): Llama with factors on the embedding, attention scores, residual additions and logits."""
 
 from jaxtune.models import values
 from jaxtune.models.families.common import FLOAT, Conversion, Family, Key

@@ -1,4 +1,4 @@
-"""Ministral 3: Mistral with yarn and queries that grow with their position."""
+"""Ministral 3: Mistral with yarn, and queries that are scaled by their position."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ _ROPE = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
-_GROWTH = ("llama_4_scaling_beta", ORIGINAL_POSITIONS)  # by what queries grow; whatever the kind of the rotary base
+_GROWTH = ("llama_4_scaling_beta", ORIGINAL_POSITIONS)  # the keys of the queries' factor, for any kind of rotary base
 
 
 class _Rotary(Rotary):
+    """Rotary with the factor on queries (RopeConfig.llama_4_scaling_beta), whose keys are required."""
+
     def read(self, hf: Config, fields: Config) -> Fields:
         given = self.given(hf)
         for key in _GROWTH:

@@ -1,4 +1,4 @@
-"""Mistral 7B and models like it: Llama with a sliding window in every layer."""
+"""Mistral 7B and similar models: Llama with a sliding window in every layer."""
 
 from jaxtune.models.families.common import Family, OneWindow
 

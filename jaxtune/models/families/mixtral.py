@@ -1,4 +1,4 @@
-"""Mixtral: Mistral with eight experts in place of the MLP."""
+"""Mixtral: Mistral with eight experts instead of the MLP."""
 
 from jaxtune.models.families.common import ExpertFiles, Family, OneWindow
 from jaxtune.models.families.common.names import ROUTED_NORMS

@@ -1,4 +1,4 @@
-"""OLMo 3: OLMo 2 with a window in three of four layers; only the others stretch their rotary base."""
+"""OLMo 3: OLMo 2 with a window in three of four layers; only the other layers' rotary base is extended."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from jaxtune.models.families.common.table import ATTENTION_BIAS, WINDOW_PATTERN
 
 
 class _Rotary(RotaryByType):
+    """RotaryByType in which an extension that a file gives for all layers applies to full layers only."""
+
     def given_to(self, layer_type: str, hf: Config) -> Fields:
         given = super().given_to(layer_type, hf)
         if layer_type == SLIDING and not isinstance((hf["rope_parameters"] or {}).get(SLIDING), dict):
-            # One for all layers, of which only full ones are stretched.
+            # The file has one object for all layers, whose extension applies to full layers only.
             return {"rope_theta": given["rope_theta"], "rope_type": "default"}
         return given
 

@@ -1,4 +1,5 @@
-"""Phi-3, Phi-3.5 and Phi-4: q/k/v and gate/up are one matrix each; longrope; a part of each head may not rotate."""
+"""Phi-3, Phi-3.5 and Phi-4: fused q/k/v and gate/up matrices, longrope, and optionally a part of each head
+unrotated."""
 
 from __future__ import annotations
 
@@ -8,9 +9,11 @@ from jaxtune.models.families.common.rope import ORIGINAL_POSITIONS, PARTIAL_ROTA
 
 
 class _Rotary(Rotary):
+    """Rotary with Phi-3's names for longrope, and the keys that transformers 4 requires."""
+
     def given(self, hf: Config) -> Fields:
         given = super().given(hf)
-        if given["rope_type"] in ("su", "yarn"):  # what early files call longrope
+        if given["rope_type"] in ("su", "yarn"):  # the names of longrope in early files
             given["rope_type"] = "longrope"
         return given
 

@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-MoE: Qwen2 with experts beside a shared one."""
+"""Qwen1.5-MoE and Qwen2-MoE: Qwen2 with experts and a shared expert."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxtune.models.families.common.table import NORM_TOPK_PROB, shared_experts
 
 
 def _default_types(hf: Config) -> list[str]:
-    """Unlike in Qwen2, every second layer of the lower ones slides."""
+    """The types of layers in which every second layer below max_window_layers slides, unlike in Qwen2."""
     slides = hf["max_window_layers"] if hf["sliding_window"] is not None else 0
     return [SLIDING if i < slides and i % 2 == 0 else FULL for i in range(hf["num_hidden_layers"])]
 

@@ -1,5 +1,5 @@
-"""Qwen3.5 and 3.6 with experts, the text model: gated delta nets, gated attention in every fourth layer, and in all
-layers experts beside a shared one."""
+"""Qwen3.5 and 3.6 with experts, the text model: gated delta nets, gated attention in every fourth layer, shared
+experts."""
 
 from jaxtune.models.families.common import Family
 from jaxtune.models.families.common.names import QWEN_EXPERTS, ROUTED_NORMS

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3 with experts in place of the MLP, in every layer."""
+"""Qwen3-MoE: Qwen3 with experts instead of the MLP, in every layer."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from jaxtune.models.families.common.table import ATTENTION_BIAS, EXPERT_SIZE, NO
 
 
 def _check_step(key: str, value: Any) -> None:
+    """Check that every layer has experts, the only arrangement that is supported."""
     values.whole(key, value)
     if value != 1:
         raise ValueError(f"{key} = {value}: only 1 is supported")
 
 
 _EXPERTS = experts(
-    # As transformers 4 calls it; 5 writes num_local_experts.
+    # transformers 4's name; transformers 5 writes num_local_experts.
     Key("num_experts", "num_experts", any_count, lambda hf: hf["num_local_experts"]),
     EXPERT_SIZE,
     NORM_TOPK_PROB,

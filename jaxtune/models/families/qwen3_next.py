@@ -1,4 +1,4 @@
-"""Qwen3-Next: gated delta nets, gated attention in every fourth layer, and experts beside a shared one."""
+"""Qwen3-Next: gated delta nets, gated attention in every fourth layer, and experts with a shared expert."""
 
 from jaxtune.models.families.common import Family, MLPLayers
 from jaxtune.models.families.common.names import QWEN_EXPERTS, ROUTED_NORMS

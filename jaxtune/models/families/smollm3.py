@@ -16,7 +16,7 @@ _bit = functools.partial(values.whole, least=0, most=1)
 
 
 def _rotates(hf: Config) -> list[int]:
-    """1 for each layer that rotates: despite its name this is what no_rope_layers says."""
+    """For each layer 1 if it has rotary positions, which, despite its name, is what the key no_rope_layers contains."""
     count, every = hf["num_hidden_layers"], hf["no_rope_layer_interval"]
     rotates = hf["no_rope_layers"] or [int((index + 1) % every != 0) for index in range(count)]
     if len(rotates) != count:
@@ -25,12 +25,13 @@ def _rotates(hf: Config) -> list[int]:
 
 
 def _default_types(hf: Config) -> list[str]:
+    """The types of layers in which, with use_sliding_window, those without rotary positions slide."""
     slides = hf["use_sliding_window"] and hf["sliding_window"] is not None
     return [SLIDING if slides and not rotates else FULL for rotates in _rotates(hf)]
 
 
 class _Layers(LayerTypes):
-    """Which layers rotate does not follow from their types."""
+    """LayerTypes in which no_rope_layers, and not the type, decides which layers have rotary positions."""
 
     def read(self, hf: Config, fields: Config) -> Fields:
         layers = zip(super().read(hf, fields)["layers"], _rotates(hf), strict=True)

@@ -1,4 +1,4 @@
-"""What a family's file declares its models with. See docs/extending.md."""
+"""The declarations of which a family's file consists; docs/extending.md shows how to add a family."""
 
 from jaxtune.models.families.common.family import Family
 from jaxtune.models.families.common.key import FLOAT, Config, Conversion, Entry, Fields, Key, Record

@@ -1,4 +1,4 @@
-"""A family of models: one declaration, from which its config.json is checked, read and written."""
+"""A family of models as one declaration, by which its config.json is checked, read and written."""
 
 from __future__ import annotations
 
@@ -14,38 +14,39 @@ from jaxtune.models.families.common.table import COMMON, REFUSED, REFUSED_WITHOU
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Family:
-    """What a family's models have that Llama's have not. Keys that all families have are in table.py."""
+    """The differences of a family's models from Llama's. The keys that all families have are in table.py."""
 
     model_type: str
+    """The value of model_type in config.json."""
     architecture: str
     """The class of transformers that loads the model."""
     keys: tuple[Entry, ...] = ()
-    """Keys beside the common ones. One that gives the same field as a common one, or has its name, replaces it."""
+    """Entries in addition to the common ones. One with the field or the name of a common entry replaces it."""
     defaults: Config = dataclasses.field(default_factory=dict)
-    """{key: its default in this family}, where that is not the declared one."""
+    """{key: its default in this family} for keys whose default differs from the declared one."""
     fields: Config = dataclasses.field(default_factory=dict)
     """{field of DecoderConfig: its value in all models of the family, or a function of the config.json}"""
     written: Config = dataclasses.field(default_factory=dict)
-    """{key that is only written: its value}"""
+    """{key: value} that is written to config.json and never read."""
     refused: tuple[str, ...] = ()
-    """Keys of features that are not supported: a file in which one is set is refused."""
+    """Keys of unsupported features. A config.json that sets one of them is refused."""
     prepare: Callable[[Config], Config] = dict
-    """Rewrites a config.json whose keys all have values, where files of the family mean something else by them."""
+    """Rewrites a config.json in which all keys have values, for families whose files use keys in another sense."""
     stages: tuple[Stage, ...] = PRE_NORM
-    """What a layer is made of."""
+    """The parts of a layer and their norms."""
     norms: Mapping[str, str] = dataclasses.field(default_factory=lambda: LLAMA_NORMS)
     """{a Block's norm, or router: its name in the checkpoint}"""
     expert_files: ExpertFiles | None = None
-    """How checkpoints name the experts, where they hold a linear for each expert and matrix."""
+    """The names of experts in checkpoints that have one linear per expert and matrix; None: they do not."""
     text_of: tuple[str, ...] = ()
-    """model_type of models with more than text, of which this family is the text part (`text_config`). Where two
-    families have the same one, the first in the registry is meant by a text_config without model_type."""
+    """The model_types of multimodal models whose text part (`text_config`) is a model of this family. If two families
+    have the same one, a text_config without model_type stands for the first of them in the registry."""
     passthrough_tensors: tuple[str, ...] = ()
-    """Prefixes of the names of tensors that are not loaded but saved again with the model."""
+    """Prefixes of the names of passthrough tensors, which are not loaded but saved again with the model."""
 
     @functools.cached_property
     def entries(self) -> tuple[Entry, ...]:
-        """The whole table: the common entries that the family does not replace, and its own."""
+        """All entries of the family: the common ones that it does not replace, and its own."""
         given = {field for entry in self.keys for field in entry.gives} | {*self.fields}
         names = {entry.name for entry in self.keys if isinstance(entry, Key)}
 
@@ -56,13 +57,14 @@ class Family:
 
     @functools.cached_property
     def declared(self) -> tuple[Key, ...]:
+        """All keys that the family's entries read."""
         return tuple(key for entry in self.entries for key in entry.keys)
 
     def from_hf(self, hf: Config) -> DecoderConfig:
-        """The DecoderConfig of a parsed config.json, in the spelling of transformers 4 or 5.
+        """The DecoderConfig of a parsed config.json, as transformers 4 or 5 writes it.
 
         Raises:
-          ValueError: a value that its key cannot hold, a key that is missing, or a feature that is not supported.
+          ValueError: a value that its key does not allow, a missing key, or an unsupported feature.
         """
         checked(hf, self.declared)
         experts = any("moe" in entry.gives for entry in self.entries)
@@ -81,10 +83,10 @@ class Family:
         return DecoderConfig(**fields)
 
     def to_hf(self, config: DecoderConfig) -> Fields:
-        """The config.json that transformers 4 and 5 need to load the model.
+        """The config.json with which transformers 4 and 5 load a model with this DecoderConfig.
 
         Raises:
-          ValueError: a feature of the DecoderConfig that no config.json of this family can say.
+          ValueError: a feature that config.json of this family cannot express.
         """
         hf: Fields = {"architectures": [config.head.architecture_of(self.architecture)]}
         for entry in self.entries:

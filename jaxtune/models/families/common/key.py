@@ -1,4 +1,4 @@
-"""Declarations of the keys of config.json: what a key may hold, its default, and which of our fields it gives."""
+"""Declarations of the keys of config.json: the values that a key allows, its default, and the field that it sets."""
 
 from __future__ import annotations
 
@@ -8,39 +8,39 @@ from typing import Any, NamedTuple, Protocol
 
 Config = Mapping[str, Any]  # a parsed config.json
 Fields = dict[str, Any]  # what is read from one, or written to one
-Check = Callable[[str, Any], None]  # raises ValueError for a value that the key of that name cannot hold
-REQUIRED, LEFT_OUT = object(), object()
+Check = Callable[[str, Any], None]  # takes key and value, and raises ValueError for a value that is not allowed
+REQUIRED, LEFT_OUT = object(), object()  # markers for Key.default and Key.null
 
 
 class Conversion(NamedTuple):
-    """How the value of a key becomes that of our field, and back."""
+    """A pair of functions between the value of a key in config.json and that of a field of DecoderConfig."""
 
-    read: Callable[[Any], Any]
-    write: Callable[[Any], Any]
+    read: Callable[[Any], Any]  # from the key's value to the field's
+    write: Callable[[Any], Any]  # from the field's value to the key's
 
 
 FLOAT = Conversion(float, lambda ours: ours)
 
 
 class Entry(Protocol):
-    """What a family's table has in it: a Key, or an object that reads several keys.
+    """An entry of a family's table: a Key, or an object that reads several keys.
 
-    `fields` in `read` are those that the entries before it have given; `layers` is one of them, which several entries
-    may change in turn.
+    `fields` in `read` are the fields that earlier entries have set. `layers` is one of them, which several entries may
+    change in turn.
     """
 
     @property
     def keys(self) -> tuple[Key, ...]:
-        """The keys that it reads. They are checked, and have their defaults, before anything is read."""
+        """The keys that it reads, which are checked and get their defaults before anything is read."""
         ...
 
     @property
     def gives(self) -> tuple[str, ...]:
-        """Fields that no other entry may give: an entry of a family replaces the common one that gives the same."""
+        """The fields that only this entry may set; a family's entry replaces a common one that sets the same field."""
         ...
 
     def read(self, hf: Config, fields: Config) -> Fields:
-        """{field: value} by a config.json in which every declared key has a value."""
+        """{field: value} from a config.json in which every declared key has a value."""
         ...
 
     def write(self, config: Any) -> Fields:
@@ -50,26 +50,29 @@ class Entry(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """One key of config.json.
+    """One key of config.json, its check and the field that it sets.
 
-    A default is a value, or a function of the config.json in which all keys declared before this one have values.
+    A default is a value, or a function of the config.json in which all keys that were declared earlier have values.
 
         Key("rms_norm_eps", "norm_eps", values.positive, 1e-6)
         Key("logits_scaling", "logit_scale", values.positive, 1.0, conversion=RECIPROCAL)
     """
 
     name: str
+    """The key in config.json."""
     field: str | tuple[str, ...]
-    """The field of DecoderConfig, or of what a Record makes, that has its value; several have the same value. ():
-    code reads the key."""
+    """The field of DecoderConfig, or of a Record's object, that it sets, or several that it sets to the same value; ()
+    if other entries read the key."""
     check: Check
+    """Raises ValueError for a value that is not allowed."""
     default: Any = REQUIRED
-    """What a file without the key means. REQUIRED: such a file is refused."""
+    """The value for a file without the key; REQUIRED: such a file is refused."""
     null: Any = LEFT_OUT
-    """What null in a file means. LEFT_OUT: the default."""
+    """The value for null in a file; LEFT_OUT: the default."""
     conversion: Conversion | None = None
+    """Between the values of key and field; None: they are equal."""
     written: Callable[[Any], Any] | None = None
-    """The value that is written, of the whole DecoderConfig. None: that of the first field, converted."""
+    """Computes the value that is written from the whole DecoderConfig; None: the first field's value, converted."""
 
     @property
     def keys(self) -> tuple[Key, ...]:
@@ -98,15 +101,16 @@ class Key:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """Keys that make one object, such as MoEConfig, or the shape of a mixer."""
+    """Several keys that describe one object, such as a MoEConfig or the shape of a mixer."""
 
     make: type
+    """The class of the object."""
     keys: tuple[Key, ...]
-    """Their fields are the arguments of `make`, and attributes of what it returns."""
+    """Their fields are arguments of `make`, and attributes of the object."""
     fixed: Config = dataclasses.field(default_factory=dict)
-    """Further arguments, which are the same in all models of the family."""
+    """Further arguments of `make`, which are the same in all models of the family."""
     field: str | None = None
-    """The field of DecoderConfig that has the object. None: something else holds it, such as a layer."""
+    """The field of DecoderConfig that is set to the object; None: another entry uses it, for example for layers."""
 
     @property
     def gives(self) -> tuple[str, ...]:
@@ -120,7 +124,7 @@ class Record:
         return self.make(**arguments)
 
     def described(self, made: Any) -> Fields:
-        """{key: value} that `made` is read from."""
+        """{key: value} for the config.json of such an object."""
         return {name: value for key in self.keys for name, value in key.write(made).items()}
 
     def read(self, hf: Config, fields: Config) -> Fields:
@@ -131,19 +135,21 @@ class Record:
 
 
 def checked(hf: Config, keys: Iterable[Key]) -> None:
-    """Raises ValueError for a value that its key cannot hold, by key and value."""
+    """Raises ValueError for a value that its key does not allow, with key and value; null is always allowed."""
     for key in keys:
         if hf.get(key.name) is not None:
             key.check(f"config.json: {key.name}", hf[key.name])
 
 
 def completed(hf: Config, keys: Iterable[Key], defaults: Config) -> Fields:
-    """The config.json in which every key has a value: its own, what null means, or the default.
+    """A config.json in which every key has a value: its own, the one that null stands for, or the default.
 
     Args:
-      defaults: those of a family, which come before the keys' own.
+      hf: the config.json.
+      keys: in the order of their declaration.
+      defaults: the family's, which take precedence over the keys' own.
     Raises:
-      ValueError: a key that has no default is missing.
+      ValueError: a required key is missing.
     """
     complete = dict(hf)
     seen: set[str] = set()

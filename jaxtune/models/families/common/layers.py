@@ -1,4 +1,4 @@
-"""Keys that say how layers differ from one another: their types, windows, position encodings and parts."""
+"""Keys of config.json by which layers differ from one another: types, windows, position encodings and parts."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from jaxtune.models.families.common.key import Config, Fields, Key, Record
 from jaxtune.models.layers.mlp import MLPShape
 
 any_count = functools.partial(values.whole, least=0)
-# 0 is how some files say that there is none.
+# 0 is allowed because some files write it for a missing window.
 SLIDING_WINDOW = Key("sliding_window", (), any_count, None, null=None)
 LAYER_TYPES = Key("layer_types", (), values.texts, None)
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerType:
-    """What the layers have that layer_types calls by one name."""
+    """A type of layer: one name in the key layer_types, and the properties of the layers with that name."""
 
     name: str
+    """The name in layer_types."""
     window: bool = False
-    """Whether they see sliding_window tokens only."""
+    """Whether the layers have the window of the key sliding_window."""
     rotary: int | None = 0
-    """Index of their rotary base, or None: they have no position encoding."""
+    """Index of the layers' rotary base; None: no position encoding."""
     mixer: Record | None = None
-    """The keys of their mixer. None: it is attention of the decoder's shape."""
+    """The keys of the layers' mixer; None: it is attention of the decoder's shape."""
 
     def fits(self, layer: LayerSpec) -> bool:
-        """Whether a layer can be of this type."""
+        """Whether a layer can be written as this type."""
         made = layer.config_of("mixer")
         of_mixer = made is None if self.mixer is None else isinstance(made, self.mixer.make)
         return of_mixer and layer.rotary == self.rotary and (self.window or layer.window is None)
@@ -42,13 +43,15 @@ SLIDING = LayerType(rope.SLIDING, window=True)
 
 
 def alternating(hf: Config) -> list[str]:
-    """Sliding layers and full ones in turn, of which the first slides."""
+    """The types of layers that alternate between sliding and full attention, beginning with sliding."""
     return [(rope.SLIDING, rope.FULL)[index % 2] for index in range(hf["num_hidden_layers"])]
 
 
 def by_pattern(hf: Config) -> list[str]:
-    """By sliding_window_pattern: n for n - 1 sliding layers to a full one, or letters as in LLLG, local and global
-    layers, which repeat."""
+    """The types of layers by the key sliding_window_pattern.
+
+    A number n stands for n - 1 sliding layers before each full one; letters such as LLLG (local, global) are repeated.
+    """
     pattern, count = hf["sliding_window_pattern"], hf["num_hidden_layers"]
     if isinstance(pattern, int):
         return [rope.SLIDING if (index + 1) % pattern else rope.FULL for index in range(count)]
@@ -56,14 +59,18 @@ def by_pattern(hf: Config) -> list[str]:
 
 
 def from_max_window_layers(hf: Config) -> list[str]:
-    """Sliding layers from max_window_layers up, where there is a window."""
+    """The types of layers that slide from the index max_window_layers on, if there is a window."""
     slides = hf["sliding_window"] is not None
     indices = range(hf["num_hidden_layers"])
     return [rope.SLIDING if slides and index >= hf["max_window_layers"] else rope.FULL for index in indices]
 
 
 def layer_types(hf: Config, default: Callable[[Config], Sequence[str]], known: Sequence[str]) -> list[str]:
-    """The type of each layer, one of `known`: layer_types, or `default` of a config.json that has none."""
+    """The type of each layer, from the key layer_types, or from `default` if the config.json has none.
+
+    Raises:
+      ValueError: another number of entries than layers, or a type that is not in `known`.
+    """
     names, count = list(hf["layer_types"] or default(hf)), hf["num_hidden_layers"]
     if len(names) != count:
         raise ValueError(f"config.json: layer_types has {len(names)} entries, num_hidden_layers is {count}")
@@ -73,7 +80,12 @@ def layer_types(hf: Config, default: Callable[[Config], Sequence[str]], known: S
 
 
 def window_of(hf: Config) -> int | None:
-    """sliding_window, or None for one as long as the context: that is full attention, which has faster kernels."""
+    """The window in tokens from the key sliding_window; None if it is as long as the context, for which full attention
+    is the same and faster.
+
+    Raises:
+      ValueError: there is no window.
+    """
     window = hf["sliding_window"]
     if not isinstance(window, int) or window < 1:
         raise ValueError(f"config.json: layer_types has {rope.SLIDING}, but sliding_window is {window!r}")
@@ -81,29 +93,29 @@ def window_of(hf: Config) -> int | None:
 
 
 def one_window(config: DecoderConfig, layers: Sequence[LayerSpec]) -> int | None:
-    """The window that all of `layers` have.
+    """The window that all of `layers` have; None for no window or no layers.
 
     Raises:
-      ValueError: they have different ones.
+      ValueError: they have different windows, which one config.json cannot express.
     """
     windows = {layer.window for layer in layers}
     if len(windows) > 1:
         raise ValueError(
-            f"layers have the windows {sorted(windows, key=str)}: config.json of a {config.family} model holds one"
+            f"layers have the windows {sorted(windows, key=str)}: config.json of a {config.family} model can have one"
         )
     return windows.pop() if windows else None
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerTypes:
-    """layer_types, and what the layers of each type are."""
+    """The entry for the key layer_types, with the properties of the layers of each type."""
 
     default: Callable[[Config], Sequence[str]]
-    """The types of a file that lacks layer_types. It may read all keys of the family."""
+    """Computes the types for a config.json without layer_types; it may read all keys of the family."""
     types: tuple[LayerType, ...] = (FULL, SLIDING)
-    """A layer is written as the first that it fits."""
+    """The types that exist; a layer is written as the first one that fits it."""
     needs_window: bool = True
-    """Whether transformers' class needs a window where no layer has one, too: then it is as long as the context."""
+    """Whether transformers' class needs a window even if no layer has one; then the context's length is written."""
 
     gives = ()
 
@@ -139,12 +151,17 @@ class LayerTypes:
                 mixers = {layer.config_of("mixer") for layer in layers}
                 if len(mixers) > 1:
                     raise ValueError(
-                        f"layers of type {kind.name} have different mixers: config.json holds one: {mixers}"
+                        f"layers of type {kind.name} have different mixers, but config.json can have one: {mixers}"
                     )
                 written |= kind.mixer.described(mixers.pop())
         return written
 
     def _type_of(self, index: int, config: DecoderConfig) -> LayerType:
+        """The first type that fits the layer of this index.
+
+        Raises:
+          ValueError: none fits it.
+        """
         found = next((kind for kind in self.types if kind.fits(config.layers[index])), None)
         if found is None:
             names = ", ".join(kind.name for kind in self.types)
@@ -156,7 +173,7 @@ class LayerTypes:
 
 
 class OneWindow:
-    """sliding_window of all layers; null: none has a window."""
+    """The entry for a sliding_window that all layers have; null means that no layer has a window."""
 
     keys = (SLIDING_WINDOW,)
     gives = ()
@@ -169,7 +186,7 @@ class OneWindow:
         return {"sliding_window": one_window(config, config.layers)}
 
 
-# Qwen's windows are used only where a switch says so: `prepare` of a family is then `switched_window`.
+# Qwen's windows are used only if this key is true; the family's `prepare` is then `switched_window`.
 WINDOW_SWITCH = Key(
     "use_sliding_window",
     (),
@@ -180,6 +197,7 @@ WINDOW_SWITCH = Key(
 
 
 def switched_window(hf: Config) -> Fields:
+    """The config.json without its sliding_window unless use_sliding_window is true; a Family.prepare."""
     return {**hf, "sliding_window": hf["sliding_window"] if hf["use_sliding_window"] else None}
 
 
@@ -197,7 +215,8 @@ UPPER_WINDOWS = (
 
 
 class MLPLayers:
-    """mlp_only_layers and decoder_sparse_step: layers that have an MLP, in a model of which the others have experts."""
+    """The entry for mlp_only_layers and decoder_sparse_step: layers with an MLP in a model whose other layers have
+    experts."""
 
     keys = (
         Key("mlp_only_layers", (), functools.partial(values.items, of=any_count), ()),

@@ -1,4 +1,4 @@
-"""Names of tensors in checkpoints. Our weights have the layout of Hugging Face's, [out, in]; none is transposed."""
+"""The names of tensors in checkpoints. All weights have Hugging Face's layout [out, in]; none is transposed."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ ROUTED_NORMS = LLAMA_NORMS | {"router": "gate"}
 
 @dataclasses.dataclass(frozen=True)
 class ExpertFiles:
-    """Names in a checkpoint: model.layers.N.<module>.experts.<expert>.<gate, up or down>.weight"""
+    """The parts of experts' tensor names in a checkpoint: model.layers.N.<module>.experts.<expert>.<matrix>.weight."""
 
-    module: str
-    gate: str
-    up: str
-    down: str
+    module: str  # the name of the mixture of experts within a layer
+    gate: str  # the gate projection of an expert
+    up: str  # the up projection of an expert
+    down: str  # the down projection of an expert
 
 
 QWEN_EXPERTS = ExpertFiles("mlp", "gate_proj", "up_proj", "down_proj")
@@ -36,9 +36,13 @@ QWEN_EXPERTS = ExpertFiles("mlp", "gate_proj", "up_proj", "down_proj")
 def tensor_name(
     path: Sequence[Any], norms: Mapping[str, str], layers: Sequence[LayerSpec] = (), head: str = "lm_head"
 ) -> str:
-    """Hugging Face's name of the tensor at `path` in a Decoder: ("layers", 0, "mlp", "up_proj", "weight") -> ...
+    """Hugging Face's name of a Decoder's tensor.
 
-    layers: the decoder's, where any has parts of its own. head: the name of its head.
+    Args:
+      path: of the tensor in the module, such as ("layers", 0, "mlp", "up_proj", "weight").
+      norms: {a Block's norm, or router: its name in the checkpoint}.
+      layers: the decoder's specs, needed if a layer has parts with their own configs.
+      head: the name of the decoder's head.
     """
     if path[0] == "layers":
         _, index, part, *rest = map(str, path)

@@ -1,4 +1,4 @@
-"""Rotary bases in config.json: rope_parameters (transformers 5), rope_theta and rope_scaling (4)."""
+"""Rotary bases in config.json: rope_parameters (transformers 5), or rope_theta and rope_scaling (transformers 4)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _CHECKS: dict[str, Check] = {
 
 
 def _check_parameters(key: str, value: Any) -> None:
-    """Of rope_parameters or rope_scaling: one object, or one for each type of layer."""
+    """Check of rope_parameters or rope_scaling, which is one object, or one object for each type of layer."""
     values.mapping(key, value)
     for name, check in _CHECKS.items():
         if value.get(name) is not None:
@@ -50,11 +50,12 @@ def _check_parameters(key: str, value: Any) -> None:
 
 
 def rope_parameters(hf: Config, layer_type: str | None = None) -> Fields:
-    """Rotary parameters as one flat dict, from rope_parameters (transformers 5) or rope_theta and rope_scaling (4); of
-    both in one config transformers goes by rope_scaling.
+    """The rotary parameters of a config.json as one flat dict, from either version's keys.
 
-    layer_type: which entry, where rope_parameters holds one dict for each type of layer; rope_scaling then changes that
-      of full layers.
+    If both are there, rope_scaling takes precedence, as in transformers.
+
+    layer_type: whose entry to take if rope_parameters has one object for each type of layer; rope_scaling then applies
+    only to full layers.
     """
     scaling, parameters = (hf.get(key) or {} for key in ("rope_scaling", "rope_parameters"))
     both = scaling or parameters
@@ -67,7 +68,12 @@ def rope_parameters(hf: Config, layer_type: str | None = None) -> Fields:
 
 
 def rope_config(hf: Config, given: Config) -> RopeConfig:
-    """RopeConfig from rope_parameters' dict; defaults as in transformers' modeling_rope_utils."""
+    """The RopeConfig of a config.json's rotary parameters `given`, with the defaults of transformers'
+    modeling_rope_utils.
+
+    Raises:
+      ValueError: an unknown kind, a missing parameter, or factors that do not fit the head.
+    """
     kind = given["rope_type"]
     if kind not in _KINDS:
         raise ValueError(f"config.json: rope_type {kind!r} is not supported; supported: {', '.join(_KINDS)}")
@@ -113,7 +119,7 @@ def rope_config(hf: Config, given: Config) -> RopeConfig:
 
 
 def rope_to_hf(rope: RopeConfig) -> Fields | None:
-    """rope_scaling of a RopeConfig; None for the default kind."""
+    """The value of rope_scaling for a RopeConfig; None for the default kind."""
     if rope.kind == "default":
         return None
     scaling: Fields = {"rope_type": rope.kind, "factor": rope.factor}
@@ -129,7 +135,7 @@ def rope_to_hf(rope: RopeConfig) -> Fields | None:
     return scaling | {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
 
 
-# Families that write partial_rotary_factor, be it 1 or not, list this key beside the common ones.
+# Families that always write partial_rotary_factor have this key in addition to the common ones.
 PARTIAL_ROTARY = Key(
     "partial_rotary_factor", (), values.positive, None, written=lambda config: config.rotary[0].partial_rotary_factor
 )
@@ -137,10 +143,10 @@ PARTIAL_ROTARY = Key(
 
 @dataclasses.dataclass(frozen=True)
 class Rotary:
-    """The one rotary base of a model. It is written in the spelling that transformers 4 and 5 both read."""
+    """The entry for a model with one rotary base, written so that transformers 4 and 5 both read it."""
 
     default: Config = dataclasses.field(default_factory=dict)
-    """rope_parameters of a file that has neither these nor rope_scaling."""
+    """The rope_parameters of a config.json that has neither rope_parameters nor rope_scaling."""
 
     keys = (
         Key("rope_theta", (), above_one, None),
@@ -152,7 +158,7 @@ class Rotary:
     gives = ("rotary",)
 
     def given(self, hf: Config) -> Fields:
-        """The parameters of a file as one flat dict."""
+        """The rotary parameters of a config.json as one flat dict."""
         says_nothing = not hf["rope_parameters"] and not hf["rope_scaling"]
         return rope_parameters({**hf, "rope_parameters": self.default} if says_nothing else hf)
 
@@ -166,20 +172,21 @@ class Rotary:
 
 @dataclasses.dataclass(frozen=True)
 class RotaryByType(Rotary):
-    """A rotary base for each type of layer; rope_parameters holds one object for each."""
+    """The entry for a model with a rotary base for each type of layer, in rope_parameters one object for each."""
 
     types: tuple[str, ...] = (FULL, SLIDING)
-    """Their order is that of DecoderConfig.rotary: LayerSpec.rotary is an index into it."""
+    """The types, in the order of DecoderConfig.rotary, to which LayerSpec.rotary is an index."""
 
     def given_to(self, layer_type: str, hf: Config) -> Fields:
-        """The parameters of one type of layer as a flat dict."""
+        """The rotary parameters of one type of layer as one flat dict."""
         return rope_parameters(hf, layer_type)
 
     def read(self, hf: Config, fields: Config) -> Fields:
         return {"rotary": tuple(rope_config(hf, self.given_to(name, hf)) for name in self.types)}
 
     def write(self, config: DecoderConfig) -> Fields:
-        # Beside rope_scaling, which transformers 4 reads: 5 would read another base of sliding layers from that alone.
+        # In addition to rope_scaling, which transformers 4 reads; transformers 5 would read a wrong base of sliding
+        # layers from that alone.
         parameters = {
             name: {"rope_theta": rope.theta} | (rope_to_hf(rope) or {"rope_type": "default"})
             for name, rope in zip(self.types, config.rotary, strict=True)

@@ -1,4 +1,4 @@
-"""The keys that all families have, and those that several have."""
+"""The keys of config.json that all families have, and keys that several families have."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ _ACTIVATION = Conversion(ACTIVATIONS.__getitem__, _HF_ACTIVATIONS.__getitem__)
 
 
 def check_activation(key: str, value: Any) -> None:
+    """Check of the name of an activation."""
     values.text(key, value)
     if value not in ACTIVATIONS:
         raise ValueError(f"{key} {value!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
 
 
 def check_window_pattern(key: str, value: Any) -> None:
-    """A number of layers, or a letter for each layer of the pattern, as EXAONE 4 has it ("LLLG")."""
+    """Check of a sliding_window_pattern: a number of layers, or a letter for each layer, as in EXAONE 4 ("LLLG")."""
     if not isinstance(value, str):
         values.whole(key, value)
     elif not value or set(value) - set("LG"):
@@ -32,7 +33,8 @@ def check_window_pattern(key: str, value: Any) -> None:
 
 
 def _token(name: str) -> Key:
-    # Where a config has no token ids, the Hugging Face class brings its own, past the end of a small vocabulary.
+    """The key of a special token's id, which is not part of DecoderConfig."""
+    # Null is written, because without the key the Hugging Face class has a default that may exceed the vocabulary.
     return Key(name, (), values.token_ids, None, written=lambda config: None)
 
 
@@ -69,7 +71,7 @@ COMMON: tuple[Entry, ...] = (
     _token("pad_token_id"),
 )
 WRITTEN = {"attention_dropout": 0.0, "use_cache": True}
-# Where one of these is set, it changes the mathematics in a way that no family here supports.
+# If one of these is set, it changes what the model computes in a way that no family supports.
 REFUSED = ("use_mrope", "use_bidirectional_attention", "is_encoder_decoder", "add_cross_attention")
 REFUSED_WITHOUT_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -94,7 +96,7 @@ GEMMA = (
 GEMMA_DEFAULTS = {"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096, "tie_word_embeddings": True}
 GEMMA_FIELDS = {"embedding_scale": lambda hf: hf["hidden_size"] ** 0.5, "norm_offset": 1.0}
 
-# Of the routers' losses; the same in every family of transformers.
+# The keys of the routers' losses, which are the same in every family of transformers.
 _ROUTER = (
     Key("router_aux_loss_coef", "router_aux_loss_coef", values.not_negative, 0.001),
     Key("output_router_logits", "output_router_logits", values.boolean, False),
@@ -105,29 +107,32 @@ EXPERT_SIZE = Key("moe_intermediate_size", "expert_size", values.whole)
 
 
 def experts(*keys: Key, **fixed) -> Record:
-    """The experts of a family, by its keys beside those of its router, and what all of its models have."""
+    """The record of a family's experts: `keys` and those of its router, and in `fixed` what is the same in all its
+    models."""
     return Record(MoEConfig, (*keys, EXPERTS_PER_TOKEN, *_ROUTER), fixed, field="moe")
 
 
 def local_experts(*keys: Key, **fixed) -> Record:
-    """Experts of Mixtral and gpt-oss, which are as wide as the MLP would be."""
+    """The record of experts as in Mixtral and gpt-oss, whose size is the key intermediate_size."""
     count = Key("num_local_experts", "num_experts", any_count)
     return experts(count, Key("intermediate_size", "expert_size", values.whole), *keys, **fixed)
 
 
 def shared_experts(*keys: Key, **fixed) -> Record:
-    """Experts of Qwen's families with a shared expert."""
+    """The record of experts as in Qwen's families that have a shared expert."""
     shared = Key("shared_expert_intermediate_size", "shared_size", values.whole)
     return experts(Key("num_experts", "num_experts", any_count), EXPERT_SIZE, shared, *keys, **fixed)
 
 
 def _check_silu(key: str, value: Any) -> None:
+    """Check that the activation is silu, the only one that a gated delta net's convolution supports."""
     values.text(key, value)
     if value != "silu":
         raise ValueError(f"{key} {value!r}: a gated delta net's convolution ends in silu")
 
 
 def _check_gate(key: str, value: Any) -> None:
+    """Check that attention has output gates, as in every known model of the family."""
     values.boolean(key, value)
     if not value:
         raise ValueError(
@@ -137,14 +142,16 @@ def _check_gate(key: str, value: Any) -> None:
 
 
 def _every_fourth_full(hf) -> list[str]:
+    """The types of layers in which each full_attention_interval-th layer has full attention and the others delta
+    nets."""
     every = hf["full_attention_interval"]
     return [rope.LINEAR if (index + 1) % every else rope.FULL for index in range(hf["num_hidden_layers"])]
 
 
 def delta_net(fused: bool = False) -> tuple[Entry, ...]:
-    """Of Qwen3-Next and Qwen3.5: gated delta nets, with gated attention in every fourth layer.
+    """The entries of Qwen3-Next and Qwen3.5: gated delta nets, and gated attention in every fourth layer.
 
-    fused: see DeltaNetShape.
+    fused: DeltaNetShape.fused.
     """
     shape = Record(
         DeltaNetShape,
@@ -169,5 +176,5 @@ def delta_net(fused: bool = False) -> tuple[Entry, ...]:
 
 
 DELTA_DEFAULTS = {"num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25}
-QWEN_PASSTHROUGH = ("model.visual.", "visual.", "mtp.")  # a vision tower, and layers that predict further tokens
+QWEN_PASSTHROUGH = ("model.visual.", "visual.", "mtp.")  # of a vision tower, and of multi-token prediction layers
 DELTA_FIELDS = {"attention_gate": True, "qk_norm": "head", "norm_offset": 1.0}
