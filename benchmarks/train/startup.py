@@ -58,7 +58,7 @@ def child(recipe: str) -> None:
     def instrumented() -> None:
         before_imports()
         from jaxtune.models.hf import Pretrained
-        from jaxtune.train import app
+        from jaxtune.train import loading
         from jaxtune.train.program.programs import Engine
         from jaxtune.train.program.trained_model import TrainedModel
         from jaxtune.train.trainer import Trainer
@@ -66,7 +66,7 @@ def child(recipe: str) -> None:
         mark("imports")
 
         marked(Pretrained, "load", mark, "loaded")
-        marked(app, "load_tokenizer", mark, "tokenizer")
+        marked(loading, "load_tokenizer", mark, "tokenizer")
         marked(Trainer, "__init__", mark, "prepared")
         marked(Engine, "compile", mark, "compiled")
         marked(TrainedModel, "begin", mark, "state")

@@ -189,7 +189,7 @@ def measure(options) -> dict:
     programs = compile_step(trainer, options)
     cold = cached_programs(options) != had
     state, sums, frozen = trainer.model.first_state(trainer.engine)
-    trainer.look_up_references((trainer.train_data,), state, frozen)
+    trainer.fill_references((trainer.train_data,), state, frozen)
     trainer.model.release()  # as the command does
     parts, _ = trainer.engine.load_step(0)
     programs, sums = trainer.engine.first_step(programs, sums, state, frozen, parts, 0, print)

@@ -1,4 +1,4 @@
-"""The application: rows in, a trained model out."""
+"""Training: from rows and a model to a trained model. `Trainer` and `TrainConfig` are imported on first use."""
 
 from __future__ import annotations
 

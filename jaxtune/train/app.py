@@ -1,4 +1,4 @@
-"""The command: from a config to an output folder with the trained model."""
+"""The train command: from a config to an output folder with the trained model, and --check and --plan."""
 
 from __future__ import annotations
 
@@ -7,26 +7,22 @@ import functools
 import json
 import os
 import shlex
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jaxtune.models.adapters.adapter_files import load_adapter, save_adapter
+from jaxtune.models.adapters.adapter_files import save_adapter
 from jaxtune.models.adapters.merge import merged_weights
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.files.model_folder import find_config, load_tokenizer
-from jaxtune.models.files.quant import compute_in_fp8, qat_spec
+from jaxtune.models.files.model_folder import find_config
+from jaxtune.models.files.quant import qat_spec
 from jaxtune.models.files.weights import Weights
-from jaxtune.models.hf import Pretrained, model_from_config, save_weights
-from jaxtune.models.lora import get_peft_model, has_adapter
-from jaxtune.models.placement import partition
+from jaxtune.models.hf import save_weights
+from jaxtune.models.lora import has_adapter
 from jaxtune.models.registry import config_from_hf, weights_stored_in
-from jaxtune.models.reward import with_head
 from jaxtune.system import processes, terminal
 from jaxtune.system.files import atomic_write, require_makeable
 from jaxtune.system.invocation import spelled
@@ -39,93 +35,31 @@ from jaxtune.train.data.row_errors import RowError, attempt
 from jaxtune.train.display import metrics as m
 from jaxtune.train.display import report
 from jaxtune.train.display.metrics import require_packages
-from jaxtune.train.evaluate import asked, exact_match
+from jaxtune.train.evaluate import exact_match, questions_of
 from jaxtune.train.folder.record import digest, is_digest_of, require_same_settings
 from jaxtune.train.folder.results import holds, require_own, require_replaceable, write_result
 from jaxtune.train.folder.run_folder import ADAPTER, MERGED, RESULTS
 from jaxtune.train.folder.saving import TrainingInterrupted
-from jaxtune.train.objectives.named import objective_of
+from jaxtune.train.loading import loading
 from jaxtune.train.planning import choice, cost, devices, fitting, search
 from jaxtune.train.planning.meshes import mesh_of
 from jaxtune.train.planning.phases import Sampled, phase, questions_at_a_time
 from jaxtune.train.program.program_cache import use_program_cache
 from jaxtune.train.signals import EXIT_SAVED, Interrupted, StopSignal
-from jaxtune.train.trainer import COMPUTE_DTYPES, Trainer
+from jaxtune.train.trainer import Trainer
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-BEFORE, AFTER = "before training", "after training"
-
-
-def load_model(config: TrainConfig) -> tuple[Decoder, Any]:
-    """(model with its adapter, tokenizer) that a config asks for."""
-    with loading(config) as (weights, tokenizer, model):
-        return model if weights is None else weights.result(), tokenizer
-
-
-@contextlib.contextmanager
-def loading(config: TrainConfig) -> Iterator[tuple[Future[Decoder] | None, Any, Decoder]]:
-    """(weights, tokenizer, model with its adapter) that a config asks for.
-
-    `weights` is the model on its way, which a thread loads while tokenising and compiling go on; `model` then has
-    its shapes, and no arrays. `weights` is None where the model is there at once: made from a config, with an adapter
-    of a file, or of a checkpoint in four bits, whose shapes only its bytes tell. Leaving the context ends the loading.
-    """
-    wanted = config.model
-    if wanted.from_config is not None:
-        key = jax.random.key(config.seed)
-        yield None, _tokenizer(config, None), _adapted(model_from_config(wanted.from_config, key, "float32"), config)
-        return
-    assert wanted.path is not None
-    pretrained = Pretrained(wanted.path, COMPUTE_DTYPES[config.precision], wanted.load_in)
-    stored = replace(config, model=replace(wanted, load_in=wanted.load_in or pretrained.stored_in))
-    chosen, _ = mesh_of(config, lambda: cost.abstract_model(pretrained.config, stored))
-    mesh = None if chosen.fsdp == 1 else partition.make_mesh(chosen.data, chosen.fsdp)
-    if pretrained.packed or (config.adapter is not None and config.adapter.path is not None):
-        yield None, _tokenizer(config, pretrained.folder), _adapted(pretrained.load(mesh=mesh), config)
-        return
-    cancelled = threading.Event()
-    with ThreadPoolExecutor(1, "weights") as pool:
-        try:
-            # In this order; and none of it kept in a variable here, because the trainer lets go of what it copies.
-            yield (
-                pool.submit(lambda: _adapted(pretrained.load(cancelled, mesh), config)),
-                _tokenizer(config, pretrained.folder),
-                cost.abstract_model(pretrained.config, config),
-            )
-        finally:
-            cancelled.set()
-
-
-def _tokenizer(config: TrainConfig, folder: Path | None) -> Any:
-    """The tokenizer of config.model.tokenizer, or else of the model's folder."""
-    wanted = config.model
-    if wanted.tokenizer is not None:
-        tokenizer = load_tokenizer(Path(wanted.tokenizer).expanduser())
-        if tokenizer is None:
-            raise ValueError(f"model.tokenizer = {wanted.tokenizer!r}: no folder with tokenizer files")
-        return tokenizer
-    tokenizer = None if folder is None else load_tokenizer(folder)
-    if tokenizer is None:
-        raise ValueError(f"model.path = {wanted.path!r} has no tokenizer files: set model.tokenizer to a folder")
-    return tokenizer
-
-
-def _adapted(model: Decoder, config: TrainConfig) -> Decoder:
-    """The model with the head, the adapter and the products that a config asks for."""
-    if config.model.compute == "fp8":
-        model = compute_in_fp8(model)
-    model = with_head(model, objective_of(config).head, config.seed)
-    if config.adapter is None:
-        return model
-    if config.adapter.path is not None:
-        return load_adapter(model, config.adapter.path)
-    return get_peft_model(model, **config.adapter.settings, seed=config.seed)
+BEFORE, AFTER = "before training", "after training"  # printed before the answers of the model then
 
 
 def answered(config: TrainConfig, limit: int) -> list[Example]:
-    """The first `limit` held-out rows that end with an answer in words, for generation."""
+    """The first `limit` held-out rows (data.eval) that end with an answer in words, which generation is compared with.
+
+    Raises:
+      ValueError: there is no such row; or a row is bad, and data.on_bad_row is "error".
+    """
     rows = []
     sources = open_sources(config.data.eval, columns=config.data.columns)
     for row in read_rows(sources, config.data.format):
@@ -147,22 +81,32 @@ def answered(config: TrainConfig, limit: int) -> list[Example]:
 
 
 def sampled_by(trainer: Trainer) -> Sampled:
-    """How a run, or an evaluation, answers its held-out questions: as many at a time as its memory allows.
+    """How many of its held-out questions a run or an evaluation answers at a time: as many as its memory allows.
 
     Raises:
-      ValueError: a row that cannot be asked.
+      ValueError: a row does not end with an answer, or is too long for the model.
     """
     config, wanted, planner = trainer.config, trainer.config.evaluation, trainer.engine.planner
     rows, positions = answered(config, wanted.exact_match_rows), trainer.model.given.config.context_length
-    prompts, *_ = asked(trainer.tokenizer, rows, wanted.max_new_tokens, config.data.template, positions)
-    longest = max(map(len, prompts))
+    questions = questions_of(trainer.tokenizer, rows, wanted.max_new_tokens, config.data.template, positions)
+    longest = max(len(one.prompt) for one in questions)
     return questions_at_a_time(planner.cost, planner.device, planner.budget_bytes, longest, wanted.max_new_tokens)
 
 
 def answer(
     model: Decoder, tokenizer: Any, config: TrainConfig, console: Console, sampled: Sampled, when: str = ""
 ) -> dict[str, Any]:
-    """Exact match on held-out rows, with a few answers shown; when: said before it."""
+    """Measures exact match on the held-out rows, and prints the score and some answers.
+
+    Args:
+      model, tokenizer, config: those of the run.
+      console: prints the lines.
+      sampled: how many prompts are answered at a time.
+      when: printed before the score, such as "before training".
+    Returns:
+      {"exact_match": share of right answers, "rows": number of questions, "samples": [{"question", "expected",
+      "given"}]}.
+    """
     settings = config.evaluation
     rows = answered(config, settings.exact_match_rows)
     with phase("sample", "a smaller evaluation.max_new_tokens, or evaluation.exact_match_rows=0"):
@@ -170,16 +114,17 @@ def answer(
             model, tokenizer, rows, settings.max_new_tokens, config.data.template, batch_size=sampled.rows
         )
     samples = [
-        dict(zip(("question", "expected", "given"), one, strict=True)) for one in telling(answers, settings.sample_rows)
+        dict(zip(("question", "expected", "given"), one, strict=True))
+        for one in answers_to_show(answers, settings.sample_rows)
     ]
     found = {"exact_match": score, "rows": len(rows), "samples": samples}
     _show_answers(found, console, when)
     return found
 
 
-def telling(answers: Sequence[tuple[str, str, str]], count: int) -> list[tuple[str, str, str]]:
-    """`count` of the (question, expected, given) of an evaluation, in their order: wrong answers are half of them where
-    there are enough, because a model that answers nearly everything right shows most in what it gets wrong."""
+def answers_to_show(answers: Sequence[tuple[str, str, str]], count: int) -> list[tuple[str, str, str]]:
+    """Chooses `count` of the answers of an evaluation, (question, expected, given), and keeps their order. Half of them
+    are wrong ones if there are enough, because the mistakes of a model that is nearly always right show most."""
     wrong = [index for index, (_, expected, given) in enumerate(answers) if given.strip() != expected.strip()]
     right = sorted({*range(len(answers))} - {*wrong})
     few_right = right[: max(count - len(wrong), (count + 1) // 2)]
@@ -187,6 +132,7 @@ def telling(answers: Sequence[tuple[str, str, str]], count: int) -> list[tuple[s
 
 
 def _show_answers(found: dict[str, Any], console: Console, when: str) -> None:
+    """Prints the score and the samples that `answer` returned, after the words `when`."""
     begin = f"{when}: " if when else ""
     console.print(f"{begin}exact match {100 * found['exact_match']:.1f} % of {found['rows']} held-out questions")
     for sample in found["samples"]:
@@ -196,8 +142,16 @@ def _show_answers(found: dict[str, Any], console: Console, when: str) -> None:
 
 
 def run(config: TrainConfig, check: bool = False, plan: bool = False, console: Console | None = None) -> int:
-    """Trains as `config` says; returns the process's exit code (0, or 75: stopped by a signal, the same command goes
-    on from what is saved)."""
+    """Runs the train command for a config.
+
+    Args:
+      config: the run.
+      check: only read the rows and show how they are tokenised and packed.
+      plan: only show the memory plan; with plan.device set or without rows, for a device that may not be here.
+      console: prints; None writes to the terminal.
+    Returns:
+      The process's exit code: 0, or 75 if a signal stopped the run and the same command continues from what is saved.
+    """
     console = console or terminal.console(soft_wrap=True)
     require_packages(config.metrics.tensorboard, config.metrics.wandb_project, config.metrics.trackio_project)
     require_fit_for_processes(config)
@@ -220,13 +174,13 @@ def run(config: TrainConfig, check: bool = False, plan: bool = False, console: C
                 return _train(config, console, stop)
         except (TrainingInterrupted, Interrupted) as stopped:
             processes.last_words(f"it was stopped: {stopped}")
-            console.print(fitted(f"stopped: {stopped}. The same command goes on from there.", console))
+            console.print(fitted(f"stopped: {stopped}. The same command continues from there.", console))
             return EXIT_SAVED
 
 
 def require_fit_for_processes(config: TrainConfig) -> None:
-    """Raises ValueError where a run of several processes has not one config, or one that asks for what they cannot do
-    yet."""
+    """Raises ValueError if a run of several processes has different configs in them, or a config that several processes
+    cannot carry out yet. A single process is always accepted."""
     if (count := processes.count()) == 1:
         return
     require_same_settings(config)
@@ -243,12 +197,13 @@ def require_fit_for_processes(config: TrainConfig) -> None:
 
 
 def _train(config: TrainConfig, console: Console, stop: StopSignal) -> int:
+    """Loads, trains, exports and evaluates, and prints what to do next; returns the exit code 0."""
     with loading(config) as (weights, tokenizer, model):
         trainer = Trainer(model, tokenizer, config, keeps_model=False, weights=weights)
         console.print(report.trained_table(model))
         console.print(fitted(trainer.data_summary(), console))
         delivery = _Delivery(trainer, console)
-        del model, weights  # the trainer's alone now: it lets go of what it copies
+        del model, weights  # only the trainer refers to the model now, so it can free what it copies
         try:
             trainer.train(stop, delivery)
         except RunIsComplete as complete:
@@ -263,42 +218,59 @@ def _train(config: TrainConfig, console: Console, stop: StopSignal) -> int:
 
 
 def show_memory(trainer: Trainer, console: Console) -> dict[str, float]:
-    """Shows the plan that a run comes to and what the compiler says of it; returns report.memory_plan's figures."""
+    """Chooses and compiles a run's plan, and prints it with the compiler's own figures; returns those of
+    `report.memory_plan`."""
     planner = trainer.planner
 
-    def said(line: str) -> None:
+    def show(line: str) -> None:
         console.print(fitted(line, console), markup=False, highlight=False)
 
     for line in planner.lines():
-        said(line)
-    programs = trainer.engine.fit(lambda: trainer.model.first_shapes(trainer.engine), 0, said)
-    if planner.device.name != "cpu":  # whose speed is not known
+        show(line)
+    programs = trainer.engine.fit(lambda: trainer.model.first_shapes(trainer.engine), 0, show)
+    if planner.device.name != "cpu":  # the speed of a CPU is not known
         price = trainer.config.plan.dollars_per_hour
         console.print(report.finish_line(planner.forecast, trainer.total_steps, price, planner.cost.devices))
     for line in trainer.memory_notes():
-        said(line)
+        show(line)
     need = planner.compiled_bytes(programs.accumulate, programs.update)
     return report.memory_plan(planner.forecast, need, programs.seconds, planner.budget_bytes, console)
 
 
 class RunIsComplete(Exception):
-    """Every result of the run is there, and proven to be its own."""
+    """Every result of the run exists already and is verified to be this run's; there is nothing to train."""
 
 
 class _Delivery:
-    """What becomes of a trained model: exported first, so that nothing after it can lose it, then measured."""
+    """What happens to the trained model: it is exported first, so that no later failure can lose it, and then
+    evaluated. The Trainer calls `begin` and `finish` (folder.results.Delivery).
+
+    Args:
+      trainer: the run's.
+      console: prints.
+    """
 
     def __init__(self, trainer: Trainer, console: Console):
         self.trainer, self.console, self.config, self.output = trainer, console, trainer.config, trainer.output
         self.numbers: dict[str, Any] = {}
         self.rows = "" if trainer.eval_data is None else trainer.eval_data.documents.identity
-        if self.config.evaluation.exact_match_rows:  # what cannot be asked is said before training
+        if self.config.evaluation.exact_match_rows:  # rows that cannot be asked raise now, before training
             trainer.sampled = sampled_by(trainer)
 
     def begin(self, run: Callable[[], dict[str, Any]], start: int) -> None:
+        """Looks at the results that exist in the output folder, and answers the held-out questions before training if
+        the config asks for that.
+
+        Args:
+          run: returns what identifies the run.
+          start: the steps done so far.
+        Raises:
+          RunIsComplete: every result exists already.
+          ValueError: a result is of another run and would be overwritten.
+        """
         names = (ADAPTER, MERGED, RESULTS)
         there = processes.of_first(lambda: [name for name in names if os.path.lexists(self.output / name)])
-        if there:  # else there is no need to wait for the weights
+        if there:  # `run()` waits for the weights, so it is called only if there are results to compare with
             total = self.trainer.total_steps
             found = [require_own(self.output / name, run(), total) for name in there if name != RESULTS]
             if RESULTS in there and processes.first():
@@ -319,14 +291,16 @@ class _Delivery:
             self.trainer.model.take_weights()
             given = self.trainer.model.given
             self.numbers = {"before": self._answers(given, BEFORE)}
-            self._write_numbers(run())  # a run that goes on from a checkpoint has other weights
+            self._write_numbers(run())  # stored now, because a resumed run no longer has these weights
 
     def _answers(self, model: Decoder, when: str) -> dict[str, Any]:
-        assert self.trainer.sampled is not None  # rows are asked for
+        """What `answer` returns for a model."""
+        assert self.trainer.sampled is not None  # set in __init__, as the config asks for answers
         return answer(model, self.trainer.tokenizer, self.config, self.console, self.trainer.sampled, when)
 
     def _take_numbers(self, run: dict[str, Any]) -> None:
-        """Takes over what an earlier process measured of this run; what is another's goes, as its metrics do."""
+        """Reads the results.json of an earlier process of this run into `numbers`. A file of another run is deleted, as
+        its metrics are."""
         path = self.output / RESULTS
         try:
             numbers = json.loads(path.read_text(encoding="utf-8"))
@@ -339,7 +313,7 @@ class _Delivery:
             self.numbers = numbers
 
     def _is_measured(self) -> bool:
-        """Whether the trained model was measured as the config asks."""
+        """Whether the trained model was already evaluated in the way that the config asks for."""
         wanted, last = self.config.evaluation, self.trainer.total_steps
         due = wanted.after_last(last) and self.rows
         answers = wanted.at_end and wanted.exact_match_rows
@@ -347,11 +321,12 @@ class _Delivery:
         return bool(measured and (not answers or "after" in self.numbers))
 
     def _write_numbers(self, run: dict[str, Any]) -> None:
-        told = self.numbers | {"run": digest(run), m.ROWS: self.rows}
-        atomic_write(self.output / RESULTS, json.dumps(told, indent=2) + "\n")
+        """Writes `numbers` to results.json, with what identifies the run and its held-out rows."""
+        content = self.numbers | {"run": digest(run), m.ROWS: self.rows}
+        atomic_write(self.output / RESULTS, json.dumps(content, indent=2) + "\n")
 
     def show_numbers(self) -> None:
-        """Says what was measured of this run."""
+        """Prints what was measured before and after training."""
         for key, when in (("before", BEFORE), ("after", AFTER)):
             if key in self.numbers:
                 _show_answers(self.numbers[key], self.console, when)
@@ -359,8 +334,15 @@ class _Delivery:
             self.console.print(f"evaluation loss: {losses['first']:.4f} the first time, {losses['last']:.4f} the last")
 
     def finish(self, model: Decoder, run: dict[str, Any], trained: bool) -> None:
+        """Exports the trained model, answers the held-out questions, and writes results.json.
+
+        Args:
+          model: the trained model.
+          run: what identifies the run.
+          trained: whether this process made any step; if not, results that exist already are not written again.
+        """
         config, console = self.config, self.console
-        host_memory.give_back()  # the programs of the steps are gone
+        host_memory.give_back()  # the compiled steps are freed by now
         for name, write in self._exports(has_adapter(model)):
             folder, total = self.output / name, self.trainer.total_steps
             if not trained and processes.of_first(functools.partial(holds, folder, run, total)):
@@ -382,7 +364,8 @@ class _Delivery:
             self._write_numbers(run)
 
     def _exports(self, adapted: bool) -> list[tuple[str, Callable[[Decoder, Path], None]]]:
-        """(name, how it is written) of each result that the config asks for; the adapter first: it is quick."""
+        """(folder's name, function that writes a model to a folder) for each export that the config asks for. The
+        adapter comes first, because it is quick. adapted: whether the model has an adapter."""
         tokenizer, wanted = self.trainer.tokenizer, self.config.export
 
         def whole(model: Decoder, folder: Path) -> None:
@@ -397,7 +380,13 @@ class _Delivery:
 
 
 def show_plan(config: TrainConfig, console: Console) -> None:
-    """The plan for a device, here or not, from the model's shape alone: no weights, no rows, nothing compiled."""
+    """Prints the plan for the device that the config names, or for this machine's, from the model's shapes alone:
+    without weights, rows or compiling.
+
+    Raises:
+      ValueError: no device is named and there is no GPU here; adapter.path is set.
+      PlanError: no plan fits; the message names settings that would.
+    """
     name, limit = config.plan.device, None
     if name is None:
         here = jax.local_devices()[0]
@@ -435,18 +424,19 @@ def show_plan(config: TrainConfig, console: Console) -> None:
 
 
 def next_commands(config: TrainConfig, output: Path) -> list[tuple[str, str]]:
-    """(what for, command line): what a person wants after a run, to be typed in the folder that the run began in."""
+    """Commands that are useful after a run, as (purpose, command line); they are valid in the folder where the run was
+    started."""
     commands = []
     trained = [output / name for name in (MERGED, ADAPTER) if (output / name).exists()]
     if trained:
         question, raw = "...", ""
-        with contextlib.suppress(OSError, ValueError, StopIteration):  # a hint is not worth a failure
+        with contextlib.suppress(OSError, ValueError, StopIteration):  # the example question may be missing
             scored = config.evaluation.exact_match_rows
             sources = open_sources(config.data.train, columns=config.data.columns)
             row = None if scored else next(read_rows(sources, config.data.format))
             example = answered(config, 1)[0] if row is None else normalize(row.value or {}, row.format)
             if config.data.template is None and (example.prompt is not None or example.text is not None):
-                raw = " --raw"  # asked as it was trained
+                raw = " --raw"  # without a template, as in training
             if scored:
                 question = str(example.prompt) if raw else (example.messages or [])[-2]["content"]
         ask = f"generate {shlex.quote(str(trained[0]))}{raw} --prompt {shlex.quote(question)}"

@@ -1,4 +1,4 @@
-"""What a user's own code is told while a run goes on, and what it can have done."""
+"""Callbacks: methods of a user's code that a run calls between steps, and what they can ask the run to do."""
 
 from __future__ import annotations
 
@@ -11,47 +11,51 @@ from jaxtune.models.decoder import Decoder
 
 @dataclasses.dataclass
 class Between:
-    """The moment after `step` steps were handed to the device, before the next one is: what can be done in it.
-
-    wait: until the numbers of the step have come, which `stepped` is called with; the device is idle meanwhile.
-    evaluate: on the held-out rows, once a step however often it is asked for; `evaluated` is called. save: a
-    checkpoint of this state; `saved` is called. model: the model as it is now, whose trained arrays the next step uses
-    up. last: whether no step follows anyway.
-    """
+    """What a callback can do after a step was dispatched to the device and before the next one is."""
 
     step: int
+    """The number of steps dispatched so far."""
     last: bool
+    """Whether this is the last step of the run."""
     wait: Callable[[], None]
+    """Waits until the step's metrics are there and `stepped` was called with them. The device is idle meanwhile."""
     evaluate: Callable[[], float]
+    """Evaluates the held-out rows and returns the loss; `evaluated` is called. Several calls at a step evaluate
+    once."""
     save: Callable[[], None]
+    """Saves a checkpoint of this state; `saved` is called."""
     model: Callable[[], Decoder]
+    """Returns the model as it is now. The next step donates its trained arrays, so it must not be used later."""
     stopped: bool = False
+    """Whether `stop` was called."""
 
     def stop(self) -> None:
-        """The run ends here, as if it had no more steps: what is saved and evaluated at its end is."""
+        """Ends the run after this step as if it were the last one; the final checkpoint and evaluation are made."""
         self.stopped = True
 
 
 class Callback:
-    """Base of callbacks given to Trainer: overwrite what is wanted. All are called in the loop's thread, between steps;
-    what they do is in no step's time only if it is quick, because the device goes on meanwhile.
+    """The base class of callbacks for Trainer; subclasses override the methods that they need.
 
-    What one raises ends the run; TrainingStopped (monitor.py) does so in one line.
+    All methods are called in the thread of the training loop, between steps. The device computes meanwhile, so a quick
+    callback costs no time. An exception ends the run; TrainingStopped (monitor.py) ends it with a message of one line.
     """
 
     def between(self, moment: Between) -> None:
-        """A step was handed to the device. What `moment` offers comes before what the config asks for at this step."""
+        """Called after a step was dispatched to the device, before the evaluations and saves that the config asks for
+        at this step."""
 
     def stepped(self, step: int, metrics: dict[str, Any]) -> None:
-        """The numbers of optimizer step `step` (counted from 1) have come, a step or so late: as in metrics.jsonl, but
-        for every step. What is put into `metrics` is logged with them."""
+        """Called with the metrics of optimizer step `step` (counted from 1), about one step after it was dispatched.
+        They are those of metrics.jsonl, but come for every step. Entries that are added to `metrics` are logged too."""
 
     def evaluating(self, step: int, model: Callable[[], Decoder]) -> None:
-        """An evaluation after `step` steps begins, perhaps before the first step that this process makes, or without
-        one. model: gives what is evaluated, whose trained arrays the next step uses up."""
+        """Called before an evaluation after `step` steps, which may be the first thing that a process does. model:
+        returns the model that is evaluated; the next step donates its trained arrays."""
 
     def evaluated(self, step: int, metrics: dict[str, Any]) -> None:
-        """An evaluation after `step` steps gave these numbers. What is put into `metrics` is logged with them."""
+        """Called with the metrics of an evaluation after `step` steps. Entries that are added to `metrics` are logged
+        too."""
 
     def saved(self, step: int) -> None:
-        """A checkpoint of the state after `step` steps was handed over to be written."""
+        """Called when a checkpoint of the state after `step` steps was handed to the thread that writes it."""

@@ -1,7 +1,7 @@
-"""Where the texts of a trained model end.
+"""The tokens at which generation from a trained model ends.
 
-A base model's generation_config.json knows no turns. What fine-tuning taught to end one would be talked past, by
-generation here and by whoever loads what is saved.
+The generation_config.json of a base model does not name the token that ends a turn. Without that token, generation
+would continue past the end of a turn that fine-tuning has taught, here and in other programs that load the saved model.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _TURNS = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content":
 
 
 def turn_end(tokenizer: Any) -> int | None:
-    """The special token that ends a response in the tokenizer's chat template, as it is trained; None where there is
-    none."""
+    """The id of the special token that ends a response in the tokenizer's chat template; None if it has no template, or
+    its responses do not end with such a token."""
     if not tokenizer.chat_template or not tokenizer.is_fast:
         return None
     encoder = RowEncoder(tokenizer)
@@ -31,8 +31,9 @@ def turn_end(tokenizer: Any) -> int | None:
 
 
 def with_end_tokens(model: Decoder, tokenizer: Any) -> Decoder:
-    """The model, changed in place: its texts, and those of the folder that it is saved to, also end with what ends a
-    response in the tokenizer's chat template, and with its EOS."""
+    """Adds the token that ends a response in the tokenizer's chat template, and the tokenizer's EOS, to the tokens at
+    which generation from the model ends. The model is changed in place and returned; folders that it is saved to have
+    these tokens too."""
     if tokenizer is None or model.source is None or not model.config.head.is_text:
         return model
     taught = (turn_end(tokenizer), tokenizer.eos_token_id)

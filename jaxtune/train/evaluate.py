@@ -1,10 +1,10 @@
-"""Exact match: greedy answers to held-out questions, compared word for word."""
+"""Exact match: the share of held-out questions whose greedy answer equals the expected one."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.ends import end_token_ids
@@ -21,93 +21,115 @@ def exact_match(
     template: str | None = None,
     batch_size: int = 32,
 ) -> tuple[float, list[tuple[str, str, str]]]:
-    """Asks the model for the last assistant message of each row.
+    """Generates the last assistant message of each row greedily, and compares it with the row's own.
 
-    Prompts are tokenised as in training, up to where the answer begins. An answer ends at the first special token of
-    the tokenizer or end token of the model; white space around it does not count, nor what comes before the mark that
-    the template writes before an answer, and that mark: the end of a thought (</think>), the name of a channel. Where
-    that mark has special tokens, so have thoughts before it: a turn then ends only as the template ends it, or at an
-    end token of the model.
+    Prompts are tokenised as in training, up to the begin of the answer. An answer ends at the first special token of
+    the tokenizer or end token of the model. White space around it is ignored, and so is everything up to the mark that
+    the template writes before an answer, such as the end of a thought (</think>) or the name of a channel. If that mark
+    has special tokens, thoughts may have them too; a turn then ends only with the token with which the template ends
+    it, or with an end token of the model.
 
     Args:
-      rows: {"messages": [..., {"role": "assistant", "content": expected}]}, perhaps with "tools"; or what
-        formats.normalize made of a row of any form that ends with an answer.
-      template: as data.template; None is the tokenizer's own, and gives the prompt of an Example that has one as it is.
-      batch_size: the most prompts that are answered at a time; fewer where memory has no room for them.
+      model: the model.
+      tokenizer: a fast Hugging Face tokenizer.
+      rows: {"messages": [..., {"role": "assistant", "content": expected}]}, with or without "tools"; or examples from
+        `formats.normalize` that end with an answer.
+      max_new_tokens: the most tokens of an answer.
+      template: as data.template. None is the tokenizer's own, and takes the prompt of an example that has one as plain
+        text.
+      batch_size: the most prompts that are answered at a time; fewer if the memory has no room.
     Returns:
-      (share of right answers, [(question, expected, answer)] in the order of rows); the question is the content of
-      the message before the answer.
+      (the share of right answers, [(question, expected, answer)] in the order of `rows`). The question is the content
+      of the message before the answer.
     Raises:
-      ValueError: no rows; a row that does not end with an assistant's message; a prompt too long for the model.
+      ValueError: there are no rows, a row does not end with an assistant's message, or a prompt is too long for the
+        model.
     """
     if not rows:
         raise ValueError("exact_match: there are no rows")
     if batch_size < 1:
         raise ValueError(f"exact_match: batch_size = {batch_size}: must be positive")
-    prompts, questions, expected, marks, closing = asked(
-        tokenizer, rows, max_new_tokens, template, model.config.context_length
-    )
+    questions = questions_of(tokenizer, rows, max_new_tokens, template, model.config.context_length)
     encoder = RowEncoder(tokenizer)
-    within = {token for mark in set(marks) for token in _tokens(tokenizer, mark)}
+    within = {token for mark in {one.mark for one in questions} for token in _tokens(tokenizer, mark)}
     ends = (encoder.end_ids - within) | set(end_token_ids(model))
-    closes = {_first(_tokens(tokenizer, text), ends) for text in set(closing)} - {None}
+    closes = {_first(_tokens(tokenizer, text), ends) for text in {one.closing for one in questions}} - {None}
     turn_ends = closes | set(end_token_ids(model)) if closes and within & encoder.end_ids else ends
-    longest = max(map(len, prompts)) + max_new_tokens
+    longest = max(len(one.prompt) for one in questions) + max_new_tokens
     sampler = Sampler(model, length=longest, most_slots=min(batch_size, len(rows)))
     answers = []
-    for row in sampler.run(prompts, max_new_tokens, eos_token_ids=sorted(turn_ends)):
-        ids = _after(tokenizer, row.ids, marks[row.index])
+    for row in sampler.run([one.prompt for one in questions], max_new_tokens, eos_token_ids=sorted(turn_ends)):
+        ids = _after(tokenizer, row.ids, questions[row.index].mark)
         ids = list(itertools.takewhile(lambda token: token not in ends, ids))
         answers.append(tokenizer.decode(ids, skip_special_tokens=True).strip())
-    right = sum(answer == wanted for answer, wanted in zip(answers, expected, strict=True))
-    return right / len(rows), list(zip(questions, expected, answers, strict=True))
+    right = sum(answer == one.expected for answer, one in zip(answers, questions, strict=True))
+    found = [(one.question, one.expected, answer) for one, answer in zip(questions, answers, strict=True)]
+    return right / len(rows), found
 
 
-def asked(
+class Question(NamedTuple):
+    """A held-out row as a question to the model."""
+
+    prompt: list[int]
+    """The tokens up to the begin of the answer."""
+    question: str
+    """The content of the message before the answer."""
+    expected: str
+    """The right answer."""
+    mark: str
+    """The text that the template writes directly before an answer, without white space, or ""."""
+    closing: str
+    """The text that the template writes after an answer."""
+
+
+def questions_of(
     tokenizer: Any,
     rows: Sequence[Mapping[str, Any] | Example],
     max_new_tokens: int,
     template: str | None,
     positions: int,
-) -> tuple[list[list[int]], list[str], list[str], list[str], list[str]]:
-    """(prompts, questions, right answers, marks before them or "", what the template writes after them) of rows, as of
-    exact_match, for a model of so many positions.
+) -> list[Question]:
+    """The questions of rows, in their order.
 
+    Args:
+      tokenizer, rows, max_new_tokens, template: see `exact_match`.
+      positions: the most tokens of prompt and answer that the model allows.
     Raises:
-      ValueError: a row that cannot be asked.
+      ValueError: a row does not end with an answer, or its prompt is too long.
     """
     encoder = RowEncoder(tokenizer, template=template)
-    prompts, questions, expected, marks, closing = [], [], [], [], []
+    questions = []
     for index, row in enumerate(rows):
         example = row if isinstance(row, Example) else normalize(row, "messages")
         messages = example.messages or []
         if len(messages) < 2 or messages[-1]["role"] != "assistant":
             raise ValueError(f"exact_match: row {index} does not end with a question and the assistant's answer")
-        prompts.append(encoder.encode_prompt(example).tolist())
-        if len(prompts[-1]) + max_new_tokens > positions:
+        prompt = encoder.encode_prompt(example).tolist()
+        if len(prompt) + max_new_tokens > positions:
             raise ValueError(
-                f"exact_match: the {len(prompts[-1])} tokens of question {index} and max_new_tokens = {max_new_tokens} "
+                f"exact_match: the {len(prompt)} tokens of question {index} and max_new_tokens = {max_new_tokens} "
                 f"are more than the model's {positions} positions: shorten one of them"
             )
-        questions.append(messages[-2]["content"])
         before, after = encoder.around_answer(example)
-        marks.append("".join(before.split()[-1:]))
-        closing.append(after)
+        mark = "".join(before.split()[-1:])
         answer = messages[-1]["content"]
-        expected.append((answer.rpartition(marks[-1])[2] if marks[-1] else answer).strip())
-    return prompts, questions, expected, marks, closing
+        expected = (answer.rpartition(mark)[2] if mark else answer).strip()
+        questions.append(Question(prompt, messages[-2]["content"], expected, mark, after))
+    return questions
 
 
 def _tokens(tokenizer: Any, text: str) -> list[int]:
+    """The token ids of a text, without the special tokens that the tokenizer adds around it."""
     return [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
 
 
 def _first(ids: Sequence[int], of: Set[int]) -> int | None:
+    """The first of the ids that is in `of`, or None."""
     return next((token for token in ids if token in of), None)
 
 
 def _after(tokenizer: Any, ids: list[int], mark: str) -> list[int]:
-    """The tokens after the last place where their text has the mark; all of them where it has none."""
+    """The tokens after the last occurrence of `mark` in their text; all of them if it does not occur."""
     for first in range(len(ids), 0, -1) if mark and mark in tokenizer.decode(ids) else ():
         if mark in tokenizer.decode(ids[:first]) and mark not in tokenizer.decode(ids[: first - 1]):
             return ids[first:]

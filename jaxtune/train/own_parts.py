@@ -1,7 +1,8 @@
-"""Parts of a run that a user's own code gives to Trainer, and what they are known by when a run is resumed.
+"""Optimizers, schedules and objectives that a user's code gives to Trainer instead of the config's.
 
-A config says what its own parts are; of a function only what it does can be recorded. An optimizer is known by its
-states and by the program of its update, a schedule by its rates, an objective by its name and fields.
+Checkpoints record what identifies such a part, so that a run is not resumed with another one. A part from the config is
+identified by its settings, but of a function only its behaviour can be recorded: an optimizer is identified by its
+states and the program of its update, a schedule by its rates, and an objective by its class and fields.
 """
 
 from __future__ import annotations
@@ -21,32 +22,34 @@ from jaxtune.train.config import OptimConfig, ScheduleConfig, TrainConfig
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.objectives.objective import Objective
 
-_SCHEDULE_POINTS = 16  # of a run, at which a schedule's rates are compared
-# What of optim.* still means something beside an optimizer of one's own.
+_SCHEDULE_POINTS = 16  # the number of steps at which a schedule's rates are recorded
+# The keys of `optim` that have an effect even if an optimizer was given.
 _KEPT = ("weights",)
 
 
 def require_own_optimizer(config: TrainConfig) -> None:
-    """Refuses settings of config.optim that an optimizer given in Python would leave without effect.
+    """Checks that config.optim sets nothing that has no effect because an optimizer was given to Trainer.
 
     Raises:
-      ValueError: such a setting.
+      ValueError: a key of config.optim has no effect.
     """
     if config.optim.offload:
         raise ValueError(
-            "optim.offload = True: the states of an optimizer given to Trainer stay on the device, as nothing bounds "
-            "what its update can reach before it is made; unset it, or use optim.name=adamw or adamw_8bit"
+            "optim.offload = True: the states of an optimizer given to Trainer stay on the device, because the size of "
+            "its updates is not bounded in advance; unset it, or use optim.name=adamw or adamw_8bit"
         )
     _require_defaults("optim", config.optim, OptimConfig(), "optimizer", _KEPT)
 
 
 def require_own_schedule(config: TrainConfig) -> None:
-    """As require_own_optimizer, of config.schedule and a schedule given in Python."""
+    """Checks that config.schedule sets nothing, because a schedule was given to Trainer. Raises ValueError if it
+    does."""
     _require_defaults("schedule", config.schedule, ScheduleConfig(), "schedule")
 
 
 def require_own_objective(config: TrainConfig) -> None:
-    """As require_own_optimizer, of config.objective and an objective given in Python."""
+    """Checks that config.objective sets nothing, because an objective was given to Trainer. Raises ValueError if it
+    does."""
     _require_defaults("objective", config.objective, ObjectiveConfig(), "objective")
 
 
@@ -56,7 +59,8 @@ def require_nothing_beside(
     schedule: optax.Schedule | None,
     objective: Objective | None,
 ) -> None:
-    """Refuses settings of config that the parts given in Python would leave without effect."""
+    """Checks that the config sets nothing that has no effect because of the parts given to Trainer; None is a part that
+    was not given. Raises ValueError if it does."""
     if optimizer is not None:
         require_own_optimizer(config)
     if schedule is not None:
@@ -72,7 +76,14 @@ def identities(
     schedule: optax.Schedule | None,
     objective: Objective | None,
 ) -> dict[str, Any]:
-    """What each part that was given is known by; nothing for the others."""
+    """What identifies each part that was given to Trainer, by "objective", "schedule" and "optimizer"; a part that is
+    None has no entry.
+
+    Args:
+      trainable: the tensors that the optimizer updates.
+      total_steps: the steps of the run.
+      optimizer, schedule, objective: the parts.
+    """
     known: dict[str, Any] = {}
     if objective is not None:
         known["objective"] = objective_identity(objective)
@@ -84,6 +95,8 @@ def identities(
 
 
 def _require_defaults(section: str, given: Any, default: Any, part: str, kept: tuple[str, ...] = ()) -> None:
+    """Raises ValueError if a section of the config differs from its defaults, except in the keys `kept`. part: the name
+    of the part that was given in its stead, for the message."""
     for field in dataclasses.fields(given):
         value = getattr(given, field.name)
         if field.name not in kept and value != getattr(default, field.name):
@@ -94,8 +107,9 @@ def _require_defaults(section: str, given: Any, default: Any, part: str, kept: t
 
 
 def optimizer_identity(optimizer: optax.GradientTransformation, trainable: Any) -> dict[str, str]:
-    """{"states", "update"}: digests of the shapes of an optimizer's states and of its update's program, in which its
-    numbers stand. trainable: what it moves, which may be abstract."""
+    """What identifies an optimizer: {"states": a digest of its states' shapes, "update": a digest of its update's
+    jaxpr}, which contains its constants. trainable: the tensors that it updates, which may be
+    `jax.ShapeDtypeStruct`s."""
     wide = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), trainable)
     states = jax.eval_shape(optimizer.init, wide)
     named = [
@@ -106,14 +120,15 @@ def optimizer_identity(optimizer: optax.GradientTransformation, trainable: Any) 
 
 
 def schedule_identity(schedule: optax.Schedule, total_steps: int) -> list[float]:
-    """Rates at steps from the first to the last."""
+    """What identifies a schedule: its rates at `_SCHEDULE_POINTS` steps from the first to the last of the run."""
     return [float(np.asarray(schedule(int(step)))) for step in np.linspace(0, total_steps - 1, _SCHEDULE_POINTS)]
 
 
 def objective_identity(objective: Objective) -> str:
-    """Its class and, of a dataclass, its fields."""
+    """What identifies an objective: its repr if it is a dataclass, else the name of its class."""
     return repr(objective) if dataclasses.is_dataclass(objective) else type(objective).__qualname__
 
 
 def _digest(text: str) -> str:
+    """A hash of a text, 16 hex digits."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -13,13 +13,14 @@ from jaxtune.models.adapters import trained_over
 from jaxtune.system import terminal
 from jaxtune.system.terminal import fitted, printable
 from jaxtune.train.answer_metrics import SAMPLES
-from jaxtune.train.app import answer, load_model, require_fit_for_processes, sampled_by
+from jaxtune.train.app import answer, require_fit_for_processes, sampled_by
 from jaxtune.train.config import AdapterConfig, OptimConfig, TrainConfig
 from jaxtune.train.display import metrics as m
 from jaxtune.train.display import report
 from jaxtune.train.folder.checkpoint import saved_steps
 from jaxtune.train.folder.results import Result, read_result
 from jaxtune.train.folder.run_folder import ADAPTER, CHECKPOINTS, CONFIG, MERGED
+from jaxtune.train.loading import load_model
 from jaxtune.train.planning.phases import phase
 from jaxtune.train.program.program_cache import use_program_cache
 from jaxtune.train.trainer import Trainer

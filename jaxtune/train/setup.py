@@ -1,9 +1,10 @@
-"""What a Trainer makes before its first step: the rule of updates, the step's programs, the mesh and the planner."""
+"""The parts that a Trainer constructs: the optimizer and schedule, the step's programs, the mesh and the planner."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import optax
@@ -11,6 +12,7 @@ import optax
 from jaxtune.models.lora import has_adapter, matrices
 from jaxtune.models.placement import partition
 from jaxtune.train.config import TrainConfig
+from jaxtune.train.config.file import config_to_dict
 from jaxtune.train.data.batches import BatchSource
 from jaxtune.train.folder.run_rows import most_documents
 from jaxtune.train.objectives.objective import Objective
@@ -24,6 +26,7 @@ from jaxtune.train.optimizer.optim import (
 from jaxtune.train.optimizer.schedule import learning_rate_schedule
 from jaxtune.train.planning.forward import ForwardPlanner
 from jaxtune.train.planning.meshes import mesh_of
+from jaxtune.train.planning.plan import residuals_text
 from jaxtune.train.planning.planner import Planner
 from jaxtune.train.program.loss import aux_losses
 from jaxtune.train.program.step import StepProgram
@@ -32,11 +35,14 @@ from jaxtune.train.program.trained_model import TrainedModel
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """How weights are updated, as config says or by the parts that were given in its place."""
+    """How weights are updated: by the config's optimizer and schedule, or by those that were given to the Trainer."""
 
     optimizer: optax.GradientTransformation
-    schedule: optax.Schedule | None  # what metrics show; None: the optimizer given has its own
-    bound: UpdateBound | None  # what one update can reach; None: nothing is known of an optimizer given
+    """The optimizer, its learning rate included."""
+    schedule: optax.Schedule | None
+    """The learning rate that metrics show; None if a given optimizer has a schedule of its own."""
+    bound: UpdateBound | None
+    """How far one update can move a weight; None for a given optimizer, of which that is not known."""
 
 
 def update_rule(
@@ -45,6 +51,8 @@ def update_rule(
     optimizer: optax.GradientTransformation | None,
     schedule: optax.Schedule | None,
 ) -> UpdateRule:
+    """The update rule of a run of `total_steps` steps. A given optimizer or schedule (not None) replaces the
+    config's."""
     if optimizer is not None:
         return UpdateRule(optimizer, schedule, None)
     schedule = schedule or learning_rate_schedule(config.schedule, config.optim.learning_rate, total_steps)
@@ -55,7 +63,21 @@ def update_rule(
 def step_programs(
     config: TrainConfig, model: TrainedModel, objective: Objective, rule: UpdateRule, batches: BatchSource, eval_data
 ) -> tuple[StepProgram, StepProgram | None]:
-    """(the step, the step before weights are rounded, if qat starts after the first one)."""
+    """The programs of a train step, which are not compiled yet.
+
+    Args:
+      config: of the run.
+      model: the model that is trained.
+      objective: defines the loss.
+      rule: how weights are updated.
+      batches: the source of the run's batches.
+      eval_data: the held-out rows, or None.
+    Returns:
+      (the program of a step, None); if qat.start is above 0, (the program of a step with rounded weights, the program
+      of a step before that).
+    Raises:
+      ValueError: optim.embedding_learning_rate is set, and no embedding is trained.
+    """
     rates = [matrix.lora.rate for _, matrix in matrices(model.prepared) if matrix.lora is not None]
     size = sum(leaf.size for leaf in jax.tree.leaves(model.trainable))
     if (own := config.optim.embedding_learning_rate) is not None and not any(embedding_tensors(model.trainable)):
@@ -68,7 +90,7 @@ def step_programs(
         optimizer=rule.optimizer,
         schedule=rule.schedule,
         objective=objective,
-        # None under `deterministic`: a promise would let in cuDNN's attention, whose sums have any order.
+        # A limit would allow cuDNN's attention, whose sums are in no fixed order, so `deterministic` gives none.
         max_documents=None if config.deterministic else most_documents(batches, eval_data),
         max_grad_norm=config.max_grad_norm,
         dropout=any(rate > 0 for rate in rates),
@@ -76,7 +98,7 @@ def step_programs(
         weights=weight_storage(config.optim.weights, config.precision, size),
         aux_losses=aux_losses(config, model.prepared),
         bound=rule.bound,
-        # Not adapters, whose many small tensors are better updated at once.
+        # The many small tensors of adapters are updated in one program, which is faster.
         by_tensor=rule.bound is not None and not has_adapter(model.given),
         offload=config.optim.offload,
         full=batches.full,
@@ -94,7 +116,18 @@ def planned(
     optimizer: optax.GradientTransformation | None,
     trains: bool,
 ) -> tuple[TrainConfig, jax.sharding.Mesh, Planner | ForwardPlanner]:
-    """(config with the mesh chosen, the mesh, the planner of its steps or, unless it `trains`, of a forward pass)."""
+    """Chooses the mesh, and makes the planner of the steps' memory.
+
+    Args:
+      config: of the run; mesh may be None, and is then chosen.
+      model, objective, batches: those of the run.
+      optimizer: an optimizer given to the Trainer, or None.
+      trains: whether steps are planned; if not, only a forward pass is.
+    Returns:
+      (the config with the chosen mesh, the mesh, the planner).
+    Raises:
+      ValueError: the devices cannot share the rows of a micro-batch evenly.
+    """
     config = dataclasses.replace(config, rows_per_step=batches.rows_per_step)
     length, reference_runs = batches.length, objective.reference_runs
     chosen, why = mesh_of(
@@ -122,3 +155,22 @@ def planned(
         optimizer=optimizer,
     )
     return config, mesh, planner
+
+
+def require_starts_within(total_steps: int, config: TrainConfig, profile_steps: int) -> None:
+    """Raises ValueError if profile.start (when steps are profiled) or qat.start is not below the run's total steps."""
+    if profile_steps and config.profile.start >= total_steps:
+        raise ValueError(f"profile.start = {config.profile.start}: the run has only {total_steps} steps")
+    if config.qat is not None and config.qat.start >= total_steps:
+        raise ValueError(f"qat.start = {config.qat.start}: the run has only {total_steps} steps")
+
+
+def profile_facts(config: TrainConfig, batches: BatchSource, planner: Planner) -> dict[str, Any]:
+    """The facts about a run that are stored with its profile: {"config", "tokens_per_step", "what": in words}."""
+    rows, length, model = batches.rows_per_step, batches.length, config.model
+    return {
+        "config": config_to_dict(config),
+        "tokens_per_step": rows * length,
+        "what": f"{model.path or model.from_config}, {config.precision}, {rows} x {length:,} tokens a step, plan "
+        f"{residuals_text(planner.plan.residuals)}",
+    }

@@ -1,4 +1,4 @@
-"""Signals: nothing under way is lost, and nothing waits long."""
+"""Handling of signals that stop a run: a step in progress is finished and saved, and nothing else delays the end."""
 
 from __future__ import annotations
 
@@ -10,28 +10,31 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-# EX_TEMPFAIL of sysexits.h. A scheduler may start the same command again.
+# The exit code of a run that was stopped and saved: EX_TEMPFAIL of sysexits.h. A scheduler may start the same command
+# again.
 EXIT_SAVED = 75
-_AGAIN_SECONDS = 0.05
+_AGAIN_SECONDS = 0.05  # the delay before a signal whose exception Python dropped is sent again
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal came where there was nothing to save first; the message names it."""
+    """A signal arrived at a time when there was nothing to save; the message names the signal."""
 
 
 class StopSignal:
-    """Context in which the first SIGTERM, SIGINT or SIGHUP only sets `requested`; the second SIGTERM or SIGINT ends the
-    process at once.
+    """A context in which the first SIGTERM, SIGINT or SIGHUP only sets `requested`, and a second SIGTERM or SIGINT ends
+    the process immediately.
 
-    SIGHUP says that the terminal was closed or the connection dropped. The shell and the system both send it, and the
-    end of a session comes with SIGTERM beside it: it is never a second wish. Where it is ignored (nohup), it stays so.
+    SIGHUP means that the terminal was closed or the connection was lost. Both the shell and the system send it, often
+    together with SIGTERM, so it never counts as a second signal. If it is ignored (nohup), it stays ignored.
 
-    The loop asks for `requested` after every step and between the batches of an evaluation, saves and leaves with
-    `EXIT_SAVED`: "the same command goes on from there". Inside `at_once`, where nothing would be lost (loading,
-    tokenising, compiling, generation, export), the first signal raises Interrupted instead; inside `held`, within it,
-    it only sets `requested` again. Python drops what is raised while it runs a finaliser or a callback of the garbage
-    collector: the signal then comes once more. Old handlers come back on exit. Outside the main thread, where Python
-    takes no handlers, it does nothing and `requested` stays False.
+    The training loop reads `requested` after every step and between the batches of an evaluation; if it is set, the
+    loop saves, and the process leaves with `EXIT_SAVED`, so that the same command continues. Inside `at_once`, for
+    work that loses nothing when it is interrupted (loading, tokenising, compiling, generation, export), the first
+    signal raises Interrupted instead. Inside `deferred`, within `at_once`, it only sets `requested` again.
+
+    Python drops an exception that is raised during a finaliser or a callback of the garbage collector; the signal is
+    then sent again. On exit, the previous handlers are restored. Outside of the main thread, where Python allows no
+    signal handlers, the context does nothing and `requested` stays False.
     """
 
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -39,9 +42,9 @@ class StopSignal:
     def __init__(self) -> None:
         self.requested = False
         self.signal_name: str | None = None
-        self._wished = False  # by SIGTERM or SIGINT
+        self._stop_asked = False  # whether SIGTERM or SIGINT has arrived
         self._raises = False
-        self._again: threading.Timer | None = None  # which sends a signal that Python dropped once more
+        self._again: threading.Timer | None = None  # sends a signal again whose exception Python dropped
         self._old: dict[int, Any] = {}
         self._hook: Callable[[sys.UnraisableHookArgs], object] | None = None
 
@@ -53,7 +56,7 @@ class StopSignal:
 
     def __exit__(self, *exc) -> None:
         for number, handler in self._old.items():
-            # None: a handler that was not set from Python cannot be set from it.
+            # None means that the previous handler was not set from Python, and so cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._old = {}
         if self._hook is not None:
@@ -63,49 +66,53 @@ class StopSignal:
 
     @contextlib.contextmanager
     def at_once(self) -> Iterator[None]:
-        """A signal raises Interrupted, also one that came before."""
+        """A context in which a signal raises Interrupted; a signal that arrived before it raises on entering."""
         with self._mode(True):
             yield
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """A signal only sets `requested`; if nobody has acted on it, the end of an `at_once` around raises it."""
+    def deferred(self) -> Iterator[None]:
+        """A context in which a signal only sets `requested`. If this context is within an `at_once`, the signal raises
+        Interrupted when it ends."""
         with self._mode(False):
             yield
 
     @contextlib.contextmanager
     def _mode(self, raises: bool) -> Iterator[None]:
+        """A context in which signals raise Interrupted, or only set `requested`."""
         before, self._raises = self._raises, raises
         try:
-            self._raise_what_came()
+            self._raise_pending()
             yield
         finally:
             self._raises = before
-        self._raise_what_came()
+        self._raise_pending()
 
-    def _raise_what_came(self) -> None:
+    def _raise_pending(self) -> None:
+        """Raises Interrupted if a signal has arrived and signals raise now."""
         if self._raises and self.requested:
             raise Interrupted(self.signal_name)
 
     def _send_again(self, unraisable: sys.UnraisableHookArgs) -> None:
-        """In place of sys.unraisablehook."""
+        """Replaces sys.unraisablehook: if Python dropped an Interrupted, its signal is sent again a little later."""
         if not isinstance(unraisable.exc_value, Interrupted):
             assert self._hook is not None
             self._hook(unraisable)
             return
         number = signal.Signals[str(unraisable.exc_value)]
-        self._again = threading.Timer(_AGAIN_SECONDS, os.kill, (os.getpid(), number))  # once that code is done
+        self._again = threading.Timer(_AGAIN_SECONDS, os.kill, (os.getpid(), number))  # after the finaliser has ended
         self._again.daemon = True
         self._again.start()
 
     def _handle(self, number: int, frame: object) -> None:
+        """The handler of all three signals."""
         name = signal.Signals(number).name
         if self._again is not None:
             self._again = None
-            self._raise_what_came()
+            self._raise_pending()
             return
-        again = self.requested and self._wished and number != signal.SIGHUP
-        self._wished = self._wished or number != signal.SIGHUP
+        again = self.requested and self._stop_asked and number != signal.SIGHUP
+        self._stop_asked = self._stop_asked or number != signal.SIGHUP
         if again:
             _write(f"\n{name} again: leaving at once, without a save.\n" + ("\x1b[?25h" if os.isatty(2) else ""))
             signal.signal(number, signal.SIG_DFL)
@@ -122,11 +129,12 @@ class StopSignal:
 
 
 def handled(numbers: Iterable[int]) -> list[int]:
-    """Those of some signals that shall get a handler: not a SIGHUP that is ignored, as nohup has it."""
+    """The signals among `numbers` that should get a handler: all except a SIGHUP that is ignored, as under nohup."""
     return [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
 
 
 def _write(text: str) -> None:
-    # Not print: the handler may interrupt a print, and buffered streams cannot be entered twice.
-    with contextlib.suppress(OSError):  # the terminal is gone; the signal still counts
+    """Writes to stderr from a signal handler."""
+    # It does not use print, because the handler may interrupt a print, and buffered streams are not reentrant.
+    with contextlib.suppress(OSError):  # the terminal may be gone; the signal counts all the same
         os.write(2, text.encode())

@@ -1,22 +1,22 @@
 """The Trainer: one run, from a model and rows to a trained model.
 
-Making one reads the rows and, by setup.py, makes the rule of updates, the step's programs, the mesh and the planner.
-`train` takes the output folder, goes on from its last checkpoint if there is one, compiles the step
-(program/programs.py), makes the steps (run.py), and hands over the trained model.
-What is said of a run, and its checkpoints, follow below.
+Its constructor reads the rows and makes the update rule, the step's programs, the mesh and the planner (setup.py).
+`train` locks the output folder, resumes from its last checkpoint if there is one, compiles the step
+(program/programs.py), makes the steps (run.py), and returns the trained model. The methods after `train` describe the
+run in words, evaluate, and write and read checkpoints.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 
 from jaxtune.models.decoder import Decoder
@@ -64,7 +64,6 @@ from jaxtune.train.planning.cost import COMPUTE_DTYPES
 from jaxtune.train.planning.devices import device_peak_flops, host_memory_bytes
 from jaxtune.train.planning.forward import ForwardPlanner
 from jaxtune.train.planning.phases import Sampled, phase, phase_lines, phases_of
-from jaxtune.train.planning.plan import residuals_text
 from jaxtune.train.planning.planner import Planner
 from jaxtune.train.program.flops import flop_counter
 from jaxtune.train.program.programs import Engine, Programs
@@ -75,26 +74,29 @@ from jaxtune.train.signals import StopSignal
 
 
 class Trainer:
-    """Trains `model` on rows, as `config` says; the model given is never changed or donated.
+    """Trains `model` on rows as `config` says. The model given is never changed, and its arrays are never donated.
 
     Args:
-      model: a Decoder; its `nnx.Param`s are what trains (see get_peft_model, or everything for full fine-tuning).
+      model: a Decoder. Its `nnx.Param`s are trained: those of an adapter (get_peft_model), or all for full fine-tuning.
       tokenizer: its Hugging Face tokenizer.
-      config: a TrainConfig; its `model` and `adapter` are not applied but recorded, as the model is: recorded_config.
-      train_rows, eval_rows: a path, a data set's name, a list of dicts, or a prepared TokenDataset; by default those
+      config: a TrainConfig. Its `model` and `adapter` are not applied; what is recorded is the model (recorded_config).
+      train_rows, eval_rows: a path, a data set's name, a list of dicts, or a prepared TokenDataset; None takes those
         that config.data names. train_rows may also be a BatchSource (data/batches.py), which makes each step's batch
-        when the step comes, perhaps with the model that trains.
-      keeps_model: whether the caller goes on holding `model`. If not, what trains of it is let go once the run has
-        copied it, and the planner does not count it.
-      weights: a future of the model with its arrays, where `model` has shapes only; awaited once the step is compiled.
-      objective: what is trained for, if not what config says. optimizer: an optax transformation in place of
-        config.optim's; its updates are added to float32 weights, after clipping by config.max_grad_norm. schedule:
-        learning rate by number of updates made (from 0), in place of config.schedule's; beside an `optimizer`, which
-        has its own, it is only what metrics show. callbacks: are told of steps; see Callback.
-      profile: a folder for a profile of config.profile.steps steps (3 where config asks for none); by default, and
-        only if config asks for steps, `profile` in the output folder.
-      trains: False for a trainer that evaluates or shows rows: then a forward pass is planned, which needs no
-        optimizer, and train() is refused.
+        during the run.
+      profile: the folder for a profile of config.profile.steps steps, or of 3 steps if config asks for none. None is
+        `profile` in the output folder, and then a profile is made only if config asks for one.
+      keeps_model: whether the caller keeps `model`. If not, its trained tensors are freed once the run has copied them,
+        and the planner does not count them.
+      weights: a future of the model with its arrays, if `model` has only shapes. The trainer waits for it after it has
+        compiled the step.
+      objective: replaces config.objective.
+      optimizer: an optax transformation that replaces config.optim's. Its updates are added to float32 weights, after
+        clipping by config.max_grad_norm.
+      schedule: gives the learning rate for a number of updates made (from 0), and replaces config.schedule. With an
+        `optimizer`, which has its own, it is only shown in metrics.
+      callbacks: called between steps; see Callback.
+      trains: False for a trainer that only evaluates or shows rows. It plans a forward pass, which needs no memory for
+        an optimizer, and train() is refused.
 
     Attributes: `model` (TrainedModel), `engine` (Engine), `tokenizer` (with the chat template that rows are rendered
     by), `batches` (the BatchSource of its steps), `train_data` (TokenDataset; None where not all rows are known before
@@ -125,7 +127,7 @@ class Trainer:
         self.profile_steps = config.profile.steps or (0 if profile is None else 3)
         self.history: list[dict[str, Any]] = []
         self.steps_done = 0
-        self.sampled: Sampled | None = None  # how the model is asked questions, if somebody says that it will be
+        self.sampled: Sampled | None = None  # how many questions are answered at a time, if any will be
 
         self.model = TrainedModel(model, config, keeps_model, weights)
         if not jax.tree.leaves(self.model.trainable):
@@ -144,9 +146,9 @@ class Trainer:
         self.train_data = rows if isinstance(rows, TokenDataset) else None
         self.config = config = in_first_words(config)
         self.batches, self.eval_data, self.total_steps = source_of(rows, held_out, config)
-        self._require_starts_within_the_run()
+        setup.require_starts_within(self.total_steps, config, self.profile_steps)
 
-        # `own` is what is recorded of the parts that were given.
+        # `own` identifies the parts that were given to this trainer, for checkpoints.
         self.own = own_parts.identities(self.model.trainable, self.total_steps, optimizer, schedule, objective)
         rule = setup.update_rule(config, self.total_steps, optimizer, schedule)
         programs = setup.step_programs(config, self.model, self.objective, rule, self.batches, self.eval_data)
@@ -157,29 +159,26 @@ class Trainer:
         rows = self.eval_data and self.eval_data.rows
         self.engine = Engine(*programs, planner, mesh, self.batches, config, rows)
 
-    def _require_starts_within_the_run(self) -> None:
-        config, steps = self.config, self.total_steps
-        if self.profile_steps and config.profile.start >= steps:
-            raise ValueError(f"profile.start = {config.profile.start}: the run has only {steps} steps")
-        if config.qat is not None and config.qat.start >= steps:
-            raise ValueError(f"qat.start = {config.qat.start}: the run has only {steps} steps")
-
     @property
     def planner(self) -> Planner:
+        """The planner of the steps' memory; only for a trainer that trains."""
         assert isinstance(self.engine.planner, Planner), "this trainer was made with trains=False"
         return self.engine.planner
 
     @property
-    def program(self) -> StepProgram:  # as the plan in force says
+    def program(self) -> StepProgram:
+        """The program of a step under the current plan."""
         return self.engine.program
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
+        """The devices of the run."""
         return self.engine.mesh
 
     @property
     def eval_batches(self) -> Batches | None:
-        """Of an evaluation, by the plan in force: each has the shape of a micro-batch."""
+        """The batches of an evaluation, each of the shape of a micro-batch under the current plan; None without
+        held-out rows."""
         return None if self.eval_data is None else self.eval_data.batches(self.engine.rows, shuffle=False)
 
     # ---- the run
@@ -190,14 +189,14 @@ class Trainer:
         """Runs (or resumes) the run and returns the trained model: a new module that shares every frozen array.
 
         Args:
-          stop: an entered StopSignal, by default one of its own.
-          delivery: takes the trained model while the folder is this run's alone.
-          from_step: resumes from the checkpoint of this step, and later ones are replaced; by default from the last.
+          stop: an entered StopSignal; None makes one.
+          delivery: receives the trained model while the output folder is still locked by this run.
+          from_step: resumes from the checkpoint of this step, and replaces later ones; None is the last checkpoint.
         Raises:
-          TrainingInterrupted: SIGTERM, SIGINT or SIGHUP came; the state is saved.
-          Interrupted: it came before the first step, or after the last: there was nothing to save.
-          TrainingStopped: a guard refused to go on.
-          ValueError: the output folder holds another run; the trainer was made with trains=False.
+          TrainingInterrupted: SIGTERM, SIGINT or SIGHUP arrived, and the state was saved.
+          Interrupted: the signal arrived before the first step or after the last one, when there was nothing to save.
+          TrainingStopped: a guard stopped the run.
+          ValueError: the output folder has another run; or the trainer was made with trains=False.
         """
         if not self.trains:
             raise ValueError("Trainer(trains=False) only evaluates: make one without `trains` to train")
@@ -206,9 +205,9 @@ class Trainer:
         with outliving(), contextlib.ExitStack() as stack:
             if stop is None:
                 stop = stack.enter_context(StopSignal())
-            stack.enter_context(stop.held())
+            stack.enter_context(stop.deferred())
             stack.callback(self.batches.close)
-            # A run in a second process is refused before anything is written.
+            # The lock refuses a second process with the same folder before anything is written.
             checkpointer = Checkpointer(self.output / CHECKPOINTS, keep=config.checkpoint.keep)
             stack.enter_context(checkpointer)
             processes.require_shared(self.output)
@@ -219,7 +218,7 @@ class Trainer:
                 if delivery is not None:
                     delivery.begin(self._same_run, start)
             stack.enter_context(recorded_state(self.output, self.total_steps, (TrainingInterrupted,)))
-            # A run that died before its first checkpoint left its config, and metrics that begin anew.
+            # A run that died before its first checkpoint has left a config; its metrics are continued from step 0.
             resumed_step = start if start or (self.output / CONFIG).exists() else None
             logger = m.MetricsLogger(
                 self.output,
@@ -236,7 +235,7 @@ class Trainer:
                 state, self.steps_done = self._run(resumed, start, saver, monitor, stop)
             del resumed
             trainable = state.trainable
-            del state  # the optimizer's part of it is of no more use
+            del state  # frees the optimizer's states, which are not needed any more
             trained = with_end_tokens(self.model.finished(trainable), self.tokenizer)
             del trainable
             saved = checkpointer.latest() == self.steps_done
@@ -249,6 +248,7 @@ class Trainer:
         return trained
 
     def _watched(self) -> Watched:
+        """The facts about this run that the Monitor needs."""
         peak = device_peak_flops(self.mesh.devices.flat[0].device_kind, COMPUTE_DTYPES[self.config.precision])
         return Watched(
             config=self.config,
@@ -265,9 +265,12 @@ class Trainer:
         )
 
     def _run(self, resumed: TrainState | None, start: int, saver, monitor: Monitor, stop) -> tuple[TrainState, int]:
+        """Makes the steps after the first `start` ones, with evaluations and saves: (the last state, steps done). A run
+        that is complete only gets the evaluation that it lacks. resumed: the state of the checkpoint, or None."""
         config = self.config
         traced = self.profile_steps if processes.first() else 0
-        profile = Profile(self.profile_folder, traced, config.profile.start, self._traced)
+        facts = functools.partial(setup.profile_facts, config, self.batches, self.planner)
+        profile = Profile(self.profile_folder, traced, config.profile.start, facts)
         rows = rows_identity(self.eval_data and self.eval_data.documents, self.answers)
         owed = is_owed(config.evaluation, start, self.total_steps, self.output, rows)
         run = Run(
@@ -287,7 +290,7 @@ class Trainer:
             write_config(self.output, config)
             if owed:
                 frozen = self.model.placed_frozen(self.engine)
-                self.look_up_references((self.eval_data,), resumed.trainable, frozen, monitor.progress.print)
+                self.fill_references((self.eval_data,), resumed.trainable, frozen, monitor.progress.print)
                 of_state = (self.program, resumed.trainable, frozen)
                 evaluate = self.eval_data and self.engine.compile_evaluate(*of_state)
                 run.evaluate(evaluate, resumed, frozen, start)
@@ -302,44 +305,46 @@ class Trainer:
     def _start(
         self, resumed: TrainState | None, start: int, monitor: Monitor
     ) -> tuple[Programs, TrainState, Sums, Any]:
-        """(programs, state, sums, frozen) for the first step that this process makes."""
+        """Chooses the plan, compiles the programs, waits for the weights and prints the plan. Returns (programs, state,
+        sums, frozen) for the first step that this process makes; see Engine and TrainedModel."""
         progress = monitor.progress
         progress.print("\n".join(self.planner.lines()))
-        if self.planner.device.name != "cpu":  # whose speed is not known
+        if self.planner.device.name != "cpu":  # the speed of a CPU is not known
             price, devices = self.config.plan.dollars_per_hour, self.planner.cost.devices
             progress.print(report.finish_line(self.planner.forecast, self.total_steps - start, price, devices))
-        # One line, once the folder is this run's: an error before leaves it to another.
+        # The config is written last, so that an error before leaves the folder free for another run.
         with monitor.planned("load", start) as line:
             with progress.compiling():
                 programs = self.engine.fit(lambda: self.model.first_shapes(self.engine), start, progress.print)
             line["compile_seconds"] = monitor.uncounted_seconds()
-            if self.model.coming:
+            if self.model.is_loading:
                 progress.print("waiting for the weights")
             line |= self.engine.connect(progress.print)
             with phase("load" if resumed is None else "resume", "a smaller model, or model.load_in=nf4"):
-                begun = self.model.begin(self.engine, resumed)
-            sets = (self.train_data, self.eval_data)
-            self.look_up_references(sets, begun[0].trainable, begun[2], progress.print)
+                state, sums, frozen = self.model.begin(self.engine, resumed)
+            self.fill_references((self.train_data, self.eval_data), state.trainable, frozen, progress.print)
             write_config(self.output, self.config)
         for note in [*self.notes(), *self.memory_notes()]:
             progress.print(note)
-        return programs, *begun
+        return programs, state, sums, frozen
 
-    def look_up_references(self, sets, trainable, frozen, tell=say) -> None:
-        """Fills in log-probabilities of the reference that rows wait for."""
+    def fill_references(self, sets, trainable, frozen, say=say) -> None:
+        """Fills in the reference's log-probabilities of those data sets that need them (`references.fill_reference`).
+        sets: data sets, or None. trainable, frozen: the two parts of the model's state."""
         for rows in (data.in_rows(self.batches.length).rows for data in sets if isinstance(data, PairDataset)):
             base = self.model.given.base_digest
-            references.fill_reference(rows, self.objective, self.engine, self.config, base, trainable, frozen, tell)
+            references.fill_reference(rows, self.objective, self.engine, self.config, base, trainable, frozen, say)
 
-    # ---- what is said of the run
+    # ---- descriptions of the run
 
     def data_summary(self):
-        """What became of the rows, in words."""
+        """The counts of rows, documents, tokens and steps, and warnings about the rows, in words."""
         steps = (self.total_steps, self.config.schedule.warmup_steps, self.model.given.config.context_length)
         return report.data_summary(self.train_data, self.eval_data, self.batches, *steps)
 
     def memory_notes(self) -> list[str]:
-        """The memory of each phase, and what will not fit; nothing on a CPU, whose memory nothing counts."""
+        """Lines about the memory that each phase of the run takes, and about what will not fit; empty on a CPU, where
+        memory is not measured."""
         planner, model = self.planner, self.model
         if planner.device.name == "cpu":
             return []
@@ -349,48 +354,37 @@ class Trainer:
         return [*phase_lines(phases, planner.budget_bytes, host_memory_bytes()), *sampling]
 
     def notes(self) -> list[str]:
-        """How weights are kept and rounded, a line each."""
+        """Lines about how weights are stored and rounded."""
         losses = self.program.aux_losses
         return report.precision_notes(
             self.config, self.storage(), self.gradients, losses, self.model.given, self.model.qat
         )
 
     def storage(self) -> dict[str, str]:
-        """How the weights and the optimizer's state of a checkpoint are kept."""
+        """How a checkpoint stores the weights and the optimizer's states: {"weights": dtype, "optimizer": in words}."""
         own = "8 bits" if self.config.optim.name == "adamw_8bit" else "fp32"
         optimizer = "as it was given" if "optimizer" in self.own else own
         return {"weights": self.program.weights, "optimizer": optimizer}
 
     @property
     def gradients(self) -> str:
-        """The dtype that gradients are summed in."""
+        """The dtype in which gradients are summed."""
         return "fp32" if self.engine.planner.plan.micro_batches > 1 else self.program.weights
-
-    def _traced(self) -> dict[str, Any]:
-        """What a profile says of the run."""
-        config = self.config
-        rows, length = self.batches.rows_per_step, self.batches.length
-        return {
-            "config": config_to_dict(config),
-            "tokens_per_step": rows * length,
-            "what": f"{config.model.path or config.model.from_config}, {config.precision}, {rows} x {length:,} tokens "
-            f"a step, plan {residuals_text(self.planner.plan.residuals)}",
-        }
 
     @property
     def adapted(self) -> bool:
-        """Whether adapters are what trains."""
+        """Whether the model has an adapter, which is then what is trained."""
         return has_adapter(self.model.given)
 
     def evaluate(self, trained: bool = False) -> dict[str, Any]:
-        """eval_loss (a mean), eval_targets and what else the objective measures, of the model as given, without
-        training; under QAT rounded as step 0's is, or as the last step's if it is `trained`. Empty where held-out rows
-        have questions only (`answers`)."""
+        """Evaluates the model as given, without training: {"eval_loss": a mean, "eval_targets", ...}, with the
+        objective's other metrics. Under QAT its weights are rounded as before the first step, or, if `trained`, as
+        after the last one. It is empty if the held-out rows have only questions (`answers`)."""
         program = self.program if trained else self.engine.before_qat or self.program
         return self._eval_loss(program, *self.model.weights(self.engine))
 
     def evaluate_checkpoint(self, folder: Path) -> tuple[dict[str, Any], Decoder]:
-        """(as `evaluate`, the model) of the last intact checkpoint in a folder of this run."""
+        """Evaluates the last intact checkpoint in a folder of this run: (what `evaluate` returns, the model)."""
         with Checkpointer(folder, self.config.checkpoint.keep) as checkpointer:
             trainable = self._restore(checkpointer, lambda changes: None, weights_only=True)[1]["trainable"]
         frozen = self.model.placed_frozen(self.engine)
@@ -402,7 +396,7 @@ class Trainer:
             if self.answers is not None:
                 return {}
             raise ValueError("there are no evaluation rows: set data.eval or data.eval_rows")
-        self.look_up_references((self.eval_data,), trainable, frozen)
+        self.fill_references((self.eval_data,), trainable, frozen)
         compiled = self.engine.compile_evaluate(program, trainable, frozen)
         planner = self.engine.planner
         while isinstance(planner, ForwardPlanner) and planner.smaller(compiled):
@@ -415,12 +409,13 @@ class Trainer:
     # ---- checkpoints
 
     def _meta(self, step: int) -> dict[str, Any]:
-        """What a checkpoint of that step records beside its arrays; all processes call it."""
+        """The metadata of a checkpoint after `step` steps: the record, and the position in the rows. In a run of
+        several processes, all of them call this."""
         position = self.batches.position(step)
         return self.record() | ({} if position is None else {POSITION: position})
 
     def record(self) -> dict[str, Any]:
-        """What makes a run this one, and what its numbers depend on."""
+        """What identifies this run, and the settings that its numbers depend on; stored in checkpoints and results."""
         return record_of(
             self.config,
             trainable=dict(zip(self.names, jax.tree.leaves(self.model.trainable), strict=True)),
@@ -441,18 +436,20 @@ class Trainer:
         )
 
     def _same_run(self) -> dict[str, Any]:
-        self.model.take_weights()  # the base's digest comes with them
+        """The part of `record` that another process of the same run has too. It waits for the weights."""
+        self.model.take_weights()  # the digest of the base is computed from them
         return same_run(self.record())
 
     def _resume(self, checkpointer: Checkpointer, from_step: int | None) -> tuple[TrainState | None, int]:
-        """(state, steps done) of the checkpoint that the run goes on from; (None, 0) where there is none."""
+        """(state, steps done) of the checkpoint that the run continues from; (None, 0) if there is none. Raises
+        ValueError if the folder has another run, or checkpoint.resume is never."""
         if processes.of_first(checkpointer.latest) is None:
             require_same_config(self.output, self.config)
             return None, 0
         if self.config.checkpoint.resume == "never":
             raise ValueError(
                 f"output = {str(self.output)!r} holds checkpoints and checkpoint.resume is never: name another folder, "
-                "or set checkpoint.resume: auto to go on from them"
+                "or set checkpoint.resume: auto to continue from them"
             )
         changes = []
         step, state = self._restore(checkpointer, changes.extend, from_step=from_step)
@@ -461,23 +458,18 @@ class Trainer:
             say(f"  {change}")
         return state, step
 
-    def _new_rates(self, step: int) -> list[str]:
-        """What happens to the learning rate when a run that has made `step` steps is made longer, in a sentence."""
-        schedule, wanted = self.program.schedule, self.config.schedule
-        if schedule is None or (wanted.name == "constant" and wanted.warmup_ratio is None):
-            return []
-        return [
-            f"the run is longer than it was: from here the learning rate follows the {wanted.name} schedule of "
-            f"{self.total_steps:,} steps, and is {float(np.asarray(schedule(step))):.3g} in step {step + 1:,}"
-        ]
-
     def _restore(
-        self, checkpointer: Checkpointer, tell, weights_only: bool = False, from_step: int | None = None
+        self, checkpointer: Checkpointer, note, weights_only: bool = False, from_step: int | None = None
     ) -> tuple[int, Any]:
-        """(step, state) of the last intact checkpoint, or of `from_step`'s. It is read into the places where a step has
-        it: no other state is made for its shapes, and what was given of the trained tensors is let go before.
-        weights_only: the state is {"trainable": weights}, and the optimizer's part is not read."""
-        self.model.take_weights()  # the record knows the base's fingerprint
+        """Reads the last intact checkpoint, or that of `from_step`: (steps done, state).
+
+        Its arrays are read directly into the shardings of a step. No other state is allocated, and the given model's
+        trained tensors are freed first. Raises CheckpointError if it is of a later step than the run's last one.
+
+        note: called with lists of sentences about what differs from the saved run. weights_only: whether the state is
+        only {"trainable": weights}, without the optimizer's states.
+        """
+        self.model.take_weights()  # the record has the base's fingerprint
         like: Any = self.model.state_shapes(self.engine)
         if weights_only:
             like = {"trainable": like.trainable}
@@ -486,13 +478,13 @@ class Trainer:
             if self.trains:
                 self.planner.adopt(saved["numerics"])
                 self.engine.follow_plan()
-            tell(require_same_run(saved, self.record(), self.output))
-            self.model.let_go()
+            note(require_same_run(saved, self.record(), self.output))
+            self.model.free_given()
 
         like = {"state": like}
         step, restored, meta = checkpointer.restore(from_step, like=like, check=check, partial=weights_only)
         if is_longer(meta, self.record()):
-            tell(self._new_rates(step))
+            note(report.new_rates(self.config.schedule, self.program.schedule, step, self.total_steps))
         if step > (steps := self.total_steps):
             raise CheckpointError(f"steps = {steps}: the last checkpoint is of step {step}; give it as many or more")
         if self.trains:

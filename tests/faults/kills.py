@@ -15,7 +15,7 @@ import sys
 
 from jaxtune import cli
 from jaxtune.system import files
-from jaxtune.train import app, trainer
+from jaxtune.train import loading, trainer
 from jaxtune.train.folder import results
 from jaxtune.train.program import programs, trained_model
 
@@ -49,7 +49,7 @@ def main() -> int:
     around(trained_model.TrainedModel, "finished")
     around(trainer.m, "loss_plot")
     around(trainer.m.Progress, "evaluating")
-    around(app, "load_tokenizer")
+    around(loading, "load_tokenizer")
     around(results, "fingerprints")
     around(files.os, "replace")
     around(files.os, "fsync")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxtune import cli
-from jaxtune.train import app, run
+from jaxtune.train import app, loading, run
 from jaxtune.train.config import (
     CheckpointConfig,
     DataConfig,
@@ -449,7 +449,7 @@ def test_a_signal_while_nothing_would_be_lost_leaves_at_once():
         os.kill(os.getpid(), signal.SIGTERM)
         raise AssertionError("went on")
     with StopSignal() as stop:
-        with stop.at_once(), stop.held():
+        with stop.at_once(), stop.deferred():
             os.kill(os.getpid(), signal.SIGINT)
             assert stop.requested
             stop.requested = False  # acted on
@@ -465,11 +465,11 @@ def test_a_signal_outside_the_loop_leaves_with_the_code_for_again(folder, where,
     def send(*_, **__):
         os.kill(os.getpid(), signal.SIGTERM)
 
-    name = {"loading": "load_tokenizer", "export": "save_weights"}[where]
+    module, name = {"loading": (loading, "load_tokenizer"), "export": (app, "save_weights")}[where]
     with monkeypatch.context() as patch:
-        patch.setattr(app, name, send)
+        patch.setattr(module, name, send)
         assert train(folder, "checkpoint.every_steps=4") == EXIT_SAVED
-    assert "stopped: SIGTERM. The same command goes on from there." in capsys.readouterr().out
+    assert "stopped: SIGTERM. The same command continues from there." in capsys.readouterr().out
     run = folder / "run"
     assert not list(run.glob(".*")) and not (run / "merged").exists()
     assert train(folder, "checkpoint.every_steps=4") == 0

@@ -28,7 +28,7 @@ from jaxtune.models.files.model_folder import load_tokenizer
 from jaxtune.models.hf import Pretrained, from_pretrained
 from jaxtune.models.lora import get_peft_model, linears
 from jaxtune.models.registry import config_from_hf
-from jaxtune.train import app
+from jaxtune.train import app, loading
 from jaxtune.train.config import AdapterConfig, DataConfig, MetricsConfig, ModelConfig, QatConfig
 from jaxtune.train.data.packaged import PACKAGED
 from jaxtune.train.program.program_cache import use_program_cache
@@ -100,7 +100,7 @@ def test_shapes_known_ahead_are_those_of_the_first_state(tmp_path):
     assert ahead == real
 
 
-def test_of_a_model_that_is_let_go_no_trained_tensor_is_left(tmp_path):
+def test_of_a_model_that_is_freed_no_trained_tensor_is_left(tmp_path):
     """Of any kind of layer: the state holds copies, and adapters of experts are gigabytes."""
     experts = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
     model = Decoder(config_from_hf(CONFIGS["qwen3_5_moe"]), jax.random.key(0), "float32")
@@ -109,7 +109,7 @@ def test_of_a_model_that_is_let_go_no_trained_tensor_is_left(tmp_path):
     trainer = Trainer(model, None, make_config(tmp_path, adapter=None), dataset(documents(12)), keeps_model=False)
     del model
     state = trainer.model.first_state(trainer.engine)[0]
-    trainer.model.let_go()
+    trainer.model.free_given()
     gc.collect()
     assert len(starts) == len(jax.tree.leaves(state.trainable))
     assert not [start for start in starts if start() is not None]
@@ -189,13 +189,13 @@ def test_the_model_on_its_way_has_the_shapes_that_were_said(family, load_in, tmp
     wanted = command_config(tmp_path / "model", model=ModelConfig(path=str(tmp_path / "model"), load_in=load_in))
     pretrained = Pretrained(tmp_path / "model", "float32", load_in)
     ahead = app.cost.abstract_model(pretrained.config, wanted)
-    assert shapes(ahead) == shapes(app._adapted(pretrained.load(), wanted))
+    assert shapes(ahead) == shapes(loading.adapted(pretrained.load(), wanted))
 
 
 def test_the_command_trains_what_it_loads_and_keeps_no_second_copy(folder, monkeypatch, capsys):
     """The start values of the adapter are freed once they are copied."""
     starts: list[weakref.ref] = []
-    real = app.get_peft_model
+    real = loading.get_peft_model
 
     def adapted(model, **settings):
         model = real(model, **settings)
@@ -211,7 +211,7 @@ def test_the_command_trains_what_it_loads_and_keeps_no_second_copy(folder, monke
         alive.append(sum(start() is not None for start in starts))
         return first_step(self, *arguments, **options)
 
-    monkeypatch.setattr(app, "get_peft_model", adapted)
+    monkeypatch.setattr(loading, "get_peft_model", adapted)
     monkeypatch.setattr(Engine, "first_step", watched)
     rows = dataclasses.replace(command_config(folder).data, template="alpaca")
     config = command_config(folder, data=rows)

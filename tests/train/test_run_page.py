@@ -18,7 +18,7 @@ import urllib.request
 import pytest
 
 from jaxtune import cli
-from jaxtune.train.app import telling
+from jaxtune.train.app import answers_to_show
 from jaxtune.train.display import watch
 from jaxtune.train.display.run_figures import RunFiles
 from jaxtune.train.folder.run_state import RunState, read_state, recorded_state
@@ -293,8 +293,8 @@ def test_a_long_run_is_no_delay(tmp_path):
 
 def test_samples_show_what_went_wrong():
     answers = [(str(n), "yes", "no" if n in (6, 8) else "yes") for n in range(10)]
-    assert [question for question, *_ in telling(answers, 4)] == ["0", "1", "6", "8"]
-    assert [question for question, *_ in telling(answers, 3)] == ["0", "1", "6"]
-    assert telling(answers[:3], 5) == answers[:3] and len(telling(answers, 9)) == 9
+    assert [question for question, *_ in answers_to_show(answers, 4)] == ["0", "1", "6", "8"]
+    assert [question for question, *_ in answers_to_show(answers, 3)] == ["0", "1", "6"]
+    assert answers_to_show(answers[:3], 5) == answers[:3] and len(answers_to_show(answers, 9)) == 9
     wrong = [(str(n), "yes", "no") for n in range(6)]
-    assert telling(wrong, 4) == wrong[:4]
+    assert answers_to_show(wrong, 4) == wrong[:4]

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
+import optax
 from flax import nnx
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -20,7 +22,7 @@ from jaxtune.models.files.quant import not_quantized, parameters, qat_spec
 from jaxtune.models.residual_plan import Placement
 from jaxtune.system.invocation import spelled
 from jaxtune.system.terminal import fitted, printable
-from jaxtune.train.config import TrainConfig
+from jaxtune.train.config import ScheduleConfig, TrainConfig
 from jaxtune.train.data import TokenDataset
 from jaxtune.train.data.batches import BatchSource
 from jaxtune.train.data.preview import MARKS, preview
@@ -326,3 +328,20 @@ def plan_elsewhere(
     row = f"longest single row that fits: {longest:,} tokens" if longest else "no single row of 1,024 tokens fits"
     summary = Text(fitted("\n".join(lines), console))
     console.print(Group(summary, Text(), _parts_table(forecast), Text(row)))
+
+
+def new_rates(wanted: ScheduleConfig, schedule: optax.Schedule | None, step: int, total_steps: int) -> list[str]:
+    """Sentences about the learning rate of a run that is resumed after `step` steps with more steps than before; none
+    if the rate does not depend on the number of steps.
+
+    Args:
+      wanted: config.schedule.
+      schedule: the learning rate by number of updates made; None if it is not known.
+      step, total_steps: the steps done, and those of the longer run.
+    """
+    if schedule is None or (wanted.name == "constant" and wanted.warmup_ratio is None):
+        return []
+    return [
+        f"the run is longer than it was: from here the learning rate follows the {wanted.name} schedule of "
+        f"{total_steps:,} steps, and is {float(np.asarray(schedule(step))):.3g} in step {step + 1:,}"
+    ]

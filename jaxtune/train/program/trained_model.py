@@ -65,7 +65,7 @@ class TrainedModel:
     # ---- the start
 
     @property
-    def coming(self) -> bool:
+    def is_loading(self) -> bool:
         """Whether the weights are still being loaded."""
         return self._weights is not None and not self._weights.done()
 
@@ -159,10 +159,10 @@ class TrainedModel:
         state, frozen = self._first(engine)
         # The given tensors are freed before the sums are made, so that the sums take their place. Otherwise the step's
         # temporary buffer, which is a single block, may find no room although enough bytes are free.
-        self.let_go()
+        self.free_given()
         return state, engine.first_sums(state), frozen
 
-    def let_go(self) -> None:
+    def free_given(self) -> None:
         """Frees the given model's trained tensors, unless the caller keeps them."""
         if not self.keeps_model:
             self.release()

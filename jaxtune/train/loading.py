@@ -1,0 +1,95 @@
+"""Loads the model, the adapter and the tokenizer that a config asks for, while rows are read and programs compiled."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxtune.models.adapters.adapter_files import load_adapter
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.files.model_folder import load_tokenizer
+from jaxtune.models.files.quant import compute_in_fp8
+from jaxtune.models.hf import Pretrained, model_from_config
+from jaxtune.models.lora import get_peft_model
+from jaxtune.models.placement import partition
+from jaxtune.models.reward import with_head
+from jaxtune.train.config import TrainConfig
+from jaxtune.train.objectives.named import objective_of
+from jaxtune.train.planning import cost
+from jaxtune.train.planning.cost import COMPUTE_DTYPES
+from jaxtune.train.planning.meshes import mesh_of
+
+
+def load_model(config: TrainConfig) -> tuple[Decoder, Any]:
+    """Loads the model with its adapter, and the tokenizer, that a config asks for: (model, tokenizer)."""
+    with loading(config) as (weights, tokenizer, model):
+        return model if weights is None else weights.result(), tokenizer
+
+
+@contextlib.contextmanager
+def loading(config: TrainConfig) -> Iterator[tuple[Future[Decoder] | None, Any, Decoder]]:
+    """A context that loads the model with its adapter, and the tokenizer, that a config asks for.
+
+    It gives (weights, tokenizer, model). A thread loads the weights while rows are tokenised and programs compiled:
+    `weights` is the future of the model, and `model` has shapes instead of arrays. `weights` is None, and `model` has
+    its arrays, if the model is made from a config, if its adapter comes from a file, or if the checkpoint is in four
+    bits, whose shapes only its bytes show. Leaving the context cancels the loading.
+    """
+    wanted = config.model
+    if wanted.from_config is not None:
+        key = jax.random.key(config.seed)
+        yield None, _tokenizer(config, None), adapted(model_from_config(wanted.from_config, key, "float32"), config)
+        return
+    assert wanted.path is not None
+    pretrained = Pretrained(wanted.path, COMPUTE_DTYPES[config.precision], wanted.load_in)
+    stored = replace(config, model=replace(wanted, load_in=wanted.load_in or pretrained.stored_in))
+    chosen, _ = mesh_of(config, lambda: cost.abstract_model(pretrained.config, stored))
+    mesh = None if chosen.fsdp == 1 else partition.make_mesh(chosen.data, chosen.fsdp)
+    if pretrained.packed or (config.adapter is not None and config.adapter.path is not None):
+        yield None, _tokenizer(config, pretrained.folder), adapted(pretrained.load(mesh=mesh), config)
+        return
+    cancelled = threading.Event()
+    with ThreadPoolExecutor(1, "weights") as pool:
+        try:
+            # Loading starts first. No variable here refers to the model, so that the trainer can free what it copies.
+            yield (
+                pool.submit(lambda: adapted(pretrained.load(cancelled, mesh), config)),
+                _tokenizer(config, pretrained.folder),
+                cost.abstract_model(pretrained.config, config),
+            )
+        finally:
+            cancelled.set()
+
+
+def _tokenizer(config: TrainConfig, folder: Path | None) -> Any:
+    """The tokenizer in the folder config.model.tokenizer, or else in the model's folder. Raises ValueError if there is
+    none."""
+    wanted = config.model
+    if wanted.tokenizer is not None:
+        tokenizer = load_tokenizer(Path(wanted.tokenizer).expanduser())
+        if tokenizer is None:
+            raise ValueError(f"model.tokenizer = {wanted.tokenizer!r}: no folder with tokenizer files")
+        return tokenizer
+    tokenizer = None if folder is None else load_tokenizer(folder)
+    if tokenizer is None:
+        raise ValueError(f"model.path = {wanted.path!r} has no tokenizer files: set model.tokenizer to a folder")
+    return tokenizer
+
+
+def adapted(model: Decoder, config: TrainConfig) -> Decoder:
+    """The model with the objective's head, the adapter, and products in FP8 if the config asks for them."""
+    if config.model.compute == "fp8":
+        model = compute_in_fp8(model)
+    model = with_head(model, objective_of(config).head, config.seed)
+    if config.adapter is None:
+        return model
+    if config.adapter.path is not None:
+        return load_adapter(model, config.adapter.path)
+    return get_peft_model(model, **config.adapter.settings, seed=config.seed)
