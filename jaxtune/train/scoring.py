@@ -1,4 +1,4 @@
-"""What `jaxtune evaluate` scores, and how."""
+"""The evaluate command: which weights it scores, and how."""
 
 from __future__ import annotations
 
@@ -28,23 +28,31 @@ from jaxtune.train.trainer import Trainer
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """Which weights an evaluation is of. text: in words; config: loads them; checkpoints: None, or where they lie;
-    result: None, or the exported one."""
+    """The weights that an evaluation scores."""
 
     text: str
+    """The weights in words."""
     config: TrainConfig
+    """The config that loads them."""
     checkpoints: Path | None = None
+    """The folder of checkpoints that they are in, if they are those of a checkpoint."""
     result: Result | None = None
+    """The exported adapter or model that they are in, if it is one."""
 
 
 def weights_to_score(config: TrainConfig, recipe: str = "", overrides: Sequence[str] = ()) -> Scored:
-    """What `jaxtune evaluate` scores: the result of a run, by its config.yaml; else the model that a recipe names.
+    """Finds the weights that `jaxtune evaluate` scores: the result of a run if `recipe` is the config.yaml of its
+    folder, otherwise the model that the recipe names.
 
-    A run's result is its exported adapter or model, or its last checkpoint where that is of a later step. Overrides of
-    `model` or `adapter` ask for other weights.
+    A run's result is its exported adapter or model, or its last checkpoint if that is of a later step. If an override
+    sets a key of `model` or `adapter`, the weights are those that the config names.
 
+    Args:
+      config: of the recipe, overrides applied.
+      recipe: its file or name.
+      overrides: "key=value" arguments of the command.
     Raises:
-      ValueError: a run that has nothing trained yet; a result that is damaged.
+      ValueError: the run has no trained weights yet, or its result is damaged.
     """
     run = Path(recipe).parent
     chosen = [text for text in overrides if text.split("=")[0].split(".")[0] in ("model", "adapter")]
@@ -72,17 +80,22 @@ def weights_to_score(config: TrainConfig, recipe: str = "", overrides: Sequence[
         config = replace(config, adapter=AdapterConfig(path=str(result.folder)))
         return Scored(f"{text} on {config.model.path}", config, result=result)
     model = replace(config.model, path=str(result.folder), from_config=None, load_in=None, compute=None)
-    # An optimizer without states: none is used.
+    # The Trainer needs an optimizer, which is not used; this one has no states.
     optim = OptimConfig(name="sgd", momentum=0.0)
     return Scored(text, replace(config, model=model, adapter=None, qat=None, optim=optim), result=result)
 
 
 def loaded_in(scored: Scored, load_in: str | None, overrides: Sequence[str] = ()) -> Scored:
-    """What is scored, with the weights of the layers in a format of from_pretrained's load_in; None: those of an
-    adapter's base as the adapter was trained over them, where its folder records it and no override says otherwise.
+    """The same weights, with the layers' frozen weights loaded in another format.
 
+    Args:
+      scored: the weights.
+      load_in: a format of from_pretrained's load_in, or "stored" for the checkpoint's own. With None, the base of an
+        adapter is loaded in the format that the adapter was trained over, if its folder records that and no override
+        sets model.load_in.
+      overrides: "key=value" arguments of the command.
     Raises:
-      ValueError: a checkpoint, whose weights lie over those of its run.
+      ValueError: a format is given, and the weights are a checkpoint, which belongs to the base of its run.
     """
     config, model = scored.config, scored.config.model
     if scored.checkpoints is not None:
@@ -97,14 +110,14 @@ def loaded_in(scored: Scored, load_in: str | None, overrides: Sequence[str] = ()
         wanted = None if load_in == "stored" else load_in
         kept = replace(model, load_in=wanted, compute=model.compute if wanted == model.load_in else None)
     else:
-        said = any(text.split("=")[0] in ("model", "model.load_in") for text in overrides)
-        path = None if adapter is None or said else adapter.path
+        is_set = any(text.split("=")[0] in ("model", "model.load_in") for text in overrides)
+        path = None if adapter is None or is_set else adapter.path
         over = None if path is None else trained_over.read(Path(path).expanduser())
         if over is None:
             return scored
         kept = replace(model, load_in=over.load_in, compute=over.compute)
     if kept.load_in is not None and adapter is None:
-        adapter = AdapterConfig(r=1)  # which adds nothing until it is trained: weights in few bits go with one
+        adapter = AdapterConfig(r=1)  # quantised weights need an adapter; an untrained one changes nothing
     return replace(scored, config=replace(config, model=kept, adapter=adapter))
 
 
@@ -134,7 +147,7 @@ def evaluate(
     if scored.checkpoints is None:
         results |= trainer.evaluate(trained=bool(config.adapter and config.adapter.path))
     else:
-        del model  # what trains of it makes room for the checkpoint's
+        del model  # so that the checkpoint's weights can take the place of its trained tensors
         values, model = trainer.evaluate_checkpoint(scored.checkpoints)
         results |= values
     unit = trainer.objective.unit
@@ -153,7 +166,8 @@ def evaluate(
 
 
 def _require_same_split(result: Result, trainer: Trainer) -> None:
-    """Refuses rows that are taken out of data.train otherwise than by the run, which trained on some of them then."""
+    """Raises ValueError if data.eval_rows takes other rows out of data.train than the run did, because the run was then
+    trained on some of them. result: the exported weights of that run."""
     key, rows = "config.data.eval_rows", trainer.config.data.eval_rows
     held_out, tokens = result.run.get(key), result.run.get("data.tokens_crc32")
     if (held_out, tokens) != (rows, trainer.batches.identity().get("tokens_crc32")):
