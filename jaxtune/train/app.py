@@ -180,7 +180,7 @@ def run(config: TrainConfig, check: bool = False, plan: bool = False, console: C
 
 def require_fit_for_processes(config: TrainConfig) -> None:
     """Raises ValueError if a run of several processes has different configs in them, or a config that several processes
-    cannot carry out yet. A single process is always accepted."""
+    cannot run yet. A single process is always accepted."""
     if (count := processes.count()) == 1:
         return
     require_same_settings(config)

@@ -25,7 +25,7 @@ class StopSignal:
     the process immediately.
 
     SIGHUP means that the terminal was closed or the connection was lost. Both the shell and the system send it, often
-    together with SIGTERM, so it never counts as a second signal. If it is ignored (nohup), it stays ignored.
+    in addition to SIGTERM, so it never counts as a second signal. If it is ignored (nohup), it stays ignored.
 
     The training loop reads `requested` after every step and between the batches of an evaluation; if it is set, the
     loop saves, and the process leaves with `EXIT_SAVED`, so that the same command continues. Inside `at_once`, for
