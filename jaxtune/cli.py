@@ -20,6 +20,7 @@ from pathlib import Path
 from jaxtune.commands import (
     chat,
     common,
+    convert,
     doctor,
     evaluate,
     export,
@@ -40,7 +41,22 @@ from jaxtune.system.terminal import say
 USER_ERROR = 2
 COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     module.__name__.rpartition(".")[2]: module.run
-    for module in (train, generate, chat, serve, evaluate, export, profile, info, tune, report, watch, doctor, launch)
+    for module in (
+        train,
+        generate,
+        chat,
+        serve,
+        evaluate,
+        export,
+        profile,
+        info,
+        tune,
+        report,
+        watch,
+        doctor,
+        launch,
+        convert,
+    )
 }
 # Commands whose results are files or a page. The result of all other commands is what they print.
 _WORKING = ("train", "launch", "export", "tune", "report", "watch", "serve")

@@ -122,7 +122,7 @@ def loaded_in(scored: Scored, load_in: str | None, overrides: Sequence[str] = ()
 
 
 def evaluate(
-    config: TrainConfig, recipe: str = "", overrides: Sequence[str] = (), taken: int = 0, load_in: str | None = None
+    config: TrainConfig, recipe: str = "", overrides: Sequence[str] = (), taken: float = 0, load_in: str | None = None
 ) -> dict[str, Any]:
     """{"weights", "eval_loss", "eval_targets"}, and "exact_match" and the metrics of evaluation.generate where the
     config asks for them, of what `weights_to_score` says, in the format of `loaded_in`. taken: see

@@ -12,6 +12,7 @@ import difflib
 import functools
 import json
 import re
+import shlex
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,9 @@ from typing import Annotated, Any, Literal
 import pydantic
 import yaml
 
+from jaxtune.system.invocation import spelled
 from jaxtune.train.config import DEFAULT_OUTPUT, SHORTHANDS, ConfigError, TrainConfig
+from jaxtune.train.config.elsewhere import program_of
 
 # ---- The schema as rows
 
@@ -130,14 +133,11 @@ def load_config(recipe: str, overrides: Sequence[str] = (), rows_needed: bool = 
             value, the file and line, and the nearest valid key.
     """
     path = _find_recipe(recipe)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read recipe {path}: {error}") from None
     origins: dict[str, str] = {}
-    values = _parse_yaml(text, str(path), origins)
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds no keys: a recipe is a YAML mapping such as 'model: {{path: ...}}'")
+    values = read_values(path, origins)
+    if (program := program_of(values)) is not None:
+        command = spelled(f"convert {shlex.quote(recipe)}")
+        raise ConfigError(f"{path} is a config of {program}: '{command}' prints the recipe that it means")
     values = _substitute(values, "{package}", str(Path(__file__).parents[2]))
     for override in overrides:
         _apply_override(values, override, origins)
@@ -149,7 +149,23 @@ def load_config(recipe: str, overrides: Sequence[str] = (), rows_needed: bool = 
     return config_from_dict(values, origins)
 
 
-def load_to_evaluate(recipe: str, overrides: Sequence[str] = ()) -> tuple[TrainConfig, int]:
+def read_values(path: Path, origins: dict[str, str] | None = None) -> dict[str, Any]:
+    """The keys and values of a YAML file; `origins` receives dotted key -> 'file:line'.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no YAML mapping.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read recipe {path}: {error}") from None
+    values = _parse_yaml(text, str(path), origins)
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds no keys: a recipe is a YAML mapping such as 'model: {{path: ...}}'")
+    return values
+
+
+def load_to_evaluate(recipe: str, overrides: Sequence[str] = ()) -> tuple[TrainConfig, float]:
     """Reads a recipe whose held-out rows may be replaced by an override of data.eval.
 
     Such an override also unsets the recipe's data.eval_rows, which cannot be set beside data.eval.

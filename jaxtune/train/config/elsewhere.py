@@ -1,0 +1,422 @@
+"""Configs of axolotl and LLaMA-Factory, as the recipe that they mean.
+
+`recipe_of` goes through the keys of such a config. Either a key of a recipe has the same meaning, or it has no effect
+here, or it has no counterpart. Names and defaults are those of the two programs' documentation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxtune.train.config import ConfigError
+
+AXOLOTL, LLAMA_FACTORY = "axolotl", "LLaMA-Factory"
+
+
+@dataclasses.dataclass
+class Translation:
+    """A recipe made of another program's config."""
+
+    program: str
+    """AXOLOTL or LLAMA_FACTORY."""
+    values: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """The recipe, as nested values."""
+    lacking: list[str] = dataclasses.field(default_factory=list)
+    """What has no counterpart and is left out, a sentence each."""
+    notes: list[str] = dataclasses.field(default_factory=list)
+    """What is followed in another way, a sentence each."""
+
+    def set(self, key: str, value: Any) -> None:
+        """Sets a dotted key."""
+        *sections, last = key.split(".")
+        inner = self.values
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[last] = value
+
+
+def program_of(values: Mapping[str, Any]) -> str | None:
+    """The program that a config is for: AXOLOTL, LLAMA_FACTORY, or None for neither."""
+    if "base_model" in values and "model" not in values:
+        return AXOLOTL
+    if "model_name_or_path" in values and "model" not in values:
+        return LLAMA_FACTORY
+    return None
+
+
+def recipe_of(values: Mapping[str, Any], folder: Path) -> Translation:
+    """The recipe that a config of another program means.
+
+    Args:
+      values: the config.
+      folder: where the config is, below which LLaMA-Factory's dataset_info.json is looked for.
+    Raises:
+      ConfigError: the config is of no program that is known.
+    """
+    program = program_of(values)
+    if program is None:
+        raise ConfigError(
+            "the config has neither base_model (axolotl) nor model_name_or_path (LLaMA-Factory): it is of no program "
+            "that convert knows"
+        )
+    made = Translation(program)
+    left = {name: value for name, value in values.items() if value is not None}
+    made.set("model.path", left.pop("base_model" if program == AXOLOTL else "model_name_or_path"))
+    (_axolotl if program == AXOLOTL else _llama_factory)(made, left, folder)
+    _common(made, left)
+    for name, value in left.items():
+        if name in _IDLE or value in (False, "", [], {}):
+            continue
+        instead = _INSTEAD.get(name)
+        made.lacking.append(f"{name}: {_short(value)}" + (f" ({instead})" if instead else ""))
+    return made
+
+
+def _short(value: Any) -> str:
+    """A value in at most 60 characters."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+# ---- keys that both programs have, or that mean the same in both
+
+_SAME = {
+    "learning_rate": "optim.learning_rate",
+    "embedding_lr": "optim.embedding_learning_rate",
+    "weight_decay": "optim.weight_decay",
+    "adam_beta1": "optim.beta1",
+    "adam_beta2": "optim.beta2",
+    "adam_epsilon": "optim.eps",
+    "max_grad_norm": "max_grad_norm",
+    "warmup_steps": "schedule.warmup_steps",
+    "warmup_ratio": "schedule.warmup_ratio",
+    "cosine_min_lr_ratio": "schedule.min_ratio",
+    "seed": "seed",
+    "neftune_noise_alpha": "neftune_noise_alpha",
+    "output_dir": "output",
+    "save_steps": "checkpoint.every_steps",
+    "save_total_limit": "checkpoint.keep",
+    "logging_steps": "metrics.log_every",
+    "wandb_project": "metrics.wandb_project",
+    "lora_alpha": "adapter.lora_alpha",
+    "lora_dropout": "adapter.lora_dropout",
+}
+_ADAPTERS = ("lora_alpha", "lora_dropout", "lora_r", "lora_rank")
+_OPTIMIZERS = {
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "adamw_8bit"),
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "paged_adamw_32bit"), "adamw"),
+    "adafactor": "adafactor",
+    "sgd": "sgd",
+}
+_SCHEDULES = {
+    **{name: name for name in ("linear", "cosine", "constant", "cosine_with_restarts")},
+    "constant_with_warmup": "constant",
+}
+_OBJECTIVES = ("dpo", "orpo", "kto", "simpo")
+# Keys without an effect here: the planner places residuals, kernels are chosen by the device, rows have one length.
+_IDLE_NAMES = """
+adapter_type auto_resume_from_checkpoints bnb_4bit_use_double_quant dataloader_num_workers dataloader_pin_memory
+dataloader_prefetch_factor dataset_exact_deduplication dataset_prepared_path dataset_processes ddp_timeout debug
+device_map do_eval do_train double_quantization eager_attention eval_batch_size eval_strategy evaluation_strategy
+finetuning_type flash_attention flash_attn gradient_checkpointing gradient_checkpointing_kwargs group_by_length
+is_falcon_derived_model is_llama_derived_model is_mistral_derived_model is_qwen_derived_model load_in_4bit
+load_in_8bit local_rank logging_dir lora_fan_in_fan_out lora_mlp_kernel lora_o_kernel lora_qkv_kernel
+low_cpu_mem_usage model_type overwrite_cache overwrite_output_dir packing pad_to_sequence_len
+per_device_eval_batch_size plot_loss quantization_method quantization_type report_to run_name s2_attention
+save_safetensors save_strategy sdp_attention shuffle_merged_datasets special_tokens stage strict tf32 tokenizer_type
+torch_compile torch_dtype trust_remote_code use_cache use_fast_tokenizer use_tensorboard wandb_entity
+wandb_log_model wandb_mode wandb_name wandb_run_id wandb_watch xformers_attention
+"""
+_IDLE = frozenset(_IDLE_NAMES.split())
+_INSTEAD = {
+    "deepspeed": "several GPUs: mesh.data and mesh.fsdp",
+    "fsdp": "several GPUs: mesh.data and mesh.fsdp",
+    "fsdp_config": "several GPUs: mesh.data and mesh.fsdp",
+    "resume_from_checkpoint": "the same command continues from the last checkpoint in output",
+    "early_stopping_patience": "EarlyStoppingCallback of jaxtune.compat",
+    "hub_model_id": "`jaxtune export` pushes to the hub",
+    "push_to_hub": "`jaxtune export` pushes to the hub",
+    "export_hub_model_id": "`jaxtune export` pushes to the hub",
+    "evals_per_epoch": "evaluation.every_steps",
+    "saves_per_epoch": "checkpoint.every_steps, or checkpoint.every_minutes",
+    "tokens": "embeddings are not added; a model whose vocabulary has them",
+    "plugins": "kernels and losses are part of jaxtune",
+    "interleave_probs": "data.train = [[rows, weight], ...]",
+    "mix_strategy": "data.train = [[rows, weight], ...]",
+    "freeze_trainable_layers": "adapter.target_modules as a regular expression",
+    "unfrozen_parameters": "adapter.target_modules as a regular expression",
+}
+
+
+def _common(made: Translation, left: dict[str, Any]) -> None:
+    """Takes out of `left` the keys whose meaning is the same in both programs."""
+    adapted = "adapter" in made.values and "path" not in (made.values["adapter"] or {})
+    for name, key in _SAME.items():
+        if name in left and (value := left.pop(name)) is not None and (adapted or name not in _ADAPTERS):
+            made.set(key, value)
+    if "warmup_steps" in made.values.get("schedule", {}):
+        made.values["schedule"].pop("warmup_ratio", None)
+    rows = left.pop("micro_batch_size", None) or left.pop("per_device_train_batch_size", None) or 1
+    parts = left.pop("gradient_accumulation_steps", None) or 1
+    made.set("rows_per_step", rows * parts)
+    if rows * parts > 1:
+        made.notes.append(
+            f"rows_per_step: {rows} rows x {parts} micro-batches of one GPU (of several, multiply by their number); "
+            "the planner chooses the micro-batches"
+        )
+    if (steps := left.pop("max_steps", None)) and steps > 0:
+        made.set("steps", steps)
+        for name in ("num_epochs", "num_train_epochs"):
+            left.pop(name, None)
+    elif (epochs := left.pop("num_epochs", None) or left.pop("num_train_epochs", None)) is not None:
+        made.set("epochs", float(epochs))
+    _choose(made, left, ("optimizer", "optim"), "optim.name", _OPTIMIZERS)
+    _choose(made, left, ("lr_scheduler", "lr_scheduler_type"), "schedule.name", _SCHEDULES)
+    if left.pop("fp16", None) is True:
+        made.set("precision", "fp16")
+    if left.pop("bf16", None) in (True, "auto", "full"):
+        made.set("precision", "bf16")
+    held_out = left.pop("val_set_size", None) or left.pop("val_size", None)
+    if held_out and "eval" not in made.values.get("data", {}):
+        made.set("data.eval_rows", held_out)
+    if (every := left.pop("eval_steps", None)) and {"eval", "eval_rows"} & made.values.get("data", {}).keys():
+        made.set("evaluation.every_steps", every)
+
+
+def _choose(
+    made: Translation, left: dict[str, Any], names: tuple[str, str], key: str, table: Mapping[str, str]
+) -> None:
+    """Sets a key from whichever of two names is there; a value that the table lacks stays in `left`."""
+    for name in names:
+        if left.get(name) in table:
+            made.set(key, table[left.pop(name)])
+
+
+def _packing(made: Translation, packs: bool) -> None:
+    """Sets data.packing. Without packing an update has that number of rows, which share packed rows here."""
+    made.set("data.packing", True if packs else "step")
+    if not packs:
+        made.notes.append("data.packing: step: an update has as many documents as there; true makes fewer updates")
+
+
+def _columns(made: Translation, columns: Mapping[str, str], of: str) -> None:
+    """Sets data.columns, which is one map for all rows."""
+    columns = {ours: source for ours, source in columns.items() if ours != source}
+    known = made.values.get("data", {}).get("columns")
+    if columns and known not in (None, columns):
+        made.lacking.append(f"columns of {of}: {_short(columns)} (data.columns is one map for all rows)")
+    elif columns:
+        made.set("data.columns", columns)
+
+
+def _rows(made: Translation, key: str, names: list[str]) -> None:
+    """Sets data.train or data.eval to one name or a list of several."""
+    if names:
+        made.set(key, names[0] if len(names) == 1 else names)
+    if key == "data.eval" and len(names) > 1:
+        made.set(key, names[0])
+        made.lacking.append(f"{', '.join(names[1:])} (data.eval is one file or data set)")
+
+
+# ---- axolotl
+
+_TEMPLATES = {
+    **{name: name for name in ("chatml", "alpaca", "mistral", "gemma", "gpt-oss")},
+    "llama3": "llama-3",
+    "gemma3": "gemma-3",
+    "phi_3": "phi-3",
+    "phi_35": "phi-3",
+    "phi_4": "phi-4",
+    "qwen_25": "qwen-2.5",
+    "qwen3": "qwen-3",
+}
+
+
+def _axolotl(made: Translation, left: dict[str, Any], folder: Path) -> None:
+    """Takes out of `left` what is axolotl's own."""
+    del folder
+    _rows(made, "data.train", [_axolotl_rows(made, one) for one in left.pop("datasets", None) or []])
+    _rows(made, "data.eval", [_axolotl_rows(made, one) for one in left.pop("test_datasets", None) or []])
+    made.set("data.length", left.pop("sequence_len", 2048))
+    _packing(made, bool(left.pop("sample_packing", False)))
+    left.pop("eval_sample_packing", None)
+    if left.pop("train_on_inputs", False):
+        made.set("data.train_on", "all")
+    template = left.pop("chat_template", None)
+    if template in _TEMPLATES:
+        made.set("data.template", _TEMPLATES[template])
+    elif template not in (None, "tokenizer_default"):
+        made.lacking.append(f"chat_template: {_short(template)} (data.template names a packaged template or a file)")
+    kind = left.pop("adapter", None)
+    if left.get("load_in_8bit"):
+        made.set("model.load_in", "int8")
+    elif left.get("load_in_4bit") or kind == "qlora":
+        made.set("model.load_in", "nf4")
+    if path := left.pop("lora_model_dir", None):
+        made.set("adapter.path", path)
+    elif kind in ("lora", "qlora"):
+        made.set("adapter.r", left.pop("lora_r", 8))
+        linear, modules = left.pop("lora_target_linear", False), left.pop("lora_target_modules", None)
+        made.set("adapter.target_modules", "all-linear" if linear or not modules else modules)
+        _take(
+            made, left, peft_use_rslora="use_rslora", peft_use_dora="use_dora", lora_modules_to_save="modules_to_save"
+        )
+    elif kind is not None:
+        made.lacking.append(f"adapter: {kind} (lora and qlora)")
+    else:
+        made.set("adapter", None)
+    objective = left.pop("rl", None)
+    if objective in (*_OBJECTIVES, "ipo"):
+        made.set("objective.name", "dpo" if objective == "ipo" else objective)
+        if objective == "ipo":
+            made.set("objective.loss_type", "ipo")
+        beta = left.pop("rl_beta", None) or left.pop("dpo_beta", None) or left.pop("orpo_alpha", None)
+        if beta is not None:
+            made.set("objective.beta", beta)
+    elif objective is not None:
+        made.lacking.append(f"rl: {objective} ({', '.join(_OBJECTIVES)}, and grpo with objective.reward_funcs)")
+
+
+def _take(made: Translation, left: dict[str, Any], **names: str) -> None:
+    """Sets keys of the adapter's section by their other names, where they are there and not off."""
+    for source, ours in names.items():
+        if value := left.pop(source, None):
+            made.set(f"adapter.{ours}", value)
+
+
+def _axolotl_rows(made: Translation, one: Mapping[str, Any]) -> str:
+    """The name of a set of rows, as data.train takes it; its columns go to data.columns."""
+    path, files = str(one.get("path")), one.get("data_files")
+    if path in ("json", "csv", "parquet") and files:
+        path = files[0] if isinstance(files, list) else str(files)
+    config, split = one.get("name"), one.get("split")
+    if (config or split not in (None, "train")) and not re.search(r"\.(jsonl?|csv|parquet)$", path):
+        path = f"{path}:{config or ''}:{split or 'train'}"
+    kind = one.get("type")
+    if isinstance(kind, Mapping):  # a format of one's own
+        named = {"instruction": "field_instruction", "input": "field_input", "output": "field_output"}
+        named |= {"system": "field_system"}
+        _columns(made, {ours: kind[source] for ours, source in named.items() if source in kind}, path)
+        if {"format", "no_input_format", "system_prompt"} & kind.keys():
+            made.lacking.append(f"format of {path}: {_short(kind.get('format'))} (data.template: a file)")
+    elif kind == "completion":
+        _columns(made, {"text": one.get("field", "text")}, path)
+    elif kind == "chat_template":
+        field = one.get("field_messages", "messages")
+        _columns(made, {} if field in ("messages", "conversations") else {"messages": field}, path)
+    elif kind is not None and kind.split(".")[0] not in ("alpaca", "sharegpt", "alpaca_chat", "chatml", "llama3"):
+        made.lacking.append(f"type of {path}: {_short(kind)} (the form of rows is read from their columns)")
+    for name in ("shards", "roles_to_train", "train_on_eos", "message_property_mappings"):
+        if one.get(name) not in (None, {}, {"role": "role", "content": "content"}, ["assistant"], "turn"):
+            made.lacking.append(f"{name} of {path}: {_short(one[name])}")
+    return path
+
+
+# ---- LLaMA-Factory
+
+_STAGES: dict[str, Callable[[Translation, dict[str, Any]], None]] = {
+    "pt": lambda made, left: made.set("data.train_on", "all"),
+    "rm": lambda made, left: made.set("objective.name", "reward"),
+    "kto": lambda made, left: made.set("objective.name", "kto"),
+    "dpo": lambda made, left: _preferences(made, left.pop("pref_loss", "sigmoid")),
+}
+
+
+def _preferences(made: Translation, loss: str) -> None:
+    """Sets the objective of stage dpo by its loss."""
+    made.set("objective.name", loss if loss in _OBJECTIVES else "dpo")
+    if loss in ("hinge", "ipo"):
+        made.set("objective.loss_type", loss)
+    elif loss not in (*_OBJECTIVES, "sigmoid"):
+        made.lacking.append(f"pref_loss: {loss} (sigmoid, hinge, ipo, orpo, simpo)")
+
+
+def _llama_factory(made: Translation, left: dict[str, Any], folder: Path) -> None:
+    """Takes out of `left` what is LLaMA-Factory's own."""
+    known = _dataset_info(folder, str(left.pop("dataset_dir", "data")))
+    for key, name in (("data.train", "dataset"), ("data.eval", "eval_dataset")):
+        given = left.pop(name, None) or []
+        names = [one.strip() for one in given.split(",")] if isinstance(given, str) else list(given)
+        _rows(made, key, [_registered(made, one, known) for one in names])
+    made.set("data.length", left.pop("cutoff_len", 2048))
+    stage = left.get("stage", "sft")
+    packs = left.get("packing", stage == "pt") or bool(left.pop("neat_packing", False))
+    if stage in ("sft", "pt"):
+        _packing(made, packs)
+    if stage in _STAGES:
+        _STAGES[stage](made, left)
+    elif stage != "sft":
+        made.lacking.append(f"stage: {stage} (objective.name=grpo learns from rewards)")
+    if (beta := left.pop("pref_beta", None)) is not None:
+        made.set("objective.beta", beta)
+    if left.pop("train_on_prompt", False):
+        made.set("data.train_on", "all")
+    if left.pop("mask_history", False):
+        made.set("data.last_response_only", True)
+    if template := left.pop("template", None):
+        made.notes.append(
+            f"template: {template}: the tokenizer's own chat template is taken; data.template names another"
+        )
+    for source, ours in (("max_samples", "data.max_rows"), ("preprocessing_num_workers", "data.num_workers")):
+        if source in left:
+            made.set(ours, left.pop(source))
+    bits = left.pop("quantization_bit", None)
+    if bits in (4, 8):
+        made.set("model.load_in", "nf4" if bits == 4 else "int8")
+    elif bits is not None:
+        made.lacking.append(f"quantization_bit: {bits} (4 or 8)")
+    if path := left.pop("adapter_name_or_path", None):
+        made.set("adapter.path", path)
+    elif (kind := left.get("finetuning_type", "lora")) == "lora":
+        rank = left.pop("lora_rank", 8)
+        made.set("adapter.r", rank)
+        made.set("adapter.lora_alpha", left.pop("lora_alpha", 2 * rank))
+        target = left.pop("lora_target", "all")
+        modules = target if isinstance(target, list) else [one.strip() for one in target.split(",")]
+        made.set("adapter.target_modules", "all-linear" if modules == ["all"] else modules)
+        more = left.pop("additional_target", None)
+        if more:
+            made.set("adapter.modules_to_save", more if isinstance(more, list) else more.split(","))
+        _take(made, left, use_rslora="use_rslora", use_dora="use_dora")
+    elif kind == "full":
+        made.set("adapter", None)
+    else:
+        made.lacking.append(f"finetuning_type: {kind} (lora and full)")
+
+
+def _dataset_info(folder: Path, name: str) -> dict[str, Any]:
+    """The entries of dataset_info.json in `name`, below the config's folder or the current one; each with its place."""
+    for base in (folder, Path()):
+        path = base / name / "dataset_info.json"
+        if path.is_file():
+            entries = json.loads(path.read_text(encoding="utf-8"))
+            return {key: {**entry, "folder": str(base / name)} for key, entry in entries.items()}
+    return {}
+
+
+def _registered(made: Translation, name: str, known: Mapping[str, Any]) -> str:
+    """The name of a data set that dataset_info.json knows, as data.train takes it."""
+    entry = known.get(name)
+    if entry is None:
+        made.notes.append(
+            f"data.train: {name} is a name of LLaMA-Factory's dataset_info.json: put a file or data set there"
+        )
+        return name
+    columns = dict(entry.get("columns", {}))
+    form = {"prompt": "instruction", "query": "input", "response": "output"} if "messages" not in columns else {}
+    if entry.get("formatting") == "sharegpt":
+        field = columns.pop("messages", "conversations")
+        columns = {} if field in ("messages", "conversations") else {"messages": field}
+    columns.pop("history", None)
+    _columns(made, {form.get(ours, ours): source for ours, source in columns.items()}, name)
+    if entry.get("tags"):
+        made.notes.append(f"{name}: its tags are read by their usual names (role and content, from and value)")
+    if file := entry.get("file_name"):
+        return str(Path(entry["folder"]) / file)
+    parts = [str(entry.get("hf_hub_url")), entry.get("subset") or "", entry.get("split") or ""]
+    return ":".join(parts).rstrip(":")
