@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from tiny_models import adapted_model, golden_model, tiny_model
 
 from jaxtune import Decoder, Sampler, generate
 from jaxtune.models.config import LayerSpec, RopeConfig
-from jaxtune.models.generation.slot_plan import plan_slots
+from jaxtune.models.generation.slot_plan import plan_slots, room_bytes
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -261,6 +263,12 @@ def test_deterministic_rows_have_the_same_bits_in_any_batch_and_slot(dtype):
     alone = [next(sampler.run([prompt], 12, seed=[own], **settings)) for own, prompt in enumerate(prompts)]
     for rows in (turned, alone):
         assert [(row.ids, row.logprobs) for row in rows] == [(row.ids, row.logprobs) for row in together]
+
+
+def test_several_samplers_share_the_memory_left(monkeypatch):
+    device = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 100, "bytes_in_use": 20})
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    assert [room_bytes(), room_bytes(0.25)] == [80, 20]
 
 
 def test_slots_and_length_follow_from_the_memory_left():

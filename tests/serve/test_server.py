@@ -288,7 +288,7 @@ def test_answers_have_a_grace_after_a_signal_and_then_an_error(models, engine):
                 while piece := client.recv(1 << 16):
                     data += piece
             assert b"the server is stopping" in data and b"[DONE]" not in data
-            assert time.monotonic() - began < 10
+            assert time.monotonic() - began < 60
             with pytest.raises(OSError):
                 socket.create_connection(("127.0.0.1", port))
     finally:

@@ -53,9 +53,9 @@ def port(runs):
         thread.join()
 
 
-def get(port: int, path: str, host: str | None = None) -> tuple[int, str]:
+def get(port: int, path: str, host: str | None = None, **headers: str) -> tuple[int, str]:
     connection = http.client.HTTPConnection(watch.HOST, port, timeout=60)
-    connection.request("GET", path, headers={"Host": host or f"localhost:{port}"})
+    connection.request("GET", path, headers={"Host": host or f"localhost:{port}"} | headers)
     answer = connection.getresponse()
     return answer.status, answer.read().decode()
 
@@ -74,6 +74,8 @@ def test_the_page_follows_the_runs(runs, port):
 
 def test_only_this_machine_is_answered(port):
     assert get(port, "/", "elsewhere.example:80")[0] == get(port, "/runs", f"127.0.0.1.example:{port}")[0] == 403
+    assert get(port, "/runs", Origin="https://elsewhere.example")[0] == get(port, "/runs", Origin="null")[0] == 403
+    assert get(port, "/runs", Origin=f"http://localhost:{port}")[0] == 200
     assert get(port, "/metrics.jsonl")[0] == get(port, "/../first/config.yaml")[0] == 404
 
 
