@@ -1,7 +1,7 @@
-"""Evaluation by generation: the model answers held-out rows, and functions say how good each answer is.
+"""Evaluation by generation: the model answers held-out rows, and functions score each answer.
 
-The functions are those that learning from rewards takes (objectives/reward_functions.py). What is drawn depends on the
-seed, the row and the weights, so an evaluation that is made again after a resume gives the same numbers.
+The functions are reward functions (objectives/reward_functions.py). The sampled tokens depend only on the seed, the row
+and the weights, so an evaluation that is repeated after a resume gives the same numbers.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from jaxtune.train.objectives.prompts import end_tokens, read_prompts
 from jaxtune.train.objectives.reward_functions import RewardFunctions, Sampled, text_of
 from jaxtune.train.objectives.rollouts import Prompt
 
-KEY = "evaluation.generate"
-SAMPLES = "eval_samples"
-_MOST_SLOTS = 32
+KEY = "evaluation.generate"  # the config key that names the functions, for messages
+SAMPLES = "eval_samples"  # the key of the samples in a line of metrics.jsonl
+_MOST_SLOTS = 32  # the most answers that are generated at a time
 _SHOWN = 160  # characters of a question or an answer on the screen
 
 
 @dataclasses.dataclass(frozen=True)
 class Answered:
-    """What an evaluation by generation found."""
+    """The results of an evaluation by generation."""
 
     metrics: dict[str, float]
     """`eval_answers/NAME`: the mean of a function over the answers that it applies to, NaN if there is none;
     `eval_answer_tokens`: the mean length; `eval_answers_cut_off`: the share that reached evaluation.max_new_tokens."""
 
     samples: list[dict[str, object]]
-    """Of the first rows: question, given, and the functions' values by name."""
+    """The first rows: {"question", "given": the model's answer} and the value of each function by its name."""
 
     def lines(self) -> list[str]:
-        """The metrics and the samples in words."""
+        """The metrics and the samples in words, as lines for the screen."""
         of_functions = [f"{name.partition('/')[2]} {value:.4f}" for name, value in self.metrics.items() if "/" in name]
         length, cut = self.metrics["eval_answer_tokens"], self.metrics["eval_answers_cut_off"]
         found = [f"{', '.join(of_functions)} (answers of {length:.1f} tokens, {cut:.0%} cut off)"]
@@ -49,7 +49,7 @@ class Answered:
 
 @dataclasses.dataclass(frozen=True)
 class AnswerMetrics:
-    """Asks a model the questions of held-out rows.
+    """Generates a model's answers to the questions of held-out rows, and scores them.
 
     Example:
       metrics = answer_metrics(config, config.data.eval, tokenizer, model)
@@ -57,37 +57,43 @@ class AnswerMetrics:
     """
 
     prompts: Sequence[Prompt]
+    """The questions, with the rows' other columns."""
 
     functions: RewardFunctions
+    """The functions that score answers."""
 
     max_new_tokens: int
+    """The most tokens of an answer."""
 
     temperature: float
-    """0 takes the likeliest tokens."""
+    """The temperature of sampling; 0 takes the most probable token each time."""
 
     ends: Sequence[int]
-    """Token ids that end an answer."""
+    """The token ids that end an answer."""
 
     decode: Callable[[Sequence[int]], str]
+    """Decodes token ids to text."""
 
     seed: int
+    """The seed of sampling."""
 
     sample_rows: int
     """How many answers are shown."""
 
     deterministic: bool
-    """As of a Sampler."""
+    """Whether equal answers have equal bits whatever is generated beside them; see Sampler."""
 
     @property
     def identity(self) -> str:
-        """What tells these questions from others."""
+        """A string, 8 hex digits, that identifies these questions."""
         return f"{zlib.crc32(repr([prompt.ids for prompt in self.prompts]).encode()):08x}"
 
     def __call__(self, model: Decoder) -> Answered:
-        """Answers all rows.
+        """Generates and scores answers to all rows. If a function raises an exception, the answer has no value of that
+        function.
 
         Raises:
-          RewardError: a function returned no list of numbers. An exception of its own leaves its answer out.
+          RewardError: a function returned something other than a list of numbers.
         """
         longest = max(len(prompt.ids) for prompt in self.prompts)
         sampler = Sampler(
@@ -105,7 +111,7 @@ class AnswerMetrics:
                 eos_token_ids=self.ends,
             )
         )
-        del sampler  # and its caches, before functions run
+        del sampler  # frees its caches before the functions run
         texts = [self.decode([token for token in row.ids if token not in self.ends]) for row in rows]
         sampled = Sampled.of(
             [prompt.given for prompt in self.prompts],
@@ -129,13 +135,15 @@ class AnswerMetrics:
 
 
 def answer_metrics(config: TrainConfig, rows: object, tokenizer, model: Decoder) -> AnswerMetrics | None:
-    """What config.evaluation asks for; None if it asks for no answers.
+    """The evaluation by generation that config.evaluation.generate asks for; None if it names no function.
 
     Args:
-      rows: see read_prompts. tokenizer: of transformers, with the chat template of the run. model: its arrays may be
-        abstract.
+      config: the run's.
+      rows: the held-out rows, see read_prompts.
+      tokenizer: a Hugging Face tokenizer with the chat template of the run.
+      model: the model; its arrays may be `jax.ShapeDtypeStruct`s.
     Raises:
-      ConfigError: no such function; rows without questions, or with questions that leave no room for an answer.
+      ConfigError: a function does not exist, rows have no questions, or a question leaves no room for an answer.
     """
     wanted = config.evaluation
     if not wanted.generate:
@@ -159,10 +167,12 @@ def answer_metrics(config: TrainConfig, rows: object, tokenizer, model: Decoder)
 
 
 def _mean(values: np.ndarray) -> float:
+    """The mean of the values that are not NaN; NaN if there are none."""
     known = values[~np.isnan(values)]
     return float(known.mean(dtype=np.float64)) if known.size else float("nan")
 
 
 def _line(value: object) -> str:
+    """A text on one line, cut after `_SHOWN` characters."""
     text = " ".join(str(value).split())
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

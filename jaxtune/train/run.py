@@ -1,4 +1,4 @@
-"""The loop of a run: its steps, and what stands between them."""
+"""The training loop: the steps of a run, and the evaluations, saves and callbacks between them."""
 
 from __future__ import annotations
 
@@ -32,16 +32,19 @@ from jaxtune.train.program.step import Sums, TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """`steps` steps to trace, 0 for none, from the one with number `start` of this process on, into `folder`. meta:
-    what the trace says of the run."""
+    """Which steps of this process the profiler traces."""
 
     folder: Path
+    """The folder that the profile is written to."""
     steps: int
+    """The number of steps to trace; 0 traces none."""
     start: int
+    """The number of steps that this process makes before the first traced one."""
     meta: Callable[[], dict[str, Any]]
+    """Returns the facts about the run that are stored with the profile."""
 
     def lacking(self, left: int) -> str | None:
-        """What of it a process with `left` steps to make will not trace, in words; None if it traces all."""
+        """A warning if a process that makes `left` steps ends before all of `steps` are traced, else None."""
         traced = min(self.steps, max(left - self.start, 0))
         if traced == self.steps:
             return None
@@ -53,10 +56,17 @@ class Profile:
         )
 
 
-def is_owed(wanted: EvaluationConfig, start: int, total_steps: int, output: Path, rows: str | None) -> bool:
-    """Whether a process that begins after `start` steps has to evaluate first: because it is due before the first step,
-    or was due after the last one of a process that was interrupted before it was done, or had other rows. rows: their
-    identity; None: there are none."""
+def is_evaluation_due(wanted: EvaluationConfig, start: int, total_steps: int, output: Path, rows: str | None) -> bool:
+    """Whether a process must evaluate before its first step: because the config asks for an evaluation before step 1,
+    or because one was due after the last step made, and that process was interrupted before it or had other rows.
+
+    Args:
+      wanted: config.evaluation.
+      start: the steps done so far.
+      total_steps: the steps of the run.
+      output: the output folder, whose metrics.jsonl has the evaluations done.
+      rows: what identifies the held-out rows; None if there are none, and then nothing is due.
+    """
     if rows is None:
         return False
     if start == 0:
@@ -66,25 +76,28 @@ def is_owed(wanted: EvaluationConfig, start: int, total_steps: int, output: Path
 
 
 def _evaluated_steps(path: Path, rows: str) -> set[int]:
-    """Steps of the evaluations of these rows in a metrics.jsonl, those without a loss too."""
+    """The steps at which a metrics.jsonl has an evaluation of these rows (`rows_identity`), with or without a loss."""
     lines = m.read_metrics(path) if path.exists() else []
     found = [line for line in lines if "eval_loss" in line or m.ROWS in line]
     return {line["step"] for line in found if line.get(m.ROWS, rows) == rows}
 
 
 def rows_identity(documents: Documents | None, answers: AnswerMetrics | None) -> str | None:
-    """What tells the rows of an evaluation from others; None without rows."""
+    """A string that identifies the rows of an evaluation; None if there are none."""
     if documents is not None:
         return documents.identity
     return None if answers is None else answers.identity
 
 
 class _StepRows:
-    """The rows of each step, on the device: loaded while the step before is computed, unless their source has to see
-    the model that it leads to.
+    """Gives the rows of each step on the device. They are loaded while the step before is computed, unless their source
+    needs the model as it is after that step.
 
     Args:
-      total_steps: of the run. model: gives the model of a state.
+      engine: loads the rows.
+      pool: the thread that loads them.
+      total_steps: the steps of the run.
+      model: returns the model with the trained tensors of a state.
     """
 
     def __init__(
@@ -94,7 +107,8 @@ class _StepRows:
         self._loading: tuple[int, Future[LoadedStep]] | None = None
 
     def of(self, step: int, state: TrainState) -> LoadedStep:
-        """As Engine.load_step. state: that the step begins with."""
+        """What Engine.load_step returns for a step; the next step then begins to load. state: the state before the
+        step."""
         if self._engine.batches.sees_model:
             return self._engine.load_step(step, lambda: self._model(state))
         if self._loading is None or self._loading[0] != step:
@@ -105,42 +119,49 @@ class _StepRows:
         return loaded
 
     def load(self, step: int) -> None:
-        """Begins to load a step, if the run has it and its source does not see the model; again, if it was loaded."""
+        """Begins to load a step in the thread, even if it was loaded before. Does nothing if the run has no such step,
+        or if its source needs the model."""
         if step < self._total_steps and not self._engine.batches.sees_model:
             self._loading = step, self._pool.submit(self._engine.load_step, step)
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What the loop works with.
-
-    total_steps: of the run, from 0. owed: whether an evaluation comes before the first step that this process makes.
-    held_out: gives the batches of an evaluation by the plan in force, or None. model: gives the model with the
-    trainable tensors of a state. answers: measures answers to held-out rows, or None.
-    """
+    """The training loop of one process, and the objects that it works with."""
 
     engine: Engine
+    """Loads rows and runs the compiled programs."""
     monitor: Monitor
+    """Logs and shows metrics, and calls the callbacks."""
     saver: Saver
+    """Saves checkpoints when they are due."""
     total_steps: int
+    """The steps of the run, those of earlier processes included."""
     evaluation: EvaluationConfig
-    owed: bool
+    """When to evaluate."""
+    evaluation_due: bool
+    """Whether an evaluation comes before the first step that this process makes."""
     held_out: Callable[[], Batches | None]
+    """Returns the batches of an evaluation under the current plan, or None."""
     profile: Profile
+    """Which steps are traced."""
     model: Callable[[Any], Decoder]
+    """Returns the model with the trained tensors of a state."""
     answers: AnswerMetrics | None
+    """Measures generated answers to held-out rows, or None."""
 
     @property
     def evaluates(self) -> bool:
-        """Whether there is anything to evaluate on."""
+        """Whether there are held-out rows to evaluate."""
         return self.held_out() is not None or self.answers is not None
 
     def steps(self, programs: Programs, state: TrainState, sums: Sums, frozen, start: int) -> tuple[TrainState, int]:
-        """Makes all steps from `start` on, or those up to where a callback ends the run; returns (the last state, steps
-        done). `state` and `sums` are donated.
+        """Makes the steps after the first `start` ones, until the run or a callback ends: (the last state, steps done).
+        `state` and `sums` (zeros) are donated.
 
         Raises:
-          TrainingInterrupted, TrainingStopped: a signal came, or a guard refused to go on.
+          TrainingInterrupted: a signal arrived, and the state was saved.
+          TrainingStopped: a guard stopped the run.
         """
         engine, monitor, saver, progress = self.engine, self.monitor, self.saver, self.monitor.progress
         profile = self.profile
@@ -148,7 +169,7 @@ class Run:
         def at(step: int) -> Programs:
             return engine.at(programs, step)
 
-        losses: dict[int, float] = {}  # of the evaluations: a callback may ask for one that is due anyway
+        losses: dict[int, float] = {}  # by step, so that an evaluation that a callback asks for is not made twice
 
         def evaluate(step: int) -> float:
             if step not in losses:
@@ -156,10 +177,10 @@ class Run:
                 losses[step] = self.evaluate(at(step).evaluate, state, frozen, step, between)
             return losses[step]
 
-        if self.owed:
+        if self.evaluation_due:
             evaluate(start)
         tracing, done = False, start
-        remedy = "the same command goes on from what is saved; a smaller memory.budget_gb leaves more to fragments"
+        remedy = "the same command continues from the last save; a smaller memory.budget_gb leaves more for fragments"
         with (
             saver.guarded(),
             phase("step", remedy),
@@ -174,7 +195,7 @@ class Run:
                     with monitor.pause("profile", step):
                         m.decorate("the profile", lambda: trace.enter_context(self._capture(at(step))))  # noqa: B023
                     tracing = True
-                with jax.profiler.StepTraceAnnotation("train", step_num=step):  # a profile counts steps by them
+                with jax.profiler.StepTraceAnnotation("train", step_num=step):  # marks the step in a profile
                     if step == start:
                         planned = engine.planner.plan
                         again = functools.partial(monitor.planned, "compile", start)
@@ -182,7 +203,7 @@ class Run:
                             programs, sums, state, frozen, parts, step, progress.print, again
                         )
                         if engine.planner.plan != planned:
-                            rows.load(step + 1)  # in micro-batches of the new plan
+                            rows.load(step + 1)  # again, in micro-batches of the new plan
                     else:
                         sums = engine.accumulate(at(step), sums, state, frozen, parts[: counts["filled"]])
                     state, sums, latest = programs.update(state, sums)
@@ -218,8 +239,9 @@ class Run:
 
     @contextlib.contextmanager
     def _saved_at_an_error(self, done: int, state: TrainState) -> Iterator[None]:
-        """An error inside, of rows that cannot be read, ends the run; what was trained before is saved. Of several
-        processes the others do not know of it, and a save is made by all: the last checkpoint stays."""
+        """A context around the loading of rows: if it fails, the state after `done` steps is saved before the error
+        ends the run. In a run of several processes nothing is saved, because a save needs all of them and the others
+        have no error; the last checkpoint remains."""
         try:
             yield
         except Exception:
@@ -229,7 +251,11 @@ class Run:
             raise
 
     def _between(self, done: int, evaluate: Callable[[int], float], saver: Saver, state: TrainState) -> bool:
-        """Lets the callbacks do what they want after `done` steps; whether one of them ends the run."""
+        """Calls the callbacks after `done` steps; returns whether one of them ends the run.
+
+        evaluate: evaluates after a number of steps and returns the loss. saver: saves checkpoints. state: the state
+        after these steps.
+        """
         moment = Between(
             done,
             done == self.total_steps,
@@ -244,13 +270,21 @@ class Run:
         return processes.of_first(lambda: moment.stopped) if callbacks else False
 
     def _is_finite(self, programs: Programs, sums: Sums, state: TrainState, frozen, parts: list[Batch]) -> bool:
-        """Whether the state gives a finite loss, on the rows of the last step; `sums` is used up."""
+        """Whether a state has a finite loss on `parts`, the micro-batches of the last step. `sums` is donated."""
         first = self.engine.micro_index[0]
         loss = programs.accumulate(sums, state, frozen, parts[0], first).loss
         return math.isfinite(float(partition.on_host(loss).sum()))
 
     def evaluate(self, evaluate, state, frozen, step: int, between: Callable[[], None] = lambda: None) -> float:
-        """The evaluation loss, logged and shown with what answers to the rows are worth; NaN without rows."""
+        """Evaluates, logs and shows the held-out loss and the metrics of generated answers; returns the loss, NaN if
+        there is none.
+
+        Args:
+          evaluate: the compiled program of an evaluation.
+          state: the state to evaluate. frozen: the weights that are not trained.
+          step: the steps done so far.
+          between: called between batches; a signal raises there.
+        """
         batches, monitor = self.held_out(), self.monitor
         if not self.evaluates:
             return math.nan
@@ -283,5 +317,6 @@ class Run:
         return values.get("eval_loss", math.nan)
 
     def _capture(self, programs: Programs):
+        """A context in which the profiler traces these programs."""
         traced = {"accumulate": programs.accumulate, "update": programs.update}
         return capture(self.profile.folder, self.profile.meta(), traced)

@@ -69,7 +69,7 @@ from jaxtune.train.program.flops import flop_counter
 from jaxtune.train.program.programs import Engine, Programs
 from jaxtune.train.program.step import StepProgram, Sums, TrainState, trainable_names
 from jaxtune.train.program.trained_model import TrainedModel
-from jaxtune.train.run import Profile, Run, is_owed, rows_identity
+from jaxtune.train.run import Profile, Run, is_evaluation_due, rows_identity
 from jaxtune.train.signals import StopSignal
 
 
@@ -272,14 +272,14 @@ class Trainer:
         facts = functools.partial(setup.profile_facts, config, self.batches, self.planner)
         profile = Profile(self.profile_folder, traced, config.profile.start, facts)
         rows = rows_identity(self.eval_data and self.eval_data.documents, self.answers)
-        owed = is_owed(config.evaluation, start, self.total_steps, self.output, rows)
+        due = is_evaluation_due(config.evaluation, start, self.total_steps, self.output, rows)
         run = Run(
             self.engine,
             monitor,
             saver,
             self.total_steps,
             config.evaluation,
-            owed,
+            due,
             lambda: self.eval_batches,
             profile,
             self.model.finished,
@@ -288,7 +288,7 @@ class Trainer:
         if resumed is not None and start >= self.total_steps:
             monitor.progress.print(f"this run is complete: {start} steps (output {self.output})")
             write_config(self.output, config)
-            if owed:
+            if due:
                 frozen = self.model.placed_frozen(self.engine)
                 self.fill_references((self.eval_data,), resumed.trainable, frozen, monitor.progress.print)
                 of_state = (self.program, resumed.trainable, frozen)
