@@ -14,7 +14,7 @@ RETIRED = {
     r"\bcarr(?:y|ies|ied)\b": 0,
     r"\bheld\b(?!-out| out)": 0,
     r"\bmet\b": 0,
-    r"\bow(?:ed|es|ing)\b": 6,
+    r"\bow(?:ed|es|ing)\b": 0,
     r"\btold\b": 5,
     r"\btheirs\b": 6,
     r"\blies\b": 1,
@@ -47,7 +47,7 @@ RETIRED = {
     r"\bpersons?\b": 0,
     r"\bkin\b": 0,
     r"\bin the place of\b": 0,
-    r"\bgo(?:es)? on\b": 5,
+    r"\bgo(?:es)? on\b": 3,
     r"\bcomes? of\b": 0,
 }
 
