@@ -160,8 +160,7 @@ class Run:
         `state` and `sums` (zeros) are donated.
 
         Raises:
-          TrainingInterrupted: a signal arrived, and the state was saved.
-          TrainingStopped: a guard stopped the run.
+          TrainingInterrupted, TrainingStopped: a signal arrived and the state was saved, or a guard stopped the run.
         """
         engine, monitor, saver, progress = self.engine, self.monitor, self.saver, self.monitor.progress
         profile = self.profile
