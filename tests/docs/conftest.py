@@ -20,10 +20,11 @@ from jaxtune.models.hf import model_from_config, save_pretrained
 from jaxtune.models.registry import FAMILIES
 
 QUICKSTART = Path(jaxtune.__file__).parent / "quickstart"
+QWEN = "Qwen/Qwen2.5-0.5B-Instruct"
 HUB_NAMES = (
     "meta-llama/Llama-3.1-8B-Instruct",
     "meta-llama/Llama-3.2-1B-Instruct",
-    "Qwen/Qwen2.5-0.5B-Instruct",
+    QWEN,
     "unsloth/gemma-3-4B-it",
     "unsloth/Phi-3.5-mini-instruct",
     "Qwen/Qwen2.5-0.5B",
@@ -121,7 +122,9 @@ def run_command(line: str) -> int:
         return planned(tuple(words))
     if words[0] == "train" and "--help" not in words:
         given = {word.split("=")[0] for word in words}
-        shorter = SHORTER | ({"model.path": "Qwen/Qwen2.5-0.5B-Instruct"} if "quickstart" in words else {})
+        shorter = SHORTER | ({"model.path": QWEN} if "quickstart" in words else {})
+        if "quickstart-rewards" in words:  # its answers come in groups, and its prompts are longer
+            shorter |= {"model.path": QWEN, "rows_per_step": "8", "data.length": "88", "data.eval": "null"}
         words += [f"{key}={value}" for key, value in shorter.items() if key not in given]
     return main(words)
 
