@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -48,7 +49,7 @@ def source_of(objective: GRPO, count: int = 5, length: int = 40, **options) -> S
     settings = dict(answers_per_step=8, length=length, seed=3, decode=str, ends=[1]) | options
     weights = np.array(rewards.weights)
     return SampledAnswers(
-        prompts, rewards, objective.settings, lambda table: objective.advantages(table, weights), **settings
+        prompts, rewards, objective.settings, functools.partial(objective.advantages, weights=weights), **settings
     )
 
 
@@ -193,6 +194,34 @@ def test_the_samplers_log_probabilities_are_the_trainers():
     np.testing.assert_allclose(objective.metrics(sums)["sampling/importance_sampling_ratio/mean"], 1.0, atol=1e-4)
 
 
+def test_rloo_takes_the_divergence_of_an_answer_from_its_reward():
+    objective = RLOO.of(**settings(beta=0.3))
+
+    def reference(model, batch):  # every token of an answer is less likely under it by its number in the answer
+        return batch.extra[SAMPLED_LOGPS] - np.cumsum(batch.weights, axis=1)
+
+    plain = source_of(RLOO.of(**settings(beta=0.0)))
+    source = source_of(objective, reference=reference, penalises=True)
+    answers = some_answers(source)
+    apart = source._divergences(tiny_model(), answers)
+    # In a row of several answers the numbers go on; alone they begin at 1.
+    alone = [source._divergences(tiny_model(), [answer])[0] for answer in answers]
+    np.testing.assert_allclose(alone, [len(a.ids) * (len(a.ids) + 1) / 2 for a in answers])
+    assert (apart >= alone).all()
+    model = tiny_model()
+    first, second = plain.batch_at(0, lambda: model), source.batch_at(0, lambda: model)
+    np.testing.assert_array_equal(first.tokens, second.tokens)
+    assert (first.extra["advantages"] != second.extra["advantages"]).any()
+    assert source.metrics_at(0)["kl"] >= 1.0 and "kl" not in plain.metrics_at(0)
+    rewards, kl = np.array([[1.0], [0.0], [0.5], [0.5]]), np.array([2.0, 0.0, 1.0, 3.0])
+    want = np.array([1.0 - 0.6, 0.0, 0.5 - 0.3, 0.5 - 0.9])
+    np.testing.assert_allclose(
+        RLOO.of(beta=0.3, num_generations=2).advantages(rewards, np.ones(1), kl=kl),
+        [want[0] - want[1], want[1] - want[0], want[2] - want[3], want[3] - want[2]],
+        rtol=1e-6,
+    )
+
+
 def test_a_generation_that_serves_several_steps_is_resumed():
     objective = GRPO.of(**settings(num_iterations=2, steps_per_generation=2))
     model = tiny_model()
@@ -234,8 +263,11 @@ def test_settings_are_checked():
     for wrong in (dict(num_generations=1), dict(temperature=0.0), dict(num_iterations=0), dict(loss_type="x")):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             GRPO.of(**wrong)
-    with pytest.raises(ValueError, match="beta"):
-        RLOO.of(beta=0.1)
+    assert (RLOO.of().losses.beta, RLOO.of().settings.num_generations, GRPO.of().settings.num_generations) == (
+        0.05,
+        2,
+        8,
+    )
     with pytest.raises(TypeError):
         GRPO.of(no_such_option=1)
     assert GRPO.of(max_completion_length=7).losses.max_completion_length == 7

@@ -56,7 +56,7 @@ _OPTIONS |= {
         "scale_rewards",
         "multi_objective_aggregation",
     ),
-    "rloo": (*_REWARDED, *_SAMPLED, "normalize_advantages"),
+    "rloo": ("beta", *_REWARDED, *_SAMPLED, "normalize_advantages"),
 }
 
 
@@ -72,7 +72,8 @@ class ObjectiveConfig:
         "from rewards of sampled answers.",
     ] = "sft"
     beta: Annotated[
-        float | None, "Scale of the rewards (dpo, orpo, kto: 0.1; simpo: 2.0); factor of the divergence (grpo: 0)."
+        float | None,
+        "Scale of the rewards (dpo, orpo, kto: 0.1; simpo: 2.0); factor of the divergence (grpo: 0; rloo: 0.05).",
     ] = None
     loss_type: Annotated[
         Literal["sigmoid", "ipo", "hinge", "grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo"],
@@ -145,7 +146,7 @@ class ObjectiveConfig:
     normalize_advantages: Annotated[bool | None, "Scale advantages over a generation (rloo: false)."] = None
 
     def __post_init__(self) -> None:
-        if self.name != "grpo":
+        if self.name not in ("grpo", "rloo"):
             positive("objective.beta", self.beta)
         fraction("objective.label_smoothing", self.label_smoothing, below_one=True)
         not_negative("objective.simpo_gamma", self.simpo_gamma)

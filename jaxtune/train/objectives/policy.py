@@ -34,7 +34,8 @@ _RATIO = "sampling/importance_sampling_ratio/mean"
 class GRPO:
     """Group-relative policy optimisation (arXiv 2402.03300) and its variants, by `losses`; see objective.Objective.
 
-    The reference of the divergence is the model with its adapter off.
+    The reference of the divergence is the model with its adapter off, unless the batches have the reference's
+    log-probabilities (rollouts.REFERENCE_LOGPS).
     """
 
     settings: rollouts.Settings = dataclasses.field(default_factory=rollouts.Settings)
@@ -66,12 +67,13 @@ class GRPO:
 
     @classmethod
     def of(cls, **options: Any) -> GRPO:
-        """From options by TRL's names, whichever part they belong to."""
+        """From options by TRL's names, whichever part they belong to; the others have the defaults of this class."""
         parts: dict[str, Any] = {}
-        for name, kind in (("settings", rollouts.Settings), ("losses", PolicyLoss)):
-            own = {field.name for field in dataclasses.fields(kind)}
-            parts[name] = kind(**{key: value for key, value in options.items() if key in own})
-            taken = own - {"max_completion_length"} if kind is rollouts.Settings else own
+        usual = cls()
+        for name, default in (("settings", usual.settings), ("losses", usual.losses)):
+            own = {field.name for field in dataclasses.fields(default)}
+            parts[name] = dataclasses.replace(default, **{key: v for key, v in options.items() if key in own})
+            taken = own - {"max_completion_length"} if name == "settings" else own
             options = {key: value for key, value in options.items() if key not in taken}
         return cls(**parts, **options)
 
@@ -83,7 +85,12 @@ class GRPO:
     @property
     def sums(self) -> tuple[str, ...]:
         corrected = (_RATIO,) if self.importance_sampling_correction else ()
-        return (*grpo.metric_names(self.losses), "answers", _MISMATCH, *corrected)
+        return (*self._measured, "answers", _MISMATCH, *corrected)
+
+    @property
+    def _measured(self) -> tuple[str, ...]:
+        """Names of the sums that the losses give."""
+        return grpo.metric_names(self.losses)
 
     @property
     def over_generation(self) -> bool:
@@ -99,8 +106,13 @@ class GRPO:
         """Whether answers are trained on after the model has moved, so that batches need its old probabilities."""
         return self.settings.steps > 1
 
-    def advantages(self, rewards: np.ndarray, weights: np.ndarray) -> np.ndarray:
-        """float32[answers] of rewards [answers, functions]."""
+    @property
+    def penalises(self) -> bool:
+        """Whether the divergence is taken from the rewards, not added to the loss."""
+        return False
+
+    def advantages(self, rewards: np.ndarray, weights: np.ndarray, kl: np.ndarray | None = None) -> np.ndarray:
+        """float32[answers] of rewards [answers, functions]. kl: the answers' divergences, where rewards count them."""
         return group_advantages(
             rewards,
             self.settings.num_generations,
@@ -129,8 +141,8 @@ class GRPO:
         logps, entropies = forward.log_probs(
             model, forward(model, batch), batch, temperature=temperature, entropy_gradient=entropy_gradient
         )
-        reference = None
-        if self.losses.beta:
+        reference = batch.extra.get(rollouts.REFERENCE_LOGPS)
+        if reference is None and self.reference_runs:
             base = without_adapter(model)
             reference, _ = forward.log_probs(base, forward.frozen(base, batch), batch, temperature=temperature)
             reference = jax.lax.stop_gradient(reference)
@@ -175,7 +187,7 @@ class GRPO:
 
     def metrics(self, sums: Mapping[str, Any]) -> dict[str, Any]:
         """Means over tokens or ratios, and the number of answers."""
-        found = {name: sums[name] for name in (*grpo.metric_names(self.losses), _MISMATCH)}
+        found = {name: sums[name] for name in (*self._measured, _MISMATCH)}
         if self.importance_sampling_correction:
             found[_RATIO] = sums[_RATIO]
         return grpo.means_of(found) | {"answers": sums["answers"]}
@@ -183,21 +195,20 @@ class GRPO:
 
 @dataclasses.dataclass(frozen=True)
 class RLOO(GRPO):
-    """REINFORCE leave-one-out (arXiv 2402.14740): an answer is one action, whose reward is compared to the others'."""
+    """REINFORCE leave-one-out (arXiv 2402.14740): an answer is one action, whose reward is compared to the others'.
+
+    `losses.beta` times the answer's divergence from the reference, the sum of log p - log p_ref over its tokens when it
+    was sampled, is taken from its reward.
+    """
 
     settings: rollouts.Settings = dataclasses.field(default_factory=lambda: rollouts.Settings(num_generations=2))
+
+    losses: PolicyLoss = dataclasses.field(default_factory=lambda: PolicyLoss(beta=0.05))
 
     normalize_advantages: bool = False
     """Whether the advantages are scaled by their mean and deviation over a generation."""
 
     name: ClassVar[str] = "rloo"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.losses.beta:
-            raise ValueError(
-                f"beta = {self.losses.beta}: rloo has no divergence in its reward here; set 0, or take grpo"
-            )
 
     @property
     def over_generation(self) -> bool:
@@ -208,12 +219,25 @@ class RLOO(GRPO):
         return "answers"
 
     @property
-    def sums(self) -> tuple[str, ...]:
-        return tuple(name for name in super().sums if name != "answers")
+    def _measured(self) -> tuple[str, ...]:
+        return tuple(name for name in super()._measured if name != "kl")  # which is measured with the rewards
 
-    def advantages(self, rewards: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    @property
+    def reference_runs(self) -> int:
+        return 0  # in a step; the reference runs once a generation
+
+    @property
+    def penalises(self) -> bool:
+        return self.losses.beta > 0
+
+    def advantages(self, rewards: np.ndarray, weights: np.ndarray, kl: np.ndarray | None = None) -> np.ndarray:
         return rloo_advantages(
-            rewards, self.settings.num_generations, weights=weights, normalize=self.normalize_advantages
+            rewards,
+            self.settings.num_generations,
+            weights=weights,
+            kl=kl,
+            beta=self.losses.beta,
+            normalize=self.normalize_advantages,
         )
 
     def _sums(self, answers: Answers) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
@@ -259,6 +283,11 @@ def log_probs_of(temperature: float, model: Decoder, batch: Batch) -> np.ndarray
         count = min(_SCORED_ROWS, rows - start)
         found[start : start + count] = values[:count]
     return np.where(batch.weights > 0, found, 0.0).astype(np.float32)
+
+
+def reference_log_probs(temperature: float, model: Decoder, batch: Batch) -> np.ndarray:
+    """As log_probs_of, under the model with its adapter off."""
+    return log_probs_of(temperature, without_adapter(model), batch)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -16,9 +16,9 @@ from jaxtune.train.data.formats import Example, detect_format, normalize, refuse
 from jaxtune.train.data.reading import open_sources
 from jaxtune.train.data.row_errors import RowError
 from jaxtune.train.data.templates import RowEncoder
-from jaxtune.train.objectives.policy import GRPO, log_probs_of
+from jaxtune.train.objectives.policy import GRPO, log_probs_of, reference_log_probs
 from jaxtune.train.objectives.reward_functions import RewardFunctions, Turns
-from jaxtune.train.objectives.rollouts import Prompt, SampledAnswers
+from jaxtune.train.objectives.rollouts import Prompt, SampledAnswers, Score
 
 ANSWER = "answer"  # the column that holds a row's own answer, for reward functions
 
@@ -73,12 +73,14 @@ def sampled_answers(
     ends: Sequence[int],
     positions: int,
     rewards: RewardFunctions | None = None,
+    reference: Score | None = None,
 ) -> SampledAnswers:
     """The source of a run that learns from rewards.
 
     Args:
       rows: see read_prompts. ends: token ids that end an answer. positions: the model's.
       rewards: None: those that config.objective names.
+      reference: log-probabilities under the reference, where it is not the model with its adapter off.
     Raises:
       ConfigError: rows, rewards or lengths that do not fit.
     """
@@ -92,18 +94,22 @@ def sampled_answers(
             errors=wanted.reward_errors or "stop",
         )
     weights = np.asarray(rewards.weights, np.float32)
+    if reference is None and objective.penalises:
+        reference = functools.partial(reference_log_probs, settings.temperature)
     prompts = read_prompts(rows, tokenizer, data, length - settings.max_completion_length)
     return SampledAnswers(
         prompts,
         rewards,
         settings,
-        lambda table: objective.advantages(table, weights),
+        functools.partial(objective.advantages, weights=weights),
         answers_per_step=config.rows_per_step,
         length=data.length,
         seed=config.seed,
         decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
         ends=ends,
         score=functools.partial(log_probs_of, settings.temperature) if objective.reuses else None,
+        reference=reference,
+        penalises=objective.penalises,
     )
 
 

@@ -60,6 +60,9 @@ class Sampled:
     columns: dict[str, list[object]]
     """The rows' other columns."""
 
+    also: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    """Further arguments, which are no lists."""
+
     @classmethod
     def of(
         cls,
@@ -84,7 +87,13 @@ class Sampled:
     def only(self, index: int) -> Sampled:
         """The answer of that index alone."""
         columns = {name: [values[index]] for name, values in self.columns.items()}
-        return Sampled([self.prompts[index]], [self.completions[index]], [self.completion_ids[index]], columns)
+        return dataclasses.replace(
+            self,
+            prompts=[self.prompts[index]],
+            completions=[self.completions[index]],
+            completion_ids=[self.completion_ids[index]],
+            columns=columns,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +117,9 @@ class RewardFunctions:
 
     errors: Literal["stop", "skip"] = "stop"
     """Whether an exception ends the run, or leaves the answers that raise it without this function's reward."""
+
+    also: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    """Further arguments that each function gets by name, if it takes them."""
 
     @classmethod
     def of(
@@ -146,6 +158,7 @@ class RewardFunctions:
         Raises:
           RewardError: a function failed (errors = "stop"), took too long, or returned no list of numbers.
         """
+        sampled = dataclasses.replace(sampled, also=self.also)
         with _EventLoop() as loop:
             waiting = [
                 loop.started(function, sampled) if inspect.iscoroutinefunction(_called(function)) else None
@@ -275,7 +288,7 @@ def _called(function: RewardFunction) -> RewardFunction:
 def _arguments(function: RewardFunction, sampled: Sampled) -> dict[str, object]:
     """What a function is called with: all that its parameters name, or everything if it has **columns."""
     given = dict(prompts=sampled.prompts, completions=sampled.completions, completion_ids=sampled.completion_ids)
-    given = {**sampled.columns, **given}
+    given = {**sampled.columns, **sampled.also, **given}
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return given

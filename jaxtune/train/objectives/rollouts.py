@@ -15,7 +15,7 @@ import dataclasses
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -32,6 +32,7 @@ LENGTHS = "answer_lengths"  # int32: tokens of the answer; 0 where the row has n
 ADVANTAGES = "advantages"  # float32
 SAMPLED_LOGPS = "sampled_logps"  # float32 [rows, length]: at each slot, that of its target under the sampler
 OLD_LOGPS = "old_logps"  # float32 [rows, length]: under the model that the generation was sampled with
+REFERENCE_LOGPS = "reference_logps"  # float32 [rows, length]: under the reference of the divergence
 SHARE = "share"  # float32 [rows]: what the row adds to the count of a loss that is a mean over tokens
 _PLACES = 4  # times the answers of full length that fit a row: the most answers in a row
 _SHOWN = 160  # characters of a prompt or an answer on the screen
@@ -114,7 +115,15 @@ class Answer:
     advantage: float = 0.0
 
 
-Advantages = Callable[[np.ndarray], np.ndarray]
+class Advantages(Protocol):
+    """What answers are worth: float32[answers] of rewards [answers, functions], and of the answers' divergences
+    [answers] from a reference where rewards count them. The answers of a group follow each other."""
+
+    def __call__(self, rewards: np.ndarray, /, kl: np.ndarray | None = None) -> np.ndarray: ...
+
+
+# Log-probabilities float32[rows, length] of the targets of packed rows under a model.
+type Score = Callable[[Decoder, Batch], np.ndarray]
 
 
 class SampledAnswers(BatchSource):
@@ -123,9 +132,10 @@ class SampledAnswers(BatchSource):
     Args:
       prompts: in any order; an epoch takes each once.
       decode: token ids -> text. ends: token ids that end an answer.
-      advantages: float32[answers, functions] -> float32[answers], of groups that follow each other.
-      score: gives log-probabilities float32[rows, length] of the targets of packed rows under a model. With it, batches
-        have OLD_LOGPS.
+      advantages: see Advantages.
+      score: under the model that is given. With it, batches have OLD_LOGPS.
+      reference: under the reference that belongs to the model that is given. With it, batches have REFERENCE_LOGPS, or,
+        if `penalises`, the advantages get the divergences of the answers.
     Raises:
       ConfigError: answers_per_step that are no whole groups; a prompt that leaves no room for an answer.
     """
@@ -144,7 +154,9 @@ class SampledAnswers(BatchSource):
         seed: int,
         decode: Callable[[Sequence[int]], str],
         ends: Sequence[int],
-        score: Callable[[Decoder, Batch], np.ndarray] | None = None,
+        score: Score | None = None,
+        reference: Score | None = None,
+        penalises: bool = False,
     ):
         group, longest = settings.num_generations, max(len(prompt.ids) for prompt in prompts)
         if answers_per_step % group:
@@ -161,6 +173,7 @@ class SampledAnswers(BatchSource):
         self.prompts, self.rewards, self.settings, self.advantages = prompts, rewards, settings, advantages
         self.answers_per_step, self.seed = answers_per_step, seed
         self._length, self._decode, self._ends, self._score = length, decode, sorted(ends), score
+        self._reference, self._penalises = reference, penalises
         full = length // (longest + settings.max_completion_length)
         self.rows_per_step = -(-answers_per_step // full)
         self.places = min(answers_per_step, _PLACES * full)
@@ -200,6 +213,8 @@ class SampledAnswers(BatchSource):
         }
         if self._score is not None:
             extra[OLD_LOGPS] = np.zeros(slots, np.float32)
+        if self._reference is not None and not self._penalises:
+            extra[REFERENCE_LOGPS] = np.zeros(slots, np.float32)
         return dataclasses.replace(batch, extra=extra)
 
     def batch_at(self, step: int, model: Callable[[], Decoder] | None = None) -> Batch:
@@ -218,6 +233,9 @@ class SampledAnswers(BatchSource):
                 assert model is not None
                 self._old[part] = self._score(model(), batch)
             batch.extra[OLD_LOGPS][:] = self._old[part]
+        if self._reference is not None and not self._penalises:
+            assert model is not None
+            batch.extra[REFERENCE_LOGPS][:] = self._reference(model(), batch)
         self._made = step, batch
         return batch
 
@@ -310,12 +328,28 @@ class SampledAnswers(BatchSource):
         sampling = time.monotonic() - started
         sampled = self._as_rewarded(made)
         table = self.rewards(sampled)
-        values = self.advantages(table)
+        kl = self._divergences(model, made) if self._reference is not None and self._penalises else None
+        values = self.advantages(table) if kl is None else self.advantages(table, kl=kl)
         made = [dataclasses.replace(answer, advantage=float(v)) for answer, v in zip(made, values, strict=True)]
         times = {"sampling_seconds": sampling, "reward_seconds": time.monotonic() - started - sampling}
         self._metrics[step] = self._measured(made, table) | times
+        if kl is not None:
+            self._metrics[step]["kl"] = float(kl.sum() / max(1, sum(map(self._counted, made))))
         self._tell(number, sampled, table, made)
         return made
+
+    def _divergences(self, model: Decoder, answers: Sequence[Answer]) -> np.ndarray:
+        """float32[answers]: the sum of log p - log p_ref over the tokens of each answer that count."""
+        assert self._reference is not None
+        found = np.zeros(len(answers), np.float32)
+        for start in range(0, len(answers), self.answers_per_step):
+            own = answers[start : start + self.answers_per_step]
+            batch = self._packed(own, 0.0)
+            apart = batch.weights * (batch.extra[SAMPLED_LOGPS] - self._reference(model, batch))
+            for index, (row, at, _) in enumerate(self._places(own)):
+                begin = at + len(self.prompts[own[index].prompt].ids) - 1
+                found[start + index] = apart[row, begin : begin + len(own[index].ids)].sum()
+        return found
 
     def _as_rewarded(self, answers: Sequence[Answer]) -> Sampled:
         prompts = [self.prompts[answer.prompt] for answer in answers]
@@ -384,17 +418,24 @@ class SampledAnswers(BatchSource):
         return 0 if masked else len(answer.ids)
 
     def _packed(self, answers: Sequence[Answer], tokens: float) -> Batch:
-        """The answers in rows, first fit by decreasing length. tokens: that a step counts in a mean over tokens."""
+        """The answers in rows. tokens: that a step counts in a mean over tokens."""
         batch = self.empty(self.rows_per_step)
-        used, filled = np.zeros(self.rows_per_step, np.int64), np.zeros(self.rows_per_step, np.int64)
-        sizes = [len(self.prompts[answer.prompt].ids) + len(answer.ids) for answer in answers]
-        for index in sorted(range(len(answers)), key=lambda i: (-sizes[i], i)):
-            row = int(np.argmax((used + sizes[index] <= self.length) & (filled < self.places)))
-            self._write(batch, row, int(used[row]), int(filled[row]), answers[index])
-            used[row] += sizes[index]
-            filled[row] += 1
+        for answer, place in zip(answers, self._places(answers), strict=True):
+            self._write(batch, *place, answer)
         batch.extra[SHARE][:] = tokens / self.rows_per_step
         return batch
+
+    def _places(self, answers: Sequence[Answer]) -> list[tuple[int, int, int]]:
+        """(row, slot of the prompt's first token, number within the row) of each answer: first fit, longest first."""
+        used, filled = np.zeros(self.rows_per_step, np.int64), np.zeros(self.rows_per_step, np.int64)
+        sizes = [len(self.prompts[answer.prompt].ids) + len(answer.ids) for answer in answers]
+        found = [(0, 0, 0)] * len(answers)
+        for index in sorted(range(len(answers)), key=lambda i: (-sizes[i], i)):
+            row = int(np.argmax((used + sizes[index] <= self.length) & (filled < self.places)))
+            found[index] = row, int(used[row]), int(filled[row])
+            used[row] += sizes[index]
+            filled[row] += 1
+        return found
 
     def _write(self, batch: Batch, row: int, at: int, place: int, answer: Answer) -> None:
         prompt = self.prompts[answer.prompt].ids
