@@ -35,6 +35,7 @@ from jaxtune.compat.preference import (
     RewardConfig,
     RewardTrainer,
 )
+from jaxtune.compat.rewarded import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from jaxtune.compat.settings import SFTConfig, TrainingArguments
 from jaxtune.compat.texts import get_chat_template, setup_chat_format, standardize_data_formats, standardize_sharegpt
 from jaxtune.compat.trainer import SFTTrainer, train_on_responses_only
@@ -54,6 +55,8 @@ __all__ = [
     "EvalPrediction",
     "FastLanguageModel",
     "FastModel",
+    "GRPOConfig",
+    "GRPOTrainer",
     "KTOConfig",
     "KTOTrainer",
     "LoraConfig",
@@ -61,6 +64,8 @@ __all__ = [
     "ORPOTrainer",
     "PatchDPOTrainer",
     "PeftModel",
+    "RLOOConfig",
+    "RLOOTrainer",
     "RewardConfig",
     "RewardTrainer",
     "SFTConfig",
@@ -86,10 +91,10 @@ __all__ = [
 _ELSEWHERE = {
     "FastVisionModel": "images are not supported; FastLanguageModel loads the text part of Gemma 3",
     "UnslothVisionDataCollator": "images are not supported",
-    "GRPOTrainer": "set objective.name=grpo in a recipe of jaxtune.train (docs/rewards.md)",
-    "GRPOConfig": "set objective.name=grpo in a recipe of jaxtune.train (docs/rewards.md)",
+    "SamplingParams": "GRPOConfig has temperature, top_p, top_k, min_p and repetition_penalty; model.generate too",
+    "PatchFastRL": "nothing has to be patched: leave the call out",
     "CPOTrainer": "use jaxtune.train with objective=simpo",
-    "PPOTrainer": "set objective.name=grpo in a recipe of jaxtune.train (docs/rewards.md)",
+    "PPOTrainer": "use GRPOTrainer or RLOOTrainer, which need no value model",
     "Trainer": "use SFTTrainer, whose rows need not be tokenised before",
     "PeftConfig": "use LoraConfig, or PeftModel.from_pretrained, which reads the adapter's own",
     "AutoModelForSequenceClassification": "use RewardTrainer with the model's name",

@@ -194,6 +194,25 @@ class CompatModel(ModelMethods):
         settle("save_pretrained", others, SAVE)
         (jaxtune.save_adapter if self.has_adapter else jaxtune.save_pretrained)(self.module, save_directory)
 
+    def save_lora(self, save_directory: str | os.PathLike) -> None:
+        """Saves the adapter as a PEFT folder."""
+        self.save_pretrained(save_directory)
+
+    def load_lora(self, *_: object, **__: object) -> None:
+        """Raises ValueError: the adapter is part of the model."""
+        raise ValueError(
+            "load_lora is not supported: it is a request to vLLM, which is not started. Instead: model.generate, which "
+            "uses the adapter; of a saved one, FastLanguageModel.from_pretrained(FOLDER)"
+        )
+
+    def fast_generate(self, *_: object, **__: object) -> None:
+        """Raises ValueError: vLLM is not started."""
+        raise ValueError(
+            "fast_generate is not supported: it is vLLM's, which is not started. Instead: model.generate("
+            "**tokenizer(texts, return_tensors='pt', padding=True), max_new_tokens=..., temperature=...), or "
+            "jaxtune.Sampler(model.module) for many prompts"
+        )
+
     def save_pretrained_merged(
         self, save_directory: str | os.PathLike, tokenizer: Any = None, save_method: str = "merged_16bit", **others: Any
     ) -> None:

@@ -33,6 +33,9 @@ AUTO, PEFT_MODEL, BITS_AND_BYTES = _TABLES["auto"], _TABLES["peft_model"], _TABL
 AUTO = {name: argument for name, argument in LOAD.items() if name != "quantization_config"} | AUTO
 ORPO = {name: argument for name, argument in SFT.items() if name != "loss_type"} | _TABLES["preference"]
 DPO, KTO = ORPO | _TABLES["dpo"], ORPO | _TABLES["kto"]
+_REWARDED = {name: argument for name, argument in SFT.items() if name != "loss_type"} | _TABLES["rewarded"]
+GRPO, RLOO = _REWARDED | _TABLES["grpo"], _REWARDED | _TABLES["rloo"]
+REWARDED_TRAINER = TRAINER | _TABLES["rewarded_trainer"]
 REWARD = SFT | {"pad_to_multiple_of": _TABLES["preference"]["pad_to_multiple_of"]}
 
 # ---- values that are followed under another name

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 EXAMPLES = ROOT / "examples"
 MOVED = ("unsloth_quickstart.py", "unsloth_notebook.ipynb", "trl_quickstart.py", "peft_training_arguments.py")
+MOVED += ("unsloth_grpo.py", "trl_grpo.py")  # test_reward_scripts.py
 WITH_TORCH = ("compare_flax_and_torch.py",)  # run by tests/parity/test_compared_programs.py
 # Numbers that are smaller here.
 SMALLER = {

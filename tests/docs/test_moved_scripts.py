@@ -328,8 +328,8 @@ def test_the_page_of_arguments_is_the_code():
 
 
 def test_a_missing_name_says_what_to_do():
-    with pytest.raises(ImportError, match="jaxtune.compat has no GRPOTrainer: set objective.name=grpo"):
-        from jaxtune.compat import GRPOTrainer  # noqa: F401
+    with pytest.raises(ImportError, match="jaxtune.compat has no CPOTrainer: use jaxtune.train with objective=simpo"):
+        from jaxtune.compat import CPOTrainer  # noqa: F401
     with pytest.raises(ImportError, match="there are: AutoModelForCausalLM"):
         compat.Nonsense  # noqa: B018
     assert not hasattr(compat, "__wrapped__")

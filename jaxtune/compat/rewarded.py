@@ -1,0 +1,345 @@
+"""TRL's GRPOTrainer and RLOOTrainer with their configs, built on SFTTrainer's run.
+
+Answers are sampled from the model that trains, in the same process, and rewarded by the script's functions.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import os
+from collections.abc import Sequence
+from typing import Literal, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxtune.compat.arguments import choose, tell
+from jaxtune.compat.model import CompatModel
+from jaxtune.compat.preference import PreferenceConfig, PreferenceTrainer
+from jaxtune.compat.settings import given_arguments, plain_value
+from jaxtune.compat.tables import GRPO, REWARDED_TRAINER, RLOO
+from jaxtune.compat.trainer import loaded
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.lora import matrices
+from jaxtune.system.terminal import say
+from jaxtune.train.callbacks import Callback
+from jaxtune.train.config import TrainConfig
+from jaxtune.train.config.objective import ObjectiveConfig
+from jaxtune.train.data.batches import Batch
+from jaxtune.train.folder.run_rows import is_stream
+from jaxtune.train.objectives.named import objective_of
+from jaxtune.train.objectives.policy import GRPO as Policy
+from jaxtune.train.objectives.policy import log_probs_of
+from jaxtune.train.objectives.prompts import end_tokens, sampled_answers
+from jaxtune.train.objectives.reward_functions import RewardFunction, RewardFunctions
+from jaxtune.train.objectives.rollouts import SampledAnswers, Score
+from jaxtune.train.trainer import Trainer
+
+_USUAL_PROMPT = 512  # tokens of a prompt that a model has room for which the trainer loads by its name
+
+# Arguments that have the names of the objective's options.
+_SHARED = (
+    "beta",
+    "num_generations",
+    "max_completion_length",
+    "temperature",
+    "top_p",
+    "repetition_penalty",
+    "mask_truncated_completions",
+    "num_iterations",
+    "epsilon",
+    "epsilon_high",
+)
+_OF_GRPO = (
+    "delta",
+    "use_bias_correction_kl",
+    "top_entropy_quantile",
+    "entropy_coef",
+    "sapo_temperature_pos",
+    "sapo_temperature_neg",
+)
+_CHOICES = {
+    "loss_type": ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo"),
+    "importance_sampling_level": ("token", "sequence"),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+}
+_SCALES = {True: "group", False: "none", "group": "group", "batch": "batch", "none": "none"}
+
+
+@dataclasses.dataclass(init=False)
+class RewardedConfig(PreferenceConfig):
+    """The fields that GRPOConfig and RLOOConfig share. per_device_train_batch_size counts answers, as in TRL."""
+
+    learning_rate: float = 1e-6
+    disable_dropout: bool = False
+    num_generations: int = 8
+    max_prompt_length: int | None = None
+    max_completion_length: int = 512
+    generation_batch_size: int | None = None
+    steps_per_generation: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = 0
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    beta: float = 0.0
+    num_iterations: int = 1
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    reward_weights: Sequence[float] | None = None
+    mask_truncated_completions: bool = False
+
+
+@dataclasses.dataclass(init=False)
+class GRPOConfig(RewardedConfig):
+    """TRL's GRPOConfig."""
+
+    table = GRPO
+
+    delta: float | None = None
+    loss_type: str = "dapo"
+    importance_sampling_level: str = "token"
+    multi_objective_aggregation: str = "sum_then_normalize"
+    scale_rewards: str | bool = "group"
+    top_entropy_quantile: float = 1.0
+    entropy_coef: float = 0.0
+    sapo_temperature_neg: float = 1.05
+    sapo_temperature_pos: float = 1.0
+    use_bias_correction_kl: bool = True
+    vllm_importance_sampling_correction: bool = True
+    vllm_importance_sampling_mode: str = "sequence_mask"
+    vllm_importance_sampling_clip_max: float | None = 3.0
+    vllm_importance_sampling_clip_min: float | None = None
+
+
+@dataclasses.dataclass(init=False)
+class RLOOConfig(RewardedConfig):
+    """TRL's RLOOConfig."""
+
+    table = RLOO
+
+    num_generations: int = 2
+    beta: float = 0.05
+    normalize_advantages: bool = False
+
+
+class RewardedTrainer(PreferenceTrainer):
+    """What GRPOTrainer and RLOOTrainer share.
+
+    Args:
+      model: as for SFTTrainer.
+      reward_funcs: a function of TRL's signature, or a list of them. They get the rows' columns and, if they take it,
+        `trainer_state`.
+      args: GRPOConfig or RLOOConfig, also TRL's own.
+      train_dataset: rows with a column `prompt`, text or messages.
+      others: as for SFTTrainer.
+    Raises:
+      ValueError: reward_funcs that are no functions; an argument that is not supported, by its name.
+    """
+
+    config_type: type[RewardedConfig]
+    table = REWARDED_TRAINER
+    columns = ("prompt",)
+
+    def __init__(
+        self,
+        model: CompatModel | str | os.PathLike,
+        reward_funcs: RewardFunction | Sequence[RewardFunction] | None = None,
+        args: object = None,
+        train_dataset: object = None,
+        eval_dataset: object = None,
+        processing_class: object = None,
+        **others: object,
+    ):
+        name = type(self).__name__
+        self._functions: list[RewardFunction] = []
+        for one in reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]:
+            if not callable(one) or isinstance(one, CompatModel):
+                raise ValueError(
+                    f"{name}: reward_funcs has {one!r}; give functions of (prompts, completions, **columns) that "
+                    "return a list of numbers. A reward model is asked by such a function"
+                )
+            self._functions.append(one)
+        found = given_arguments(args, self.config_type)
+        if plain_value(found.eval_strategy) not in ("no", None):
+            raise ValueError(
+                f"{self.config_type.__name__}: eval_strategy = {plain_value(found.eval_strategy)!r} is not supported; "
+                "leave it at 'no'. Instead: the rewards that every step logs"
+            )
+        if eval_dataset is not None:
+            tell(name, "eval_dataset", "eval_strategy is 'no'")
+        if isinstance(model, str | os.PathLike):
+            roomy = copy.copy(found)
+            prompt = getattr(found, "max_prompt_length", None) or _USUAL_PROMPT
+            roomy.max_length = prompt + getattr(found, "max_completion_length", RewardedConfig.max_completion_length)
+            model = loaded(os.fspath(model), roomy, full=others.get("peft_config") is None)
+        self._weights = getattr(found, "reward_weights", None)
+        super().__init__(model, args, train_dataset, None, processing_class, **others)
+        if self.args.beta:
+            which = "a copy of the adapter that was trained before" if self._trained_before else "its adapter off"
+            say(f"{name}: the reference of beta = {self.args.beta} is the model with {which}")
+
+    # ---- the arguments
+
+    @property
+    def _answers(self) -> int:
+        """The answers of an update."""
+        args, parts = self.args, self.args.gradient_accumulation_steps
+        batch, group = args.per_device_train_batch_size, args.num_generations
+        if batch * parts % group:
+            what = f"per_device_train_batch_size = {batch}"
+            tell(
+                type(args).__name__,
+                what,
+                f"an update has whole groups: num_generations = {group} answers are taken instead, as in Unsloth",
+            )
+            batch = group
+        return batch * parts
+
+    def _steps_per_generation(self) -> int:
+        """The updates that a generation's answers are divided into. TRL's argument counts micro-batches."""
+        args, answers = self.args, self._answers
+        if args.generation_batch_size is not None:
+            what, count = f"generation_batch_size = {args.generation_batch_size}", args.generation_batch_size
+        elif args.steps_per_generation is not None:
+            what = f"steps_per_generation = {args.steps_per_generation}"
+            count = args.steps_per_generation * answers // args.gradient_accumulation_steps
+        else:
+            return 1
+        if count % answers:
+            raise ValueError(
+                f"{type(args).__name__}: {what} is a generation of {count} answers, of which an update takes "
+                f"{answers}; that an update takes answers of two generations is not supported. Instead: a multiple"
+            )
+        return count // answers
+
+    def _objective(self) -> ObjectiveConfig:
+        """The objective's section of the config."""
+        args, rewards = self.args, self._rewards()
+        options = {name: getattr(args, name) for name in _SHARED}
+        options |= dict(
+            reward_funcs=rewards.names,
+            reward_weights=rewards.weights,
+            steps_per_generation=self._steps_per_generation(),
+            top_k=max(0, args.top_k or 0),  # vLLM's -1 is all tokens
+            min_p=args.min_p or 0.0,
+        )
+        if isinstance(args, RLOOConfig):
+            return ObjectiveConfig("rloo", normalize_advantages=args.normalize_advantages, **options)
+        where = type(args).__name__
+        options |= {name: getattr(args, name) for name in _OF_GRPO}
+        options |= {
+            name: choose(where, name, getattr(args, name), dict(zip(known, known, strict=True)))
+            for name, known in _CHOICES.items()
+        }
+        options["scale_rewards"] = choose(where, "scale_rewards", args.scale_rewards, _SCALES)
+        corrections = ("correction", "mode", "clip_max", "clip_min")
+        options |= {
+            f"importance_sampling_{name}": getattr(args, f"vllm_importance_sampling_{name}") for name in corrections
+        }
+        return ObjectiveConfig("grpo", **options)
+
+    def _rewards(self) -> RewardFunctions:
+        """The script's reward functions."""
+        name = type(self).__name__
+        idle = {key: functools.partial(_not_logged, name, key) for key in ("log_extra", "log_metric")}
+        also = {"trainer_state": getattr(self, "state", None), **idle}
+        return RewardFunctions.of(self._functions, self._weights, also=also)
+
+    def _read(self, dataset: object, formatting_func: object) -> tuple[object, str]:
+        """(rows, their format), after a check that they have prompts."""
+        if is_stream(dataset):
+            raise ValueError(
+                f"{type(self).__name__}: train_dataset is an IterableDataset, which is not supported; prompts are read "
+                "before the run. Instead: a list of its rows"
+            )
+        if formatting_func is not None:
+            raise ValueError(f"{type(self).__name__}: it has no formatting_func; give a column `prompt`")
+        rows, _ = super()._read(dataset, None)
+        return rows, "auto"
+
+    def config(self, resume: Literal["auto", "never"] = "never", prepared: bool = True) -> TrainConfig:
+        """As SFTTrainer.config, with the answers of an update as rows_per_step."""
+        made, args = super().config(resume, prepared), self.args
+        length = made.data.length
+        if args.max_prompt_length is not None:
+            length = min(length, args.max_prompt_length + args.max_completion_length)
+        data = dataclasses.replace(made.data, length=length, packing=True)
+        return dataclasses.replace(made, data=data, rows_per_step=self._answers)
+
+    # ---- the run
+
+    @property
+    def _trained_before(self) -> bool:
+        """Whether the adapter has been trained before."""
+        loras = [matrix.lora for _, matrix in matrices(self.model.module) if matrix.lora is not None]
+        return any(bool(lora.b[...].any()) for lora in loras)
+
+    def _reference(self, objective: Policy) -> Score | None:
+        """Log-probabilities under a copy of an adapter that was trained before, as in TRL; None: the reference is the
+        model with its adapter off."""
+        if not objective.losses.beta or not self._trained_before:
+            return None
+        kept = jax.tree.map(jnp.copy, nnx.state(self.model.module, nnx.Param))
+        temperature = objective.settings.temperature
+
+        def score(model: Decoder, batch: Batch) -> np.ndarray:
+            graph, _, others = nnx.split(model, nnx.Param, ...)
+            return log_probs_of(temperature, nnx.merge(graph, kept, others), batch)
+
+        return score
+
+    def _source(self, config: TrainConfig) -> SampledAnswers:
+        """The source of the run's answers."""
+        objective, module = objective_of(config), self.model.module
+        assert isinstance(objective, Policy)
+        return sampled_answers(
+            objective,
+            self._rows["train"],
+            self.tokenizer,
+            config,
+            end_tokens(module, self.tokenizer),
+            module.config.context_length,
+            self._rewards(),
+            self._reference(objective),
+        )
+
+    def _run(self, config: TrainConfig, callbacks: Sequence[Callback] = ()) -> Trainer:
+        return Trainer(self._to_train(), self.tokenizer, config, self._source(config), callbacks=callbacks)
+
+    @functools.cached_property
+    def _prepared(self) -> Trainer:
+        """A Trainer that counts an epoch's steps."""
+        return self._run(self.config(prepared=False))
+
+    def _trainer(self, resume: Literal["auto", "never"] = "never", callbacks: Sequence[Callback] = ()) -> Trainer:
+        """The Trainer of a run."""
+        return self._run(self.config(resume), callbacks)
+
+    def evaluate(self) -> NoReturn:
+        """Raises ValueError: sampled answers have no held-out loss."""
+        raise ValueError(
+            f"{type(self).__name__}: evaluate is not supported. Instead: the rewards that every step logs, or answers "
+            "of model.generate to held-out prompts"
+        )
+
+
+def _not_logged(trainer: str, name: str, *_: object) -> None:
+    """What a reward function gets as log_extra and log_metric."""
+    tell(trainer, name, "rewards and their spread are logged for each function")
+
+
+class GRPOTrainer(RewardedTrainer):
+    """TRL's GRPOTrainer."""
+
+    config_type = GRPOConfig
+
+
+class RLOOTrainer(RewardedTrainer):
+    """TRL's RLOOTrainer."""
+
+    config_type = RLOOConfig

@@ -1,0 +1,161 @@
+"""Scripts of GRPO for Unsloth and TRL run with their imports changed; the arguments of the reward trainers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxtune import compat
+from jaxtune.compat import arguments
+from jaxtune.train.objectives.rollouts import REFERENCE_LOGPS, SAMPLED_LOGPS
+from tests.docs.test_moved_scripts import run_script
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+
+@pytest.fixture
+def from_the_hub(workplace, monkeypatch):
+    """Data sets of the hub, as the scripts name them, and a fresh memory of what was told."""
+    import datasets
+
+    rows = {
+        "openai/gsm8k": [{"question": f"What is {n} + {n}?", "answer": f"Twice {n}.\n#### {2 * n}"} for n in range(8)],
+        "trl-lib/ultrafeedback-prompt": [{"prompt": [{"role": "user", "content": "Go on."}]}] * 8,
+    }
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, *_, **__: datasets.Dataset.from_list(rows[name]))
+    monkeypatch.setattr(arguments, "_told", set())
+    return workplace
+
+
+def test_unsloths_notebook(from_the_hub, capsys):
+    made = run_script(
+        "unsloth_grpo.py", max_seq_length="160", max_prompt_length="144", max_steps="2", num_generations="4"
+    )
+    trainer, told = made["trainer"], capsys.readouterr().out
+    objective = trainer.config().objective
+    assert (objective.name, objective.num_generations, objective.max_completion_length) == ("grpo", 4, 16)
+    assert trainer.config().rows_per_step == 4 and "num_generations = 4 answers are taken instead" in told
+    assert "fast_inference does nothing here: answers come from the sampler" in told and "Question:" in told
+    line = trainer.state.log_history[0]
+    assert {"reward", "rewards/correctness_reward_func/mean", "completions/mean_length"} <= set(line)
+    assert (from_the_hub / "grpo_saved_lora/adapter_config.json").is_file()
+    with pytest.raises(ValueError, match="fast_generate is not supported.*model.generate"):
+        made["model"].fast_generate(["hello"])
+    with pytest.raises(ImportError, match="no SamplingParams: GRPOConfig has temperature"):
+        from jaxtune.compat import SamplingParams  # noqa: F401
+
+
+def test_trls_quick_start(from_the_hub, capsys):
+    trainer = run_script("trl_grpo.py", max_completion_length="4", max_steps="1")["trainer"]
+    told = capsys.readouterr().out
+    assert "use_vllm does nothing here: answers come from the sampler" in told
+    config = trainer.config()
+    assert config.adapter is None and config.objective.loss_type == "dapo" and config.optim.learning_rate == 1e-6
+    assert trainer.state.log_history[0]["rewards/reward_num_unique_chars/mean"] > 0
+    assert (from_the_hub / "trainer_output/checkpoint-1/model.safetensors").is_file()
+
+
+ROWS = [{"prompt": f"Say {n}.", "level": n} for n in range(4)]
+
+
+def by_level(prompts, completions, level, trainer_state, **columns):
+    assert trainer_state.global_step >= 0 and len(level) == len(prompts)
+    columns["log_metric"]("mine", 1.0)
+    return [float(value) for value in level]
+
+
+def length(completion_ids, **columns):
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def adapted(trained: bool = False):
+    model, _ = compat.FastLanguageModel.from_pretrained("base", 64, load_in_4bit=False, dtype="float32")
+    model = compat.FastLanguageModel.get_peft_model(model, r=2, target_modules=["q_proj"])
+    if trained:
+        graph, params, others = nnx.split(model.module, nnx.Param, ...)
+        model.module = nnx.merge(graph, jax.tree.map(lambda a: a + 0.5, params), others)
+    return model
+
+
+def trainer_of(kind: Any = compat.GRPOTrainer, model=None, reward_funcs=(by_level, length), dataset=ROWS, **settings):
+    usual: dict[str, Any] = dict(max_steps=1, num_generations=2, max_completion_length=4, per_device_train_batch_size=4)
+    args = kind.config_type(**(usual | settings))
+    return kind(model or adapted(), list(reward_funcs), args, dataset)
+
+
+def test_arguments_become_the_objectives_options(workplace):
+    made = trainer_of(
+        reward_weights=[1.0, 0.5],
+        scale_rewards=False,
+        loss_type="dr_grpo",
+        gradient_accumulation_steps=2,
+        steps_per_generation=4,
+        top_k=-1,
+        vllm_importance_sampling_correction=False,
+        importance_sampling_level="sequence",
+        max_prompt_length=20,
+    ).config()
+    objective = made.objective
+    assert (objective.reward_funcs, objective.reward_weights) == (("by_level", "length"), (1.0, 0.5))
+    assert (objective.scale_rewards, objective.loss_type, objective.top_k) == ("none", "dr_grpo", 0)
+    assert (made.rows_per_step, objective.steps_per_generation, made.data.length) == (8, 2, 24)
+    assert objective.importance_sampling_correction is False and objective.importance_sampling_level == "sequence"
+    assert (
+        trainer_of(generation_batch_size=16, gradient_accumulation_steps=2).config().objective.steps_per_generation == 2
+    )
+
+
+@pytest.mark.parametrize(
+    "settings, told",
+    [
+        (dict(loss_type="vespo"), "loss_type = 'vespo' is not supported; supported: 'grpo'"),
+        (dict(steps_per_generation=3, gradient_accumulation_steps=2), "steps_per_generation = 3 is a generation of 12"),
+        (dict(eval_strategy="steps"), "eval_strategy = 'steps' is not supported; leave it at 'no'"),
+        (dict(generation_kwargs={"top_k": 1}), "generation_kwargs = .* is not supported"),
+        (dict(sync_ref_model=True), "sync_ref_model = True is not supported"),
+        (dict(packing=True), "packing = True is not supported"),
+        (dict(reward_weights=[1.0]), "there are 2 reward functions"),
+        (dict(dataset=[{"text": "x"}]), "the data set has no column prompt"),
+        (dict(reward_funcs=["a/reward-model"]), "reward_funcs has 'a/reward-model'; give functions"),
+    ],
+)
+def test_what_has_no_counterpart_is_refused(workplace, settings, told):
+    with pytest.raises(ValueError, match=told):
+        trainer_of(**settings)
+
+
+def test_tools_are_refused_by_name(workplace):
+    with pytest.raises(ValueError, match="GRPOTrainer: tools = .* is not supported"):
+        compat.GRPOTrainer(adapted(), [length], compat.GRPOConfig(num_generations=2), ROWS, tools=[print])
+
+
+def test_the_reference_is_the_base_or_a_copy_of_a_trained_adapter(workplace, capsys):
+    new = trainer_of(beta=0.1)
+    assert "the reference of beta = 0.1 is the model with its adapter off" in capsys.readouterr().out
+    assert REFERENCE_LOGPS not in new._source(new.config()).empty(1).extra
+    trained = trainer_of(beta=0.1, model=adapted(trained=True))
+    assert "the model with a copy of the adapter that was trained before" in capsys.readouterr().out
+    source = trained._source(trained.config())
+    batch = source.batch_at(0, lambda: trained.model.module)
+    # Before the first update, the model is its reference.
+    apart = batch.extra[REFERENCE_LOGPS] - batch.extra[SAMPLED_LOGPS]
+    np.testing.assert_allclose(apart * batch.weights, 0.0, atol=1e-4)
+    other = adapted(trained=True)
+    graph, params, others = nnx.split(other.module, nnx.Param, ...)
+    moved = nnx.merge(graph, jax.tree.map(lambda a: a - 0.5, params), others)
+    later = source.batch_at(1, lambda: moved)
+    assert np.abs((later.extra[REFERENCE_LOGPS] - later.extra[SAMPLED_LOGPS]) * later.weights).max() > 1e-2
+
+
+def test_rloo_takes_the_divergence_from_the_reward(workplace, capsys):
+    trainer = trainer_of(compat.RLOOTrainer, model=adapted(trained=True), beta=0.5, max_steps=2)
+    before = capsys.readouterr().out
+    assert "RLOOTrainer: the reference of beta = 0.5 is the model with a copy of the adapter" in before
+    trainer.train()
+    first, second = (line["kl"] for line in trainer.state.log_history if "kl" in line)
+    assert abs(first) < 1e-4 and np.isfinite(second)
+    assert "log_metric does nothing here" in capsys.readouterr().out
