@@ -240,7 +240,7 @@ def _rope_keys(config: DecoderConfig, rope: RopeConfig, notes: list[str]) -> dic
             "llama.cpp chooses the long rotary factors by the size of its whole context: run it with at most "
             f"{original} tokens of context for texts that fit in"
         )
-        _, _, scale = rotary_frequencies(rope, config.head_dim, config.max_position_embeddings)
+        scale = rotary_frequencies(rope, config.head_dim, config.max_position_embeddings).scale
         return {"rope.scaling.original_context_length": original, "rope.scaling.attn_factor": float(scale)}
     if rope.kind == "yarn":
         if not rope.truncate:
@@ -268,7 +268,7 @@ def rope_factors(config: DecoderConfig) -> dict[str, np.ndarray]:
         }
     if rope.kind == "llama3":
         plain = dataclasses.replace(rope, kind="default")
-        base, _, _ = rotary_frequencies(plain, config.head_dim, config.max_position_embeddings)
-        scaled, _, _ = rotary_frequencies(rope, config.head_dim, config.max_position_embeddings)
+        base = rotary_frequencies(plain, config.head_dim, config.max_position_embeddings).short
+        scaled = rotary_frequencies(rope, config.head_dim, config.max_position_embeddings).short
         return {"rope_freqs.weight": (base / scaled).astype(np.float32)}
     return {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,15 @@ import numpy as np
 from jaxtune.models.config import DecoderConfig, RopeConfig
 
 
-def rotary_frequencies(
-    rope: RopeConfig, head_dim: int, max_positions: int
-) -> tuple[np.ndarray, np.ndarray | None, float]:
+class RotaryFrequencies(NamedTuple):
+    """The angles by which a rotary base turns a head, per position."""
+
+    short: np.ndarray  # float32[rotary_dim / 2], the inverse frequencies
+    long: np.ndarray | None  # the same for documents longer than the original context (longrope), or None
+    scale: float  # factor on cos and sin
+
+
+def rotary_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> RotaryFrequencies:
     """The inverse frequencies of a rotary base.
 
     The formulas are those of transformers' modeling_rope_utils: llama3 from the Llama 3.1 reference code, longrope from
@@ -28,30 +35,28 @@ def rotary_frequencies(
       rope: the base.
       head_dim: size of a head.
       max_positions: the model's max_position_embeddings.
-    Returns:
-      (float32[rotary_dim / 2]; those for documents longer than the original context, or None; factor on cos and sin)
     """
     dim = int(head_dim * rope.partial_rotary_factor)
     # Computed in float64: a power in float32 differs in its last bit between processors with and without AVX-512.
     base = (1.0 / rope.theta ** (np.arange(0, dim, 2) / dim)).astype(np.float32)
     original = rope.original_max_position_embeddings or max_positions
     if rope.kind == "default":
-        return base, None, 1.0
+        return RotaryFrequencies(base, None, 1.0)
     if rope.kind == "linear":
-        return base / rope.factor, None, 1.0
+        return RotaryFrequencies(base / rope.factor, None, 1.0)
     if rope.kind == "llama3":
         wavelength = 2 * np.pi / base
         low, high = original / rope.low_freq_factor, original / rope.high_freq_factor
         smooth = (original / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
         mixed = (1 - smooth) * base / rope.factor + smooth * base
         scaled = np.where(wavelength > low, base / rope.factor, base)
-        return np.where((wavelength <= low) & (wavelength >= high), mixed, scaled), None, 1.0
+        return RotaryFrequencies(np.where((wavelength <= low) & (wavelength >= high), mixed, scaled), None, 1.0)
     if rope.kind == "longrope":
         scale = rope.attention_factor
         if scale is None:
             scale = 1.0 if rope.factor <= 1.0 else math.sqrt(1 + math.log(rope.factor) / math.log(original))
         short = base / np.asarray(rope.short_factor, np.float32)
-        return short, base / np.asarray(rope.long_factor, np.float32), scale
+        return RotaryFrequencies(short, base / np.asarray(rope.long_factor, np.float32), scale)
     if rope.kind == "yarn":
         scale = rope.attention_factor
         if scale is None:
@@ -65,7 +70,7 @@ def rotary_frequencies(
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, dim - 1)
         ramp = np.clip((np.arange(dim // 2, dtype=np.float32) - low) / max(high - low, 0.001), 0, 1)
-        return base / rope.factor * ramp + base * (1 - ramp), None, scale
+        return RotaryFrequencies(base / rope.factor * ramp + base * (1 - ramp), None, scale)
     raise ValueError(f"rope kind {rope.kind!r} is unknown")
 
 

@@ -22,7 +22,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -158,11 +158,16 @@ def write_adapter(
     atomic_write(folder / CONFIG_NAME, json.dumps(config, indent=2, sort_keys=True) + "\n", durable=False)
 
 
-def adapter_content(model: Decoder) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, str]]:
-    """(content of adapter_config.json, {key: array} of the tensors, the safetensors metadata) of a model's adapter.
+class AdapterContent(NamedTuple):
+    """The content of an adapter's files."""
 
-    Errors as in save_adapter.
-    """
+    config: dict[str, Any]  # adapter_config.json
+    arrays: dict[str, np.ndarray]  # float32, by PEFT's keys
+    metadata: dict[str, str]  # of the safetensors file
+
+
+def adapter_content(model: Decoder) -> AdapterContent:
+    """The content of the files of a model's adapter; errors as in save_adapter."""
     config = config_of(model)
     variables = adapter_tensors(model)
     covered = {id(getattr(variable, "variable", variable)) for variable in variables.values()}
@@ -185,7 +190,7 @@ def adapter_content(model: Decoder) -> tuple[dict[str, Any], dict[str, np.ndarra
         raise ValueError(f"save_adapter: not finite, so nothing was saved: {_some(broken)}")
     known = {key: getattr(model, attribute) for key, attribute in _BASE.items()}
     known[trained_over.METADATA] = trained_over.of_model(model).to_text()
-    return config, arrays, {key: value for key, value in known.items() if value is not None}
+    return AdapterContent(config, arrays, {key: value for key, value in known.items() if value is not None})
 
 
 def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -94,19 +95,23 @@ def read_stacked(entry: StackedEntry, start: int, stop: int) -> np.ndarray:
     return data
 
 
-def pieces_of(name: str, shape: tuple[int, ...], files: ExpertFiles) -> tuple[int, list[tuple[str, int, int]]]:
-    """The pieces in which files store an expert matrix [E, rows, in].
+class ExpertPiece(NamedTuple):
+    """A part of an expert matrix [E, rows, in] that is one tensor in files."""
 
-    Returns:
-      (rows of each piece, [(name of the piece's tensor, expert, first row within that expert's matrix)] in order)
-    """
+    name: str  # of the tensor in files
+    expert: int  # the expert's number
+    start: int  # its first row within that expert's matrix
+
+
+def pieces_of(name: str, shape: tuple[int, ...], files: ExpertFiles) -> tuple[int, list[ExpertPiece]]:
+    """(rows of each piece, the pieces in order) in which files store the expert matrix [E, rows, in] of this name."""
     match = _FUSED.fullmatch(name)
     assert match is not None
     prefix = match[1].replace(".mlp.", f".{files.module}.")
     matrices = (files.down,) if match[2] == "down_proj" else (files.gate, files.up)
     rows = shape[1] // len(matrices)
     return rows, [
-        (f"{prefix}.{expert}.{matrix}.weight", expert, index * rows)
+        ExpertPiece(f"{prefix}.{expert}.{matrix}.weight", expert, index * rows)
         for expert in range(shape[0])
         for index, matrix in enumerate(matrices)
     ]
@@ -120,4 +125,4 @@ def split_experts(name: str, value: jax.Array, dtype, files: ExpertFiles) -> tup
     def tensor(expert: int, at: int) -> FileTensor:
         return FileTensor(shape, np.dtype(dtype), lambda whole: whole[expert, at : at + rows].astype(dtype))
 
-    return tuple(Piece({piece: tensor(expert, at)}) for piece, expert, at in pieces)
+    return tuple(Piece({piece.name: tensor(piece.expert, piece.start)}) for piece in pieces)

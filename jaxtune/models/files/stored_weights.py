@@ -147,8 +147,7 @@ def group(name: str, weight: Stored, make: Callable[[], Stored], pieces: tuple[i
       name: of the weight's tensor.
       weight: the weight, or its shapes.
       make: computes the weight.
-      pieces: for experts [E, rows, in]: (rows of a piece, (tensor name, expert, first row) of each piece), as from
-        expert_files.pieces_of; None: the weight is a matrix.
+      pieces: for experts [E, rows, in]: (rows of a piece, the pieces) from expert_files.pieces_of; None: a matrix.
     Raises:
       ValueError: quantisation blocks that cross from one piece into the next.
     """

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +64,14 @@ class _SumNorm:
     total: str  # name of the sum that it norms
     adds_to: str  # name of the value that the normed sum is added to
     makes: str  # name of the value after that addition
+
+
+class PartMatrix(NamedTuple):
+    """A matrix of a layer."""
+
+    part: str  # the block's attribute of the part that has it
+    name: str  # its dotted name within the part
+    matrix: Any  # Linear or ExpertLinear
 
 
 class Block(nnx.Module):
@@ -182,12 +190,11 @@ class Block(nnx.Module):
         made = [residual for segment in self.segments() for residual in segment.makes]
         return (Residual(LAYER_INPUT, recomputable=False), *made[:-1])
 
-    def matrices(self) -> list[tuple[str, str, Any]]:
-        """(part, dotted name within the part, Linear or ExpertLinear) of every matrix, in the order in which they
-        multiply."""
+    def matrices(self) -> list[PartMatrix]:
+        """Every matrix of the layer, in the order in which they multiply."""
         named = (name for segment in self.segments() for name in segment.matrices)
         parted = ((name, name.partition(".")) for name in named)
-        return [(part, rest, matrix_of(self, name)) for name, (part, _, rest) in parted]
+        return [PartMatrix(part, rest, matrix_of(self, name)) for name, (part, _, rest) in parted]
 
     @property
     def order(self) -> BackwardOrder:
