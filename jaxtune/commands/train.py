@@ -40,15 +40,15 @@ def run(arguments: Sequence[str]) -> int | None:
     config = load_config(options.recipe, options.overrides, rows_needed=not options.plan)
     # By default JAX uses three quarters of the device; the planner counts on everything after the CUDA context.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
-    if config.data.train and not (options.plan and config.plan.device is not None):
-        from jaxtune.train.data.first_look import require_readable
-
-        require_readable(config)
     from jaxtune.train.planning.devices import allow_pinned_memory
 
     allow_pinned_memory()
     if not options.plan:
         processes.join(options.coordinator, options.processes, options.process)
+    if config.data.train and not (options.plan and config.plan.device is not None):
+        from jaxtune.train.data.first_look import require_readable
+
+        require_readable(config)
     from jaxtune.train.app import run as train
 
     return train(config, check=options.check, plan=options.plan)
