@@ -202,6 +202,8 @@ def _train(config: TrainConfig, console: Console, stop: StopSignal) -> int:
         trainer = Trainer(model, tokenizer, config, keeps_model=False, weights=weights)
         console.print(report.trained_table(model))
         console.print(fitted(trainer.data_summary(), console))
+        if note := report.cpu_note(model):
+            console.print(note, markup=False, highlight=False)
         delivery = _Delivery(trainer, console)
         del model, weights  # only the trainer refers to the model now, so it can free what it copies
         try:

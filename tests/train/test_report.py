@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 
 import pytest
+from tiny_models import tiny_model
 
 from jaxtune.models.config import RopeConfig
 from jaxtune.train.config import DataConfig, PlanConfig
@@ -105,3 +107,13 @@ def test_the_start_of_a_run_on_a_gpu_says_how_long_it_takes(tmp_path, capsys):
     trainer.train()
     said = "".join(capsys.readouterr())
     assert said.count("2 steps take 0:00, for 0.00 dollars, evaluations and saves not counted") == 1
+
+
+def test_a_large_model_on_a_cpu_is_warned_of(monkeypatch):
+    model = tiny_model()
+    assert report.cpu_note(model) == ""
+    monkeypatch.setattr(report, "LARGE_FOR_A_CPU", 10)
+    note = report.cpu_note(model)
+    assert re.search(r"no GPU was found, and 0\.0 B parameters on a CPU .*doctor' says what is missing", note)
+    monkeypatch.setattr(report.jax, "default_backend", lambda: "gpu")
+    assert report.cpu_note(model) == ""

@@ -40,6 +40,22 @@ def parameter_counts(model: Decoder) -> tuple[int, int]:
     return parameters(nnx.state(model, nnx.Param)), parameters(nnx.state(model))
 
 
+# Parameters of a model that takes minutes for a step on a CPU.
+LARGE_FOR_A_CPU = 400_000_000
+
+
+def cpu_note(model: Decoder) -> str:
+    """A warning that a large model is about to be trained on a CPU, with the fix; "" if there is a GPU, or the model is
+    small. The model's arrays may be abstract."""
+    count = parameters(nnx.state(model))
+    if jax.default_backend() != "cpu" or count < LARGE_FOR_A_CPU:
+        return ""
+    return (
+        f"warning: no GPU was found, and {count / 1e9:.1f} B parameters on a CPU take minutes for each step: "
+        f"'{spelled('doctor')}' says what is missing; --plan plan.device='RTX 4090' plans for a card elsewhere"
+    )
+
+
 def trained_table(model: Decoder) -> Table:
     """A table of the trainable tensors, with equal tensors of different layers in one line."""
     trainable = nnx.state(model, nnx.Param)
