@@ -18,8 +18,9 @@ class RopeConfig:
 
     theta: float = 10000.0  # the base of the frequencies
     # "linear" divides positions by `factor`; "longrope" has a factor per dimension; "llama3" and "yarn" scale
-    # frequencies by wavelength
-    kind: Literal["default", "linear", "llama3", "longrope", "yarn"] = "default"
+    # frequencies by wavelength; "proportional" spreads the frequencies of the rotated share over the whole head, whose
+    # halves are the pairs
+    kind: Literal["default", "linear", "llama3", "longrope", "proportional", "yarn"] = "default"
     partial_rotary_factor: float = 1.0  # the share of a head's dimensions that is rotated
     factor: float = 1.0  # by which the context is extended
     low_freq_factor: float = 1.0  # llama3: wavelengths above original context / this are scaled fully
@@ -224,6 +225,9 @@ class DecoderConfig:
     residual_scale: float = 1.0  # factor on the output of each part before it is added to the residual stream (Granite)
     # RMSNorm of queries and keys over each head, or over the whole projection (OLMo 2)
     qk_norm: Literal["head", "projection"] | None = None
+    value_norm: bool = False  # RMSNorm of values over each head, without a weight (Gemma 4)
+    # values are the projected keys before their norm, and there is no v_proj (Gemma 4)
+    values_are_keys: bool = False
     activation: Literal["silu", "gelu_tanh", "gelu"] = "silu"  # of the feed-forwards' gates
     qkv_bias: bool = False  # whether the query, key and value projections have biases
     out_bias: bool = False  # whether the attention's output projection has a bias
@@ -270,6 +274,8 @@ class DecoderConfig:
             raise ValueError(f"norm_offset = {self.norm_offset}: a centred norm has none")
         if self.fused_qkv and self.attention_gate:
             raise ValueError("attention_gate: a fused qkv_proj has no gates")
+        if self.fused_qkv and self.values_are_keys:
+            raise ValueError("values_are_keys: a fused qkv_proj has values")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}"

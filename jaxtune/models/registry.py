@@ -13,6 +13,8 @@ from jaxtune.models.families import (
     gemma,
     gemma2,
     gemma3,
+    gemma4,
+    gemma4_unified,
     glm4,
     gpt_oss,
     granite,
@@ -64,6 +66,8 @@ FAMILIES: dict[str, Family] = {
         glm4,
         cohere2,
         exaone4,
+        gemma4,
+        gemma4_unified,
     )
 }
 _LANGUAGE = "model.language_model."
@@ -123,14 +127,20 @@ def is_passthrough(name: str, model_type: str) -> bool:
     return name.startswith(family(model_type).passthrough_tensors)
 
 
+def tower_modules(model_type: str) -> tuple[str, ...]:
+    """Names of the modules beside the text model, such as a vision tower, in a model of which this is the text part."""
+    declared = tuple(prefix.removeprefix("model.").rstrip(".") for prefix in family(model_type).passthrough_tensors)
+    return declared or ("vision_tower", "multi_modal_projector")
+
+
 def is_nested(hf: dict) -> bool:
     """Whether transformers builds a model with a vision tower from a config.json, even as AutoModelForCausalLM.
 
-    It does so for Gemma 3 and Mistral 3, but builds the text model alone for Qwen3.5.
+    It does so for Gemma 3 and 4 and Mistral 3, but builds the text model alone for Qwen3.5.
     """
     if hf.get("model_type") not in tuple(text_parts()):
         return False
-    return not family(text_config(hf)["model_type"]).passthrough_tensors
+    return not family(text_config(hf)["model_type"]).text_alone
 
 
 def whole_tensor_name(name: str) -> str:

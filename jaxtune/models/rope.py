@@ -29,13 +29,19 @@ def rotary_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> R
     """The inverse frequencies of a rotary base.
 
     The formulas are those of transformers' modeling_rope_utils: llama3 from the Llama 3.1 reference code, longrope from
-    arXiv 2402.13753, yarn from arXiv 2309.00071.
+    arXiv 2402.13753, yarn from arXiv 2309.00071. Those of "proportional" (Gemma 4) cover the whole head, and are 0 for
+    dimensions that are not rotated.
 
     Args:
       rope: the base.
       head_dim: size of a head.
       max_positions: the model's max_position_embeddings.
     """
+    if rope.kind == "proportional":
+        turning = int(rope.partial_rotary_factor * head_dim // 2)
+        exponents = np.arange(0, 2 * turning, 2) / head_dim
+        turned = (1.0 / rope.theta**exponents).astype(np.float32) / np.float32(rope.factor)
+        return np.concatenate([turned, np.zeros(head_dim // 2 - turning, np.float32)]), None, 1.0
     dim = int(head_dim * rope.partial_rotary_factor)
     # Computed in float64: a power in float32 differs in its last bit between processors with and without AVX-512.
     base = (1.0 / rope.theta ** (np.arange(0, dim, 2) / dim)).astype(np.float32)

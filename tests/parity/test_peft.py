@@ -86,6 +86,7 @@ OURS = {
             alpha_pattern={"shared_expert.gate_proj": 9, "experts.down_proj": 5},
         ),
     ),
+    "values_are_keys": ("gemma4", dict(r=4)),
     "saved_tied": ("gemma3", dict(r=2, modules_to_save=["lm_head"])),
     "saved_untied": ("olmo2", dict(r=2, modules_to_save=["embed_tokens", "lm_head"])),
 }
@@ -121,13 +122,21 @@ _TOWER = dict(
     [
         ("gemma3", "gemma3", dict(rank_pattern={"layers.1.mlp.down_proj": 3}, modules_to_save=["lm_head"])),
         ("mistral3", "mistral", dict(alpha_pattern={"layers.0.self_attn.q_proj": 5})),
+        ("gemma4", "gemma4", {}),
+        ("gemma4_unified", "gemma4_unified", {}),
     ],
 )
 def test_base_with_a_vision_tower(tmp_path, whole, text, settings):
     """PEFT is given the whole model, whose tower has linears of the same names; files in both directions."""
     inner = {key: value for key, value in CONFIGS[text].items() if key not in ("architectures", "torch_dtype")}
-    inner["final_logit_softcapping"] = None  # the whole model has none
-    tower = _TOWER | {"model_type": "siglip_vision_model" if whole == "gemma3" else "pixtral"}
+    inner["final_logit_softcapping"] = None  # the whole model of Gemma 3 has none
+    towers = {
+        "gemma3": _TOWER | {"model_type": "siglip_vision_model"},
+        "mistral3": _TOWER | {"model_type": "pixtral"},
+        "gemma4": _TOWER | {"model_type": "gemma4_vision", "head_dim": 16, "num_key_value_heads": 2},
+        "gemma4_unified": {"model_type": "gemma4_unified_vision", "mm_embed_dim": 16, "mm_posemb_size": 8},
+    }
+    tower = towers[whole]
     parts = dict(text_config=inner, vision_config=tower, tie_word_embeddings=inner["tie_word_embeddings"])
     hf = transformers.AutoConfig.for_model(whole, image_token_index=100, **parts)
     torch.manual_seed(0)

@@ -12,7 +12,7 @@ from jaxtune.models import values
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.model_folder import read_json
 from jaxtune.models.lora import adapter_settings
-from jaxtune.models.registry import whole_tensor_name
+from jaxtune.models.registry import tower_modules, whole_tensor_name
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 CONFIG_NAME = "adapter_config.json"
@@ -88,6 +88,7 @@ def config_of(model: Decoder) -> dict[str, Any]:
     settings["target_modules"] = [peft_name(model, name) for name in settings["target_modules"]]
     for key in ("rank_pattern", "alpha_pattern"):
         settings[key] = {peft_name(model, name): value for name, value in settings[key].items()}
+    towers = "|".join(tower_modules(model.config.family))
     return settings | {
         "peft_type": "LORA",
         "task_type": model.config.head.task_type,
@@ -96,8 +97,8 @@ def config_of(model: Decoder) -> dict[str, Any]:
         "base_model_name_or_path": None if model.source is None else model.source.path,
         "revision": None,
         "inference_mode": True,
-        # Linears of the vision tower can have the same names as linears of layers.
-        "exclude_modules": r".*\.(vision_tower|multi_modal_projector)\..*" if is_nested(model) else None,
+        # Linears of a tower can have the same names as linears of layers.
+        "exclude_modules": rf".*\.({towers})\..*" if is_nested(model) else None,
         # A tied head stays tied when PEFT loads it.
         "ensure_weight_tying": settings["modules_to_save"] is not None and model.head is None,
         "bias": "none",

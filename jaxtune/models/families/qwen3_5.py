@@ -12,4 +12,5 @@ FAMILY = Family(
     fields=DELTA_FIELDS,
     text_of=("qwen3_5",),
     passthrough_tensors=QWEN_PASSTHROUGH,
+    text_alone=True,
 )

@@ -28,4 +28,5 @@ FAMILY = Family(
     expert_files=QWEN_EXPERTS,
     text_of=("qwen3_5_moe",),
     passthrough_tensors=QWEN_PASSTHROUGH,
+    text_alone=True,
 )

@@ -116,7 +116,8 @@ def whole_config(
     whole = json.loads(passthrough.config)
     text = dict(whole["text_config"])
     if config_from_hf(whole) != config:
-        text.pop("rope_parameters", None)
+        for name in ("rope_parameters", "per_layer_config"):  # what `own` says in another spelling
+            text.pop(name, None)
         text |= {key: value for key, value in own.items() if key != "architectures" and not key.endswith("_token_id")}
     dtypes = {key: hf[key] for key in ("dtype", "torch_dtype") if key in hf}
     whole |= {key: value for key, value in dtypes.items() if key in whole or key not in text}
@@ -129,6 +130,12 @@ def whole_config(
     return _with_skipped(whole, passthrough, whole_tensor_name)
 
 
+def _module(name: str) -> str:
+    """The module of a passthrough tensor's name in the whole model: mtp, model.visual, model.vision_tower, ..."""
+    first, _, rest = name.partition(".")
+    return first if first == "mtp" else f"model.{rest.partition('.')[0] if first == 'model' else first}"
+
+
 def _with_skipped(config: dict[str, Any], passthrough: Passthrough, name_of: Callable[[str], str]) -> dict[str, Any]:
     """config.json whose quantization_config lists the passthrough modules as not quantised.
 
@@ -139,7 +146,7 @@ def _with_skipped(config: dict[str, Any], passthrough: Passthrough, name_of: Cal
     quantization = dict(config.get("quantization_config", {}))
     linears = [entry for entry in passthrough.tensors if entry.name.endswith(".weight") and len(entry.shape) == 2]
     plain = sorted(entry.name.removesuffix(".weight") for entry in linears)
-    whole = sorted({"mtp" if entry.name.startswith("mtp.") else "model.visual" for entry in passthrough.tensors})
+    whole = sorted({_module(entry.name) for entry in passthrough.tensors})
     for key in set(SKIPPED) & set(quantization):
         begins = [rf"re:.*\b{part.removeprefix('model.')}\..*" for part in whole] if key == "ignore" else whole
         quantization[key] = [*map(name_of, quantization[key]), *begins, *plain]

@@ -43,6 +43,8 @@ class AttentionShape:
     attention_scale: float | None = None  # factor on the scores before the softmax
     # norm of queries and keys: of each head, of the whole projection, or "none"
     qk_norm: Literal["head", "projection", "none"] | None = None
+    value_norm: bool | None = None  # whether each head's values are normed, without a weight
+    values_are_keys: bool | None = None  # whether values are the projected keys before their norm; there is no v_proj
     qkv_bias: bool | None = None  # whether the query, key and value projections have biases
     out_bias: bool | None = None  # whether the output projection has a bias
     attention_gate: bool | None = None  # whether each head's output is multiplied by the sigmoid of a gate
@@ -66,11 +68,12 @@ class Attention(nnx.Module):
     With `attention_gate`, q_proj gives each head a gate after its query; the sigmoid of the gate multiplies the head's
     output.
 
-    Where queries and keys are normed, the residuals are the projections before the norm. The norm's derivative reads
-    its input, which a matrix product would otherwise compute again. The backward norms and rotates them once more.
-    """
+    With `values_are_keys` there is no v_proj: values are the keys as k_proj gives them, before norm and rotation.
 
-    state_reads = ("key", "value")
+    Where queries, keys or values are normed, the residuals are the projections before the norm. The norm's derivative
+    reads its input, which a matrix product would otherwise compute again. The backward norms and rotates them once
+    more. Values that are keys are no residual of their own.
+    """
 
     def __init__(self, config: DecoderConfig, key: jax.Array, dtype):
         self.config = config
@@ -86,7 +89,8 @@ class Attention(nnx.Module):
             queries = config.query_size * (2 if config.attention_gate else 1)
             self.q_proj = linear(keys[0], hidden, queries, config.qkv_bias)
             self.k_proj = linear(keys[1], hidden, config.kv_size, config.qkv_bias)
-            self.v_proj = linear(keys[2], hidden, config.kv_size, config.qkv_bias)
+            if not config.values_are_keys:
+                self.v_proj = linear(keys[2], hidden, config.kv_size, config.qkv_bias)
         self.o_proj = linear(keys[3], config.query_size, hidden, config.out_bias)
         self.sinks = nnx.Param(jnp.zeros((config.num_heads,), dtype)) if config.attention_sinks else None
         if config.qk_norm:
@@ -95,10 +99,29 @@ class Attention(nnx.Module):
             self.q_norm = norm_of(config, sizes[0], dtype)
             self.k_norm = norm_of(config, sizes[1], dtype)
 
+    @property
+    def state_reads(self) -> tuple[str, ...]:
+        """See Mixer.state_reads."""
+        return ("key",) if self.config.values_are_keys else ("key", "value")
+
+    @property
+    def _in_matrices(self) -> tuple[str, ...]:
+        """Names of the linears that read the layer's input."""
+        if self.config.fused_qkv:
+            return ("qkv_proj",)
+        return ("q_proj", "k_proj") if self.config.values_are_keys else ("q_proj", "k_proj", "v_proj")
+
+    @property
+    def _normed_late(self) -> bool:
+        """Whether residuals are projections before a norm, so that attention norms and rotates them when it reads
+        them."""
+        return self.config.qk_norm is not None or self.config.value_norm or self.config.values_are_keys
+
     def segments(self) -> tuple[Segment, ...]:
         """`project` (to query, key and value), `attend` (the attention kernel) and `mix` (the output projection)."""
         width = self.config.query_size
         gates = (Residual("output_gate"),) if self.config.attention_gate else ()
+        values = () if self.config.values_are_keys else (Residual("value", decided_with="key"),)
 
         def multiplications(tokens: int, length: int, backward: bool) -> float:
             fit = ATTENTION_STAGE.of("cudnn", dispatch.device_kind() or "")
@@ -112,15 +135,15 @@ class Attention(nnx.Module):
                 (
                     Residual("query"),
                     Residual("key"),
-                    Residual("value", decided_with="key"),
+                    *values,
                     *gates,
                 ),
                 Attention._project,
-                matrices=("qkv_proj",) if self.config.fused_qkv else ("q_proj", "k_proj", "v_proj"),
+                matrices=self._in_matrices,
             ),
             Segment(
                 "attend",
-                ("query", "key", "value"),
+                ("query", *self.state_reads),
                 (
                     Residual("attention_out"),
                     Residual("lse", decided_with="attention_out"),
@@ -152,22 +175,23 @@ class Attention(nnx.Module):
         With attention_gate, the gates [B, T, heads, D] follow. `key` draws the adapters' dropout masks.
         """
         query, key_, *others = self._projections(x, key)
-        return self._query(query, rotary), self._key(key_, rotary), *others
+        value = self._value(key_ if self.config.values_are_keys else others.pop(0))
+        return self._query(query, rotary), self._key(key_, rotary), value, *others
 
     def _projections(self, x: jax.Array, key: jax.Array | None):
-        """The results of `project` before norms and rotation."""
+        """The results of `project` before norms and rotation, without values that are keys."""
         config = self.config
         if config.fused_qkv:
             both = self.qkv_proj(x, key)
             q, kv = config.query_size, config.kv_size
-            query, key_, value = both[..., :q], both[..., q : q + kv], both[..., q + kv :]
+            query, *heads = both[..., :q], both[..., q : q + kv], both[..., q + kv :]
         else:
-            query, key_, value = apply_fused(x, (self.q_proj, self.k_proj, self.v_proj), key)
+            query, *heads = apply_fused(x, tuple(getattr(self, name) for name in self._in_matrices), key)
         gates = ()
         if config.attention_gate:
             query, *gates = jnp.split(query.reshape(*x.shape[:2], config.num_heads, -1), 2, axis=-1)
-        query, key_, value = (a.reshape(*a.shape[:2], -1, config.head_dim) for a in (query, key_, value))
-        return query, key_, value, *gates
+        heads = (a.reshape(*a.shape[:2], -1, config.head_dim) for a in (query, *heads))
+        return *heads, *gates
 
     def _query(self, x: jax.Array, rotary) -> jax.Array:
         """A projected query [B, T, heads, D], normed, rotated and scaled by its position where the rotary table says
@@ -177,6 +201,13 @@ class Attention(nnx.Module):
     def _key(self, x: jax.Array, rotary) -> jax.Array:
         """A projected key [B, T, kv_heads, D], normed and rotated."""
         return rotate(self._normed("k_norm", x), rotary, self.config.interleaved_rotary)
+
+    def _value(self, x: jax.Array) -> jax.Array:
+        """A projected value [B, T, kv_heads, D], normed in float32 where values are normed."""
+        if not self.config.value_norm:
+            return x
+        wide = x.astype(jnp.float32)
+        return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + self.config.norm_eps)).astype(x.dtype)
 
     def _normed(self, norm: str, x: jax.Array) -> jax.Array:
         """x [B, T, heads, D] after the norm of that attribute, if there is one, which norms each head or all heads as
@@ -194,20 +225,21 @@ class Attention(nnx.Module):
         return self.o_proj(out.reshape(*out.shape[:2], -1), key)
 
     def _project(self, context: Context, x: jax.Array):
-        """`run` of the segment `project`: queries and keys are normed and rotated here only where they have no norm."""
-        if self.config.qk_norm is None:
-            return self.project(x, context.rotary, context.key)
-        return self._projections(x, context.key)
+        """`run` of the segment `project`: queries and keys are normed and rotated here only where nothing is normed."""
+        if self._normed_late:
+            return self._projections(x, context.key)
+        return self.project(x, context.rotary, context.key)
 
-    def attended(self, context: Context, query: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The residuals query and key in the form in which attention reads them: normed and rotated."""
-        if self.config.qk_norm is None:
-            return query, key
-        return self._query(query, context.rotary), self._key(key, context.rotary)
+    def attended(self, context: Context, query: jax.Array, key: jax.Array, *value: jax.Array) -> tuple[jax.Array, ...]:
+        """(query, key, value) in the form in which attention reads them, normed and rotated, of these residuals."""
+        if not self._normed_late:
+            return query, key, *value
+        [value_] = value or (key,)
+        return self._query(query, context.rotary), self._key(key, context.rotary), self._value(value_)
 
-    def _attend(self, context: Context, query: jax.Array, key: jax.Array, value: jax.Array):
+    def _attend(self, context: Context, *residuals: jax.Array):
         """`run` of the segment `attend`: (output [B, T, heads, D], log-sum-exp)."""
-        query, key = self.attended(context, query, key)
+        query, key, value = self.attended(context, *residuals)
         return attention_forward(query, key, value, context.layout, **self.options(context.spec.window))
 
     def _mix(self, context: Context, out: jax.Array, *gates: jax.Array):
@@ -221,9 +253,9 @@ class Attention(nnx.Module):
 
         The capacity has room for `new_tokens` more, or only for the window if the layer has one.
         """
-        key, value = values["key"], values["value"]
-        if self.config.qk_norm is not None:
-            key = self._key(key, context.rotary)
+        key, value = values["key"], values[self.state_reads[-1]]
+        if self._normed_late:
+            key, value = self._key(key, context.rotary), self._value(value)
         capacity = cache_capacity(key.shape[1] + new_tokens, context.spec.window)
         return cache_of(key, lengths, capacity), cache_of(value, lengths, capacity)
 
@@ -258,12 +290,13 @@ class Attention(nnx.Module):
         """
         fit = ATTENTION_BYTES.of("cudnn", sizes.device)
         stream = fit.stream * sizes["layer_input"]
-        if self.config.qk_norm is not None:
-            stream += sizes["query"] + sizes["key"]
+        value = sizes[self.state_reads[-1]]
+        if self._normed_late:
+            stream += sizes["query"] + sizes["key"] + (value if self.config.value_norm else 0)
         if sizes.tiles == 1:
-            return 2 * sizes["query"] + sizes["key"] + sizes["value"] + stream
+            return 2 * sizes["query"] + sizes["key"] + value + stream
         own = (2 + fit.work_space) * sizes["query"]
-        return own + sizes["key"] + sizes["value"] + stream - sizes["layer_input"]
+        return own + sizes["key"] + value + stream - sizes["layer_input"]
 
 
 def _attend_backward(module_of, trainable, context: Context, inputs, outputs, gradients):
@@ -273,16 +306,16 @@ def _attend_backward(module_of, trainable, context: Context, inputs, outputs, gr
     options = attention.options(context.spec.window)
     out, lse = outputs
 
-    def read(trainable, query, key):
+    def read(trainable, *residuals):
         attention: Attention = module_of(trainable)
         sinks = attention.sinks[...] if isinstance(attention.sinks, nnx.Param) else None
-        return *attention.attended(context, query, key), sinks
+        return *attention.attended(context, *residuals), sinks
 
-    (query, key, sinks), pullback = jax.vjp(read, trainable, *inputs[:2])
+    (query, key, value, sinks), pullback = jax.vjp(read, trainable, *inputs)
     dquery, dkey, dvalue, dsinks = attention_backward(
-        query, key, inputs[2], out, lse, gradients[0], context.layout, **options
+        query, key, value, out, lse, gradients[0], context.layout, **options
     )
-    if sinks is None and attention.config.qk_norm is None:
+    if sinks is None and not attention._normed_late:
         return None, (dquery, dkey, dvalue)
-    dtrainable, dquery, dkey = pullback((dquery, dkey, None if sinks is None else dsinks))
-    return dtrainable, (dquery, dkey, dvalue)
+    dtrainable, *dresiduals = pullback((dquery, dkey, dvalue, None if sinks is None else dsinks))
+    return dtrainable, tuple(dresiduals)

@@ -43,6 +43,9 @@ class Family:
     have the same one, a text_config without model_type stands for the first of them in the registry."""
     passthrough_tensors: tuple[str, ...] = ()
     """Prefixes of the names of passthrough tensors, which are not loaded but saved again with the model."""
+    text_alone: bool = False
+    """Whether AutoModelForCausalLM of transformers builds the text model alone from the config.json of a multimodal model
+    (`text_of`)."""
 
     @functools.cached_property
     def entries(self) -> tuple[Entry, ...]:
@@ -68,8 +71,9 @@ class Family:
         """
         checked(hf, self.declared)
         experts = any("moe" in entry.gives for entry in self.entries)
+        own = {key.name for key in self.declared}
         for key in (*REFUSED, *(() if experts else REFUSED_WITHOUT_EXPERTS), *self.refused):
-            if hf.get(key):
+            if hf.get(key) and key not in own:
                 raise ValueError(f"config.json: {key} = {hf[key]!r} is not supported (model_type {self.model_type!r})")
         hf = self.prepare(completed(hf, self.declared, self.defaults))
         fields: Fields = {}

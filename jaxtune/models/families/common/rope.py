@@ -13,7 +13,7 @@ from jaxtune.models.config import DecoderConfig, RopeConfig
 from jaxtune.models.families.common.key import Check, Config, Fields, Key
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
-_KINDS = ("default", "linear", "llama3", "longrope", "yarn")
+_KINDS = ("default", "linear", "llama3", "longrope", "proportional", "yarn")
 ORIGINAL_POSITIONS = "original_max_position_embeddings"
 
 above_one = functools.partial(values.number, above=1)
@@ -38,7 +38,7 @@ _CHECKS: dict[str, Check] = {
 }
 
 
-def _check_parameters(key: str, value: Any) -> None:
+def check_parameters(key: str, value: Any) -> None:
     """Check of rope_parameters or rope_scaling, which is one object, or one object for each type of layer."""
     values.mapping(key, value)
     for name, check in _CHECKS.items():
@@ -46,7 +46,7 @@ def _check_parameters(key: str, value: Any) -> None:
             check(f"{key}.{name}", value[name])
     for name, inner in value.items():
         if isinstance(inner, Mapping):
-            _check_parameters(f"{key}.{name}", inner)
+            check_parameters(f"{key}.{name}", inner)
 
 
 def rope_parameters(hf: Config, layer_type: str | None = None) -> Fields:
@@ -95,6 +95,8 @@ def rope_config(hf: Config, given: Config) -> RopeConfig:
 
     if kind == "linear":
         return RopeConfig(**rope, factor=number("factor"))
+    if kind == "proportional":
+        return RopeConfig(**rope, factor=float(given.get("factor") or 1.0))
     original = hf.get(ORIGINAL_POSITIONS) or given.get(ORIGINAL_POSITIONS) or positions
     rope[ORIGINAL_POSITIONS] = int(original)
     if kind == "llama3":
@@ -125,6 +127,8 @@ def rope_to_hf(rope: RopeConfig) -> Fields | None:
     scaling: Fields = {"rope_type": rope.kind, "factor": rope.factor}
     if rope.kind == "linear":
         return scaling
+    if rope.kind == "proportional":
+        return scaling | {"partial_rotary_factor": rope.partial_rotary_factor}
     scaling[ORIGINAL_POSITIONS] = rope.original_max_position_embeddings
     if rope.kind == "llama3":
         return scaling | {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
@@ -150,8 +154,8 @@ class Rotary:
 
     keys = (
         Key("rope_theta", (), above_one, None),
-        Key("rope_scaling", (), _check_parameters, None),
-        Key("rope_parameters", (), _check_parameters, None),
+        Key("rope_scaling", (), check_parameters, None),
+        Key("rope_parameters", (), check_parameters, None),
         Key("partial_rotary_factor", (), values.positive, None),
         Key(ORIGINAL_POSITIONS, (), values.whole, None),
     )

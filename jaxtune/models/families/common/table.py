@@ -79,10 +79,15 @@ ATTENTION_BIAS = Key("attention_bias", ("qkv_bias", "out_bias"), values.boolean,
 MLP_BIAS = Key("mlp_bias", "mlp_bias", values.boolean, False)
 WINDOW_PATTERN = Key("sliding_window_pattern", (), check_window_pattern)
 
-# Of Gemma 2 and 3.
-GEMMA = (
+# Of Gemma 2 to 4.
+GEMMA_ACTIVATION = (
     Key("hidden_activation", "activation", check_activation, "gelu_pytorch_tanh", conversion=_ACTIVATION),
     Key("hidden_act", (), values.text, None, written=lambda config: _HF_ACTIVATIONS[config.activation]),
+)
+SOFT_CAP = Key("final_logit_softcapping", "final_soft_cap", values.positive, None, null=None)
+# Of Gemma 2 and 3.
+GEMMA = (
+    *GEMMA_ACTIVATION,
     Key(
         "query_pre_attn_scalar",
         "attention_scale",
@@ -90,7 +95,7 @@ GEMMA = (
         256,
         conversion=Conversion(lambda scalar: scalar**-0.5, lambda scale: round(scale**-2)),
     ),
-    Key("final_logit_softcapping", "final_soft_cap", values.positive, None, null=None),
+    SOFT_CAP,
     ATTENTION_BIAS,
 )
 GEMMA_DEFAULTS = {"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096, "tie_word_embeddings": True}

@@ -1,0 +1,168 @@
+"""Keys of the two families of Gemma 4, whose text models are the same: five sliding layers to one global one, whose
+heads are wider and whose values may be their keys."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxtune.models import values
+from jaxtune.models.config import DecoderConfig
+from jaxtune.models.families.common.key import Config, Entry, Fields, Key, Record
+from jaxtune.models.families.common.layers import LayerType, LayerTypes, any_count
+from jaxtune.models.families.common.rope import (
+    FULL,
+    SLIDING,
+    RotaryByType,
+    check_parameters,
+    rope_config,
+    rope_to_hf,
+)
+from jaxtune.models.families.common.table import ATTENTION_BIAS, GEMMA_ACTIVATION, SOFT_CAP
+from jaxtune.models.layers.attention import AttentionShape
+
+_ROPE: Config = {
+    FULL: {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25},
+    SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+}
+_OTHER_SIZES = "of Gemma 4, jaxtune trains the dense models without them (12B and 31B)"
+_GLOBAL = ("head_dim", "num_key_value_heads")  # keys of per_layer_config that are known
+
+
+def _check_direction(key: str, value: Any) -> None:
+    """Tokens of images may see each other, which changes nothing in text."""
+    if value != "vision":
+        raise ValueError(f"{key} = {value!r} is not supported: only 'vision', which changes nothing in text, and null")
+
+
+def _check_absent(key: str, value: Any) -> None:
+    if value:
+        raise ValueError(f"{key} = {value!r} is not supported: {_OTHER_SIZES}")
+
+
+def _check_layers(key: str, value: Any) -> None:
+    """{index of a layer: {key: its value there}}, as transformers 5.23 writes what earlier files say of global layers
+    in global_head_dim and num_global_key_value_heads."""
+    values.mapping(key, value)
+    for index, said in value.items():
+        if not str(index).isdigit():
+            raise ValueError(f"{key} has {index!r}, which is not the index of a layer")
+        values.mapping(f"{key}.{index}", said)
+        for name, own in said.items():
+            if name not in _GLOBAL:
+                raise ValueError(f"{key}.{index}.{name} = {own!r} is not supported; supported: {', '.join(_GLOBAL)}")
+            values.whole(f"{key}.{index}.{name}", own)
+
+
+def _default_types(hf: Config) -> list[str]:
+    """Every sixth layer is global."""
+    return [SLIDING if (index + 1) % 6 else FULL for index in range(hf["num_hidden_layers"])]
+
+
+def prepared(hf: Config) -> Fields:
+    """The last layer is global whatever layer_types says, and per_layer_config is read into the keys that mean the same
+    of all global layers."""
+    for key in ("hidden_size_per_layer_input", "num_kv_shared_layers"):
+        _check_absent(f"config.json: {key}", hf[key])  # of transformers' class, too, where the file does not say it
+    types = [*list(hf["layer_types"] or _default_types(hf))[:-1], FULL]
+    hf = {**hf, "layer_types": types}
+    if hf["per_layer_config"] is not None:
+        hf |= _of_global_layers(hf, types)
+    same = hf["num_global_key_value_heads"] == hf["num_key_value_heads"]
+    return hf | {"num_global_key_value_heads": None} if same or not hf["attention_k_eq_v"] else hf
+
+
+def _of_global_layers(hf: Config, types: Sequence[str]) -> Fields:
+    """What per_layer_config says, in the keys of earlier files."""
+    usual = {"head_dim": hf["head_dim"], "num_key_value_heads": hf["num_key_value_heads"]}
+    own = {int(index): said for index, said in hf["per_layer_config"].items()}
+    found = dict.fromkeys((FULL, SLIDING), usual)
+    for kind in found:
+        shapes = [usual | own.get(index, {}) for index, one in enumerate(types) if one == kind]
+        if any(shape != shapes[0] for shape in shapes):
+            raise ValueError(f"config.json: per_layer_config gives the {kind} layers different shapes: {shapes}")
+        found[kind] = shapes[0] if shapes else usual
+    if found[SLIDING] != usual or any(index >= len(types) for index in own):
+        raise ValueError(f"config.json: per_layer_config = {hf['per_layer_config']} is not of global layers alone")
+    shape = found[FULL]
+    if not hf["attention_k_eq_v"] and shape["num_key_value_heads"] != usual["num_key_value_heads"]:
+        raise ValueError(
+            f"config.json: per_layer_config gives global layers {shape['num_key_value_heads']} key and value heads in "
+            f"place of {usual['num_key_value_heads']}: only supported with attention_k_eq_v = true"
+        )
+    return {"global_head_dim": shape["head_dim"], "num_global_key_value_heads": shape["num_key_value_heads"]}
+
+
+class _Rotary(RotaryByType):
+    """rope_parameters alone says them, as in transformers' class, and those of global layers rotate wider heads."""
+
+    keys = (Key("rope_parameters", (), check_parameters, None),)
+
+    def given_to(self, layer_type: str, hf: Config) -> Fields:
+        given = (hf["rope_parameters"] or _ROPE).get(layer_type)
+        if not isinstance(given, Mapping):
+            raise ValueError(
+                f"config.json: rope_parameters lacks {layer_type!r}: a {hf['model_type']!r} model has an object for "
+                "each type of layer"
+            )
+        given = {"rope_type": "default"} | {key: value for key, value in given.items() if value is not None}
+        if given["rope_type"] == "default":  # which rotates whole heads in this class
+            given.pop("partial_rotary_factor", None)
+        return given
+
+    def read(self, hf: Config, fields: Config) -> Fields:
+        dims = {FULL: hf["global_head_dim"], SLIDING: hf["head_dim"]}
+        found = (rope_config({**hf, "head_dim": dims[name]}, self.given_to(name, hf)) for name in self.types)
+        return {
+            "rotary": tuple(
+                dataclasses.replace(rope, head_dim=dims[name]) for name, rope in zip(self.types, found, strict=True)
+            )
+        }
+
+    def write(self, config: DecoderConfig) -> Fields:
+        ropes = zip(self.types, config.rotary, strict=True)
+        return {
+            "rope_parameters": {
+                name: {"rope_theta": rope.theta} | (rope_to_hf(rope) or {"rope_type": "default"})
+                for name, rope in ropes
+            }
+        }
+
+
+class _Layers(LayerTypes):
+    """Every layer's output is multiplied by its scalar."""
+
+    def read(self, hf: Config, fields: Config) -> Fields:
+        layers = super().read(hf, fields)["layers"]
+        return {"layers": tuple(dataclasses.replace(layer, output_scale=True) for layer in layers)}
+
+
+_ATTENTION = Record(
+    AttentionShape,
+    (
+        Key("global_head_dim", "head_dim", values.whole, 512),
+        Key("num_global_key_value_heads", "num_kv_heads", values.whole, None, null=None),
+        Key("attention_k_eq_v", "values_are_keys", values.boolean, False),
+    ),
+)
+KEYS: tuple[Entry, ...] = (
+    *GEMMA_ACTIVATION,
+    SOFT_CAP,
+    ATTENTION_BIAS,
+    Key("per_layer_config", (), _check_layers, None),
+    Key("use_bidirectional_attention", (), _check_direction, None),
+    Key("hidden_size_per_layer_input", (), any_count, 256, null=0, written=lambda config: 0),
+    Key("num_kv_shared_layers", (), any_count, 0, written=lambda config: 0),
+    Key("enable_moe_block", (), _check_absent, False),
+    _Layers(_default_types, (LayerType(FULL, mixer=_ATTENTION), LayerType(SLIDING, window=True, rotary=1))),
+    _Rotary(),
+)
+DEFAULTS = {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True}
+FIELDS = {
+    "attention_scale": 1.0,
+    "qk_norm": "head",
+    "value_norm": True,
+    "float32_norm": True,
+    "embedding_scale": lambda hf: hf["hidden_size"] ** 0.5,
+}

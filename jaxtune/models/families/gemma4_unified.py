@@ -1,0 +1,19 @@
+"""Gemma 4 12B, the text model: images and audio enter through embedders, without towers; its layers are Gemma 4's."""
+
+from jaxtune.models.config import PRE_AND_POST_NORM
+from jaxtune.models.families.common import Family, gemma4
+from jaxtune.models.families.common.names import GEMMA_NORMS
+
+FAMILY = Family(
+    "gemma4_unified_text",
+    "Gemma4UnifiedForCausalLM",
+    gemma4.KEYS,
+    defaults=gemma4.DEFAULTS
+    | {"max_position_embeddings": 262_144, "sliding_window": 1024, "hidden_size_per_layer_input": 0},
+    fields=gemma4.FIELDS,
+    prepare=gemma4.prepared,
+    stages=PRE_AND_POST_NORM,
+    norms=GEMMA_NORMS,
+    text_of=("gemma4_unified",),
+    passthrough_tensors=("model.vision_embedder.", "model.embed_vision.", "model.embed_audio."),
+)
