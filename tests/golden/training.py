@@ -35,6 +35,7 @@ MIXED_EXPERTS = "0: recompute, layer_input=offload, attention_out=keep, lse=keep
 _TWO_LAYERS = {
     "qwen3": {"layer_types": ["full_attention", "sliding_attention"]},
     "gemma3": {"sliding_window_pattern": 2},
+    "gemma4": {"layer_types": ["sliding_attention", "full_attention"]},
     "gpt_oss": {"layer_types": ["sliding_attention", "full_attention"]},
 }
 # Momentum and no clipping, which is where a wrong scale of the gradients shows.
@@ -70,6 +71,7 @@ CASES = {
     "qwen3": Case("qwen3"),
     "gemma2": Case("gemma2", ("keep", MIXED)),
     "gemma3": Case("gemma3"),
+    "gemma4": Case("gemma4", ("keep", "recompute", MIXED)),
     "phi3": Case("phi3"),
     "olmo2": Case("olmo2"),
     "mixtral": Case("mixtral"),

@@ -44,8 +44,7 @@ class Family:
     passthrough_tensors: tuple[str, ...] = ()
     """Prefixes of the names of passthrough tensors, which are not loaded but saved again with the model."""
     text_alone: bool = False
-    """Whether AutoModelForCausalLM of transformers builds the text model alone from the config.json of a multimodal model
-    (`text_of`)."""
+    """Whether AutoModelForCausalLM of transformers builds the text model alone of a multimodal model (`text_of`)."""
 
     @functools.cached_property
     def entries(self) -> tuple[Entry, ...]:
