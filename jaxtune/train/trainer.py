@@ -391,6 +391,8 @@ class Trainer:
         return self._eval_loss(self.program, trainable, frozen), self.model.finished(trainable)
 
     def _eval_loss(self, program: StepProgram, trainable, frozen) -> dict[str, Any]:
+        """The metrics of the held-out rows under a program, {} if there are only questions. A forward pass that does
+        not fit is compiled again with smaller chunks. Raises ValueError without held-out rows."""
         batches = self.eval_batches
         if batches is None:
             if self.answers is not None:

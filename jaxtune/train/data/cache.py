@@ -175,6 +175,7 @@ class _Store:
         self.summary = Summary()
 
     def add(self, chunk: Chunk) -> None:
+        """Appends a chunk's documents to the fields and its counts to the summary."""
         origins = [(self.files.setdefault(file, len(self.files)), number) for file, number in chunk.origins]
         arrays = {name: getattr(chunk, name) for name in FIELDS if name != "origins"}
         arrays["origins"] = np.array(origins, np.int64).reshape(-1, 2)

@@ -243,31 +243,40 @@ class PreparedSet:
 
     @property
     def length(self) -> int:
+        """The number of tokens in a row."""
         return self.data.length
 
     @property
     def max_documents(self) -> int:
+        """The most documents in any row."""
         return self.data.rows.max_documents
 
     def with_max_documents(self, documents: int) -> PreparedSet:
+        """A copy whose batches have room for `documents` documents in a row."""
         return PreparedSet(self.name, self.data.with_max_documents(documents))
 
     def empty(self, rows: int) -> Batch:
+        """A batch of `rows` rows of padding, as new numpy arrays."""
         return self.data.rows.empty(rows)
 
     def feed(self, lane: int, lanes: int, seed: int, position: Json) -> _PreparedFeed:
+        """The feed of one lane; position: the number of rows that the lane took in the run that is resumed, or None."""
         return _PreparedFeed(self.data.rows, lane, lanes, seed, position if isinstance(position, int) else 0)
 
     def identity(self) -> dict[str, Json]:
+        """Values that identify the rows, see `BatchSource.identity`."""
         return self.data.batches(1).identity()
 
     def described(self) -> str:
+        """The name and the counts of packing, in words."""
         return f"{self.name}: {self.data.report}"
 
     def warnings(self) -> list[str]:
+        """Warnings about the rows to show before training, one sentence each."""
         return self.data.warnings()
 
     def news(self) -> list[str]:
+        """No sentences: nothing happens to these rows during a run."""
         return []
 
 
@@ -280,6 +289,7 @@ class _PreparedFeed:
         self._order: tuple[int, np.ndarray] | None = None
 
     def next(self) -> tuple[Rows, int]:
+        """The next row of this lane, as the packed rows and its index in them."""
         epoch, place = divmod(self._taken * self._lanes + self._lane, len(self._rows))
         if self._order is None or self._order[0] != epoch:
             self._order = epoch, epoch_order(len(self._rows), self._seed, epoch)
@@ -287,6 +297,7 @@ class _PreparedFeed:
         return self._rows, int(self._order[1][place])
 
     def position(self) -> Json:
+        """The number of rows taken so far."""
         return self._taken
 
     def close(self) -> None:

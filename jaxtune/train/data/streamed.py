@@ -113,24 +113,33 @@ class StreamedRows:
 
     @property
     def length(self) -> int:
+        """The number of tokens in a row."""
         return self.first.length
 
     @property
     def max_documents(self) -> int:
+        """The most documents that a packed row may have: twice those of the first window, and at least
+        `_LEAST_DOCUMENTS`."""
         return self._max_documents
 
     def with_max_documents(self, documents: int) -> StreamedRows:
+        """The same stream, changed in place, with room for `documents` documents in a row."""
         self._max_documents = documents
         self.first = self.first.with_max_documents(documents)
         return self
 
     def empty(self, rows: int) -> Batch:
+        """A batch of `rows` rows of padding, as new numpy arrays."""
         return self.first.rows.empty(rows)
 
     def feed(self, lane: int, lanes: int, seed: int, position: Json) -> StreamFeed:
+        """The feed of one of `lanes` lanes; position: what its `position` returned in the run that is resumed, or
+        None."""
         return StreamFeed(self, lane, lanes, seed + (lane << 32), position)
 
     def identity(self) -> dict[str, Json]:
+        """Values that identify the stream: the buffer size, a checksum of the first window, and fingerprints of the
+        shards."""
         known: dict[str, Json] = {
             "buffer_size": self.buffer_size,
             "first_tokens_crc32": self.first.documents.tokens_crc32,
@@ -143,13 +152,16 @@ class StreamedRows:
         return {**known, "shards": shards or len(self.sources)}
 
     def described(self) -> str:
+        """The stream in words: its name, its shards, and the counts of the first window."""
         shards = "1 shard" if len(self.sources) == 1 else f"{len(self.sources):,} shards"
         return f"{self.name}, a stream of {shards}; its first {self._first_rows:,} rows give {self.first.report}"
 
     def warnings(self) -> list[str]:
+        """Warnings about the rows of the first window, one sentence each."""
         return self.first.warnings()
 
     def news(self) -> list[str]:
+        """Sentences about bad rows and finished epochs since the last call."""
         with self._lock:
             news, self._news = self._news, []
         return news
@@ -244,6 +256,8 @@ class StreamFeed:
         self._loading = self._load()
 
     def next(self) -> tuple[Rows, int]:
+        """The next row, as the packed rows of a window and its index in them. Waits if the next window is not made
+        yet."""
         while self._window is None or self._taken >= len(self._window.order):
             if self._window is not None:
                 self._taken = 0
@@ -254,12 +268,15 @@ class StreamFeed:
         return self._window.rows, row
 
     def position(self) -> Json:
+        """Where to continue, for a checkpoint: the place at which the current window begins, its number, and how many
+        of its packed rows were taken."""
         if self._window is None:  # no row was taken yet
             return self._start
         begin = dataclasses.asdict(self._window.begin)
         return {**begin, "window": self._window.number, "taken": self._taken}
 
     def close(self) -> None:
+        """Makes the thread stop that makes windows."""
         self._closed.set()
 
     def _load(self) -> Future[_TokenisedWindow]:

@@ -428,6 +428,7 @@ class RowEncoder:
         return tokens
 
     def _tokenize(self, texts: list[str]) -> list[Tokens]:
+        """The tokens of each text, cut at `max_tokens`."""
         return tokenize(self.tokenizer, texts, self.max_tokens)
 
     def _template_text(self) -> str:
@@ -438,9 +439,11 @@ class RowEncoder:
 
     @property
     def _conversations(self) -> Conversations:
+        """The renderer of conversations with this encoder's template."""
         return Conversations(self.tokenizer, self._template_text(), self._special_texts, self.end_ids)
 
     def _render(self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool = False) -> str:
+        """The text of a conversation, see `Conversations.render`."""
         return self._conversations.render(messages, tools, add_generation_prompt)
 
 

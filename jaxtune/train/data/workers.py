@@ -248,6 +248,7 @@ class _Worker(threading.Thread):
         self.start()
 
     def run(self) -> None:
+        """The thread's main function."""
         while (task := self.tasks.get()) is not None:
             rows, future = task
             try:
@@ -350,6 +351,7 @@ class _InProcess:
         self.thread: int | None = None
 
     def encode(self, rows: list[Row]) -> Chunk:
+        """The chunk of some rows, made in the calling thread."""
         self.thread = threading.get_ident()
         try:
             return encode_chunk(self.encoder, rows)
@@ -391,6 +393,8 @@ class _Process:
         self.setup: bytes | None = setup
 
     def encode(self, rows: list[Row]) -> Chunk:
+        """Sends rows to the process and waits for their chunk. Raises what the process raised, or ValueError if it was
+        killed."""
         stdin, stdout = self.process.stdin, self.process.stdout
         assert stdin is not None and stdout is not None
         try:
@@ -412,6 +416,7 @@ class _Process:
         return result
 
     def stopped(self) -> str:
+        """The process in words for a message, if it was stopped by a signal (state T in /proc), else ""."""
         with contextlib.suppress(OSError):  # the process has ended, or the system has no /proc
             state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(") ")[2][:1]
             if state in ("T", "t"):
@@ -419,6 +424,7 @@ class _Process:
         return ""
 
     def close(self) -> None:
+        """Ends the process by closing its input, and kills it if it does not end within 10 s."""
         with contextlib.suppress(OSError):
             if self.process.stdin is not None:
                 self.process.stdin.close()  # makes the process leave

@@ -51,6 +51,8 @@ class KTO(Referenced):
     def prepare(
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
     ) -> PairDataset:
+        """Reads and tokenises labelled rows into pairs of each row's own and its mismatched answer. A data set that was
+        prepared before is returned as it is."""
         given = isinstance(rows, PairDataset)
         made = super().prepare(rows, tokenizer, data, vocab_size=vocab_size, max_rows=max_rows)
         if given:
@@ -60,6 +62,7 @@ class KTO(Referenced):
         return dataclasses.replace(made, documents=documents, labels=labels, reference=reference)
 
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        """KTO's loss of a micro-batch as sums, see Objective.loss; the count is that of answers."""
         answers = sum_log_probs(model, forward(model, batch), batch, forward)
         ratios = self.unscaled_rewards(model, batch, forward, answers)
         there = batch.extra[PAIRS]

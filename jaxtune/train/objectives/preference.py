@@ -99,6 +99,8 @@ class Pairs:
     def prepare(
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
     ) -> PairDataset:
+        """Reads and tokenises rows into pairs of documents, see Objective.prepare. Raises ConfigError for options of
+        `data` that pairs cannot have."""
         if not isinstance(rows, PairDataset):
             options = {key: getattr(data, key) for key in (*ROW_OPTIONS, "cache_dir", "num_workers")}
             if data.format not in ("auto", self.row_format):
@@ -118,6 +120,7 @@ class Pairs:
 
     @property
     def reference_runs(self) -> int:
+        """0: no forward pass of a frozen model in each loss."""
         return 0
 
     def metrics(self, sums: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,6 +162,7 @@ class Preference(Pairs):
         raise NotImplementedError
 
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        """The loss of a micro-batch of pairs as sums, see Objective.loss; the count is that of pairs."""
         answers = sum_log_probs(model, forward(model, batch), batch, forward, self.documents)
         unscaled = self.unscaled_rewards(model, batch, forward, answers)
         there = batch.extra[PAIRS]
@@ -208,17 +212,22 @@ class Referenced(Preference):
 
     @property
     def reference_runs(self) -> int:
+        """The forward passes of the reference in each loss: 1, or 0 if its log-probabilities are computed before
+        training."""
         return 0 if self.precompute_ref_log_probs else 1
 
     def prepare(
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
     ) -> PairDataset:
+        """As Pairs.prepare; the reference's log-probabilities are NaN in the data set if they are to be computed before
+        training."""
         made = super().prepare(rows, tokenizer, data, vocab_size=vocab_size, max_rows=max_rows)
         if self.precompute_ref_log_probs and made.reference is None:
             made = dataclasses.replace(made, reference=np.full(len(made.documents), np.nan, np.float32))
         return made
 
     def check(self, model: Decoder) -> None:
+        """Raises ValueError if the model with its adapter off cannot be the reference; see require_fixed_base."""
         require_fixed_base(self.name, model)
 
     def reference(self, model: Decoder, batch: Batch, forward: Forward) -> jax.Array:

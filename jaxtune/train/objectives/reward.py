@@ -61,6 +61,7 @@ class Reward(Pairs):
     def prepare(
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
     ) -> PairDataset:
+        """Reads and tokenises pairs, with the margins of the rows; pairs that are too long are left out."""
         made = super().prepare(rows, tokenizer, data, vocab_size=vocab_size, max_rows=max_rows)
         if isinstance(rows, PairDataset):
             return made
@@ -68,6 +69,7 @@ class Reward(Pairs):
         return dataclasses.replace(made, labels=margins(rows, made.documents, max_rows, data.columns), whole=True)
 
     def check(self, model: Decoder) -> None:
+        """Raises ValueError if the model has no head that scores texts."""
         if model.config.head != SCORE:
             raise ValueError(
                 "objective = reward: this model has no head that scores texts: give it one (jaxtune.reward_model), and "
@@ -75,6 +77,7 @@ class Reward(Pairs):
             )
 
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        """The loss of a micro-batch of pairs as sums, see Objective.loss; the count is that of pairs."""
         given, there = scores(model, forward(model, batch), batch), batch.extra[PAIRS]
         with jax.named_scope("loss"):
             chosen, rejected = given[..., 0], given[..., 1]

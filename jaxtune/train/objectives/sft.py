@@ -25,11 +25,14 @@ class SFT:
 
     @property
     def reference_runs(self) -> int:
+        """0: no forward pass of a frozen model."""
         return 0
 
     def prepare(
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
     ) -> TokenDataset:
+        """Reads and tokenises rows, see Objective.prepare; a TokenDataset is returned after a check of its token
+        ids."""
         if isinstance(rows, TokenDataset):
             rows.require_vocabulary(vocab_size)
             return rows
@@ -40,10 +43,12 @@ class SFT:
         """Accepts every decoder."""
 
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        """(the sum of cross-entropies of trained targets, their number, no further sums)."""
         loss, count = forward.cross_entropy(model, forward(model, batch), batch)
         return loss, count, {}
 
     def metrics(self, sums: Mapping[str, Any]) -> dict[str, Any]:
+        """No metrics besides the loss."""
         return {}
 
 
