@@ -1,7 +1,7 @@
-"""Objectives that learn from rewards of sampled answers: GRPO with its variants, and RLOO.
+"""Objectives that learn from the rewards of sampled answers: GRPO with its variants, and RLOO.
 
-The rows of a batch are answers packed with their prompts (rollouts.py), which go through the model once. The losses are
-grpo.py's. The log-probabilities are those of the distribution that was sampled from: the temperature is in them.
+The rows of a batch are prompts with sampled answers, packed (rollouts.py); one forward pass computes a row. The losses
+are those of grpo.py. Log-probabilities are those of the sampling distribution: logits are divided by the temperature.
 """
 
 from __future__ import annotations
@@ -26,34 +26,40 @@ from jaxtune.train.objectives.grpo import Answers, Correction, PolicyLoss, group
 from jaxtune.train.objectives.preference import require_fixed_base
 from jaxtune.train.program.loss import Forward
 
+# Metrics about the difference between the sampler's and the trainer's probabilities, by TRL's names.
 _MISMATCH = "sampling/sampling_logp_difference/mean"
 _RATIO = "sampling/importance_sampling_ratio/mean"
 
 
 @dataclasses.dataclass(frozen=True)
 class GRPO:
-    """Group-relative policy optimisation (arXiv 2402.03300) and its variants, by `losses`; see objective.Objective.
+    """The objective of group-relative policy optimisation (arXiv 2402.03300) and its variants; see objective.Objective.
 
-    The reference of the divergence is the model with its adapter off, unless the batches have the reference's
+    The reference of the KL divergence is the model with its adapter off, unless the batches have the reference's
     log-probabilities (rollouts.REFERENCE_LOGPS).
     """
 
     settings: rollouts.Settings = dataclasses.field(default_factory=rollouts.Settings)
+    """How answers are sampled."""
+
     losses: PolicyLoss = dataclasses.field(default_factory=PolicyLoss)
+    """The options of the loss, which choose the variant."""
 
     scale_rewards: grpo.Scale = "group"
     """Whose standard deviation divides the advantages."""
 
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
-    """Whether the functions' rewards are added up before or after they are scaled."""
+    """Whether the rewards of several functions are added up before or after they are normalised."""
 
     importance_sampling_correction: bool = True
     """Whether the loss is corrected for the difference between the sampler's and the trainer's probabilities."""
 
     importance_sampling_mode: Correction = "sequence_mask"
+    """The form of that correction; see grpo.importance_ratio."""
     importance_sampling_clip_max: float | None = 3.0
+    """The upper bound of the correction's ratio; None is no bound."""
     importance_sampling_clip_min: float | None = None
-    """The ratio's form and its bounds; see grpo.importance_ratio."""
+    """The lower bound of the correction's ratio; None is no bound."""
 
     name: ClassVar[str] = "grpo"
     head: ClassVar[Head] = TEXT
@@ -67,10 +73,11 @@ class GRPO:
 
     @classmethod
     def of(cls, **options: Any) -> GRPO:
-        """From options by TRL's names, whichever part they belong to; the others have the defaults of this class."""
+        """The objective with options by TRL's names, each put into `settings`, `losses` or this class. Options that are
+        not given have the defaults of this class."""
         parts: dict[str, Any] = {}
-        usual = cls()
-        for name, default in (("settings", usual.settings), ("losses", usual.losses)):
+        defaults = cls()
+        for name, default in (("settings", defaults.settings), ("losses", defaults.losses)):
             own = {field.name for field in dataclasses.fields(default)}
             parts[name] = dataclasses.replace(default, **{key: v for key, v in options.items() if key in own})
             taken = own - {"max_completion_length"} if name == "settings" else own
@@ -79,40 +86,49 @@ class GRPO:
 
     @property
     def unit(self) -> str:
-        """What the loss is a mean over."""
+        """What the mean loss is a mean over, in plural."""
         return {"grpo": "answers", "sapo": "answers", "dr_grpo": "possible_tokens"}.get(self.losses.loss_type, "tokens")
 
     @property
     def sums(self) -> tuple[str, ...]:
+        """The names of the sums that `loss` returns."""
         corrected = (_RATIO,) if self.importance_sampling_correction else ()
         return (*self._measured, "answers", _MISMATCH, *corrected)
 
     @property
     def _measured(self) -> tuple[str, ...]:
-        """Names of the sums that the losses give."""
+        """The names of the sums that `_sums` returns."""
         return grpo.metric_names(self.losses)
 
     @property
     def over_generation(self) -> bool:
-        """Whether the loss is a mean over the tokens of all steps of a generation, not of this one."""
+        """Whether the loss is divided by the mean number of tokens of a generation's steps, instead of this step's."""
         return self.losses.loss_type in ("dapo", "cispo")
 
     @property
     def reference_runs(self) -> int:
+        """The forward passes of the reference in each loss: 1 if beta is not 0."""
         return 1 if self.losses.beta else 0
 
     @property
     def reuses(self) -> bool:
-        """Whether answers are trained on after the model has moved, so that batches need its old probabilities."""
+        """Whether answers are trained on in several steps, so that batches need the log-probabilities of the model that
+        sampled."""
         return self.settings.steps > 1
 
     @property
     def penalises(self) -> bool:
-        """Whether the divergence is taken from the rewards, not added to the loss."""
+        """Whether the KL divergence is subtracted from the rewards instead of added to the loss."""
         return False
 
     def advantages(self, rewards: np.ndarray, weights: np.ndarray, kl: np.ndarray | None = None) -> np.ndarray:
-        """float32[answers] of rewards [answers, functions]. kl: the answers' divergences, where rewards count them."""
+        """The advantages of answers, float32[answers].
+
+        Args:
+          rewards: [answers, functions], the answers of a prompt one after another.
+          weights: [functions].
+          kl: [answers], the answers' divergences from the reference if `penalises`, else None.
+        """
         return group_advantages(
             rewards,
             self.settings.num_generations,
@@ -124,18 +140,21 @@ class GRPO:
     def prepare(
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
     ) -> TokenDataset:
+        """Raises ConfigError: these objectives have no loss on held-out rows, which `prepare` is called for."""
         raise ConfigError(
             f"data.eval, data.eval_rows: {self.name} has no loss on rows that nobody sampled; leave them out, and look "
             "at the reward"
         )
 
     def check(self, model: Decoder) -> None:
+        """Raises ValueError if the model cannot generate text, or has no reference although beta is not 0."""
         if self.losses.beta:
             require_fixed_base(self.name, model)
         if not model.config.head.is_text:
             raise ValueError(f"objective = {self.name}: {model.config.head.what}, which cannot answer")
 
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        """The loss of a micro-batch of packed answers as sums, see Objective.loss."""
         temperature = self.settings.temperature
         entropy_gradient = self.losses.entropy_coef != 0
         logps, entropies = forward.log_probs(
@@ -171,9 +190,12 @@ class GRPO:
             return loss, count, jax.lax.stop_gradient(sums)
 
     def _sums(self, answers: Answers) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        """(sum of the losses, count, {metric: sum}) of a batch of answers."""
         return grpo.grpo_sums(answers, self.losses)
 
     def _ratio(self, logps: jax.Array, sampled: jax.Array, mask: jax.Array) -> jax.Array | None:
+        """The importance ratio of the trainer's to the sampler's probabilities; None if it is not corrected for. Arrays
+        are [answers, tokens]."""
         if not self.importance_sampling_correction:
             return None
         return grpo.importance_ratio(
@@ -195,10 +217,11 @@ class GRPO:
 
 @dataclasses.dataclass(frozen=True)
 class RLOO(GRPO):
-    """REINFORCE leave-one-out (arXiv 2402.14740): an answer is one action, whose reward is compared to the others'.
+    """The objective of REINFORCE leave-one-out (arXiv 2402.14740): an answer is one action, whose reward is compared
+    with the mean reward of the other answers to the prompt.
 
-    `losses.beta` times the answer's divergence from the reference, the sum of log p - log p_ref over its tokens when it
-    was sampled, is taken from its reward.
+    `losses.beta` times the answer's divergence from the reference is subtracted from its reward. The divergence is the
+    sum of log p - log p_ref over its tokens, under the model that sampled it.
     """
 
     settings: rollouts.Settings = dataclasses.field(default_factory=lambda: rollouts.Settings(num_generations=2))
@@ -206,31 +229,37 @@ class RLOO(GRPO):
     losses: PolicyLoss = dataclasses.field(default_factory=lambda: PolicyLoss(beta=0.05))
 
     normalize_advantages: bool = False
-    """Whether the advantages are scaled by their mean and deviation over a generation."""
+    """Whether the advantages are normalised by their mean and standard deviation over a generation."""
 
     name: ClassVar[str] = "rloo"
 
     @property
     def over_generation(self) -> bool:
+        """False: the loss is a mean over the answers of the step."""
         return False
 
     @property
     def unit(self) -> str:
+        """ "answers", over which the loss is a mean."""
         return "answers"
 
     @property
     def _measured(self) -> tuple[str, ...]:
-        return tuple(name for name in super()._measured if name != "kl")  # which is measured with the rewards
+        """The names of the sums that `_sums` returns."""
+        return tuple(name for name in super()._measured if name != "kl")  # the divergence is measured with the rewards
 
     @property
     def reference_runs(self) -> int:
-        return 0  # in a step; the reference runs once a generation
+        """0: the reference is not computed in a step."""
+        return 0  # the reference runs once for each generation, and not in the steps
 
     @property
     def penalises(self) -> bool:
+        """Whether the divergence is subtracted from the rewards: if beta is above 0."""
         return self.losses.beta > 0
 
     def advantages(self, rewards: np.ndarray, weights: np.ndarray, kl: np.ndarray | None = None) -> np.ndarray:
+        """RLOO's advantages, float32[answers]; see GRPO.advantages."""
         return rloo_advantages(
             rewards,
             self.settings.num_generations,
@@ -241,14 +270,22 @@ class RLOO(GRPO):
         )
 
     def _sums(self, answers: Answers) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        """RLOO's (sum of the losses, count, {metric: sum}) of a batch of answers."""
         return grpo.rloo_sums(answers, self.losses)
 
 
 class AnswerCuts:
-    """Cuts the answers out of packed rows: [rows, length] -> [rows x places, tokens].
+    """Copies the answers out of packed rows: arrays [rows, length] become arrays [answers, tokens], where `answers` is
+    the number of rows times the most answers of a row.
 
     Attributes:
-      mask: float32[answers, tokens], 1 at tokens that count. present, advantages: float32[answers].
+      mask: float32[answers, tokens], 1 at tokens that count in the loss.
+      present: float32[answers], 0 where a row has no such answer.
+      advantages: float32[answers].
+
+    Args:
+      batch: from rollouts.SampledAnswers.
+      tokens: the most tokens of an answer.
     """
 
     def __init__(self, batch: Batch, tokens: int):
@@ -261,18 +298,20 @@ class AnswerCuts:
         self.mask = self(batch.weights)
 
     def __call__(self, values: jax.Array) -> jax.Array:
-        """The values of answers' tokens, 0 behind an answer. values: [rows, length]."""
+        """The values of answers' tokens, [answers, tokens], 0 after the end of an answer. values: [rows, length], at
+        each slot that of its target."""
         rows, places, tokens = self._slots.shape
         flat = self._slots.reshape(rows, places * tokens)
         cut = jnp.take_along_axis(values, flat, axis=1, mode="promise_in_bounds").reshape(-1, tokens)
         return jnp.where(self._there, cut, 0.0)
 
 
-_SCORED_ROWS = 4  # whose log-probabilities are computed at a time
+_SCORED_ROWS = 4  # rows whose log-probabilities are computed in one call
 
 
 def log_probs_of(temperature: float, model: Decoder, batch: Batch) -> np.ndarray:
-    """float32[rows, length]: log-probabilities of a batch's targets under a model, 0 where nothing is trained on."""
+    """float32[rows, length]: the log-probabilities of a batch's targets under a model, with logits divided by the
+    temperature; 0 where the weight is 0."""
     graph, state = nnx.split(model)
     rows = len(batch.tokens)
     found = np.zeros(batch.tokens.shape, np.float32)
@@ -286,12 +325,14 @@ def log_probs_of(temperature: float, model: Decoder, batch: Batch) -> np.ndarray
 
 
 def reference_log_probs(temperature: float, model: Decoder, batch: Batch) -> np.ndarray:
-    """As log_probs_of, under the model with its adapter off."""
+    """What log_probs_of returns for the reference, which is `model` with its adapter off."""
     return log_probs_of(temperature, without_adapter(model), batch)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _row_log_probs(graph, temperature, state, tokens, targets, segment_ids, positions) -> jax.Array:
+    """float32[rows, length]: the log-probabilities of targets under the model of `graph` and `state`, compiled once for
+    each shape."""
     model = nnx.merge(graph, state)
     batch = Batch(tokens, targets, jnp.zeros(tokens.shape), segment_ids, positions)
     forward = Forward()

@@ -1,4 +1,4 @@
-"""Prompts for sampled answers, from the rows that people have."""
+"""Reads the prompts of rows, and makes the batch source of a run that learns from rewards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxtune.train.objectives.policy import GRPO, log_probs_of, reference_log_pr
 from jaxtune.train.objectives.reward_functions import RewardFunctions, Turns
 from jaxtune.train.objectives.rollouts import Prompt, SampledAnswers, Score
 
-ANSWER = "answer"  # the column that holds a row's own answer, for reward functions
+ANSWER = "answer"  # the column in which reward functions get a row's own answer
 
 
 def read_prompts(
@@ -75,14 +75,19 @@ def sampled_answers(
     rewards: RewardFunctions | None = None,
     reference: Score | None = None,
 ) -> SampledAnswers:
-    """The source of a run that learns from rewards.
+    """The batch source of a run that learns from rewards: it samples answers and scores them.
 
     Args:
-      rows: see read_prompts. ends: token ids that end an answer. positions: the model's.
-      rewards: None: those that config.objective names.
-      reference: log-probabilities under the reference, where it is not the model with its adapter off.
+      objective: GRPO or RLOO.
+      rows: see read_prompts.
+      tokenizer: a fast Hugging Face tokenizer.
+      config: the run's.
+      ends: the token ids that end an answer.
+      positions: the most tokens of a prompt and its answer that the model allows.
+      rewards: the reward functions; None takes those that config.objective names.
+      reference: computes log-probabilities under the reference; None is the model with its adapter off.
     Raises:
-      ConfigError: rows, rewards or lengths that do not fit.
+      ConfigError: rows, rewards or lengths do not fit.
     """
     data, settings, wanted = config.data, objective.settings, config.objective
     length = min(data.length, positions)
@@ -114,6 +119,8 @@ def sampled_answers(
 
 
 def _prompt(value: Mapping[str, object], encoder: RowEncoder, most_tokens: int, beside: str) -> Prompt:
+    """The prompt of a row, tokenised as in training, with the row's other columns. Raises RowError if the row has none,
+    or it is too long."""
     refuse_media(value)
     given = value.get("prompt")
     if isinstance(given, str) and not _answered(value):
@@ -145,12 +152,12 @@ def _prompt(value: Mapping[str, object], encoder: RowEncoder, most_tokens: int, 
 
 
 def _answered(value: Mapping[str, object]) -> bool:
-    """Whether a row with a `prompt` is one for supervised fine-tuning, which has its completion."""
+    """Whether a row with a `prompt` also has a completion, as rows for supervised fine-tuning do."""
     return any(name in value for name in ("completion", "response"))
 
 
 def end_tokens(model: Decoder, tokenizer: Any) -> list[int]:
-    """Token ids that end an answer: the model's own, and the tokenizer's."""
+    """The token ids that end an answer: those of the model's generation config, and the tokenizer's EOS."""
     ends = set(end_token_ids(model))
     if tokenizer.eos_token_id is not None:
         ends.add(int(tokenizer.eos_token_id))

@@ -1,4 +1,4 @@
-"""Reward functions: how they are named, what they are called with, and what becomes of their errors.
+"""Reward functions: loading them by name, calling them, and handling their errors.
 
 A reward function has TRL's signature. It is called once with all answers of a step and returns a number for each, or
 None where it does not apply:
@@ -41,27 +41,28 @@ _SHOWN = 200  # characters of a prompt or an answer in a message
 
 
 class RewardError(ValueError):
-    """A reward function that failed, or gave what is no reward."""
+    """A reward function failed, took too long, or returned something that is not a reward."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """Answers, as reward functions see them; all lists have one entry an answer."""
+    """The arguments of reward functions: sampled answers with their prompts. All lists have one entry for each
+    answer."""
 
     prompts: list[Turns]
-    """Text, or a list of messages, as the row has it."""
+    """The prompts: text, or a list of messages, as in the row."""
 
     completions: list[Turns]
-    """Text, or a list of one message of the assistant."""
+    """The answers: text if the prompt is text, else a list of one message of the assistant."""
 
     completion_ids: list[list[int]]
-    """Token ids of the answers."""
+    """The token ids of the answers."""
 
     columns: dict[str, list[object]]
-    """The rows' other columns."""
+    """The rows' other columns, by name."""
 
     also: Mapping[str, object] = dataclasses.field(default_factory=dict)
-    """Further arguments, which are no lists."""
+    """Further arguments by name, which are not lists."""
 
     @classmethod
     def of(
@@ -85,7 +86,7 @@ class Sampled:
         return len(self.prompts)
 
     def only(self, index: int) -> Sampled:
-        """The answer of that index alone."""
+        """The same with only the answer at `index`."""
         columns = {name: [values[index]] for name, values in self.columns.items()}
         return dataclasses.replace(
             self,
@@ -108,15 +109,16 @@ class RewardFunctions:
     functions: tuple[RewardFunction, ...]
 
     names: tuple[str, ...]
-    """Unique names of the functions, for metrics."""
+    """The unique names of the functions in metrics."""
 
     weights: tuple[float, ...]
+    """The weight of each function's rewards in their sum."""
 
     timeout_seconds: float | None = None
-    """How long a call of one function may take; None: as long as it likes."""
+    """The longest that a call of one function may take; None is no limit."""
 
     errors: Literal["stop", "skip"] = "stop"
-    """Whether an exception ends the run, or leaves the answers that raise it without this function's reward."""
+    """Whether an exception ends the run, or the answers that cause it get no reward of this function."""
 
     also: Mapping[str, object] = dataclasses.field(default_factory=dict)
     """Further arguments that each function gets by name, if it takes them."""
@@ -153,7 +155,8 @@ class RewardFunctions:
         return cls.of([load_function(name, key) for name in wanted], weights, **options)
 
     def __call__(self, sampled: Sampled) -> np.ndarray:
-        """float32[answers, functions], NaN where a function does not apply.
+        """Calls all functions with the answers: float32[answers, functions], NaN where a function does not apply. Async
+        functions run at the same time.
 
         Raises:
           RewardError: a function failed (errors = "stop"), took too long, or returned no list of numbers.
@@ -173,6 +176,8 @@ class RewardFunctions:
     def _rewards(
         self, loop: _EventLoop, function: RewardFunction, name: str, sampled: Sampled, future: Future | None
     ) -> np.ndarray:
+        """float32[answers]: the rewards of one function. future: its running call if it is async, else None, and it is
+        called here."""
         future = loop.in_thread(function, sampled) if future is None else future
         try:
             return _checked(name, future.result(self.timeout_seconds), len(sampled))
@@ -189,7 +194,8 @@ class RewardFunctions:
             return self._one_by_one(loop, function, name, sampled)
 
     def _one_by_one(self, loop: _EventLoop, function: RewardFunction, name: str, sampled: Sampled) -> np.ndarray:
-        """The rewards of answers that are given to the function alone, to find those that it fails for."""
+        """float32[answers]: the rewards of a function that failed, which is called with one answer at a time to find
+        the answers that it fails for; those are NaN (errors = "skip"), or RewardError is raised for the first one."""
         values = np.full(len(sampled), np.nan, np.float32)
         failed: list[tuple[int, Exception]] = []
         for index in range(len(sampled)):
@@ -204,7 +210,7 @@ class RewardFunctions:
             index, error = failed[0] if failed else (0, None)
             alone = "" if failed else "; each answer alone it rewards without an error"
             raise RewardError(
-                f"reward function {name} failed{alone}: {_told(error)}\n"
+                f"reward function {name} failed{alone}: {_in_words(error)}\n"
                 f"  prompt: {_shortened(sampled.prompts[index])}\n  answer: {_shortened(sampled.completions[index])}\n"
                 "objective.reward_errors=skip leaves such answers without this reward"
             ) from error
@@ -214,7 +220,7 @@ class RewardFunctions:
                 name,
                 len(failed),
                 len(sampled),
-                _told(failed[0][1]),
+                _in_words(failed[0][1]),
             )
         return values
 
@@ -242,7 +248,7 @@ def load_function(name: str, key: str = _KEY) -> RewardFunction:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise ConfigError(f"{key}: {file} does not run: {_told(error)}") from error
+        raise ConfigError(f"{key}: {file} does not run: {_in_words(error)}") from error
     function = getattr(module, wanted, None)
     if not callable(function):
         own = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
@@ -251,7 +257,7 @@ def load_function(name: str, key: str = _KEY) -> RewardFunction:
 
 
 class _EventLoop:
-    """A thread with an event loop, in which functions run; it does not keep the process from ending."""
+    """A context with an event loop in a daemon thread, which runs reward functions so that they can time out."""
 
     def __enter__(self) -> _EventLoop:
         self._loop = asyncio.new_event_loop()
@@ -263,11 +269,11 @@ class _EventLoop:
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def started(self, function: RewardFunction, sampled: Sampled) -> Future:
-        """The result of an async function, which runs beside others."""
+        """Starts an async function in the event loop, and returns the future of its rewards."""
         return asyncio.run_coroutine_threadsafe(_called(function)(**_arguments(function, sampled)), self._loop)
 
     def in_thread(self, function: RewardFunction, sampled: Sampled) -> Future:
-        """The result of a function, which runs in a thread of its own."""
+        """Starts a function in a new daemon thread, and returns the future of its rewards."""
         result: Future = Future()
 
         def run() -> None:
@@ -281,12 +287,12 @@ class _EventLoop:
 
 
 def _called(function: RewardFunction) -> RewardFunction:
-    """The function whose body runs: of an object with __call__, that method."""
+    """The function itself, or the method __call__ of a callable object."""
     return function if inspect.isroutine(function) else function.__call__
 
 
 def _arguments(function: RewardFunction, sampled: Sampled) -> dict[str, object]:
-    """What a function is called with: all that its parameters name, or everything if it has **columns."""
+    """The keyword arguments of a reward function: those that its parameters name, or all if it has **columns."""
     given = dict(prompts=sampled.prompts, completions=sampled.completions, completion_ids=sampled.completion_ids)
     given = {**sampled.columns, **sampled.also, **given}
     parameters = inspect.signature(function).parameters.values()
@@ -296,7 +302,8 @@ def _arguments(function: RewardFunction, sampled: Sampled) -> dict[str, object]:
 
 
 def _checked(name: str, values: Any, count: int) -> np.ndarray:
-    """float32[count] of what a function returned."""
+    """The rewards that a function returned, as float32[count] with NaN for None. Raises RewardError if they are not a
+    list of `count` finite numbers. name: the function's, for the message."""
     if isinstance(values, str | Mapping) or not hasattr(values, "__len__") or len(values) != count:
         what = f"{len(values)} rewards" if hasattr(values, "__len__") and not isinstance(values, str) else repr(values)
         raise RewardError(
@@ -316,11 +323,13 @@ def _checked(name: str, values: Any, count: int) -> np.ndarray:
     return found
 
 
-def _told(error: BaseException | None) -> str:
+def _in_words(error: BaseException | None) -> str:
+    """An exception as "Type: message"."""
     return "unknown" if error is None else f"{type(error).__name__}: {error}"
 
 
 def _shortened(value: Turns) -> str:
+    """The text of a prompt or an answer, cut after `_SHOWN` characters."""
     text = value if isinstance(value, str) else "\n".join(str(message.get("content", "")) for message in value)
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
@@ -343,7 +352,8 @@ def last_number(text: str) -> float | None:
 
 
 def exact_number(completions: list[Turns], answer: list[object], **columns: object) -> list[float | None]:
-    """1 where the last number of the completion is that of the row's `answer`, else 0; None if that has no number."""
+    """1 if the last number of the completion equals the last number of the row's `answer`, else 0; None if the row's
+    answer has no number."""
     wanted = [last_number(str(value)) for value in answer]
     return [
         None if number is None else float(last_number(text_of(completion)) == number)
@@ -352,7 +362,7 @@ def exact_number(completions: list[Turns], answer: list[object], **columns: obje
 
 
 def exact_match(completions: list[Turns], answer: list[object], **columns: object) -> list[float]:
-    """1 where the completion is the row's `answer`, spaces at the ends apart, else 0."""
+    """1 if the completion equals the row's `answer` apart from white space at the ends, else 0."""
     return [
         float(text_of(completion).strip() == str(value).strip())
         for completion, value in zip(completions, answer, strict=True)
@@ -363,12 +373,12 @@ _TAGGED = re.compile(r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*", re.DOTA
 
 
 def tagged_format(completions: list[Turns], **columns: object) -> list[float]:
-    """1 where the completion is `<think>...</think><answer>...</answer>` and nothing else, else 0."""
+    """1 if the completion is `<think>...</think><answer>...</answer>` and nothing else, else 0."""
     return [float(_TAGGED.fullmatch(text_of(completion)) is not None) for completion in completions]
 
 
 def regex(completions: list[Turns], pattern: list[str], **columns: object) -> list[float]:
-    """1 where the row's `pattern` is found in the completion, else 0."""
+    """1 if the row's regular expression `pattern` is found in the completion, else 0."""
     return [
         float(re.search(wanted, text_of(completion)) is not None)
         for completion, wanted in zip(completions, pattern, strict=True)
@@ -376,7 +386,7 @@ def regex(completions: list[Turns], pattern: list[str], **columns: object) -> li
 
 
 def brevity(completion_ids: list[list[int]], **columns: object) -> list[float]:
-    """Minus the number of tokens in thousands: a small pull to short answers."""
+    """Minus the number of tokens in thousands: a small preference for short answers."""
     return [-len(ids) / 1000 for ids in completion_ids]
 
 

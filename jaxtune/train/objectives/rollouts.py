@@ -1,12 +1,11 @@
-"""Answers that a run samples from the model that trains, as a source of batches.
+"""The batch source of runs that learn from rewards: answers sampled from the model that is trained.
 
-Each generation takes some prompts, samples `num_generations` answers to each, asks the reward functions, and makes
-packed rows of the answers, with advantages and the sampler's log-probabilities beside the tokens. The model, its
-adapter and the sampler share one copy of the weights.
+Each generation takes some prompts, samples `num_generations` answers to each, calls the reward functions, and packs the
+answers into rows, with advantages and the sampler's log-probabilities in `Batch.extra`. Training and sampling share one
+copy of the weights.
 
-What a generation samples depends on the seed, the number of the generation and the weights alone, so a run that was
-interrupted and continued has the same answers. A generation that is used for several steps is part of what a checkpoint
-records.
+The sampled tokens depend only on the seed, the number of the generation and the weights, so a run that is interrupted
+and resumed has the same answers. A generation that is used for several steps is stored in checkpoints.
 """
 
 from __future__ import annotations
@@ -26,29 +25,30 @@ from jaxtune.train.data.batches import Batch, BatchSource, Json, epoch_order
 from jaxtune.train.objectives.grpo import total_rewards
 from jaxtune.train.objectives.reward_functions import RewardFunctions, Sampled, Turns
 
-# Arrays of a batch's `extra`, [rows, answers] but where said. An answer's place is its number within its row.
+# The names of the arrays in a batch's `extra`; they are [rows, answers of a row] unless another shape is given. An
+# answer's place is its number within its row, from 0.
 STARTS = "answer_starts"  # int32: slot of the token before the answer's first
 LENGTHS = "answer_lengths"  # int32: tokens of the answer; 0 where the row has no answer of that number
 ADVANTAGES = "advantages"  # float32
 SAMPLED_LOGPS = "sampled_logps"  # float32 [rows, length]: at each slot, that of its target under the sampler
 OLD_LOGPS = "old_logps"  # float32 [rows, length]: under the model that the generation was sampled with
 REFERENCE_LOGPS = "reference_logps"  # float32 [rows, length]: under the reference of the divergence
-SHARE = "share"  # float32 [rows]: what the row adds to the count of a loss that is a mean over tokens
-_PLACES = 4  # times the answers of full length that fit a row: the most answers in a row
+SHARE = "share"  # float32 [rows]: the row's part of the count by which a mean over the tokens of a generation divides
+_PLACES = 4  # a row has at most this many times the number of longest answers that fit into it
 _SHOWN = 160  # characters of a prompt or an answer on the screen
-_CUT_OFF, _EQUAL = 0.5, 0.8  # shares of a generation from which on a warning names the remedy
-_WARNED_EVERY = 10  # generations
+_CUT_OFF, _EQUAL = 0.5, 0.8  # shares of answers cut off, and of groups with equal rewards, above which it warns
+_WARNED_EVERY = 10  # generations between two samples and warnings on the screen
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """What answers are sampled to."""
+    """A prompt that answers are sampled for."""
 
     given: Turns
-    """Text or a list of messages, as reward functions see it."""
+    """Text or a list of messages, as reward functions get it."""
 
     ids: tuple[int, ...]
-    """Its tokens, up to where the answer begins."""
+    """Its token ids, up to the begin of the answer."""
 
     columns: Mapping[str, object]
     """The row's other columns, for reward functions."""
@@ -68,19 +68,22 @@ class Settings:
     """The logits are divided by it when answers are sampled, and when their log-probabilities are computed."""
 
     top_k: int = 0
+    """Only this number of the most probable tokens can be sampled; 0 is all."""
     top_p: float = 1.0
+    """Only the most probable tokens with this total probability can be sampled."""
     min_p: float = 0.0
+    """Only tokens with at least this share of the highest probability can be sampled."""
     repetition_penalty: float = 1.0
-    """Filters and penalties of sampling; see Sampling."""
+    """The penalty on tokens that the prompt or the answer already has; 1 is none."""
 
     mask_truncated_completions: bool = False
-    """Answers that reach max_completion_length without an end do not count in the loss."""
+    """Whether answers that reach max_completion_length without an end are left out of the loss."""
 
     num_iterations: int = 1
     """How often each answer is trained on."""
 
     steps_per_generation: int = 1
-    """Steps that the answers of a generation are divided into."""
+    """The number of steps among which the answers of a generation are divided."""
 
     slots: int = 64
     """The most answers that are sampled at a time."""
@@ -96,48 +99,62 @@ class Settings:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps that use the answers of one generation."""
+        """The number of optimizer steps that use the answers of one generation."""
         return self.steps_per_generation * self.num_iterations
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """A sampled answer with what it was found to be worth."""
+    """A sampled answer and its advantage."""
 
     prompt: int
-    """The prompt's number."""
+    """The index of its prompt."""
 
     ids: tuple[int, ...]
+    """Its token ids."""
+
     logps: tuple[float, ...]
-    """Of each token, under the sampler, at the sampling temperature."""
+    """The log-probability of each token that the sampler reported, at the sampling temperature."""
 
     finish_reason: str
+    """Why it ended: "length" if it reached the most tokens."""
+
     advantage: float = 0.0
+    """Its advantage."""
 
 
 class Advantages(Protocol):
-    """What answers are worth: float32[answers] of rewards [answers, functions], and of the answers' divergences
-    [answers] from a reference where rewards count them. The answers of a group follow each other."""
+    """A function that computes advantages, float32[answers], from rewards [answers, functions]. kl: [answers], the
+    answers' divergences from the reference if they are subtracted from rewards. The answers of a group are
+    consecutive."""
 
     def __call__(self, rewards: np.ndarray, /, kl: np.ndarray | None = None) -> np.ndarray: ...
 
 
-# Log-probabilities float32[rows, length] of the targets of packed rows under a model.
+# A function that computes the log-probabilities, float32[rows, length], of the targets of packed rows under a model.
 type Score = Callable[[Decoder, Batch], np.ndarray]
 
 
 class SampledAnswers(BatchSource):
-    """See the module. A step has `answers_per_step` answers in packed rows of `length` slots.
+    """The batch source that samples answers from the model that is trained, see the module. A step has
+    `answers_per_step` answers, packed with their prompts into rows of `length` tokens.
 
     Args:
-      prompts: in any order; an epoch takes each once.
-      decode: token ids -> text. ends: token ids that end an answer.
-      advantages: see Advantages.
-      score: under the model that is given. With it, batches have OLD_LOGPS.
-      reference: under the reference that belongs to the model that is given. With it, batches have REFERENCE_LOGPS, or,
-        if `penalises`, the advantages get the divergences of the answers.
+      prompts: the prompts; an epoch uses each once, in an order drawn for the epoch.
+      rewards: the reward functions.
+      settings: how answers are sampled.
+      advantages: computes advantages from rewards.
+      answers_per_step: the number of answers in a step.
+      length: the number of tokens in a row.
+      seed: of sampling and of the order of prompts.
+      decode: decodes token ids to text.
+      ends: the token ids that end an answer.
+      score: computes log-probabilities under the model that it is given. If it is set, batches have OLD_LOGPS.
+      reference: computes log-probabilities under the reference of the model that it is given. If it is set, batches
+        have REFERENCE_LOGPS, or, if `penalises`, `advantages` gets the divergences of the answers.
+      penalises: whether divergences are subtracted from rewards.
     Raises:
-      ConfigError: answers_per_step that are no whole groups; a prompt that leaves no room for an answer.
+      ConfigError: answers_per_step is not a multiple of a group, or a prompt leaves no room for an answer.
     """
 
     sees_model = True
@@ -183,7 +200,7 @@ class SampledAnswers(BatchSource):
         self._metrics: dict[int, dict[str, float]] = {}
         self._news: list[str] = []
 
-    # ---- what BatchSource asks
+    # ---- the methods of BatchSource
 
     @property
     def length(self) -> int:
@@ -199,6 +216,7 @@ class SampledAnswers(BatchSource):
 
     @property
     def _prompts_per_generation(self) -> int:
+        """The number of prompts that a generation samples answers for."""
         return self.answers_per_step * self.settings.steps_per_generation // self.settings.num_generations
 
     def empty(self, rows: int) -> Batch:
@@ -222,7 +240,7 @@ class SampledAnswers(BatchSource):
             return self._made[1]
         number, within = divmod(step, self.settings.steps)
         if self._generation is None or self._generation[0] != number:
-            assert model is not None, "a source that sees the model is given it"
+            assert model is not None, "sees_model is True, so the model is given"
             self._generation, self._old = (number, self._sampled(number, step, model())), {}
         answers = self._generation[1]
         part = within % self.settings.steps_per_generation
@@ -243,7 +261,7 @@ class SampledAnswers(BatchSource):
         return [f"answers sampled for step {step}"]
 
     def position(self, step: int) -> Json:
-        """The answers of a generation that the next step still uses."""
+        """The generation that `step` still uses, with its log-probabilities; None if `step` samples a new one."""
         if step % self.settings.steps == 0 or self._generation is None:
             return None
         number, answers = self._generation
@@ -287,19 +305,21 @@ class SampledAnswers(BatchSource):
         return news
 
     def metrics_at(self, step: int) -> dict[str, float]:
-        """Of the generation that was sampled for the step; nothing where it used an earlier one."""
+        """The metrics of the generation that was sampled for the step; none if the step used an earlier one."""
         return self._metrics.pop(step, {})
 
     # ---- a generation
 
     def _chosen(self, number: int) -> list[int]:
-        """Numbers of the prompts of a generation: those of an epoch in the order of its permutation, then the next."""
+        """The indices of the prompts of generation `number`. Generations take the prompts of an epoch in the order of
+        its permutation, then those of the next epoch."""
         wanted, count = self._prompts_per_generation, len(self.prompts)
         places = range(number * wanted, (number + 1) * wanted)
         orders = {epoch: epoch_order(count, self.seed, epoch) for epoch in {place // count for place in places}}
         return [int(orders[place // count][place % count]) for place in places]
 
     def _sampled(self, number: int, step: int, model: Decoder) -> list[Answer]:
+        """Samples, rewards and measures generation `number` before `step`: its answers with their advantages."""
         settings, started = self.settings, time.monotonic()
         prompts = [index for index in self._chosen(number) for _ in range(settings.num_generations)]
         longest = max(len(self.prompts[index].ids) for index in prompts)
@@ -324,7 +344,7 @@ class SampledAnswers(BatchSource):
             Answer(index, tuple(row.ids), tuple(row.logprobs), row.finish_reason)
             for index, row in zip(prompts, rows, strict=True)
         ]
-        del sampler  # and its caches, for which the step has no room
+        del sampler  # frees its caches, for which the step has no room
         sampling = time.monotonic() - started
         sampled = self._as_rewarded(made)
         table = self.rewards(sampled)
@@ -339,7 +359,8 @@ class SampledAnswers(BatchSource):
         return made
 
     def _divergences(self, model: Decoder, answers: Sequence[Answer]) -> np.ndarray:
-        """float32[answers]: the sum of log p - log p_ref over the tokens of each answer that count."""
+        """float32[answers]: the divergence of each answer from the reference, the sum of log p - log p_ref over its
+        tokens that count."""
         assert self._reference is not None
         found = np.zeros(len(answers), np.float32)
         for start in range(0, len(answers), self.answers_per_step):
@@ -352,6 +373,7 @@ class SampledAnswers(BatchSource):
         return found
 
     def _as_rewarded(self, answers: Sequence[Answer]) -> Sampled:
+        """The answers in the form that reward functions get."""
         prompts = [self.prompts[answer.prompt] for answer in answers]
         texts = [self._decode(self._without_end(answer)) for answer in answers]
         completions = [
@@ -363,9 +385,11 @@ class SampledAnswers(BatchSource):
         return Sampled([p.given for p in prompts], completions, [list(a.ids) for a in answers], columns)
 
     def _without_end(self, answer: Answer) -> tuple[int, ...]:
+        """The token ids of an answer without the one that ended it."""
         return answer.ids[:-1] if answer.ids and answer.ids[-1] in self._ends else answer.ids
 
     def _measured(self, answers: Sequence[Answer], table: np.ndarray) -> dict[str, float]:
+        """The metrics of a generation, by TRL's names. table: float32[answers, functions], the rewards."""
         lengths = np.array([len(answer.ids) for answer in answers])
         cut = np.array([answer.finish_reason == "length" for answer in answers])
         total = total_rewards(table, np.array(self.rewards.weights)).reshape(-1, self.settings.num_generations)
@@ -386,7 +410,8 @@ class SampledAnswers(BatchSource):
         return found
 
     def _tell(self, number: int, sampled: Sampled, table: np.ndarray, answers: Sequence[Answer]) -> None:
-        """Puts a sample and warnings on the screen, now and then."""
+        """Adds the best answer of generation `number` and warnings to `news`, once every `_WARNED_EVERY` generations.
+        table: float32[answers, functions], the rewards."""
         if number % _WARNED_EVERY:
             return
         total = total_rewards(table, np.array(self.rewards.weights))
@@ -413,12 +438,13 @@ class SampledAnswers(BatchSource):
     # ---- rows
 
     def _counted(self, answer: Answer) -> int:
-        """Tokens of an answer that count in the loss."""
+        """The number of tokens of an answer that count in the loss."""
         masked = self.settings.mask_truncated_completions and answer.finish_reason == "length"
         return 0 if masked else len(answer.ids)
 
     def _packed(self, answers: Sequence[Answer], tokens: float) -> Batch:
-        """The answers in rows. tokens: that a step counts in a mean over tokens."""
+        """The batch of these answers. tokens: the count by which a mean over the tokens of a generation divides in a
+        step."""
         batch = self.empty(self.rows_per_step)
         for answer, place in zip(answers, self._places(answers), strict=True):
             self._write(batch, *place, answer)
@@ -426,7 +452,8 @@ class SampledAnswers(BatchSource):
         return batch
 
     def _places(self, answers: Sequence[Answer]) -> list[tuple[int, int, int]]:
-        """(row, slot of the prompt's first token, number within the row) of each answer: first fit, longest first."""
+        """Where each answer goes: (row, slot of the prompt's first token, number within the row), by first fit with the
+        longest first."""
         used, filled = np.zeros(self.rows_per_step, np.int64), np.zeros(self.rows_per_step, np.int64)
         sizes = [len(self.prompts[answer.prompt].ids) + len(answer.ids) for answer in answers]
         found = [(0, 0, 0)] * len(answers)
@@ -438,6 +465,8 @@ class SampledAnswers(BatchSource):
         return found
 
     def _write(self, batch: Batch, row: int, at: int, place: int, answer: Answer) -> None:
+        """Writes a prompt and its answer into row `row` of a batch, from slot `at` on, as the answer number `place` of
+        the row."""
         prompt = self.prompts[answer.prompt].ids
         ids = np.array([*prompt, *answer.ids], np.int32)
         here, begin = slice(at, at + len(ids)), at + len(prompt) - 1
@@ -453,18 +482,19 @@ class SampledAnswers(BatchSource):
 
 
 def _equal_groups(total: np.ndarray) -> np.ndarray:
-    """bool[groups]: whether the rewards [groups, answers] of a group are all equal, or missing."""
+    """bool[groups]: whether all rewards of a group are equal, or missing. total: float32[groups, answers]."""
     low, high = np.where(np.isnan(total), np.inf, total).min(1), np.where(np.isnan(total), -np.inf, total).max(1)
     return ~(high - low > 1e-8)
 
 
 def _seed(seed: int, generation: int, place: int) -> int:
-    """Of an answer: 31 bits that depend on all three."""
+    """The sampling seed of an answer: 31 bits that depend on the run's seed, the generation and the answer's place."""
     draw = np.random.Philox(key=np.array([seed, generation], np.uint64), counter=place)
     return int(draw.random_raw(1)[0] >> np.uint64(33))
 
 
 def _line(value: Turns) -> str:
+    """The text of a prompt's last turn or an answer on one line, cut after `_SHOWN` characters."""
     text = value if isinstance(value, str) else value[-1].get("content", "")
     text = " ".join(str(text).split())
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
