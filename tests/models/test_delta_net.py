@@ -33,7 +33,7 @@ def outputs(net, x):
     """Of whole rows, one document each."""
     context = Context(LayerSpec(), packed_layout(x.shape[:2]))
     qkv, gate, rates = net.project(x)
-    return net.output(net._remember(context, qkv, rates)[0], gate)
+    return net.output(net._recur(context, qkv, rates)[0], gate)
 
 
 def prompt_state(net, x, lengths):
