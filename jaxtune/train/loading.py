@@ -51,7 +51,7 @@ def loading(config: TrainConfig) -> Iterator[tuple[Future[Decoder] | None, Any, 
     pretrained = Pretrained(wanted.path, COMPUTE_DTYPES[config.precision], wanted.load_in)
     stored = replace(config, model=replace(wanted, load_in=wanted.load_in or pretrained.stored_in))
     chosen, _ = mesh_of(config, lambda: cost.abstract_model(pretrained.config, stored))
-    mesh = None if chosen.fsdp == 1 else partition.make_mesh(chosen.data, chosen.fsdp)
+    mesh = None if chosen.divides_tensors is None else partition.make_mesh(*chosen.sizes)
     if pretrained.packed or (config.adapter is not None and config.adapter.path is not None):
         yield None, _tokenizer(config, pretrained.folder), adapted(pretrained.load(mesh=mesh), config)
         return

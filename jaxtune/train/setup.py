@@ -138,7 +138,7 @@ def planned(
         reference_runs=reference_runs,
         optimizer=optimizer,
     )
-    mesh = partition.make_mesh(chosen.data, chosen.fsdp)
+    mesh = partition.make_mesh(*chosen.sizes)
     config = dataclasses.replace(config, mesh=chosen)
     config.require_rows_for(mesh.size)
     device = mesh.local_devices[0]

@@ -348,7 +348,7 @@ class Trainer:
         planner, model = self.planner, self.model
         if planner.device.name == "cpu":
             return []
-        of_plan = (planner.cost, planner.forecast, planner.device, self.config, self.mesh.shape[partition.FSDP])
+        of_plan = (planner.cost, planner.forecast, planner.device, self.config, partition.MeshShape.of(self.mesh).parts)
         phases = phases_of(model.prepared, model.trainable, *of_plan, self.sampled)
         sampling = [] if self.sampled is None else [f"  {self.sampled}"]
         return [*phase_lines(phases, planner.budget_bytes, host_memory_bytes()), *sampling]
@@ -429,8 +429,7 @@ class Trainer:
             numerics={
                 **self.engine.planner.plan.to_record(),
                 "gradients": self.gradients,
-                "mesh_data": self.mesh.shape[partition.DATA],
-                "mesh_fsdp": self.mesh.shape[partition.FSDP],
+                **partition.MeshShape.of(self.mesh).to_record(),
                 "max_documents": self.program.max_documents,
                 "deterministic": self.config.deterministic,
                 "compiler_options": self.engine.options,

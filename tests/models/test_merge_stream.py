@@ -145,7 +145,7 @@ def test_an_export_has_one_matrix_on_the_device(to, tmp_path, monkeypatch):
 def test_reading_a_tensor_leaves_no_copy_of_it_in_host_memory(devices):
     """JAX keeps with an array that lives on what it was asked for on the host: in the end, a second model."""
     mesh = partition.make_mesh(1, devices)
-    for spec in (partition.WHOLE, PartitionSpec(partition.FSDP)):
+    for spec in (partition.WHOLE, PartitionSpec(partition.TENSORS)):
         array = jax.device_put(jnp.arange(64.0).reshape(8, 8), NamedSharding(mesh, spec))
         np.testing.assert_array_equal(partition.on_host(array), np.arange(64.0).reshape(8, 8))
         for held in (array, *(shard.data for shard in array.addressable_shards)):

@@ -6,6 +6,7 @@ gradients themselves, tensor by tensor, and weights after SGD.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import shutil
@@ -17,7 +18,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from tiny_models import tiny_model
 
 from jaxtune.models.config import LayerSpec, MoEConfig
@@ -166,8 +167,8 @@ class Done(NamedTuple):
     evaluated: list[float]
 
 
-def program_of(model: Decoder, mesh: tuple[int, int] | None, **options):
-    """(StepProgram, trainable, frozen); mesh: (data, fsdp)."""
+def program_of(model: Decoder, mesh: tuple[int, ...] | None, **options):
+    """(StepProgram, trainable, frozen); mesh: devices along each axis."""
     graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
     mesh = None if mesh is None else partition.make_mesh(*mesh)
     options = dict(optimizer=optax.sgd(0.05), max_grad_norm=None, micro_batches=MICRO_BATCHES) | options
@@ -175,7 +176,7 @@ def program_of(model: Decoder, mesh: tuple[int, int] | None, **options):
 
 
 @functools.cache
-def run(name: str, mesh: tuple[int, int]) -> Done:
+def run(name: str, mesh: tuple[int, ...]) -> Done:
     make, options = MODELS[name]
     batch = options.get("batch", ROWS)
     options = {key: value for key, value in options.items() if key != "batch"}
@@ -227,7 +228,10 @@ MESHES = [
 @pytest.mark.parametrize(("name", "mesh"), MESHES)
 def test_gradients_and_weights_are_those_of_one_device(name, mesh):
     """Dropout's masks are the same too, or no gradient would be."""
-    got, want = run(name, mesh), run(name, (1, 1))
+    require_same(run(name, mesh), run(name, (1, 1)))
+
+
+def require_same(got: Done, want: Done) -> None:
     assert sum(np.linalg.norm(array) > 1e-3 for array in want.gradients.values()) > 0.9 * len(want.gradients)
     for tensor in want.gradients:
         for ours, theirs in ((got.gradients, want.gradients), (got.weights, want.weights)):
@@ -237,6 +241,25 @@ def test_gradients_and_weights_are_those_of_one_device(name, mesh):
     for step, (ours, theirs) in enumerate(zip(got.metrics, want.metrics, strict=True)):
         for key in theirs if step == 0 else ("loss", "count"):
             np.testing.assert_allclose(*(jax.tree.leaves(each[key]) for each in (ours, theirs)), rtol=1e-5, err_msg=key)
+
+
+def test_an_axis_of_the_mesh_is_its_declaration(monkeypatch):
+    """A third axis, along which tensors are whole: the step needs nothing else to divide its rows over it."""
+    name = "all trained, packed rows and a window"
+    want = run(name, (1, 1))
+    added = (*partition.AXES, partition.Axis("islands"))
+    monkeypatch.setattr(partition, "AXES", added)
+    monkeypatch.setattr(partition, "ROWS", PartitionSpec(tuple(axis.name for axis in added)))
+    assert partition.make_mesh(2, 2, -1).shape == {"data": 2, "fsdp": 2, "islands": 2}
+    shape = partition.mesh_shape(2, 2, 2)
+    assert (shape.size, shape.parts, shape.copies) == (8, 2, 4)
+    assert partition.MeshShape.from_record({"mesh_data": 2, "mesh_fsdp": 2}) == (2, 2, 1)
+    assert partition.MeshShape.from_record(shape.to_record()) == shape
+    require_same(run.__wrapped__(name, (2, 2, 2)), want)
+
+
+def test_the_config_has_a_key_for_each_axis():
+    assert [field.name for field in dataclasses.fields(MeshConfig)] == [axis.name for axis in partition.AXES]
 
 
 def test_devices_have_different_numbers_of_targets():

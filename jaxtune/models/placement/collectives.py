@@ -24,7 +24,7 @@ from jax.lax import optimization_barrier
 from jax.sharding import Mesh, NamedSharding
 
 from jaxtune.models.placement.gathers import gather, scatter
-from jaxtune.models.placement.partition import DATA, FSDP, WHOLE, Shard, compiling, divided
+from jaxtune.models.placement.partition import AXES, WHOLE, Shard, compiling, divided
 
 # XLA may combine up to this many bytes of gathered weights, or of float32 gradients, into one collective.
 _COMBINED_BYTES = 8 << 30
@@ -48,7 +48,7 @@ def first_exchange(mesh: Mesh) -> Callable[[jax.Array], Any]:
 
     It makes NCCL connect the devices of each group before the first step.
     """
-    axes = tuple(axis for axis in (DATA, FSDP) if mesh.shape[axis] > 1)
+    axes = tuple(axis.name for axis in AXES if mesh.shape[axis.name] > 1)
     groups = [axes] if len(axes) == 1 else [axes, *((axis,) for axis in axes)]
 
     def sums(number):

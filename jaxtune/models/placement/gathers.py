@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.lax import optimization_barrier
 
-from jaxtune.models.placement.partition import FSDP, Shard
+from jaxtune.models.placement.partition import TENSORS, Shard
 
 
 def rows_of(variable: nnx.Variable, index: jax.Array, take: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
@@ -37,19 +37,19 @@ def _rows_of_fwd(take, shard: Shard, index: jax.Array):
     """(this device's rows, what the backward needs)."""
     size = shard.array.shape[0]
     all_index = (
-        jax.lax.all_gather(index, FSDP) - jax.lax.axis_index(FSDP) * size
+        jax.lax.all_gather(index, TENSORS) - jax.lax.axis_index(TENSORS) * size
     )  # of all devices, relative to this device's first row
     mine = (all_index >= 0) & (all_index < size)
     rows, back = jax.vjp(lambda table: take(table, jnp.clip(all_index, 0, size - 1)), shard.array)
     mine = mine.reshape(*mine.shape, *[1] * (rows.ndim - mine.ndim))
-    rows = jax.lax.psum_scatter(jnp.where(mine, rows, 0), FSDP)  # all but one term of each sum are zero
+    rows = jax.lax.psum_scatter(jnp.where(mine, rows, 0), TENSORS)  # all but one term of each sum are zero
     return rows, (back, mine)
 
 
 def _rows_of_bwd(take, residuals, gradient):
     """This device's part of the table's gradient."""
     back, mine = residuals
-    (gradients,) = back(jnp.where(mine, jax.lax.all_gather(gradient, FSDP), 0))
+    (gradients,) = back(jnp.where(mine, jax.lax.all_gather(gradient, TENSORS), 0))
     return Shard(gradients, 0, mine.shape[0]), None
 
 
@@ -95,15 +95,15 @@ _gathered.defvjp(lambda shard: (gather(shard), shard), lambda shard, gradient: (
 
 def gather(shard: Shard) -> jax.Array:
     """The whole array of a Shard; call it inside `partition.divided`."""
-    return jax.lax.all_gather(shard.array, FSDP, axis=shard.axis, tiled=True)
+    return jax.lax.all_gather(shard.array, TENSORS, axis=shard.axis, tiled=True)
 
 
 def scatter(shard: Shard, gradient: jax.Array) -> Shard:
-    """This device's part of the sum, over the devices along `fsdp`, of their gradients of a Shard's whole array.
+    """This device's part of the sum, over the devices that divide it, of their gradients of a Shard's whole array.
 
     The sum is computed in float32. With two devices the gradients are sent in their own dtype, which are half the
     bytes, because a sum of two numbers is rounded only once in either case.
     """
     wide = gradient if shard.count == 2 else gradient.astype(jnp.float32)
-    total = jax.lax.psum_scatter(wide, FSDP, scatter_dimension=shard.axis, tiled=True)
+    total = jax.lax.psum_scatter(wide, TENSORS, scatter_dimension=shard.axis, tiled=True)
     return Shard(total.astype(gradient.dtype), shard.axis, shard.count)

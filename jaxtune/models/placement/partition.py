@@ -1,10 +1,10 @@
 """How tensors and the rows of a batch are divided over the devices of a mesh.
 
 Training runs in one shard_map over the whole mesh (`divided`), so that a model and its kernels see plain local arrays,
-as on one device. The mesh has two axes, `data` and `fsdp`. The rows of a batch are divided over both. Tensors are whole
-on the devices along `data`; along `fsdp`, each device has a part (a `Shard`) of the tensors that declare an axis to
-divide. These are gathered before they are used (gathers.py; the stack gathers a layer's weights one layer ahead),
-except frozen tensors that the plan keeps whole on every device (`declared_resident`).
+as on one device. `AXES` declares the mesh's axes, `data` and `fsdp`. The rows of a batch are divided over all of them.
+Tensors are whole on the devices along `data`; along `fsdp`, each device has a part (a `Shard`) of the tensors that
+declare an axis to divide. These are gathered before they are used (gathers.py; the stack gathers a layer's weights one
+layer ahead), except frozen tensors that the plan keeps whole on every device (`declared_resident`).
 
 Sums over rows, among them gradients, are each device's own until they are added up: gradients of a Shard over `fsdp` at
 once, which leaves each device its part, all others once a step. What a model must know about other devices it asks
@@ -21,7 +21,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -33,53 +33,107 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtune.pallas.formats import Stored
 from jaxtune.system import private_jax
 
-DATA, FSDP = "data", "fsdp"
-ROWS, WHOLE = PartitionSpec((DATA, FSDP)), PartitionSpec()
-# Logical axes that are divided over the mesh's axis `fsdp`; of a tensor with several, the first is divided.
-_DIVIDED = ("out", "experts", "vocab")
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """An axis of the mesh. The rows of a batch are divided over all axes."""
+
+    name: str
+    """Also the config key, `mesh.NAME` (a field of MeshConfig, in the order of AXES)."""
+    divides: tuple[str, ...] = ()
+    """Logical axes of tensors that are divided over it, with their gradients and optimizer states; of a tensor with
+    several, the first is divided. One axis of the mesh divides tensors; along all others they are whole."""
+
+
+AXES = (Axis("data"), Axis("fsdp", divides=("out", "experts", "vocab")))
+[_TENSORS] = (axis for axis in AXES if axis.divides)
+TENSORS = _TENSORS.name  # the axis that divides tensors
+ROWS, WHOLE = PartitionSpec(tuple(axis.name for axis in AXES)), PartitionSpec()
 
 
 # ---- the mesh
 
 
-def mesh_shape(data: int, fsdp: int, devices: int | None = None) -> tuple[int, int]:
-    """(data, fsdp) of the mesh that the config keys `mesh.data` and `mesh.fsdp` request.
+class MeshShape(tuple[int, ...]):
+    """The number of devices along each of AXES."""
 
-    One of them may be -1, which stands for the number of devices divided by the other. devices: None takes all devices.
+    @staticmethod
+    def of(mesh: Mesh) -> MeshShape:
+        """The shape of a mesh, which may lack some of AXES."""
+        return MeshShape(mesh.shape.get(axis.name, 1) for axis in AXES)
 
+    @property
+    def size(self) -> int:
+        """The number of devices."""
+        return math.prod(self)
+
+    @property
+    def parts(self) -> int:
+        """The number of devices that divide a tensor."""
+        return next(count for axis, count in zip(AXES, self, strict=True) if axis.name == TENSORS)
+
+    @property
+    def copies(self) -> int:
+        """How many groups of devices have all parts of a tensor."""
+        return self.size // self.parts
+
+    def to_record(self) -> dict[str, int]:
+        """The shape as JSON, for the record of a run."""
+        return {f"mesh_{axis.name}": count for axis, count in zip(AXES, self, strict=True)}
+
+    @staticmethod
+    def from_record(record: Mapping[str, Any]) -> MeshShape:
+        """The shape in a record. An axis that it lacks is younger than the record, and had one device."""
+        return MeshShape(record.get(f"mesh_{axis.name}", 1) for axis in AXES)
+
+
+def _keys(shape: Sequence[int]) -> list[str]:
+    """The config keys of a mesh's shape that are not 1, as words for errors."""
+    return [f"mesh.{axis.name} = {count}" for axis, count in zip(AXES, shape, strict=True) if count != 1]
+
+
+def mesh_shape(*sizes: int, devices: int | None = None) -> MeshShape:
+    """The shape of the mesh that the config's section `mesh` requests.
+
+    Args:
+      sizes: the number of devices along each of AXES; axes left out have one. One size may be -1, which stands for the
+        number of devices divided by the others.
+      devices: None takes all devices.
     Raises:
       ValueError: -1 gives no whole number.
     """
-    if data != -1 and fsdp != -1:
-        return data, fsdp
+    shape = (*sizes, *[1] * (len(AXES) - len(sizes)))
+    if -1 not in shape:
+        return MeshShape(shape)
     devices = jax.device_count() if devices is None else devices
-    key, other = ("fsdp", data) if fsdp == -1 else ("data", fsdp)
-    if devices % other:
+    others = [1 if size == -1 else size for size in shape]
+    used = math.prod(others)
+    if devices % used:
+        key = f"mesh.{AXES[shape.index(-1)].name}"
         raise ValueError(
-            f"mesh.{key} = -1: {devices} devices are not a multiple of mesh.{'data' if key == 'fsdp' else 'fsdp'} = "
-            f"{other}; set mesh.{key} to the number of devices that are to be used, divided by {other}"
+            f"{key} = -1: {devices} devices are not a multiple of {' x '.join(_keys(others))}; set {key} to the number "
+            f"of devices that are to be used, divided by {used}"
         )
-    return (devices // fsdp, fsdp) if data == -1 else (data, devices // data)
+    return MeshShape(devices // used if size == -1 else size for size in shape)
 
 
-def make_mesh(data: int, fsdp: int = 1) -> Mesh:
-    """A mesh of data x fsdp devices; one of the two may be -1, as in mesh_shape.
+def make_mesh(*sizes: int) -> Mesh:
+    """A mesh with these numbers of devices along AXES, as in mesh_shape.
 
     Raises:
       ValueError: there are fewer devices, -1 gives no whole number, or processes would be left without a device.
     """
-    devices = jax.devices()
-    data, fsdp = mesh_shape(data, fsdp)
-    asked = f"mesh.data = {data}" + (f" and mesh.fsdp = {fsdp}" if fsdp > 1 else "")
-    if data * fsdp > len(devices):
+    devices, shape = jax.devices(), mesh_shape(*sizes)
+    asked = " and ".join(_keys(shape)) or f"mesh.{AXES[0].name} = 1"
+    if shape.size > len(devices):
         raise ValueError(f"{asked}: there are {len(devices)} {devices[0].platform} devices")
-    if data * fsdp < len(devices) and jax.process_count() > 1:
+    if shape.size < len(devices) and jax.process_count() > 1:
         raise ValueError(
             f"{asked}: the run has {len(devices)} devices in {jax.process_count()} processes, and all of them take "
             "part; set mesh.data=-1, or start fewer processes"
         )
-    kinds = (AxisType.Auto, AxisType.Auto)
-    return jax.make_mesh((data, fsdp), (DATA, FSDP), axis_types=kinds, devices=devices[: data * fsdp])
+    names, kinds = tuple(axis.name for axis in AXES), (AxisType.Auto,) * len(AXES)
+    return jax.make_mesh(tuple(shape), names, axis_types=kinds, devices=devices[: shape.size])
 
 
 def divided(function: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Callable:
@@ -195,7 +249,8 @@ def _moves(sharding: jax.sharding.Sharding) -> Callable[[jax.Array], jax.Array]:
 def _row_axes() -> tuple[str, ...]:
     """The mesh axes over which rows are divided in the function that is being traced; none outside of `divided`."""
     mesh = jax.sharding.get_abstract_mesh()
-    return tuple(axis for axis in (DATA, FSDP) if axis in mesh.manual_axes and mesh.shape[axis] > 1)
+    names = (axis.name for axis in AXES)
+    return tuple(name for name in names if name in mesh.manual_axes and mesh.shape[name] > 1)
 
 
 def part_of_rows() -> jax.Array | int:
@@ -227,7 +282,7 @@ def _total(sums):
     axes = _row_axes()
 
     def one(leaf):
-        over = tuple(axis for axis in axes if axis != FSDP) if isinstance(leaf, Shard) else axes
+        over = tuple(axis for axis in axes if axis != TENSORS) if isinstance(leaf, Shard) else axes
         return jax.lax.psum(leaf, over) if over else leaf
 
     return jax.tree.map(one, sums, is_leaf=_is_shard)
@@ -273,7 +328,7 @@ def divide(tree: Any, mesh: Mesh | None) -> Any:
 
     Quantised tensors are divided between blocks, with their scales. A tensor that cannot be divided evenly stays whole.
     """
-    return _divided(tree, 1 if mesh is None else mesh.shape.get(FSDP, 1))
+    return _divided(tree, 1 if mesh is None else MeshShape.of(mesh).parts)
 
 
 def which_are_divided(tree: Any, mesh: Mesh | None) -> list[bool]:
@@ -281,20 +336,20 @@ def which_are_divided(tree: Any, mesh: Mesh | None) -> list[bool]:
     return [_is_shard(leaf) for leaf in jax.tree.leaves(divide(tree, mesh), is_leaf=_is_shard)]
 
 
-def bytes_per_device(tree: Any, fsdp: int) -> float:
-    """Bytes that each of `fsdp` devices has of a tree of variables, whose arrays may be abstract."""
+def bytes_per_device(tree: Any, parts: int) -> float:
+    """Bytes of a tree of variables on each device, of which `parts` divide tensors; the arrays may be abstract."""
 
     def one(leaf):
         size = float(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize)
         return size / leaf.count**2 if isinstance(leaf, Shard) else size  # a Shard's shape is of `count` such arrays
 
-    return sum(map(one, jax.tree.leaves(_divided(tree, fsdp), is_leaf=_is_shard)))
+    return sum(map(one, jax.tree.leaves(_divided(tree, parts), is_leaf=_is_shard)))
 
 
-def divided_sizes(tree: Any, fsdp: int) -> tuple[float, float]:
-    """(bytes, elements) of the whole arrays of those variables of a tree that `fsdp` devices divide."""
+def divided_sizes(tree: Any, parts: int) -> tuple[float, float]:
+    """(bytes, elements) of the whole arrays of those variables of a tree that are divided into `parts`."""
     arrays = [
-        shard.array for shard in shards(_divided(tree, fsdp))
+        shard.array for shard in shards(_divided(tree, parts))
     ]  # these are whole arrays, which are only marked as divided
     counts = [float(math.prod(array.shape)) for array in arrays]
     return sum(n * jnp.dtype(a.dtype).itemsize for n, a in zip(counts, arrays, strict=True)), sum(counts)
@@ -321,7 +376,7 @@ def _divided(tree: Any, count: int) -> Any:
 def _axes(variable: nnx.Variable, count: int) -> tuple[int | None, ...] | None:
     """For each array of a variable's value the axis that is divided into `count` parts; None if nothing is divided."""
     names = variable.get_metadata().get("axes", ())
-    axis = next((index for index, name in enumerate(names) if name in _DIVIDED), None)
+    axis = next((index for index, name in enumerate(names) if name in _TENSORS.divides), None)
     if axis is None:
         return None
     value = variable.get_value()
@@ -372,7 +427,8 @@ def specs(tree: Any) -> Any:
 def unsummed_specs(tree: Any) -> Any:
     """The PartitionSpecs of sums that are not added up over devices yet: a leading axis has one entry for each
     device."""
-    return _specs(tree, ((DATA, FSDP),), (DATA,))
+    names = tuple(axis.name for axis in AXES)
+    return _specs(tree, (names,), (tuple(name for name in names if name != TENSORS),))
 
 
 def _specs(tree: Any, front: tuple, front_of_shards: tuple) -> Any:
@@ -381,7 +437,7 @@ def _specs(tree: Any, front: tuple, front_of_shards: tuple) -> Any:
     def one(leaf):
         if not isinstance(leaf, Shard):
             return PartitionSpec(*front)
-        return Shard(PartitionSpec(*front_of_shards, *([None] * leaf.axis), FSDP), leaf.axis, leaf.count)  # type: ignore[arg-type]
+        return Shard(PartitionSpec(*front_of_shards, *([None] * leaf.axis), TENSORS), leaf.axis, leaf.count)  # type: ignore[arg-type]
 
     return jax.tree.map(one, tree, is_leaf=_is_shard)
 
@@ -417,7 +473,7 @@ def states_shardings(opt_state: Any, trainable: Any, mesh: Mesh) -> Any:
         axis = tensor.axis if leaf.shape == tensor.array.shape else 0
         if leaf.ndim == 0 or leaf.size == 0 or leaf.shape[axis] % tensor.count:
             return everywhere
-        return NamedSharding(mesh, PartitionSpec(*([None] * axis), FSDP))
+        return NamedSharding(mesh, PartitionSpec(*([None] * axis), TENSORS))
 
     def is_like(tree):
         return jax.tree.structure(tree) == structure

@@ -235,7 +235,7 @@ def _kernel(g_ref, m_ref, m_max_ref, v_ref, v_max_ref, factors_ref, *refs, betas
 
 
 def adam_update(
-    gradient, m, m_absmax, v, v_absmax, correction1, correction2, scale, finite, *, betas, eps, divided=False
+    gradient, m, m_absmax, v, v_absmax, correction1, correction2, scale, finite, *, betas, eps, divided=None
 ):
     """One step of Adam on a tensor with 8-bit moments; see `refusal`.
 
@@ -250,9 +250,9 @@ def adam_update(
       scale: float32, by which the gradient is multiplied in float32.
       finite: bool; if it is false, the moments stay as they are, and the direction is meaningless.
       betas, eps: Adam's.
-      divided: the devices of the mesh's axis `fsdp` have a part each of the gradient and of its moments. A tensor that
-        is whole on them is updated by each device in full, because updating parts and exchanging them takes longer and
-        more memory.
+      divided: the axis of the mesh along which each device has a part of the gradient and of its moments; None: they
+        are whole. A whole tensor is updated by each device in full, because updating parts and exchanging them takes
+        longer and more memory.
     Returns:
       (direction float32 of gradient's shape, and the new m, m_absmax, v, v_absmax).
     Raises:
@@ -263,10 +263,12 @@ def adam_update(
     update = functools.partial(_adam_update, programs=_PROGRAMS, interpret=gpu_kernel.interpreter())
     update = functools.partial(update, betas=tuple(betas), eps=float(eps))
     # If both are divided, at borders of blocks, each device updates its own part of the tensor.
-    parts = jax.sharding.get_abstract_mesh().shape.get("fsdp", 1)
-    divides = divided and gradient.ndim >= 2 and not any(size % parts for size in (gradient.shape[0], m.shape[0]))
-    divides = divides and gradient.size % (parts * BLOCK) == 0
-    update = meshes.on_each_device(update, rows=5 if divides else 0, axis="fsdp")
+    parts = jax.sharding.get_abstract_mesh().shape.get(divided, 1)
+    even = gradient.ndim >= 2 and not any(size % parts for size in (gradient.shape[0], m.shape[0]))
+    if divided is not None and even and gradient.size % (parts * BLOCK) == 0:
+        update = meshes.on_each_device(update, rows=5, axis=divided)
+    else:
+        update = meshes.on_each_device(update)
     return update(gradient, m, m_absmax, v, v_absmax, *numbers)
 
 

@@ -313,10 +313,28 @@ class MeshConfig:
     fsdp: Annotated[int, "Devices of a group, which divide weights and optimizer states too; -1: what data leaves."] = 1
 
     def __post_init__(self) -> None:
-        for key in ("data", "fsdp"):
-            value = getattr(self, key)
+        rest = []
+        for key, value in vars(self).items():
             require(value > 0 or value == -1, f"mesh.{key}", value, "must be greater than 0, or -1 for all devices")
-        require(self.data > 0 or self.fsdp > 0, "mesh.fsdp", -1, "mesh.data is -1 too: only one can take what is left")
+            rest += [f"mesh.{key}"] if value == -1 else []
+        if len(rest) > 1:
+            require(False, rest[1], -1, f"{rest[0]} is -1 too: only one can take what is left")
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of devices along each axis, in the order of models/placement/partition.py's AXES."""
+        return tuple(vars(self).values())
+
+    @property
+    def keys(self) -> str:
+        """The config keys whose product is the number of devices, in words."""
+        used = [f"mesh.{key}" for key, value in vars(self).items() if value != 1 or key == "data"]
+        return " x ".join(used)
+
+    @property
+    def divides_tensors(self) -> str | None:
+        """The config key that divides weights, with its value, in words; None: every device has them whole."""
+        return None if self.fsdp == 1 else f"mesh.fsdp = {self.fsdp}"
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -106,7 +107,7 @@ class TrainConfig:
         rows = self.rows_per_step // (self.micro_batches or 1)
         require(
             rows % devices == 0,
-            "mesh.data x mesh.fsdp" if self.mesh and self.mesh.fsdp != 1 else "mesh.data",
+            self.mesh.keys if self.mesh else "mesh.data",
             devices,
             f"must divide the {rows} rows of a micro-batch (rows_per_step / micro_batches)",
         )
@@ -157,15 +158,15 @@ class TrainConfig:
         )
         rows, parts = self.rows_per_step, self.micro_batches or 1
         require(rows % parts == 0, "micro_batches", parts, f"must divide rows_per_step = {rows}")
-        if self.mesh is not None and self.mesh.data > 0 and self.mesh.fsdp > 0:
-            self.require_rows_for(self.mesh.data * self.mesh.fsdp)
-        if self.mesh is not None and self.mesh.fsdp != 1:
-            fsdp = self.mesh.fsdp
+        if self.mesh is not None and -1 not in self.mesh.sizes:
+            self.require_rows_for(math.prod(self.mesh.sizes))
+        divides = None if self.mesh is None else self.mesh.divides_tensors
+        if divides is not None:
             require(
                 not self.optim.offload,
                 "optim.offload",
                 True,
-                f"mesh.fsdp = {fsdp} divides the states over devices, which states in host memory are not yet; "
+                f"{divides} divides the states over devices, which states in host memory are not yet; "
                 "unset one of them",
             )
             for key, value in self.evaluation.asking:
@@ -173,7 +174,7 @@ class TrainConfig:
                     False,
                     key,
                     value,
-                    f"generation does not run on weights that mesh.fsdp = {fsdp} divides; unset it, and generate from "
+                    f"generation does not run on weights that {divides} divides; unset it, and generate from "
                     "what the run saves",
                 )
 

@@ -8,7 +8,6 @@ lengths alone, and every batch gets as many rows as the largest step needs: the 
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import jax
@@ -176,6 +175,6 @@ def pack_steps(
 def _devices(config: TrainConfig) -> int:
     """The number of devices that the rows of a step are divided among: of the configured mesh, or all devices."""
     if config.mesh is not None:
-        return math.prod(partition.mesh_shape(config.mesh.data, config.mesh.fsdp))
+        return partition.mesh_shape(*config.mesh.sizes).size
     several = jax.default_backend() != "cpu" or processes.count() > 1  # a single process uses one CPU device
     return jax.device_count() if several else 1

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxtune.models.placement.partition import TENSORS
 from jaxtune.pallas import adam8 as kernel
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.formats.blockwise8 import BLOCK, SIGNED_ZERO
@@ -71,7 +72,9 @@ def scale_by_adam_8bit(beta1: float, beta2: float, eps: float) -> optax.Gradient
                 by_kernel = dispatch.choose("adamw_8bit", table, None) == "mosaic"
                 numbers, options = (correction1, correction2, scale, finite), dict(betas=(beta1, beta2), eps=eps)
                 if by_kernel:
-                    return kernel.adam_update(g, m, m_absmax, v, v_absmax, *numbers, divided=in_parts, **options)
+                    return kernel.adam_update(
+                        g, m, m_absmax, v, v_absmax, *numbers, divided=TENSORS if in_parts else None, **options
+                    )
                 return kernel.plain_update(g, m, m_absmax, v, v_absmax, *numbers, **options)
             g = g.astype(jnp.float32) * scale
             new_m = beta1 * m + (1 - beta1) * g

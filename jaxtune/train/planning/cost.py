@@ -203,23 +203,26 @@ def step_cost(
     )
     on_host = float(optimizer_offload.hosted_bytes(states)) if config.optim.offload else 0.0
     mesh = config.mesh or MeshConfig()
-    data, fsdp = partition.mesh_shape(mesh.data, mesh.fsdp)
-    share = partition.bytes_per_device(masters, fsdp) / nbytes(masters)  # the part of the trained weights on one device
+    divided = partition.mesh_shape(*mesh.sizes)
+    parts = divided.parts
+    share = partition.bytes_per_device(masters, parts) / nbytes(
+        masters
+    )  # the part of the trained weights on one device
     fixed = {
-        "frozen weights": partition.bytes_per_device(frozen, fsdp) + packed_slack(frozen) / fsdp,
+        "frozen weights": partition.bytes_per_device(frozen, parts) + packed_slack(frozen) / parts,
         **({"the model as it was given": nbytes(trainable)} if keeps_model else {}),
         f"trained parameters ({storage})": share * nbytes(kept),
         "optimizer states": share * nbytes(states) - on_host,
         "gradient sums": share * nbytes(masters if config.micro_batches != 1 else kept),
     }
     kinds = [_kind(layer, spec, shape, length, dtype) for layer, spec in zip(model.layers, shape.layers, strict=True)]
-    known, devices = residuals_of(model.layers), data * fsdp
+    known, devices = residuals_of(model.layers), divided.size
     residuals = {r.name: _mean([kind.residuals.get(r.name, 0.0) for kind in kinds]) for r in known}
     padding = {r.name: _mean([kind.padding.get(r.name, 0.0) for kind in kinds]) for r in known}
-    frozen_layers = [partition.divided_sizes(layer, fsdp)[0] for layer in frozen.get("layers", {}).values()]
-    around = partition.divided_sizes(frozen, fsdp)[0] - sum(frozen_layers)
+    frozen_layers = [partition.divided_sizes(layer, parts)[0] for layer in frozen.get("layers", {}).values()]
+    around = partition.divided_sizes(frozen, parts)[0] - sum(frozen_layers)
     # The divided weights stay in memory beside the gathered ones if the caller keeps them.
-    more = 1.0 if keeps_model else 1 - 1 / fsdp
+    more = 1.0 if keeps_model else 1 - 1 / parts
     head = model.head_variable
     head_bytes, head_gradient_bytes = _head_costs(head, shape.vocab_size, dtype, storage)
     return StepCost(
@@ -250,13 +253,13 @@ def step_cost(
         less_sums=0.0 if config.micro_batches == 1 else share * float(nbytes(masters) - nbytes(kept)),
         shared_bytes=sum(_adapter_bytes(layer, dtype) for layer in model.layers),
         dropout_bytes=max(_masked_sizes(model), default=0) * (1.0 + dtype.itemsize),
-        exchange=_exchange(kept, frozen, data, fsdp),
-        whole_layer_bytes=_whole_layer_bytes((kept, frozen), len(kinds), fsdp),
-        whole_head_bytes=partition.divided_sizes(nnx.State({"head": head}), fsdp)[0],
+        exchange=_exchange(kept, frozen, divided),
+        whole_layer_bytes=_whole_layer_bytes((kept, frozen), len(kinds), parts),
+        whole_head_bytes=partition.divided_sizes(nnx.State({"head": head}), parts)[0],
         frozen_layer_bytes=max(frozen_layers, default=0.0),
         resident_layer_bytes=more * max(frozen_layers, default=0.0),
         resident_around_bytes=more * around,
-        whole_gradient_bytes=0.0 if fsdp == 1 else _whole_gradient_bytes(model, storage),
+        whole_gradient_bytes=0.0 if parts == 1 else _whole_gradient_bytes(model, storage),
     )
 
 
@@ -274,10 +277,10 @@ def _head_costs(head: nnx.Variable, vocab_size: int, dtype, storage: str) -> tup
     return size * (loss * trains + copy), size * (2.0 if storage == "bf16" else loss) if trains else 0.0
 
 
-def _whole_layer_bytes(trees, layers: int, fsdp: int) -> float:
+def _whole_layer_bytes(trees, layers: int, parts: int) -> float:
     """Bytes of the gathered weights of the layer for which they are largest; only weights that are divided count."""
     by_layer = [[tree["layers"][i] for tree in trees if i in tree.get("layers", {})] for i in range(layers)]
-    return max(sum(partition.divided_sizes(part, fsdp)[0] for part in parts) for parts in by_layer)
+    return max(sum(partition.divided_sizes(tree, parts)[0] for tree in layer) for layer in by_layer)
 
 
 def packed_slack(frozen) -> float:
@@ -292,27 +295,28 @@ def _device_here() -> str:
     return dispatch.device_kind() or ""
 
 
-def _exchange(trained, frozen, data: int, fsdp: int) -> Exchange:
+def _exchange(trained, frozen, shape: partition.MeshShape) -> Exchange:
     """Bytes received from other devices; `trained` and `frozen` are states of variables as they are stored on the
     devices."""
 
-    def of_layers(tree) -> float:
-        return partition.divided_sizes(tree["layers"], fsdp)[0] if "layers" in tree else 0.0
+    parts = shape.parts
 
-    received, weights = 1 - 1 / fsdp, of_layers(trained) + of_layers(frozen)
-    _, gradients = partition.divided_sizes(trained["layers"], fsdp) if "layers" in trained else (0.0, 0.0)
-    every, (_, divided) = partition.divided_sizes((trained, frozen), fsdp)[0], partition.divided_sizes(trained, fsdp)
+    def of_layers(tree) -> float:
+        return partition.divided_sizes(tree["layers"], parts)[0] if "layers" in tree else 0.0
+
+    received, weights = 1 - 1 / parts, of_layers(trained) + of_layers(frozen)
+    _, gradients = partition.divided_sizes(trained["layers"], parts) if "layers" in trained else (0.0, 0.0)
+    every, (_, divided) = partition.divided_sizes((trained, frozen), parts)[0], partition.divided_sizes(trained, parts)
     whole = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trained)) - divided
-    devices = data * fsdp
     # Bytes of a gradient as gathers.scatter sends it; sums of whole weights' gradients are in float32.
-    width = 4.0 if fsdp > 2 else partition.divided_sizes(trained, fsdp)[0] / max(divided, 1.0)
+    width = 4.0 if parts > 2 else partition.divided_sizes(trained, parts)[0] / max(divided, 1.0)
     return Exchange(
         weights=received * weights,
         gradients=received * width * gradients,
         around=received * (every - weights + width * (divided - gradients)),
-        sums=8.0 * (whole * (1 - 1 / devices) + divided / fsdp * (1 - 1 / data)),
+        sums=8.0 * (whole * (1 - 1 / shape.size) + divided / parts * (1 - 1 / shape.copies)),
         frozen=received * of_layers(frozen),
-        frozen_around=received * (partition.divided_sizes(frozen, fsdp)[0] - of_layers(frozen)),
+        frozen_around=received * (partition.divided_sizes(frozen, parts)[0] - of_layers(frozen)),
     )
 
 

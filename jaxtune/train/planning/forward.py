@@ -65,15 +65,16 @@ class ForwardPlanner:
     def __init__(self, model: Decoder, config: TrainConfig, length: int, device: Any):
         limit = processes.smallest((device.memory_stats() or {}).get("bytes_limit"))
         mesh = config.mesh or MeshConfig()
-        data, fsdp = partition.mesh_shape(mesh.data, mesh.fsdp)
-        sharing = devices.devices_here(data * fsdp)
+        divided = partition.mesh_shape(*mesh.sizes)
+        sharing = devices.devices_here(divided.size)
         self.device = devices.find_device(
             "cpu" if device.platform == "cpu" else device.device_kind, limit, sharing=sharing
         )
         self.budget_bytes = devices.budget(config, self.device)
         self.cost = parts = step_cost(model, config, length, optimizer=optax.identity())
         _, trainable, frozen = nnx.split(model, nnx.Param, ...)
-        self.weight_bytes = partition.bytes_per_device((trainable, frozen), fsdp) + packed_slack(frozen) / fsdp
+        self.weight_bytes = partition.bytes_per_device((trainable, frozen), divided.parts)
+        self.weight_bytes += packed_slack(frozen) / divided.parts
         residuals = ResidualPlan.uniform(RECOMPUTE, parts.num_layers)
         # The fewest parts are tried first, and for each number of parts the most logits at a time.
         self._plans = [

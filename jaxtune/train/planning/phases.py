@@ -108,7 +108,7 @@ def phases_of(
     forecast: Forecast,
     device: Device,
     config: TrainConfig,
-    fsdp: int = 1,
+    weight_parts: int = 1,
     sampled: Sampled | None = None,
 ) -> list[Phase]:
     """The phases of a run under a plan, in their order, without those that the config does not ask for.
@@ -120,12 +120,13 @@ def phases_of(
       forecast: of the plan in force.
       device: the device.
       config: the run's.
-      fsdp: number of devices that divide the weights.
+      weight_parts: number of devices that divide the weights.
       sampled: how questions are answered; None: none are.
     """
     plan, fixed = forecast.plan, parts.fixed
     weights = fixed["frozen weights"] + parts.resident_bytes(plan.residuals.resident)
-    trained, states, start = trained_bytes(parts), fixed["optimizer states"], partition.bytes_per_device(given, fsdp)
+    trained, states = trained_bytes(parts), fixed["optimizer states"]
+    start = partition.bytes_per_device(given, weight_parts)
     saved = saved_bytes(parts)
     tokens = parts.rows / plan.micro_batches / parts.devices * parts.length
     forward = forward_bytes(parts, tokens, plan.chunk_tokens, device)

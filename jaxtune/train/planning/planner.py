@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -67,7 +66,7 @@ class Planner:
         self.config, self.shape, self._note = config, model.config, note
         limit = processes.smallest((device.memory_stats() or {}).get("bytes_limit"))
         mesh = config.mesh or MeshConfig()
-        sharing = devices.devices_here(math.prod(partition.mesh_shape(mesh.data, mesh.fsdp)))
+        sharing = devices.devices_here(partition.mesh_shape(*mesh.sizes).size)
         self.device = devices.find_device(
             "cpu" if device.platform == "cpu" else device.device_kind, limit, sharing=sharing
         )
@@ -105,7 +104,7 @@ class Planner:
         differ in any case, and its devices may have less memory, more memory, or too few rows for the micro-batches.
         """
         mesh = self.config.mesh or MeshConfig()
-        if (record["mesh_data"], record["mesh_fsdp"]) != partition.mesh_shape(mesh.data, mesh.fsdp):
+        if partition.MeshShape.from_record(record) != partition.mesh_shape(*mesh.sizes):
             return
         stored = self._recorded(record)
         # With data.packing=step a changed number of steps can change the number of rows.

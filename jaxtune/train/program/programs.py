@@ -175,7 +175,7 @@ class Engine:
     @property
     def options(self) -> dict[str, Any]:
         """XLA's options for the programs."""
-        divides = self.mesh.shape.get(partition.FSDP, 1) > 1
+        divides = partition.MeshShape.of(self.mesh).parts > 1
         return compiler_options(self.mesh.devices.flat[0].platform, self._deterministic, divides)
 
     # ---- batches

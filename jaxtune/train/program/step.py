@@ -60,8 +60,8 @@ class Sums:
 
     On a mesh of several devices each array has a leading axis of devices: every device sums its own rows, and the
     devices' sums are added once, by the update. A step of a single micro-batch adds them in that micro-batch instead,
-    so that gradients are not stored twice. Gradients of divided tensors are summed over the mesh axis `fsdp` in each
-    micro-batch.
+    so that gradients are not stored twice. Gradients of divided tensors are summed over the devices that divide them
+    in each micro-batch.
     """
 
     gradients: Any  # of the (scaled) loss sum: float32, or in the weights' dtypes if a step has one micro-batch

@@ -113,7 +113,7 @@ class TrainedModel:
         processes.require_same({"the base model": self.given.base_digest}, "give all of them the same weights")
         declared = self._declared(engine)
         where = partition.shardings(declared, engine.mesh)
-        if engine.mesh.shape[partition.FSDP] == 1:
+        if partition.MeshShape.of(engine.mesh).parts == 1:
             return partition.put(declared, where)
         if self.keeps_model:
             return jax.tree.map(partition.moved, declared, where)
