@@ -452,8 +452,9 @@ def require_undivided(states: Any, what: str) -> None:
     for leaf in jax.tree.leaves(states):
         if isinstance(leaf, jax.Array) and not leaf.is_fully_replicated:
             raise ValueError(
-                f"{what}: the model's weights are divided over {len(leaf.devices())} devices, as a run with mesh.fsdp "
-                "leaves them: save the model and load it (from_pretrained), or train with mesh.fsdp=1"
+                f"{what}: the model's weights are divided over {len(leaf.devices())} devices, as a run with "
+                f"mesh.{TENSORS} leaves them: save the model and load it (from_pretrained), or train with "
+                f"mesh.{TENSORS}=1"
             )
 
 

@@ -202,12 +202,9 @@ def step_cost(
         lambda a: a.update(dtype=jnp.dtype(jnp.bfloat16)) if storage == "bf16" and a.ndim >= 2 else a, masters
     )
     on_host = float(optimizer_offload.hosted_bytes(states)) if config.optim.offload else 0.0
-    mesh = config.mesh or MeshConfig()
-    divided = partition.mesh_shape(*mesh.sizes)
-    parts = divided.parts
-    share = partition.bytes_per_device(masters, parts) / nbytes(
-        masters
-    )  # the part of the trained weights on one device
+    divided = partition.mesh_shape(*(config.mesh or MeshConfig()).sizes)
+    parts, trained_bytes = divided.parts, nbytes(masters)
+    share = partition.bytes_per_device(masters, parts) / trained_bytes  # the part of the trained weights on one device
     fixed = {
         "frozen weights": partition.bytes_per_device(frozen, parts) + packed_slack(frozen) / parts,
         **({"the model as it was given": nbytes(trainable)} if keeps_model else {}),
@@ -216,7 +213,7 @@ def step_cost(
         "gradient sums": share * nbytes(masters if config.micro_batches != 1 else kept),
     }
     kinds = [_kind(layer, spec, shape, length, dtype) for layer, spec in zip(model.layers, shape.layers, strict=True)]
-    known, devices = residuals_of(model.layers), divided.size
+    known = residuals_of(model.layers)
     residuals = {r.name: _mean([kind.residuals.get(r.name, 0.0) for kind in kinds]) for r in known}
     padding = {r.name: _mean([kind.padding.get(r.name, 0.0) for kind in kinds]) for r in known}
     frozen_layers = [partition.divided_sizes(layer, parts)[0] for layer in frozen.get("layers", {}).values()]
@@ -228,7 +225,7 @@ def step_cost(
     return StepCost(
         rows=config.rows_per_step,
         length=length,
-        devices=devices,
+        devices=divided.size,
         num_layers=len(kinds),
         hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
@@ -243,8 +240,8 @@ def step_cost(
         head_bytes=head_bytes,
         head_gradient_bytes=head_gradient_bytes,
         head_trains=isinstance(head, nnx.Param),
-        trained=nbytes(masters) / 4,
-        trained_here=share * nbytes(masters) / 4,
+        trained=trained_bytes / 4,
+        trained_here=share * trained_bytes / 4,
         has_experts=any(s.experts_per_token for kind in kinds for s in kind.block.segments()),
         tiled=tuple(dict.fromkeys(name for kind in kinds for name in tiled_residuals(kind.block.segments()))),
         hosted_bytes=on_host,

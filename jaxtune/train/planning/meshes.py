@@ -49,13 +49,13 @@ def mesh_of(config: TrainConfig, model: Callable[[], Decoder], **changes: Any) -
 
     budget_bytes, on_one_host = devices.budget(config, device), len(found) // processes.hosts()
 
-    def chosen() -> tuple[int, int, str]:
+    def chosen() -> tuple[str, tuple[int, ...]]:
         """The chosen mesh and the reason, as values that processes can exchange."""
         mesh, why = choose_mesh(cost_on, config, device, budget_bytes, len(found), on_one_host)
-        return mesh.data, mesh.fsdp, why
+        return why, mesh.sizes
 
-    data, fsdp, why = processes.of_first(chosen)
-    return MeshConfig(data, fsdp), why
+    why, sizes = processes.of_first(chosen)
+    return MeshConfig(*sizes), why
 
 
 def choose_mesh(
@@ -113,7 +113,7 @@ def choose_mesh(
 
 def _name(mesh: MeshConfig) -> str:
     """A mesh in words."""
-    return f"data={mesh.data} fsdp={mesh.fsdp}"
+    return " ".join(f"{key}={value}" for key, value in vars(mesh).items())
 
 
 def _figures(forecast: Forecast) -> str:
