@@ -82,7 +82,7 @@ class MeshShape(tuple[int, ...]):
         return {f"mesh_{axis.name}": count for axis, count in zip(AXES, self, strict=True)}
 
     @staticmethod
-    def from_record(record: Mapping[str, Any]) -> MeshShape:
+    def from_record(record: Mapping[str, int]) -> MeshShape:
         """The shape in a record. An axis that it lacks is younger than the record, and had one device."""
         return MeshShape(record.get(f"mesh_{axis.name}", 1) for axis in AXES)
 
