@@ -375,14 +375,12 @@ class SampledAnswers(BatchSource):
     def _as_rewarded(self, answers: Sequence[Answer]) -> Sampled:
         """The answers in the form that reward functions get."""
         prompts = [self.prompts[answer.prompt] for answer in answers]
-        texts = [self._decode(self._without_end(answer)) for answer in answers]
-        completions = [
-            text if isinstance(prompt.given, str) else [{"role": "assistant", "content": text}]
-            for prompt, text in zip(prompts, texts, strict=True)
-        ]
-        names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
-        columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
-        return Sampled([p.given for p in prompts], completions, [list(a.ids) for a in answers], columns)
+        return Sampled.of(
+            [prompt.given for prompt in prompts],
+            [prompt.columns for prompt in prompts],
+            [answer.ids for answer in answers],
+            [self._decode(self._without_end(answer)) for answer in answers],
+        )
 
     def _without_end(self, answer: Answer) -> tuple[int, ...]:
         """The token ids of an answer without the one that ended it."""
