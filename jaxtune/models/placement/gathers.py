@@ -86,7 +86,8 @@ _gathered_beside.defvjp(
 
 @jax.custom_vjp
 def _gathered(shard: Shard) -> jax.Array:
-    """`gather` with `scatter` as its derivative."""
+    """The whole array of a Shard; its gradient is this device's part of the sum of all devices' gradients
+    (`scatter`)."""
     return gather(shard)
 
 

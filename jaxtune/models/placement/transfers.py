@@ -52,7 +52,7 @@ def copies_start_at_once() -> contextlib.AbstractContextManager:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """An array, cut along `axis`."""
+    """An array that was cut along `axis` into pieces, which are copied one by one and joined later."""
 
     arrays: tuple[jax.Array, ...]  # the pieces, in order
     axis: int = dataclasses.field(metadata=dict(static=True))  # along which they are joined

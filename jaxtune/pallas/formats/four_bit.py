@@ -157,7 +157,7 @@ class FourBit(Stored):
 
     @functools.partial(jax.jit, static_argnums=1)
     def _decode(self, dtype) -> jax.Array:
-        """Table entry times absmax in float32, then cast."""
+        """The decoded tensor in `dtype` (None: dtype_name): table entry times absmax in float32, then cast."""
         with jax.named_scope("dequantise"):
             nibbles = (self.codes[:, None] >> jnp.array([4, 0], jnp.uint8)) & 15
             values = jnp.asarray(self.table).at[nibbles.reshape(-1)[: self.size]].get(mode="promise_in_bounds")

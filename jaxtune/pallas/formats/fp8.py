@@ -120,7 +120,7 @@ class FP8(Stored):
 
     @functools.partial(jax.jit, static_argnums=1)
     def _decode(self, dtype) -> jax.Array:
-        """Code times scale in float32, then cast."""
+        """The decoded tensor in `dtype` (None: dtype_name): code times scale in float32, then cast."""
         with jax.named_scope("dequantise"):
             return (self.codes.astype(jnp.float32) * self.scales_of_numbers()).astype(dtype or self.dtype)
 
@@ -151,7 +151,7 @@ def scale_of(largest: jax.Array, scale: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _encode(array: jax.Array, block: Block) -> FP8:
-    """FP8.encode without its checks."""
+    """FP8.encode without its checks: the array [..., out, in], quantised with a scale for each block."""
     wide = array.astype(jnp.float32)
     wide = jnp.where(jnp.abs(wide) < LEAST_SCALE, jnp.copysign(jnp.zeros_like(wide), wide), wide)
     rows, columns = (whole if size is None else size for whole, size in zip(wide.shape[-2:], block, strict=True))

@@ -83,7 +83,8 @@ class Int8(Stored):
         return (axis, None if axis == self.ndim - 1 else axis)
 
     def _decode(self, dtype) -> jax.Array:
-        """Code times scale in float32, in bitsandbytes' order, then cast."""
+        """The decoded tensor in `dtype` (None: dtype_name): code times scale in float32, in bitsandbytes' order, then
+        cast."""
         numbers = self.codes * self.absmax[..., None] * np.float32(1 / _LARGEST)  # in bitsandbytes' order
         return numbers.astype(dtype or self.dtype)
 

@@ -103,10 +103,10 @@ class MXFP4(Stored):
 
     @functools.partial(jax.jit, static_argnums=1)
     def _decode(self, dtype) -> jax.Array:
-        """The tensor, exact in every dtype that can represent the scales; numbers below 2^-126 become zero.
+        """The decoded tensor in `dtype` (None: dtype_name), exact if the dtype can represent the scales.
 
-        A number's exponent is the sum of its code's and its scale's exponents. It is assembled from bits, without a
-        table or a power.
+        Numbers below 2^-126 become zero. A number's exponent is the sum of its code's and its scale's exponents; it is
+        assembled from bits, without a table or a power.
         """
         with jax.named_scope("dequantise"):
             nibbles = (self.codes[..., None] >> jnp.array([0, 4], jnp.uint8)) & 15

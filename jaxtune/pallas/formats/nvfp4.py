@@ -162,7 +162,7 @@ class NVFP4(Stored):
 
     @functools.partial(jax.jit, static_argnums=1)
     def _decode(self, dtype) -> jax.Array:
-        """Table entry times block scale in float32, then cast."""
+        """The decoded tensor in `dtype` (None: dtype_name): table entry times block scale in float32, then cast."""
         with jax.named_scope("dequantise"):
             # Computed separately: fused with the numbers, XLA would compute each block's scale 16 times.
             scales = jax.lax.optimization_barrier(self.block_scales())
