@@ -227,7 +227,7 @@ def test_a_stopped_worker_is_told_at_once(woken, monkeypatch, caplog):
     chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 
     def wake():
-        while "kill -CONT wakes it" not in caplog.text:
+        while "kill -CONT continues it" not in caplog.text:
             time.sleep(0.05)
         for process in stopped:
             process.send_signal(signal.SIGCONT)

@@ -13,7 +13,7 @@ from jaxtune.train.data.formats import PREFERENCE, normalize
 from jaxtune.train.data.reading import open_sources, read_rows
 from jaxtune.train.data.row_errors import RowError, attempt
 
-_MOST_FILES = 32  # of a folder, that are opened
+_MOST_FILES = 32  # the most files of a folder that are opened
 
 
 def require_readable(config: TrainConfig) -> None:
@@ -36,7 +36,15 @@ def require_readable(config: TrainConfig) -> None:
 
 
 def _look(key: str, rows: Any, config: TrainConfig) -> None:
-    """Opens one of the names under a key, and reads the first rows of it."""
+    """Opens one of the sources that a config key names, and reads its first row; of a folder, that of each file.
+
+    Args:
+      key: "data.train" or "data.eval".
+      rows: the name of the source.
+      config: the run's.
+    Raises:
+      ConfigError: it cannot be opened, has no rows, or its first row cannot be used.
+    """
     data, objective = config.data, config.objective.name
     streaming = data.streaming and key == "data.train"
     try:

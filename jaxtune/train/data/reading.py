@@ -38,7 +38,7 @@ _COMPRESSED = re.compile(r"\.(jsonl?|csv|parquet)\.(gz|bz2|xz|zst|zip)$", re.IGN
 _SPLITS = ({"train", "training"}, {"test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation"})
 
 
-# A source with a number of rows behind it, of which the first are read.
+# The name of a source followed by the number of its first rows to read, such as rows.jsonl[:1000].
 _FIRST_ROWS = re.compile(r"(.+)\[:(\d+)\]")
 
 
@@ -242,12 +242,12 @@ def _dataset_sources(dataset: Any, name: str, streaming: bool) -> list[Source]:
 
 
 def _first_rows(sources: list[Source], name: str, count: int, streaming: bool) -> Source:
-    """The first rows of a source.
+    """The source of the first `count` rows of another one.
 
     Args:
-        sources: the source, alone.
-        name: its name with the number.
-        count: how many rows.
+        sources: a list with that source only.
+        name: its name with the number of rows, for messages.
+        count: how many rows are read.
         streaming: whether it is streamed.
 
     Raises:
@@ -267,7 +267,10 @@ def _first_rows(sources: list[Source], name: str, count: int, streaming: bool) -
 
 
 def _renamed(source: Source, columns: Mapping[str, str]) -> Source:
-    """A source whose rows have their columns under the names of the formats; see `open_sources`."""
+    """The same source with the columns of its rows renamed to the names that the row formats use.
+
+    columns: {name of a format's column: its name in these rows}. A row that lacks one of them is a bad row.
+    """
 
     def renamed(row: Row) -> Row:
         if row.value is None:

@@ -60,7 +60,7 @@ class LayerPlans(Sequence[LayerPlan]):
 
 
 def layer_plans(parts: StepCost, offload: bool) -> LayerPlans:
-    """The plans to choose from, each for one layer. Residuals that are decided together have the same placement.
+    """The plans to choose from, each for one layer. Residuals that are decided jointly have the same placement.
 
     If there are many groups of residuals, the largest ones are placed independently and all small ones alike: each
     further group triples the number of plans, and small groups have too few bytes to justify that.

@@ -102,7 +102,7 @@ def _surely_fits(parts: StepCost, config: TrainConfig, device: Device, budget: f
 
     It fits if one plan for all layers does. It does not fit if the least bytes of layers under any plans are too many.
     For the second test, bytes on the host get a price in bytes on the device (a Lagrange multiplier): at any price, a
-    mixture of plans that fits the host keeps at least the minimum of both together minus the price of the host's room.
+    mixture of plans that fits the host keeps at least the minimum of both combined minus the price of the host's room.
     """
     count, device = parts.num_layers, beside_states(parts, device)
     chunk = max(1, min(int(tokens_of(parts, 1)), CHUNK_LOGITS[-1] // parts.vocab_size))
