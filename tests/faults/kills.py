@@ -1,10 +1,11 @@
-"""One process of the kill test: the command on a tiny model, with the signal that it gives itself at a chosen moment.
+"""One process of the kill tests: it runs the train command on a tiny model and sends itself a signal at a given moment.
 
-A parent cannot aim: what a step takes differs from machine to machine. So the process counts its own moments (a step
-dispatched, a batch evaluated, a file of a save or an export written, a phase begun) and sends itself the signal at the
-moment whose number it was given, from a thread for SIGKILL's sake of nothing: the signal hits wherever it hits.
+A parent process could not choose the moment, because the duration of a step differs from machine to machine. So this
+process counts its own moments (before and after a step is dispatched, a batch is evaluated, a file of a save or an
+export is written, a phase starts), and sends itself the signal at the moment whose number it was given.
 
-Usage: kills.py RECIPE MOMENT SIGNAL [key=value ...]; MOMENT 0 sends none. Prints the number of moments at a good end.
+Usage: kills.py RECIPE MOMENT SIGNAL [key=value ...]. MOMENT 0 sends no signal. If the command ends, it prints how many
+moments there were.
 """
 
 from __future__ import annotations
