@@ -436,6 +436,23 @@ def test_a_zero_gradient_stops_at_the_first_step(tmp_path):
         assert checkpointer.steps() == []
 
 
+def test_adapters_without_a_gradient_are_named_after_the_first_steps(tmp_path):
+    def idle(guards, folder):
+        model = lora_model()
+        _, linear = list(linears(model))[1]
+        linear.lora.a.set_value(jnp.zeros_like(linear.lora.a[...]))  # with its B at zero, this adapter cannot move
+        config = make_config(tmp_path / folder, steps=4, guards=guards)
+        return Trainer(model, None, config, dataset(TRAIN))
+
+    trainer = idle(GuardConfig(), "stops")
+    with pytest.raises(TrainingStopped, match=r"step 3: the gradient of 1 adapters was .* zero in the first 3") as stop:
+        trainer.train()
+    assert "do not train: layers.0.mixer.k_proj. Leave" in str(stop.value)
+    trainer = idle(GuardConfig(adapters_without_gradient=True), "goes on")
+    trainer.train()
+    assert len(trainer.history) == 4
+
+
 def test_steps_that_are_not_finite_stop_the_run_and_are_never_saved(tmp_path, capsys):
     config = make_config(
         tmp_path,

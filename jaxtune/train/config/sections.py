@@ -408,6 +408,9 @@ class GuardConfig:
     max_nonfinite_in_row: Annotated[
         int, "Stop after this many non-finite steps in a row; their updates are skipped."
     ] = 5
+    adapters_without_gradient: Annotated[
+        bool, "Go on where an adapter's gradient is exactly zero in the first steps; otherwise the run stops."
+    ] = False
 
     def __post_init__(self) -> None:
         positive("guards.max_nonfinite_in_row", self.max_nonfinite_in_row)

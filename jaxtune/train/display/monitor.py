@@ -34,6 +34,7 @@ from jaxtune.train.planning.devices import memory_peak_bytes
 from jaxtune.train.planning.planner import Planner
 
 _SHOWN_STEPS = 10  # the speed on the screen is the mean of this many steps
+_FIRST_STEPS = 3  # steps with a gradient, by which adapters that get none are found
 _LEARNT = 1e-10  # the square of the gradient of a smaller loss may underflow in float32
 
 
@@ -121,6 +122,9 @@ class Monitor:
         self.bad: list[tuple[int, float, float]] = []
         self.applied = 0  # steps done when the latest update was made
         self.skipped_in_row = 0  # updates skipped since then
+        # Adapters whose gradient was zero in every step so far, by their B: that of A is zero as long as B is.
+        self._idle = [index for index, name in enumerate(run.trained) if name.endswith("lora.b")]
+        self._looked_at = 0  # steps by which _idle was reduced
         self.seconds: list[float] = []  # seconds of each step
         self._finished, self._clock = finished, clock
         self._stamps = ThreadPoolExecutor(1, "clock")
@@ -198,7 +202,8 @@ class Monitor:
         """Processes the metrics of the oldest dispatched step: logs, shows and checks them."""
         step, latest, counts, data_wait, stamp = self.waiting.popleft()
         config = self.run.config
-        values = {key: value for key, value in jax.device_get(latest).items() if key != "grad_norms"}
+        values = jax.device_get(latest)
+        norms = values.pop("grad_norms", None)
         now = stamp.result()
         seconds, self._counted = now - self._counted, now
         flops = self.run.flops(counts["lengths"])
@@ -249,6 +254,27 @@ class Monitor:
         if not self.skipped_in_row:
             self.applied = done
         self._guard(step, loss, norm, values)
+        if norms is not None and values["finite"] and norm > 0.0:
+            self._guard_adapters(done, norms)
+
+    def _guard_adapters(self, done: int, norms: np.ndarray) -> None:
+        """Raises TrainingStopped after the first steps if an adapter's gradient was exactly zero in all of them.
+
+        norms: of the gradient of each trainable tensor, in a step in which some were not zero.
+        """
+        if self._looked_at == _FIRST_STEPS or self.run.config.guards.adapters_without_gradient:
+            return
+        self._looked_at += 1
+        self._idle = [index for index in self._idle if norms[index] == 0.0]
+        if self._looked_at < _FIRST_STEPS or not self._idle:
+            return
+        names = [self.run.trained[index].removesuffix(".lora.b") for index in self._idle]
+        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        raise TrainingStopped(
+            f"step {done}: the gradient of {len(names)} adapters was exactly zero in the first {_FIRST_STEPS} steps, "
+            f"so they do not train: {shown}. Leave them out of adapter.target_modules, or set "
+            "guards.adapters_without_gradient=true to go on"
+        )
 
     def _guard(self, step: int, loss: float, norm: float, values: dict) -> None:
         """Raises TrainingStopped if the run must end: no gradient, nothing trained, or too many steps that were not
