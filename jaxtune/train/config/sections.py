@@ -409,7 +409,7 @@ class GuardConfig:
         int, "Stop after this many non-finite steps in a row; their updates are skipped."
     ] = 5
     adapters_without_gradient: Annotated[
-        bool, "Go on where an adapter's gradient is exactly zero in the first steps; otherwise the run stops."
+        bool, "Continue if an adapter's gradient is exactly zero in the first steps; otherwise the run stops."
     ] = False
 
     def __post_init__(self) -> None:

@@ -273,7 +273,7 @@ class Monitor:
         raise TrainingStopped(
             f"step {done}: the gradient of {len(names)} adapters was exactly zero in the first {_FIRST_STEPS} steps, "
             f"so they do not train: {shown}. Leave them out of adapter.target_modules, or set "
-            "guards.adapters_without_gradient=true to go on"
+            "guards.adapters_without_gradient=true to continue"
         )
 
     def _guard(self, step: int, loss: float, norm: float, values: dict) -> None:
