@@ -38,15 +38,23 @@ def answer_file(
 ) -> None:
     """Writes a line for each answer, in the order of the prompts: the prompt's row with `answer` and `finish_reason`.
 
-    Lines are written whole, as answers end. Where the output has lines of these prompts already, the answers after them
-    are made: what a row draws depends on the seed and its place only.
+    Lines are written whole, as answers end. If the output has answers to these prompts already, because the command was
+    stopped, only the others are made. They are the same as without the stop, because what a row draws depends on the
+    seed and on its index alone.
 
     Args:
-      prompts: JSONL, of objects with `messages` or `prompt`; see prompt_ids. num_answers: of each prompt. slots: rows
-        that decode at once. settings: of Sampler.submit.
+      model: the model.
+      tokenizer: its tokenizer.
+      prompts: a JSONL file of objects with `messages` or `prompt`; see prompt_ids.
+      output: the JSONL file to write or to continue.
+      raw: whether a prompt is used as it is, without the chat template.
+      max_new_tokens: the most tokens of an answer.
+      num_answers: the number of answers to each prompt, which are written one below the other.
+      slots: the number of rows that decode at once; None: as many as there is memory for.
+      settings: keyword arguments of Sampler.submit: `seed`, `temperature` and the like.
     Raises:
-      ValueError: a row that cannot be asked, with its line; an output of other prompts, or one that another process
-        writes.
+      ValueError: a row that cannot be asked, with its line; an output that answers other prompts, or that another
+        process is writing.
     """
     from jaxtune.models.generation.sampler import Sampler
 
@@ -89,7 +97,16 @@ def answer_file(
 
 
 def in_order(sampler: Sampler, numbers: Mapping[int, int], first: int):
-    """(index, ids, why it ended) of each request, by index from `first` on. numbers: {request: index}."""
+    """Drives a sampler until all requests have ended, and yields their answers in the order of their indices, each as
+    soon as those before it have ended too: so lines can be written in order while later rows decode.
+
+    Args:
+      sampler: the sampler that has the requests.
+      numbers: {number that Sampler.submit returned: index of the answer}; indices are consecutive.
+      first: the smallest index.
+    Yields:
+      (index, token ids of the answer, why it ended).
+    """
     ids: dict[int, list[int]] = {index: [] for index in numbers.values()}
     ended: dict[int, str] = {}
     while sampler.pending or first in ended:
@@ -103,7 +120,7 @@ def in_order(sampler: Sampler, numbers: Mapping[int, int], first: int):
 
 
 def read_rows(file: Path) -> list[Row]:
-    """The rows of a file of prompts; lines of white space at its end do not count.
+    """The rows of a JSONL file of prompts, as JSON objects; blank lines at its end are ignored.
 
     Raises:
       ValueError: a line that is not a JSON object, or has neither `messages` nor `prompt`, or has an answer; no rows.
@@ -136,9 +153,12 @@ def prompt_ids(row: Row, tokenizer: Tokenizer, raw: bool, place: str) -> list[in
     template, it is the text itself.
 
     Args:
-      place: of the row, for errors.
+      row: the row.
+      tokenizer: the model's.
+      raw: whether `prompt` is used as it is; a row of messages is then an error.
+      place: the row's file and line, for errors.
     Raises:
-      ValueError: it is none of these.
+      ValueError: the row has none of these forms, is empty, or the chat template refuses it.
     """
     asked = row.get("messages", row.get("prompt"))
     if isinstance(asked, str):
@@ -165,12 +185,16 @@ def prompt_ids(row: Row, tokenizer: Tokenizer, raw: bool, place: str) -> list[in
 
 
 def count_answers(file: FileIO, name: Path, rows: Sequence[Row], num_answers: int) -> int:
-    """How many answers an output has; what a kill or a full disk left of a line at its end is cut off.
+    """The number of answers that an output has already, so that a stopped command continues after them. A part of a
+    line that a killed process or a full disk left at the end is cut off.
 
     Args:
-      file: the output, opened for reading and appending. name: of it. rows: of the prompts.
+      file: the output, opened for reading and appending.
+      name: its path, for errors.
+      rows: the rows of the prompts.
+      num_answers: the number of answers to each of them.
     Raises:
-      ValueError: it is no file of answers to these prompts; it is left as it is.
+      ValueError: a line is not an answer to the row that it belongs to; the file is left unchanged.
     """
     file.seek(0)
     *whole, rest = file.read().split(b"\n")
@@ -195,12 +219,17 @@ def count_answers(file: FileIO, name: Path, rows: Sequence[Row], num_answers: in
 
 
 def encoded(row: Row) -> bytes:
-    """A row as a line of JSON, without the line's end."""
+    """A row as a line of JSON in UTF-8, without the newline; lone surrogates are written as escapes."""
     return json.dumps(row, ensure_ascii=False).encode("utf-8", "backslashreplace")
 
 
 def append(file: FileIO, row: Row) -> None:
-    """Adds a line to an unbuffered file, or nothing where the disk has no room for all of it."""
+    """Appends a row to an unbuffered file as a line of JSON. If the line cannot be written whole, the file is cut back
+    to its old length and the error is raised, so that the file never ends in a part of a line.
+
+    Raises:
+      OSError: the line cannot be written, for example because the disk is full.
+    """
     line = encoded(row) + b"\n"
     end = file.seek(0, os.SEEK_END)
     try:
@@ -213,7 +242,15 @@ def append(file: FileIO, row: Row) -> None:
 
 
 def show(model: Decoder, tokenizer: Tokenizer, prompts: Sequence[str], raw: bool, settings: Row) -> None:
-    """Prints the answers to prompts that were given one by one."""
+    """Prints the model's answers to the prompts of --prompt; below a line with the prompt if there are several.
+
+    Args:
+      model: the model.
+      tokenizer: its tokenizer.
+      prompts: the texts of the prompts.
+      raw: whether a prompt is used as it is, without the chat template.
+      settings: keyword arguments of jaxtune.generate.
+    """
     import jaxtune
 
     asked = [prompt_ids({"prompt": prompt}, tokenizer, raw, "--prompt") for prompt in prompts]

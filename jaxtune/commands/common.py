@@ -15,12 +15,13 @@ from jaxtune.system.terminal import say
 
 
 def wide_console() -> Any:
-    """A console as wide as the terminal; for a pipe or a file, with a width that reads well."""
+    """A rich Console for help texts: as wide as the terminal, or 140 columns if stdout is a pipe or a file."""
     return terminal.console(width=None if sys.stdout.isatty() else 140)
 
 
 def print_columns(rows: Sequence[tuple[str, str]]) -> None:
-    """Prints two columns, the first as wide as its longest entry; no line ends with spaces."""
+    """Prints rows of (name, meaning) in two columns. The first is as wide as the longest name; the second is wrapped at
+    the console's width. No line ends with spaces."""
     names, width = max(len(name) for name, _ in rows), wide_console().width
     for name, meaning in rows:
         begin = f"  {name:<{names}}  "
@@ -28,13 +29,15 @@ def print_columns(rows: Sequence[tuple[str, str]]) -> None:
 
 
 def parser(command: str, description: str | None) -> argparse.ArgumentParser:
-    """The argument parser of `jaxtune COMMAND`."""
+    """The argument parser of `jaxtune COMMAND`. `description` is the docstring of the command's `run`, which --help
+    prints. Abbreviated options are refused, so that a new option never changes what an old command line means."""
     description = " ".join((description or "").split())
     return argparse.ArgumentParser(prog=f"jaxtune {command}", description=description, allow_abbrev=False)
 
 
 def add_processes(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that make a command one of several processes (processes.join)."""
+    """Adds --coordinator, --processes and --process, which make a command one of several processes; they are the
+    arguments of processes.join, and None if they are not given."""
     several = "one of several processes that SLURM and Open MPI did not start: all three"
     parser.add_argument("--coordinator", metavar="HOST:PORT", help=several)
     parser.add_argument("--processes", type=int, metavar="N", help=argparse.SUPPRESS)
@@ -42,7 +45,7 @@ def add_processes(parser: argparse.ArgumentParser) -> None:
 
 
 def add_numbers(parser: argparse.ArgumentParser) -> None:
-    """Adds the options for the dtype and format in which a model is loaded; see load."""
+    """Adds --dtype and --load-in, from which `load` takes the dtype and the format of the model's weights."""
     parser.add_argument(
         "--dtype", help="dtype of the weights: bfloat16, float16 or float32 (default: that of the run; else bfloat16)"
     )
@@ -50,7 +53,7 @@ def add_numbers(parser: argparse.ArgumentParser) -> None:
 
 
 def add_load_in(parser: argparse.ArgumentParser) -> None:
-    """Adds --load-in."""
+    """Adds --load-in, the format of the weights; None if it is not given."""
     parser.add_argument(
         "--load-in",
         choices=(*LOADED, "stored"),
@@ -60,7 +63,13 @@ def add_load_in(parser: argparse.ArgumentParser) -> None:
 
 
 def load(options: argparse.Namespace):
-    """(model, tokenizer) of a model folder, a hub name or an adapter folder, as the options of add_numbers say."""
+    """Loads the model that `options.model` names (a model folder, a hub name, or an adapter folder, which is loaded
+    over its base), in the dtype and format that the options of add_numbers say.
+
+    Returns:
+      (model, tokenizer); the tokenizer is None if the folder has none. A model with an adapter also ends its answers at
+      the end tokens that it was trained with.
+    """
     import jaxtune
     from jaxtune.models.adapters import trained_over
     from jaxtune.models.adapters.adapter_config import base_of

@@ -40,7 +40,12 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _gpus(count: int) -> list[str]:
-    """Names of `count` GPUs for CUDA_VISIBLE_DEVICES: those that this process may use, or the machine's first ones."""
+    """The values of CUDA_VISIBLE_DEVICES for `count` processes: one each of the GPUs that this process may use by its
+    own CUDA_VISIBLE_DEVICES, or the machine's first ones.
+
+    Raises:
+      ValueError: the variable names fewer GPUs.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return [str(number) for number in range(count)]
@@ -51,7 +56,8 @@ def _gpus(count: int) -> list[str]:
 
 
 class _Processes:
-    """The processes of one run on this machine.
+    """The processes of one run on this machine. Each is `jaxtune train` with the address of the first process, which
+    listens on a free port of the loopback address.
 
     Args:
       arguments: those of `jaxtune train`.
@@ -104,11 +110,18 @@ class _Processes:
             self._port.close()
 
     def _note(self, number: int, frame: object) -> None:
-        """The signal handler: stores the signal for `_wait`."""
+        """The signal handler: stores the signal's number for `_wait`, which passes it on to the processes."""
         self._signals.append(number)
 
     def _wait(self, running: dict[int, subprocess.Popen]) -> int:
-        """Waits for the processes, passes signals on, and ends the others after a failure; returns the exit code."""
+        """Waits until no process is running, and passes signals on to them. After a failure the others have 20 seconds
+        to report and end (none if a signal ended the failed one), and are then killed.
+
+        Args:
+          running: {index: process}; a process is removed when it has ended.
+        Returns:
+          the exit code of the first process that failed, as a shell reports it, or 0.
+        """
         code, deadline = 0, None
         while running:
             while self._signals:
@@ -137,7 +150,7 @@ def _exit_code(code: int) -> int:
 
 
 def _how(code: int) -> str:
-    """Words on how a process ended."""
+    """Words on how a process failed, for a message. `code` is Popen.returncode: negative for a signal."""
     if code > 0:
         return f"ended with exit code {code}; the others follow"
     return f"was ended by {signal.Signals(-code).name}; the others are ended too. The same command continues the run"

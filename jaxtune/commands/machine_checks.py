@@ -58,7 +58,7 @@ def _on_gpu() -> bool:
 
 
 def _packages() -> Finding:
-    """Checks the versions of the packages."""
+    """Lists the versions of the packages; "wrong" if jax and jaxlib differ, which then fail in unclear ways."""
     names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers")
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in names)
     if metadata.version("jax") != metadata.version("jaxlib"):
@@ -69,14 +69,16 @@ def _packages() -> Finding:
 
 
 def _nvidia_smi() -> dict[str, str] | None:
-    """What nvidia-smi says of the first GPU; see profile.device.nvidia_smi."""
+    """The name, driver version, total and used memory (MiB) of the first GPU, as nvidia-smi prints them, by the names
+    of its query; {"error": message} if it fails, None if there is no nvidia-smi."""
     from jaxtune.profile.device import nvidia_smi
 
     return nvidia_smi("name", "driver_version", "memory.total", "memory.used", units=False)
 
 
 def _driver(card: dict[str, str] | None) -> Finding:
-    """Checks the version of NVIDIA's driver."""
+    """Checks whether NVIDIA's driver is new enough for one of the CUDA versions that JAX is built with. `card` is what
+    `_nvidia_smi` returned."""
     if card is None:
         return Finding(
             "note",
@@ -96,7 +98,8 @@ def _driver(card: dict[str, str] | None) -> Finding:
 
 
 def _devices(card: dict[str, str] | None) -> Iterator[Finding]:
-    """Findings on the GPU: that JAX uses it, that it is supported, and that its memory is free."""
+    """Findings on the GPUs: whether JAX uses them, they are supported, their memory is free, and the package for the
+    kernels of older cards is installed. `card` is what `_nvidia_smi` returned."""
     import jax
 
     from jaxtune.profile.data_sheets import refusal
@@ -150,7 +153,8 @@ def _room() -> Iterator[Finding]:
 
 
 def _rates() -> Iterator[Finding]:
-    """Findings on measured rates of products and copies, compared with the data sheet."""
+    """Findings on the measured rates of matrix products, copies in device memory and copies over the host link. A rate
+    below half of what the GPU's data sheet states is a note, because the card is then throttled or in a slow slot."""
     import jax
 
     from jaxtune import profile
@@ -177,7 +181,9 @@ def _rates() -> Iterator[Finding]:
 
 
 def _attention() -> Finding:
-    """Compares the chosen attention with the reference, forward and backward, on packed rows."""
+    """Compares the attention implementation that is chosen on this device with the reference in float32, forward and
+    backward, on small packed rows; "wrong" if a result is off by more than 2% in norm. It shows whether hand-written
+    kernels compile and compute correctly here."""
     import jax
     import jax.numpy as jnp
 

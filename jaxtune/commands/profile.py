@@ -50,7 +50,14 @@ def run(arguments: Sequence[str]) -> int | None:
 
 
 def _fraction(option: str, text: str) -> float:
-    """0.03 from "3%"; a number without the percent sign is refused, because 3 is ambiguous."""
+    """Parses a percentage: 0.03 for "3%". A number without the percent sign is refused, because 3 is ambiguous.
+
+    Args:
+      option: the option's name, for messages.
+      text: its value.
+    Raises:
+      ValueError: it is not a percentage, or is negative or infinite.
+    """
     try:
         if not text.endswith("%"):
             raise ValueError

@@ -9,7 +9,8 @@ from jaxtune.commands.common import add_numbers
 
 
 def add_options(parser: argparse.ArgumentParser, temperature: float) -> None:
-    """Adds the options for the settings of jaxtune.generate, and those of add_numbers."""
+    """Adds the options for the settings of jaxtune.generate, and those of common.add_numbers. `temperature` is the
+    command's default: 0 to answer prompts reproducibly, more to chat."""
     default = f"0 takes the likeliest token (default: {temperature:g})"
     parser.add_argument("--temperature", type=float, default=temperature, metavar="X", help=default)
     for flag, kind, value, words in (
@@ -35,6 +36,6 @@ def add_options(parser: argparse.ArgumentParser, temperature: float) -> None:
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
-    """The settings of jaxtune.generate from the options."""
+    """The keyword arguments of jaxtune.generate, except for the number of tokens, from the options of add_options."""
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
     return {name: getattr(options, name) for name in names} | {"stop_strings": options.stop}

@@ -74,6 +74,8 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _serve(options: argparse.Namespace, key: str | None) -> None:
+    """Opens the socket, loads the models, and serves them until a signal. Each of N models has a sampler, which may take
+    1/N of the memory that is free when it is made. `key` is the API key; None: none is needed."""
     from jaxtune.models.generation.sampler import Sampler
     from jaxtune.serve import server
     from jaxtune.serve.engine import Engine
@@ -93,7 +95,14 @@ def _serve(options: argparse.Namespace, key: str | None) -> None:
 
 
 def _models(options: argparse.Namespace) -> list[Served]:
-    """The base and each adapter, in memory: they share the base's arrays."""
+    """Loads the base model and each adapter; all of them refer to the same arrays of the base.
+
+    Returns:
+      the models with their names: first the base, then that of the argument `model` if it is an adapter folder, then
+      those of --adapter.
+    Raises:
+      ValueError: the model has no tokenizer, or two models have the same name.
+    """
     from jaxtune.models.adapters.adapter_config import base_of
     from jaxtune.models.adapters.adapter_files import load_adapter
     from jaxtune.models.files.model_folder import load_tokenizer
@@ -121,6 +130,7 @@ def _models(options: argparse.Namespace) -> list[Served]:
 
 
 def _named(text: str) -> tuple[str, Path]:
+    """(name, folder) from a value of --adapter, "NAME=FOLDER"; raises ValueError for any other text."""
     name, equals, folder = text.partition("=")
     if not (name and equals and folder):
         raise ValueError(f"--adapter {text}: must be NAME=FOLDER")
@@ -128,6 +138,6 @@ def _named(text: str) -> tuple[str, Path]:
 
 
 def _name(model: str) -> str:
-    """A folder's own name, or a hub name as it is."""
+    """The name by which clients ask for a model: the last part of a folder's path, or the whole hub name."""
     path = Path(model).expanduser()
     return path.resolve().name if path.is_dir() else model

@@ -39,13 +39,15 @@ type Reader = Callable[[object, Mapping[str, Served]], Asked]
 
 
 def make_app(models: Mapping[str, Served], engine: Engine, key: str | None, local: bool, seconds: float) -> ASGIApp:
-    """The application.
+    """Returns the ASGI application that answers all routes of the server.
 
     Args:
-      models: by their names. engine: with a sampler for each of them.
-      key: that every request but /health must bring; None: none.
-      local: whether it is asked through a loopback address only; Host and Origin are then checked.
-      seconds: within which an answer must have been made and read.
+      models: the served models, by name.
+      engine: the engine, which has a sampler for each of the models.
+      key: the API key that every request except those to /health must bring; None: no key is needed.
+      local: whether the server listens on a loopback address only. The headers Host and Origin are then checked, so
+        that no web page in the user's browser can ask the server.
+      seconds: the time within which an answer must have been made and read, or the request fails with 504.
     """
     api = _Api(models, engine, seconds)
     app = Starlette(
@@ -62,46 +64,55 @@ def make_app(models: Mapping[str, Served], engine: Engine, key: str | None, loca
 
 
 class Json(Response):
-    """A response of JSON."""
+    """A response whose content is written as JSON by `errors.encoded`, which no text makes fail."""
 
     media_type = "application/json"
 
     def render(self, content: object) -> bytes:
-        """The body."""
+        """The bytes of the response's body; starlette calls it."""
         return encoded(content)
 
 
 def _error(error: ApiError) -> Json:
+    """The response for an ApiError, with its status and OpenAI's JSON of an error."""
     headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
     return Json(error.body(), error.status, headers)
 
 
 async def _refuse(_: Request, error: Exception) -> Response:
+    """The handler of ApiError: a response with its status and message."""
     assert isinstance(error, ApiError)
     return _error(error)
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
+    """The handler of starlette's HTTPException, which it raises for an unknown path (404) or method (405): the same
+    status, as OpenAI's JSON of an error."""
     assert isinstance(error, HTTPException)
     return _error(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
 
 
 async def _left(_: Request, error: Exception) -> Response:
+    """The handler of ClientDisconnect: the client closed the connection before its request had arrived whole. It
+    returns an empty response with status 499, which nobody reads."""
     return Response(status_code=_CLIENT_LEFT)  # nobody reads it
 
 
 async def _fault(_: Request, error: Exception) -> Response:
+    """The handler of every other exception: status 500, with the traceback on the server's stderr."""
     return _error(_reported(error))
 
 
 def _reported(error: Exception) -> ApiError:
-    """An error of jaxtune or of a library: its traceback is printed, and the client gets its name."""
+    """Prints the traceback of an unexpected error, and returns the ApiError (500) for the client, which has only the
+    name of its type."""
     say("jaxtune: a request failed:\n" + "".join(traceback.format_exception(error)), file=sys.stderr)
     return ApiError(500, f"the server failed: {type(error).__name__}")
 
 
 class _Guard:
-    """Answers only those who may ask."""
+    """The outermost ASGI layer: it refuses a request with a wrong API key (401), or a wrong Host or Origin (403),
+    before any other code sees it. Arguments are those of make_app."""
 
     def __init__(self, app: ASGIApp, key: str | None, local: bool):
         self._app, self._key, self._local = app, key, local
@@ -115,6 +126,7 @@ class _Guard:
         await self._app(scope, receive, send)
 
     def _refused(self, request: Request) -> ApiError | None:
+        """The error for a request that must not be answered; None if it may be. Keys are compared in constant time."""
         why = refusal(request.headers.get("host"), request.headers.get("origin")) if self._local else None
         if why is not None:
             return ApiError(403, why)
@@ -126,7 +138,7 @@ class _Guard:
 
 
 class _Api:
-    """The ways of asking."""
+    """The handlers of the routes. Arguments are those of make_app."""
 
     def __init__(self, models: Mapping[str, Served], engine: Engine, seconds: float):
         self._models, self._engine, self._seconds = models, engine, seconds
@@ -134,30 +146,46 @@ class _Api:
         self._encoding = asyncio.Lock()  # a tokenizer encodes for one request at a time
 
     async def health(self, _: Request) -> Response:
+        """GET /health: 200, or 503 with the error while the engine's last round has failed."""
         if self._engine.failure is not None:
             return Json({"status": "failing", "error": self._engine.failure}, 503)
         return Json({"status": "ok"})
 
     async def list_models(self, _: Request) -> Response:
+        """GET /v1/models: all models, the base first."""
         return Json({"object": "list", "data": [self._card(served) for served in self._models.values()]})
 
     async def one_model(self, request: Request) -> Response:
+        """GET /v1/models/NAME: one model; 404 if none has the name, which may contain slashes."""
         name = request.path_params["name"]
         if name not in self._models:
             raise ApiError(404, f"model {name!r}: there are {', '.join(self._models)}", "model", "model_not_found")
         return Json(self._card(self._models[name]))
 
     def _card(self, served: Served) -> dict[str, object]:
+        """OpenAI's JSON object of a model; `parent` is an adapter's base, and `max_model_len` the most tokens of a
+        prompt with its answer, as vLLM names it."""
         card = {"id": served.name, "object": "model", "created": self._began, "owned_by": "jaxtune"}
         return card | {"parent": served.base, "max_model_len": self._engine.plans[served.name].length}
 
     async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions."""
         return await self._answer(request, read_chat)
 
     async def completions(self, request: Request) -> Response:
+        """POST /v1/completions."""
         return await self._answer(request, read_completion)
 
     async def _answer(self, request: Request, read: Reader) -> Response:
+        """Answers a request, whole or as a stream, as its body asks.
+
+        Args:
+          request: the request.
+          read: read_chat or read_completion.
+        Raises:
+          ApiError: the body is wrong, the engine refuses the rows, or (504) the time is over before an answer is whole
+            or a stream begins.
+        """
         body = await _body(request)
         deadline = asyncio.get_running_loop().time() + self._seconds
         try:
@@ -178,12 +206,17 @@ class _Api:
         return Response(status_code=_CLIENT_LEFT) if form is None else Json(form)
 
     def _too_late(self) -> ApiError:
+        """The error (504) of an answer that took longer than the server allows."""
         message = f"the answer was not made and read within {self._seconds:g} s: ask for fewer tokens (max_tokens)"
         return ApiError(504, message, code="timeout")
 
 
 async def _body(request: Request) -> object:
-    """The JSON of a request."""
+    """The decoded JSON of a request's body.
+
+    Raises:
+      ApiError: 413 for more than 16 MiB, 408 for a body that does not arrive within 30 s, 400 for what is not JSON.
+    """
     too_large = ApiError(413, f"the body has more than {_MOST_BODY_BYTES:,} bytes: send less", code="too_large")
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length) > _MOST_BODY_BYTES:
@@ -204,6 +237,7 @@ async def _body(request: Request) -> object:
 
 
 async def _whole(asked: Asked, answers: Answers) -> dict[str, object]:
+    """Waits for all rows of a request; returns OpenAI's JSON object of the answer."""
     answer = Answer(asked)
     while answers.left:
         answer.add(*await answers.next())
@@ -211,6 +245,7 @@ async def _whole(asked: Asked, answers: Answers) -> dict[str, object]:
 
 
 async def _events(asked: Asked, answers: Answers) -> AsyncIterator[dict[str, object]]:
+    """Yields the JSON objects of a streamed answer, as the tokens of its rows are made."""
     answer = Answer(asked)
     for chunk in answer.first_chunks():
         yield chunk
@@ -222,7 +257,12 @@ async def _events(asked: Asked, answers: Answers) -> AsyncIterator[dict[str, obj
 
 
 async def _unless_gone[T](receive: Receive, work: Coroutine[object, object, T]) -> T | None:
-    """The result of `work`; None if the client went away first, which ends it."""
+    """The result of `work`; None if the client closed its connection first, in which case `work` is cancelled.
+
+    Args:
+      receive: the request's ASGI channel, on which a disconnect arrives.
+      work: makes or sends the answer.
+    """
 
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -240,7 +280,14 @@ async def _unless_gone[T](receive: Receive, work: Coroutine[object, object, T]) 
 
 
 class _Stream(Response):
-    """An answer as server-sent events."""
+    """A response that sends an answer as server-sent events while it is made.
+
+    Args:
+      events: yields the JSON objects, one for each event.
+      answers: the rows, which are closed when the response ends, however it ends.
+      deadline: time of the event loop's clock at which the stream is cut off.
+      too_late: the error that is then its last event.
+    """
 
     media_type = "text/event-stream"
 

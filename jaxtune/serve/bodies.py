@@ -66,13 +66,15 @@ Stop = Annotated[str, Field(min_length=1)]
 
 
 class _StreamOptions(BaseModel):
+    """`stream_options` of a body: what a stream says in addition to the answer."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # of the length of pieces, against listeners; there is none
 
 
 class _Body(BaseModel):
-    """What both ways of asking have."""
+    """The keys that the bodies of /v1/chat/completions and /v1/completions share."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str
@@ -97,6 +99,8 @@ class _Message(BaseModel):
 
 
 class _Chat(_Body):
+    """A body of /v1/chat/completions."""
+
     messages: Annotated[list[_Message], Field(min_length=1)]
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
@@ -105,6 +109,8 @@ class _Chat(_Body):
 
 
 class _Completion(_Body):
+    """A body of /v1/completions; `prompt` is one text or list of token ids, or several of either."""
+
     prompt: (
         str
         | Annotated[list[int], Field(min_length=1)]
@@ -116,7 +122,7 @@ class _Completion(_Body):
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What one request asks for."""
+    """What one request asks for, with all defaults filled in."""
 
     served: Served
     # Answers to a prompt follow each other.
@@ -133,10 +139,15 @@ class Asked:
 
 
 def read_chat(body: object, models: Mapping[str, Served]) -> Asked:
-    """What a body of /v1/chat/completions asks for. It may take seconds, of a long conversation.
+    """Returns what a body of /v1/chat/completions asks for. Applying the chat template to a long conversation may take
+    seconds, so the server calls this in a thread.
 
+    Args:
+      body: the decoded JSON of a request, of any type.
+      models: the models that are served, by name.
     Raises:
-      ApiError: the body is wrong, with the key; no such model.
+      ApiError: 400 with the key, if the body is wrong or the template refuses the messages; 404, if no model has the
+        name.
     """
     checked = _checked(_Chat, body)
     served = _model(checked.model, models)
@@ -147,7 +158,8 @@ def read_chat(body: object, models: Mapping[str, Served]) -> Asked:
 
 
 def read_completion(body: object, models: Mapping[str, Served]) -> Asked:
-    """What a body of /v1/completions asks for; see read_chat."""
+    """Returns what a body of /v1/completions asks for: a row for each of `n` answers to each prompt. Arguments and
+    errors are those of read_chat; 400 also if it asks for more than 128 answers."""
     checked = _checked(_Completion, body)
     served = _model(checked.model, models)
     given = checked.prompt
@@ -161,6 +173,12 @@ def read_completion(body: object, models: Mapping[str, Served]) -> Asked:
 
 
 def _checked[B: _Body](kind: type[B], body: object) -> B:
+    """Validates a decoded JSON body as `kind`. Keys that change no answer are dropped, and so are keys for which
+    nothing is implemented, as long as they have the value that asks for nothing.
+
+    Raises:
+      ApiError: 400, which names the first key that is wrong, unknown, missing or not supported.
+    """
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")
     body = {key: value for key, value in body.items() if value is not None and key not in _IGNORED}
@@ -176,7 +194,7 @@ def _checked[B: _Body](kind: type[B], body: object) -> B:
 
 
 def _refused(kind: type[_Body], error: ValidationError) -> ApiError:
-    """The first fault of a body, by its key."""
+    """The ApiError (400) for the first fault that pydantic found in a body of this kind, with the key as `param`."""
     fault = error.errors(include_url=False, include_context=False)[0]
     # Of a key with several types the place continues with the name of one of them, which is no key.
     keys = itertools.takewhile(
@@ -196,17 +214,21 @@ def _refused(kind: type[_Body], error: ValidationError) -> ApiError:
 
 
 def _short(value: object) -> str:
+    """A value's repr, cut to 80 characters, for messages."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _model(name: str, models: Mapping[str, Served]) -> Served:
+    """The served model of this name; raises ApiError (404), which lists the names, if there is none."""
     if name not in models:
         raise ApiError(404, f"model = {_short(name)}: there are {', '.join(models)}", "model", "model_not_found")
     return models[name]
 
 
 def _tokens(prompt: object, tokenizer: Tokenizer) -> list[int]:
+    """The token ids of a completion's prompt, which is a text or a list of token ids already; raises ApiError (400) for
+    a text with lone surrogates."""
     if not isinstance(prompt, str):
         return list(prompt)  # type: ignore[call-overload]
     try:
@@ -216,6 +238,12 @@ def _tokens(prompt: object, tokenizer: Tokenizer) -> list[int]:
 
 
 def _conversation(messages: list[_Message], tools: list[dict[str, object]] | None, served: Served) -> list[int]:
+    """The token ids of a chat's prompt: the messages and the descriptions of `tools` in the model's chat template, up
+    to where the assistant's answer begins.
+
+    Raises:
+      ApiError: 400, if the tokenizer has no template or the template refuses the messages.
+    """
     tokenizer = served.tokenizer
     if not tokenizer.chat_template:
         message = f"the tokenizer of {served.name} has no chat template: ask /v1/completions with a text as prompt"
@@ -230,7 +258,14 @@ def _conversation(messages: list[_Message], tools: list[dict[str, object]] | Non
 
 
 def _turn(message: _Message, place: str) -> dict[str, object]:
-    """A message as chat templates take it: a text, and the arguments of calls as objects."""
+    """A message as chat templates take it: the content as one text, and the arguments of its tool calls as objects.
+
+    Args:
+      message: the message.
+      place: its key in the body, such as messages.3, for errors.
+    Raises:
+      ApiError: 400, if the content has a part that is not text.
+    """
     turn = {key: value for key, value in message.model_dump().items() if value is not None}
     if message.role == "developer":
         turn["role"] = "system"
@@ -248,6 +283,8 @@ def _turn(message: _Message, place: str) -> dict[str, object]:
 
 
 def _call(call: dict[str, object]) -> dict[str, object]:
+    """A tool call with its arguments as an object: OpenAI's API has them as JSON in a string, and templates write
+    objects as JSON themselves. A call whose arguments are not JSON is returned unchanged."""
     function = call.get("function")
     if isinstance(function, dict) and isinstance(function.get("arguments"), str):
         try:
@@ -260,6 +297,17 @@ def _call(call: dict[str, object]) -> dict[str, object]:
 def _asked(
     body: _Body, served: Served, prompts: list[list[int]], most: int | None, logprobs: bool, *, chat: bool, tools: bool
 ) -> Asked:
+    """The request of a validated body, with the defaults filled in.
+
+    Args:
+      body: the body.
+      served: the model that it asks.
+      prompts: token ids of each prompt; each gets `body.n` rows, one behind the other.
+      most: the most new tokens of an answer; None: as many as the context has room for.
+      logprobs: whether the log-probabilities of the sampled tokens are asked for.
+      chat: whether the answer has the form of a chat.
+      tools: whether calls of tools are looked for in the answers.
+    """
     temperature = 1.0 if body.temperature is None else body.temperature
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     draws = temperature > 0  # else filters change nothing, and clients send them all the same

@@ -42,16 +42,26 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class _Failed:
-    """Ends a row that gets no further pieces."""
+    """Put in place of a piece: the row ends with this error and gets no further pieces."""
 
     error: ApiError
 
 
 class Answers:
-    """The rows of one request, as they are made. It is used in the event loop's thread.
+    """The queue through which the engine's thread hands the tokens of one request's rows to the request's handler.
 
+    All methods but `put` are called in the event loop's thread. `Engine.submit` makes it, and `close` must be called
+    whatever happens, so that no slot decodes for a client that is gone.
+
+    Args:
+      engine: the engine that makes the rows.
+      model: the name of the model that is asked.
+      count: the number of rows.
     Attributes:
-      model: its name. count: how many rows there are. left: how many of them have not ended.
+      model: the model's name.
+      count: the number of rows.
+      left: the number of rows that have not ended.
+      numbers: the numbers that Sampler.submit gave the rows. Only the engine's thread uses them.
     """
 
     def __init__(self, engine: Engine, model: str, count: int):
@@ -62,10 +72,12 @@ class Answers:
         self._closed = False
 
     async def next(self) -> tuple[int, Piece]:
-        """(index of a row, what was made of it), while rows are left.
+        """Waits for the next tokens of any row; it must only be awaited while `left` is not 0.
 
+        Returns:
+          (index of the row in the request, its new tokens).
         Raises:
-          ApiError: the rows cannot be continued.
+          ApiError: the engine failed, or the server stops.
         """
         index, made = await self._made.get()
         if isinstance(made, _Failed):
@@ -75,7 +87,7 @@ class Answers:
         return index, made
 
     def put(self, index: int, made: Piece | _Failed) -> None:
-        """Called by the engine's thread."""
+        """Called by the engine's thread: queues what was made of row `index`. It is dropped if the loop has ended."""
         with contextlib.suppress(RuntimeError):  # the event loop has ended
             self._loop.call_soon_threadsafe(self._made.put_nowait, (index, made))
 
@@ -89,13 +101,18 @@ class Answers:
 class Engine:
     """The samplers of several models, and the thread that drives them.
 
+    Samplers are used in that thread alone. The event loop's thread sends it functions to call (`_commands`), and gets
+    the results through each request's `Answers`.
+
     Args:
-      samplers: for each model's name, what makes its sampler; called at once, and again after a failure.
-      tokenizers: for each model's name, what turns tokens into text, for stop strings.
+      samplers: for each model's name, a function that makes its sampler. It is called at once, and again for the next
+        request after a failure, in which the old sampler's arrays may have been lost.
+      tokenizers: for each model's name, the tokenizer with which the sampler finds stop strings.
     Attributes:
-      failure: what the last round ended with, if it failed; None: all is well.
+      failure: the type and message of the error with which the last round failed, in one line; None if it succeeded.
+      plans: for each model's name its sampler's SlotPlan: the number of slots and the tokens that a row may have.
     Raises:
-      ValueError: slots that memory has no room for.
+      ValueError: there is too little memory for the slots.
     """
 
     def __init__(self, samplers: Mapping[str, Callable[[], Sampler]], tokenizers: Mapping[str, Decodes]):
@@ -113,7 +130,8 @@ class Engine:
     # ---- called in the event loop's thread
 
     async def submit(self, model: str, rows: Sequence[Row]) -> Answers:
-        """Puts rows at the end of the model's queue, all of them or none.
+        """Puts rows at the end of the queue of the model with this name, all of them or none, and returns the Answers
+        from which their tokens are read.
 
         Raises:
           ApiError: a prompt or a setting that the sampler refuses; too many rows are waiting; the server is stopping.
@@ -133,16 +151,17 @@ class Engine:
         return answers
 
     def forget(self, answers: Answers) -> None:
-        """Cancels what is left of a request."""
+        """Cancels the rows of a request that have not ended, which frees their slots. Answers.close calls it, once."""
         self._rows -= answers.count
         self._commands.put(lambda: self._forget(answers))
 
     def end(self, why: ApiError) -> None:
-        """Ends all rows with an error, those that are submitted later too."""
+        """Ends all rows with the error `why`, and refuses those that are submitted later with it: the server stops."""
         self._commands.put(lambda: self._end(why))
 
     def close(self, seconds: float) -> bool:
-        """Ends the thread; returns whether it has ended within this time, which it has not while it compiles."""
+        """Asks the thread to end and waits for that at most `seconds`; returns whether it has ended. It cannot end
+        while it compiles."""
         self._commands.put(None)
         self._thread.join(seconds)
         return not self._thread.is_alive()
@@ -150,13 +169,15 @@ class Engine:
     # ---- called in the engine's thread
 
     def _drive(self) -> None:
+        """The thread's main loop: a round of every sampler that has rows, one model after another, until `close`."""
         while self._obey():
             for name in list(self._samplers):
                 if self._samplers[name].pending:
                     self._step(name)
 
     def _obey(self) -> bool:
-        """Does what the event loop asked for, and waits for that while no row is left; False: the thread is to end."""
+        """Calls the functions that the event loop's thread has queued; while no row is left it waits for one. Returns
+        False if `close` was called, so that the thread ends."""
         waits = not any(sampler.pending for sampler in self._samplers.values())
         while True:
             try:
@@ -169,6 +190,8 @@ class Engine:
             waits = False
 
     def _submit(self, answers: Answers, rows: Sequence[Row], done: asyncio.Future[None]) -> None:
+        """Submits a request's rows to its sampler, and completes `done` in the event loop: with None, or with the
+        ApiError that says why no row was taken."""
         error: ApiError | None = self._ended
         if error is None:
             try:
@@ -190,6 +213,11 @@ class Engine:
             done.get_loop().call_soon_threadsafe(report)
 
     def _place(self, answers: Answers, rows: Sequence[Row]) -> None:
+        """Submits rows to the sampler of their model, which is made anew if the last one failed.
+
+        Raises:
+          ValueError: the sampler refuses a row; those submitted before it are cancelled.
+        """
         name = answers.model
         if name not in self._samplers:
             self._samplers[name] = self._make[name]()
@@ -216,6 +244,7 @@ class Engine:
             raise
 
     def _forget(self, answers: Answers) -> None:
+        """Cancels the rows of a request that have not ended; see `forget`."""
         sampler = self._samplers.get(answers.model)
         for number in answers.numbers:
             if self._of_request.pop((answers.model, number), None) is not None and sampler is not None:
@@ -223,6 +252,8 @@ class Engine:
         answers.numbers.clear()
 
     def _step(self, name: str) -> None:
+        """Makes one round of the model's sampler and hands out its pieces. If it raises, the sampler is dropped and all
+        its rows end with the error, because its arrays may have been donated to the call that failed."""
         try:
             pieces = self._samplers[name].step()
         except Exception as failed:  # as in _submit; the sampler's arrays may be gone
@@ -242,6 +273,7 @@ class Engine:
                 answers.put(index, piece)
 
     def _end(self, why: ApiError) -> None:
+        """Cancels all rows and ends them with the error `why`; see `end`."""
         self._ended = why
         for (name, number), (answers, index) in list(self._of_request.items()):
             answers.put(index, _Failed(why))
@@ -249,11 +281,14 @@ class Engine:
         self._of_request.clear()
 
     def _failed(self, error: Exception) -> ApiError:
+        """Prints an error's traceback, stores its first line in `failure`, and returns the ApiError (500) that clients
+        get for it."""
         say("jaxtune: the engine failed:\n" + "".join(traceback.format_exception(error)), file=sys.stderr)
         self.failure = f"{type(error).__name__}: {error}".split("\n")[0]
         return ApiError(500, f"the engine failed: {self.failure}")
 
 
 def _code(refused: str) -> str | None:
-    """OpenAI's word for what a sampler refuses, by which clients know that a conversation must become shorter."""
+    """OpenAI's error code for `refused`, the message with which a sampler refused a row: context_length_exceeded, by
+    which clients know that a conversation must become shorter, or None for any other reason."""
     return "context_length_exceeded" if "positions" in refused else None

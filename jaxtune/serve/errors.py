@@ -9,7 +9,7 @@ _INVALID, _SERVER = "invalid_request_error", "server_error"
 
 
 class ApiError(Exception):
-    """What a client gets in place of an answer.
+    """What a client gets in place of an answer; an exception that `app` turns into the response.
 
     Args:
       status: HTTP status.
@@ -29,5 +29,6 @@ class ApiError(Exception):
 
 
 def encoded(body: object) -> bytes:
-    """JSON in UTF-8. Lone surrogates, which UTF-8 lacks and a client's text may have, stay JSON's escapes."""
+    """Returns a value as JSON in UTF-8. Lone surrogates, which a client's text may have and UTF-8 cannot encode, are
+    written as escapes (\\udXXX), so that no text makes a response fail."""
     return json.dumps(body, ensure_ascii=False).encode("utf-8", "backslashreplace")

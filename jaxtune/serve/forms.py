@@ -14,7 +14,12 @@ _LEAST_LOGPROB = -9999.0  # OpenAI's for a token that has no probability: JSON h
 
 
 class _Choice:
-    """One row of the answer."""
+    """One row of the answer, which OpenAI's API calls a choice: its text, log-probabilities and number of tokens.
+
+    Args:
+      asked: the request.
+      index: the row's index in `asked.rows`.
+    """
 
     def __init__(self, asked: Asked, index: int):
         self._asked, self.index = asked, index
@@ -27,8 +32,11 @@ class _Choice:
         self.reason: str | None = None
 
     def add(self, piece: Piece, stream: bool) -> str:
-        """Adds tokens; returns the text that is certain: all that is left with the last piece, and of a whole answer
-        nothing before that."""
+        """Adds the tokens of a piece; returns the text that can be sent now.
+
+        In a stream that is the text which later tokens cannot change, and with the last piece all the rest. Otherwise
+        it is "" until the last piece, and then the whole text.
+        """
         self.tokens += len(piece.ids)
         if self._asked.logprobs:
             self._ids += piece.ids
@@ -41,11 +49,12 @@ class _Choice:
 
     @property
     def calls(self) -> list[dict[str, object]]:
-        """Calls of tools, once the row has ended."""
+        """The calls of tools in OpenAI's form, once the row has ended; empty if there are none."""
         return self._text.calls
 
     def logprobs(self) -> dict[str, object] | None:
-        """The log-probabilities of the tokens since the last call; None if they were not asked for."""
+        """OpenAI's `logprobs` object (a chat's and a completion's differ) for the tokens since the last call of this
+        method; None if the request did not ask for it."""
         if not self._asked.logprobs:
             return None
         form = _chat_logprobs if self._asked.chat else self._completion_logprobs
@@ -54,6 +63,7 @@ class _Choice:
         return found
 
     def _completion_logprobs(self, tokens: list[str], logprobs: list[float]) -> dict[str, object]:
+        """`logprobs` of a completion: the tokens' texts, log-probabilities and first characters in the answer."""
         offsets = []
         for token in tokens:
             offsets.append(self._characters)
@@ -62,10 +72,14 @@ class _Choice:
 
 
 def _token(tokenizer: Tokenizer, number: int) -> str:
+    """The text of one token id, special tokens included."""
     return tokenizer.decode([number], skip_special_tokens=False)
 
 
 def _chat_logprobs(tokens: list[str], logprobs: list[float]) -> dict[str, object]:
+    """`logprobs` of a chat: for each token its text, its log-probability, and its UTF-8 bytes (None for a part of a
+    character)."""
+
     def entry(token: str, logprob: float) -> dict[str, object]:
         whole = "\ufffd" not in token  # a part of a character has no text of its own
         own = list(token.encode("utf-8", "replace")) if whole else None
@@ -75,7 +89,8 @@ def _chat_logprobs(tokens: list[str], logprobs: list[float]) -> dict[str, object
 
 
 class Answer:
-    """The answer to one request, built from the pieces of its rows.
+    """The answer to one request as OpenAI's JSON, built from the pieces of its rows: either whole (`add`, then
+    `whole`), or as a stream (`first_chunks`, `chunks` for each piece, `last_chunks`).
 
     Args:
       asked: the request.
@@ -94,11 +109,11 @@ class Answer:
         }
 
     def add(self, index: int, piece: Piece) -> None:
-        """Adds a piece to a whole answer."""
+        """Adds a piece of row `index` to an answer that is sent whole."""
         self._texts[index] += self._choices[index].add(piece, stream=False)
 
     def whole(self) -> dict[str, object]:
-        """The answer, when all rows have ended."""
+        """The JSON object of the whole answer; called when all rows have ended."""
         choices = []
         for choice, text in zip(self._choices, self._texts, strict=True):
             form: dict[str, object] = {"index": choice.index, "finish_reason": choice.reason}
@@ -113,14 +128,15 @@ class Answer:
         return self._head | {"choices": choices, "usage": self._usage()}
 
     def first_chunks(self) -> list[dict[str, object]]:
-        """What a stream begins with."""
+        """The JSON objects that a stream begins with: for a chat, the role of each choice; else none."""
         if not self._asked.chat:
             return []
         begin = {"role": "assistant", "content": ""}
         return [self._chunk({"index": c.index, "delta": begin, "finish_reason": None}) for c in self._choices]
 
     def chunks(self, index: int, piece: Piece) -> list[dict[str, object]]:
-        """What a stream says of a piece."""
+        """The JSON objects that a stream sends for a piece of row `index`: its certain text, its tool calls, and the
+        reason why it ended, each if there is any."""
         choice = self._choices[index]
         text, found = choice.add(piece, stream=True), []
 
@@ -138,12 +154,14 @@ class Answer:
         return found
 
     def last_chunks(self) -> list[dict[str, object]]:
-        """What a stream ends with."""
+        """The JSON objects that a stream ends with: the numbers of tokens, if the request asks for them."""
         return [self._head | {"choices": [], "usage": self._usage()}] if self._asked.include_usage else []
 
     def _chunk(self, choice: dict[str, object]) -> dict[str, object]:
+        """The JSON object of a stream's chunk with this one choice."""
         return self._head | {"choices": [choice]} | ({"usage": None} if self._asked.include_usage else {})
 
     def _usage(self) -> dict[str, int]:
+        """OpenAI's `usage`: the numbers of tokens of all prompts, of all answers so far, and of both."""
         asked, made = self._asked.prompt_tokens, sum(choice.tokens for choice in self._choices)
         return {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}

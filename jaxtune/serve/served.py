@@ -11,20 +11,21 @@ from jaxtune.models.decoder import Decoder
 
 
 class Tokenizer(Protocol):
-    """A tokenizer of transformers, as far as a server needs one."""
+    """The methods of a tokenizer of transformers that a server needs."""
 
     chat_template: object
 
     def __call__(self, text: str, /) -> Mapping[str, list[int]]:
-        """Under "input_ids", the tokens of a text, with those that begin one."""
+        """{"input_ids": the token ids of a text}, with the special tokens that begin a text, such as BOS."""
         ...
 
     def decode(self, token_ids: Sequence[int], /, *, skip_special_tokens: bool = ...) -> str:
-        """The text of tokens."""
+        """The text of token ids, with or without special tokens."""
         ...
 
     def apply_chat_template(self, conversation: list[dict[str, object]], /, **options: object) -> list[int]:
-        """The tokens of a conversation."""
+        """The token ids of a conversation, a list of messages with role and content. `options` are those of
+        transformers; with tokenize=True and return_dict=False the result is a list of ids."""
         ...
 
 

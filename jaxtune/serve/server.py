@@ -25,7 +25,8 @@ _THREAD_SECONDS = 5.0  # for the engine's thread to end its round
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that accepts connections; port 0 takes a free one.
+    """Returns a socket that listens on an address; port 0 takes a free port. It is opened before the model is loaded,
+    so that an address in use is reported at once.
 
     Raises:
       ValueError: the address is not available.
@@ -42,14 +43,15 @@ def listen(host: str, port: int) -> socket.socket:
 class Server(uvicorn.Server):
     """Serves until SIGTERM or SIGINT.
 
-    The first signal closes the door to new requests; answers have `grace` seconds to end, and those that have not
-    ended get an error. A second signal ends all of them at once.
+    After the first signal no new requests are accepted; answers have `grace` seconds to end, and those that have not
+    ended by then get an error. A second signal ends all of them at once.
 
     Args:
-      models, engine, key, seconds: of make_app.
-      listener: of `listen`. It is closed at the end.
+      models, engine, key, seconds: as in make_app.
+      listener: the socket of `listen`. It is closed at the end.
+      grace: seconds that answers have after the first signal.
     Attributes:
-      second: the signal that ended the grace; None: none did.
+      second: the second signal, which ended the grace; None if none came.
     """
 
     def __init__(
@@ -80,7 +82,8 @@ class Server(uvicorn.Server):
         super().__init__(config)
 
     def run_until_signal(self) -> None:
-        """Returns after the first signal, when all answers have ended.
+        """Serves, and returns after the first signal, when all answers have ended. While the engine compiles, which
+        cannot be interrupted, it ends the process instead, with the same exit code.
 
         Raises:
           KeyboardInterrupt: after a second signal, with its name.
@@ -95,7 +98,7 @@ class Server(uvicorn.Server):
             raise KeyboardInterrupt(self.second.name)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called by each signal."""
+        """The signal handler, which uvicorn installs: the first signal starts the shutdown, the second forces it."""
         if self.should_exit:
             self.second = signal.Signals(sig)
             self.force_exit = True
@@ -103,13 +106,15 @@ class Server(uvicorn.Server):
             self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begins to accept; from here on signals end the server cleanly."""
+        """Begins to accept connections and prints the server's address. uvicorn calls it after it has installed its
+        signal handlers."""
         await super().startup(sockets)
         host, port = self._listener.getsockname()[:2]
         say(f"http://{f'[{host}]' if ':' in host else host}:{port}/v1  (Ctrl-C ends it)", flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Ends the connections, each after its answer."""
+        """Waits for the answers and closes the connections; after `grace` seconds the answers that have not ended get
+        an error. uvicorn calls it after a signal."""
         say(f"jaxtune: stopping; answers have {self._grace:g} s to end", file=sys.stderr)
         ends = asyncio.ensure_future(self._end_of_grace())
         try:
@@ -118,5 +123,6 @@ class Server(uvicorn.Server):
             ends.cancel()
 
     async def _end_of_grace(self) -> None:
+        """Ends all rows with an error (503) after `grace` seconds, unless it is cancelled before."""
         await asyncio.sleep(self._grace)
         self._engine.end(ApiError(503, "the server is stopping: ask again when it is back", code="stopping"))

@@ -16,15 +16,18 @@ _CALLS = re.compile(r"<tool_call>\s*(\{.*?\})\s*(?:</tool_call>|\Z)", re.DOTALL)
 
 
 class Text:
-    """An answer's text, of which each piece is given as soon as no later token can change it.
+    """The text of one answer, of which each piece is returned as soon as no later token can change it.
 
-    The pieces joined are the text of all tokens at once, up to the first stop string.
+    The returned pieces, joined, are the text that decoding all tokens at once gives, up to the first stop string. A
+    token alone cannot be decoded: it may be a part of a character, and the space before it depends on earlier tokens.
 
     Args:
-      stops: strings that end the text and are no part of it. tools: whether calls of tools are looked for: the text
-        then ends where the first call begins.
+      tokenizer: decodes the tokens; special tokens are left out of the text.
+      stops: strings that end the text and are no part of it.
+      tools: whether calls of tools are looked for: the text then ends where the first call begins.
     Attributes:
-      calls: the calls of tools, in OpenAI's form, once `end` was called.
+      calls: the calls of tools, as entries of OpenAI's `tool_calls`, once `end` was called; empty before, and if there
+        are none.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], tools: bool):
@@ -40,7 +43,8 @@ class Text:
         self.calls: list[dict[str, object]] = []
 
     def add(self, ids: Sequence[int]) -> str:
-        """Adds tokens; returns what is certain of the text and was not given yet."""
+        """Adds token ids; returns the text that is certain and was not returned yet, which may be empty. Text that a
+        stop string or a call may begin in is not certain."""
         self._ids += ids
         before = self._decode(self._ids[self._begin : self._known])
         now = self._decode(self._ids[self._begin :])
@@ -56,12 +60,14 @@ class Text:
         return self._give(self._text[: max(certain, self._given)])
 
     def keep(self, ids: Sequence[int]) -> str:
-        """Adds tokens whose text is wanted at the end only."""
+        """Adds token ids without decoding them, and returns "": for an answer that is not streamed, whose text `end`
+        returns as a whole."""
         self._ids += ids
         return ""
 
     def end(self) -> str:
-        """The rest of the text, after the last token."""
+        """Called once after the last token: sets `calls` and returns the text that was not returned yet, up to the
+        first stop string."""
         text = self._decode(self._ids)
         found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
         text = text[: min(found)] if found else text
@@ -70,14 +76,17 @@ class Text:
         return self._give(text)
 
     def _give(self, text: str) -> str:
+        """The part of `text`, the whole text so far, that was not returned yet; it counts as returned from now on."""
         piece, self._given = text[self._given :], max(self._given, len(text))
         return piece
 
     def _decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, without special tokens."""
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
     def _split(self, text: str) -> str:
-        """Takes the calls out of a text; where one is not as it must be, the text stays whole."""
+        """Sets `calls` from the <tool_call> marks in a text, and returns the text before the first of them. If there is
+        no mark, or a call is not a JSON object with a name, the whole text is returned and `calls` stays empty."""
         begin = text.find(_CALL)
         if begin < 0:
             return text
@@ -97,6 +106,7 @@ class Text:
 
 
 def _overlap(text: str, mark: str) -> int:
-    """How many characters at the end of a text can begin a mark."""
+    """The number of characters at the end of a text that may be the beginning of `mark`, a stop string or the mark of a
+    call; 0 if there are none. They must not be sent before the next tokens show whether the mark continues."""
     longest = min(len(text), len(mark) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(mark[:size])), 0)
