@@ -2,9 +2,8 @@
 
 A layer is a chain of segments between named residuals, as its block declares them (models/layers). A plan says for each
 residual whether it is kept in device memory, offloaded to pinned host memory and copied back one layer ahead of its
-use, dropped and recomputed by running earlier segments again, or kept rounded to e4m3 where the layer allows that. The
-backward is written by hand (a custom_vjp around the whole stack). It calls jax.vjp on a segment at its saved inputs,
-where the unused output is dead code, or the segment's own backward with its saved outputs.
+use, recomputed by running earlier segments again, or kept rounded to e4m3. The backward is written by hand (a
+custom_vjp around the whole stack). It calls jax.vjp on a segment at its saved inputs, or the segment's own backward.
 
 The layers are unrolled in one jitted step. On an H200, 8B shape, a scan costs 7 % for copying residuals into stacked
 buffers, and slices of one stacked host buffer do not overlap with compute; separate buffers do. The layer functions are
@@ -41,7 +40,7 @@ from jaxtune.pallas.quant_matmul import in_e4m3
 
 @dataclasses.dataclass(frozen=True)
 class _Layer:
-    """What the program of one layer is specialised on."""
+    """What the program of one layer is specialised on: its static arguments; equal layers share a program."""
 
     graph: nnx.GraphDef  # the block's structure
     spec: LayerSpec  # its kind
@@ -79,7 +78,8 @@ def _run(segment: Segment, block: Block, context: Context, values) -> tuple:
 
 
 def _pullback(block_of, trainable, segment: Segment, context: Context, inputs) -> tuple[tuple, Callable]:
-    """(outputs of a segment, the function from gradients of the outputs to those of trainable tensors and inputs)."""
+    """Runs a segment of the block that block_of(trainable) builds, for its derivative: (outputs, the function that
+    maps the outputs' gradients to those of the trainable tensors and of each input)."""
 
     def run(trainable, *values):
         return tuple(_run(segment, block_of(trainable), context, values))
@@ -88,9 +88,9 @@ def _pullback(block_of, trainable, segment: Segment, context: Context, inputs) -
 
 
 def _barrier(order, saved_inputs, doutputs, total):
-    """The values unchanged, such that none is used before all are there; `total` is included if order.weights_first.
+    """(saved_inputs, doutputs, total) unchanged, such that XLA uses none before all are there; order: BackwardOrder.
 
-    total: the sum of the weight gradients so far.
+    total: the sum of the layer's weight gradients so far, tied to the others only if order.weights_first.
     """
     if order.weights_first:
         return optimization_barrier((saved_inputs, doutputs, total))
@@ -98,19 +98,19 @@ def _barrier(order, saved_inputs, doutputs, total):
 
 
 def _differentiable(names, gradients) -> dict[str, jax.Array]:
-    """{name: gradient} without integers, whose gradients are float0."""
+    """{name: gradient} of a segment's inputs, without those of integers, whose gradients are float0."""
     named = zip(names, gradients, strict=True)
     return {name: value for name, value in named if value.dtype != jax.dtypes.float0}
 
 
 def _work(segments, block: Block, x: jax.Array, backward: bool = False) -> list[float]:
-    """The durations of segments for x [B, T, hidden], in multiplications of large products."""
+    """The durations of segments for x [B, T, hidden], in multiplications of large products, for the schedules."""
     rows, length = x.shape[:2]
     return [multiplications(segment, block, rows * length, length, backward) for segment in segments]
 
 
 def _contexts(block: Block, spec: LayerSpec, layout: PackedLayout, key) -> Callable[[Segment, Any], tuple]:
-    """A function (segment, values) -> (the segment's context, the values).
+    """A function (segment, values) -> (the segment's context, the values); key: the layer's dropout key, or None.
 
     The dropout keys are the same however the layer is tiled and whichever auxiliary values it computes. A mask is drawn
     only when the values are there; otherwise XLA draws the masks of all layers at once, or keeps the forward's for the
@@ -143,10 +143,10 @@ def layer_forward(
     tile=None,
     in_fp8: tuple[str, ...] = (),
 ):
-    """Runs one layer.
+    """Runs one layer, the block nnx.merge(graph, trainable, frozen), on layer_input [B, T, hidden].
 
     Args:
-      wanted: names of residuals, and of auxiliary values.
+      wanted: names of the residuals, and of the auxiliary values, that are returned.
       to_host: Pieces of the previous layer's residuals, which are copied to the host meanwhile.
       gathers: Shards of weights that the next layer needs whole.
       tile: tokens of each row that tokenwise segments process at a time.
@@ -192,7 +192,7 @@ def layer_backward(
     tile=None,
     daux=None,
 ):
-    """Runs the backward of one layer from `saved`, {name: value} of its residuals.
+    """Runs the backward of one layer from `saved`, {name: value} of its residuals, and layer_output's gradient.
 
     Args:
       to_device: Pieces of the residuals of the layer below, which are copied to the device meanwhile.
@@ -265,12 +265,12 @@ def _block_of(graph: nnx.GraphDef, frozen, trainable) -> Block:
 
 
 def _layer_key(keys, index):
-    """The dropout key of a layer, or None."""
+    """The dropout key of the layer of this index, from the keys of all layers; None where these are None."""
     return None if keys is None else keys[index]
 
 
 def _shards_of(trainables, frozens, index: int) -> list[Shard]:
-    """The weights of a layer that have to be gathered; none for an index that no layer has."""
+    """The Shards among a layer's weights, which have to be gathered; none for an index that no layer has."""
     return shards((trainables[index], frozens[index])) if 0 <= index < len(trainables) else []
 
 
@@ -300,8 +300,8 @@ def _total(values: list[dict[str, Any]]) -> dict[str, Any]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _stack(static: _Static, trainables, frozens, x, layout, keys, sums):
-    """(layer_output of the last layer, {name: sum over the layers} of auxiliary values); `sums` as in run_stack, per
-    layer."""
+    """(layer_output of the last layer, {name: sum over the layers} of auxiliary values), without saving residuals;
+    `sums` is run_stack's gradient_sums as a tuple with a state for each layer, or None."""
     aux = []
     gathered = _first_gathered(trainables, frozens)
     for index, layer in enumerate(static.layers):
@@ -313,8 +313,7 @@ def _stack(static: _Static, trainables, frozens, x, layout, keys, sums):
 
 
 def _stack_fwd(static: _Static, trainables, frozens, x, layout, keys, sums):
-    """The forward that keeps residuals by plan, and copies those of each layer to the host while the next layer
-    runs."""
+    """The forward that keeps residuals by plan, and copies those of a layer to the host while the next layer runs."""
     kept, hosted, aux, whole = [], [], [], []
     names, to_host = (), ()  # residuals of the layer before, which are copied to the host while this layer computes
     last = len(static.layers) - 1
@@ -340,8 +339,7 @@ def _stack_fwd(static: _Static, trainables, frozens, x, layout, keys, sums):
 
 
 def _stack_bwd(static: _Static, residuals, gradient):
-    """The backward, layer by layer from the last, with the copies and collectives that each layer runs for its
-    neighbours."""
+    """The backward from the last layer to the first; each layer runs the copies and collectives of its neighbours."""
     dx, daux = gradient  # daux is of sums over the layers, so it is the gradient of each layer's value
     trainables, frozens, whole_weights, kept, hosted, layout, keys, sums = residuals
     gradients: list[Any] = [None] * len(kept)
@@ -414,8 +412,7 @@ def _not_differentiated(frozens):
 
 
 def _differentiated(frozens):
-    """Raises TypeError for a gradient with respect to `Frozen` tensors: the stack computes none, and zeros would
-    mislead."""
+    """Raises TypeError for a gradient by `Frozen` tensors: the stack computes none, and zeros would mislead."""
     leaves = jax.tree_util.tree_leaves_with_path(frozens)
     names = [f"layers{jax.tree_util.keystr(path)}" for path, leaf in leaves if leaf.perturbed]
     raise TypeError(
@@ -489,7 +486,10 @@ def run_stack(
 
 
 def _describe(block: Block, graph, spec: LayerSpec, plan: LayerPlan, tile: int | None) -> _Layer:
-    """What the program of a layer is specialised on, from its plan."""
+    """The static description of a layer by which its program is compiled; graph: nnx.GraphDef, the block's structure.
+
+    tile: tokens of each row in a tile of tokenwise segments (ResidualPlan.tile_tokens); ignored, so that these run
+    whole, unless the plan recomputes every value inside them."""
     residuals = block.residuals()
     inside = tiled_residuals(block.segments())
     dropped = plan.named("recompute", residuals)

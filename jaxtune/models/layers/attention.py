@@ -101,7 +101,7 @@ class Attention(nnx.Module):
 
     @property
     def state_reads(self) -> tuple[str, ...]:
-        """See Mixer.state_reads."""
+        """Names of the residuals from which the caches are filled after a prompt (Mixer.state_reads)."""
         return ("key",) if self.config.values_are_keys else ("key", "value")
 
     @property
@@ -163,8 +163,10 @@ class Attention(nnx.Module):
         )
 
     def options(self, window: int | None) -> dict[str, Any]:
-        """Keyword arguments of the attention functions that are the same for training and generation. window: in
-        tokens, or None."""
+        """Keyword arguments of the attention functions that are the same for training and generation.
+
+        window: the layer's sliding window in tokens (LayerSpec.window); None: full attention.
+        """
         sinks = None if self.sinks is None else self.sinks[...]
         config = self.config
         return dict(scale=config.attention_scale, window=window, soft_cap=config.attention_soft_cap, sinks=sinks)
@@ -172,14 +174,16 @@ class Attention(nnx.Module):
     def project(self, x: jax.Array, rotary, key: jax.Array | None = None):
         """x [B, T, hidden] -> query [B, T, heads, D], key and value [B, T, kv_heads, D], normed and rotated.
 
-        With attention_gate, the gates [B, T, heads, D] follow. `key` draws the adapters' dropout masks.
+        With attention_gate, the gates [B, T, heads, D] follow. `rotary` is the layer's rotary table (Context.rotary),
+        or None. `key` draws the adapters' dropout masks; None: no dropout.
         """
         query, key_, *others = self._projections(x, key)
         value = self._value(key_ if self.config.values_are_keys else others.pop(0))
         return self._query(query, rotary), self._key(key_, rotary), value, *others
 
     def _projections(self, x: jax.Array, key: jax.Array | None):
-        """The results of `project` before norms and rotation, without values that are keys."""
+        """(query, key, value, gates) of `project` before norms and rotation; there is no value where values are keys,
+        and no gates without attention_gate."""
         config = self.config
         if config.fused_qkv:
             both = self.qkv_proj(x, key)
@@ -218,32 +222,43 @@ class Attention(nnx.Module):
         return getattr(self, norm)(x.reshape(shape)).reshape(x.shape)
 
     def output(self, out: jax.Array, gate: jax.Array | None = None, key: jax.Array | None = None) -> jax.Array:
-        """Heads' outputs [B, T, heads, D], multiplied by sigmoid(gate) where a gate is given -> o_proj of them, [B, T,
-        hidden]."""
+        """o_proj of the heads' outputs: [B, T, heads, D] -> [B, T, hidden].
+
+        gate: [B, T, heads, D], whose sigmoid multiplies the outputs first; None: no gate. key: draws the adapter's
+        dropout mask; None: no dropout.
+        """
         if gate is not None:
             out = out * jax.nn.sigmoid(gate)
         return self.o_proj(out.reshape(*out.shape[:2], -1), key)
 
     def _project(self, context: Context, x: jax.Array):
-        """`run` of the segment `project`: queries and keys are normed and rotated here only where nothing is normed."""
+        """`run` of the segment `project`: (query, key, value, gates), of which some may be missing (_projections).
+
+        Queries and keys are normed and rotated here only where nothing is normed; otherwise `attended` does it.
+        """
         if self._normed_late:
             return self._projections(x, context.key)
         return self.project(x, context.rotary, context.key)
 
     def attended(self, context: Context, query: jax.Array, key: jax.Array, *value: jax.Array) -> tuple[jax.Array, ...]:
-        """(query, key, value) in the form in which attention reads them, normed and rotated, of these residuals."""
+        """(query, key, value) in the form in which attention reads them, normed and rotated, from the residuals of the
+        segment `project`. value: empty where values are keys."""
         if not self._normed_late:
             return query, key, *value
         [value_] = value or (key,)
         return self._query(query, context.rotary), self._key(key, context.rotary), self._value(value_)
 
     def _attend(self, context: Context, *residuals: jax.Array):
-        """`run` of the segment `attend`: (output [B, T, heads, D], log-sum-exp)."""
+        """`run` of the segment `attend`: (output [B, T, heads, D], the log-sum-exp of each query's scores).
+
+        residuals: query, key and, unless values are keys, value, as the segment `project` gives them.
+        """
         query, key, value = self.attended(context, *residuals)
         return attention_forward(query, key, value, context.layout, **self.options(context.spec.window))
 
     def _mix(self, context: Context, out: jax.Array, *gates: jax.Array):
-        """`run` of the segment `mix`."""
+        """`run` of the segment `mix`: a tuple with `output` of the heads' outputs, and of their gates if there are
+        any."""
         return (self.output(out, *gates, key=context.key),)
 
     # ---- generation
@@ -251,7 +266,8 @@ class Attention(nnx.Module):
     def first_state(self, values: Mapping[str, jax.Array], lengths: jax.Array, new_tokens: int, context: Context):
         """The caches (keys, values), each [B, kv_heads, capacity, D], filled with the prompts.
 
-        The capacity has room for `new_tokens` more, or only for the window if the layer has one.
+        The capacity has room for `new_tokens` more, or only for the window if the layer has one. values: {name: value}
+        of the residuals that state_reads names; lengths: int32[B], tokens of each prompt; context: that of the prompts.
         """
         key, value = values["key"], values[self.state_reads[-1]]
         if self._normed_late:
@@ -260,9 +276,11 @@ class Attention(nnx.Module):
         return cache_of(key, lengths, capacity), cache_of(value, lengths, capacity)
 
     def step(self, x: jax.Array, state, at: jax.Array, context: Context):
-        """Runs the next N tokens of each row: (output [B, N, hidden], the state after them).
+        """Runs the next N tokens of each row: x [B, N, hidden] -> (output [B, N, hidden], the state after them).
 
-        The state is (keys, values) as from `first_state`.
+        The state is (keys, values) as from `first_state`. at: int32[B], the position of the first of the N tokens,
+        which is also the number of tokens in the state; negative for a row that does not decode. context: its layout
+        has the rotary tables of these positions.
         """
         query, key, value, *gates = self.project(x, context.rotary)
         options = self.options(context.spec.window)
@@ -300,8 +318,12 @@ class Attention(nnx.Module):
 
 
 def _attend_backward(module_of, trainable, context: Context, inputs, outputs, gradients):
-    """The attention kernels' backward, which reads the saved output and log-sum-exp; a Backward
-    (models/layers/segment.py)."""
+    """The hand-written derivative of the segment `attend` (a Backward, models/layers/segment.py), by the attention
+    kernels' backward, which reads the saved output and log-sum-exp. Norms and rotation are computed again.
+
+    Returns:
+      (gradients of the trainable tensors, or None if attention reads none of them; one gradient for each input)
+    """
     attention: Attention = module_of(trainable)
     options = attention.options(context.spec.window)
     out, lse = outputs

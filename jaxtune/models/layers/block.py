@@ -46,7 +46,7 @@ LAYER_INPUT, MID, LAYER_OUTPUT = "layer_input", "mid", "layer_output"
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """How one part is connected to the residual stream of its layer."""
+    """How one part (a mixer or feed-forward) is connected to the residual stream of its layer."""
 
     reads: str  # name of the value of the residual stream that its stage reads
     norm: str | None  # the block's attribute of the norm before the part, or None
@@ -67,7 +67,7 @@ class _SumNorm:
 
 
 class PartMatrix(NamedTuple):
-    """A matrix of a layer."""
+    """A matrix of a layer, with the names by which adapters, quantisation and tensor names refer to it."""
 
     part: str  # the block's attribute of the part that has it
     name: str  # its dotted name within the part
@@ -87,6 +87,7 @@ class Block(nnx.Module):
         keys = jax.random.split(key, len(spec.parts))
 
         def add_norm(name: str, wanted: bool) -> None:
+            """Sets the attribute of this name to a norm over hidden_size, or to None if none is wanted."""
             setattr(self, name, norm_of(config, config.hidden_size, dtype) if wanted else None)
 
         for part, own in zip(spec.parts, keys, strict=True):
@@ -110,14 +111,19 @@ class Block(nnx.Module):
         return {name: module for name, module in self.parts.items() if hasattr(module, "state_reads")}
 
     def normed(self, part: str, x: jax.Array) -> jax.Array:
-        """A value x of the residual stream, [B, T, hidden], after the norm before this part, if it has one."""
+        """x [B, T, hidden], a value of the residual stream, after the norm before the part of that name; unchanged if
+        the part reads the stream without a norm."""
         norm = _layout(self.stages)[0][part].norm
         return x if norm is None else getattr(self, norm)(x)
 
     def added(self, part: str, x: jax.Array | None, out: jax.Array) -> jax.Array:
-        """x plus the part's output, which passes its post-norm first if it has one; the output alone where x is None.
+        """x plus a part's output, which passes its post-norm first if it has one; the output alone where x is None.
 
-        x: the value that the part's output is added to; None for the first part of a normed sum.
+        Args:
+          part: the part's name.
+          x: the value [B, T, hidden] that the output is added to: the residual stream, or in a stage whose sum is
+            normed the sum of the outputs so far; None for the first part of such a stage.
+          out: the part's output [B, T, hidden].
         """
         place = _layout(self.stages)[0][part]
         out = out if place.post_norm is None else getattr(self, place.post_norm)(out)
@@ -128,8 +134,11 @@ class Block(nnx.Module):
         return self._on_stream(x, out, place.makes)
 
     def _on_stream(self, x: jax.Array, out: jax.Array, makes: str) -> jax.Array:
-        """x plus the scaled `out`, both [B, T, hidden]. The end of the layer, `layer_output`, is multiplied by the
-        layer's scalar."""
+        """x plus `out` times residual_scale, both [B, T, hidden].
+
+        makes: the name of the result. If it is `layer_output`, the end of the layer, the result is multiplied by the
+        layer's scalar, if the layer has one.
+        """
         if self.residual_scale != 1.0:  # in float32, rounded once, as torch multiplies a tensor by a number
             out = (out.astype(jnp.float32) * self.residual_scale).astype(out.dtype)
         out = x + out
@@ -146,8 +155,8 @@ class Block(nnx.Module):
         Args:
           tile: how many tokens of each row tokenwise segments process at a time, as one joined segment; None: whole
             rows.
-          aux: names of the auxiliary values that are wanted beside the layer's output; segments that compute others are
-            left out.
+          aux: names of the auxiliary values (such as router_sums, from which a router's losses are computed) that are
+            wanted beside the layer's output; segments that compute others are left out.
         """
         chain = tuple(s for name in self.parts for s in self.part_segments(name))
         chain = tuple(s for s in chain if not s.aux or s.outputs[0] in aux)
@@ -159,7 +168,7 @@ class Block(nnx.Module):
         return {s.outputs[0]: s for name in self.parts for s in self.part_segments(name) if s.aux}
 
     def part_segments(self, part: str) -> tuple[Segment, ...]:
-        """The segments of one part as segments of the block, with its norms and its residual addition."""
+        """The segments of the part of that name as segments of the block, with its norms and its residual addition."""
         (segments, names), (places, norms) = self._own_segments()[part], _layout(self.stages)
         place = places[part]
         made = tuple(new for s in segments for new in _in_block(s, part, place, names))
@@ -168,12 +177,14 @@ class Block(nnx.Module):
     def _own_segments(self) -> dict[str, tuple[tuple[Segment, ...], dict[str, str]]]:
         """{part: (its segments, {the part's name of a residual: the block's name of it})}.
 
-        A segment or residual whose name an earlier part also uses is called `{part}_{name}` in the block.
+        A segment or residual whose name an earlier part also uses is called `{part}_{name}` in the block, because the
+        names of a plan's residuals and of dropout keys must be unique within a layer.
         """
         found: dict[str, tuple[tuple[Segment, ...], dict[str, str]]] = {}
         taken: dict[str, set[str]] = {"segments": set(), "residuals": set()}
 
         def names_of(part: str, kind: str, own: list[str]) -> dict[str, str]:
+            """{a part's own name: the block's} of its segments or residuals (`kind`, a key of `taken`)."""
             names = {name: f"{part}_{name}" if name in taken[kind] else name for name in own}
             taken[kind] |= set(own)
             return names
@@ -186,20 +197,24 @@ class Block(nnx.Module):
         return found
 
     def residuals(self) -> tuple[Residual, ...]:
-        """The values that the layer's backward may read, layer_input first, in the order in which they are computed."""
+        """The values that the layer's backward may read, layer_input first, in the order in which they are computed.
+
+        These are the values whose placement a plan decides. layer_output is not among them: it is the next layer's
+        input.
+        """
         made = [residual for segment in self.segments() for residual in segment.makes]
         return (Residual(LAYER_INPUT, recomputable=False), *made[:-1])
 
     def matrices(self) -> list[PartMatrix]:
-        """Every matrix of the layer, in the order in which they multiply."""
+        """Every matrix of the layer that can have an adapter or be quantised, in the order in which they multiply."""
         named = (name for segment in self.segments() for name in segment.matrices)
         parted = ((name, name.partition(".")) for name in named)
         return [PartMatrix(part, rest, matrix_of(self, name)) for name, (part, _, rest) in parted]
 
     @property
     def order(self) -> BackwardOrder:
-        """The order of the layer's backward, combined from its feed-forwards: what any of them needs holds for the
-        layer."""
+        """The order of the layer's backward (BackwardOrder), combined from its feed-forwards: what any of them needs
+        holds for the layer, and residuals have the block's names."""
         orders, shared, free = [], [], []
         for part, module in self.parts.items():
             if part not in self.mixers:
@@ -219,7 +234,8 @@ class Block(nnx.Module):
     def forward_bytes(self, sizes: Sizes) -> float:
         """Bytes at the end of the layer's forward in addition to the residuals: the largest need of a feed-forward.
 
-        A layer without a feed-forward needs its input, its output and the difference of the two.
+        A layer without a feed-forward needs its input, its output and the difference of the two. sizes: those of one
+        micro-batch on one device, by the block's names.
         """
         found = [
             module.forward_bytes(self.sizes_of(part, sizes))
@@ -229,16 +245,28 @@ class Block(nnx.Module):
         return max(found, default=3.0 * sizes[LAYER_INPUT])
 
     def backward_bytes(self, part: str, sizes: Sizes) -> Scratch:
-        """Bytes that a part's backward takes in addition to the residuals; a mixer's has no `around`."""
+        """The scratch memory, in bytes, that the backward of one part needs in addition to the residuals.
+
+        The planner adds it to its forecast of the peak. For a mixer `around` (bytes of other segments' partial
+        gradients that exist at the same time) is 0, because a mixer states only what its own computation needs.
+
+        Args:
+          part: the name of a mixer or feed-forward of the layer.
+          sizes: the sizes of the residuals of one micro-batch on one device, by the block's names.
+        """
         found = self.parts[part].backward_bytes(self.sizes_of(part, sizes))
         return Scratch(found, 0.0, covers_mixer=False) if part in self.mixers else found
 
     def waiting_bytes(self, part: str, sizes: Sizes) -> float:
-        """Mixer.waiting_bytes of one of the layer's mixers."""
+        """Bytes of partial results of the mixer of that name that exist while the feed-forward's backward runs.
+
+        The planner adds them to that backward's need. sizes: as in `backward_bytes`.
+        """
         return self.parts[part].waiting_bytes(self.sizes_of(part, sizes))
 
     def sizes_of(self, part: str, sizes: Sizes) -> Sizes:
-        """The sizes with residuals renamed from the block's names to the part's own names."""
+        """`sizes` with the residuals of the part also under the part's own names, the only ones that its formulas
+        know."""
         changed = {own: name for own, name in self._own_segments()[part][1].items() if own != name}
         if not changed:
             return sizes
@@ -259,9 +287,13 @@ class Block(nnx.Module):
     def first_state(
         self, values: Mapping[str, jax.Array], lengths: jax.Array, new_tokens: int, context: Context
     ) -> dict[str, object]:
-        """{part: state for generation} of every mixer after prompts.
+        """{mixer's name: its state for generation, any pytree} after prompts.
 
-        values: the residuals that `state_reads` names. The other arguments are those of Mixer.first_state.
+        Args:
+          values: {name: value} of the residuals that `state_reads` names, computed from the prompts.
+          lengths: int32[B], tokens of each prompt.
+          new_tokens: how many more tokens the states must have room for.
+          context: the layer's spec, and the layout that the prompts ran in.
         """
         found: dict[str, object] = {}
         for part, mixer in self.mixers.items():
@@ -271,9 +303,16 @@ class Block(nnx.Module):
         return found
 
     def step(self, layer_input: jax.Array, state: Mapping[str, object], at: jax.Array, context: Context):
-        """Runs the next N tokens of each row in generation: (layer_output [B, N, hidden], {part: state after them}).
+        """Runs the next N tokens of each row in generation.
 
-        layer_input is [B, N, hidden], `state` comes from `first_state` or the previous step; `at` is as in Mixer.step.
+        Args:
+          layer_input: [B, N, hidden].
+          state: {mixer's name: its state}, from `first_state` or the previous step.
+          at: int32[B], the position of the first of the N tokens of each row, which is also the number of tokens that
+            the state has already. A negative number marks a row that does not decode; its results are ignored.
+          context: the layer's spec, and a layout with the rotary tables of these positions.
+        Returns:
+          (layer_output [B, N, hidden], {mixer's name: its state after these tokens})
         """
         values, after = {LAYER_INPUT: layer_input}, {}
         places, norms = _layout(self.stages)
@@ -294,7 +333,11 @@ class Block(nnx.Module):
 
 @functools.lru_cache(64)
 def _layout(stages: tuple[Stage, ...]) -> tuple[dict[str, _Place], dict[str, _SumNorm]]:
-    """({part: its place}, {last part of a stage whose sum is normed: the norm of that sum}) of a layer's stages."""
+    """How the parts of a layer are wired to its residual stream, from its stages.
+
+    Returns:
+      ({part's name: its place}, {name of the last part of a stage whose sum is normed: the norm of that sum})
+    """
     places, norms = {}, {}
     count, made, stream = sum(len(stage.parts) for stage in stages), 0, LAYER_INPUT
     for stage in stages:
@@ -315,11 +358,17 @@ def _layout(stages: tuple[Stage, ...]) -> tuple[dict[str, _Place], dict[str, _Su
 
 
 def _in_block(segment: Segment, part: str, place: _Place, names: Mapping[str, str]) -> tuple[Segment, ...]:
-    """A part's segment as one or two segments of the block.
+    """A part's segment as one or two segments of the block, whose `run` takes the block as its module.
 
     Values are renamed to the block's names, INPUT is computed by the norm before the part, and the part's output is
     added to the residual stream. If the output has a norm, that norm and the addition are a segment of their own: the
     norm's derivative reads the output, which would otherwise be computed again by a matrix product.
+
+    Args:
+      segment: a segment of the part.
+      part: the part's name.
+      place: how the part is connected to the residual stream.
+      names: {the part's name of a residual: the block's name of it}.
     """
     ending = segment.outputs == (OUTPUT,)
     reads = tuple(place.reads if name in (INPUT, STREAM) else names.get(name, name) for name in segment.reads)
@@ -360,7 +409,7 @@ def _in_block(segment: Segment, part: str, place: _Place, names: Mapping[str, st
 
 
 def _renamed(residuals: tuple[Residual, ...], names: Mapping[str, str]) -> tuple[Residual, ...]:
-    """The residuals with their names, and the names in `decided_with`, replaced by `names`."""
+    """The residuals with their names, and the names in `decided_with`, replaced by `names` ({old: new}, of all)."""
 
     def one(residual: Residual) -> Residual:
         decided_with = residual.decided_with and names[residual.decided_with]
@@ -370,7 +419,10 @@ def _renamed(residuals: tuple[Residual, ...], names: Mapping[str, str]) -> tuple
 
 
 def _sum_norm_segment(norm: _SumNorm, tokenwise: bool) -> Segment:
-    """The segment that norms the sum of a stage's outputs and adds it to the residual stream."""
+    """The segment of the block that norms the sum of a stage's outputs and adds it to the residual stream.
+
+    tokenwise: whether it may run over tiles of tokens with the segment before it (Segment.tokenwise).
+    """
 
     def run(block: Block, context: Context, total: jax.Array, x: jax.Array):
         del context
@@ -380,5 +432,13 @@ def _sum_norm_segment(norm: _SumNorm, tokenwise: bool) -> Segment:
 
 
 def _backward_in_block(backward, part: str, block_of, trainable, *arguments):
-    """Calls the hand-written backward of a part's segment with the part as its module, given one of the whole block."""
+    """Calls the hand-written backward of a part's segment with the part as its module.
+
+    Args:
+      backward: the Backward of the part's segment.
+      part: the part's name.
+      block_of: builds the whole block from trainable tensors, as the stack passes it.
+      trainable: the block's trainable tensors.
+      arguments: the other arguments of a Backward: context, inputs, outputs and gradients.
+    """
     return backward(lambda trainable: getattr(block_of(trainable), part), trainable, *arguments)

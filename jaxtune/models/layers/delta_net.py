@@ -90,7 +90,10 @@ class DeltaNetShape:
 
 
 class Convolution(nnx.Module):
-    """The weight of the short convolution, [channels, 1, taps], as in Hugging Face's conv1d."""
+    """The weight of the short convolution, [channels, 1, taps], as in Hugging Face's conv1d.
+
+    It only contains the parameter; short_convolution (pallas/delta_rule) computes with it.
+    """
 
     def __init__(self, channels: int, taps: int, std: float, key: jax.Array, dtype):
         self.weight = nnx.Param((jax.random.normal(key, (channels, 1, taps), jnp.float32) * std).astype(dtype))
@@ -166,14 +169,15 @@ class DeltaNet(nnx.Module):
         )
 
     def _project(self, context: Context, x: jax.Array):
-        """`run` of the segment `project`."""
+        """`run` of the segment `project`: (queries, keys and values; gates; rates), see `project`."""
         return self.project(x, context.key)
 
     def project(self, x: jax.Array, key: jax.Array | None = None):
-        """x [B, T, hidden] -> (queries, keys and values, gates, rates).
+        """x [B, T, hidden] -> three arrays: (queries, keys and values; gates; rates).
 
         Queries, keys and values are concatenated, [B, T, 2 key_size + value_size]. Gates are [B, T, heads, value_dim].
-        Rates are b and a, from which beta and decay are computed, concatenated: [B, T, 2 heads].
+        Rates are b and a, from which beta and decay are computed, concatenated: [B, T, 2 heads]. `key` draws the
+        adapters' dropout masks; None: no dropout.
         """
         shape = self.shape
         if not shape.fused:
@@ -197,7 +201,10 @@ class DeltaNet(nnx.Module):
 
     def tokens(self, qkv: jax.Array, rates: jax.Array, layout):
         """(query, key, value, decay, beta) as gated_delta_rule takes them, from the values that `project` gives for
-        whole rows."""
+        whole rows.
+
+        layout: the document boundaries of the batch, which the convolution does not cross.
+        """
         return self._split(short_convolution(qkv, self._taps(), layout), rates)
 
     def _taps(self) -> jax.Array:
@@ -205,7 +212,11 @@ class DeltaNet(nnx.Module):
         return self.conv1d.weight[...][:, 0]
 
     def _split(self, qkv: jax.Array, rates: jax.Array):
-        """(query, key, value, decay, beta) of the recurrence, from values after the convolution and from the rates."""
+        """(query, key, value, decay, beta) of the recurrence, from values after the convolution and from the rates.
+
+        Query and key are [B, T, key_heads, key_dim], value is [B, T, heads, value_dim]; decay (the logarithm of a
+        head's decay) and beta are float32[B, T, heads].
+        """
         shape = self.shape
         query, key, value = jnp.split(qkv, (shape.key_size, 2 * shape.key_size), axis=-1)
         query, key = (x.reshape(*x.shape[:2], shape.key_heads, shape.key_dim) for x in (query, key))
@@ -215,16 +226,22 @@ class DeltaNet(nnx.Module):
         return query, key, value.reshape(*value.shape[:2], -1, shape.value_dim), decay, jax.nn.sigmoid(b)
 
     def output(self, out: jax.Array, gate: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        """The recurrence's output [B, T, heads, value_dim], normed and gated -> out_proj of it, [B, T, hidden]."""
+        """The recurrence's output [B, T, heads, value_dim], normed and gated -> out_proj of it, [B, T, hidden].
+
+        The gate [B, T, heads, value_dim] multiplies the normed output by its SiLU. `key` draws the adapter's dropout
+        mask; None: no dropout.
+        """
         out = self.norm(out).astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
         return self.out_proj(out.astype(gate.dtype).reshape(*gate.shape[:2], -1), key)
 
     # ---- generation
 
     def first_state(self, values: Mapping[str, jax.Array], lengths: jax.Array, new_tokens: int, context: Context):
-        """(the last taps - 1 inputs of the convolution, the recurrence's state float32[B, heads, key_dim, value_dim]).
+        """The state after prompts: (inputs of the convolution, the recurrence's state).
 
-        The state does not grow, so `new_tokens` is not used.
+        The first is [B, taps - 1, 2 key_size + value_size], the last inputs of each prompt; the second is
+        float32[B, heads, key_dim, value_dim]. The state does not grow, so `new_tokens` is not used. values: {name:
+        value} of the residuals qkv and rates of the prompts; lengths: int32[B], tokens of each prompt.
         """
         qkv, rates = values["qkv"], values["rates"]
         rows, length = rates.shape[:2]
@@ -234,9 +251,9 @@ class DeltaNet(nnx.Module):
         return jnp.where((at >= 0)[..., None], window, 0), delta_rule_state(key, value, decay, beta, lengths)
 
     def step(self, x: jax.Array, state, at: jax.Array, context: Context):
-        """Runs the next N tokens of each row: (output [B, N, hidden], the state after them).
+        """Runs the next N tokens of each row: x [B, N, hidden] -> (output [B, N, hidden], the state after them).
 
-        The state is a pair as from `first_state`.
+        The state is a pair as from `first_state`. It depends on no positions, so that `at` and `context` are not used.
         """
         window, state = state
         qkv, gate, rates = self.project(x)

@@ -132,16 +132,19 @@ class ExpertLinear(nnx.Module):
         return None if self.lora is None else self.lora.weights()
 
     def adapter_bytes(self, itemsize: int) -> float:
-        """Bytes of the adapters as kernels take them: with the rank padded, in the compute dtype of `itemsize`
-        bytes."""
+        """Bytes of the adapters as kernels take them: with the rank padded, in a compute dtype of `itemsize` bytes per
+        number; 0 without adapters. The planner counts these copies."""
         if self.lora is None:
             return 0.0
         experts, rank, in_size = self.lora.a.shape
         return float(experts * (in_size + self.lora.b.shape[1]) * -(-rank // _RANK_STEP) * _RANK_STEP * itemsize)
 
     def of_tokens(self, x: jax.Array, routing: Routing) -> jax.Array:
-        """x [T, in] -> [rows, out] sorted by expert; see matmul_of_tokens. The derivative is expected to follow at
-        once."""
+        """Multiplies each token x [T, in] by the matrices of its experts: [rows, out], rows sorted by expert.
+
+        The derivative is expected to follow at once, so a weight that is decoded serves both; see matmul_of_tokens.
+        routing: which expert each row belongs to, from `route`.
+        """
         options: dict[str, Any] = dict(transposed=self.transposed, derivative_follows=True, fp8=self.fp8)
         out = matmul_of_tokens(x, self.stored_weight, routing, self.adapter(), **options)
         if self.bias is None:
@@ -154,7 +157,8 @@ class ExpertLinear(nnx.Module):
         """Rows sorted by expert [rows, in] -> [T, out], summed over each token's experts; see matmul_to_tokens.
 
         Args:
-          lora: `adapter()`, which the caller has read already.
+          lora: `adapter()`, which the caller has read already; None: no adapters.
+          routing: which expert and token each row belongs to, from `route`.
           choice: int32[T, k], each token's experts.
           weights: [T, k], multiply the bias if there is one; the rows have been multiplied by them already.
         """
@@ -193,7 +197,8 @@ class Router(nnx.Module):
 
 @jax.custom_vjp
 def _gradients_at_once(values):
-    """The values unchanged. In the backward, whatever reads the gradient of one of them waits for the gradients of all.
+    """The values (any pytree) unchanged. In the backward, whatever reads the gradient of one of them waits for the
+    gradients of all.
 
     The large operands from which the other gradients are computed are free by then.
     """
@@ -242,7 +247,7 @@ class MoE(nnx.Module):
 
     @jax.named_scope("router")
     def choose(self, x: jax.Array, real: jax.Array | None = None) -> jax.Array:
-        """Each token's experts, int32[B * T, k].
+        """The numbers of each token's k experts, those with the largest logits of the router: int32[B * T, k].
 
         real: bool[B, T], False for padding, which gets the number E and is routed nowhere; None: all tokens are real.
         """
@@ -256,13 +261,22 @@ class MoE(nnx.Module):
 
     @jax.named_scope("experts")
     def gate_up(self, x: jax.Array, choice: jax.Array) -> jax.Array:
-        """x -> gate and up of each token's experts, [rows, 2 * expert_size], rows sorted by expert."""
+        """x [B, T, hidden] -> gate and up of each token's experts, [rows, 2 * expert_size], rows sorted by expert.
+
+        choice: int32[B * T, k], each token's experts.
+        """
         routing = route(choice, self.moe.num_experts)
         return self.experts.gate_up_proj.of_tokens(x.reshape(-1, x.shape[-1]), routing)
 
     @jax.named_scope("experts")
     def down(self, gate_up: jax.Array, choice: jax.Array, x: jax.Array) -> jax.Array:
-        """gate and up of sorted rows -> [B, T, hidden], summed over each token's experts with the router's weights."""
+        """gate and up of sorted rows -> [B, T, hidden], summed over each token's experts with the router's weights.
+
+        Args:
+          gate_up: [rows, 2 * expert_size], from `gate_up`.
+          choice: int32[B * T, k], each token's experts.
+          x: [B, T, hidden], the part's input, from which the router's weights are computed again.
+        """
         weights = expert_weights(self.router(x.reshape(-1, x.shape[-1])), choice, renormalize=self.moe.renormalize)
         routing = route(choice, self.moe.num_experts)
         linear = self.experts.down_proj
@@ -347,7 +361,11 @@ class MoE(nnx.Module):
         )
 
     def _contract(self, context: Context, gate_up, choice, x, shared_gate=None, shared_up=None):
-        """`run` of the segment `contract`: the experts' output plus the gated output of the shared expert."""
+        """`run` of the segment `contract`: ([B, T, hidden],), the experts' output plus that of the shared expert, if
+        there is one, times the sigmoid of its gate.
+
+        gate_up, choice, shared_gate and shared_up are the residuals of the other segments, x is the part's input.
+        """
         out = self.down(gate_up, choice, x)
         if shared_gate is not None and shared_up is not None:
             gate = jax.nn.sigmoid(self.shared_expert_gate(x, context.key))
@@ -355,7 +373,7 @@ class MoE(nnx.Module):
         return (out,)
 
     def _route(self, context: Context, x: jax.Array):
-        """`run` of the segment `route`: the chosen experts of each token."""
+        """`run` of the segment `route`: (int32[B * T, k],), the chosen experts of each token; padding gets none."""
         layout = context.layout
         real = None if layout.full else jnp.arange(layout.doc_end.shape[1]) < layout.doc_end
         # The barrier makes it an array of its own: otherwise XLA keeps the whole sort that it is a part of.
@@ -366,7 +384,7 @@ class MoE(nnx.Module):
     def forward_bytes(self, sizes: Sizes) -> float:
         """Bytes at the end of the layer's forward in addition to the residuals, for the planner.
 
-        A multiple of the layer's input.
+        It is a multiple of the layer's input that was fitted to compiled programs (models/fitted.py).
         """
         return EXPERTS_BYTES.of("mosaic" if sizes.hopper else "reference", sizes.device).forward * sizes["layer_input"]
 

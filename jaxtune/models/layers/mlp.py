@@ -48,7 +48,7 @@ class MLP(nnx.Module):
         self.down_proj = linear(keys[2], inner, hidden)
 
     def gate_up(self, x: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        """[B, T, hidden] -> gate and up, each [B, T, intermediate]."""
+        """x [B, T, hidden] -> gate and up, each [B, T, intermediate]. `key` draws the adapters' dropout masks."""
         if self.config.fused_gate_up:
             both = self.gate_up_proj(x, key)
             half = self.config.intermediate_size
@@ -57,7 +57,10 @@ class MLP(nnx.Module):
         return gate, up
 
     def down(self, gate: jax.Array, up: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        """gate and up [B, T, intermediate] -> down(activation(gate) * up), [B, T, hidden]."""
+        """gate and up [B, T, intermediate] -> down(activation(gate) * up), [B, T, hidden].
+
+        `key` draws the adapter's dropout mask; None: no dropout.
+        """
         return _down(self.config.activation, *nnx.split(self.down_proj, nnx.Param, ...), gate, up, key)
 
     def segments(self) -> tuple[Segment, ...]:
@@ -94,7 +97,8 @@ class MLP(nnx.Module):
         return sizes["gate"] + dropped + self._fitted(sizes).forward * sizes["layer_input"]
 
     def backward_bytes(self, sizes: Sizes) -> Scratch:
-        """Bytes of its backward in addition to the residuals, for the planner."""
+        """Bytes of its backward in addition to the residuals, for the planner: the activation, the gradients of gate
+        and up, and partial gradients of other segments."""
         gate, up, stream = sizes["gate"], sizes["up"], sizes["layer_input"]
         fit = self._fitted(sizes)
         around = (fit.around if sizes.tiles == 1 else fit.around_tiles) * stream
@@ -120,16 +124,23 @@ def _down(activation: str, graph, trainable, frozen, gate, up, key):
 
     Its backward never has more than three arrays of gate's size: gate, up and one gradient, which are overwritten in
     place.
+
+    Args:
+      activation: key of ACTIVATIONS.
+      graph, trainable, frozen: the linear, from nnx.split(linear, nnx.Param, ...).
+      gate, up: [B, T, intermediate].
+      key: draws the adapter's dropout mask; None: no dropout.
     """
     return nnx.merge(graph, trainable, frozen)(ACTIVATIONS[activation](gate) * up, key)
 
 
 def _down_fwd(activation, graph, trainable, frozen, gate, up, key):
+    """(the output of _down, what its backward reads: the arguments that are arrays)."""
     return _down(activation, graph, trainable, frozen, gate, up, key), (trainable, frozen, gate, up, key)
 
 
 def _down_bwd(activation, graph, residuals, dout):
-    """Gradients of the trainable tensors, gate and up, from dout [B, T, hidden]."""
+    """Gradients of the trainable tensors, gate and up (None for frozen and key), from dout [B, T, hidden]."""
     trainable, frozen, gate, up, key = residuals
 
     def linear(trainable, x):

@@ -51,7 +51,8 @@ class Context:
 
     @property
     def rotary(self) -> Any:
-        """The rotary table of this layer's rotary base, or None for a layer without rotary embeddings."""
+        """The rotary table of this layer's rotary base, (cos, sin) as rope.rotary_table gives it; None for a layer
+        without rotary embeddings."""
         return None if self.spec.rotary is None else self.layout.rotary[self.spec.rotary]
 
 
@@ -61,6 +62,7 @@ class Backward(Protocol):
     Args:
       module_of: builds the segment's module from trainable tensors like `trainable`.
       trainable: the module's trainable tensors.
+      context: what `run` received: the layer's spec, the batch's layout and the dropout key.
       inputs: the values that the segment read.
       outputs: the values that the segment made in the forward; None for one that was not saved.
       gradients: the gradients of the outputs, only of those that have one.
@@ -141,7 +143,7 @@ class Segment:
 @dataclasses.dataclass(frozen=True)
 class BackwardOrder:
     """The order in which a layer's backward computes, declared by feed-forwards where XLA's own order costs memory or
-    time."""
+    time. The stack follows it in layer_backward."""
 
     # differentiate a recomputed segment when it is recomputed, and keep what its derivative reads. For thin products
     # and rows sorted by expert, computing them twice takes longer than recomputing more of other layers.
@@ -202,11 +204,17 @@ class Mixer(LayerPart, Protocol):
     state_reads: tuple[str, ...]  # names of the residuals from which the state for generation is built after a prompt
 
     def backward_bytes(self, sizes: Sizes) -> float:
-        """Bytes that the mixer's own backward takes in addition to the residuals."""
+        """Bytes that the mixer's own backward takes in addition to the residuals, for the planner's peak.
+
+        sizes: of one micro-batch on one device, by the mixer's own names of residuals.
+        """
         ...
 
     def waiting_bytes(self, sizes: Sizes) -> float:
-        """Bytes of the mixer's partial results that exist while the feed-forward's backward runs."""
+        """Bytes of the mixer's partial results that exist while the feed-forward's backward runs, for the planner.
+
+        sizes: as in backward_bytes.
+        """
         ...
 
     def first_state(
@@ -218,7 +226,7 @@ class Mixer(LayerPart, Protocol):
           values: the residuals that `state_reads` names, computed from the prompts.
           lengths: int32[B], tokens of each prompt.
           new_tokens: how many more tokens the state must have room for.
-          context: the context that the prompts ran in.
+          context: the layer's spec, and the layout that the prompts ran in.
         """
         ...
 
@@ -232,7 +240,7 @@ class Mixer(LayerPart, Protocol):
           state: from `first_state` or the previous step.
           at: int32[B], the position of the first of the N tokens, which is also the number of tokens in the state. A
             negative number marks a row that is not decoding; its output and state are ignored.
-          context: its layout has the rotary tables of these positions.
+          context: the layer's spec, and a layout with the rotary tables of these positions.
         """
         ...
 
@@ -243,16 +251,19 @@ class FeedForward(LayerPart, Protocol):
     order: BackwardOrder  # how its layer's backward is ordered
 
     def forward_bytes(self, sizes: Sizes) -> float:
-        """Bytes at the end of the layer's forward in addition to the residuals."""
+        """Bytes at the end of the layer's forward in addition to the residuals, for the planner's peak.
+
+        sizes: of one micro-batch on one device, by the feed-forward's own names of residuals.
+        """
         ...
 
     def backward_bytes(self, sizes: Sizes) -> Scratch:
-        """Bytes of its backward in addition to the residuals."""
+        """Bytes of its backward in addition to the residuals, for the planner's peak. sizes: as in forward_bytes."""
         ...
 
 
 def matrix_of(module: nnx.Module, name: str) -> Any:
-    """The attribute of a module with this dotted name ("experts.down_proj"): a Linear or ExpertLinear."""
+    """The Linear or ExpertLinear of a module under this dotted name, such as "experts.down_proj" (Segment.matrices)."""
     for part in name.split("."):
         module = getattr(module, part)
     return module
@@ -260,7 +271,7 @@ def matrix_of(module: nnx.Module, name: str) -> Any:
 
 def weights_per_token(segment: Segment, matrix: Any) -> int:
     """How many numbers of a segment's matrix one token is multiplied by: of a matrix of experts, only the active
-    ones."""
+    ones. matrix: a Linear or ExpertLinear."""
     if not matrix.num_experts:
         return math.prod(matrix.sizes)
     return math.prod(matrix.sizes[1:]) * segment.experts_per_token
@@ -268,9 +279,15 @@ def weights_per_token(segment: Segment, matrix: Any) -> int:
 
 def multiplications(segment: Segment, module: nnx.Module, tokens: int, length: int, backward: bool = False) -> float:
     """The duration of a segment for `tokens` tokens in rows of `length`, in multiplications that large products do in
-    that time.
+    that time. The stack spreads copies and collectives over segments by it.
 
-    backward: of its derivative, where the segment has a formula of its own; others are counted as in the forward.
+    Args:
+      segment: of a block, or of a part.
+      module: that block or part, which has the segment's matrices.
+      tokens: of the whole micro-batch on this device.
+      length: tokens of a row.
+      backward: whether it is the duration of the derivative, where the segment has a formula of its own; others are
+        counted as in the forward.
     """
     if segment.multiplications is not None:
         return segment.multiplications(tokens, length, backward)

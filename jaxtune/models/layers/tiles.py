@@ -12,14 +12,17 @@ from jaxtune.models.layers.segment import Context, Segment, multiplications
 
 
 def tiled_residuals(segments: tuple[Segment, ...]) -> tuple[str, ...]:
-    """Names of the values that tokenwise segments pass to each other. Where they run over tiles, all of these are
-    recomputed."""
+    """Names of the values that tokenwise segments of a layer's chain pass to each other.
+
+    Where the segments run over tiles, these values exist for one tile only, so all of them are recomputed in the
+    backward.
+    """
     return tuple(name for chain in _chains(segments) for s in chain for name in s.outputs if s is not chain[-1])
 
 
 def _chains(segments: tuple[Segment, ...]) -> list[tuple[Segment, ...]]:
-    """The runs of consecutive tokenwise segments that can be tiled: at least two, one output, no inner value read
-    outside."""
+    """The runs of consecutive tokenwise segments that can be tiled: at least two segments, one output at the end, and
+    no inner value that a segment outside the run reads."""
     runs = [tuple(run) for tokenwise, run in itertools.groupby(segments, lambda s: s.tokenwise) if tokenwise]
 
     def closed(run: tuple[Segment, ...]) -> bool:
@@ -33,7 +36,8 @@ def _chains(segments: tuple[Segment, ...]) -> list[tuple[Segment, ...]]:
 def in_tiles(module: nnx.Module, segments: tuple[Segment, ...], tile: int) -> tuple[Segment, ...]:
     """The chain of segments with each run of tokenwise segments replaced by one segment that runs over tiles.
 
-    A tile is `tile` tokens of each row. The gradients of weights are then summed tile by tile.
+    A tile is `tile` tokens of each row. The gradients of weights are then summed tile by tile. module: the block of the
+    segments, from whose matrices the duration of the joined segment is computed.
     """
     for chain in _chains(segments):
         first = segments.index(chain[0])
@@ -42,7 +46,10 @@ def in_tiles(module: nnx.Module, segments: tuple[Segment, ...], tile: int) -> tu
 
 
 def _joined(module: nnx.Module, chain: tuple[Segment, ...], tile: int) -> Segment:
-    """One segment that runs a chain of tokenwise segments tile by tile; its backward computes each tile again."""
+    """One segment that runs a chain of tokenwise segments tile by tile; its backward computes each tile again.
+
+    Arguments as in in_tiles; `chain` is one of _chains.
+    """
     made = {name for segment in chain for name in segment.outputs}
     reads = tuple(dict.fromkeys(name for segment in chain for name in segment.reads if name not in made))
 
