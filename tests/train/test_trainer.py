@@ -181,7 +181,7 @@ def test_the_trained_model_has_the_loss_that_was_reported(run):
 
 def test_what_the_output_folder_holds(run):
     names = {path.name for path in run.trainer.output.iterdir()}
-    assert names == {"config.yaml", "metrics.jsonl", "loss.png", "checkpoints"}
+    assert names == {"config.yaml", "metrics.jsonl", "loss.png", "checkpoints", "state.json"}
     steps = sorted(p.name for p in (run.trainer.output / "checkpoints").iterdir() if p.name.startswith("step_"))
     assert steps == ["step_00000020", "step_00000024"]  # every four, the newest two
 
