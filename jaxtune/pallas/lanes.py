@@ -1,9 +1,10 @@
-"""Lane-level building blocks of Mosaic kernels for which Pallas has no operation: table look-ups and warp-level
-products.
+"""Lane-level building blocks of Mosaic kernels for which Pallas has no operation: table look-ups, warp-level products,
+and bulk copies to shared memory.
 
-Each function emits PTX through Pallas' `inline_mgpu`, from registers to registers (and from memory that Pallas cannot
-index by lane). Functions named ir_... return MLIR values to the others. The interpreter cannot run them; mosaic.py has
-their meaning in jnp beside each call.
+A lane is one of the 32 threads of a warp; a warpgroup is four warps. Each function emits PTX through Pallas'
+`inline_mgpu`, from registers to registers (and from memory that Pallas cannot index by lane). All threads of a
+warpgroup call it, unless its docstring names others. Functions named ir_... are called within such PTX bodies, and take
+and return MLIR values. The interpreter cannot run them; the kernels have their meaning in jnp beside each call.
 """
 
 from __future__ import annotations
@@ -53,12 +54,12 @@ def ir_shift_right(value, amount: int):
 
 
 def ir_item(value, index: int):
-    """Element `index` of a vector register."""
+    """Element `index` of a vector register, an MLIR scalar."""
     return vector.extract(value, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([index]))
 
 
 def ir_vector(values):
-    """A vector register of these values."""
+    """A vector register of these MLIR scalars, all of one type."""
     result = llvm.mlir_undef(ir.VectorType.get((len(values),), values[0].type))
     for index, value in enumerate(values):
         result = vector.insert(value, result, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([index]))
@@ -66,7 +67,7 @@ def ir_vector(values):
 
 
 def ir_words(value, count: int):
-    """A vector register as `count` 32-bit integers."""
+    """The bits of a vector register as a list of `count` 32-bit integers, the lowest first."""
     both = vector.bitcast(ir.VectorType.get((count,), ir_i32()), value)
     return [ir_item(both, index) for index in range(count)]
 
@@ -77,34 +78,38 @@ def ir_thread():
 
 
 def ir_scalar(array):
-    """The value of a one-element FragmentedArray."""
+    """The MLIR value of a FragmentedArray that has one element, as `SCALAR` arguments are passed."""
     value = array.registers.flat[0]
     return ir_item(value, 0) if isinstance(value.type, ir.VectorType) else value
 
 
 def ir_address(ref, index, element):
-    """A pointer to element number `index` (int32) of ref, of MLIR type `element`."""
+    """A pointer to where element number `index` (int32) of ref would be if ref, of any dtype and shape and in any
+    memory, were a flat array of the MLIR type `element`."""
     return utils.getelementptr(utils.memref_ptr(ref), [index], element)
 
 
 def ir_load(ref, index, element, result=None):
-    """Element number `index` of ref, read as MLIR type `result`."""
+    """Loads what `ir_address` points to, as MLIR type `result` (a vector of neighbouring elements, for example); None:
+    `element`."""
     return llvm.load(result or element, ir_address(ref, index, element))
 
 
 def ir_product(a, b):
-    """float32 a * b, in PTX so that a following addition is not fused with it."""
+    """float32 a * b, in PTX so that a following addition is not fused with it; quantised formats round in between."""
     return utils.inline_ptx("mul.rn.f32 $0, $1, $2;", a, b, result_types=ir.F32Type.get())
 
 
 def ir_narrow(low, high, dtype):
-    """Two float32 rounded to `dtype`, in one 32-bit register."""
+    """Two float32 rounded to `dtype` (bfloat16 or float16), as one 32-bit integer with `low` in the lower half."""
     name = "bf16" if dtype == jnp.bfloat16 else "f16"
     return utils.inline_ptx(f"cvt.rn.{name}x2.f32 $0, $1, $2;", high, low, result_types=ir_i32())
 
 
 def block_scales(codes, nested, offset, map_ref, layout):
-    """float32 map[codes] * nested + offset, in `layout` as the uint8 codes; nested and offset are float32 scalars."""
+    """The scales of blocks whose codes are looked up in a table: float32 map[codes] * nested + offset, each step
+    rounded as bitsandbytes does. codes are uint8, one in each register; nested and offset are float32 scalars, map_ref
+    is float32[256] in global or shared memory, and `layout` is that of codes and of the result."""
 
     @mosaic_types.inline_mgpu(
         arg_types=(layout, SCALAR, SCALAR, plgpu.RefType()),
@@ -123,7 +128,8 @@ def block_scales(codes, nested, offset, map_ref, layout):
 
 
 def powers_of_two(codes, layout):
-    """float32 2^(codes - 127), in `layout` as the uint8 codes, none of which is 255."""
+    """float32 2^(codes - 127), in the same `layout` as the uint8 codes, one in each register. No code may be 255 (NaN
+    in e8m0). These are MXFP4's scales."""
 
     @mosaic_types.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(codes.shape, jnp.float32, layout))
     def powers(_, codes):
@@ -138,7 +144,8 @@ def powers_of_two(codes, layout):
 
 
 def ir_permute(low, high, selector):
-    """PTX's byte permutation of two words."""
+    """PTX's prmt.b32: byte i of the result is that byte of the eight bytes (low, high) which nibble i of `selector`
+    numbers. Each argument is an MLIR int32 or a Python int."""
     return utils.prmt(*(ir_const(word) if isinstance(word, int) else word for word in (low, high, selector)))
 
 
@@ -148,9 +155,11 @@ def _signed(word: int) -> int:
 
 
 def _entries(table: bytes, word):
-    """The float32 entries of a table of 16 for the eight codes of a word, from the lowest bits up.
+    """The eight float32 entries (a list of MLIR values) that the eight 4-bit codes of a word select, from the lowest
+    bits up.
 
-    A byte permutation looks up four bytes at once in a table of eight; it is done for each byte of an entry.
+    `table` has the bytes of float32[16]. A byte permutation looks up four bytes at once in a table of eight; it is done
+    for each byte of an entry, without shared memory.
     """
     values = np.frombuffer(table, np.float32).view(np.uint32)
     planes = [[_signed(int(w)) for w in ((values >> 8 * byte) & 255).astype(np.uint8).view("<u4")] for byte in range(4)]
@@ -172,8 +181,9 @@ def _entries(table: bytes, word):
 
 
 def _shuffled_entries(lane_entry, word):
-    """As _entries, for a table that is spread over a warp's lanes, entry i in lanes i and i + 16. A shuffle reads the
-    low four bits of an index and ignores the others."""
+    """As _entries, for a table that is spread over a warp's lanes: `lane_entry` is entry i in lanes i and i + 16. All
+    lanes of the warp must call it. A shuffle reads the low four bits of an index and ignores the others, so codes need
+    no mask."""
     shuffle = nvvm.ShflKind.idx
     return [
         nvvm.shfl_sync(ir_const(-1), lane_entry, ir_shift_right(word, 4 * n), ir_const(0x101F), shuffle)
@@ -194,13 +204,14 @@ def table_values(
     low_first: bool,
     beside_products: bool,
 ):
-    """`dtype`[2 x codes]: entries of a table of 16 float32 values, times scales.
+    """Decodes 4-bit numbers in registers: `dtype`[2 x codes], the entries of a table of 16 float32 values, times
+    scales.
 
     Args:
-      codes: uint8, four in a register.
+      codes: uint8[n], two numbers in each, four in a register.
       scales: float32, one for each register of codes.
-      table: the entries' bytes.
-      table_ref: the entries in memory.
+      table: the bytes of the entries, float32[16].
+      table_ref: the entries in memory, from which each lane loads one if look-ups are by shuffles.
       codes_layout, scales_layout, out_layout: layouts of codes, scales and the result.
       dtype: of the result.
       low_first: whether a byte's first number is in its low bits.
@@ -231,7 +242,9 @@ def table_values(
 
 
 def fill_banks(table_ref, table_smem, warpgroups: int):
-    """Copies 32-bit [256] into each of the 32 columns of table_smem [256, 32], so that each lane reads its own bank."""
+    """Copies a 32-bit table_ref [256] (global memory) into each of the 32 columns of table_smem [256, 32] (shared
+    memory), so that each lane reads its own bank. All threads of the program's `warpgroups` warpgroups call it, each
+    for a share of the rows; nobody may read the table before a barrier of all of them."""
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def fill(_, table_ref, table_smem):
@@ -248,14 +261,15 @@ def fill_banks(table_ref, table_smem, warpgroups: int):
 
 
 def absmax_share(absmax_ref, nested_ref, first_row, rows: int, warpgroups: int):
-    """A thread's share of the absmax of rows first_row to first_row + rows - 1, for `keep_scales`.
+    """Loads a thread's share of the absmax of rows first_row to first_row + rows - 1 into registers, for `keep_scales`.
+    They are separate, so that a tile's absmax are on their way while the tile before is multiplied. All threads of the
+    program call it, each for other groups of four; a group past the end repeats the last.
 
     Args:
-      absmax_ref: [all rows, blocks].
-      nested_ref: float32 absmax of absmax's blocks; None without double quantisation.
-      first_row: of the tile.
-      rows: of the tile.
-      warpgroups: that share the work.
+      absmax_ref: uint8 or float32 [all rows, blocks of a row], in global memory.
+      nested_ref: float32, the absmax of absmax's blocks of 256; None without double quantisation.
+      first_row, rows: of the tile; first_row is int32[].
+      warpgroups: of the program.
     Returns:
       ([128 x 4 n] of absmax_ref's dtype, float32[128 x n] nested absmax or None), for n groups of four per thread.
     """
@@ -295,8 +309,15 @@ def absmax_share(absmax_ref, nested_ref, first_row, rows: int, warpgroups: int):
 
 
 def keep_scales(share, nested_refs, scales_smem, blocks: int, warpgroups: int):
-    """Writes scales_smem[row, block] = float32 absmax, from what `absmax_share` loaded; nested_refs are map and offset,
-    or none."""
+    """Writes scales_smem[row, block] = float32 absmax of a tile of rows, decoded if it is quantised. All threads of the
+    program call it, after all have finished reading scales_smem, and pass a barrier before `small_product` reads it.
+
+    Args:
+      share: (absmax, nested absmax or None) from `absmax_share`.
+      nested_refs: map float32[256] and offset float32[1] of double quantisation, in global memory; empty without it.
+      scales_smem: float32[rows, `blocks` of a row or more], in shared memory.
+      blocks, warpgroups: of a row, and of the program.
+    """
     arrays = [part for part in share if part is not None]
     layouts = [plgpu.Layout.WG_STRIDED(part.shape, vector) for part, vector in zip(arrays, (4, 1), strict=False)]
     refs = [scales_smem, *nested_refs]
@@ -331,11 +352,12 @@ def keep_scales(share, nested_refs, scales_smem, blocks: int, warpgroups: int):
 
 
 def x_fragments(chunk, x_ref, width: int, parts: int):
-    """uint32[128 x 2 n]: each lane's right sides for `small_product`, of width n, in one chunk.
+    """Loads what a lane multiplies its codes by in `small_product`: uint32[128 x 2 width], two 16-bit elements in each.
 
-    x_ref is [tokens, columns], 16-bit. Of the eight columns of a right side, the first 8 / parts are tokens over the
-    first part of a warp's elements of a row, and the next ones are the same tokens over the second part. Missing tokens
-    repeat the last one.
+    Of the eight columns of a tensor core's right side, the first 8 / parts are tokens over the first part of a warp's
+    elements of a row, and the next ones are the same tokens over the second part. Missing tokens repeat the last one.
+    x_ref is 16-bit [tokens, columns] in global memory, `chunk` (int32[]) numbers chunks of 512 * parts columns, and
+    `width` is the number of columns of all right sides, a multiple of 8 and at least tokens * parts.
     """
     each = 8 // parts
     shape = (128 * 2 * width,)
@@ -369,13 +391,16 @@ def x_fragments(chunk, x_ref, width: int, parts: int):
 
 
 def ir_products(words, rights, pair, name: str):
-    """For 16 rows of 64 elements, a lane's four numbers of each product with 8 columns.
+    """The products of 16 rows of a weight, each with 64 elements, and 8 columns, on the tensor cores; by all lanes of a
+    warp.
 
     Args:
-      words: the lane's codes, two words for each half of the rows.
-      rights: for each product, the lane's eight elements of the right side.
-      pair: maps (word, byte) to the two elements that a byte of a word encodes.
-      name: PTX's name of the elements' dtype.
+      words: the lane's codes, [half of the rows][two 32-bit words].
+      rights: for each product, the lane's part of the right side: eight 32-bit words with two elements each.
+      pair: maps (word, byte) to the 32-bit word with the two elements that this byte of a word of codes encodes.
+      name: PTX's name of the elements' dtype, "bf16" or "f16".
+    Returns:
+      for each of `rights` the lane's four float32 sums: two columns of a row of the first half, and of the second half.
     """
     f32 = ir.F32Type.get()
     zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
@@ -397,15 +422,18 @@ def ir_products(words, rights, pair, name: str):
 
 
 def small_product(acc, codes, x, chunk, pairs_smem, scales_smem, layouts, dtype):
-    """acc plus one chunk's part of weight @ x^T, on the tensor cores (mma.m16n8k16).
+    """acc plus one chunk's part of weight @ x^T, on the tensor cores (mma.m16n8k16), by one warpgroup.
 
     Args:
-      acc: float32[64 p, n]. Row (s, w, i, a, h) in [p, 4, 2, 8 / p, p] and column (e, h, t) in [n / 8, p, 8 / p] have
-        the sum of warp w over part h, for row (s 2 + i) 8 / p + a of the weight and token e 8 / p + t.
-      codes: uint8[16, 256 p]: of each of 16 rows 512 p elements, 128 p of them for each warp.
-      x: from `x_fragments`, of width n with p parts.
-      pairs_smem: uint32[256, 32].
-      scales_smem: float32[16, blocks of a row and a few].
+      acc: float32[64 p, n], where p is 1 or 2 parts. Row (s, w, i, a, h) in [p, 4, 2, 8 / p, p] and column (e, h, t) in
+        [n / 8, p, 8 / p] have the sum of warp w over part h, for row (s 2 + i) 8 / p + a of the weight and token e 8 /
+        p + t.
+      codes: uint8[16, 256 p] in registers: of each of 16 rows 512 p elements, 128 p of them for each warp.
+      x, chunk: from `x_fragments`, of width n with p parts; the number of the chunk in the row, int32[].
+      pairs_smem: uint32[256, 32] in shared memory, from `fill_banks`: the two elements of each byte of codes.
+      scales_smem: float32[16, blocks of a row and a few] in shared memory, from `keep_scales`.
+      layouts: (that of acc and the result, that of codes).
+      dtype: of the elements, bfloat16 or float16.
 
     A lane has 16 bytes of a row. Four neighbouring lanes, which the tensor cores treat as a row, have a part of 64
     bytes: all bytes of the warp's share of the row, or (p = 2) half of a memory line of 128 bytes. With two parts, two
@@ -488,8 +516,9 @@ def small_product(acc, codes, x, chunk, pairs_smem, scales_smem, layouts, dtype)
 
 
 def store_sums(partial_smem, out_ref, first_row, dtype):
-    """Sets out_ref[token, first_row + row] to the sums that small_product left in partial_smem, which has the
-    accumulators of all warpgroups; done by one warpgroup."""
+    """Sets out_ref[token, first_row + row] (global memory, `dtype`), for 16 rows, to the sums of all warps.
+    partial_smem is float32[warpgroups, 64 p, n] in shared memory, what small_product returned to each warpgroup; one
+    warpgroup calls this, after a barrier at which all have stored."""
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR))
     def store(_, partial_smem, out_ref, first_row):
@@ -525,7 +554,8 @@ def store_sums(partial_smem, out_ref, first_row, dtype):
 
 
 def fill_table(table_ref, table_smem):
-    """Copies a one-dimensional array of 32-bit values to shared memory, by one warpgroup."""
+    """Copies a one-dimensional array of 32-bit values from global to shared memory, of the same size, by one warpgroup.
+    Other warpgroups see it after a barrier."""
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def fill(_, table_ref, table_smem):
@@ -540,7 +570,8 @@ def fill_table(table_ref, table_smem):
 
 
 def warpgroup_barrier():
-    """A barrier after which the warpgroup's threads see what they wrote to shared memory."""
+    """A barrier of the 128 threads of the calling warpgroup, after which they see what each of them wrote to shared
+    memory."""
 
     @mosaic_types.inline_mgpu()
     def wait(_):
@@ -550,8 +581,8 @@ def warpgroup_barrier():
 
 
 def store_chunk(values, out_ref, chunk, layout):
-    """Stores 16-bit values [n], in `layout` (WG_STRIDED by 8), as chunk number `chunk` of out_ref, an array in memory
-    of any shape."""
+    """Stores 16-bit values [n] from the registers of a warpgroup as chunk number `chunk` (int32[]) of out_ref, an array
+    in global memory of any shape: its flat elements from chunk * n on. `layout` is that of values, WG_STRIDED by 8."""
 
     @mosaic_types.inline_mgpu(arg_types=(layout, SCALAR, plgpu.RefType()))
     def store(_, values, chunk, out_ref):
@@ -565,8 +596,9 @@ def store_chunk(values, out_ref, chunk, layout):
 
 
 def copies_see_stores():
-    """A fence between stores and TMA copies of what they stored; needed on both sides of the synchronisation between
-    the two."""
+    """Emits a fence (fence.proxy.async.global) that makes ordinary stores to global memory visible to later TMA copies
+    that read that memory. The warpgroup that stores calls it before it signals a semaphore, and the warpgroup that
+    copies calls it after it has waited for that semaphore; both calls are needed."""
 
     @mosaic_types.inline_mgpu()
     def fence(_):
@@ -581,18 +613,20 @@ def copies_see_stores():
 
 
 def ir_chunk(ref, number, size: int, element):
-    """A 64-bit pointer to chunk `number` of ref; a chunk has `size` elements of the MLIR type."""
+    """A pointer to chunk `number` of ref; a chunk has `size` elements of the MLIR type `element`. The offset is
+    computed in 64 bits, because number times size may exceed int32."""
     return utils.getelementptr(utils.memref_ptr(ref), [number], ir.Type.parse(f"!llvm.array<{size} x {element}>"))
 
 
 def _shared(ref, index, size: int):
-    """The 32-bit address in shared memory at `index` times `size` bytes into ref."""
+    """The 32-bit address, as PTX's instructions for shared memory take it, of the byte `index` times `size` of ref."""
     return ir_add(llvm.ptrtoint(ir_i32(), utils.memref_ptr(ref)), ir_mul(index, size))
 
 
 def begin_barriers(full_smem):
-    """Initialises barriers of one arrival each in full_smem, int32[2 barriers]; other threads see them after
-    program_barrier."""
+    """Initialises barriers (mbarrier objects) of one arrival each in full_smem, int32[2 barriers] in shared memory, for
+    `copy_chunk` and `wait_for_chunk`. The first thread of the program does it, so the first warpgroup must call it;
+    other threads may use them after program_barrier."""
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(),))
     def begin(_, full_smem):
@@ -608,7 +642,8 @@ def begin_barriers(full_smem):
 
 
 def program_barrier():
-    """A barrier after which all threads of the program see what they wrote to shared memory."""
+    """A barrier of all threads of the program, which must all call it, after which they see what each of them wrote to
+    shared memory."""
 
     @mosaic_types.inline_mgpu()
     def wait(_):
@@ -618,10 +653,12 @@ def program_barrier():
 
 
 def copy_chunk(sources, slots, sizes, full_smem, number, slot):
-    """Starts to copy chunk `number` of each of `sources`, with `sizes` bytes, to slot `slot` of `slots`; done by one
-    lane.
+    """Starts to copy chunk `number` of each of `sources` (global memory, read as plain bytes) to slot `slot` of `slots`
+    (shared memory), and returns at once; both numbers are int32[]. A chunk, and a slot, has `sizes` bytes, multiples of
+    16.
 
-    Barrier `slot` of full_smem completes when everything has arrived.
+    The first lane of the calling warpgroup does it. All readers of the slot's previous content must have finished.
+    Barrier `slot` of full_smem (`begin_barriers`) completes when everything has arrived.
     """
     refs = (*sources, *slots, full_smem)
 
@@ -647,8 +684,8 @@ def copy_chunk(sources, slots, sizes, full_smem, number, slot):
 
 
 def wait_for_chunk(full_smem, slot, parity):
-    """Waits until a copy to the slot has arrived: the first, third, ... with parity 0, the second, fourth, ... with
-    parity 1."""
+    """Makes each calling thread wait until the copy that `copy_chunk` started to `slot` has arrived, and can be read.
+    parity: 0 for the first, third, ... copy to the slot, 1 for the second, fourth, ... Both are int32[]."""
 
     @mosaic_types.inline_mgpu(arg_types=(SCALAR, SCALAR, plgpu.RefType()))
     def wait(_, slot, parity, full_smem):

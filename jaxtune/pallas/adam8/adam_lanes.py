@@ -1,8 +1,5 @@
-"""Lane-level operations of the Adam kernel, and its copies to shared memory; see lanes.py.
-
-The copies are written in PTX: one lane starts the copies of all five parts of a chunk, as plain bytes with 64-bit
-addresses.
-"""
+"""Lane-level operations of the Adam kernel, which Pallas does not have; as in lanes.py, all threads of a warpgroup call
+each of them."""
 
 from __future__ import annotations
 
@@ -33,7 +30,17 @@ from jaxtune.system.private_mlir import arith, ir, llvm
 
 
 def _elementwise(arrays, refs, layout, dtype, function):
-    """function(elements, refs) for each element of `arrays`, all of which have `layout`."""
+    """Applies a scalar function in PTX to each element of `arrays`.
+
+    Args:
+      arrays: in registers, all of one shape and of `layout`.
+      refs: arrays in memory that the function may read.
+      layout: of the arrays and of the result.
+      dtype: of the result.
+      function: takes the elements at one place, a list of MLIR scalars, and `refs`, and returns an MLIR scalar.
+    Returns:
+      an array of the shape and layout of the first.
+    """
 
     @mosaic_types.inline_mgpu(
         arg_types=(*(layout for _ in arrays), *(plgpu.RefType() for _ in refs)),
@@ -53,7 +60,9 @@ def _elementwise(arrays, refs, layout, dtype, function):
 
 
 def looked_up(codes, table_smem, layout):
-    """float32 entries of the table at uint8 codes; table_smem is float32[256, 32] from lanes.fill_banks."""
+    """float32 entries of a table at uint8 codes, in registers of `layout` both, 4 n in each register. table_smem is
+    float32[256, 32] in shared memory, from lanes.fill_banks and after a barrier: each lane reads its own column,
+    without bank conflicts."""
 
     @mosaic_types.inline_mgpu(
         arg_types=(layout, plgpu.RefType()), return_type=plgpu.ShapeDtypeStruct(codes.shape, jnp.float32, layout)
@@ -76,8 +85,14 @@ def looked_up(codes, table_smem, layout):
 
 
 def direction(m, v, mean_factor, root_factor, eps, layout):
-    """m mean_factor / (sqrt(v) root_factor + eps), by the approximate square root and reciprocal (errors of 1 and 2
-    units in the last place)."""
+    """Adam's direction m mean_factor / (sqrt(v) root_factor + eps), by the approximate square root and reciprocal
+    (errors of 1 and 2 units in the last place), which are much faster than exact ones.
+
+    Args:
+      m, v, mean_factor, root_factor: float32, in registers of `layout`; the factors are the bias corrections.
+      eps: Adam's, a Python float.
+      layout: of all arrays and of the result.
+    """
 
     def of_one(elements, _):
         m, v, mean_factor, root_factor = elements
@@ -92,10 +107,19 @@ def direction(m, v, mean_factor, root_factor, eps, layout):
 
 
 def places(x, cells_smem, shift: int, first_cell: int, signed: bool, layout):
-    """uint8 codes of float32 x in [-1, 1] (or [0, 1]) in a dynamic map; cells_smem has adam8.cells.
+    """uint8 codes of float32 x in [-1, 1] (or [0, 1] if not `signed`) in a dynamic map: the index of the nearest value.
 
     The upper bits of |x| are the number of its cell, within which the code rises by one at most. A cell's entry is such
-    that the sum with the lower bits of |x| overflows into the code exactly where it rises.
+    that the sum with the lower bits of |x| overflows into the code exactly where it rises, so a code takes one read of
+    memory and no search.
+
+    Args:
+      x: float32, in registers of `layout`.
+      cells_smem: int32 in shared memory, the table adam8.api.cells(signed).
+      shift: the number of lower bits of a float32 within a cell.
+      first_cell: the number of the first cell; smaller magnitudes count as its start.
+      signed: whether the map is the signed one.
+      layout: of x and of the result.
     """
     one, mask = 0x3F800000, (1 << shift) - 1
 
@@ -119,10 +143,16 @@ def places(x, cells_smem, shift: int, first_cell: int, signed: bool, layout):
 
 
 def store_chunk(array, ref, number, layout):
-    """ref[size number :][: size] = array, where array is [rows, columns] with `size` elements and ref is
-    one-dimensional.
+    """ref[size number :][: size] = array: stores an array from registers as chunk `number` of a flat array in global
+    memory.
 
     The start is computed in 64 bits, because number times size may exceed int32.
+
+    Args:
+      array: [rows, columns] with `size` elements, in registers of `layout`.
+      ref: one-dimensional, of array's dtype.
+      number: int32[].
+      layout: of array.
     """
 
     @mosaic_types.inline_mgpu(arg_types=(layout, SCALAR, plgpu.RefType()))

@@ -52,8 +52,15 @@ _LAYOUT = plgpu.Layout.TILED(Tiling(((4, 128), (4,))), warp_dims=(-3,), lane_dim
 
 @functools.cache
 def cells(signed: bool) -> np.ndarray:
-    """int32: for each cell of numbers with equal upper bits, from the first cell to that of 1: the number of codes
-    below it, shifted, plus the value whose sum with the lower bits of a magnitude above the cell's bound overflows."""
+    """int32: the table with which `adam_lanes.places` finds codes, of the signed or the unsigned dynamic map.
+
+    It has an entry for each cell of numbers with equal upper bits, from the first cell to that of 1: the number of
+    codes below it, shifted, plus the value whose sum with the lower bits of a magnitude above the cell's bound
+    overflows.
+
+    Raises:
+      AssertionError: a cell has more than one bound between codes, so one entry is not enough.
+    """
     shift, first = _SHIFT[signed], _FIRST[signed]
     bounds = upper_bounds(signed).view(np.int32)
     starts = np.arange(first, (0x3F800000 >> shift) + 1, dtype=np.int64) << shift
@@ -66,7 +73,12 @@ def cells(signed: bool) -> np.ndarray:
 
 
 def refusal(gradient, m_codes) -> str | None:
-    """The reason why the kernel cannot serve this tensor, or None."""
+    """The reason why the kernel cannot serve this tensor, or None; on a GPU it is compared with XLA at its first use.
+
+    Args:
+      gradient: the gradient, or its jax.ShapeDtypeStruct.
+      m_codes: the codes of the first moment, or their jax.ShapeDtypeStruct.
+    """
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     if gradient.dtype not in (jnp.bfloat16, jnp.float32):
@@ -79,8 +91,11 @@ def refusal(gradient, m_codes) -> str | None:
 
 
 def _small_case(dtype):
-    """(kernel's results, XLA's results) of a second step, made and skipped, by one program whose warpgroups have three
-    chunks or four; XLA computes the rest."""
+    """The case on which the kernel is checked at its first use: (the kernel's results, XLA's results), lists of arrays.
+
+    It is a second step with gradients in `dtype`, once taken and once skipped, by one program whose warpgroups have
+    three chunks or four; XLA computes the elements after the last chunk.
+    """
     betas, eps, size = (0.9, 0.95), 1e-8, (3 * WARPGROUPS + 2) * _CHUNK + 300
 
     @jax.jit
@@ -108,7 +123,9 @@ def _small_case(dtype):
 
 
 def plain_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, scale, finite, *, betas, eps):
-    """`adam_update` in plain jnp, on any machine, divided by XLA over any mesh."""
+    """`adam_update` in plain jnp, on any machine, divided by XLA over any mesh: the fallback if the kernel refuses a
+    tensor, and the reference with which it is compared. Arguments (without `divided`), results and errors are those of
+    `adam_update`."""
     _check("plain_update", gradient, m, m_absmax, v, v_absmax, betas, eps)
     (beta1, beta2), shape, old = betas, gradient.shape, (m, m_absmax, v, v_absmax)
     g = in_blocks(gradient) * scale
@@ -121,7 +138,11 @@ def plain_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, s
 
 
 def _check(op, gradient, m, m_absmax, v, v_absmax, betas, eps) -> None:
-    """Checks the arrays of an update."""
+    """Checks the arguments of an update, which are described at `adam_update`; `op` names the function in messages.
+
+    Raises:
+      TypeError, ValueError: an argument is not as described there.
+    """
     check = Arguments(op)
     check.array("gradient", gradient, "...", FLOATS)
     check.sizes["blocks"] = (-(-gradient.size // BLOCK), f" ({BLOCK} elements of the gradient in each)")
@@ -135,7 +156,8 @@ def _check(op, gradient, m, m_absmax, v, v_absmax, betas, eps) -> None:
 
 
 def _written_out_places(x, table, signed: bool):
-    """The result of adam_lanes.places in jnp, for the interpreter."""
+    """The result of adam_lanes.places in jnp, for the interpreter: uint8 codes of float32 x. table is int32, from
+    `cells(signed)`."""
     shift, first = _SHIFT[signed], _FIRST[signed]
     bits = lax.bitcast_convert_type(x, jnp.int32)
     magnitude = jnp.clip(bits & 0x7FFFFFFF, first << shift, 0x3F800000)
@@ -146,11 +168,19 @@ def _written_out_places(x, table, signed: bool):
 
 
 def _kernel(g_ref, m_ref, m_max_ref, v_ref, v_max_ref, factors_ref, *refs, betas, eps, interpreted):
-    """The kernel's body. g_ref and direction_ref are flat; m_ref to v_max_ref are updated in place, up to the
-    direction's size. A warpgroup reads and writes only its own chunks, and has each in registers before it writes it.
+    """The kernel's body: Adam's update of the chunks (8 blocks of 256 elements) of this warpgroup. A warpgroup reads
+    and writes only its own chunks, and has each in registers before it writes it.
 
-    factors_ref is float32[4]: 1 / correction1, 1 / sqrt(correction2), the gradient's scale, and 0 if nothing may
-    change.
+    Args:
+      g_ref: the gradient, flat, in global memory as all others.
+      m_ref, m_max_ref, v_ref, v_max_ref: codes uint8[blocks, 256] and absmax float32[blocks] of the moments, updated in
+        place up to the direction's size.
+      factors_ref: float32[4]: 1 / correction1, 1 / sqrt(correction2), the gradient's scale, and 0 if nothing may
+        change.
+      refs: the two maps and the two tables of `cells`; the direction, float32 and flat; then shared memory: the four
+        tables, a slot of each of the five inputs for each warpgroup, and the slots' barriers.
+      betas, eps: Adam's.
+      interpreted: whether Pallas' interpreter runs it.
     """
     tables, direction_ref, smem, slots, full_smem = refs[:4], refs[4], refs[5:9], refs[9:14], refs[14]
     moments = (m_ref, m_max_ref, v_ref, v_max_ref)
@@ -276,7 +306,8 @@ def adam_update(
 def _adam_update(
     gradient, m, m_absmax, v, v_absmax, correction1, correction2, scale, finite, *, betas, eps, programs, interpret
 ):
-    """adam_update with at most `programs` programs; the check at first use has one program process all chunks."""
+    """adam_update on one device, with at most `programs` programs (the check at first use has one program process all
+    chunks). interpret: parameters of Pallas' interpreter, or None on a GPU. The results are those of adam_update."""
     size = gradient.size
     whole = size // _CHUNK * _CHUNK  # elements that the kernel takes; XLA takes the rest
     flat = gradient.reshape(size)

@@ -1,4 +1,6 @@
-"""Lane-level operations of the product of a few tokens with a four-bit weight (line_matmul.py); see lanes.py."""
+"""Lane-level operations of the product of a few tokens with a four-bit weight (line_matmul.py). As in lanes.py, all
+threads of a warpgroup call each of them. A line is 256 elements of a row, whose codes are a memory line of 128 bytes; a
+span is four lines, whose scales are decoded at a time."""
 
 from __future__ import annotations
 
@@ -32,14 +34,17 @@ from jaxtune.system.private_mlir import arith, gpu, ir, llvm, nvvm
 
 
 def _fragment_row():
-    """The number of a quad's row among eight neighbouring rows. Rows are interleaved by twos, so that four quads, which
-    an 8-byte read serves at a time, access different banks of a swizzled tile."""
+    """The number of this lane's quad (four lanes that the tensor cores treat as a row) among eight neighbouring rows.
+    Rows are interleaved by twos, so that four quads, which an 8-byte read serves at a time, access different banks of a
+    swizzled tile."""
     group = ir_shift_right(arith.andi(ir_thread(), ir_const(31)), 2)
     return arith.ori(arith.andi(ir_mul(group, 2), ir_const(7)), ir_shift_right(group, 2))
 
 
 def fill_columns(source_ref, table_smem, first: int, warpgroups: int):
-    """Copies a 32-bit source_ref [256] into each of the columns first to first + 31 of table_smem, uint32[256, 64]."""
+    """Copies a 32-bit source_ref [256] (global memory) into each of the columns first to first + 31 of table_smem,
+    uint32[256, 64] in shared memory, so that each lane reads its own bank. All threads of the program's `warpgroups`
+    warpgroups call it, and nobody may read the table before a barrier of all of them."""
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def fill(_, source_ref, table_smem):
@@ -55,11 +60,21 @@ def fill_columns(source_ref, table_smem, first: int, warpgroups: int):
 
 
 def span_absmax(absmax_ref, nested_ref, first_row, first_line, rows: int, adjacent: int, warpgroups: int):
-    """A thread's share of the absmax of `rows` rows over four lines of 256 elements, for `keep_span`.
+    """Loads a thread's share of the absmax of `rows` rows over a span of four lines into registers, for `keep_span`.
 
-    Returns ([128 x 4 n] of absmax_ref's dtype, float32[128 x n] nested absmax or None). absmax_ref is [all rows,
-    blocks]. Of the lines from first_line on, `adjacent` are neighbours, followed by the same number for each other
+    Loading and storing are two functions so that a span's absmax can be on their way while the span before is
+    multiplied. Of the lines from first_line on, `adjacent` are neighbours, followed by the same number for each other
     warpgroup. Lines past the end repeat the last one.
+
+    Args:
+      absmax_ref: uint8 or float32 [all rows, blocks of a row], in global memory.
+      nested_ref: float32, the absmax of absmax's blocks of 256; None without double quantisation.
+      first_row, first_line: int32[].
+      rows: of the program.
+      adjacent: the lines of a copy, Tile.lines.
+      warpgroups: of the program.
+    Returns:
+      ([128 x 4 n] of absmax_ref's dtype, float32[128 x n] nested absmax or None), for n groups of four per thread.
     """
     blocks = absmax_ref.shape[1]
     count = -(-4 * rows // 128)
@@ -98,10 +113,19 @@ def span_absmax(absmax_ref, nested_ref, first_row, first_line, rows: int, adjace
 
 
 def keep_span(share, offset, table_smem, scales_smem, rows: int):
-    """Sets scales_smem[block of the span, position of the row] to the float32 absmax that `span_absmax` loaded.
+    """Sets scales_smem[block of the span, position of the row] to the float32 absmax that `span_absmax` loaded, decoded
+    if it is quantised.
 
-    scales_smem is float32[16, rows and a few]. The two of 16 rows that a lane has (see `line_product`) are neighbours.
-    `offset` is float32, or None; the map of quantised absmax is in table_smem's columns 32 to 63.
+    Each warpgroup has its own scales_smem. Before, its threads must have finished reading the previous span; after,
+    they must pass a barrier of the warpgroup before `line_product` reads this one.
+
+    Args:
+      share: (absmax, nested absmax or None) from `span_absmax`.
+      offset: float32[] of double quantisation, whose map is in table_smem's columns 32 to 63; None without it.
+      table_smem: uint32[256, 64] in shared memory.
+      scales_smem: float32[16, rows and a few] in shared memory. The two of 16 rows that a lane has (see `line_product`)
+        are neighbours.
+      rows: of the program.
     """
     arrays = [part for part in share if part is not None]
     layouts = [plgpu.Layout.WG_STRIDED(part.shape, vector) for part, vector in zip(arrays, (4, 1), strict=False)]
@@ -142,18 +166,24 @@ def keep_span(share, offset, table_smem, scales_smem, rows: int):
 
 
 def line_product(acc, codes_smem, x_smem, scales_smem, line, first_scale, table_smem, transforms, dtype):
-    """acc + one line's part of weight @ x^T, on the tensor cores (mma.m16n8k16).
-
-    codes_smem is uint8[16 g, 128 n]: rows of the weight by n lines of 256 elements, tiled and swizzled by `transforms`.
-    Of line number `line` the first of four warps takes the first block of 64, and so on. x_smem is [tokens, n, 256],
-    16-bit. scales_smem comes from `keep_span`, and is read from its block `first_scale` on. Of table_smem, uint32[256,
-    64], a lane reads its own column.
+    """acc + one line's part of weight @ x^T, on the tensor cores (mma.m16n8k16), by one warpgroup.
 
     A lane has 8 bytes of a row and block. The order of a product's k does not matter if it is the same in x, so the
     lane's 16 elements of x are neighbours too. Each block's sum is scaled in float32.
 
-    acc is float32[512 g n] for n times 8 tokens: a register of four for each 16 rows and 8 tokens. The first two are
-    for tokens 2 q and 2 q + 1 and a row r of the first 8, the others for row r + 8 (quad q, r: `_fragment_row`).
+    Args:
+      acc: float32[512 g n] for 16 g rows and n times 8 tokens: a register of four for each 16 rows and 8 tokens. The
+        first two are for tokens 2 q and 2 q + 1 and a row r of the first 8, the others for row r + 8 (q is the lane's
+        number in its quad, r is `_fragment_row`).
+      codes_smem: uint8[16 g, 128 m] in shared memory: rows of the weight by m lines, tiled and swizzled by
+        `transforms`. Of a line the first of four warps takes the first block of 64, and so on.
+      x_smem: 16-bit [tokens, m, 256] in shared memory, of the same lines.
+      scales_smem: from `keep_span`.
+      line: int32[], the number of the line among the m.
+      first_scale: int32[], the number of the line's first block in scales_smem.
+      table_smem: uint32[256, 64] in shared memory, of which a lane reads its own column: the two elements of each byte.
+      transforms: the Pallas transforms of codes_smem.
+      dtype: of the elements, bfloat16 or float16.
     """
     layout = plgpu.Layout.WG_STRIDED(acc.shape, 4)
     name = "bf16" if dtype == jnp.bfloat16 else "f16"
@@ -243,9 +273,14 @@ def line_product(acc, codes_smem, x_smem, scales_smem, line, first_scale, table_
 
 
 def keep_line_sums(acc, partial_smem, first):
-    """Sets partial_smem[first + warp, token, row] to each warp's own sums of `line_product`.
+    """Sets partial_smem[first + warp, token, row] to the sums that each warp has of `line_product`, so that
+    `store_line_sums` can add them; a barrier of all warpgroups comes in between.
 
-    partial_smem is float32[all warps, tokens, rows and four], so that a quad's tokens are in different banks.
+    Args:
+      acc: float32 in registers, as `line_product` returns it.
+      partial_smem: float32[all warps, tokens, rows + 4] in shared memory; with four more, a quad's tokens are in
+        different banks.
+      first: int32[], the number of the warpgroup's first warp.
     """
     layout = plgpu.Layout.WG_STRIDED(acc.shape, 4)
 
@@ -272,8 +307,18 @@ def keep_line_sums(acc, partial_smem, first):
 
 def store_line_sums(partial_smem, totals_smem, out_ref, split, first_row, warpgroups: int, splits: int):
     """Sets out_ref[0, token, first_row + row] to the sum over all warps of `keep_line_sums`, and over a cluster's
-    `splits` programs, in a fixed order; done by all threads. totals_smem is 32-bit, at least [tokens, rows], and is
-    overwritten."""
+    `splits` programs, in a fixed order. All threads of all programs of the cluster call it, because they wait for each
+    other.
+
+    Args:
+      partial_smem: float32[all warps, tokens, rows + 4] in shared memory.
+      totals_smem: 32-bit, at least [tokens, rows], in shared memory; it is overwritten if there are several splits.
+      out_ref: 16-bit [1, tokens, all rows] in global memory.
+      split: int32[], the number of this program in its cluster.
+      first_row: int32[], of the program.
+      warpgroups: of the program.
+      splits: programs of a cluster, each with a part of the columns.
+    """
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR))
     def store(_, partial_smem, totals_smem, out_ref, split, first_row):

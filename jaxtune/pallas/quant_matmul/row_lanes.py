@@ -1,4 +1,5 @@
-"""Lane-level operations of the product of one token with a four-bit weight (row_matmul.py); see lanes.py."""
+"""Lane-level operations of the product of one token with a four-bit weight (row_matmul.py). As in lanes.py, all threads
+of a warpgroup call each of them. Here `wg`, int32[], is the warpgroup's number among those that multiply."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ _ONE = plgpu.Layout.WG_STRIDED((128,), 1)
 
 
 def _warp(wg):
-    """The number of the warp within its program."""
+    """The number of this thread's warp among the multiplying warps of its program; wg is the warpgroup's."""
     return ir_add(ir_mul(ir_scalar(wg), 4), ir_shift_right(ir_thread(), 5))
 
 
@@ -46,7 +47,8 @@ def _lane():
 
 
 def _block(wg, slices: int):
-    """The number, within a chunk, of the block whose scale a lane decodes: lane (row, half, quad)."""
+    """The number, within a chunk, of the block whose scale this lane decodes: its warp has two rows with `slices`
+    slices each, and a slice has 16 blocks; lane 16 i + j has block j of row i."""
     warp, lane = _warp(wg), _lane()
     pair, part = arith.divui(warp, ir_const(slices)), arith.remui(warp, ir_const(slices))
     row = ir_add(ir_mul(pair, 2), ir_shift_right(lane, 4))
@@ -54,7 +56,14 @@ def _block(wg, slices: int):
 
 
 def own_x(x_ref, wg, slices: int):
-    """uint32[128 x 16]: the elements that a lane multiplies its codes by. x_ref is [columns], 16-bit."""
+    """Loads the elements that a lane multiplies its codes by, uint32[128 x 16] with two 16-bit elements in each. They
+    are the same for every chunk, so they stay in registers.
+
+    Args:
+      x_ref: the token, 16-bit [columns], in global memory.
+      wg: the number of the multiplying warpgroup.
+      slices: of a row.
+    """
 
     @mosaic_types.inline_mgpu(
         arg_types=(SCALAR, plgpu.RefType()), return_type=plgpu.ShapeDtypeStruct((128 * 16,), jnp.uint32, _X)
@@ -76,7 +85,17 @@ def own_x(x_ref, wg, slices: int):
 
 
 def own_nested(nested_ref, chunk, wg, pairs: int, slices: int, nested_block: int):
-    """float32[128]: the nested absmax of the block whose scale a lane decodes."""
+    """Loads float32[128] from global memory: the nested absmax of the block whose scale each lane decodes in
+    `multiply`.
+
+    Args:
+      nested_ref: float32, one for each `nested_block` blocks of the weight.
+      chunk: int32[], the number of the chunk in the weight.
+      wg: the number of the multiplying warpgroup.
+      pairs: pairs of rows in a chunk.
+      slices: of a row.
+      nested_block: how many absmax share a nested absmax.
+    """
 
     @mosaic_types.inline_mgpu(
         arg_types=(SCALAR, SCALAR, plgpu.RefType()), return_type=plgpu.ShapeDtypeStruct((128,), jnp.float32, _ONE)
@@ -95,11 +114,19 @@ def own_nested(nested_ref, chunk, wg, pairs: int, slices: int, nested_block: int
 
 def multiply(x, nested, offset, place, slot, wg, refs, *, pairs: int, slices: int, dtype):
     """Sets partial[place, warp] to the sums of a warp's two rows over its slice, by quads and rows, on the tensor
-    cores.
+    cores. It must come after wait_for_chunk for the slot, and after a barrier that follows the filling of table and
+    map.
 
-    x comes from own_x; nested from own_nested, and offset is a float32 scalar, or both are None. refs are: codes
-    uint8[slots, chunk], absmax [slots, blocks of a chunk], table uint32[256, 64], map float32[256] (None without
-    nested), partial float32[places, warps, 8, 2].
+    Args:
+      x: from own_x.
+      nested, offset: from own_nested, and a float32 scalar; both None if absmax are float32.
+      place: int32[], the number of the chunk among those of this program.
+      slot: int32[], where the chunk is in codes and absmax.
+      wg: the number of the multiplying warpgroup.
+      refs: in shared memory: codes uint8[slots, chunk], absmax [slots, blocks of a chunk], table uint32[256, 64], map
+        float32[256] (None without nested), partial float32[places, warps, 8, 2].
+      pairs, slices: pairs of rows in a chunk, and slices of a row.
+      dtype: of the elements, bfloat16 or float16.
 
     A quad of lanes has a block of each row, and a lane 8 bytes of it in each half of the slice. For the tensor cores
     (m16n8k16) the eight quads are eight rows, each with its own k's; column g of the right side has x at those of quad
@@ -189,10 +216,19 @@ def multiply(x, nested, offset, place, slot, wg, refs, *, pairs: int, slices: in
 
 
 def store_sums(partial_smem, out_ref, count, program, programs, wg, warpgroups: int, *, pairs: int, slices: int, dtype):
-    """Sets out_ref[row] to the sum of what `multiply` left in partial_smem, for `count` chunks: program, program +
-    programs, ...
+    """Sets out_ref[row], in global memory, to the sum over quads and slices of what `multiply` left in partial_smem.
+    All multiplying warpgroups call it, after a barrier that follows the last `multiply`.
 
     Eight lanes add a pair of rows, first over slices and then over quads.
+
+    Args:
+      partial_smem: float32[places, warps, 8, 2] in shared memory.
+      out_ref: `dtype`[rows].
+      count: int32[], the number of chunks of this program, which are program, program + programs, ...
+      program, programs: int32[], the number of this program, and of all.
+      wg, warpgroups: the number of this multiplying warpgroup, and of all.
+      pairs, slices: pairs of rows in a chunk, and slices of a row.
+      dtype: bfloat16 or float16.
     """
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR, SCALAR, SCALAR))
