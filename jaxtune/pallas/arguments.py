@@ -68,7 +68,12 @@ class Arguments:
         self._fit(name, value, shape.split())
 
     def _fit(self, name: str, value: Any, words: list[str]) -> None:
-        """Checks a value's shape against words, and binds new words."""
+        """Checks a value's shape against the words of a shape (see the class), and binds words that have no size yet.
+
+        Raises:
+          ValueError: the shape differs; the message names the sizes of the words, and the argument that each comes
+            from.
+        """
         sizes = tuple(value.shape)
         if words[:1] == ["..."]:
             words, sizes = words[1:], sizes[max(0, len(sizes) - len(words) + 1) :]
@@ -168,14 +173,14 @@ def _is_array(value: Any) -> bool:
 
 
 def _kind(value: Any) -> str:
-    """Any value in words."""
+    """Any value in words, for messages: an array with dtype and shape, others by class and the first 60 characters."""
     if _is_array(value):
         return f"an array {describe(value)}"
     return "None" if value is None else f"a {type(value).__name__} ({str(value)[:60]})"
 
 
 def _either(words: Sequence[str]) -> str:
-    """Words joined by commas and "or"."""
+    """Words joined by commas and "or", for messages; the list of all integer dtypes as "an integer dtype"."""
     if tuple(words) == INTEGERS:
         return "an integer dtype"
     return " or ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]

@@ -44,7 +44,7 @@ def triton_call(
     **constants: int | float,
 ) -> list[jax.Array]:
     """Calls a Triton kernel, a function under triton.jit that takes pointers to `arguments` and to the outputs, and
-    `constants`.
+    `constants`. On a mesh of several devices each device calls it on plain local arrays.
 
     Args:
       kernel: the function.
@@ -55,7 +55,7 @@ def triton_call(
       contract: whether products and sums may be fused into multiply-adds.
       constants: its compile-time constants.
     Returns:
-      the outputs.
+      the outputs, one for each of out_types.
     """
     import jax_triton
 

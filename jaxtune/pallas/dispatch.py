@@ -26,8 +26,7 @@ from jaxtune.pallas import versions
 logger = logging.getLogger(__name__)
 
 # The implementations of an operation, the preferred one first: name -> a function that returns why it refuses the call,
-# or
-# None if it supports it.
+# or None if it supports it.
 Table = Mapping[str, Callable[[], str | None]]
 
 # op -> (chosen implementation, {refused implementation: why}) of the latest choice; read by tests and `jaxtune info`.
@@ -47,7 +46,7 @@ def _device_capability(platform: str) -> tuple[int, int] | None:
 
 
 _target: tuple[int, int] | None = None
-_unsaid = False  # see unsaid
+_unsaid = False  # True within the context `unsaid`
 
 
 def compute_capability() -> tuple[int, int] | None:
@@ -100,11 +99,13 @@ def first_use(op: str, name: str, call: str, compare: Callable[[], tuple[Sequenc
 
 
 def begin_checks() -> None:
-    """Starts the checks that were asked for so far.
+    """Starts, in background threads, the kernel checks that `first_use` has queued. Each check compares a hand-written
+    kernel with the reference implementation on a small case, before the kernel is used on this GPU for the first time.
 
-    It is called once a program is lowered and XLA, which needs no Python, has started to compile it. Checks trace in
-    threads, which take Python's time from lowering: lowering a step of Qwen3-30B-A3B took 7 s in place of 4 with checks
-    beside it, and XLA waited all that time. The checks themselves take less time than XLA.
+    It is called once a program is lowered and XLA, which needs no Python, has started to compile it. The checks do not
+    run while JAX lowers, because they trace in Python threads and would slow lowering down through the GIL: lowering a
+    step of Qwen3-30B-A3B took 7 s in place of 4 with checks beside it, and XLA waited all that time. The checks
+    themselves take less time than XLA.
     """
     with _first_use_lock:
         for check in _pending:
@@ -113,15 +114,16 @@ def begin_checks() -> None:
 
 
 def exactly[**P, R](results: Callable[P, R]) -> Callable[P, R]:
-    """jit for a reference's results in a check, without autotuning of matrix products. Autotuning takes seconds for
-    each product, longer than the rest of a check, and it uses the GPU that other programs are compiled on."""
+    """Jits `results`, which computes the reference's results in a check of `first_use`, without autotuning of matrix
+    products. Autotuning takes seconds for each product, longer than the rest of a check, and it uses the GPU that other
+    programs are compiled on."""
     return jax.jit(results, compiler_options={"xla_gpu_autotune_level": 0})
 
 
 @contextlib.contextmanager
 def unchecked():
-    """A context for abstract evaluation of what `built` lowers later. Checks of first uses that are asked for within it
-    are not waited for, and kernels are assumed to be right; `built` finds out if one is not."""
+    """A context for abstract evaluation (jax.eval_shape) of what `built` lowers later. Within it `first_use` queues its
+    checks, does not wait for them, and assumes that kernels are right; `built` finds out if one is not."""
     token = _beside.set([])
     try:
         yield
@@ -154,13 +156,15 @@ def built[Built](build: Callable[[], Built]) -> Built:
 
 
 def _failed(checks: list[Future[str | None]]) -> bool:
-    """Waits for all checks; whether one of them failed."""
+    """Starts the checks that are still queued, waits for all of `checks` (the results of `first_use`), and returns
+    whether one of them found a wrong kernel."""
     begin_checks()
     return any([check.result() is not None for check in checks])  # noqa: C419 - a list, so that all are waited for
 
 
 def _check(check: Future[str | None], op: str, name: str, call: str, compare: Callable) -> None:
-    """Runs a check and sets its future's result."""
+    """Runs a check and sets the result of `check`, its future: None or the reason against the kernel, as `_checked`
+    returns it, or the exception. The other arguments are those of `first_use`. It runs in a thread of `_checkers`."""
     try:
         check.set_result(_checked(op, name, call, compare))
     except BaseException as error:  # raised again where the check is waited for
@@ -168,7 +172,8 @@ def _check(check: Future[str | None], op: str, name: str, call: str, compare: Ca
 
 
 def _checked(op: str, name: str, call: str, compare: Callable[[], tuple[Sequence, Sequence]]) -> str | None:
-    """The result of a check: None if it passes or has passed before, else the reason, which is logged."""
+    """Compares a kernel with the reference, as `first_use` describes it. Returns None if they agree, or have agreed
+    before (a file in the cache says so), else the reason, which is also logged."""
     passed = _pass(op, name, call)
     if passed.is_file():
         return None
@@ -183,8 +188,8 @@ def _checked(op: str, name: str, call: str, compare: Callable[[], tuple[Sequence
 
 
 def _pass(op: str, name: str, call: str) -> Path:
-    """The file that records that a check passed with this kind of GPU, these kernels, and all software that compiles
-    and runs them. JAXTUNE_CACHE moves its folder."""
+    """The path of the empty file whose existence records that this check passed with this kind of GPU, these kernels,
+    and all software that compiles and runs them. The environment variable JAXTUNE_CACHE moves its folder."""
     device = jax.local_devices()[0]
     made_with = (device.device_kind, device.client.platform_version, *versions.of_kernels(), _sources())
     root = os.environ.get("JAXTUNE_CACHE") or Path.home() / ".cache" / "jaxtune"
@@ -193,7 +198,8 @@ def _pass(op: str, name: str, call: str) -> Path:
 
 @functools.cache
 def _sources() -> str:
-    """A digest of the kernels' sources."""
+    """A SHA-256 digest of all Python files of jaxtune/pallas, because a check that passed says nothing about a changed
+    kernel."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
@@ -201,7 +207,8 @@ def _sources() -> str:
 
 
 def _difference(compare: Callable[[], tuple[Sequence, Sequence]]) -> str | None:
-    """The reason why the results of a case differ from the reference, or why the case failed; None if they agree."""
+    """Runs `compare` of `first_use`, and returns the reason why the results differ from the reference or why the case
+    failed; None if each result's relative error in the norm is at most 2 %."""
     try:
         errors = []
         with jax.enable_x64(False):  # with it, small cases would be float64
@@ -269,7 +276,8 @@ def unsaid():
 
 @functools.cache
 def _say_once(op: str, name: str, refused: tuple[tuple[str, str], ...]) -> None:
-    """Logs once why faster implementations refuse a call."""
+    """Logs a warning, once for the same arguments, that an operation runs on implementation `name`, and why faster ones
+    refuse the call: `refused` has pairs (implementation, reason)."""
     reasons = "; ".join(f"{other}: {reason}" for other, reason in refused)
     logger.warning("%s runs on %s (%s)", op, name, reasons)
 
@@ -277,14 +285,15 @@ def _say_once(op: str, name: str, refused: tuple[tuple[str, str], ...]) -> None:
 def on_request(
     name: str, implementation: str | None, why: str, refusal: Callable[[], str | None]
 ) -> Callable[[], str | None]:
-    """A refusal, for a Table, of an implementation that is used only if `implementation`, the requested name, is its
-    own.
+    """Returns the refusal, for a Table, of an implementation that is used only if the caller requests it by name.
 
     Args:
       name: the implementation's.
-      implementation: what the caller asked for; None: nothing.
+      implementation: the name that the caller requests; None: nothing.
       why: why it is not used otherwise, such as "not measured on a GPU yet".
-      refusal: returns why it refuses the call even if asked for.
+      refusal: returns why it refuses the call even if requested, or None.
+    Returns:
+      `refusal` if `implementation` is `name`, else a function that returns `why` as the reason.
     """
     if implementation == name:
         return refusal
@@ -292,14 +301,16 @@ def on_request(
 
 
 def choose(op: str, table: Table, implementation: str | None) -> str:
-    """The name of the implementation to run.
+    """Returns the name of the implementation to run, and notes the choice in `record`. If faster ones refuse the call
+    on a GPU, a warning says why, once.
 
     Args:
       op: the operation.
-      table: its implementations; see Table.
+      table: its implementations, the preferred one first: {name: a function that returns why it refuses this call, or
+        None}.
       implementation: an explicit name; None: the first that supports the call.
     Raises:
-      ValueError: the explicit name is unknown or refuses the call.
+      ValueError: the explicit name is unknown or refuses the call, or no implementation supports it.
     """
     if implementation is not None:
         if implementation not in table:

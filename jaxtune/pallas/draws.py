@@ -13,9 +13,13 @@ _CHOICES = 1 << 16  # values of a mask's random number: a hash has 64 bits, enou
 
 
 def uniform(key: jax.Array, shape: tuple[int, int], part: jax.Array | int = 0) -> jax.Array:
-    """float32[shape], uniform in [0, 1): `part` of an array that consists of parts of this shape, in order. Part 0 for
-    a threefry2x32 key is what jax.random.uniform draws.
+    """float32[shape], uniform in [0, 1): `part` of an array that consists of parts of this shape, in order, along its
+    rows. Part 0 for a threefry2x32 key is what jax.random.uniform draws.
 
+    Args:
+      key: of jax.random, typed or uint32[2].
+      shape: (rows, columns) of a part.
+      part: the number of the part, for example of the device that has these rows.
     Raises:
       ValueError: 2^16 columns or more.
     """
@@ -46,7 +50,16 @@ def _hashes(key: jax.Array, shape: tuple[int, int], part: jax.Array | int) -> tu
 
 
 def hashes_of_rows(key: jax.Array, rows: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
-    """The two words of each element of these rows (numbered by uint32) of an array with `width` columns."""
+    """The two uint32[rows, width] words of each element of some rows of an array with `width` columns, for draws that
+    need single rows.
+
+    Args:
+      key: of jax.random, typed or uint32[2].
+      rows: uint32[rows], the numbers of the rows in the whole array.
+      width: hashes of a row.
+    Raises:
+      ValueError: 2^16 columns or more.
+    """
     if width >= 1 << 16:
         raise ValueError(f"the random numbers of a row need {width} hashes; the most is {(1 << 16) - 1}")
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):

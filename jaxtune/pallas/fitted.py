@@ -19,7 +19,8 @@ class Fitted[Numbers]:
     rows: Mapping[tuple[str, str], tuple[Numbers, str]]
 
     def of(self, implementation: str, device: str) -> Numbers:
-        """The numbers for an implementation on a device with this name, such as "NVIDIA H200" or "RTX 4090"."""
+        """The numbers for an implementation, such as "cudnn" or "xla", on a device with this name, such as "NVIDIA
+        H200" or "RTX 4090". The class says what a device or an implementation without a row gets."""
         same = {known: numbers for (known, name), (numbers, _) in self.rows.items() if name == implementation}
         if not same:
             return next(iter(self.rows.values()))[0]

@@ -44,18 +44,22 @@ def interpreted():
 
 
 def interpreter() -> Any:
-    """The interpreter's parameters for `kernel`; None outside of `interpreted`."""
+    """The interpreter's parameters within `interpreted`, to be given to `kernel`; None outside. Refusals also ask for
+    it, because the interpreter needs no Hopper GPU."""
     return _interpret
 
 
 def kernel(body, name: str, interpret=None, **options):
-    """plgpu.kernel(body, **options), run by the interpreter if `interpret` has its parameters.
+    """Returns plgpu.kernel(body, **options), a function of arrays, run by the interpreter if `interpret` has its
+    parameters. On a mesh of several devices each device runs it on plain local arrays (meshes.on_each_device).
 
     Args:
       body: a module's function, or a functools.partial of one. Its arguments, and the options, are hashable, or lists
-        and dictionaries of hashable values: they identify the kernel.
+        and dictionaries of hashable values: they identify the kernel, so that equal kernels are traced and lowered
+        once.
       name: a scope in op_names, by which jaxtune.profile recognises the kernel.
-      interpret: the interpreter's parameters, or None.
+      interpret: the interpreter's parameters, from `interpreter()`, or None.
+      options: of plgpu.kernel.
     """
     _name_modules_alike()
     if interpret is not None:  # not jitted, because in a separate program the interpreter's callbacks hung
@@ -75,7 +79,8 @@ _traced_once: dict[Hashable, Callable[..., Any]] = {}
 
 
 def _jitted(function, name: str) -> Callable[..., Any]:
-    """The function under an inlined jit with this name, without x64."""
+    """The function of arrays under an inlined jit with this name, traced without x64. The jit makes JAX trace and lower
+    the kernel once for the same shapes; inlining keeps the program as if there were none."""
 
     def call(*operands):
         with jax.enable_x64(False):  # with it, numbers created in a kernel would have 64 bits
@@ -89,10 +94,11 @@ _TARGET = "mosaic_gpu_v2"
 
 
 def compile_beside(program: jax.stages.Lowered, device: Any, pool: Executor) -> list[Future[None]]:
-    """Starts to compile a program's kernels for a jax.Device, each in a thread of `pool`; returns their futures.
+    """Starts to compile the Mosaic kernels of a lowered program for a jax.Device, each in a thread of `pool`, and
+    returns their futures, which have no result but raise what a compilation raised.
 
-    XLA compiles kernels one by one at the end of a program, and also those of a program that it takes from its cache. A
-    kernel that the process has compiled before, in any program, is not compiled again.
+    XLA would compile them one by one at the end of a program, and also those of a program that it takes from its cache.
+    A kernel that the process has compiled before, in any program, is not compiled again, so that XLA finds these done.
     """
     module: Any = program.compiler_ir()
     kernels: dict[bytes, dict[str, Any]] = {}
@@ -109,12 +115,13 @@ def compile_beside(program: jax.stages.Lowered, device: Any, pool: Executor) -> 
 
 
 def _value(setting) -> Any:
-    """The value of an MLIR attribute."""
+    """The value of an MLIR attribute of a kernel's custom call: bytes of a string, else a Python number or bool."""
     return setting.value_bytes if isinstance(setting, ir.StringAttr) else setting.value
 
 
 def _compile(kernel: dict[str, Any], device: Any) -> None:
-    """Compiles a kernel in a program that never runs, so its arguments do not matter."""
+    """Compiles a kernel for a jax.Device, in a program that never runs, so its arguments do not matter. `kernel` has
+    the settings of its custom call, {name: value}."""
     call = jax.ffi.ffi_call(_TARGET, jax.ShapeDtypeStruct((), jnp.int32), has_side_effect=True)
     given = jax.ShapeDtypeStruct((), jnp.int32, sharding=SingleDeviceSharding(device))
     jax.jit(lambda given: call(given, **kernel)).lower(given).compile()
@@ -122,7 +129,9 @@ def _compile(kernel: dict[str, Any], device: Any) -> None:
 
 @functools.cache
 def _name_modules_alike() -> None:
-    """Gives every module of this process the same name for dumps, unless dumps are asked for."""
+    """Gives the module of every kernel that this process lowers the same name for dumps, unless dumps are asked for (an
+    environment variable MOSAIC_GPU_DUMP...). jaxlib's own names are numbered, and would change the keys of XLA's
+    compilation cache."""
     numbered = mgpu.dialect.get_or_set_dump_options
 
     def named(module):

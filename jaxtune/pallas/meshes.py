@@ -50,13 +50,15 @@ def on_any_mesh[**Parameters, Result](function: Callable[Parameters, Result]) ->
 
 
 def _mesh(arrays: list[Any]) -> AbstractMesh | None:
-    """The current mesh, or else that of the arrays; None unless it has several devices."""
+    """The mesh that divides an operation's arguments: the current mesh, or else that of the first of `arrays` that has
+    one. None if there is none with several devices."""
     meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(array).sharding.mesh for array in arrays)]
     return next((mesh for mesh in meshes if not mesh.empty and mesh.size > 1), None)
 
 
 def _as_first(first: Sequence[Any], shape: tuple[int, ...]) -> PartitionSpec:
-    """The partition spec for a result of this shape, taken from the array in `first` if there is one."""
+    """The partition spec for a result of this shape: that of the array in `first` (the types of at most one array),
+    along the leading axes in which both have the same size."""
     spec = []
     for array in first:
         for axis, size, other in zip(array.sharding.spec, array.shape, shape, strict=False):

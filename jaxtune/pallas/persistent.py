@@ -11,13 +11,22 @@ from jaxtune.pallas import dispatch, gpu_kernel
 
 
 def cores() -> int:
-    """The number of multiprocessors of the device that is compiled for."""
+    """The number of multiprocessors of the device that is compiled for, and so of a persistent kernel's programs; 3 in
+    the interpreter, so that programs have different numbers of items."""
     return 3 if gpu_kernel.interpreter() is not None else dispatch.multiprocessors()
 
 
 def place(item: jax.Array, row_tiles: int, column_tiles: int, band: int) -> tuple[jax.Array, jax.Array]:
-    """(tile of rows, tile of columns) of an item. Items go through bands of rows, within a band down each column of
-    tiles first, so that tiles computed at the same time share rows and weights in the L2 cache."""
+    """Returns (tile of rows, tile of columns) of an item, the number of a tile of the output.
+
+    Items go through bands of rows, within a band down each column of tiles first, so that tiles computed at the same
+    time share rows and weights in the L2 cache.
+
+    Args:
+      item: int32[], 0 to row_tiles * column_tiles - 1.
+      row_tiles, column_tiles: the number of tiles along each axis of the output.
+      band: tiles of rows in a band; the last band may have fewer.
+    """
     number = lax.div(item, jnp.int32(band * column_tiles))
     within = item - number * (band * column_tiles)
     height = jnp.minimum(band, row_tiles - number * band)

@@ -35,7 +35,8 @@ class KernelChoice:
     refusals: dict[str, str | None]
 
     def to_text(self) -> str:
-        """The choice as lines of text."""
+        """The choice as lines of text, for `jaxtune info`: the call, then a line for each implementation, "chosen",
+        "refuses: why" or "not needed"."""
         lines = [f"{self.op}: {self.call}"]
         for name, refusal in self.refusals.items():
             verdict = "chosen" if name == self.chosen else f"refuses: {refusal}" if refusal else "not needed"
@@ -93,6 +94,7 @@ def kernel_choices() -> list[KernelChoice]:
 
 
 def _choice(op: str, call: str, table: dispatch.Table) -> KernelChoice:
-    """The choice for one call."""
+    """The choice for one call of `op`, which `call` describes in words, from the operation's table of
+    implementations."""
     chosen = dispatch.choose(op, table, None)
     return KernelChoice(op, call, chosen, {name: refuse() for name, refuse in table.items()})

@@ -42,8 +42,8 @@ _forced: contextvars.ContextVar[Mapping[str, Mapping[str, Any]]] = contextvars.C
 
 @contextlib.contextmanager
 def forced(op: str, blocks: Mapping[str, Any]):
-    """A context in which an operation takes these blocks whatever was measured, in this thread; for measuring and
-    checking blocks."""
+    """A context in which operation `op` takes these blocks ({field of its dataclass of blocks: value}), whatever was
+    measured, in this thread; for measuring and checking blocks."""
     token = _forced.set({**_forced.get(), op: blocks})
     try:
         yield
@@ -52,13 +52,14 @@ def forced(op: str, blocks: Mapping[str, Any]):
 
 
 def tuned(op: str, bucket: str, dtype, kind_of_blocks: type | None = None) -> dict[str, Any] | None:
-    """The best blocks measured for an operation on the GPU to lower for; None: use the operation's heuristic.
+    """The best blocks measured for an operation on the GPU to lower for, {field: value}; None: use the operation's
+    heuristic.
 
     Args:
       op: the operation.
       bucket: the part of the shapes that the blocks depend on, such as "head_dim=128".
       dtype: of the operands.
-      kind_of_blocks: the dataclass that the blocks fill; an entry that does not fit it is ignored.
+      kind_of_blocks: the dataclass that the blocks fill; an entry that does not fit it is ignored, with a warning.
     """
     if op in _forced.get():
         return dict(_forced.get()[op])
@@ -146,8 +147,9 @@ def measure(
 
 
 def as_the_first() -> Callable[[Any], str | None]:
-    """A `wrong` for `measure` that compares results with those of the first candidate that runs, which should be known
-    to be right; a relative error above 2 % in the norm is wrong (see dispatch.first_use)."""
+    """Returns a `wrong` for `measure`: a function of a candidate's result that returns why it is wrong, or None. It
+    compares results with those of the first candidate that runs, which should be known to be right; a relative error
+    above 2 % in the norm is wrong (as in dispatch.first_use)."""
     right: list[Any] = []
 
     @jax.jit
@@ -172,25 +174,27 @@ def cache_file(kind: str) -> Path:
 
 
 def _file_name(kind: str) -> str:
-    """The file for a kind of GPU."""
+    """The name of the JSON file for a kind of GPU, such as nvidia_h200.json."""
     return re.sub(r"[^a-z0-9]+", "_", kind.lower()) + ".json"
 
 
 def _key(op: str, bucket: str, dtype) -> str:
-    """The key of an entry."""
+    """The key of an entry in a file, such as "attention, head_dim=128, bfloat16"."""
     return f"{op}, {bucket}, {jax.numpy.dtype(dtype).name}"
 
 
 @functools.cache
 def _entries(kind: str, cache: str) -> dict[str, Any]:
-    """All entries for a kind of GPU, the user's before the packaged ones."""
+    """{key: entry} of all measurements for a kind of GPU, those packaged with jaxtune and those of the user's file
+    `cache`, which come first where both have a key."""
     packaged = resources.files("jaxtune.pallas") / "tuned" / _file_name(kind)
     entries = json.loads(packaged.read_text(encoding="utf-8"))["entries"] if packaged.is_file() else {}
     return {**entries, **_own(Path(cache))}
 
 
 def _own(path: Path) -> dict[str, Any]:
-    """The entries of a user's file that were measured with this jaxlib; none if the file is not one of jaxtune's."""
+    """{key: entry} of a user's file, with the entries that were measured with this jaxlib; empty if the file does not
+    exist or is not one of jaxtune's, which a warning says."""
     try:
         record = json.loads(read_plain(path))
     except FileNotFoundError:
@@ -222,7 +226,8 @@ def _say_once(text: str) -> None:
 
 
 def _store(path: Path, kind: str, key: str, entry: dict[str, Any]) -> None:
-    """Adds an entry to a file."""
+    """Adds an entry to the file of a kind of GPU, or replaces the one with this key. Entries of another jaxlib are
+    dropped."""
     path.parent.mkdir(parents=True, exist_ok=True)
     entries = {**_own(path), key: entry}
     record = {"device": kind, "jaxlib": metadata.version("jaxlib"), "entries": entries}
@@ -231,7 +236,8 @@ def _store(path: Path, kind: str, key: str, entry: dict[str, Any]) -> None:
 
 
 def _milliseconds(run: Callable[[], Any], rounds: int = 5, runs: int = 4) -> float:
-    """The fastest of `rounds` means over `runs` launches that are queued back to back."""
+    """The time of `run`, which launches a program once and returns its arrays, in milliseconds: the fastest of `rounds`
+    means over `runs` launches that are queued back to back."""
     for _ in range(2):
         jax.block_until_ready(run())
     best = math.inf

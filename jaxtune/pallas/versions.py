@@ -19,7 +19,8 @@ _LIBRARIES = ("cudnn", "cublas", "cuda_runtime")
 @functools.cache
 def of_kernels() -> tuple[str, ...]:
     """The versions of the installed packages, of the loaded NVIDIA libraries, which may come from elsewhere, and of the
-    driver."""
+    driver, each as "name version". Results that depend on compiled kernels, such as checks that passed, are stored with
+    them."""
     named = {(each.metadata["Name"] or "").lower().replace("_", "-"): each.version for each in metadata.distributions()}
     found = [f"{name} {version}" for name, version in sorted(named.items()) if name.startswith(_PACKAGES)]
     return (*found, *_loaded(), _driver())
@@ -32,7 +33,7 @@ def _loaded() -> list[str]:
 
 
 def _version(function: Callable[[], int]) -> int | str:
-    """A library's version, or why it cannot be loaded."""
+    """What a library's version function returns, or the error's text if the library cannot be loaded."""
     try:
         return function()
     except RuntimeError as error:  # the library cannot be loaded: kernels that need it will say so

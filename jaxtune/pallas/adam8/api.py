@@ -36,12 +36,10 @@ from jaxtune.pallas.formats.blockwise8 import (
 _BLOCKS = 8  # blocks that a warpgroup works on at a time, two per warp
 _CHUNK = _BLOCKS * BLOCK
 # Warpgroups of a program, which share the maps (64 KB), and number of programs. By ptxas' registers and by shared
-# memory,
-# one program of six warpgroups fits a multiprocessor, of which an H100 and an H200 have 132.
+# memory, one program of six warpgroups fits a multiprocessor, of which an H100 and an H200 have 132.
 WARPGROUPS, _PROGRAMS = 6, 132
 # By signedness: the number of lower bits of a float32 number within a cell (see `cells`), and the first cell, which
-# starts
-# at 2^-22 or 2^-23; smaller magnitudes are rounded to 0.
+# starts at 2^-22 or 2^-23; smaller magnitudes are rounded to 0.
 _SHIFT = {True: 17, False: 16}
 _FIRST = {True: (127 - 22) << 6, False: (127 - 23) << 7}
 

@@ -31,7 +31,8 @@ def load_in() -> list[str]:
 
 
 def exports() -> dict[str, Format]:
-    """{name of the export: format} of all formats to which a model can be exported."""
+    """{name of the export, the value of `jaxtune export --to`: format} of all formats to which a model can be
+    exported."""
     return {each.export.name: each for each in FORMATS.values() if each.export is not None}
 
 

@@ -105,11 +105,11 @@ class FourBit(Stored):
 
     @classmethod
     def joined(cls, pieces: Sequence[Self], shape: tuple[int, ...]) -> Self:
-        """One tensor [E, rows, columns] from pieces [., columns] that are its rows in order.
+        """One tensor [E, rows, columns], which is `shape`, from pieces [., columns] that are its rows in order, as a
+        checkpoint stores experts one by one.
 
-        The values are exactly those of the pieces.
-
-        Pieces that were doubly quantised separately have different offsets: their absmax are then kept in float32.
+        The values are exactly those of the pieces. Pieces that were doubly quantised separately have different offsets:
+        their absmax are then kept in float32.
         """
         first, nested = pieces[0], (None, None, None)
         whole_groups = first.size % (BLOCK * NESTED_BLOCK) == 0
@@ -126,11 +126,11 @@ class FourBit(Stored):
         return cls(*leaves, shape=shape, dtype_name=first.dtype_name)
 
     def piece(self, index: int, start: int, rows: int) -> Self:
-        """Rows `start` to before `start + rows` of matrix `index` of a tensor [E, ., columns].
+        """Rows `start` to before `start + rows` of matrix `index` of a tensor [E, ., columns], as a tensor [rows,
+        columns], for writing experts one by one.
 
-        The values are exactly those of the rows.
-
-        The absmax of a piece that is not whole groups of double quantisation are float32.
+        The values are exactly those of the rows. The absmax of a piece that is not whole groups of double quantisation
+        are float32.
         """
         columns = self.shape[2]
         first, size = (index * self.shape[1] + start) * columns, rows * columns
@@ -268,7 +268,8 @@ def _encode_nf4(array: jax.Array, double_quant: bool) -> NF4:
 
 
 def _mean(values: jax.Array) -> jax.Array:
-    """The mean, added up by halves, so that the order is the same on every device."""
+    """The mean of float32[n], added up by halves, so that the order, and with it the result, is the same on every
+    device."""
     count = values.size
     values = jnp.pad(values, (0, (1 << (count - 1).bit_length()) - count))
     while values.size > 1:
@@ -384,10 +385,9 @@ class BitsAndBytes(Layout):
         return kind(*leaves, shape=found.shape, dtype_name=state.dtype_name)
 
     def joining(self, pieces: Sequence[Found], per_expert: int) -> str | None:
-        """The reason why experts' matrices cannot become one tensor [E, out, in], or None.
-
-        Matrices in NF4 and FP4, or that are not whole blocks.
-        """
+        """The reason why experts' matrices cannot become one tensor [E, out, in], or None: some are in NF4 and others
+        in FP4, or they are not whole blocks of 64. pieces: the matrices in order, of which `per_expert` are one
+        expert's."""
         first = pieces[0]
         if len({piece.details.quant_type for piece in pieces if isinstance(piece.details, _State)}) > 1:
             return "of its experts' matrices some are in four bits of another type"
@@ -399,10 +399,8 @@ class BitsAndBytes(Layout):
         return None
 
     def digested(self, found: Found) -> list[tuple[str, str]]:
-        """(label, key) of each tensor in the order in which the base's digest includes them.
-
-        The codes by the weight's name, the others by their key, in alphabetical order.
-        """
+        """(label, key) of each tensor in the order in which the digest of the base model, which adapters record,
+        includes them: the codes by the weight's name, the others by their key, in alphabetical order."""
         others = sorted(key for key in found.tensors if key != self.codes)
         return [(found.name, self.codes), *((key.removeprefix(".weight."), key) for key in others)]
 
@@ -416,7 +414,8 @@ class BitsAndBytes(Layout):
         return f"is in four bits, and its pieces of {rows} x {weight.shape[2]} are not whole blocks of {BLOCK}"
 
     def header_number(self, weight: Stored, make: Callable[[], Stored]) -> float | None:
-        """The offset of double quantisation, which is written as a number in the bytes of quant_state."""
+        """The offset of double quantisation, which `tensors` writes as a number in the bytes of quant_state, or None
+        without double quantisation. If `weight` has only shapes, `make()` computes it."""
         assert isinstance(weight, FourBit)
         if weight.offset is None:
             return None
@@ -425,7 +424,8 @@ class BitsAndBytes(Layout):
         return float(jax.device_get(known.offset))
 
     def tensors(self, weight: Stored, number: float | None) -> dict[str, FileTensor]:
-        """{key: tensor} of what a file contains for this weight, of which only the shapes need be known."""
+        """{key: tensor} of what a file contains for this weight, of which only the shapes need be known. number: the
+        offset, from `header_number`, because the quant_state has it in decimal digits."""
         assert isinstance(weight, FourBit)
         table = type(weight).table
         state: dict[str, Any] = {"quant_type": weight.quant_type, "blocksize": BLOCK, "dtype": weight.dtype_name}
@@ -445,7 +445,8 @@ class BitsAndBytes(Layout):
         return found
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
-        """The entry quantization_config of config.json for weights in this layout."""
+        """The entry quantization_config of config.json for weights in this layout. plain: names of the linears that are
+        not quantised. dtype: the dtype that the model computes in."""
         first = weights[0]
         assert isinstance(first, FourBit)
         return {

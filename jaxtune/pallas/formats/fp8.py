@@ -107,11 +107,13 @@ class FP8(Stored):
         return 1 if axis < self.ndim - 2 else self.block[axis - self.ndim + 2]
 
     def product_time(self, as_stored: bool, device: str) -> float:
-        """The measured time of a product of many tokens over that of a 16-bit product."""
+        """The measured time of a product of many tokens over that of a 16-bit product on a device of this name, for the
+        planner. as_stored: whether the product multiplies in FP8; 1 otherwise."""
         return _PRODUCT_TIME.of("mosaic", device)[self.block == TILE] if as_stored else 1.0
 
     def decoded_share(self, as_stored: bool) -> float:
-        """How often each direction of a product writes the decoded tensor, or a copy of it.
+        """How often each direction of a product writes the decoded tensor, or a copy of it, for the planner: 1 unless
+        the product multiplies in FP8 (`as_stored`).
 
         In FP8 products, the codes of experts are transposed in one of two directions, which moves as many bytes as
         decoding.
@@ -136,7 +138,8 @@ class FP8(Stored):
 
 
 def scale_shape(shape: tuple[int, ...], block: Block) -> tuple[int, int]:
-    """(blocks along out, blocks along in) of a tensor [..., out, in] with these blocks."""
+    """(blocks along out, blocks along in) of a tensor [..., out, in], the last two axes of its scales. block: (rows,
+    columns) that share a scale, None for all of them."""
     along = [1 if size is None else -(-whole // size) for whole, size in zip(shape[-2:], block, strict=True)]
     return along[0], along[1]
 
@@ -251,10 +254,9 @@ class FP8Files(Layout):
         return FP8(*leaves, block=block, dtype_name=dtype_name)
 
     def joining(self, pieces: Sequence[Found], per_expert: int) -> str | None:
-        """The reason why experts' matrices cannot become one tensor [E, out, in], or None.
-
-        Scales of different kinds, or blocks that would cross from one matrix into the next.
-        """
+        """The reason why experts' matrices cannot become one tensor [E, out, in], or None: scales of different kinds,
+        or blocks that would cross from one matrix into the next. pieces: the matrices in order, of which `per_expert`
+        are one expert's."""
         first, rows = pieces[0], pieces[0].shape[0]
         kinds = {(p.details, *(h.dtype for key, h in p.tensors.items() if key != self.codes)) for p in pieces}
         if len(kinds) > 1:
@@ -275,7 +277,8 @@ class FP8Files(Layout):
         return {self.codes: file_tensor(weight.codes, lambda w: w.codes), key: scales}
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
-        """The entry quantization_config of config.json for weights in this layout."""
+        """The entry quantization_config of config.json for weights in this layout. plain: names of the linears that are
+        not quantised. dtype is not used."""
         first = weights[0]
         assert isinstance(first, FP8)
         if first.block == TILE:
@@ -304,8 +307,12 @@ class FP8Files(Layout):
 
 
 def _check_group(where: str, group: Any) -> None:
-    """Refuses a compressed-tensors group unless it has e4m3 weights in supported blocks and dynamic activation
-    scales."""
+    """Refuses an entry of compressed-tensors' config_groups unless it has e4m3 weights in supported blocks and dynamic
+    activation scales. where: its path in quantization_config, for the message.
+
+    Raises:
+      ValueError: a setting is not supported.
+    """
     weights, inputs = (group.get(key) or {} for key in ("weights", "input_activations"))
     wanted: list[tuple[str, Any, tuple]] = [
         ("weights.type", weights.get("type"), ("float",)),
@@ -323,9 +330,17 @@ def _check_group(where: str, group: Any) -> None:
 
 
 def _check_scales(entry: Header, scales: np.ndarray, codes: np.ndarray, block: Block, dtype_name: str) -> None:
-    """Raises ValueError for finite scales that are out of range; 0 is allowed for a block whose codes are all 0.
+    """Refuses finite scales that are out of range, which a damaged file has; 0 is allowed for a block whose codes are
+    all 0. Scales that are not finite are refused by the loader.
 
-    Scales that are not finite are refused by the loader.
+    Args:
+      entry: the header of the scales' tensor, for the message.
+      scales: float32, as the file has them.
+      codes: float8_e4m3fn[out, in].
+      block: (rows, columns) that share a scale.
+      dtype_name: the dtype that the model computes in, in which decoded numbers must be finite.
+    Raises:
+      ValueError: a scale is out of range.
     """
     most = min(float(jnp.finfo(dtype_name).max), float(np.finfo(np.float32).max)) / LARGEST
     wrong = np.isfinite(scales) & ~((scales >= LEAST_SCALE) & (scales <= most))

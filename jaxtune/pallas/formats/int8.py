@@ -91,7 +91,8 @@ class Int8(Stored):
 
 @jax.jit
 def _encode(array: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(codes, absmax) of an array; see Int8.encode."""
+    """(codes int8[..., out, in], absmax float32[..., out]) of an array [..., out, in], as Int8.encode describes
+    them."""
     exact = array.astype(jnp.float32)
     half = _as_float16(exact)
     numbers = jnp.where(jnp.isfinite(half).all(-1, keepdims=True), half, exact)
@@ -170,7 +171,8 @@ class LLMInt8(Layout):
         }
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
-        """The entry quantization_config of config.json for weights in this layout."""
+        """The entry quantization_config of config.json for weights in this layout. plain: names of the linears that are
+        not quantised. dtype is not used."""
         return {
             "quant_method": "bitsandbytes",
             "load_in_4bit": False,

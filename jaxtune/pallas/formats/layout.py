@@ -85,7 +85,7 @@ class Found:
 
 
 class Layout:
-    """How one kind of checkpoint stores matrices in one format.
+    """How one kind of checkpoint stores matrices in one format, read and written by jaxtune/models/files.
 
     A subclass sets the class attributes and implements `recognises`, `describe`, `read`, `tensors` and `config`; the
     other methods have defaults.
@@ -157,15 +157,20 @@ class Layout:
         return weight.decode(dtype)
 
     def joining(self, pieces: Sequence[Found], per_expert: int) -> str | None:
-        """The reason why experts' matrices cannot become one tensor [E, out, in], or None; `per_expert` matrices are
-        one expert's."""
+        """The reason why experts' matrices cannot become one tensor [E, out, in] (Stored.joined), or None.
+
+        Args:
+          pieces: the matrices as `describe` found them, in order.
+          per_expert: how many of them are one expert's, such as 2 for gate and up.
+        """
         del pieces, per_expert
         return None
 
     def digested(self, found: Found) -> list[tuple[str, str]]:
-        """(label, key) of each tensor in the order in which the base's digest includes them.
+        """(label, key) of each tensor in the order in which the digest of the base model includes them. The label is
+        what the digest names the tensor by.
 
-        Adapters record that digest, so a layout must never change it.
+        Adapters record that digest to recognise their base, so a layout must never change it.
         """
         keys = [key for key in (self.codes, *self.others) if key in found.tensors]
         return [(found.tensors[key].name, key) for key in keys]
@@ -178,19 +183,23 @@ class Layout:
         return True
 
     def splitting(self, weight: Stored, rows: int) -> str | None:
-        """The reason why experts [E, out, in] cannot be written in pieces [rows, in], or None."""
+        """The reason why experts [E, out, in] cannot be written as pieces of `rows` rows (Stored.piece), or None."""
         del weight, rows
         return None
 
     def header_number(self, weight: Stored, make: Callable[[], Stored]) -> float | None:
-        """A number of the weight that is part of what `tensors` writes into files' headers, or None.
+        """A number of the weight that is part of the files' headers or sizes, and must therefore be known before the
+        weights are written; None if there is no such number. It is given to `tensors`.
 
-        weight: the weight, or only its shapes. make: computes the weight.
+        Args:
+          weight: the weight, or only its shapes.
+          make: computes the weight.
         """
         del weight, make
 
     def tensors(self, weight: Stored, number: float | None) -> dict[str, FileTensor]:
-        """{key: tensor} of what is written for a weight [out, in], of which only the shapes need be known.
+        """{key: tensor} of what is written for a weight [out, in], of which only the shapes need be known: headers are
+        written before the weights are computed.
 
         number: from `header_number`.
         """

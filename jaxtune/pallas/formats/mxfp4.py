@@ -193,7 +193,8 @@ class Published(Layout):
         return _decoded(weight, dtype)
 
     def digested(self, found: Found) -> list[tuple[str, str]]:
-        """(label, key) of each tensor in the order in which the base's digest includes them."""
+        """(label, key) of each tensor in the order in which the digest of the base model, which adapters record,
+        includes them."""
         return [(found.name, "_blocks"), ("scales", "_scales")]
 
     def tensors(self, weight: Stored, number: float | None) -> dict[str, FileTensor]:
@@ -206,7 +207,7 @@ class Published(Layout):
         }
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
-        """The entry quantization_config of config.json for weights in this layout."""
+        """The entry quantization_config of config.json, that of the published gpt-oss, whatever the arguments are."""
         kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
         return {"quant_method": "mxfp4", "modules_to_not_convert": kept}
 

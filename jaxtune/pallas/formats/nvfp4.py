@@ -172,7 +172,8 @@ class NVFP4(Stored):
 
 
 def _times_tensor_scale(scales: jax.Array, tensor_scale: jax.Array, divides: bool) -> jax.Array:
-    """Block scales, divided by the tensor's scale if `divides`, else multiplied by it."""
+    """float32 block scales [..., out, in / 16], divided by the tensor's scale [..., 1 or out, 1] if `divides`, else
+    multiplied by it."""
     whole = jnp.broadcast_to(tensor_scale, scales.shape)
     return divide(scales, whole) if divides else scales * whole
 
@@ -211,10 +212,10 @@ def _encode(array: jax.Array) -> NVFP4:
 
 
 class _Files(Layout):
-    """What the layouts of both kinds of checkpoints share.
+    """What the layouts of both kinds of checkpoints (CompressedTensors, ModelOpt) share.
 
-    `others` are the scales of blocks, the tensor's scale, and that of activations, which may be missing. Scales of FP8
-    key/value caches are ignored.
+    `others` are the keys of the scales of blocks, of the tensor's scale, and of that of activations, which may be
+    missing. Scales of FP8 key/value caches are ignored.
     """
 
     divides: bool  # NVFP4.divides of the weights
@@ -311,7 +312,8 @@ class CompressedTensors(_Files):
         return super().claims(tensors) and ".weight_global_scale" in tensors
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
-        """The entry quantization_config of config.json for weights in this layout."""
+        """The entry quantization_config of config.json for weights in this layout. plain: names of the linears that are
+        not quantised. dtype is not used."""
         number = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": BLOCK}
         number |= {"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}
         inputs = all(isinstance(weight, NVFP4) and weight.input_scale is not None for weight in weights)
@@ -356,7 +358,8 @@ class ModelOpt(_Files):
         return super().claims(tensors) and ".weight_scale_2" in tensors
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
-        """The entry quantization_config of config.json for weights in this layout."""
+        """The entry quantization_config of config.json for weights in this layout. plain: names of the linears that are
+        not quantised. dtype is not used."""
         number = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": BLOCK}
         inputs = all(isinstance(weight, NVFP4) and weight.input_scale is not None for weight in weights)
         group: Config = {"input_activations": number} if inputs else {}

@@ -18,7 +18,8 @@ class Stored:
     """A quantised tensor: a pytree whose leaves are the arrays that are stored.
 
     A format is a frozen dataclass with `shape`, `dtype_name`, `problem`, `cut` and `_decode`, and with `encode` if
-    weights are quantised here. The other methods have defaults for arrays whose first axes are those of the tensor.
+    weights are quantised here. The other methods have defaults for arrays whose first axes are those of the tensor. A
+    tensor of experts is [E, out, in].
     """
 
     shape: tuple[int, ...]  # of the tensor
@@ -54,16 +55,18 @@ class Stored:
         raise NotImplementedError
 
     def problem(self) -> str | None:
-        """The reason why the arrays cannot be those of a tensor of this shape, or None."""
+        """The reason why the arrays cannot be those of a tensor of this shape (dtypes or shapes do not fit), or None.
+        `decode` and the operations refuse such a weight."""
         raise NotImplementedError
 
     def cut(self, axis: int) -> int | None:
-        """The number of indices along an axis that must stay in one part when the tensor is divided; None: it cannot be
-        divided."""
+        """The number of indices along an axis that must stay in one part when the tensor is divided over devices or
+        written in pieces, so that a block of quantisation stays whole; None: it cannot be divided along this axis."""
         raise NotImplementedError
 
     def divided(self, axis: int, parts: int) -> tuple[int | None, ...] | None:
-        """The axis along which each array is divided if the tensor is divided into equal parts along `axis`.
+        """The axis along which each array is divided if the tensor is divided into equal parts along `axis`, for the
+        sharding of a model's weights.
 
         The entries are in the order of the leaves; None stands for an array that each part needs whole. None instead of
         the tuple means that the tensor cannot be divided like this.
@@ -77,15 +80,15 @@ class Stored:
 
     @classmethod
     def joined(cls, pieces: Sequence[Self], shape: tuple[int, ...]) -> Self:
-        """One tensor of this shape [E, rows, columns] from pieces [., columns] that are its rows in order; leaves are
-        numpy arrays."""
+        """One tensor of this shape [E, rows, columns] from pieces [., columns] that are its rows in order, as a
+        checkpoint stores experts one by one; the leaves are numpy arrays."""
         structure = jax.tree.structure(pieces[0])
         leaves = [np.concatenate(parts) for parts in zip(*map(jax.tree.leaves, pieces), strict=True)]
         return jax.tree.unflatten(structure, [leaf.reshape(shape[0], -1, *leaf.shape[1:]) for leaf in leaves])
 
     def piece(self, index: int, start: int, rows: int) -> Self:
-        """Rows `start` to before `start + rows` of matrix `index` of a tensor [E, ., columns]: a tensor [rows,
-        columns]."""
+        """Rows `start` to before `start + rows` of matrix `index` of a tensor [E, ., columns], as a tensor [rows,
+        columns]: the inverse of `joined`, for writing experts one by one."""
         high = self.cut(1) or rows  # how many rows share an entry of an array that has fewer rows
 
         def rows_of(array: jax.Array) -> jax.Array:
@@ -107,7 +110,8 @@ class Stored:
         return type(self).__name__
 
     def product_time(self, as_stored: bool, device: str) -> float:
-        """The time of a product of many tokens over that of a 16-bit product, measured on a device of this name.
+        """The time of a product of many tokens over that of a 16-bit product, measured on a device of this name; the
+        planner forecasts a step with it.
 
         as_stored: whether the product uses the format without decoding (`compute`).
         """
@@ -115,7 +119,8 @@ class Stored:
         return 1.0
 
     def decoded_share(self, as_stored: bool) -> float:
-        """How often each direction writes the decoded tensor, or a copy of it; 1 if products decode it.
+        """How often each direction of a product, forward and backward, writes the decoded tensor, or a copy of it, to
+        memory; 1 if products decode it. The planner forecasts a step with it.
 
         as_stored: whether products use the format without decoding (`compute`).
         """

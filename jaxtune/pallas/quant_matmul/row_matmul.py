@@ -69,8 +69,7 @@ def plan(rows: int, columns: int, programs: int = PROGRAMS) -> Plan | None:
     pairs = next(pairs for pairs in (16, 8, 4, 2, 1) if pairs <= most and rows % (2 * pairs) == 0)
     places = -(-rows // (2 * pairs * programs))
     # With four chunks, two in flight: 5.4 us, with more 5.9 (4,096 x 4,096). With more chunks, four in flight: 11.2 us,
-    # with
-    # two 12.2.
+    # with two 12.2.
     stages = max(2, min(4, places // 2, _RING_BYTES // (pairs * columns)))
     found = Plan(slices, pairs, stages, places)
     table, barriers = 256 * 64 * 4 + 1024, 1024
