@@ -25,7 +25,7 @@ from jaxtune.pallas.meshes import on_any_mesh
 
 
 class Embedding(nnx.Module):
-    """The token embedding: weight [vocab, hidden].
+    """The token embedding: weight [vocab, hidden], which Decoder.embed reads, and a tied head too.
 
     With adapters and modules_to_save the embedding may be trained; `original` is then its weight before training.
     """
@@ -48,7 +48,7 @@ def _rows(weight: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def _rows_bwd(residuals, drows):
-    """The gradient of the table, summed in float32 and then cast."""
+    """The gradient of the table, summed in float32 and then cast to its dtype; None for the tokens."""
     weight, tokens = residuals
     total = jnp.zeros(weight.shape, jnp.float32).at[tokens].add(drows.astype(jnp.float32))
     return total.astype(weight.dtype), None
@@ -62,6 +62,11 @@ def noised(x: jax.Array, layout: PackedLayout, key: jax.Array, alpha: float) -> 
     arXiv:2310.05914).
 
     The noise depends neither on how documents are packed nor on how rows are divided over devices.
+
+    Args:
+      layout: the document boundaries of the batch, which give the length of each token's document.
+      key: draws the noise.
+      alpha: the strength of the noise, NEFTune's alpha.
     """
     rows, length, hidden = x.shape
     tokens = jnp.maximum(layout.doc_end - layout.doc_start, 1).astype(jnp.float32)
@@ -152,9 +157,14 @@ class Decoder(nnx.Module):
         positions: jax.Array | None = None,
         max_documents: int | None = None,
     ) -> PackedLayout:
-        """Document boundaries and rotary tables of a batch of `shape` = (rows, length), computed once for all layers.
+        """Document boundaries and rotary tables of a batch, computed once for all layers.
 
-        Arguments as in `run`.
+        Args:
+          shape: (rows, length) of the batch.
+          segment_ids: int32[B, T], the document of each token in a packed row; 0 is padding. None: one document per
+            row.
+          positions: int32[B, T]; None: they restart with each document.
+          max_documents: an upper bound on the documents of a row; None: not known.
         """
         with jax.named_scope("layout"):
             layout = packed_layout(shape, segment_ids, max_documents)
@@ -189,7 +199,9 @@ class Decoder(nnx.Module):
           max_documents: an upper bound on the documents of a row, which allows faster attention; see PackedLayout.
           plan: the placement of each layer's residuals; everything is kept by default.
           dropout_key: draws the adapters' dropout masks in training; None: no dropout.
-          gradient_sums, aux: see run_stack.
+          gradient_sums: {layer's index: state} of sums to which the layers' gradients are added during the backward;
+            see run_stack. None: gradients are returned as usual.
+          aux: names of the layers' auxiliary values that are returned too, such as router_sums.
           noise: (key, alpha) of NEFTune's noise on the embeddings in training.
         Returns:
           ([B, T, hidden] after the final norm, in the compute dtype; {name: sum over the layers} of the values `aux`
@@ -208,7 +220,7 @@ class Decoder(nnx.Module):
     def hidden_states(self, *arguments: Any, **options: Any) -> jax.Array:
         """The hidden states [B, T, hidden] after the final norm, in the compute dtype, from which the loss is computed.
 
-        Arguments as in `run`.
+        It takes the arguments of `run`, tokens first, and leaves out the auxiliary values that `run` returns.
         """
         return self.run(*arguments, **options)[0]
 
@@ -233,5 +245,11 @@ class Decoder(nnx.Module):
     def __call__(
         self, tokens: jax.Array, segment_ids: jax.Array | None = None, positions: jax.Array | None = None
     ) -> jax.Array:
-        """int32[B, T] -> float32[B, T, vocab]; arguments as in `run`."""
+        """tokens int32[B, T] -> logits float32[B, T, vocab].
+
+        Args:
+          segment_ids: int32[B, T], the document of each token in a packed row; 0 is padding. None: one document per
+            row.
+          positions: int32[B, T]; None: they restart with each document.
+        """
         return self.logits(self.hidden_states(tokens, segment_ids, positions))

@@ -39,6 +39,8 @@ def matching(key: str, pattern: str, names: Sequence[str]) -> list[str]:
 
     Args:
       key: of the file or config, for errors.
+      pattern: the regular expression, from an adapter's config or a recipe.
+      names: of modules or tensors.
     Raises:
       ValueError: an expression that is not valid, or that backtracks for longer than LIMIT_SECONDS.
     """
@@ -70,6 +72,6 @@ def matching(key: str, pattern: str, names: Sequence[str]) -> list[str]:
 
 
 def _is_quick(pattern: str) -> bool:
-    """Whether an expression cannot backtrack for long."""
+    """Whether an expression cannot backtrack for long, so that it may be matched in this process."""
     repeats = sum(map(pattern.count, "*+?{"))
     return repeats <= _FEW and pattern.count("(") <= _FEW and not _REPEATED_GROUP.search(pattern)

@@ -24,6 +24,11 @@ def int4(weight: jax.Array, group_size: int, dtype: str) -> jax.Array:
     The scale is max(max(w) / 7, -min(w) / 8), the smallest one that clips nothing, rounded to `dtype`; codes are
     rounded to nearest even. These are the values of W4A16 formats (GPTQ and compressed-tensors, symmetric; torchao's
     SYMMETRIC_NO_CLIPPING_ERR): a kernel that multiplies code and scale in `dtype` computes with exactly them.
+
+    Args:
+      weight: [out, in], of any floating-point dtype.
+      group_size: how many consecutive weights of a row share a scale; it must divide `in`.
+      dtype: of the scales and of the result.
     """
     groups = weight.astype(jnp.float32).reshape(weight.shape[0], -1, group_size)
     scale = int4_scales(groups, dtype).astype(jnp.float32)
@@ -31,7 +36,7 @@ def int4(weight: jax.Array, group_size: int, dtype: str) -> jax.Array:
 
 
 def int4_scales(groups: jax.Array, dtype: str) -> jax.Array:
-    """The scales of groups float32[out, n, group], [out, n, 1] in dtype."""
+    """The int4 scales of groups float32[out, n, group]: [out, n, 1] in dtype, one for each group of a row."""
     # XLA may or may not turn a division by a constant into a product; a product is the same in every program.
     seventh = np.float32(1 / 7)
     scale = jnp.maximum(groups.max(-1, keepdims=True) * seventh, -groups.min(-1, keepdims=True) / 8)
@@ -39,7 +44,8 @@ def int4_scales(groups: jax.Array, dtype: str) -> jax.Array:
 
 
 def int4_codes(groups: jax.Array, scale: jax.Array) -> jax.Array:
-    """The codes of groups with scales float32[out, n, 1]: float32 whole numbers from -8 to 7."""
+    """The int4 codes of groups float32[out, n, group] with scales float32[out, n, 1]: float32[out, n, group], whole
+    numbers from -8 to 7."""
     return jnp.clip(jnp.round(groups / jnp.where(scale == 0, 1, scale)), -8, 7)
 
 
@@ -97,7 +103,7 @@ class FakeQuant:
         return jnp.promote_types(self.dtype, dtype) == dtype
 
     def fits(self, in_size: int) -> bool:
-        """Whether the groups divide rows of in_size weights."""
+        """Whether the groups divide rows of in_size weights; QAT does not round a linear whose rows they do not."""
         return in_size % self.group_size == 0
 
     def round(self, weight: jax.Array) -> jax.Array:
@@ -111,7 +117,7 @@ def straight_through(spec: FakeQuant, weight: jax.Array, x: jax.Array) -> jax.Ar
     """The rounded weight in the weight's own dtype; its gradient passes unchanged to the weight.
 
     The rounding is tied to the activations x that the weight will multiply. Otherwise XLA rounds once for forward and
-    backward, and keeps the rounded weight in between.
+    backward, and keeps the rounded weight in between. spec: the grid to which the weight [out, in] is rounded.
     """
     weight, _ = optimization_barrier((weight, x))
     return spec.round(weight).astype(weight.dtype)
@@ -125,7 +131,7 @@ straight_through.defvjp(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def adapter_gradients(out: jax.Array, x: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
     """`out` [..., out] unchanged. In the backward a [r, in] and b [out, r] get the gradients that `scale b a x` would
-    give."""
+    give, so that an adapter trains although `out` was computed from the rounded merged weight. x: [..., in]."""
     del x, a, b, scale
     return out
 

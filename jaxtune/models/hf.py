@@ -57,7 +57,9 @@ _DTYPE = "bfloat16"  # the default
 
 
 def _abstract(config: DecoderConfig, dtype: str):
-    """The structure of a Decoder without its arrays.
+    """The structure of a Decoder without its arrays, by which a checkpoint is checked before any tensor is read.
+
+    dtype: of weights and compute, by its name.
 
     Returns:
       (graph, [(path, variable with only a shape)], names of all linears and expert matrices)
@@ -71,9 +73,11 @@ def _abstract(config: DecoderConfig, dtype: str):
 class Pretrained:
     """A checkpoint folder whose config and weight headers have been read and checked, before any tensor is read.
 
-    Arguments and errors are those of from_pretrained for a model (errors in a tensor's bytes come from `load`).
-
     Args:
+      path: a folder with config.json and safetensors, or a hub name.
+      dtype: of weights and compute.
+      load_in: the format to which linears are quantised on loading; None: none is quantised then.
+      max_length: tokens of the longest row that will be used; None: not checked.
       skip_modules: names of linears that `load_in` does not quantise.
 
     Attributes:
@@ -81,6 +85,8 @@ class Pretrained:
       folder: the local folder.
       packed: whether the checkpoint's own weights are quantised.
       stored_in: the name of the format that they are stored in, or None.
+    Raises:
+      ValueError: as in from_pretrained, except for errors in a tensor's bytes, which come from `load`.
     """
 
     def __init__(
@@ -141,7 +147,10 @@ class Pretrained:
         self._qat = None if self._encoded else quant.grid_of(f"{folder / 'config.json'}", whole)
 
     def device_bytes(self, load_in: str | None = None) -> int:
-        """Bytes of the model on a device that has all of it; `load_in`: if it were loaded in that format instead."""
+        """Bytes of the model on a device that has all of it.
+
+        load_in: a format; the bytes are then those of a model whose linears are all in it. None: as `load` loads it.
+        """
         shapes = {name: variable.get_value().shape for name, (_, variable) in self._variables.items()}
         encoded = self._encoded if load_in is None else dict.fromkeys(self._quantizable, load_in)
         return load_memory.load_bytes(shapes, self._entries, self._dtype, encoded, self._decoded)
@@ -215,10 +224,15 @@ def load_base(
 ) -> tuple[Decoder, Any]:
     """The base of an adapter's folder, loaded as the adapter was trained over it, without the adapter.
 
-    Arguments and errors as in from_pretrained.
-
+    Args:
+      adapter: a PEFT folder, whose config names the base.
+      dtype: of weights and compute; None: the dtype that the adapter was trained in, else bfloat16.
+      load_in: as in from_pretrained; None: the format that the adapter was trained over, if its folder records it.
+      max_length: as in from_pretrained.
     Returns:
       (base, tokenizer): the adapter folder's tokenizer, with the chat template of its training, or else the base's.
+    Raises:
+      ValueError: as in from_pretrained.
     """
     folder = Path(adapter).expanduser()
     base, over = base_of(adapter), trained_over.read(folder) or TrainedOver()
@@ -233,12 +247,12 @@ def load_base(
 
 
 def _format(load_in: str | None) -> str | None:
-    """load_in with None for "stored": no weight is quantised on loading."""
+    """The argument load_in of from_pretrained as Pretrained takes it: None for "stored", which quantises no weight."""
     return None if load_in == "stored" else load_in
 
 
 def _loaded(pretrained: Pretrained, tokenizers: Sequence[Path]) -> tuple[Decoder, Any]:
-    """(the model, the tokenizer of the first of these folders that has one), loaded at the same time."""
+    """(the model, the tokenizer of the first of these folders that has one, else None), loaded at the same time."""
 
     def first() -> Any:
         return next((found for folder in tokenizers if (found := load_tokenizer(folder)) is not None), None)
@@ -275,7 +289,8 @@ def model_from_config(config: str | os.PathLike | Mapping[str, Any], key: jax.Ar
 
 
 def hf_config_of(model: Decoder, tokenizer=None) -> dict[str, Any]:
-    """config.json for a model: the one that it was loaded with, or a new one if the model was changed since.
+    """The content of config.json for a model that is saved: the one that it was loaded with, or a new one if the model
+    was changed since. dtype, quantisation and QAT's grid are the model's own.
 
     Args:
       tokenizer: gives the ids of special tokens that the config lacks.
@@ -362,7 +377,10 @@ def save_pretrained(
 def save_weights(
     weights: Weights, path: str | os.PathLike, tokenizer=None, max_shard_bytes: int = 5_000_000_000
 ) -> None:
-    """save_pretrained for a model whose tensors are computed one at a time."""
+    """save_pretrained for a model whose tensors are computed one at a time, such as a merged one (merged_weights).
+
+    path, tokenizer, max_shard_bytes and the errors are those of save_pretrained.
+    """
     planned = checkpoint_tensors(weights)
     require_space(require_new(path, "save_pretrained").parent, file_plan.size_bytes(planned))
     with new_folder(path, "save_pretrained") as folder:
@@ -371,7 +389,8 @@ def save_weights(
 
 
 def checkpoint_tensors(weights: Weights) -> Planned:
-    """The plan of all tensors that a checkpoint of the model contains.
+    """The plan of all tensors that a checkpoint of the model contains, by Hugging Face's names of the model's tensors;
+    no tensor is computed yet.
 
     Raises:
       ValueError: adapters that are not merged; 4-bit experts that no checkpoint could store.
@@ -389,7 +408,9 @@ def checkpoint_tensors(weights: Weights) -> Planned:
 def write_checkpoint(
     folder: Path, planned: Planned, hf: Mapping[str, Any], max_shard_bytes: int
 ) -> dict[str, shards.Written]:
-    """Writes weights, their index and config.json into an empty folder, and returns what was written by tensor name.
+    """Writes weights, their index and config.json into an empty folder.
+
+    Returns {tensor's name in the files: shape, dtype and checksums of what was written}, to verify the files by.
 
     One tensor of the model is computed at a time; host memory also has the tensors that wait to be written.
 
@@ -419,6 +440,6 @@ def write_checkpoint(
 
 
 def write_companions(folder: Path, model: Decoder, tokenizer: Any) -> None:
-    """Writes the files beside weights and config.json: generation_config.json, tokenizer files, image processor
-    configs."""
+    """Writes the files beside weights and config.json into a folder: generation_config.json and image processor
+    configs as the model's source has them, and the files of the tokenizer, if it is not None."""
     save_companions(folder, model.source.companions if model.source is not None else (), tokenizer)

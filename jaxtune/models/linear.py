@@ -71,7 +71,11 @@ class Lora(nnx.Module):
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def weights(self, base: jax.Array | Stored) -> LoraWeights:
-        """The adapter as quant_matmul takes it, over the weight `base`, whose row norms DoRA's scale depends on."""
+        """The adapter as quant_matmul takes it.
+
+        base: the weight [out, in] that it adapts, an array or quantised. Only DoRA reads it: the scale of its rows
+        depends on the norms of the merged weight's rows.
+        """
         a, b = self.a[...], self.b[...]
         row_scale = None
         if self.magnitude is not None:
@@ -94,7 +98,8 @@ def row_norm(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax
 
 
 def merged_weight(weight: jax.Array, lora: LoraWeights) -> jax.Array:
-    """The weight with its adapter merged into it, row_scale * (weight + scale b a), float32[out, in]."""
+    """The weight [out, in] with its adapter merged into it, row_scale * (weight + scale b a), float32[out, in];
+    row_scale is DoRA's, and left out for other adapters."""
     update = jnp.einsum(
         "or,ri->oi", lora.b.astype(jnp.float32), lora.a.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
     )
@@ -136,7 +141,12 @@ class Linear(nnx.Module):
         return self.weight.get_value()
 
     def rounded_weight(self, x: jax.Array) -> jax.Array:
-        """The fake-quantised weight, with the adapter merged in, that multiplies x; see fake_quant.straight_through."""
+        """The weight [out, in] rounded to the grid of `fake_quant`, with the adapter merged in first if there is one.
+
+        x: the activations that it multiplies. The rounding is tied to them; otherwise XLA would keep the rounded weight
+        from the forward to the backward. A trained weight gets its gradient unchanged (straight_through), a frozen one
+        none.
+        """
         assert self.fake_quant is not None
         weight = self.stored_weight
         if isinstance(self.weight, nnx.Param):

@@ -58,8 +58,8 @@ def has_adapter(model: Decoder) -> bool:
 
 
 def copy_structure(model):
-    """A new module over the same arrays, whose structure, types and values can be changed without an effect on
-    `model`."""
+    """A new module (nnx.Module) over the same arrays as `model`, whose structure, types of variables and values can be
+    changed without an effect on `model`; it takes no memory."""
     graph, state = nnx.split(model)
     return nnx.merge(graph, jax.tree.map(lambda array: array, state))  # new variables: split returns the model's own
 
@@ -89,7 +89,7 @@ def pattern_values(key: str, patterns: Mapping[str, float], names: Sequence[str]
 
 
 def _ends(name: str) -> list[str]:
-    """The whole name, and the part after each of its dots."""
+    """The ends of a dotted name that patterns are matched with: the whole name, and what follows each of its dots."""
     parts = name.split(".")
     return [".".join(parts[start:]) for start in range(len(parts))]
 
@@ -133,6 +133,9 @@ def select_parameters(names: Sequence[str], target_parameters: Sequence[str]) ->
     """The names of the expert matrices that target_parameters selects: a target is the whole name or its end, as in
     PEFT.
 
+    Args:
+      names: of all expert matrices.
+      target_parameters: such as ["mlp.experts.down_proj"].
     Raises:
       ValueError: a target that matches nothing.
     """
@@ -149,7 +152,7 @@ def select_parameters(names: Sequence[str], target_parameters: Sequence[str]) ->
 
 
 def freeze(model: Decoder) -> Decoder:
-    """A new model over the same arrays whose tensors are all `Frozen`."""
+    """A new model over the same arrays whose tensors are all `Frozen`, so that none of them is trained."""
     model = copy_structure(model)
     for _, module in nnx.iter_modules(model):
         for name, value in list(vars(module).items()):
@@ -280,6 +283,8 @@ def without_adapter(model: Decoder) -> Decoder:
 def adapter_settings(model: Decoder) -> dict[str, Any] | None:
     """The arguments of get_peft_model (without the seed) that would give the model's adapters; None if it has none.
 
+    They are what adapter_config.json says of an adapter.
+
     Raises:
       ValueError: a setting that differs between modules although PEFT has one value for all.
     """
@@ -289,6 +294,7 @@ def adapter_settings(model: Decoder) -> dict[str, Any] | None:
         return None
 
     def common(setting, values):
+        """The one value that all adapters have for this setting."""
         if len(set(values)) > 1:
             raise ValueError(f"{setting} differs between adapters ({set(values)}); PEFT has one for all")
         return next(iter(values))
@@ -319,7 +325,11 @@ def adapter_settings(model: Decoder) -> dict[str, Any] | None:
 
 
 def gives_adapter(model: Decoder, settings: Mapping[str, Any]) -> bool:
-    """Whether get_peft_model(base, **settings) gives adapters like those of `model`, apart from their values."""
+    """Whether get_peft_model(base, **settings) gives adapters like those of `model`, apart from their values.
+
+    A run compares a given model with its config's section `adapter` by it. settings: every argument of get_peft_model
+    but the seed; settings that match nothing in the model give False.
+    """
     actual = adapter_settings(model)
     if actual is None:
         return False
@@ -345,8 +355,11 @@ def _saved(model: Decoder) -> list[str]:
 
 
 def _compress(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """(the most common value, {last part of a name, or whole name: value} for the others): a default and its
-    pattern."""
+    """A setting of all adapters as PEFT's config has it, one default and a pattern for the exceptions.
+
+    values: {module's name: its value}. Returns (the most common value, {last part of a name, or whole name: value} of
+    the modules with other values).
+    """
     default = Counter(values.values()).most_common(1)[0][0]
     by_part: dict[str, set] = {}
     for name, value in values.items():

@@ -84,7 +84,9 @@ def text_parts() -> dict[str, tuple[str, ...]]:
 
 
 def text_config(hf: dict) -> dict:
-    """A config.json unchanged if it is a text model's; else the text part of it, as a config of its own.
+    """A parsed config.json unchanged if it is a text model's; else the text part of it, as a config of its own.
+
+    The text part gets the outer file's quantisation, special tokens, dtype and tied embeddings, unless it has its own.
 
     Raises:
       ValueError: a model with a vision tower whose text part is missing or not supported.
@@ -115,7 +117,8 @@ def text_config(hf: dict) -> dict:
 
 
 def text_tensor_name(name: str) -> str | None:
-    """The name of a tensor in the text model alone; None for a tensor of a vision tower or projector."""
+    """The name that a tensor of a model with a vision tower has in the text model alone; None for a tensor of the
+    tower or projector, which is not loaded."""
     if any(part in name for part in ("vision_tower.", "multi_modal_projector.")):
         return None
     # transformers 4 wrote language_model.model.layers..., 5 writes model.language_model.layers...
@@ -128,7 +131,10 @@ def is_passthrough(name: str, model_type: str) -> bool:
 
 
 def tower_modules(model_type: str) -> tuple[str, ...]:
-    """Names of the modules beside the text model, such as a vision tower, in a model of which this is the text part."""
+    """Names of the modules beside the text model, such as a vision tower, in a model of which this is the text part.
+
+    An adapter's config excludes them, because their linears can have the names of the text model's.
+    """
     declared = tuple(prefix.removeprefix("model.").rstrip(".") for prefix in family(model_type).passthrough_tensors)
     return declared or ("vision_tower", "multi_modal_projector")
 
@@ -136,7 +142,8 @@ def tower_modules(model_type: str) -> tuple[str, ...]:
 def is_nested(hf: dict) -> bool:
     """Whether transformers builds a model with a vision tower from a config.json, even as AutoModelForCausalLM.
 
-    It does so for Gemma 3 and 4 and Mistral 3, but builds the text model alone for Qwen3.5.
+    It does so for Gemma 3 and 4 and Mistral 3, but builds the text model alone for Qwen3.5. An adapter's names must be
+    those of the class that transformers builds. hf: the folder's parsed config.json.
     """
     if hf.get("model_type") not in tuple(text_parts()):
         return False
@@ -144,12 +151,13 @@ def is_nested(hf: dict) -> bool:
 
 
 def whole_tensor_name(name: str) -> str:
-    """The name of a text model's tensor in a checkpoint that also has a vision tower."""
+    """The name of a text model's tensor or module in a checkpoint that also has a vision tower: the inverse of
+    text_tensor_name, with transformers 5's prefix."""
     return name if not name.startswith("model.") else _LANGUAGE + name.removeprefix("model.")
 
 
 def family(model_type: str | None) -> Family:
-    """The family of a model_type; families/common/family.py says what a family declares.
+    """The Family of a text model's model_type, which reads and writes its config.json and names its tensors.
 
     Raises:
       ValueError: an unknown model_type, with the known ones.
@@ -163,7 +171,7 @@ def family(model_type: str | None) -> Family:
 
 
 def weights_stored_in(hf: dict) -> str | None:
-    """The name of the format of a checkpoint's linears by its config.json, such as "nf4".
+    """The name of the format of a checkpoint's linears by its parsed config.json, such as "nf4".
 
     None: weights of 16 bits or more, or gpt-oss's MXFP4, which is decoded on loading.
 
@@ -190,7 +198,7 @@ def weights_stored_in(hf: dict) -> str | None:
 
 
 def config_from_hf(hf: dict) -> DecoderConfig:
-    """The DecoderConfig of a parsed config.json.
+    """The DecoderConfig of a parsed config.json; of a model with a vision tower, that of its text part.
 
     Raises:
       ValueError: a feature that is not supported or a value that cannot be right, with its key and value.

@@ -79,8 +79,11 @@ class LayerPlan(Mapping[str, Placement]):
         return tuple(residual.name for residual in residuals if self.of(residual) == placement)
 
     def resolved(self, residuals: Iterable[Residual]) -> LayerPlan:
-        """An equal plan for these residuals in its shortest form, so that plans with equal placements are equal
-        values."""
+        """A plan with the same placements of these residuals in its shortest form, so that plans with equal placements
+        are equal values, for which a program is compiled only once.
+
+        residuals: all residuals of the layer.
+        """
         forms = []
         for word in (KEEP, IN_FP8, RECOMPUTE):
             other: dict[str, Placement] = {r.name: self.of(r) for r in residuals if self.of(r) != word.of(r)}
@@ -117,7 +120,7 @@ class ResidualPlan:
 
     @classmethod
     def uniform(cls, layer: LayerPlan, num_layers: int, tile_tokens: int | None = None) -> ResidualPlan:
-        """The plan that is the same for all layers."""
+        """The plan that is the same for all layers; tile_tokens is the field of that name."""
         return cls((layer,) * num_layers, tile_tokens)
 
 

@@ -35,7 +35,9 @@ def rotary_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> R
     Args:
       rope: the base.
       head_dim: size of a head.
-      max_positions: the model's max_position_embeddings.
+      max_positions: the model's max_position_embeddings, the original context of a base that names none.
+    Raises:
+      ValueError: an unknown kind of base.
     """
     if rope.kind == "proportional":
         turning = int(rope.partial_rotary_factor * head_dim // 2)
@@ -88,7 +90,9 @@ def rotary_table(
     With llama_4_scaling_beta a third array follows, the factor on queries, float32[B, T, 1].
 
     Args:
-      rope, head_dim, max_positions: as in rotary_frequencies.
+      rope: the base.
+      head_dim: size of a head.
+      max_positions: the model's max_position_embeddings.
       positions: int32[B, T].
       lengths: int32 that broadcasts to [B, T], the length of each token's document. longrope uses its long factors for
         documents past the original context, whatever they are packed with. (transformers decides for a whole batch,
@@ -110,17 +114,18 @@ def rotary_table(
 
 
 def rotate(x: jax.Array, table, interleaved: bool = False) -> jax.Array:
-    """x [B, T, heads, D] rotated by a table from rotary_table, or unchanged if it is None. Dimensions past the table's
-    remain.
+    """Queries or keys x [B, T, heads, D] rotated by their positions, in x's dtype; dimensions past the table's remain.
 
-    interleaved: numbers (2i, 2i + 1) are pairs, not (i, i + half).
+    Args:
+      table: from rotary_table; None: x is returned unchanged.
+      interleaved: whether numbers (2i, 2i + 1) are pairs, and not (i, i + half).
     """
     return x if table is None else _rotated(interleaved, x, *table[:2])
 
 
 def scaled_by_position(query: jax.Array, table) -> jax.Array:
-    """The query [B, T, heads, D] times the table's third array, if it has one, which is first cast as in
-    transformers."""
+    """The query [B, T, heads, D] times the third array of its table (from rotary_table), the factor on queries by
+    position, which is first cast as in transformers; unchanged if there is no table or no third array."""
     if table is None or len(table) < 3:
         return query
     return query * table[2][:, :, None, :].astype(query.dtype)
@@ -128,7 +133,7 @@ def scaled_by_position(query: jax.Array, table) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _rotated(interleaved, x, cos, sin):
-    """`rotate` by cos and sin, with a derivative of its own."""
+    """`rotate` by cos and sin [B, T, rotary_dim / 2], with a derivative of its own (_rotated_bwd says why)."""
     half = cos.shape[-1]
     cos, sin = (part[:, :, None, :] for part in (cos, sin))
     if interleaved:
@@ -159,7 +164,12 @@ _rotated.defvjp(_rotated_fwd, _rotated_bwd)
 
 
 def rotary_tables(config: DecoderConfig, positions: jax.Array, lengths: jax.Array | None = None):
-    """A rotary_table for each of the decoder's rotary bases; positions and lengths as there."""
+    """A tuple with a table, as from rotary_table, for each of the decoder's rotary bases (LayerSpec.rotary is an index
+    to them).
+
+    positions: int32[B, T]; lengths: int32 that broadcasts to [B, T], the length of each token's document, or None if
+    each row is one document.
+    """
     limit = config.max_position_embeddings
     return tuple(
         rotary_table(rope, rope.head_dim or config.head_dim, limit, positions, lengths) for rope in config.rotary

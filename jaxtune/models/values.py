@@ -1,4 +1,8 @@
-"""Checks of values that come from files or callers. Errors name the key, the value and what the value must be."""
+"""Checks of values that come from files or callers. Errors name the key, the value and what the value must be.
+
+Every check takes `key`, by which errors name the value (a config key, often after a file's name), and the value. It
+returns None, or raises ValueError.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +68,8 @@ def mapping(key: str, value: Any) -> None:
 
 
 def items(key: str, value: Any, of: Callable[[str, Any], None]) -> None:
-    """Raises ValueError unless the value is a list of which every item passes the check `of`."""
+    """Raises ValueError unless the value is a list of which every item passes the check `of`, a function of key and
+    item that raises; errors name the item `key[index]`."""
     if not isinstance(value, list | tuple):
         raise ValueError(f"{key} = {_shown(value)}: must be a list")
     for index, item in enumerate(value):

@@ -46,7 +46,8 @@ def compiler_options() -> dict[str, Any]:
 def first_exchange(mesh: Mesh) -> Callable[[jax.Array], Any]:
     """A compiled program that sums a number over each group of devices between which the step's collectives run.
 
-    It makes NCCL connect the devices of each group before the first step.
+    Calling it with a float32[] that every device has makes NCCL connect the devices of each group before the first
+    step, so that this time is measured apart from it. Nothing reads the sums.
     """
     axes = tuple(axis.name for axis in AXES if mesh.shape[axis.name] > 1)
     groups = [axes] if len(axes) == 1 else [axes, *((axis,) for axis in axes)]
@@ -62,12 +63,13 @@ def first_exchange(mesh: Mesh) -> Callable[[jax.Array], Any]:
 class CollectiveSchedule:
     """Gathers and scatters during the stages of a layer; the layer calls `start` and `finish` around each stage.
 
-    Scatters come first, because their inputs are large, and gathers last, because their outputs are.
+    A stage is one segment that the layer runs, in its forward, its recomputation or its backward. Scatters come first,
+    because their inputs are large, and gathers last, because their outputs are.
 
     Args:
       gathers: Shards to be gathered.
       scatters: (Shard of a tensor, gradient of the whole tensor) to be scattered.
-      stages: the duration of each stage, in multiplications.
+      stages: the duration of each stage, in multiplications that large products do in that time.
 
     Attributes:
       gathered: the whole arrays, after the last stage.
@@ -86,8 +88,8 @@ class CollectiveSchedule:
         self.scattered: list[Shard] = []
 
     def start(self, stage: int, values: Any) -> Any:
-        """Starts the collectives of a stage once `values`, the stage's inputs, are there; returns `values` for the
-        stage."""
+        """Starts the collectives of the stage of this index once `values` (any pytree), the stage's inputs, are there;
+        returns `values`, which the stage must use so that it does not start before."""
         if self._scatters and stage == self._scatter_window[0]:
             gradients, values = optimization_barrier(([gradient for _, gradient in self._scatters], values))
             self.scattered = [scatter(s, g) for (s, _), g in zip(self._scatters, gradients, strict=True)]
@@ -97,8 +99,8 @@ class CollectiveSchedule:
         return values
 
     def finish(self, stage: int, values: Any) -> Any:
-        """Makes a stage's results `values` wait for the collectives that end with it; returns `values` for
-        further use."""
+        """Makes the results `values` (any pytree) of the stage of this index wait for the collectives that end with it;
+        returns `values`, which later stages must use."""
         if self._scatters and stage == self._scatter_window[1]:
             self.scattered, values = optimization_barrier((self.scattered, values))
         if self._gathers and stage == self._gather_window[1]:

@@ -16,8 +16,9 @@ from jaxtune.models.placement.partition import TENSORS, Shard
 def rows_of(variable: nnx.Variable, index: jax.Array, take: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
     """take(table, index) for a variable's array [n, ...] and index int32[...] in [0, n); differentiable as `take` is.
 
-    A divided table is not gathered for a few of its rows: each device takes the rows that it has for the indices of all
-    devices, and receives those for its own indices from the others.
+    `take` looks up rows as table[index] does; its derivative is used. A divided table is not gathered for a few of its
+    rows: each device takes the rows that it has for the indices of all devices, and receives those for its own indices
+    from the others.
     """
     value = variable.get_value()
     if not isinstance(value, Shard):
@@ -34,7 +35,8 @@ def _rows_of(take, shard: Shard, index: jax.Array) -> jax.Array:
 
 
 def _rows_of_fwd(take, shard: Shard, index: jax.Array):
-    """(this device's rows, what the backward needs)."""
+    """(the rows for this device's indices; what the backward needs: the pullback of `take` on this device's part of the
+    table, and which of all devices' indices that part has)."""
     size = shard.array.shape[0]
     all_index = (
         jax.lax.all_gather(index, TENSORS) - jax.lax.axis_index(TENSORS) * size
@@ -47,7 +49,7 @@ def _rows_of_fwd(take, shard: Shard, index: jax.Array):
 
 
 def _rows_of_bwd(take, residuals, gradient):
-    """This device's part of the table's gradient."""
+    """(this device's part of the table's gradient, as a Shard; None for the indices)."""
     back, mine = residuals
     (gradients,) = back(jnp.where(mine, jax.lax.all_gather(gradient, TENSORS), 0))
     return Shard(gradients, 0, mine.shape[0]), None
@@ -57,7 +59,7 @@ _rows_of.defvjp(_rows_of_fwd, _rows_of_bwd)
 
 
 def whole_beside(variable: nnx.Variable, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(the whole array of a variable, x), for a variable that is not needed before x.
+    """(the whole array of a variable, x unchanged), for a variable that is not needed before x, such as the head.
 
     A Shard is gathered after x is there, and its gradient is scattered before x's gradient is passed on. Otherwise XLA
     keeps both whole for as long as it can combine several collectives.
@@ -73,7 +75,7 @@ def whole_beside(variable: nnx.Variable, x: jax.Array) -> tuple[jax.Array, jax.A
 
 @jax.custom_vjp
 def _gathered_beside(shard: Shard, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """whole_beside for a trained Shard."""
+    """whole_beside for a trained Shard: (its whole array, x), with the gradient of both."""
     shard, x = optimization_barrier((shard, x))
     return gather(shard), x
 

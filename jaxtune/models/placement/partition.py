@@ -88,7 +88,7 @@ class MeshShape(tuple[int, ...]):
 
 
 def _keys(shape: Sequence[int]) -> list[str]:
-    """The config keys of a mesh's shape that are not 1, as words for errors."""
+    """The config keys of a mesh's shape (devices along each of AXES) that are not 1, such as "mesh.fsdp = 2"."""
     return [f"mesh.{axis.name} = {count}" for axis, count in zip(AXES, shape, strict=True) if count != 1]
 
 
@@ -139,8 +139,9 @@ def make_mesh(*sizes: int) -> Mesh:
 def divided(function: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Callable:
     """The function, run by every device of the mesh on its own part of the arrays; unchanged for one device or no mesh.
 
-    That arrays are whole where the specs say so is not checked. Inside, jax.grad differentiates a device's own share of
-    a sum: a psum in the differentiated function would count each gradient once per device (see `total`).
+    The specs are those of jax.shard_map. That arrays are whole where they say so is not checked. Inside, jax.grad
+    differentiates a device's own share of a sum: a psum in the differentiated function would count each gradient once
+    per device (see `total`).
     """
     if mesh is None or mesh.size == 1:
         return function
@@ -195,7 +196,7 @@ def moved(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 def colocated(trained: Any, rest: Any) -> tuple[Any, Any]:
-    """(trained, rest) with all arrays on the same devices, so that one computation can take both trees.
+    """(trained, rest), two trees of arrays, on the same devices, so that one computation can take the model of both.
 
     If every process has each array whole, all arrays are placed on one device of this process, otherwise on the mesh.
     """
@@ -210,7 +211,7 @@ def colocated(trained: Any, rest: Any) -> tuple[Any, Any]:
 
 
 def addressable(tree: Any) -> list[Any]:
-    """[tree] if this process has all of its arrays, otherwise this process's parts of its floating-point arrays."""
+    """What this process can check of a tree alone: [tree] if it has all arrays, else its parts of the float arrays."""
     leaves = jax.tree.leaves(tree)
     if all(leaf.is_fully_addressable for leaf in leaves):
         return [tree]
@@ -239,7 +240,7 @@ def on_host(array: Any) -> np.ndarray:
 
 @functools.cache
 def _moves(sharding: jax.sharding.Sharding) -> Callable[[jax.Array], jax.Array]:
-    """A compiled program that moves an array to a sharding."""
+    """A compiled program that moves an array to a sharding, between devices and not by way of the host."""
     return jax.jit(lambda array: array, out_shardings=sharding)
 
 
@@ -324,7 +325,7 @@ def _is_shard(leaf: Any) -> bool:
 
 
 def divide(tree: Any, mesh: Mesh | None) -> Any:
-    """A tree of variables whose arrays are marked as Shards where a device of the mesh has a part of them.
+    """A tree of nnx variables whose arrays are marked as Shards where a device of the mesh has a part of them.
 
     Quantised tensors are divided between blocks, with their scales. A tensor that cannot be divided evenly stays whole.
     """
@@ -332,12 +333,12 @@ def divide(tree: Any, mesh: Mesh | None) -> Any:
 
 
 def which_are_divided(tree: Any, mesh: Mesh | None) -> list[bool]:
-    """For each array of a tree of variables, in order, whether the devices of the mesh divide it."""
+    """For each array of a tree of variables, in order of its leaves, whether the devices of the mesh divide it."""
     return [_is_shard(leaf) for leaf in jax.tree.leaves(divide(tree, mesh), is_leaf=_is_shard)]
 
 
 def bytes_per_device(tree: Any, parts: int) -> float:
-    """Bytes of a tree of variables on each device, of which `parts` divide tensors; the arrays may be abstract."""
+    """Bytes of a tree of variables on each device if `parts` devices divide tensors; the arrays may be abstract."""
 
     def one(leaf):
         size = float(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize)
@@ -347,7 +348,7 @@ def bytes_per_device(tree: Any, parts: int) -> float:
 
 
 def divided_sizes(tree: Any, parts: int) -> tuple[float, float]:
-    """(bytes, elements) of the whole arrays of those variables of a tree that are divided into `parts`."""
+    """(bytes, elements) of the whole arrays of those variables that would be divided; the planner counts gathers so."""
     arrays = [
         shard.array for shard in shards(_divided(tree, parts))
     ]  # these are whole arrays, which are only marked as divided
@@ -356,7 +357,7 @@ def divided_sizes(tree: Any, parts: int) -> tuple[float, float]:
 
 
 def _divided(tree: Any, count: int) -> Any:
-    """`divide` over `count` devices."""
+    """The tree of `divide` for `count` devices that divide tensors."""
     if count == 1:
         return tree
 
@@ -406,7 +407,7 @@ def declared_resident(frozen: Any, resident: int, layers: int) -> Any:
 
 
 def divide_like(divided_tree: Any, tree: Any) -> Any:
-    """A tree of arrays that belong to those of `divided_tree`, marked as Shards where these are."""
+    """`tree`, of arrays that belong to those of `divided_tree` (their gradients), marked as Shards where these are."""
 
     def one(leaf, array):
         return Shard(array, leaf.axis, leaf.count) if isinstance(leaf, Shard) else array
@@ -420,7 +421,7 @@ def undivided(tree: Any) -> Any:
 
 
 def specs(tree: Any) -> Any:
-    """The PartitionSpecs of the arrays of a tree from `divide`."""
+    """The PartitionSpecs, for `divided`, of the arrays of a tree from `divide`."""
     return _specs(tree, (), ())
 
 
@@ -443,7 +444,7 @@ def _specs(tree: Any, front: tuple, front_of_shards: tuple) -> Any:
 
 
 def shardings(tree: Any, mesh: Mesh) -> Any:
-    """The shardings of the arrays of a tree of variables on a mesh."""
+    """The NamedShardings on a mesh of the arrays of a tree of variables, divided as `divide` marks them."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), undivided(specs(divide(tree, mesh))))
 
 
@@ -459,7 +460,7 @@ def require_undivided(states: Any, what: str) -> None:
 
 
 def states_shardings(opt_state: Any, trainable: Any, mesh: Mesh) -> Any:
-    """The shardings of an optimizer's states, placed with the tensors that they belong to.
+    """The NamedShardings of an optimizer's states, which are placed with the trained tensors that they belong to.
 
     A state with a tensor's shape is divided along the same axis, another one (blocks of 8-bit states, factors) along
     its first. The update computes the same for every sharding.
@@ -488,7 +489,7 @@ def states_shardings(opt_state: Any, trainable: Any, mesh: Mesh) -> Any:
 
 
 def shards(tree: Any) -> list[Shard]:
-    """The Shards of a tree, in order."""
+    """The Shards of a tree, in order of its leaves; other leaves are left out."""
     return [leaf for leaf in jax.tree.leaves(tree, is_leaf=_is_shard) if isinstance(leaf, Shard)]
 
 

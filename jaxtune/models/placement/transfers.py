@@ -1,9 +1,9 @@
 """Schedules copies between device and host under a layer's computation.
 
-Each copy is bound by optimization_barriers to a window of stages (segments of another layer): it starts within the
-window and is complete when the window's last stage ends. Windows follow one another and are chosen by the durations of
-copies and stages (`windows`). Copies to the device are as late as possible and copies to the host end as early as
-possible, so that little memory is used in both places.
+A stage is one segment that a layer runs. Each copy is bound by optimization_barriers to a window of stages of another
+layer than the one whose residuals are copied: it starts within the window and is complete when the window's last stage
+ends. Windows follow one another and are chosen by the durations of copies and stages (`windows`). Copies to the device
+are as late as possible and copies to the host end as early as possible, so that little memory is used in both places.
 
 Without this, XLA's scheduler starts a copy five kernels before its end, whatever the sizes of kernels and copy, and
 allows two copies at a time. By compiled schedules (not by a trace), an 8B step in 24 GB then waited for 91 ms, and a
@@ -59,19 +59,19 @@ class Pieces:
 
 
 def cut(arrays: Sequence[jax.Array], stages: Sequence[float]) -> tuple[Pieces, ...]:
-    """Cuts each array into pieces that are copied during a layer.
+    """Cuts each array into pieces that are copied during a layer, so that each copy fits under a stage.
 
     Arrays are cut along the first axis, or along the second if the first has size 1. No piece is smaller than what the
     longest stage can hide.
 
-    stages: the durations of the layer's stages, in multiplications.
+    stages: the durations of the layer's stages, in multiplications that large products do in that time.
     """
     piece = max(PIECE_BYTES, int(max(stages) / _MULTIPLICATIONS_PER_BYTE))
     return tuple(_cut(array, piece) for array in arrays)
 
 
 def _cut(array: jax.Array, piece_bytes: int) -> Pieces:
-    """Cuts an array into pieces of about `piece_bytes`."""
+    """Cuts an array into pieces of about `piece_bytes`; an array that is smaller stays one piece."""
     axis = 0 if array.shape[0] > 1 or array.ndim == 1 else 1
     count = max(1, min(-(-array.nbytes // piece_bytes), array.shape[axis]))
     bounds = [array.shape[axis] * i // count for i in range(count + 1)]
@@ -90,7 +90,7 @@ def windows(sizes: Sequence[int], stages: Sequence[float], late: bool = False) -
 
     Args:
       sizes: bytes of the copies, in order.
-      stages: durations of the stages, in multiplications.
+      stages: durations of the stages, in multiplications that large products do in that time.
       late: a copy's destination is occupied from the beginning of its window; otherwise its source until the window's
         end.
     """
@@ -132,9 +132,9 @@ class TransferSchedule:
     The layer calls `start` and `finish` around each stage, and reads `arrays` at the end.
 
     Args:
-      arrays: a pytree of arrays.
-      stages: the duration of each stage, in multiplications.
-      space: the destination, a jax.memory.Space.
+      arrays: a pytree of arrays, such as Pieces of residuals.
+      stages: the duration of each stage of the layer, in multiplications that large products do in that time.
+      space: the destination, jax.memory.Space.Host or .Device.
       last_is_thin: the last stage has only thin products that nothing but the next layer waits for (adapter gradients
         at the end of a backward); it gets copies only if the other stages have no time for them.
     """
@@ -154,8 +154,8 @@ class TransferSchedule:
             self._ending[last].append(index)
 
     def start(self, stage: int, values: Any) -> Any:
-        """Starts a stage's copies once `values`, the stage's inputs, are there; returns `values`, which the stage must
-        use."""
+        """Starts the copies of the stage of this index once `values` (any pytree), the stage's inputs, are there;
+        returns `values`, which the stage must use."""
         indices = self._starting[stage]
         if indices:
             sources, values = optimization_barrier(([self._arrays[i] for i in indices], values))
@@ -164,7 +164,8 @@ class TransferSchedule:
         return values
 
     def finish(self, stage: int, values: Any) -> Any:
-        """Makes a stage's results `values` wait for the copies that end with it; returns `values` for further use."""
+        """Makes the results `values` (any pytree) of the stage of this index wait for the copies that end with it;
+        returns `values`, which later stages must use."""
         indices = self._ending[stage]
         if indices:
             copies, values = optimization_barrier(([self._arrays[i] for i in indices], values))
