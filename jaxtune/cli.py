@@ -63,7 +63,9 @@ _WORKING = ("train", "launch", "export", "tune", "report", "watch", "serve")
 
 
 def console(arguments: Sequence[str] | None = None) -> int:
-    """`main` as the entry point of a process."""
+    """The entry point of the `jaxtune` script and of `python -m jaxtune`: `main`, with the set-up that only a process
+    of its own may have (interrupts, streams, torch hidden). In a run of several processes it also reports a failure to
+    the others, and does not return before they end. Arguments and result are those of `main`."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     interrupts.raise_dropped_interrupts()
     terminal.outlive(told=not set(arguments[:1]) <= set(_WORKING))
@@ -84,7 +86,16 @@ def console(arguments: Sequence[str] | None = None) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the process's exit code."""
+    """Runs one command and prints its errors.
+
+    Args:
+      arguments: the words after `jaxtune`; None: those of this process.
+    Returns:
+      the exit code: 0; 1 if the reader of the output is gone, or for what a command reports so; 2 for a user's mistake;
+        128 plus the signal's number after a signal.
+    Raises:
+      Exception: an error of jaxtune or of a library, or, with JAXTUNE_TRACEBACK=1, any error.
+    """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if logging.lastResort is not None:  # it prints warnings of jaxtune and of libraries
         logging.lastResort.setFormatter(terminal.PrintableFormatter())
@@ -141,7 +152,9 @@ def _out_of_memory(error: Exception) -> str | None:
 
 
 def _is_user_error(error: Exception) -> bool:
-    """Whether jaxtune itself raised the error, with a message for the user, or the system refused a file."""
+    """Whether the error is the user's to mend, so that its message is enough: jaxtune's own code raised it (and not a
+    library that it called), or it is an OSError that names a file or says that a disk is full. A RuntimeError never
+    is."""
     if isinstance(error, RuntimeError):
         return False
     if isinstance(error, OSError):
@@ -153,7 +166,8 @@ def _is_user_error(error: Exception) -> bool:
 
 
 def _fail(message: str) -> int:
-    """Prints an error message, and stores it for other processes; returns the exit code."""
+    """Prints an error message on stderr and returns the exit code, 2. In a run of several processes the others print
+    the message too when this one ends."""
     processes.last_words(message)
     screen = terminal.console(stderr=True)
     for line in message.splitlines():

@@ -47,7 +47,7 @@ RETIRED = {
     r"\bpersons?\b": 0,
     r"\bkin\b": 0,
     r"\bin the place of\b": 0,
-    r"\bgo(?:es)? on\b": 3,
+    r"\bgo(?:es)? on\b": 2,
     r"\bcomes? of\b": 0,
 }
 

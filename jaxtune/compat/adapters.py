@@ -66,7 +66,7 @@ class LoraConfig:
 
 
 def lora_settings(config: Any) -> dict[str, Any]:
-    """The settings of a LoraConfig, this module's or PEFT's.
+    """The settings of a LoraConfig, this module's or PEFT's, as keyword arguments of `adapted`.
 
     Raises:
       ValueError: another object, or a setting of PEFT's that is not followed.
@@ -102,16 +102,18 @@ def adapted(
     experts_too: bool,
     **plain: Any,
 ) -> tuple[Decoder, AdapterConfig]:
-    """A module with adapters, and the settings that describe them.
+    """Adds LoRA adapters to a module, by the arguments of Unsloth or PEFT.
 
     Args:
-      module: the model.
+      module: the model without adapters.
       where: the called function, for messages.
       seed: of the adapters' initial values.
+      target_modules, target_parameters, modules_to_save, rank_pattern, alpha_pattern, layers_to_transform,
+      init_lora_weights, bias: as in PEFT's LoraConfig.
       experts_too: whether the seven linears' names also mean the experts, as in Unsloth.
       plain: r, lora_alpha, lora_dropout, use_rslora, use_dora, as in jaxtune.get_peft_model.
     Returns:
-      (the module with adapters, their settings)
+      (a new module with adapters, the section `adapter` of a config that describes them)
     Raises:
       ValueError: an argument that is not supported.
     """
@@ -168,7 +170,17 @@ def _require_no_biases(where: str, bias: str, module: Decoder) -> None:
 
 
 def _in_layers(where: str, target_modules: str | Sequence[str], layers: int | Sequence[int], module: Decoder) -> str:
-    """A regular expression on full names, which is how jaxtune names modules of some layers."""
+    """The regular expression on full names of modules that selects `target_modules` in some layers only. jaxtune has no
+    option for layers_to_transform, but takes such an expression as target_modules.
+
+    Args:
+      where: the called function, for messages.
+      target_modules: last parts of the names, or "all-linear".
+      layers: the index of one layer, or several.
+      module: the model.
+    Raises:
+      ValueError: the model has no such layer, or target_modules is a regular expression already.
+    """
     wanted = [layers] if isinstance(layers, int) else sorted(layers)
     if isinstance(target_modules, str) and target_modules != "all-linear":
         raise ValueError(
@@ -200,7 +212,12 @@ def _start_gaussian(module: Decoder, seed: int) -> None:
 
 
 def last_layers(where: str, count: int | None, layers: int | Sequence[int] | None, module: Decoder) -> Any:
-    """The value of layers_to_transform for finetune_last_n_layers = count."""
+    """The value of layers_to_transform for Unsloth's finetune_last_n_layers: the indices of the last `count` layers, or
+    `layers`, the given layers_to_transform, if `count` is None.
+
+    Raises:
+      ValueError: both are given, or `count` is not from 1 to the number of layers.
+    """
     if count is None:
         return layers
     if layers is not None:

@@ -32,9 +32,9 @@ def settle(
     """Prints one line, once a process, for each argument that has no effect here, and refuses the others.
 
     Args:
-      where: the callee, for messages.
-      others: the arguments that `callee` does not follow.
-      table: what is known of them.
+      where: the name of the function or class that the script called, for messages.
+      others: the arguments that it was given and does not follow.
+      table: for each known argument whether it has no effect here or is refused, and why (tables.py).
       callee: the function or class, whose own arguments are proposed for a misspelt one.
     Raises:
       ValueError: an argument that would change the result, or that is unknown.
@@ -57,14 +57,16 @@ def settle(
 
 
 def tell(where: str, name: str, text: str) -> None:
-    """Prints once a process why an argument has no effect here."""
+    """Prints why an argument has no effect here, once in a process for each `where` (the called function or class) and
+    `name` (the argument). `text` is the reason."""
     if (where, name) not in _told:
         _told.add((where, name))
         say(f"{where}: {name} does nothing here: {text}")
 
 
 def choose(where: str, name: str, value: Any, table: Mapping[Any, Any]) -> Any:
-    """The value that `table` has for an argument's value.
+    """Translates an argument's value: returns what `table` has for it. `where` (the called function or class) and
+    `name` (the argument) are for the message.
 
     Raises:
       ValueError: the value is not in the table.

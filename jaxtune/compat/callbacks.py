@@ -83,7 +83,8 @@ class EarlyStoppingCallback(TrainerCallback):
         self.early_stopping_patience_counter = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Checks that there is an evaluation and a metric to compare."""
+        """Starts to count anew; raises ValueError if the arguments ask for no evaluation, or name no metric to
+        compare."""
         if args.metric_for_best_model is None:
             raise ValueError(
                 "EarlyStoppingCallback: metric_for_best_model = None: name what is watched, such as 'eval_loss'"
@@ -106,13 +107,14 @@ class EarlyStoppingCallback(TrainerCallback):
 
 
 def best_name(args: Any) -> str:
-    """The key of the number that metric_for_best_model names in an evaluation."""
+    """The key of the number that metric_for_best_model names in an evaluation's metrics, with the prefix eval_. `args`
+    is an SFTConfig in which it is set."""
     wanted = args.metric_for_best_model
     return wanted if wanted.startswith("eval_") else f"eval_{wanted}"
 
 
 def best_value(args: Any, metrics: Mapping[str, Any]) -> float:
-    """The number that metric_for_best_model names in an evaluation.
+    """The number that metric_for_best_model names among an evaluation's `metrics`. `args` is the SFTConfig.
 
     Raises:
       ValueError: the evaluation has no such number.
@@ -127,7 +129,9 @@ def best_value(args: Any, metrics: Mapping[str, Any]) -> float:
 
 
 def is_better(args: Any, value: float, best: float | None) -> bool:
-    """Whether a value is better than the best so far; NaN is never better."""
+    """Whether a value of metric_for_best_model is better than the best so far (None: there is none). Greater is better
+    if `args`, the SFTConfig, says so by greater_is_better, or, if that is None, if the metric's name does not end with
+    "loss". NaN is never better."""
     greater = args.greater_is_better
     if greater is None:
         greater = not args.metric_for_best_model.endswith("loss")
@@ -139,7 +143,7 @@ _WITHIN_A_STEP = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step"
 
 
 def checked(callback: Any) -> Any:
-    """A callback as an instance, from an instance or a class.
+    """Returns a script's callback, which is given as an instance or a class, as an instance.
 
     Raises:
       ValueError: it is not a callback, or listens to events within a step.
@@ -157,7 +161,9 @@ def checked(callback: Any) -> Any:
 
 
 def listens(callback: Any, event: str) -> bool:
-    """Whether the callback's class itself, and not its base, defines the event."""
+    """Whether the class of a callback defines the method `event`, such as "on_log", instead of inheriting the empty one
+    of TrainerCallback, this module's or transformers'. If nobody listens, the run need not wait for a step's
+    numbers."""
     for kind in type(callback).__mro__:
         if kind.__name__ == "TrainerCallback":
             return False
@@ -172,13 +178,17 @@ class Events(Callback):
 
     Args:
       args: the SFTConfig.
-      state, control: passed to the callbacks.
-      model: has the current weights while callbacks look at it.
-      processing_class: passed to the callbacks.
+      state, control: the TrainerState and TrainerControl, which are passed to the callbacks.
+      model: the script's model; it refers to the current weights while callbacks look at it.
+      processing_class: the tokenizer, which is passed to the callbacks.
       callbacks: the script's.
-      measure: returns further numbers for an evaluation of the current model.
-      handed_back: maps a module of the run to the one that the script sees.
-      leave: writes the current model after this number of steps, if a save was due or requested.
+      measure: returns further numbers for an evaluation of the current model, those of compute_metrics.
+      handed_back: maps a module of the run to the one that the script sees, such as with dropout turned on again.
+      leave: called with the number of steps after a save that was due or requested: writes the current model as a
+        checkpoint-N folder.
+    Attributes:
+      best: the trained arrays of the best evaluation as numpy arrays, if load_best_model_at_end asks for them; None
+        otherwise, and before an evaluation.
     """
 
     def __init__(
@@ -202,7 +212,12 @@ class Events(Callback):
         self._told: set[str] = set()
 
     def tell(self, event: str, **more: Any) -> None:
-        """Calls an event of all callbacks."""
+        """Calls the method `event` of all callbacks with transformers' arguments and `more`; a control that one returns
+        replaces the current one.
+
+        Raises:
+          ValueError: a callback set should_epoch_stop.
+        """
         for callback in self._callbacks:
             method = getattr(callback, event, None)
             if method is None:
@@ -229,7 +244,8 @@ class Events(Callback):
     # ---- the run
 
     def begin(self, config: TrainConfig, total_steps: int, steps_per_epoch: int) -> None:
-        """A run starts; `config` says when it logs, evaluates and saves by itself."""
+        """Called before the first step of a call of train(): sets the state and sends on_train_begin. `config` says
+        after how many steps the run logs, evaluates and saves by itself."""
         self._scheduled = {
             "log": config.metrics.log_every,
             "evaluate": config.evaluation.every_steps,
@@ -268,13 +284,19 @@ class Events(Callback):
         self.tell("on_step_begin")
 
     def _at(self, step: int, model: Callable[[], Decoder]) -> None:
-        """Sets step and epoch of the state, and the weights of the model."""
+        """Sets the state's step and epoch, and makes the script's model refer to the weights that `model()` returns; it
+        is only called if a callback looks at them."""
         self.state.global_step, self.state.epoch = step, step / self._steps_per_epoch
         self.model.module = lambda: self._handed_back(model())
 
     def _do(self, moment: Between, due: Mapping[str, bool]) -> None:
-        """Logs, evaluates and saves as control requests, in transformers' order. `due` says what the arguments ask for
-        at this step."""
+        """Logs, evaluates and saves as control requests, in transformers' order.
+
+        Args:
+          moment: the run between two steps.
+          due: whether the arguments ask for "log", "evaluate" and "save" at this step. A callback cannot take that
+            back; a line says so once.
+        """
         for name, is_due in due.items():
             if is_due and not getattr(self.control, f"should_{name}") and name not in self._told:
                 self._told.add(name)
@@ -340,6 +362,7 @@ class Events(Callback):
 
 
 def with_trained(module: Decoder, trained: Any) -> Decoder:
-    """The module with its trained arrays replaced by others, as Events.best has them."""
+    """The module with its trained arrays replaced by `trained`, numpy arrays as in Events.best, which are put where the
+    old ones were: for load_best_model_at_end."""
     graph, own, frozen = nnx.split(module, nnx.Param, ...)
     return nnx.merge(graph, jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), trained, own), frozen)

@@ -27,7 +27,8 @@ class PredictionOutput(NamedTuple):
 
 
 class Evaluations(Reports):
-    """The methods of a trainer that compute numbers of the current model on rows that it does not train on."""
+    """The methods of a trainer that compute numbers of the current model on rows that it does not train on. SFTTrainer
+    is its subclass and has the attributes below."""
 
     model: CompatModel
     tokenizer: object
@@ -49,7 +50,8 @@ class Evaluations(Reports):
     def evaluate(
         self, eval_dataset: object = None, ignore_keys: object = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """{"eval_loss", "eval_targets"} of the current model, and the numbers of compute_metrics.
+        """Evaluates the current model: returns {"eval_loss": mean loss, "eval_targets": number of tokens or pairs
+        that it is a mean over} and the numbers of compute_metrics, and sends on_log and on_evaluate to the callbacks.
 
         Args:
           eval_dataset: other rows than the trainer's eval_dataset; in its form.
@@ -76,7 +78,8 @@ class Evaluations(Reports):
         the labels; and as numbers what evaluate returns.
 
         Raises:
-          ValueError: all logits take more than half of the host's memory; see measures.py.
+          ValueError: all logits take more than half of the host's memory, and preprocess_logits_for_metrics is not
+            given; or the rows have another format than those that are trained on.
         """
         del ignore_keys
         trainer = self._on(test_dataset)
@@ -88,7 +91,8 @@ class Evaluations(Reports):
         return PredictionOutput(found.predictions, found.label_ids, _renamed(values, metric_key_prefix))
 
     def _on(self, dataset: object) -> Trainer:
-        """A Trainer that evaluates on other rows."""
+        """A jaxtune Trainer that evaluates the current model on the script's `dataset`, and trains nothing; raises
+        ValueError if its rows have another format than the trainer's."""
         rows, form = self._read(dataset, self._formatting)
         if form != self._format:
             raise ValueError(f"SFTTrainer: train_dataset is {self._format}, these rows are {form}: make them alike")
@@ -98,7 +102,8 @@ class Evaluations(Reports):
         return Trainer(self._to_train(), self.tokenizer, config, train, rows, trains=False)
 
     def _measure(self) -> dict[str, float]:
-        """The numbers that compute_metrics returns for the current model on eval_dataset."""
+        """The numbers that compute_metrics returns for the current model on eval_dataset; none without compute_metrics.
+        Events calls it after each evaluation of a run."""
         if self.compute_metrics is None:
             return {}
         held_out = self._prepared.eval_data
@@ -106,7 +111,8 @@ class Evaluations(Reports):
         return measured(self._predicted(held_out), self.compute_metrics)
 
     def _predicted(self, held_out: TokenDataset) -> EvalPrediction:
-        """The current model's logits on rows."""
+        """The current model's logits and labels on tokenised rows, one document in a row unless packing is asked
+        for."""
         if not self._packing():
             held_out = dataclasses.replace(held_out, packing=False)
         rows = held_out.batches(1, shuffle=False)
@@ -114,5 +120,5 @@ class Evaluations(Reports):
 
 
 def _renamed(values: Mapping[str, float], prefix: str) -> dict[str, float]:
-    """The values with another prefix than "eval"."""
+    """The values under names with `prefix` in place of "eval": {"test_loss": ...} for {"eval_loss": ...}."""
     return {f"{prefix}_{name.removeprefix('eval_')}": value for name, value in values.items()}

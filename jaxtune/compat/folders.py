@@ -35,7 +35,7 @@ def write_state(folder: Path, state: TrainerState) -> None:
 
 
 def is_own(folder: Path) -> bool:
-    """Whether a checkpoint-N folder was written here."""
+    """Whether jaxtune wrote a checkpoint-N folder, by its trainer_state.json; others are never replaced or removed."""
     try:
         return _WRITER in json.loads((folder / STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -88,12 +88,14 @@ def resumed(given: bool | str | os.PathLike | None, output: Path) -> tuple[bool,
 
 
 def save(module: Decoder, folder: str | os.PathLike, tokenizer: Any = None) -> None:
-    """Saves the adapter as a PEFT folder, or the whole model if it has no adapter."""
+    """Saves the adapter as a PEFT folder, or the whole model if it has no adapter, with the tokenizer if given. The
+    folder must not exist, or be empty."""
     (jaxtune.save_adapter if has_adapter(module) else jaxtune.save_pretrained)(module, folder, tokenizer=tokenizer)
 
 
 def save_beside(module: Decoder, folder: Path, tokenizer: Any = None) -> None:
-    """As `save`, into a folder that has other files; files of the same names are replaced."""
+    """As `save`, into a folder that has other files, as output_dir has checkpoints; files of the same names are
+    replaced."""
     whole = unfinished_name(folder / "model")
     save(module, whole, tokenizer)
     for file in sorted(whole.iterdir()):
@@ -107,8 +109,10 @@ class Checkpoints:
     Args:
       output: output_dir.
       tokenizer: saved with each.
-      state: written to each.
-      limit: how many folders written here are kept (SFTConfig's save_total_limit); None: all.
+      state: the TrainerState, as whose trainer_state.json it is written to each.
+      limit: how many folders that jaxtune wrote are kept (SFTConfig's save_total_limit); None: all.
+    Attributes:
+      written: the steps whose folders this call has written.
     """
 
     def __init__(self, output: Path, tokenizer: Any, state: TrainerState, limit: int | None):
@@ -143,7 +147,8 @@ class Checkpoints:
         return True
 
     def _rotate(self, latest: int) -> None:
-        """Removes the oldest folders over the limit, except the best one's, as transformers does."""
+        """Removes the oldest folders over the limit, except that of step `latest` and that of the best evaluation, as
+        transformers does."""
         if not self._limit:
             return
         kept = {latest, self._state.best_global_step}

@@ -32,16 +32,17 @@ Preprocess = Callable[[Any, Any], Any]
 
 @functools.partial(jax.jit, static_argnums=0)
 def _logits(graph, state, tokens, segment_ids, positions):
-    """The logits of one batch: float32[rows, length, vocab]."""
+    """The logits of one batch, float32[rows, length, vocab]. `graph` and `state` are the model divided by nnx.split;
+    the others are int32[rows, length], as in Batch."""
     return nnx.merge(graph, state)(tokens, segment_ids, positions)
 
 
 def predicted(module: Decoder, batches: Batches, preprocess: Preprocess | None) -> EvalPrediction:
-    """The logits of a model on rows, with the labels.
+    """Runs a model on rows and returns its logits, or what `preprocess` makes of them, with the labels, in host memory.
 
     Args:
       module: the model.
-      batches: of one row.
+      batches: one epoch of batches of one row each, in the order of the results.
       preprocess: preprocess_logits_for_metrics: maps (logits float32[1, length, vocab], labels int32[1, length]), NumPy
         arrays whose argmax accepts torch's dim too, to an array or a tuple of arrays with the same first axis.
     Raises:

@@ -42,7 +42,8 @@ def is_bfloat16_supported() -> bool:
 
 
 class ModelSettings(SimpleNamespace):
-    """The values of config.json as attributes. Setting one has no effect, because training reads the module."""
+    """The values of config.json as attributes, for scripts that read `model.config`. Setting one has no effect, because
+    training reads the module."""
 
     def to_dict(self) -> dict[str, Any]:
         """The values as a dict."""
@@ -55,8 +56,9 @@ class CompatModel(ModelMethods):
     Attributes:
       module: jaxtune.Decoder; replaced by training.
       tokenizer: the model's.
-      max_seq_length: in tokens; None: the trainer's max_length.
-      residuals: a fixed plan such as "keep"; None: the planner chooses.
+      max_seq_length: the most tokens of a row; None: the trainer's max_length.
+      residuals: a fixed plan for all residuals of the backward pass: "keep" keeps them on the device, as scripts ask
+        for with use_gradient_checkpointing=False; None: the planner chooses what is kept, recomputed or offloaded.
       adapter: the AdapterConfig that made the adapter, or None.
       full_finetuning: whether all weights train.
       random_state: the seed.
@@ -92,16 +94,15 @@ class CompatModel(ModelMethods):
 
     @property
     def module(self) -> Decoder:
-        """The current module. While a run goes on, callbacks see the weights of the moment, which are made up when they
-        are looked at."""
+        """The current module, a jaxtune.Decoder. During a run, callbacks see the weights of the last step, which are
+        assembled when they access them."""
         if not isinstance(self._module, Decoder):
             self._module = self._module()
         return self._module
 
     @module.setter
     def module(self, module: Decoder | Callable[[], Decoder]) -> None:
-        """The current module. During a run, callbacks see the current weights, which are assembled when they are
-        accessed."""
+        """Sets the module, or a function that returns it, which is called when the module is next accessed."""
         self._module = module
 
     @property
@@ -255,7 +256,8 @@ class CompatModel(ModelMethods):
             export_model(self.module, folder, to="gguf", tokenizer=tokenizer or self.tokenizer, outtype=outtype)
 
     def push_to_hub(self, repository: str, token: str | None = None, private: bool | None = None, **others) -> None:
-        """As save_pretrained, into a repository of the hub, which is created if it does not exist."""
+        """As save_pretrained, into a repository (owner/name) of the hub, which is created if it does not exist. `token`
+        None uses this machine's login."""
         settle("push_to_hub", others, SAVE)
         self._push(repository, token, private, lambda folder: self.save_pretrained(folder))
 
@@ -291,7 +293,8 @@ class CompatModel(ModelMethods):
 
     @staticmethod
     def _push(repository: str, token: str | None, private: bool | None, write: Callable[[str], None]) -> None:
-        """Writes into a temporary folder and uploads it."""
+        """Calls `write` with the name of a temporary folder, and uploads what it wrote there to a repository of the
+        hub."""
         from huggingface_hub import HfApi
 
         with TemporaryDirectory() as folder:
@@ -390,7 +393,12 @@ class FastLanguageModel:
         bias: str = "none",
         **others: Any,
     ) -> CompatModel:
-        """A new model with LoRA adapters. embed_tokens and lm_head in target_modules are trained whole."""
+        """Returns a new model with LoRA adapters on `model`, whose arrays are shared. embed_tokens and lm_head in
+        target_modules are trained whole. The other arguments are those of Unsloth and PEFT.
+
+        Raises:
+          ValueError: an argument that is not supported, or contradicts those of from_pretrained.
+        """
         where = "FastLanguageModel.get_peft_model"
         settle(where, others, PEFT, FastLanguageModel.get_peft_model)
         if model.full_finetuning:
@@ -443,7 +451,16 @@ class FastLanguageModel:
 
 
 def _format(where: str, in_4bit: bool | None, in_16bit: bool, flags: Mapping[str, Any], full_finetuning: bool) -> str:
-    """The value of jaxtune.from_pretrained's load_in for these arguments of Unsloth's."""
+    """The value of jaxtune.from_pretrained's load_in for these arguments of Unsloth's from_pretrained: the name of a
+    format, or "stored".
+
+    Args:
+      where: the called function, for messages.
+      in_4bit, in_16bit, full_finetuning: load_in_4bit (None: not given), load_in_16bit and full_finetuning.
+      flags: {name of an argument such as load_in_fp8: its value}.
+    Raises:
+      ValueError: two of them contradict each other.
+    """
     for flag, value in flags.items():
         if not value:
             continue
@@ -466,7 +483,8 @@ def _format(where: str, in_4bit: bool | None, in_16bit: bool, flags: Mapping[str
 
 
 def _dtype_name(where: str, dtype: Any) -> str:
-    """A dtype's name, from a name, a numpy dtype or a torch dtype."""
+    """A dtype's name, such as "bfloat16", from a name, a numpy dtype or a torch dtype; raises ValueError if a model
+    cannot be loaded in it. `where` is the called function, for the message."""
     name = str(dtype).removeprefix("torch.") if "torch" in type(dtype).__module__ else None
     try:
         name = name or jax.numpy.dtype(dtype).name

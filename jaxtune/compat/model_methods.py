@@ -37,16 +37,16 @@ class ModelMethods:
         return jax.numpy.dtype(self.module.dtype)
 
     def eval(self) -> Self:
-        """The model itself."""
+        """The model itself: there is no mode to switch."""
         return self
 
     def train(self, mode: bool = True) -> Self:
-        """The model itself."""
+        """The model itself: there is no mode to switch. (SFTTrainer.train trains.)"""
         del mode
         return self
 
     def to(self, *_: object, **others: object) -> Self:
-        """The model itself."""
+        """The model itself: arguments such as a device or a dtype have no effect."""
         del others
         return self
 

@@ -27,7 +27,13 @@ class TaskType(enum.StrEnum):
 
 
 def with_adapter(model: CompatModel, module: Decoder, adapter: AdapterConfig) -> CompatModel:
-    """A new model of a module with an adapter; everything else as in `model`."""
+    """A new model with another module; tokenizer and settings are those of `model`.
+
+    Args:
+      model: the script's model without the adapter.
+      module: the module with the adapter.
+      adapter: the section `adapter` of a config that describes it.
+    """
     return CompatModel(
         module,
         model.tokenizer,

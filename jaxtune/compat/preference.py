@@ -77,7 +77,8 @@ class RewardConfig(PreferenceConfig):
 
 
 def _with_rates(module: Decoder, rates: Mapping[str, float]) -> Decoder:
-    """The module with these dropout rates."""
+    """Sets the dropout rates of a module's adapters, in place, and returns it. `rates` has a rate for the name of each
+    matrix that has an adapter."""
     for name, matrix in matrices(module):
         if matrix.lora is not None:
             matrix.lora.rate = rates[name]
@@ -85,7 +86,8 @@ def _with_rates(module: Decoder, rates: Mapping[str, float]) -> Decoder:
 
 
 class PreferenceTrainer(SFTTrainer):
-    """What the preference trainers share. Arguments are those of SFTTrainer."""
+    """The base class of the preference trainers: rows with the columns `columns`, no packing, and by default no
+    dropout. Arguments are those of SFTTrainer."""
 
     table = TRAINER | REFERENCE_MODEL
     older = SFTTrainer.older | {
@@ -118,7 +120,8 @@ class PreferenceTrainer(SFTTrainer):
         return _with_rates(nnx.merge(*nnx.split(self.model.module)), dict.fromkeys(self._rates(), 0.0))
 
     def _handing_back(self) -> Callable[[Decoder], Decoder]:
-        """A function that restores the dropout rates of a trained module."""
+        """A function that gives a module of the run, which may train without dropout, the dropout rates that the
+        script's model has."""
         rates = self._rates()
         return lambda module: _with_rates(module, rates)
 
@@ -130,7 +133,11 @@ class PreferenceTrainer(SFTTrainer):
         return False
 
     def _read(self, dataset: Any, formatting_func: Any) -> tuple[Any, str]:
-        """(rows, their format), after a check that they have the columns of the trainer."""
+        """(rows, their format) of a script's data set.
+
+        Raises:
+          ValueError: it lacks one of the trainer's `columns`, or a formatting_func is given.
+        """
         name = type(self).__name__
         if formatting_func is not None:
             raise ValueError(f"{name}: it has no formatting_func; give columns prompt, {', '.join(self.columns)}")
@@ -149,7 +156,12 @@ class PreferenceTrainer(SFTTrainer):
 
 
 class ReferencedTrainer(PreferenceTrainer):
-    """What trainers with a reference share. The reference is the model with its adapter off."""
+    """The base class of the trainers whose loss compares the model with a reference, which here is the model with its
+    adapter off.
+
+    Raises:
+      ValueError: the adapter has been trained before; TRL's reference would be the model with it.
+    """
 
     def __init__(self, *args: Any, **arguments: Any):
         super().__init__(*args, **arguments)

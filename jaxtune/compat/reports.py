@@ -25,11 +25,12 @@ class TrainOutput:
 
 
 def rows_report(name: str, trainer: Trainer) -> list[str]:
-    """What a trainer does with its rows, a line each, in the command's words; then what TRL's users may not expect.
+    """Lines about a run's rows, which are printed before it starts: those of `jaxtune train`, and then what users of
+    TRL may not expect (how packing changes the updates, how many documents are cut, how many tokens are trained on).
 
     Args:
-      name: the script's trainer, for messages.
-      trainer: of the run.
+      name: the class of the script's trainer, with which these further lines begin.
+      trainer: jaxtune's Trainer of the run.
     """
     lines = trainer.data_summary().splitlines()
     data, source = trainer.train_data, trainer.batches
@@ -51,7 +52,7 @@ def rows_report(name: str, trainer: Trainer) -> list[str]:
 
 
 class Reports:
-    """The reporting methods of a trainer that has `args` and `state`."""
+    """The reporting methods of a trainer, which has `args` (an SFTConfig) and `state`."""
 
     args: Any
     state: TrainerState
@@ -69,7 +70,7 @@ class Reports:
             say(f"  {name} = {value:,.4f}" if isinstance(value, float) else f"  {name} = {value}")
 
     def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
-        """Writes output_dir/SPLIT_results.json, and adds the metrics to all_results.json."""
+        """Writes output_dir/SPLIT_results.json, and, if `combined`, adds the metrics to all_results.json."""
         self._output.mkdir(parents=True, exist_ok=True)
         _write(self._output / f"{split}_results.json", dict(metrics))
         if combined:
@@ -92,5 +93,5 @@ class Reports:
 
 
 def _write(path: Path, values: Mapping[str, Any]) -> None:
-    """Writes values as JSON."""
+    """Writes values to a file as JSON; what JSON lacks, such as a NumPy number, is written as a float."""
     path.write_text(json.dumps(values, indent=4, sort_keys=True, default=float) + "\n", encoding="utf-8")

@@ -96,7 +96,7 @@ class RewardedConfig(PreferenceConfig):
 
 @dataclasses.dataclass(init=False)
 class GRPOConfig(RewardedConfig):
-    """TRL's GRPOConfig."""
+    """TRL's GRPOConfig, with Unsloth's defaults as SFTConfig."""
 
     table = GRPO
 
@@ -118,7 +118,7 @@ class GRPOConfig(RewardedConfig):
 
 @dataclasses.dataclass(init=False)
 class RLOOConfig(RewardedConfig):
-    """TRL's RLOOConfig."""
+    """TRL's RLOOConfig, with Unsloth's defaults as SFTConfig."""
 
     table = RLOO
 
@@ -128,7 +128,7 @@ class RLOOConfig(RewardedConfig):
 
 
 class RewardedTrainer(PreferenceTrainer):
-    """What GRPOTrainer and RLOOTrainer share.
+    """The base class of GRPOTrainer and RLOOTrainer, which sample answers to prompts and train on their rewards.
 
     Args:
       model: as for SFTTrainer.
@@ -187,7 +187,9 @@ class RewardedTrainer(PreferenceTrainer):
 
     @property
     def _answers(self) -> int:
-        """The answers of an update."""
+        """The number of answers that an update trains on: per_device_train_batch_size times
+        gradient_accumulation_steps, or, where these are not whole groups of answers to one prompt, num_generations
+        times gradient_accumulation_steps, which is printed."""
         args, parts = self.args, self.args.gradient_accumulation_steps
         batch, group = args.per_device_train_batch_size, args.num_generations
         if batch * parts % group:
@@ -201,7 +203,12 @@ class RewardedTrainer(PreferenceTrainer):
         return batch * parts
 
     def _steps_per_generation(self) -> int:
-        """The updates that a generation's answers are divided into. TRL's argument counts micro-batches."""
+        """The number of updates that the answers of one generation are divided into; 1 by default. TRL's arguments
+        count micro-batches or answers.
+
+        Raises:
+          ValueError: a generation has no whole number of updates.
+        """
         args, answers = self.args, self._answers
         if args.generation_batch_size is not None:
             what, count = f"generation_batch_size = {args.generation_batch_size}", args.generation_batch_size
@@ -244,14 +251,19 @@ class RewardedTrainer(PreferenceTrainer):
         return ObjectiveConfig("grpo", **options)
 
     def _rewards(self) -> RewardFunctions:
-        """The script's reward functions."""
+        """The script's reward functions as the objective calls them, with their weights and with `trainer_state`,
+        `log_extra` and `log_metric`, which TRL passes to them."""
         name = type(self).__name__
         idle = {key: functools.partial(_not_logged, name, key) for key in ("log_extra", "log_metric")}
         also = {"trainer_state": getattr(self, "state", None), **idle}
         return RewardFunctions.of(self._functions, self._weights, also=also)
 
     def _read(self, dataset: object, formatting_func: object) -> tuple[object, str]:
-        """(rows, their format), after a check that they have prompts."""
+        """(rows, their format) of a script's data set.
+
+        Raises:
+          ValueError: it has no column `prompt`, is an IterableDataset, or a formatting_func is given.
+        """
         if is_stream(dataset):
             raise ValueError(
                 f"{type(self).__name__}: train_dataset is an IterableDataset, which is not supported; prompts are read "
@@ -275,13 +287,18 @@ class RewardedTrainer(PreferenceTrainer):
 
     @property
     def _trained_before(self) -> bool:
-        """Whether the adapter has been trained before."""
+        """Whether the adapter has been trained before: whether any of its B matrices is not zero."""
         loras = [matrix.lora for _, matrix in matrices(self.model.module) if matrix.lora is not None]
         return any(bool(lora.b[...].any()) for lora in loras)
 
     def _reference(self, objective: Policy) -> Score | None:
-        """Log-probabilities under a copy of an adapter that was trained before, as in TRL; None: the reference is the
-        model with its adapter off."""
+        """The function that scores answers under the reference of the KL term, for an adapter that was trained before:
+        as in TRL, the reference is a copy of that adapter. None if there is no KL term (beta = 0) or the reference is
+        the model with its adapter off, which needs no copy.
+
+        Returns:
+          a function of (model, batch) that returns the log-probabilities of the answers' tokens.
+        """
         if not objective.losses.beta or not self._trained_before:
             return None
         kept = jax.tree.map(jnp.copy, nnx.state(self.model.module, nnx.Param))
@@ -294,7 +311,8 @@ class RewardedTrainer(PreferenceTrainer):
         return score
 
     def _source(self, config: TrainConfig) -> SampledAnswers:
-        """The source of the run's answers."""
+        """The source of the run's batches: it samples answers to the prompts of train_dataset and has the script's
+        functions reward them."""
         objective, module = objective_of(config), self.model.module
         assert isinstance(objective, Policy)
         return sampled_answers(
@@ -309,15 +327,16 @@ class RewardedTrainer(PreferenceTrainer):
         )
 
     def _run(self, config: TrainConfig, callbacks: Sequence[Callback] = ()) -> Trainer:
+        """A jaxtune Trainer of a run with this config, which trains on sampled answers."""
         return Trainer(self._to_train(), self.tokenizer, config, self._source(config), callbacks=callbacks)
 
     @functools.cached_property
     def _prepared(self) -> Trainer:
-        """A Trainer that counts an epoch's steps."""
+        """A Trainer that is made before the run's config is complete, only to count an epoch's steps."""
         return self._run(self.config(prepared=False))
 
     def _trainer(self, resume: Literal["auto", "never"] = "never", callbacks: Sequence[Callback] = ()) -> Trainer:
-        """The Trainer of a run."""
+        """The jaxtune Trainer of one call of train()."""
         return self._run(self.config(resume), callbacks)
 
     def evaluate(self) -> NoReturn:
@@ -329,7 +348,12 @@ class RewardedTrainer(PreferenceTrainer):
 
 
 def _not_logged(trainer: str, name: str, *_: object) -> None:
-    """What a reward function gets as log_extra and log_metric."""
+    """Stands for log_extra and log_metric, which TRL passes to reward functions: prints once that it logs nothing.
+
+    Args:
+      trainer: the class of the script's trainer.
+      name: "log_extra" or "log_metric".
+    """
     tell(trainer, name, "rewards and their spread are logged for each function")
 
 

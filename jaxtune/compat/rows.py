@@ -34,7 +34,8 @@ class Tokenised(Sequence):
 
 
 def columns_of(dataset: Any, trainer: str) -> list[str]:
-    """The columns of a data set, or of the first row of a list or of a stream that does not know them.
+    """The columns of a data set, or of the first row of a list or of a stream that does not know them. `trainer` is the
+    class of the script's trainer, for the message.
 
     Raises:
       ValueError: there are no rows.
@@ -49,8 +50,19 @@ def columns_of(dataset: Any, trainer: str) -> list[str]:
 
 
 def rows_and_format(dataset: Any, text_field: str, formatting_func) -> tuple[Any, str]:
-    """(rows for jaxtune, their format), by TRL's rules: a formatting function first, then a text column, then the known
-    columns."""
+    """Finds out what a script's rows are, by TRL's rules: a formatting function decides first, then a column of texts,
+    then columns of a known format.
+
+    Args:
+      dataset: a datasets.Dataset or IterableDataset, a list of dicts, or the path of a file.
+      text_field: the name of the column of texts (dataset_text_field).
+      formatting_func: maps a row to a text, or the columns of a batch to texts; None: there is none.
+    Returns:
+      (rows as jaxtune reads them, the name of their format: "text", "messages", "prompt_completion" or "sharegpt"; for
+      a file also another format, or "auto")
+    Raises:
+      ValueError: there are no rows, or none of the rules fits.
+    """
     if is_stream(dataset):
         return _streamed(dataset, text_field, formatting_func)
     if formatting_func is not None:
@@ -67,7 +79,8 @@ def rows_and_format(dataset: Any, text_field: str, formatting_func) -> tuple[Any
 
 
 def _streamed(dataset: Any, text_field: str, formatting_func: Callable[..., Any] | None) -> tuple[Any, str]:
-    """As rows_and_format, of an IterableDataset, none of whose rows but the first is read here."""
+    """As rows_and_format, for an IterableDataset, of which at most the first row is read here; its rows are converted
+    while the run reads them."""
     columns = columns_of(dataset, "SFTTrainer")
     if formatting_func is not None:
         function = formatting_func
@@ -79,7 +92,8 @@ def _streamed(dataset: Any, text_field: str, formatting_func: Callable[..., Any]
 
 
 def _known_form(columns: Sequence[str], text_field: str) -> str:
-    """The form of rows with these columns, which have no column of texts."""
+    """The format of rows with these columns, if they have no column of texts; raises ValueError, which names
+    `text_field`, if it is none that TRL knows."""
     for names, form in (
         (["messages"], "messages"),
         (["prompt", "completion"], "prompt_completion"),

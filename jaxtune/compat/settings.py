@@ -139,13 +139,21 @@ def given_arguments(args: Any, kind: type[SFTConfig]) -> SFTConfig:
 
 
 def plain_value(setting: Any) -> Any:
-    """The value of a member of one of transformers' enumerations; any other value as it is."""
+    """The value of a member of one of transformers' enumerations, such as "steps"; any other value is returned
+    unchanged."""
     return getattr(setting, "value", setting)
 
 
 def trained_tokens(args: SFTConfig, form: str) -> str:
-    """Which tokens TRL trains on: completions alone, all tokens of text and messages, unless the arguments say
-    otherwise."""
+    """Which tokens TRL trains on, as a value of data.train_on: "responses" or "all". By default these are completions
+    alone, and all tokens of text and messages; assistant_only_loss and completion_only_loss change that.
+
+    Args:
+      args: the script's.
+      form: the format of the rows.
+    Raises:
+      ValueError: the arguments need another format.
+    """
     if args.assistant_only_loss:
         if form not in ("messages", "sharegpt", "prompt_completion"):
             raise ValueError(f"SFTConfig: assistant_only_loss = True needs conversations; the rows are {form}")
@@ -165,14 +173,16 @@ DEFAULT_LENGTH = 1024  # TRL's max_length
 
 
 def row_length(args: SFTConfig, model: Any) -> int:
-    """The tokens of a row: the least of max_length, max_seq_length and the model's own, else TRL's default."""
+    """The tokens of a row: the least of max_length, max_seq_length and the CompatModel's max_seq_length that are set;
+    if none is, TRL's default of 1,024, or the model's positions if these are fewer."""
     wanted = (args.max_length, args.max_seq_length, model.max_seq_length)
     least = min((length for length in wanted if length is not None), default=None)
     return min(DEFAULT_LENGTH, model.module.config.context_length) if least is None else least
 
 
 def max_steps(args: SFTConfig, streamed: bool) -> int | None:
-    """max_steps; None: the epochs say how many steps there are, which a data set that is streamed does not know."""
+    """The number of updates that max_steps asks for; None if it is not set, so that num_train_epochs decides. Raises
+    ValueError then if the rows are streamed, because their number is unknown."""
     if args.max_steps > 0:
         return args.max_steps
     if streamed:
@@ -189,8 +199,14 @@ def total_steps(args: SFTConfig, steps_per_epoch: int) -> int:
 
 
 def schedule_config(args: SFTConfig, steps: int | None) -> ScheduleConfig:
-    """The schedule of a run of `steps` updates; None if their number is unknown, and then a warm-up that is a share of
-    them is unknown too."""
+    """The section `schedule` of a run's config.
+
+    Args:
+      args: the script's.
+      steps: the updates of the run; None: unknown yet, and then a warm-up that is a share of them counts as 0.
+    Raises:
+      ValueError: a scheduler or an option of it that is not supported.
+    """
     kind = plain_value(args.lr_scheduler_type)
     name: Any = choose("SFTConfig", "lr_scheduler_type", kind, SCHEDULES)
     given = dict(args.lr_scheduler_kwargs or {})
@@ -210,7 +226,8 @@ def schedule_config(args: SFTConfig, steps: int | None) -> ScheduleConfig:
 
 
 def precision(args: SFTConfig, module: Decoder) -> Any:
-    """The precision of a run: bf16 or fp16 if asked for, else the module's dtype."""
+    """The `precision` of a run's config: "bf16" or "fp16" if the arguments ask for it, else that of the module's
+    dtype."""
     if args.bf16 and args.fp16:
         raise ValueError("SFTConfig: bf16 and fp16 are both True: keep one")
     if args.bf16 or args.fp16:
@@ -219,8 +236,9 @@ def precision(args: SFTConfig, module: Decoder) -> Any:
 
 
 def steps_between(args: SFTConfig, name: str, total: Callable[[], int | None]) -> int | None:
-    """The argument `name` in steps. As in transformers, a value below 1 is a share of all steps, whose number `total`
-    returns; None if `total` does not know it yet.
+    """The value of the argument `name`, such as save_steps, as a number of steps. As in transformers, a value below 1
+    is a share of all steps, whose number `total()` returns. None if the argument is None, or if `total()` does not know
+    it yet.
 
     Raises:
       ValueError: the value is neither whole nor below 1.
@@ -235,7 +253,8 @@ def steps_between(args: SFTConfig, name: str, total: Callable[[], int | None]) -
 
 
 def metrics_config(args: SFTConfig, log_every: int) -> MetricsConfig:
-    """The loggers of a run, from report_to."""
+    """The section `metrics` of a run's config: the loggers that report_to names, and the number of steps between two
+    logged lines."""
     loggers = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or ())
     for name in loggers:
         choose("SFTConfig", "report_to", name, dict.fromkeys(("none", "tensorboard", "wandb", "trackio"), ""))

@@ -65,7 +65,8 @@ class NumpyTensor(np.ndarray):
 
 
 def without_torch(tokenizer: Any) -> Any:
-    """The tokenizer, changed in place to answer return_tensors="pt" with NumPy arrays; this is printed once."""
+    """Changes a tokenizer in place so that it answers return_tensors="pt" with NumpyTensor arrays instead of torch's,
+    which need not be installed; a line says so at the first use. Returns the tokenizer."""
     base = type(tokenizer)
     if getattr(base, "_answers_numpy", False):
         return tokenizer
@@ -185,7 +186,8 @@ def standardize_sharegpt(dataset: Any, **others: Any) -> Any:
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, str]:
-    """A message as {"role", "content"}."""
+    """A message of ShareGPT's form {"from", "value"}, or one that is right already, as {"role", "content"}; raises
+    ValueError for an unknown speaker."""
     if message.get("role") is not None:
         return {"role": message["role"], "content": message["content"]}
     speaker = message["from"]

@@ -67,8 +67,8 @@ class SFTTrainer(Evaluations):
     and saves it in output_dir/checkpoint-N. An update has as many rows as in TRL, and the same ones; see `config`.
 
     Args:
-      model: from FastLanguageModel; or a hub name or folder, which is loaded, and trained whole if there is no
-        peft_config.
+      model: a CompatModel, as FastLanguageModel makes it; or a hub name or folder, which is loaded, and trained whole
+        if there is no peft_config.
       args: SFTConfig or TrainingArguments, also transformers' and TRL's own.
       train_dataset, eval_dataset: a datasets.Dataset, a list of dicts, or a path, with a column dataset_text_field, or
         messages, or prompt and completion. An IterableDataset to train on is read during the run, which needs
@@ -159,15 +159,15 @@ class SFTTrainer(Evaluations):
         self._events().tell("on_init_end")
 
     def _read(self, dataset: Any, formatting_func: Callable[[Any], Any] | None) -> tuple[Any, str]:
-        """(rows for jaxtune, their format)."""
+        """(rows for jaxtune, their format) of a script's data set; see rows_and_format."""
         return rows_and_format(dataset, self.args.dataset_text_field, formatting_func)
 
     def _train_on(self) -> str:
-        """Which tokens are trained on."""
+        """Which tokens are trained on, as a value of data.train_on: "all" or "responses"."""
         return trained_tokens(self.args, self._format)
 
     def _objective(self) -> ObjectiveConfig:
-        """The objective of the run."""
+        """The section `objective` of the run's config: here the default, cross-entropy; subclasses replace it."""
         return ObjectiveConfig()
 
     def _packing(self) -> bool:
@@ -179,16 +179,18 @@ class SFTTrainer(Evaluations):
         return self.model.module
 
     def _order(self) -> Any:
-        """The order of an epoch's rows, as jaxtune names it."""
+        """The order of an epoch's rows for train_sampling_strategy, as TokenDataset names it: "torch" (PyTorch's
+        shuffle) or "given"."""
         args, strategy = self.args, plain_value(self.args.train_sampling_strategy)
         return choose(type(args).__name__, "train_sampling_strategy", strategy, args.orders)
 
     def _rows_for(self, data: TokenDataset) -> TokenDataset:
-        """Tokenised rows in the form that the run needs."""
+        """Tokenised rows in the form that the run needs: here as they are; KTOTrainer forms groups."""
         return data
 
     def _handing_back(self) -> Callable[[Decoder], Decoder]:
-        """A function that maps a module of the run to the one that the script sees."""
+        """A function that maps a module of the run to the one that the script sees: here the same; trainers that turn
+        dropout off turn it on again."""
         return lambda module: module
 
     def add_callback(self, callback: Any) -> None:
@@ -208,7 +210,8 @@ class SFTTrainer(Evaluations):
         self.pop_callback(callback)
 
     def _events(self, leave: Callable[[int], Any] = lambda step: None) -> Events:
-        """The callback of jaxtune.train that serves the script's callbacks."""
+        """The callback of jaxtune.train that passes a run's events to the script's callbacks. `leave` is called with
+        the number of steps after a save that was due or requested."""
         return Events(
             self.args,
             self.state,
@@ -302,7 +305,8 @@ class SFTTrainer(Evaluations):
         )
 
     def _strategies(self) -> tuple[str, str]:
-        """When to save and when to evaluate: "steps", "epoch" or "no"."""
+        """(save_strategy, eval_strategy), each "steps", "epoch" or "no"; raises ValueError for another value, or if an
+        evaluation is asked for and there is nothing to evaluate on."""
         args, known = self.args, {"steps": "steps", "no": "no", "epoch": "epoch"}
         saves = choose("SFTConfig", "save_strategy", plain_value(args.save_strategy), known)
         evaluates = choose("SFTConfig", "eval_strategy", plain_value(args.eval_strategy), known)
@@ -313,7 +317,8 @@ class SFTTrainer(Evaluations):
         return saves, evaluates
 
     def _optim(self) -> OptimConfig:
-        """The optimizer's section of the config."""
+        """The section `optim` of the run's config; raises ValueError for an optimizer that is not supported, or an
+        embedding_learning_rate if no embedding trains."""
         args = self.args
         optimizer: Any = choose("SFTConfig", "optim", plain_value(args.optim), OPTIMIZERS)
         own = args.embedding_learning_rate
@@ -341,7 +346,8 @@ class SFTTrainer(Evaluations):
 
     @property
     def _epoch_steps(self) -> int:
-        """The steps of an epoch, at least 1."""
+        """The number of steps of an epoch, at least 1; the rows are tokenised for it if they are not yet. Raises
+        ValueError if they are streamed, because their number is unknown."""
         per_epoch = self._prepared.batches.steps_per_epoch
         if per_epoch is None:
             raise ValueError(
@@ -351,7 +357,12 @@ class SFTTrainer(Evaluations):
         return max(1, per_epoch)
 
     def _trainer(self, resume: Literal["auto", "never"] = "never", callbacks: Sequence[Callback] = ()) -> Trainer:
-        """The Trainer of a run."""
+        """The jaxtune Trainer of one call of train() or evaluate(), on the rows that are tokenised already.
+
+        Args:
+          resume: "auto" continues the run in output_dir, "never" starts a new one.
+          callbacks: of jaxtune.train.
+        """
         data, rows = self._prepared, self._rows["train"]
         if data.train_data is not None:
             rows = dataclasses.replace(self._rows_for(data.train_data), order=self._order())
@@ -422,13 +433,15 @@ class SFTTrainer(Evaluations):
 
 
 def loaded(name: str, args: SFTConfig, full: bool) -> CompatModel:
-    """A model by its name, loaded as TRL does: in 16 bits, with max_length tokens (1,024 by default)."""
+    """Loads a model by its name or folder, as TRL does: in 16 bits, for rows of max_length tokens (1,024 by default),
+    with model_init_kwargs. `full` says whether all weights train."""
     length = args.max_length or args.max_seq_length or DEFAULT_LENGTH
     return load_plain("SFTConfig.model_init_kwargs", name, length, args.seed, full, args.model_init_kwargs or {})
 
 
 def _with_adapter(model: CompatModel, peft_config: object, seed: int) -> CompatModel:
-    """The model with a new adapter, as peft_config describes it."""
+    """A new model over `model` with an adapter that `peft_config`, a LoraConfig, describes; `seed` is that of its
+    initial values."""
     settings = lora_settings(peft_config)
     return with_adapter(model, *adapted(model.module, "LoraConfig", seed, experts_too=False, **settings))
 
@@ -441,9 +454,14 @@ def train_on_responses_only(
     tokenizer: Any = None,
     **others: Any,
 ) -> SFTTrainer:
-    """The trainer, set to train only on what follows response_part, up to the end of the turn.
+    """Sets a trainer, in place, to train only on what follows response_part, up to the end of the turn, and returns it.
 
-    Without the two marker strings they are derived from the chat template.
+    Args:
+      trainer: the trainer.
+      instruction_part, response_part: the strings that begin a turn of the user and of the assistant; None: they are
+        derived from the chat template.
+      last_response_only: whether only the last answer of a conversation is trained on.
+      tokenizer: whose template is read; None: the trainer's.
     """
     settle("train_on_responses_only", others, RESPONSES, train_on_responses_only)
     if instruction_part is None and response_part is None:

@@ -91,7 +91,7 @@ def load_plain(
     Args:
       where: the called function, for messages.
       name: a folder or a hub name.
-      max_length: tokens of a row; None: the trainer says.
+      max_length: the most tokens of a row; None: the trainer's max_length decides.
       random_state: the seed.
       full: whether all weights train where there is no adapter.
       given: the arguments of from_pretrained.

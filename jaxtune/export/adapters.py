@@ -115,7 +115,15 @@ def verify(model: Decoder, found: Mapping[str, np.ndarray], meant: Mapping[str, 
 
 
 def _peft_product(name: str, tensors: Mapping[str, np.ndarray], count: int) -> np.ndarray:
-    """The product B A as PEFT computes it, without its scale: [out, in], or [E, out, in] for experts."""
+    """The product B A of an adapter as PEFT computes it from its files, without the factor alpha / r.
+
+    Args:
+      name: PEFT's name of the adapted module, or of the experts' parameter.
+      tensors: the adapter's tensors by their names in the file.
+      count: the number of experts E; 0 for a linear.
+    Returns:
+      float64[out, in], or [E, out, in] for experts.
+    """
     if not count:
         a, b = (tensors[f"base_model.model.{name}.lora_{part}.weight"].astype(np.float64) for part in "AB")
         return b @ a

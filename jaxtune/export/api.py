@@ -90,7 +90,8 @@ class _Job:
 
 
 def _whole(model: Decoder) -> Weights:
-    """The model's weights, made one at a time, with an adapter merged into them."""
+    """The model's weights with an adapter merged into them, each made only when it is written, so that the merged model
+    never is in memory as a whole."""
     return merged_weights(model) if has_adapter(model) else Weights(model)
 
 
@@ -142,7 +143,17 @@ def _gguf_adapter(model: Decoder, job: _Job) -> Exported:
 
 
 def _write_gguf(job: _Job, file: str, arch: str, fields, sources, outtype: str, notes: list[str]) -> Exported:
-    """Writes one GGUF file into the job's new folder and verifies it."""
+    """Writes one GGUF file into the job's new folder and verifies it by reading it back.
+
+    Args:
+      job: the export's arguments.
+      file: the name of the file.
+      arch: llama.cpp's name of the architecture.
+      fields: metadata, {key: value}.
+      sources: make the tensors, in the order of the file.
+      outtype: the type of the weights, one of OUTTYPES.
+      notes: for the user.
+    """
     size = gguf_file.size_bytes(gguf_tensors.all_tensors(sources), outtype)
     require_space(job.path.parent, size + _METADATA_BYTES)
     with new_folder(job.path, "export") as folder:
@@ -152,7 +163,13 @@ def _write_gguf(job: _Job, file: str, arch: str, fields, sources, outtype: str, 
 
 
 def _folder(write: Callable) -> Callable[[Decoder, _Job], Exported]:
-    """An export function for a format that is a Hugging Face folder, from the function that writes its files."""
+    """Makes an entry of FORMATS for a format that is a Hugging Face folder.
+
+    Args:
+      write: called with (model, empty folder, tokenizer, max_shard_bytes): writes the files and returns notes.
+    Returns:
+      the export function, which gives the folder its name when `write` has succeeded.
+    """
 
     def export(model: Decoder, job: _Job) -> Exported:
         with new_folder(job.path, "export") as folder:
@@ -164,7 +181,7 @@ def _folder(write: Callable) -> Callable[[Decoder, _Job], Exported]:
 
 
 def _stored(to: Format) -> Callable[[Decoder, _Job], Exported]:
-    """The export function of a quantised format."""
+    """Makes the entry of FORMATS for a quantised format of safetensors files, such as bitsandbytes' NF4 or FP8."""
     return _folder(lambda model, *rest: folders.write_stored(to, _whole(model), *rest))
 
 

@@ -177,8 +177,11 @@ def _layer_problems(config: DecoderConfig, arch: Architecture) -> list[str]:
 
 
 def hyperparameters(config: DecoderConfig, arch: Architecture) -> tuple[dict[str, Any], list[str]]:
-    """The metadata of a model.
+    """The metadata by which llama.cpp knows a model's sizes and constants.
 
+    Args:
+      config: the model's.
+      arch: its architecture, as `architecture` returns it.
     Returns:
       ({key without the architecture's name: value}, notes for the user); ints are stored as uint32, floats as float32.
     """

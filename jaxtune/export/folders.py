@@ -27,12 +27,14 @@ from jaxtune.system import terminal
 
 
 def write_merged(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
-    """Writes the model in its own dtype; weights in four bits are decoded."""
+    """Writes the model as a Hugging Face folder in its own dtype; quantised weights are decoded to it. Arguments and
+    result are those of write_planned."""
     return write_planned(weights.dequantized(), folder, tokenizer, max_shard_bytes)
 
 
 def write_stored(to: Format, weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
-    """Writes linears and experts in a quantised format, as the format's export declares.
+    """Writes a Hugging Face folder with the linears and experts in the quantised format `to`, in the way that the
+    format's `export` declares. The other arguments and the result are those of write_planned.
 
     If a file's header contains values of a weight (double-quantised NF4: a mean of each matrix, as text), weights that
     are not yet in the format are made twice.
@@ -50,7 +52,8 @@ def write_stored(to: Format, weights: Weights, folder: Path, tokenizer: Any, max
 
 
 def write_mxfp4(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
-    """Writes gpt-oss with its experts in MXFP4, as it is published.
+    """Writes gpt-oss as a Hugging Face folder with its experts in MXFP4, as it is published. Arguments and result are
+    those of write_planned.
 
     Raises:
       ValueError: a model of another family.
@@ -98,7 +101,7 @@ def write_planned(
       max_shard_bytes: weights above this size are divided into shards.
       planned: the files' tensors; None: what checkpoint_tensors gives for the model.
       extra: entries that are added to config.json.
-      loads: see `verify`.
+      loads: whether jaxtune can load such a folder itself, so that the check of the written files may load it.
     Returns:
       notes for the user.
     """

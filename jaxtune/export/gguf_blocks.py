@@ -89,11 +89,18 @@ def _sampled(blocks: jax.Array, coded: jax.Array, places: jax.Array) -> tuple[ja
 def _fetched(
     name: str, kind: str, coded: jax.Array, own: int, answers: Sequence[jax.Array], sampled: Sequence[jax.Array]
 ) -> np.ndarray:
-    """The bytes of a run's first `own` numbers, after the checks of `encode`.
+    """Copies a run's bytes to the host and raises what `encode` says if its checks failed. A run is a part of a tensor,
+    of one of three sizes; its end may be padding.
 
     Args:
+      name: of the tensor, for messages.
+      kind: gguf's name of the type.
+      coded: the encoded run, on the device.
+      own: how many of its numbers are the tensor's; the rest is padding.
       answers: what `_checked` returned.
       sampled: what `_sampled` returned.
+    Returns:
+      the bytes of the first `own` numbers, uint8[n].
     """
     finite, fits, near = jax.device_get(answers)
     if not finite:
@@ -151,7 +158,11 @@ def _q4_0(blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @functools.partial(jax.jit, static_argnums=2)
 def _checked(array: jax.Array, coded: jax.Array, kind: str) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(all values are finite, all fit into the type, all decode to within the type's rounding) as scalars."""
+    """Compares an array [rows, columns] with what its encoded form decodes to, on the device.
+
+    Returns:
+      (all values are finite, all fit into the type, all decode to within the type's rounding), boolean scalars.
+    """
     wide = array.astype(jnp.float32)
     if kind.startswith("Q"):
         blocks = coded.reshape(len(wide), wide.shape[1] // BLOCK, -1)

@@ -138,7 +138,14 @@ def _fill(out: byte_files.Writer) -> None:
 def _header(
     file: Path, architecture: str, fields: Mapping[str, Any], tensors: Sequence[Tensor], kinds: Mapping[str, str]
 ) -> bytes:
-    """The bytes before the tensors; `file` is used as a temporary file."""
+    """The bytes of a GGUF file before its tensors: metadata, and the name, shape, type and position of each tensor.
+    gguf's writer makes them, which can only write to a file: `file` is used for it, and overwritten later.
+
+    Args:
+      architecture, fields: as for `write`.
+      tensors: in the order of the file.
+      kinds: {tensor's name: gguf's name of its type}.
+    """
     import gguf
 
     writer = gguf.GGUFWriter(file, architecture)

@@ -124,7 +124,14 @@ def _dense(make: Callable[[], Any], dtype: str) -> jax.Array:
 def _dense_tensor(
     name: str, shape: tuple[int, ...], config: DecoderConfig, arch: Architecture, names: _Names
 ) -> Tensor:
-    """The tensor for a weight [out, in] or a vector; a norm's weight gets the model's offset added."""
+    """Describes the GGUF tensor for a weight [out, in] or a vector of the model. A norm's weight gets the model's
+    offset added (1 in Gemma), and the rows of q and k are reordered for llama.cpp's rotary embedding if the
+    architecture needs that.
+
+    Args:
+      name: Hugging Face's name of the tensor.
+      shape: its shape.
+    """
     heads = _heads(config, arch, name)
     offset = np.float32(config.norm_offset if name.endswith("norm.weight") else 0.0)
 
@@ -137,7 +144,8 @@ def _dense_tensor(
 
 
 def _expert_tensors(name: str, shape: tuple[int, ...], config: DecoderConfig, names: _Names) -> list[Tensor]:
-    """The tensors for a matrix or bias of experts; gate and up are separate tensors."""
+    """Describes the GGUF tensors for a matrix or bias of all experts of a layer: one, or two for gate_up_proj, because
+    llama.cpp stores gate and up separately. `name` is Hugging Face's name, `shape` its shape [E, ...]."""
     moe = config.moe
     assert moe is not None
     bias = name.endswith("_bias")
@@ -161,7 +169,8 @@ def _expert_tensors(name: str, shape: tuple[int, ...], config: DecoderConfig, na
 
 
 def _gate_and_up(alternating: bool, half: int) -> tuple[slice, slice]:
-    """(rows of gate, rows of up) in gate_up_proj, which has them alternating or in halves."""
+    """(rows of gate, rows of up) in gate_up_proj, as slices. Its 2 * `half` rows alternate between the two if
+    `alternating`, as in gpt-oss; else gate is the first half."""
     return (slice(0, None, 2), slice(1, None, 2)) if alternating else (slice(None, half), slice(half, None))
 
 
@@ -205,7 +214,8 @@ def of_adapter(model: Decoder, arch: Architecture) -> tuple[list[Source], float]
 def _lora_tensors(
     name: str, lora: Any, factor: np.float32, heads: int | None = None, rows: slice | None = None
 ) -> Source:
-    """lora_a [.., r, in] and lora_b [.., out, r] of a tensor, or of some of its rows.
+    """Describes the GGUF tensors lora_a [.., r, in] and lora_b [.., out, r], both float32, of an adapted tensor or of
+    some of its rows.
 
     Args:
       name: llama.cpp's name of the adapted tensor.

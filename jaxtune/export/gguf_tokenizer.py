@@ -49,7 +49,7 @@ def tokenizer_fields(tokenizer: Any, vocab_size: int, ends: Iterable[tuple[str, 
     Args:
       tokenizer: a fast Hugging Face tokenizer.
       vocab_size: rows of the model's embedding; those past the tokenizer's last token become unused tokens.
-      ends: see Architecture.ends.
+      ends: (llama.cpp's key, the token's text) of each end token that llama.cpp does not recognise by its text.
     Returns:
       {key: value}
     Raises:
@@ -92,7 +92,14 @@ def tokenizer_fields(tokenizer: Any, vocab_size: int, ends: Iterable[tuple[str, 
 
 
 def _tokens(parts: dict[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:
-    """(the text of each token, its type as llama.cpp numbers it)"""
+    """(the text of each token, its type as llama.cpp numbers it), two lists of `vocab_size` entries.
+
+    Args:
+      parts: the content of tokenizer.json.
+      vocab_size: rows of the model's embedding; rows without a token become unused tokens.
+    Raises:
+      ValueError: the tokenizer has a token beyond the embedding.
+    """
     model = parts["model"]
     texts = {number: text for text, number in model["vocab"].items()}
     added = {token["id"]: token for token in parts["added_tokens"]}
@@ -120,7 +127,8 @@ def _sequence(part: dict[str, Any] | None, kinds: str) -> list[dict[str, Any]]:
 
 
 def _words(parts: dict[str, Any]) -> str:
-    """tokenizer.ggml.pre of a byte-level tokenizer.
+    """The value of tokenizer.ggml.pre for a byte-level tokenizer: llama.cpp's name of the pattern that divides text
+    into words. `parts` is the content of tokenizer.json.
 
     Raises:
       ValueError: llama.cpp does not have its word pattern.
@@ -147,7 +155,12 @@ def _words(parts: dict[str, Any]) -> str:
 
 
 def _space_prefix(parts: dict[str, Any]) -> bool:
-    """Whether a tokenizer with SentencePiece's characters puts a space before a text."""
+    """Whether a tokenizer with SentencePiece's characters puts a space before a text, which llama.cpp has to know.
+    `parts` is the content of tokenizer.json.
+
+    Raises:
+      ValueError: it does anything else with a text, which llama.cpp's tokenizer would not do.
+    """
     prefixed, replaced = False, False
     steps = _sequence(parts["normalizer"], "normalizers") + _sequence(parts["pre_tokenizer"], "pretokenizers")
     for step in steps:

@@ -13,7 +13,8 @@ _GGUF_DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # by ou
 
 
 def grid_of_export(model: Decoder) -> FakeQuant | None:
-    """The grid on which weights are once an adapter is merged; None without quantisation-aware training."""
+    """The grid to which quantisation-aware training (QAT) rounded the model's weights, after an adapter is merged if
+    there is one; None without QAT."""
     return qat_spec(model) if has_adapter(model) else model.qat
 
 

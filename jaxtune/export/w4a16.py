@@ -106,10 +106,16 @@ def quantization_config(group: int, ignored: list[str]) -> dict[str, Any]:
 
 
 def _piece(name: str, tensor: FileTensor, group: int, dtype: str, exact: bool) -> Piece:
-    """The tensors that files store for a linear [out, in]; `tensor` gives it in 16 bits.
+    """Describes the three tensors that files store in place of the weight of one linear, or of one expert. They are
+    encoded and compared with the weight when the file is written.
 
     Args:
-      exact: whether its numbers are expected to be on the grid, so that others are refused.
+      name: the linear's name.
+      tensor: its weight [out, in] in 16 bits, as a tensor of the file.
+      group: how many numbers of a row share a scale.
+      dtype: of the scales, the model's.
+      exact: whether quantisation-aware training rounded the weight to this grid already; numbers that are not on it are
+        then an error.
     """
 
     def cut(whole: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -163,7 +169,8 @@ def _encode(weight: jax.Array, group: int, dtype: str) -> tuple[jax.Array, jax.A
 
 
 def _pack(codes: np.ndarray) -> np.ndarray:
-    """int8[out, in] of -8..7 packed as int32[out, in / 8]."""
+    """Packs codes int8[out, in] of -8..7 into int32[out, in / 8]: eight codes plus 8, four bits each, the first in the
+    lowest bits."""
     places = (codes.astype(np.int32) + 8).astype(np.uint32).reshape(len(codes), -1, _PACKED)
     return (places << (4 * np.arange(_PACKED, dtype=np.uint32))).sum(-1, dtype=np.uint32).view(np.int32)
 
@@ -178,6 +185,12 @@ def unpack(packed: np.ndarray, scales: np.ndarray, shape: np.ndarray) -> np.ndar
 def _check(name: str, packed: np.ndarray, scales: np.ndarray, weight: jax.Array, group: int, exact: bool) -> None:
     """Unpacks a linear as the format's readers do and compares it with the model's weight.
 
+    Args:
+      name: the linear's name, for the message.
+      packed, scales: what `_pack` and `_encode` made of it.
+      weight: the model's weight [out, in].
+      group: how many numbers of a row share a scale.
+      exact: whether the weight must be represented exactly.
     Raises:
       ArithmeticError: a number is further from the weight than half a step of its group plus the rounding of the scale;
         with `exact`, any difference.

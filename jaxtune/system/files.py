@@ -54,15 +54,21 @@ def atomic_write(path: str | os.PathLike, data: bytes | str, mode: int = 0o644, 
 
 
 def unfinished_name(path: str | os.PathLike) -> Path:
-    """A new hidden name beside `path`, for a file that is renamed to `path` when it is complete."""
+    """A new hidden name in the folder of `path`, for a file or folder that is renamed to `path` when it is complete.
+    remove_unfinished recognises it by its form."""
     path = Path(path)
     return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
 
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike, count_bytes: int) -> Iterator[None]:
-    """A context in which an OSError of writing names this file and the number of bytes; on its own such an error names
-    no file."""
+    """A context for writing a file: an OSError that names no file, as those of writing do, is raised again with this
+    file and the number of bytes, so that the user learns which disk is full.
+
+    Args:
+      path: the file.
+      count_bytes: the bytes that are written in all.
+    """
     try:
         yield
     except OSError as error:
@@ -74,7 +80,8 @@ def writing(path: str | os.PathLike, count_bytes: int) -> Iterator[None]:
 
 
 def hold(descriptor: int) -> bool:
-    """Locks an open file or folder for as long as the descriptor is open; False if another process has it locked.
+    """Locks an open file or folder (flock, exclusive) for as long as the descriptor is open. Returns whether it did;
+    False means that another process has it locked.
 
     The lock ends with its process, however the process ends. On a file system without locks nothing is locked, and the
     result is True.
@@ -89,7 +96,8 @@ def hold(descriptor: int) -> bool:
 
 
 def remove_left(path: Path) -> None:
-    """Removes a temporary file or folder, unless a living process is writing it."""
+    """Removes a temporary file or folder, unless a living process is writing it, which `hold` shows. Errors are
+    ignored, because the path may be gone already."""
     with contextlib.suppress(OSError):
         if path.is_symlink():
             path.unlink()
@@ -148,7 +156,7 @@ def fingerprints(paths: Iterable[Path]) -> dict[Path, dict[str, Any]]:
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:
-    """The fingerprint of one file."""
+    """The entry of `fingerprints` for one file, which is read in blocks of 4 MiB."""
     checksum, count = 0, 0
     buffer = bytearray(2**22)
     view = memoryview(buffer)
@@ -159,7 +167,8 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 
 
 def require_makeable(key: str, value: str) -> None:
-    """Raises ValueError if no folder with the name `value` can be created; `key` is the setting that has the name."""
+    """Raises ValueError if no folder with the name `value` can be created, before work begins that would be lost then.
+    `key` is the setting that has the name, for the message."""
     wanted = Path(value).absolute()
     there = next(folder for folder in (wanted, *wanted.parents) if folder.exists())
     if not there.is_dir():

@@ -31,7 +31,8 @@ def spelled(command: str) -> str:
 
 
 def prefix_of(original: list[str]) -> str:
-    """The words before the name of the command.
+    """The words with which the user starts jaxtune, before the name of a command: "jaxtune", the path of that script,
+    or "PYTHON -m jaxtune".
 
     Args:
       original: `sys.orig_argv`: the process' arguments, with those that the interpreter consumed.

@@ -27,7 +27,8 @@ def is_loopback(host: str | None) -> bool:
 
 
 def refusal(host: str | None, origin: str | None) -> str | None:
-    """Why a server on a loopback address must not answer a request; None if it may.
+    """The reason why a server on a loopback address must not answer a request, in words for its sender; None if it may.
+    Without this check a page of another site could read the server's answers through the user's browser.
 
     Args:
       host, origin: the headers of these names; None where a request has none.
@@ -40,6 +41,7 @@ def refusal(host: str | None, origin: str | None) -> str | None:
 
 
 def _host_name(url: str) -> str | None:
+    """The host name in a URL; None if it has none or is not a URL."""
     try:
         return urlsplit(url).hostname
     except ValueError:

@@ -44,11 +44,11 @@ _KEPT_DECISIONS = 64  # how many past decisions the service keeps; no process is
 
 
 class _Run:
-    """State of this process within its run."""
+    """State of this process within its run of several processes; a class that is never instantiated."""
 
-    watcher: threading.Thread | None = None
-    leaving = False
-    last_words = ""
+    watcher: threading.Thread | None = None  # ends this process if another one fails; None in a run of one process
+    leaving = False  # whether this process is ending, so that the watcher must not end it
+    last_words = ""  # the message that the others print if this process fails
 
 
 # ---- joining
@@ -130,7 +130,12 @@ def _is_loopback(coordinator: str) -> bool:
 
 
 def _place(coordinator: str | None, processes: int | None, process: int | None) -> Place | None:
-    """The place of this process; None in a run of one process. The arguments are those of `join`."""
+    """The place of this process, from the arguments of `join` or from the variables of SLURM or Open MPI; None in a run
+    of one process.
+
+    Raises:
+      ValueError: the arguments contradict each other, or the first process's address is unknown.
+    """
     if processes is not None or process is not None:
         if coordinator is None or processes is None or process is None:
             raise ValueError("--coordinator, --processes and --process belong together: give all three")
@@ -164,8 +169,8 @@ def _place(coordinator: str | None, processes: int | None, process: int | None) 
 
 
 def _by_surroundings(environment: Any) -> tuple[int, int, int, int] | None:
-    """(processes, index, index on this host, processes on this host) from the variables of srun or mpirun; None for one
-    process.
+    """(processes, index, index on this host, processes on this host) from `environment`, a mapping of environment
+    variables, as srun or mpirun sets them; None for one process.
 
     SLURM's variables of the step are used. Those of the job, in a batch script or a shell opened by salloc, would count
     processes that were not started.
@@ -227,8 +232,8 @@ _points = itertools.count()
 
 
 def all_of(value: Any) -> list[Any]:
-    """Every process's value, in order, after a round trip through JSON. A collective call: all must make it, in their
-    main thread."""
+    """Returns the values of all processes, by index, after a round trip through JSON. A collective call: every process
+    must make it, in the same order as its other collective calls and in its main thread, or the others wait forever."""
     client, number = _client(), next(_calls)
     if client is None:
         return [value]
@@ -237,8 +242,8 @@ def all_of(value: Any) -> list[Any]:
 
 
 def of_first(value: Callable[[], Any]) -> Any:
-    """The result of `value` in the first process, after a round trip through JSON; the others do not call it. A
-    collective call, as all_of."""
+    """Returns in all processes what `value()` returns in the first one, after a round trip through JSON; the others do
+    not call it. A collective call, as all_of."""
     client, number = _client(), next(_calls)
     if client is None:
         return value()
@@ -249,10 +254,17 @@ def of_first(value: Callable[[], Any]) -> Any:
 
 
 def agree(signal_name: str | None, due: bool) -> tuple[str | None, bool]:
-    """(the name of a signal that came to any process, whether something is due by the first process's clock).
+    """Agrees between two steps on what each process may see differently: whether a signal came, and whether a save is
+    due.
 
-    All processes call it at the same points of the run, as often as they like: it takes a message to the service and
-    back.
+    A collective call: all processes call it at the same points of the run. It costs one message to the coordination
+    service and back.
+
+    Args:
+      signal_name: the name of a signal that came to this process; None: none did.
+      due: whether a save is due by this process's clock. Only the first process's value counts.
+    Returns:
+      (the name of a signal that came to any process, or None; whether a save is due), the same in all processes.
     """
     client = _client()
     if client is None:
@@ -303,8 +315,9 @@ def hosts() -> int:
 
 @contextlib.contextmanager
 def one_a_host() -> Iterator[None]:
-    """A context that processes enter in turns: the first process, then the first of each other host, then the rest.
-    Later ones can read what earlier ones left on disk."""
+    """A context that processes enter in turns: first the first process, then the first one of each other host, then all
+    others. It is for filling a cache on disk, such as that of tokenised rows: later processes read what earlier ones
+    wrote, and do not compute it again. A collective call, as all_of."""
     if count() == 1:
         yield
         return
@@ -319,16 +332,18 @@ def one_a_host() -> Iterator[None]:
 
 @contextlib.contextmanager
 def written_by_first(path: Path) -> Iterator[Path]:
-    """A context with the path in the first process, and with a temporary path that is removed in the others, which take
-    part in computing what is written. It ends in all processes when the first has written."""
+    """A context for writing what all processes have to compute but only one may write: it gives `path` in the first
+    process, and in the others a temporary path that is removed. It ends in all processes when the first has written. A
+    collective call, as all_of."""
     with tempfile.TemporaryDirectory() as folder:
         yield path if first() else Path(folder) / path.name
     all_of(None)
 
 
 def require_shared(folder: Any) -> None:
-    """Raises ValueError if the first process's folder is not the same folder in all processes. A network file system
-    may show new names late, so this waits a while."""
+    """Raises ValueError, in all processes, if a folder of this name in another process is not the first process's
+    folder, as on hosts without a shared file system. The first process creates a file in it, and the others look for
+    it, for half a minute, because a network file system may show new names late. A collective call, as all_of."""
     if count() == 1:
         return
     name = of_first(lambda: _marked(folder))
@@ -346,14 +361,15 @@ def require_shared(folder: Any) -> None:
 
 
 def _marked(folder: Any) -> str:
-    """Creates an empty file in a folder and returns its name."""
+    """Creates an empty file with a unique hidden name in a folder and returns its name."""
     name = f".shared_{os.getpid()}_{time.time_ns()}.tmp"
     with open(os.path.join(folder, name), "xb"):
         return name
 
 
 def _get(client: Any, key: str) -> str:
-    """Waits for a key of the service without a time limit: the process that sets it either lives, or the run ends."""
+    """Waits for a key of the coordination service and returns its value. There is no time limit, because the process
+    that sets the key either lives, or `_watch` ends this one. `client` is `_client()`."""
     from jax.errors import JaxRuntimeError
 
     while True:
@@ -373,8 +389,9 @@ def last_words(text: str) -> None:
 
 
 def leave(code: int) -> None:
-    """Called at the end of a process, with its exit code. It returns if all processes end well. A failing process tells
-    the others and exits at once, because in an orderly shutdown JAX and the others would wait for each other."""
+    """Called at the end of a process, with its exit code. With code 0 it waits for the others and returns. A process
+    that fails (any other code) reports its last words to the others and exits at once, because in an orderly shutdown
+    JAX and the others would wait for each other. In a run of one process it does nothing."""
     if _Run.watcher is None:
         return
     client = _client()
@@ -404,12 +421,15 @@ def leave(code: int) -> None:
 
 
 def _heard(client: Any) -> None:
-    """Tells the service that this process has read another's last message."""
+    """Tells the coordination service that this process has read the failing process's message; the first process, in
+    which the service runs, waits for that before it exits."""
     client.key_value_set(f"{_HEARD}{index()}", "", allow_overwrite=True)
 
 
 def _watch() -> None:
-    """Runs in a thread: ends this process if another one has failed."""
+    """Runs in a thread from `join` on: waits until a process reports its end, and then prints its message and ends this
+    process with its exit code. Without this a process would wait forever in a collective operation with one that is
+    gone."""
     from jax.errors import JaxRuntimeError
 
     client = _client()
@@ -435,7 +455,7 @@ def _watch() -> None:
 
 
 def _end(text: str, code: int) -> None:
-    """Prints why this process ends, and exits at once."""
+    """Prints on stderr that this process ends because of `text`, and exits at once with `code`."""
     with contextlib.suppress(OSError):
         os.write(2, f"jaxtune: process {index()} ends, because {printable(text)}\n".encode())
     os._exit(code)

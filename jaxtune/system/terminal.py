@@ -85,10 +85,12 @@ class _Stream:
 
 
 def outlive(told: bool = False) -> None:
-    """From now on this process outlives the readers of its stdout and stderr; what they do not take is dropped.
+    """From now on this process continues when the reader of its stdout or stderr is gone, such as `head`, or a terminal
+    that was closed; what can no longer be written is dropped.
 
     Args:
-      told: whether losing stdout, which has the command's result, raises an OSError (for a pipe, a BrokenPipeError).
+      told: whether losing stdout nevertheless raises an OSError, once (for a pipe, a BrokenPipeError): for commands
+        whose result is what they print, and that have nothing left to do then.
     """
     with contextlib.suppress(OSError):
         while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -100,8 +102,9 @@ def outlive(told: bool = False) -> None:
 
 @contextlib.contextmanager
 def outliving() -> Iterator[None]:
-    """A context in which everything that prints (callbacks and libraries too) outlives the readers of stdout and
-    stderr."""
+    """A context in which everything that prints (callbacks and libraries too) continues when the reader of stdout or
+    stderr is gone, as after `outlive`; afterwards the streams are those of before. It is for runs that a user's own
+    script starts."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (_outliving(stream) for stream in before)
     try:
@@ -111,7 +114,8 @@ def outliving() -> Iterator[None]:
 
 
 def _outliving(stream: Any, name: str = "") -> Any:
-    """A stream wrapped as a _Stream; the null device for a stream that was closed when Python started."""
+    """A stream wrapped as a _Stream with this name; one that is wrapped already is returned unchanged. For None, a
+    stream that was closed when Python started, the null device is wrapped."""
     if stream is None:  # the stream was closed when Python started
         stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     return stream if isinstance(stream, _Stream) else _Stream(stream, name)
@@ -121,13 +125,15 @@ _silent = False
 
 
 def be_silent() -> None:
-    """From now on this process prints errors only, because another process prints for the run."""
+    """From now on `say` on stdout, consoles and progress bars of this process show nothing, because the first process
+    of the run prints for all; messages on stderr are still printed."""
     global _silent
     _silent = True
 
 
 def say(text: object = "", file: IO[str] | None = None, end: str = "\n", flush: bool = False) -> None:
-    """Prints text made safe for a terminal, on stdout by default."""
+    """Prints text made safe for a terminal (`printable`). The arguments are those of print; `file` None is stdout, on
+    which a silent process (`be_silent`) prints nothing."""
     if _silent and file is None:
         return
     print(printable(text), file=file or sys.stdout, end=end, flush=flush)
@@ -198,8 +204,15 @@ def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
 
 @contextlib.contextmanager
 def counted(what: str, total: int, done: int = 0) -> Iterator[Callable[[int], None]]:
-    """A bar for work of `total` pieces, of which `done` are there, on stderr while that is a terminal; gives what takes
-    the number of further pieces. Where it is none, or this process is silent, nothing is shown."""
+    """A progress bar for `total` pieces of work, of which `done` are done already, on stderr if it is a terminal. It
+    yields a function that is called with the number of pieces done since. Nothing is shown without a terminal or if
+    this process is silent.
+
+    Args:
+      what: the pieces, in words.
+      total: their number.
+      done: how many are done before.
+    """
     if _silent or not sys.stderr.isatty():
         yield lambda _: None
         return
