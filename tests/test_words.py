@@ -34,7 +34,7 @@ RETIRED = {
     r"\bwithout more\b": 0,
     r"\bnothing, but\b": 0,
     r"\btells? of\b": 1,
-    r"\bsays? when\b": 1,
+    r"\bsays? when\b": 0,
     r"\bthat lie\b": 0,
     r"\bas (?:it|they) (?:lie|stand)s?\b": 1,
     r"\bway round\b": 0,

@@ -103,7 +103,7 @@ def outlive(told: bool = False) -> None:
 @contextlib.contextmanager
 def outliving() -> Iterator[None]:
     """A context in which everything that prints (callbacks and libraries too) continues when the reader of stdout or
-    stderr is gone, as after `outlive`; afterwards the streams are those of before. It is for runs that a user's own
+    stderr is gone, as after `outlive`; afterwards the old streams are back. It is for runs that a user's own
     script starts."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (_outliving(stream) for stream in before)
