@@ -123,11 +123,11 @@ def _slow_products(kind: str, events: Sequence[Event], ms: float, per_step: floa
     # A kernel can be faster than a ceiling measured on another shape; then it loses nothing.
     least = sum(min(e.self_ns, floor_ns(e.flops, 0.0, e.dtype, ceilings)[0]) for e in events)
     won = ms - least * per_step
-    spent: collections.Counter[tuple[str, float]] = collections.Counter()
+    spent: dict[tuple[str, float], float] = collections.defaultdict(float)  # nanoseconds by ceiling
     for event in events:
         if event.flops:
             spent[product_ceiling(event.dtype, ceilings)] += event.self_ns
-    peaks = ", ".join(f"{peak:.0f} in {name}" for (name, peak), _ in spent.most_common())
+    peaks = ", ".join(f"{peak:.0f} in {name}" for name, peak in sorted(spent, key=lambda ceiling: -spent[ceiling]))
     text = f"{_PRODUCTS[kind]} {ms:.1f} ms at {rate:.0f} TFLOP/s, where the device's ceiling is "
     text += f"{peaks} ({ceilings.source}): {won:.1f} ms are won at that speed."
     if not flops or not ceilings.gemm_bf16_tflops:
