@@ -103,13 +103,24 @@ def implementations(
 
 
 def gathers(implementation: str) -> bool:
-    """Whether an implementation's products gather tokens' rows themselves, as `forward` and `backward` need for
-    `tokens`."""
+    """Whether an implementation's products gather tokens' rows themselves while they multiply, so that `forward` and
+    `backward` may be given `tokens`, and no sorted copy of the tokens is made."""
     return implementation == "mosaic" and first_use.refusal("mosaic", mosaic.product, None, gathering=True) is None
 
 
 def _product(x, weight, groups, contract, extra, static: Static, tokens):
-    """The product with a weight, which is decoded once x is there and not earlier, or multiplied as it is stored."""
+    """The product of sorted rows with a weight, which is decoded once x is computed and not earlier, or multiplied as
+    it is stored.
+
+    Args:
+      x: [rows, K], or [T, K] with `tokens`.
+      weight: [E, ., .], an array or quantised.
+      groups: of the rows.
+      contract: the axis of the weight that is summed over, 1 or 2.
+      extra: the adapter's two operands (reference.product), or None.
+      static: of the call.
+      tokens: int32[rows], the row of x for each sorted row; None: x is sorted.
+    """
     implementation = static.implementation
     if static.fp8:
         plain = _PRODUCTS[implementation]
@@ -122,17 +133,17 @@ def _product(x, weight, groups, contract, extra, static: Static, tokens):
 
 
 def _thin(x, weight, groups, contract, implementation, tokens):
-    """The product with an adapter's A or B; columns past the rank are zero."""
+    """The product of sorted rows (or of x [T, K] at `tokens`) with an adapter's A or B, [E, n, K] (contract = 2) or [E,
+    K, n] (contract = 1): [rows, n], or with more columns than n, which are zero, if one of our kernels computes it."""
     if implementation in _MOSAIC:
         return mosaic.thin(x, weight, groups, contract, tokens)
     return reference.thin(x, weight, groups, contract)
 
 
 def _contracted(thin, wide, groups, rank, implementation, tokens):
-    """thin [rows, at least rank], wide [rows, n] -> float32[E, rank, n]: contracted over the rows of each expert.
-
-    `tokens` is int32[rows] if wide is [T, n] and its rows are to be gathered.
-    """
+    """The gradient of an adapter's A or B: thin [rows, at least rank], wide [rows, n] -> float32[E, rank, n],
+    contracted over the rows of each expert. `tokens` is int32[rows] if wide is [T, n] and its rows are to be
+    gathered."""
     if implementation in _MOSAIC and mosaic_contract.refusal(wide.dtype) is None:
         return mosaic_contract.contract_rows(thin, wide, groups, rank, tokens)
     sums = mosaic_sums.per_expert if implementation in _MOSAIC else reference.per_expert
@@ -141,13 +152,14 @@ def _contracted(thin, wide, groups, rank, implementation, tokens):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _grouped(x, weight, lora, groups, static: Static):
-    """grouped_matmul with a custom derivative."""
+    """grouped_matmul after `prepared`, with a custom derivative: [rows, out]. lora: (a, b), or None."""
     return forward(x, weight, lora, groups, static)[0]
 
 
 def forward(x, weight, lora, groups, static: Static, tokens=None):
-    """(out, residuals for `backward`). `tokens` is int32[rows] if x is [T, in] and the implementation `gathers` its
-    rows; T for empty rows."""
+    """(out [rows, out], residuals for `backward`) of arguments as `prepared` returns them; lora is (a, b) or None.
+    `tokens` is int32[rows] if x is [T, in] and the implementation `gathers` its rows; T for empty rows.
+    jaxtune.pallas.routing calls it for rows that are gathered from tokens."""
     contract = 1 if static.transposed else 2
     inner = extra = None
     if lora is not None:
@@ -159,10 +171,14 @@ def forward(x, weight, lora, groups, static: Static, tokens=None):
 
 
 def backward(static: Static, residuals, dout, x_tokens=None, dout_tokens=None):
-    """Gradients of the rows, the weight and the adapter.
+    """(gradient of the sorted rows, of the weight or None if it is quantised, of (a, b) or None).
 
-    `x_tokens` and `dout_tokens` are int32[rows] if the residuals have x [T, in] in place of the rows, or dout is [T,
-    out]; the latter as `tokens` in `forward`.
+    Args:
+      static: of the call.
+      residuals: from `forward`.
+      dout: the gradient of its result, [rows, out].
+      x_tokens: int32[rows] if the residuals have x [T, in] in place of the sorted rows.
+      dout_tokens: int32[rows] if dout is [T, out] and the implementation `gathers` its rows.
     """
     x, weight, lora, groups, inner = residuals
     contract = 2 if static.transposed else 1
@@ -203,7 +219,11 @@ _grouped.defvjp(_grouped_fwd, _grouped_bwd)
 
 
 def check_groups(check: Arguments, groups: Groups, name: str = "groups") -> None:
-    """Checks a layout of sorted rows."""
+    """Checks the class, dtypes and shapes of a layout of sorted rows; `name` is the argument's, for messages.
+
+    Raises:
+      TypeError, ValueError: `groups` is not as `Groups` describes it.
+    """
     check.is_a(name, groups, Groups, "a Groups: that of a Routing, as route makes")
     for part, shape in (("tile_expert", "tiles"), ("count", ""), ("tile_sizes", "tiles"), ("sizes", "E")):
         check.array(f"{name}.{part}", getattr(groups, part), shape, jnp.int32)
@@ -214,9 +234,11 @@ def checked(op: str, name: str, x, shape: str, weight, groups: Groups, lora, tra
 
     Args:
       op: the operation, for messages.
-      name, shape: x's name and shape in words, whose last axis is "in".
+      name, shape: x's name and shape in words (see Arguments), whose last axis is "in".
       x, weight, groups, lora, transposed: as in grouped_matmul.
       routing: the Routing with the groups, if that is what was given.
+    Raises:
+      TypeError, ValueError: an argument is not as described there.
     """
     check = Arguments(op)
     check_groups(check, groups, "groups" if routing is None else "routing.groups")
@@ -243,7 +265,8 @@ def prepared(
     fp8: bool,
     implementation: str | None,
 ):
-    """(x, weight, lora, static) in the form that forward takes; the arguments are grouped_matmul's."""
+    """(x, weight, (a, b) or None, static) in the form that `forward` takes, with the implementation chosen; the
+    arguments are grouped_matmul's. If the derivative follows, a weight that has to be decoded is decoded here."""
     in_size, out_size = weight.shape[1:] if transposed else weight.shape[:0:-1]
     as_stored = fp8 and isinstance(weight, Stored) and weight.compute in AS_STORED
     packed = weight if isinstance(weight, Stored) and not as_stored else None

@@ -38,10 +38,18 @@ def product(
     plain: Callable,
     implementation: str | None = None,
 ) -> jax.Array:
-    """As reference.product. `tokens` is int32[rows] if x is [T, K] and its rows are gathered; T for empty rows.
+    """The grouped product in FP8: x [rows, K], rounded to e4m3 here, times each expert's weight [E, n, K] (contract =
+    2) or [E, K, n] (contract = 1) -> [rows, n] in x's dtype.
 
     Args:
-      plain: multiplies arrays in 16 or 32 bits, as reference.product does.
+      x: rows sorted as `groups` says, or [T, K] with `tokens`.
+      weight: of the experts.
+      groups: of the rows.
+      contract: the axis of the weight that is summed over.
+      extra: None, or (u [rows, r], l [E, n, r] or [E, r, n]), whose product is added: an adapter's, which is not
+        rounded.
+      tokens: int32[rows], the row of x for each sorted row, T for an empty one; None: x is sorted already.
+      plain: multiplies arrays in 16 or 32 bits, as reference.product does; it is used if no kernel supports the call.
       implementation: "mosaic", "triton", "reference", or None for the first that supports the call.
     """
     blocks, sizes = fp8_product.in_blocks(weight), (weight.shape[contract], weight.shape[3 - contract])
@@ -65,7 +73,9 @@ def product(
 
 
 def _scales(weight: FP8, contract: int) -> tuple[jax.Array | None, jax.Array | None]:
-    """(factors [E, K] of the rows, scales of the sum's results), each float32 or None."""
+    """(factors [E, K] of the rows, scales of the sum's results), each float32 or None: what the scales of a weight are
+    in a product that sums over its axis `contract`. With scales of 128 x 128 the second are [E, n / 128, K / 128],
+    inside the sum; with scales by rows [E, n]."""
     scales = weight.scales.astype(jnp.float32)
     if fp8_product.in_blocks(weight):
         return None, scales if contract == 2 else scales.mT
@@ -86,7 +96,8 @@ def _rounded(x, factors, groups: Groups, tokens, blocks: bool) -> tuple[jax.Arra
 
 
 def _by_reference(x, weight: FP8, groups: Groups, contract: int, extra, tokens, plain: Callable = reference.product):
-    """The product in 16 bits of the rounded rows' and the codes' values."""
+    """`product` in 16 bits of the rounded rows' and the codes' values, which gives the kernels' values without their
+    speed."""
     blocks, (factors, _) = fp8_product.in_blocks(weight), _scales(weight, contract)
     with jax.named_scope("to_fp8"):
         codes, scale = _rounded(x, factors, groups, tokens, blocks)
@@ -112,7 +123,7 @@ _exact = jax.jit(
 
 
 def _by_kernel(x, weight: FP8, groups: Groups, contract: int, extra, tokens, name: str):
-    """The product by a kernel, with the rows rounded for it."""
+    """`product` by the kernel `name`, "mosaic" or "triton", with the rows rounded for it."""
     blocks, (factors, scales) = fp8_product.in_blocks(weight), _scales(weight, contract)
     with jax.named_scope("to_fp8"):
         if blocks or name != "mosaic":

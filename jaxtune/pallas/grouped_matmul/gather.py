@@ -49,7 +49,16 @@ def _layout(rows: int):
 
 
 def numbers(tokens_ref, first, rows: int, interpreted: bool):
-    """tokens_ref [first : first + rows], int32, in the layout that `bring` takes; rows is a multiple of 16."""
+    """Loads tokens_ref [first : first + rows], int32 in global memory, into the registers of the calling warpgroup, in
+    the layout that `bring` takes. It is separate from `bring`, so that the numbers can be on their way while earlier
+    rows are copied.
+
+    Args:
+      tokens_ref: the token of each sorted row.
+      first: int32[].
+      rows: a multiple of 16.
+      interpreted: whether the interpreter runs it.
+    """
     if interpreted:
         return tokens_ref[pl.ds(first, rows)]
     layout = _layout(rows)
@@ -72,16 +81,17 @@ def numbers(tokens_ref, first, rows: int, interpreted: bool):
 
 
 def bring(x_ref, tokens, target, first_column, transforms, interpreted: bool):
-    """Copies rows of x_ref [T, K] at `tokens`, from first_column on, to target [rows, columns] in shared memory. They
-    have arrived once a barrier was signalled (`tell`) and waited for. Token T is a row of zeros.
+    """Starts to copy rows of x_ref [T, K], in global memory, from first_column on, to target [rows, columns] in shared
+    memory; by all lanes of the loading warpgroup. They have arrived once a barrier was signalled (`tell`) and waited
+    for (`wait`). Before, target must be free: all readers of its previous content have finished.
 
     Args:
-      x_ref: [T, K].
-      tokens: from `numbers`.
+      x_ref: [T, K], 16-bit.
+      tokens: which rows, from `numbers`. Token T is a row of zeros.
       target: in shared memory.
-      first_column: a multiple of 8.
+      first_column: int32[], a multiple of 8.
       transforms: of target: tiles of (8, 64) swizzled by 128.
-      interpreted: whether the interpreter runs it.
+      interpreted: whether the interpreter runs it; the copy is then made at once.
     """
     rows, columns = target.shape
     if interpreted:
@@ -117,18 +127,21 @@ def bring(x_ref, tokens, target, first_column, transforms, interpreted: bool):
 
 
 def barriers(slots: int):
-    """Scratch memory for `begin`, `tell` and `wait`."""
+    """The scratch type of an array in shared memory with a barrier for each of `slots`, which `begin`, `tell` and
+    `wait` take: 64 bits each, as two int32."""
     return plgpu.SMEM((2 * slots,), jnp.int32)
 
 
 def _barrier(barriers_ref, slot):
-    """The 32-bit address of a slot's barrier."""
+    """The 32-bit address in shared memory of a slot's barrier, as PTX takes it; slot is an MLIR int32."""
     pointer = ir_address(barriers_ref, slot, ir.IntegerType.get_signless(64))
     return arith.trunci(ir_i32(), llvm.ptrtoint(ir.IntegerType.get_signless(64), pointer))
 
 
 def begin(barriers_ref, interpreted: bool):
-    """Initialises the barriers; called by the loading warpgroup before everything else."""
+    """Initialises the barriers, each for the arrivals of 128 lanes. All lanes of the loading warpgroup call it, before
+    everything else, and arrive afterwards at a barrier of Pallas for which the multiplying warpgroups wait before their
+    first `wait`."""
     if interpreted:  # the interpreter's copies are synchronous
         return
 
@@ -146,7 +159,8 @@ def begin(barriers_ref, interpreted: bool):
 
 
 def tell(barriers_ref, slot, interpreted: bool):
-    """Signals the slot's barrier as soon as everything that this lane has copied has arrived."""
+    """Makes each lane of the loading warpgroup arrive at the slot's barrier as soon as everything that this lane has
+    copied so far (`bring`) has arrived. It returns at once. slot: int32[]."""
     if interpreted:
         return
 
@@ -159,9 +173,9 @@ def tell(barriers_ref, slot, interpreted: bool):
 
 
 def wait(barriers_ref, slot, parity, interpreted: bool):
-    """Waits until everything announced for the slot has arrived and is visible to wgmma: the first, third, ... time
-    with parity 0, the second, fourth, ... with 1. It must come after a barrier at which the loading warpgroup arrives
-    after it called `begin`."""
+    """Makes the calling (multiplying) warpgroup wait until everything announced for the slot by `tell` has arrived and
+    is visible to wgmma: the first, third, ... time with parity 0, the second, fourth, ... with 1. It must come after a
+    barrier at which the loading warpgroup arrives after it called `begin`. slot, parity: int32[]."""
     if interpreted:
         plgpu.commit_smem()  # the fence below
         return

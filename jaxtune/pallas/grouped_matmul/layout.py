@@ -18,7 +18,8 @@ TILE_ROWS = 128  # rows that two warpgroups multiply at a time
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """Which expert each tile of rows belongs to."""
+    """Which expert each tile of rows belongs to, for rows that are sorted by expert and padded so that every expert
+    starts at a whole tile."""
 
     tile_expert: jax.Array  # int32[tiles], ascending; the number of experts E for empty tiles at the end
     count: jax.Array  # int32[]: number of tiles that are not empty
@@ -59,25 +60,26 @@ def divided(numbers: jax.Array, by: int) -> jax.Array:
 
 
 def _tiles(sizes, tile_rows):
-    """The number of tiles of each group."""
+    """int32[E]: the number of tiles that groups of these sizes take, int32[E]."""
     return divided(sizes + (tile_rows - 1), tile_rows)
 
 
 def _ends(counts):
-    """The cumulative sum of one count per expert, by comparisons, which take XLA a third of the operations of a
-    windowed sum, and one kernel."""
+    """int32[E]: the cumulative sum of one count per expert, by comparisons, which take XLA a third of the operations of
+    a windowed sum, and one kernel."""
     index = jnp.arange(counts.shape[0], dtype=jnp.int32)
     return jnp.where(index[:, None] >= index, counts, 0).sum(1, dtype=jnp.int32)
 
 
 def _first_tiles(sizes, tile_rows):
-    """The first tile of each group."""
+    """int32[E]: the number of the first tile of each group, for groups of these sizes, int32[E]."""
     tiles = _tiles(sizes, tile_rows)
     return _ends(tiles) - tiles
 
 
 def groups_of(sizes: jax.Array, max_rows: int, tile_rows: int = TILE_ROWS) -> Groups:
-    """The layout of groups of these sizes, int32[E], whose sum is at most max_rows."""
+    """The layout of groups of these sizes, int32[E], whose sum is at most max_rows, a static bound from which the
+    number of tiles follows."""
     experts = sizes.shape[0]
     # The largest possible sum of ceil(size / tile_rows).
     tiles = min((max_rows + experts * (tile_rows - 1)) // tile_rows, max_rows)

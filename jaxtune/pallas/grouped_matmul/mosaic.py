@@ -69,7 +69,8 @@ CANDIDATES = (*BLOCKS[:3], Blocks(192, 4, 8), Blocks(256, 3, 8), Blocks(192, 4, 
 
 
 def refusal(dtype, in_size: int, out_size: int, tile_rows: int) -> str | None:
-    """The reason why this kernel cannot serve this call, or None."""
+    """The reason why this kernel cannot multiply rows of this dtype in tiles of tile_rows rows by weights of these two
+    sizes, in either direction, or None."""
     from jaxtune.pallas.dispatch import compute_capability
 
     if gpu_kernel.interpreter() is None and compute_capability() != (9, 0):
@@ -92,15 +93,22 @@ def candidates(out_size: int, ahead: bool) -> list[Blocks]:
 
 
 def bucket(in_size: int, out_size: int, contract: int, ahead: bool) -> str:
-    """The part of a call that its blocks depend on, for tuning.py."""
+    """The part of a call that its blocks depend on, by which tuning.py stores measurements. in_size is K; contract and
+    `ahead` are those of `blocks_for`."""
     return f"in={in_size}, out={out_size}, contract={contract}" + (", decoding" if ahead else "")
 
 
 def blocks_for(in_size: int, out_size: int, contract: int, dtype, ahead: bool) -> Blocks:
     """The block sizes for a product: those that the tuner measured, or a choice by rule.
 
-    The rule takes the first of BLOCKS whose columns divide `out_size`. With a decoder in the same kernel (`ahead`), it
-    takes the widest that the registers allow, if its last tile overlaps little with the one before.
+    The rule takes the first of BLOCKS whose columns divide `out_size`. With a decoder in the same kernel, it takes the
+    widest that the registers allow, if its last tile overlaps little with the one before.
+
+    Args:
+      in_size, out_size: K and the columns of the output.
+      contract: the axis of the weight [E, ., .] that is summed over, 1 or 2.
+      dtype: of the operands.
+      ahead: whether the weight is in four bits and decoded in the same kernel.
     """
     measured = tuning.tuned("grouped_matmul", bucket(in_size, out_size, contract, ahead), dtype, Blocks)
     if measured is not None:
@@ -307,12 +315,13 @@ def _kernel(
 
 
 def _smem(shape, dtype):
-    """Swizzled shared memory."""
+    """Swizzled shared memory of this shape and 16-bit dtype, for TMA and tensor cores."""
     return plgpu.SMEM(shape, dtype, transforms=_TRANSFORMS)
 
 
 def _filled(array, axis: int):
-    """The array padded with zeros along an axis to a multiple of _STEP."""
+    """The array padded with zeros along an axis to a multiple of 64, a step along K; zeros do not change the
+    product."""
     widths = [(0, 0)] * array.ndim
     widths[axis] = (0, -array.shape[axis] % _STEP)
     return jnp.pad(array, widths)
@@ -320,17 +329,28 @@ def _filled(array, axis: int):
 
 def thin(x, weight, groups: Groups, contract: int, tokens=None):
     """x [rows, K] times each expert's thin weight [E, n, K] (contract = 2) or [E, K, n] (contract = 1) -> [rows, n],
-    padded with zero columns to whole steps, so that `extra` can take it as it is.
+    padded with zero columns to whole steps of 64, so that `product` can take it as the u of `extra`.
 
-    It reads x once, without the empty tiles, and copies no weight for each of its tiles.
+    It reads x once, without the empty tiles, and copies no weight for each of its tiles. tokens: as in `product`.
     """
     return product(x, _filled(weight.astype(x.dtype), 3 - contract), groups, contract, tokens=tokens)
 
 
 def product(x, weight, groups: Groups, contract: int, extra=None, tokens=None, *, blocks: Blocks | None = None):
-    """x [rows, K] times each expert's weight [E, n, K] (contract = 2) or [E, K, n] (contract = 1) -> [rows, n], plus
-    the product of `extra`'s (u, l), as reference.product. The weight is in x's dtype, or in four bits if mosaic_ahead
-    supports it, and then without `tokens`. blocks: None: those of blocks_for."""
+    """The grouped product by the kernel: x [rows, K] times each expert's weight [E, n, K] (contract = 2) or [E, K, n]
+    (contract = 1) -> [rows, n] in x's dtype.
+
+    Args:
+      x: rows sorted as `groups` says, or [T, K] with `tokens`.
+      weight: in x's dtype, or in four bits if mosaic_ahead supports it, and then without `tokens`.
+      groups: of the rows.
+      contract: the axis of the weight that is summed over.
+      extra: None, or (u [rows, r], l [E, n, r] or [E, r, n]), whose product is added: an adapter's.
+      tokens: int32[rows], the row of x for each sorted row, T for an empty one; None: x is sorted already.
+      blocks: None: those of blocks_for.
+    Raises:
+      ValueError: a weight in four bits with `tokens`.
+    """
     columns, ahead = weight.shape[3 - contract], isinstance(weight, Stored)
     if ahead and tokens is not None:
         raise ValueError("grouped_matmul: beside a decoder no rows are gathered")

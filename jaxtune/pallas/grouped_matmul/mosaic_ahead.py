@@ -50,7 +50,8 @@ _AHEAD = 1  # chunks that are loaded while one is decoded; two were no faster
 
 
 def refusal(weight: Stored) -> str | None:
-    """The reason why a weight [E, ., .] cannot be decoded ahead, or None."""
+    """The reason why a weight [E, ., .] cannot be decoded ahead, or None: its format, or experts that are not whole
+    chunks."""
     if not Chunks.decodes(weight):
         return f"a weight in {type(weight).__name__}"
     whole = weight.size // weight.shape[0]
@@ -59,14 +60,15 @@ def refusal(weight: Stored) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """Decodes a weight [E, ., .] by one warpgroup of each program."""
+    """Decodes a weight [E, ., .] by one warpgroup of each program, into a buffer in global memory. It is static: a
+    kernel is compiled for it."""
 
     chunks: Chunks  # how the weight is divided and decoded
     experts: int  # E
 
     @staticmethod
     def of(weight: Stored, dtype) -> Decoder:
-        """The decoder of a weight."""
+        """The decoder of a weight in four bits to `dtype`."""
         experts = weight.shape[0]
         return Decoder(Chunks.of(weight, dtype, weight.size // experts), experts)
 
@@ -76,11 +78,20 @@ class Decoder:
         return self.chunks.count // self.experts
 
     def semaphores(self):
-        """The semaphores of all programs, one for each expert."""
+        """A reference to the semaphores that all programs share, one for each expert: the number of programs that have
+        decoded their share of it. It can be called in a kernel only."""
         return pl.get_global(plgpu.SemaphoreType.REGULAR((self.experts,)))
 
     def decode(self, operands, weight_ref, ready, program, programs: int):
-        """The work of the decoding warpgroup: every n-th chunk, n being the number of programs."""
+        """The work of the decoding warpgroup of a program: every n-th chunk, n being the number of programs. After its
+        last chunk of an expert it signals the expert's semaphore.
+
+        Args:
+          operands: of `chunks`, in global memory.
+          weight_ref: `dtype`[E, ., .] in global memory, the buffer that the products read.
+          ready: from `semaphores`.
+          program, programs: the number of this program, int32[], and of all.
+        """
 
         def load(number):
             chunk = jnp.minimum(program + number * programs, self.chunks.count - 1)
@@ -112,6 +123,7 @@ class Decoder:
         weight_ref[...] = jnp.concatenate(values).reshape(weight_ref.shape)
 
     def wait(self, ready, expert, programs: int):
-        """Waits until the expert's weight is decoded and can be loaded by TMA."""
+        """Makes the loading warpgroup wait until all programs have decoded their shares of an expert's weight, which it
+        can then load by TMA. ready: from `semaphores`. expert: int32[]."""
         plgpu.semaphore_wait(ready.at[expert], min(self.share, programs), decrement=False, memory_scope="gpu")
         lanes.copies_see_stores()

@@ -33,9 +33,11 @@ _TRANSFORMS = mosaic_types.tiled(jnp.bfloat16)  # for any 16-bit dtype
 
 
 def _kernel(thin_ref, wide_ref, bounds_ref, *rest, programs: int, gathered: bool):
-    """out [E, r, n] = thin [rows, R]^T wide [rows, n] over the tiles from bounds[e] to bounds[e + 1].
+    """out [E, r, n] = thin [rows, R]^T wide [rows, n] over the tiles from bounds[e] to before bounds[e + 1], all in
+    global memory; r is R without a part of its padding.
 
-    `rest` has: the rows' tokens if they are `gathered` from wide [T, n]; out; scratch memory.
+    `rest` has: the rows' tokens if they are `gathered` from wide [T, n]; out, float32; shared memory and barriers.
+    Warpgroup 0 multiplies, warpgroup 1 loads.
     """
     if gathered:
         tokens_ref, *rest = rest
@@ -140,7 +142,7 @@ def _kernel(thin_ref, wide_ref, bounds_ref, *rest, programs: int, gathered: bool
 
 
 def _smem(shape, dtype):
-    """Swizzled shared memory."""
+    """Swizzled shared memory of this shape and dtype, for TMA and tensor cores."""
     return plgpu.SMEM(shape, dtype, transforms=mosaic_types.tiled(dtype))
 
 
@@ -180,7 +182,8 @@ def contract_rows(thin: jax.Array, wide: jax.Array, groups: Groups, rank: int, t
 
 
 def refusal(dtype) -> str | None:
-    """The reason why this GPU must not run the kernel, or None; it is compared with the reference at its first use."""
+    """The reason why this GPU must not run the kernel for arrays of this dtype, or None; it is compared with the
+    reference at its first use."""
 
     def compare():
         groups = groups_of(jnp.asarray((300, 0, 1, 128, 700), jnp.int32), 1129)

@@ -24,7 +24,8 @@ _RUNS = (1024, 512)  # numbers of a program: two 16-byte loads of each thread, o
 
 
 def _kernel(values_ref, bounds_ref, out_ref, *, run: int):
-    """out [E, n] = values [tiles, n] summed over the tiles from bounds[e] to bounds[e + 1]."""
+    """out [E, n] = values [tiles, n] summed over the tiles from bounds[e] to before bounds[e + 1], all float32 or int32
+    in global memory. A program, which is one warpgroup, has one expert and `run` numbers of n."""
     expert = lax.axis_index("expert")
     here = pl.ds(lax.axis_index("run") * run, run)
     layout = plgpu.Layout.WG_STRIDED((run,), 4)
@@ -37,7 +38,7 @@ def _kernel(values_ref, bounds_ref, out_ref, *, run: int):
 
 
 def _sums(values: jax.Array, groups: Groups, run: int) -> jax.Array:
-    """values float32[tiles, n] -> float32[E, n], by the kernel."""
+    """values float32[tiles, n] -> float32[E, n], by the kernel with `run` numbers of n in a program; run divides n."""
     experts = groups.num_experts
     ends = jnp.arange(experts + 1, dtype=jnp.int32)
     bounds = (groups.tile_expert < ends[:, None]).sum(1, dtype=jnp.int32)

@@ -23,12 +23,15 @@ def _precision(dtype):
 
 
 def rows_of(array: jax.Array, tokens: jax.Array | None) -> jax.Array:
-    """array [T, n] at tokens int32[rows], with zeros where a token is T; the array itself for None."""
+    """Gathers rows: array [T, n] at tokens int32[rows], with zeros where a token is T (an empty row); the array itself
+    if tokens is None, because its rows are sorted already."""
     return array if tokens is None else array.at[tokens].get(mode="fill", fill_value=0)
 
 
 def tiled(rows: jax.Array, groups: Groups) -> jax.Array:
-    """[rows, n] -> [tiles, tile_rows, n]"""
+    """Reshapes rows [tiles * tile_rows, n] to [tiles, tile_rows, n]. The rows must be sorted by expert and padded
+    already, so that all rows of a tile belong to one expert, which is `groups.tile_expert`; `groups` gives only the
+    sizes here."""
     return rows.reshape(groups.tiles, groups.tile_rows, -1)
 
 
@@ -46,7 +49,9 @@ def per_expert(values: jax.Array, groups: Groups) -> jax.Array:
 
 
 def thin(x: jax.Array, weight: jax.Array, groups: Groups, contract: int) -> jax.Array:
-    """x [rows, K] times weight [E, n, K] (contract = 2) or [E, K, n] (contract = 1) -> [rows, n] in x's dtype."""
+    """The product of sorted rows with thin weights, such as an adapter's A or B: x [rows, K] times each expert's weight
+    [E, n, K] (contract = 2) or [E, K, n] (contract = 1) -> [rows, n] in x's dtype. It is one batched product over the
+    tiles, for which each tile gets a copy of its expert's weight."""
     weight = per_tile(weight.astype(x.dtype), groups)
     out = jax.lax.dot_general(
         tiled(x, groups),
@@ -59,8 +64,16 @@ def thin(x: jax.Array, weight: jax.Array, groups: Groups, contract: int) -> jax.
 
 
 def product(x: jax.Array, weight: jax.Array, groups: Groups, contract: int, extra=None) -> jax.Array:
-    """x [rows, K] times each expert's weight [E, n, K] (contract = 2) or [E, K, n] (contract = 1) -> [rows, n] in x's
-    dtype, for wide weights, plus the thin product of `extra`, (u [rows, r], l)."""
+    """The grouped product, tile by tile: x [rows, K] times each expert's weight [E, n, K] (contract = 2) or [E, K, n]
+    (contract = 1) -> [rows, n] in x's dtype.
+
+    Args:
+      x: rows sorted as `groups` says.
+      weight: an array in x's dtype.
+      groups: of the rows.
+      contract: the axis of the weight that is summed over.
+      extra: None, or (u [rows, r], l [E, n, r] or [E, r, n]), whose product is added: an adapter's.
+    """
 
     def one(tile):
         rows, expert = tile
@@ -80,9 +93,11 @@ def product(x: jax.Array, weight: jax.Array, groups: Groups, contract: int, extr
 
 
 def contract_rows(left: jax.Array, right: jax.Array, groups: Groups, dtype, sums: Callable = per_expert) -> jax.Array:
-    """left [rows, p], right [rows, q] -> [E, p, q]: left_e^T right_e over the rows of each expert.
+    """left [rows, p], right [rows, q] -> [E, p, q] in `dtype`: left_e^T right_e over the rows of each expert, the
+    gradient of a weight or an adapter.
 
-    Empty rows must be zero on one side and finite on the other. `sums` adds the tiles of a thin product.
+    Empty rows must be zero on one side and finite on the other. If a side is thin, products of tiles are stored and
+    `sums` adds them by expert, as `per_expert` does.
     """
     left, right = tiled(left, groups), tiled(right, groups)
 

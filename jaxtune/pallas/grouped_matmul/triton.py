@@ -45,7 +45,7 @@ def tile() -> Tile:
 
 
 def refusal(dtype, tile_rows: int) -> str | None:
-    """The reason why this kernel cannot serve this call, or None."""
+    """The reason why this kernel cannot multiply rows of this dtype in tiles of tile_rows rows, or None."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -57,9 +57,17 @@ def refusal(dtype, tile_rows: int) -> str | None:
 
 
 def product(x, weight, groups: Groups, contract: int, extra=None, *, cut: Tile | None = None):
-    """x [rows, K] times each expert's weight [E, n, K] (contract = 2) or [E, K, n] (contract = 1) -> [rows, n], plus
-    the product of `extra`'s (u, l), as reference.product; the weight is in x's dtype. cut: None: the tile of this
-    GPU."""
+    """The grouped product by the kernel: x [rows, K] times each expert's weight [E, n, K] (contract = 2) or [E, K, n]
+    (contract = 1) -> [rows, n] in x's dtype.
+
+    Args:
+      x: rows sorted as `groups` says.
+      weight: an array in x's dtype.
+      groups: of the rows.
+      contract: the axis of the weight that is summed over.
+      extra: None, or (u [rows, r], l [E, n, r] or [E, r, n]), whose product is added: an adapter's.
+      cut: None: the tile of this GPU.
+    """
     from jaxtune.pallas.grouped_matmul import triton_kernels
 
     cut = cut or tile()

@@ -16,7 +16,8 @@ def _side(
     STEP: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """[STEP, COLUMNS] of an expert's weight, which is [OUTER, INNER] if FAST, else [INNER, OUTER]; zero outside."""
+    """[STEP, COLUMNS] of an expert's weight at the indices `along` the summed axis and `columns`, zero outside. The
+    weight is [OUTER, INNER] if FAST (the summed axis is contiguous), else [INNER, OUTER]."""
     weight += expert.to(tl.int64) * (INNER * OUTER)
     if FAST:
         places = columns[None, :] * INNER + along[:, None]
@@ -30,7 +31,7 @@ def _side(
 
 @triton.jit
 def _rows(x, rows, along, INNER: tl.constexpr, STEP: tl.constexpr):
-    """[ROWS, STEP] of x [., INNER]; zero outside."""
+    """[ROWS, STEP] of x [., INNER] at these rows and the indices `along` the last axis; zero outside."""
     places = rows.to(tl.int64)[:, None] * INNER + along[None, :]
     if INNER % STEP == 0:
         return tl.load(x + places)
@@ -59,8 +60,9 @@ def product_kernel(
     STEP: tl.constexpr,
     BAND: tl.constexpr,
 ):
-    """One tile of out [rows, OUTER] = x [rows, INNER] W[expert] + u [rows, RANK] side[expert]; the sides are
-    [E, OUTER, .] if FAST, else [E, ., OUTER]. Grid: (ROW_TILES column tiles,)."""
+    """One tile of out [rows, OUTER] = x [rows, INNER] W[expert] + u [rows, RANK] side[expert]; the sides are [E, OUTER,
+    .] if FAST, else [E, ., OUTER]. RANK is 0 without an adapter; `count` is the number of tiles of Groups that are not
+    empty, each of which has GROUP_TILES tiles of ROWS rows. Grid: (ROW_TILES column tiles,)."""
     COLUMN_TILES: tl.constexpr = (OUTER + COLUMNS - 1) // COLUMNS
     item = tl.program_id(0)
     band = item // (BAND * COLUMN_TILES)

@@ -104,8 +104,12 @@ def quant_matmul(
 
 
 def decoded(weight: jax.Array | Stored, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(weight as an array, x), for a product of the two: a quantised weight, of any shape, is decoded to x's dtype once
-    x is there and not earlier."""
+    """(weight as an array, x), for a product of the two: a quantised weight, of any shape, is decoded to x's dtype by
+    the first implementation that supports it; an array stays as it is.
+
+    The use of the returned x ties the decoding to x: it happens once x is computed and not earlier, so that XLA neither
+    keeps decoded weights nor decodes those of later layers ahead.
+    """
     if not isinstance(weight, Stored):
         return weight, x
     name = dispatch.choose("quant_matmul", implementations([weight], x.dtype), None)
@@ -114,7 +118,8 @@ def decoded(weight: jax.Array | Stored, x: jax.Array) -> tuple[jax.Array, jax.Ar
 
 @meshes.on_any_mesh
 def in_e4m3(x: jax.Array) -> FP8:
-    """x [..., width], bfloat16, float16 or float32, rounded as a product in FP8 rounds it, to be stored in its place.
+    """x [..., rows, width], bfloat16, float16 or float32, rounded to e4m3 as a product in FP8 rounds it, with a scale
+    for each row: the form in which a model keeps residuals in FP8.
 
     A row that is not finite makes only itself not finite. Rounding the decoded values again gives the same codes.
 
@@ -130,8 +135,11 @@ def implementations(weights: Sequence[jax.Array | Stored], dtype, implementation
     """The implementations of a call in the order in which they are tried, each with a function that returns why it
     refuses it.
 
-    If all weights are arrays, only the vendor's GEMM is listed, unless `implementation` names another, which then
-    refuses the call.
+    Args:
+      weights: of the call, each [out_i, in].
+      dtype: of x.
+      implementation: the name that the caller requests, or None. If all weights are arrays, only the vendor's GEMM is
+        listed, unless this names another, which then refuses the call.
     """
     packed = [weight for weight in weights if isinstance(weight, Stored)]
     if not packed and implementation is None:

@@ -48,7 +48,14 @@ class Blocks:
 
 
 def blocks_for(in_size: int, out_size: int, rank: int, in_blocks: bool) -> Blocks:
-    """The blocks for a product; `rank` is the padded rank of the adapter, 0 without one."""
+    """The blocks for a product [., in_size] times [out_size, in_size]: the widest tile that divides the output, with as
+    many steps ahead as shared memory has room for.
+
+    Args:
+      in_size, out_size: K and the columns of the output.
+      rank: the padded rank of the adapter (`filled_rank`), 0 without one.
+      in_blocks: whether scales are inside the sum.
+    """
     columns = next(size for size in _COLUMNS if out_size % size == 0 and not (in_blocks and size % STEP))
     step = STEP if in_size % STEP == 0 else _HALF_STEP
     left = _SHARED_BYTES - 2 * _WARPGROUPS * _OWN * _STORED * 2 - 2 * rank * (ROWS + columns)
@@ -290,7 +297,8 @@ def _kernel(
 
 
 def _smem(shape, dtype, row_bytes: int = 128):
-    """Swizzled shared memory."""
+    """Swizzled shared memory of this shape and dtype, for TMA and tensor cores; row_bytes is the size of a row of the
+    swizzle."""
     return plgpu.SMEM(shape, dtype, transforms=mosaic_types.tiled(dtype, row_bytes))
 
 

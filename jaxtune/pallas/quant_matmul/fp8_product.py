@@ -61,9 +61,10 @@ def rounded(rows: jax.Array, blocks: bool = False) -> tuple[jax.Array, jax.Array
 def side_by_side(
     arrays: Sequence[jax.Array], factors: jax.Array | None, implementation: str | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """`rounded` for arrays [n, k each] concatenated along the last axis and multiplied by factors float32[all k].
+    """Rounds the rows of arrays [n, k each], concatenated along the last axis and multiplied by factors float32[all k]
+    (None: by nothing): (e4m3[n, all k], float32[n, 1]), as `rounded` returns it.
 
-    `implementation` is "reference", or any other for the first that supports the call.
+    `implementation` is "reference", or any other value for the first that supports the call.
     """
 
     def refusal():
@@ -80,7 +81,8 @@ def side_by_side(
 
 
 def operand(x: jax.Array, blocks: bool, implementation: str | None = None) -> tuple[jax.Array, jax.Array]:
-    """x [n, k] as `rounded` returns it, for the forward of all weights with the same kind of scales."""
+    """x [n, k] as `rounded` returns it, for the forward of all weights with the same kind of scales, so that it is
+    rounded once for each kind. `blocks` is that of `in_blocks`."""
     if not blocks:
         return side_by_side([x], None, implementation)
     with jax.named_scope("to_fp8"):
@@ -90,8 +92,9 @@ def operand(x: jax.Array, blocks: bool, implementation: str | None = None) -> tu
 def forward(
     coded: tuple[jax.Array, jax.Array], weight: FP8, more: More | None, dtype, implementation: str | None = None
 ) -> jax.Array:
-    """x W^T + u side^T in `dtype`, for x as `rounded` returns it. A row of x that is not finite makes only its own
-    result not finite."""
+    """x W^T in `dtype`, for x as `rounded` returns it and a weight [out, in], plus the product of `more` (u [n, r],
+    side [out, r]), the adapter's, if it is not None. A row of x that is not finite makes only its own result not
+    finite."""
     scales = weight.scales.astype(jnp.float32)
     if not in_blocks(weight):
         scales = jnp.broadcast_to(scales.reshape(-1), weight.shape[:1])
@@ -105,8 +108,16 @@ def backward(
     dtype,
     implementation: str | None = None,
 ) -> jax.Array:
-    """The sum of dy W over the weights, plus u side^T, in `dtype`. All weights have scales by rows, or all in
-    blocks."""
+    """The sum of dy W over the weights, [n, in] in `dtype`, plus the product of `more` (u [n, r], side [in, r]), the
+    adapters', if it is not None.
+
+    Args:
+      douts: dy [n, out_i] of each weight, not rounded yet.
+      weights: each [out_i, in]; all have scales by rows, or all in blocks.
+      more: operands of a product that is added, or None.
+      dtype: of the result.
+      implementation: "mosaic", "triton", "reference", or None for the first that supports the call.
+    """
     blocks = in_blocks(weights[0])
     if blocks:  # each weight's blocks start at its own first row
         with jax.named_scope("to_fp8"):
@@ -122,7 +133,8 @@ def backward(
 
 
 def _whole_blocks(array: jax.Array, axis: int) -> jax.Array:
-    """The array padded with zeros to a multiple of 128 along an axis."""
+    """The array padded with zeros along an axis to a multiple of 128, so that each block of a weight starts at its own
+    first row."""
     short = -array.shape[axis] % BLOCK
     return jnp.pad(array, [(0, short if a == axis else 0) for a in range(array.ndim)]) if short else array
 
@@ -180,12 +192,14 @@ def _thin(u: jax.Array, side: jax.Array) -> jax.Array:
 
 
 def _dot(codes: jax.Array, side: jax.Array, dtype) -> jax.Array:
-    """The product of codes, summed in float32."""
+    """The product of codes [n, k] and side [columns, k] over k, summed in float32 and returned in `dtype`, without
+    scales."""
     return jax.lax.dot_general(codes, side, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
 
 
 def _by_rows(codes, scale, side, side_scale, dtype):
-    """The product in XLA, with scales by rows."""
+    """`multiply` in XLA, with scales by rows, which are outside of the sum: scale is float32[n, 1], side_scale
+    float32[columns] or None."""
     # The product's result is scaled in a separate pass, which takes half the time in bfloat16; another rounding is
     # negligible beside those to e4m3. float16 would overflow.
     out = _dot(codes, side, jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32).astype(jnp.float32) * scale
@@ -193,7 +207,8 @@ def _by_rows(codes, scale, side, side_scale, dtype):
 
 
 def _by_blocks(codes, scale, side, side_scale, dtype):
-    """The product in XLA, with scales inside the sum."""
+    """`multiply` in XLA, with scales of 128 numbers, which are inside the sum: scale is float32[n, k / 128], side_scale
+    float32[columns / 128, k / 128]."""
     codes, side = _whole_blocks(codes, 1), _whole_blocks(side, 1)
     columns = side.shape[0]
     of_columns = jnp.repeat(side_scale, BLOCK, axis=0)[:columns]
@@ -208,8 +223,18 @@ def _by_blocks(codes, scale, side, side_scale, dtype):
 
 
 def by_kernel(codes, scale, u, add, side, side_scale, dtype, blocks, name: str, tiles=None):
-    """`multiply` by one of our kernels, with u and add from `more`, or None. With `tiles`, as fp8_mosaic.product takes
-    them, add, side and side_scale have a leading axis of experts."""
+    """`multiply` by one of our kernels, "mosaic" or "triton".
+
+    Args:
+      codes, scale: e4m3 [n, k] and its scales, from `rounded`.
+      u, add: the two operands of `more`, [n, r] and [columns, r], or None.
+      side, side_scale: the other operand's codes [columns, k] and scales, as in `multiply`.
+      dtype: of the result.
+      blocks: whether scales are inside the sum.
+      name: the kernel.
+      tiles: None, or for rows that are sorted by expert what fp8_mosaic.product takes; then add, side and side_scale
+        have a leading axis of experts.
+    """
     if blocks:
         scale = scale.T
     else:

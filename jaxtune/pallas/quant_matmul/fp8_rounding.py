@@ -29,8 +29,8 @@ _TOGETHER = 8192  # numbers that a warpgroup reads at once, if rows are shorter
 
 
 def _vector(widths: Sequence[int]) -> int | None:
-    """The number of values that a lane reads at once: the largest that divides rows of these widths, or else fits in
-    them."""
+    """The number of values that a lane reads at once, 8 or 4: the largest that divides rows of these widths among 128
+    lanes, or else fits in them with an overlap at the end. None if the rows are too short."""
 
     def fits(width: int, vector: int) -> bool:
         return width >= _LANES * vector and width % vector == 0
@@ -40,7 +40,8 @@ def _vector(widths: Sequence[int]) -> int | None:
 
 
 def refusal(widths: Sequence[int], dtype) -> str | None:
-    """The reason why this kernel cannot round rows of these widths side by side, or None."""
+    """The reason why this kernel cannot round rows that consist of pieces of these widths side by side, in arrays of
+    `dtype`, or None."""
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     if dtype not in (jnp.bfloat16, jnp.float16):

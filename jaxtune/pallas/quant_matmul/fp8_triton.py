@@ -43,7 +43,7 @@ def refusal(in_size: int, out_size: int, rank: int, dtype, in_blocks: bool) -> s
 
 def product(x, w, x_scale, w_scale, extra=None, tiles=None, *, dtype, in_blocks: bool):
     """dtype[M, N]: the e4m3 codes x [M, K] times w [N, K]^T, scaled, plus u l^T of `extra`. Arguments are those of
-    fp8_mosaic.product."""
+    fp8_mosaic.product; w, w_scale and l have a leading axis of experts if `tiles` is not None."""
     from jaxtune.pallas.quant_matmul import fp8_triton_kernels
 
     (tokens, inner), outer = x.shape, w.shape[-2]

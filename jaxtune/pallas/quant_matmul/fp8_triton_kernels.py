@@ -9,9 +9,10 @@ def product_kernel(x, w, x_scale, w_scale, u, side, tile_expert, tile_sizes, out
                    TOKENS: tl.constexpr, INNER: tl.constexpr, OUTER: tl.constexpr, RANK: tl.constexpr,
                    GROUPED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
                    STEP: tl.constexpr, BAND: tl.constexpr):  # fmt: skip
-    """One tile of out [TOKENS, OUTER] = scaled(x [TOKENS, INNER] w[e] [OUTER, INNER]^T + ...); see fp8_mosaic.product.
-    BLOCK is the number of codes along INNER that share a scale, which is a step, or 0. Grid: (row tiles times column
-    tiles,)."""
+    """One tile of out [TOKENS, OUTER] = scaled(x [TOKENS, INNER] w[e] [OUTER, INNER]^T) + u [TOKENS, RANK] side[e]
+    [OUTER, RANK]^T; fp8_mosaic.product describes the arrays. RANK is 0 without an adapter. If GROUPED, e is the expert
+    of the tile's rows, from tile_expert and tile_sizes, else 0. BLOCK is the number of codes along INNER that share a
+    scale, which is a step, or 0 for scales by rows. Grid: (row tiles times column tiles,)."""
     ROW_TILES: tl.constexpr = (TOKENS + ROWS - 1) // ROWS
     COLUMN_TILES: tl.constexpr = OUTER // COLUMNS
     item = tl.program_id(0)

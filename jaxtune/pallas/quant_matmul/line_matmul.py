@@ -64,7 +64,7 @@ def refusal(tile: Tile, rows: int, columns: int, tokens: int) -> str | None:
 
 
 def _smem_bytes(tile: Tile, tokens: int) -> int:
-    """Shared memory of a program."""
+    """Shared memory of a program, in bytes, that multiplies this number of tokens."""
     ring = tile.warpgroups * tile.stages * tile.lines * (tile.rows * LINE // 2 + tokens * LINE * 2)
     partial = tile.warpgroups * _WARPS * tokens * (tile.rows + 4) * 4
     scales = tile.warpgroups * 4 * _SPAN * (tile.rows + 2) * 4
@@ -72,8 +72,8 @@ def _smem_bytes(tile: Tile, tokens: int) -> int:
 
 
 def tiles(rows: int, columns: int, tokens: int, programs: int = 132) -> list[Tile]:
-    """Tiles to measure for a weight [rows, columns]: the divisions that leave the fewest multiprocessors idle, each
-    with as many loads ahead as fit."""
+    """Tiles to measure for a weight [rows, columns]: the divisions that leave the fewest of `programs` multiprocessors
+    idle, each with as many loads ahead as fit."""
 
     def work(way: tuple[int, int]) -> float:
         """Rows of the weight that the busiest multiprocessor has; a second round begins with an idle memory."""
@@ -96,7 +96,8 @@ def _written_out_sums(codes, x, scales, table, widths: int):
     """What line_lanes.line_product adds for one line, in jnp for the interpreter: float32[512 groups widths] in its
     order.
 
-    codes is uint8[rows, 128], scales float32[rows, 4], table `dtype`[256, 2].
+    codes is uint8[rows, 128], x [tokens, 256], scales float32[rows, 4], table `dtype`[256, 2]; widths times 8 tokens
+    are computed.
     """
     rows = codes.shape[0]
     values = table[codes.astype(jnp.int32)].astype(jnp.float32).reshape(rows, _WARPS, BLOCK)
@@ -108,14 +109,27 @@ def _written_out_sums(codes, x, scales, table, widths: int):
 
 
 def _written_out_partial(acc, tokens: int, groups: int, widths: int):
-    """What line_lanes.keep_line_sums stores, in jnp for the interpreter: float32[4 warps, tokens, rows]."""
+    """What line_lanes.keep_line_sums stores, in jnp for the interpreter: float32[4 warps, tokens, rows], from acc
+    float32[512 groups widths] in the order of line_product."""
     sums = acc.reshape(groups, widths, _WARPS, 2, 4, 4, 2, 2)
     return sums.transpose(2, 1, 5, 7, 0, 6, 4, 3).reshape(_WARPS, 8 * widths, 16 * groups)[:, :tokens]
 
 
 def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, tile: Tile, dtype, interpreted):
-    """The kernel's body. `refs` has: map, nested absmax and offset if absmax is quantised; the output [1, tokens,
-    rows], or interpreted [splits, tokens, rows] of parts; shared memory."""
+    """The kernel's body: the product of all tokens with tile.rows rows of the weight, over this program's part of the
+    columns.
+
+    Args:
+      x_ref: [tokens, columns / 256, 256], in global memory as the next ones.
+      codes_ref: uint8[rows, columns / 2].
+      absmax_ref: uint8 or float32[rows, columns / 64].
+      pairs_ref: the elements of each byte, uint32[256], or interpreted `dtype`[256, 2].
+      refs: map, nested absmax and offset if absmax is quantised; the output [1, tokens, rows], or interpreted [splits,
+        tokens, rows] of parts; shared memory and barriers.
+      tile: how the work is divided.
+      dtype: of x.
+      interpreted: whether Pallas' interpreter runs it.
+    """
     *nested_refs, out_ref, table_smem, aliased, scales_smem, full, done = refs
     (codes_smem, x_smem), (partial_smem,) = aliased
     wg, split = lax.axis_index("wg"), lax.axis_index("split") if tile.splits > 1 else jnp.int32(0)

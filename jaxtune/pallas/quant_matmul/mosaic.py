@@ -30,7 +30,8 @@ _ROWS = lanes.ROWS_OF_A_WARP
 
 
 def refusal(weight: Stored, dtype) -> str | None:
-    """The reason why `dequantize` cannot serve this call, or None."""
+    """The reason why `dequantize` cannot serve this weight and dtype of the result, or None; on a GPU its first use is
+    checked."""
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
@@ -43,7 +44,8 @@ def refusal(weight: Stored, dtype) -> str | None:
 
 
 def _first_use(weight: Stored, dtype) -> str | None:
-    """The reason why this GPU must not run the kernel that decodes such weights, or None."""
+    """The reason why this GPU must not run the kernel that decodes weights of this kind (Stored.kind) to `dtype`, or
+    None, from comparing a small case with the reference."""
 
     def compare():
         draw = np.random.default_rng(0)
@@ -54,7 +56,8 @@ def _first_use(weight: Stored, dtype) -> str | None:
 
 
 def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
-    """The reason why `small_matmul` cannot serve this call, or None."""
+    """The reason why `small_matmul` cannot multiply this number of tokens in `dtype` by a weight, or None; on a GPU the
+    first use of its kernels is checked."""
     if not isinstance(weight, FourBit):
         return f"a weight in {type(weight).__name__}"
     if tokens > MAX_TOKENS:
@@ -86,7 +89,8 @@ def few_refusal(weight: Stored, dtype, tokens: int) -> str | None:
 
 
 def _kernel(body, name: str, interpret, **options):
-    """The kernel, interpreted in tests."""
+    """gpu_kernel.kernel for a body that has a keyword argument `interpreted`, which is set here; interpret has the
+    interpreter's parameters, or is None on a GPU."""
     return gpu_kernel.kernel(functools.partial(body, interpreted=interpret is not None), name, interpret, **options)
 
 
@@ -108,7 +112,8 @@ def dequantize(weight: Stored, dtype) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))  # so that a program compiles it once for all weights of a shape
 def _dequantize(weight: Stored, dtype, interpret) -> jax.Array:
-    """dequantize, compiled once in a program for all weights of a shape."""
+    """dequantize, jitted so that a program compiles it once for all weights of a shape; interpret: the interpreter's
+    parameters, or None."""
     chunks = Chunks.of(weight, dtype, weight.size)
     values = _kernel(
         functools.partial(_dequantize_kernel, chunks=chunks),
@@ -147,8 +152,9 @@ class _Plan:
 
 
 def _plan(rows: int, columns: int, tokens: int) -> _Plan:
-    """The plan, as measured on an H200. Whole memory lines are 15 % faster than half lines, but take the registers that
-    more tokens need; separate warpgroups are 7 % faster if there are enough tiles."""
+    """How the small product of a weight [rows, columns] and this number of tokens divides its work, as measured on an
+    H200. Whole memory lines are 15 % faster than half lines, but take the registers that more tokens need; separate
+    warpgroups are 7 % faster if there are enough tiles."""
     if tokens <= 4 and columns % 1024 == 0 and columns >= 2048:
         warpgroups = 1 if rows // _ROWS >= 4 * 132 else 2
         return _Plan(2, 8, warpgroups, 4 * 132 // warpgroups)
@@ -156,7 +162,9 @@ def _plan(rows: int, columns: int, tokens: int) -> _Plan:
 
 
 def _written_out_product(acc, codes, pairs, scales, x, parts):
-    """The meaningful results of lanes.small_product, in jnp for the interpreter; 0 elsewhere."""
+    """What lanes.small_product returns, in jnp for the interpreter: acc plus the meaningful results, and 0 where the
+    kernel has numbers without meaning. pairs is `dtype`[256, 2], scales float32[16, blocks of the chunk], x [tokens,
+    columns of the chunk]; the others are as there."""
     each = 8 // parts
     tokens = acc.shape[1] // parts
     values = pairs[codes.astype(jnp.int32)].astype(jnp.float32).reshape(parts, 2, each, 4, parts, 2, BLOCK)
@@ -168,7 +176,8 @@ def _written_out_product(acc, codes, pairs, scales, x, parts):
 
 
 def _written_out_sums(partial, tokens, parts):
-    """What lanes.store_sums computes, in jnp for the interpreter: [tokens, 16]."""
+    """What lanes.store_sums stores, in jnp for the interpreter: float32[tokens, 16], from partial, the accumulators
+    float32[warpgroups, 64 parts, n]."""
     each = 8 // parts
     sums = partial.reshape(partial.shape[0], parts, 4, 2, each, parts, -1, parts, each)
     total = jnp.einsum("pswiahegt,hg->etsia", sums, jnp.eye(parts))
@@ -176,10 +185,19 @@ def _written_out_sums(partial, tokens, parts):
 
 
 def _small_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, dtype, plan: _Plan, interpreted):
-    """The kernel's body: every n-th tile of rows of the weight times all tokens. The warpgroups divide the columns, and
-    add their sums at the end.
+    """The kernel's body: every n-th tile of 16 rows of the weight times all tokens. The warpgroups divide the columns,
+    and add their sums at the end. What a tile needs from memory is loaded while the one before is multiplied.
 
-    What a tile needs from memory is loaded while the one before is multiplied.
+    Args:
+      x_ref: [tokens, columns], in global memory as the next ones.
+      codes_ref: uint8[rows, columns / 2].
+      absmax_ref: uint8 or float32[rows, columns / 64].
+      pairs_ref: the elements of each byte, uint32[256], or interpreted `dtype`[256, 2].
+      refs: map, nested absmax and offset if absmax is quantised; out [tokens, rows]; shared memory for pairs, two
+        tiles' scales and the sums; two barriers.
+      dtype: of x and out.
+      plan: how the work is divided.
+      interpreted: whether Pallas' interpreter runs it.
     """
     *nested_refs, out_ref, pairs_smem, scales_smem, partial_smem, ready, done = refs
     wg, program = lax.axis_index("wg"), lax.axis_index("program")
@@ -285,7 +303,8 @@ def _pairs(table: bytes, dtype) -> np.ndarray:
 
 
 def small_bucket(weight: FourBit, tokens: int) -> str:
-    """The part of a small product's shape that its measurement is for."""
+    """The part of a small product's shape that its measurement in tuning.py is for: the weight's shape, and the tokens
+    rounded up to 1, 4, 8 or 16."""
     rows, columns = weight.shape
     return f"{rows} x {columns}, tokens={next(n for n in (1, 4, 8, 16) if tokens <= n)}"
 
@@ -299,8 +318,8 @@ def line_tile(weight: FourBit, dtype, tokens: int) -> line_matmul.Tile | None:
 
 
 def line_refusal(tile: line_matmul.Tile, weight: FourBit, dtype, tokens: int) -> str | None:
-    """The reason why `small_matmul` with this tile cannot serve this call, or None; on a GPU its first use is
-    checked."""
+    """The reason why `small_matmul` with this tile of line_matmul cannot multiply this number of tokens in `dtype` by a
+    weight, or None; on a GPU its first use is checked."""
     reason = small_refusal(weight, dtype, tokens)
     reason = reason or line_matmul.refusal(tile, weight.shape[0], weight.shape[1], tokens)
     if reason is not None or gpu_kernel.interpreter() is not None:
@@ -320,12 +339,13 @@ def line_refusal(tile: line_matmul.Tile, weight: FourBit, dtype, tokens: int) ->
 
 @dispatch.exactly
 def _exact(x, weight: FourBit):
-    """The product in float32."""
+    """The product x [tokens, in] weight^T in full float32, with which kernels are compared at their first use."""
     return jnp.dot(x.astype(jnp.float32), weight.decode(jnp.float32).T, precision=lax.Precision.HIGHEST)
 
 
 def row_refusal(weight: FourBit, dtype) -> str | None:
-    """The reason why `small_matmul` of one token cannot use row_matmul, or None; on a GPU its first use is checked."""
+    """The reason why `small_matmul` of one token in `dtype` cannot use row_matmul, or None; on a GPU its first use is
+    checked."""
     rows, columns = weight.shape if len(weight.shape) == 2 else (0, 0)
     cut = row_matmul.plan(rows, columns)
     if cut is None:
@@ -367,7 +387,8 @@ def small_matmul(x: jax.Array, weight: FourBit, tile: line_matmul.Tile | None = 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _row_matmul(x: jax.Array, weight: FourBit, programs: int, interpret) -> jax.Array:
-    """small_matmul of one token by row_matmul."""
+    """small_matmul of one token, x [1, in], by row_matmul with at most `programs` programs; interpret: the
+    interpreter's parameters, or None. It is jitted, so that a program compiles it once for all weights of a shape."""
     pairs = _pairs(weight.table.tobytes(), jnp.dtype(x.dtype))
     absmax, *nested = absmax_operands(weight)
     return row_matmul.matmul(x, weight.codes, absmax, nested, pairs, weight.shape[0], _kernel, interpret, programs)
@@ -375,7 +396,8 @@ def _row_matmul(x: jax.Array, weight: FourBit, programs: int, interpret) -> jax.
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _small_matmul(x: jax.Array, weight: FourBit, tile: line_matmul.Tile | None, interpret) -> jax.Array:
-    """small_matmul by this module's kernel, or by line_matmul with a tile."""
+    """small_matmul by this module's kernel, or by line_matmul with a tile; interpret: the interpreter's parameters, or
+    None. It is jitted, so that a program compiles it once for all weights of a shape."""
     tokens, columns = x.shape
     rows = weight.shape[0]
     plan = _plan(rows, columns, tokens)

@@ -43,7 +43,8 @@ def absmax_operands(weight: FourBit) -> list[jax.Array]:
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """How a weight is decoded."""
+    """How a weight is divided into chunks of consecutive numbers, and how a warpgroup decodes one of them. It is
+    static: a kernel is compiled for it."""
 
     lines: int  # of a chunk; a power of two, so that the blocks of a chunk are within one nested block
     count: int  # number of chunks
@@ -60,8 +61,8 @@ class Chunks:
 
     @staticmethod
     def of(weight: Stored, dtype, whole: int) -> Chunks:
-        """The chunks of a weight; `whole` is a number of elements that a chunk must divide, a multiple of SMALLEST,
-        such as those of an expert."""
+        """The chunks of a weight that is decoded to `dtype`; `whole` is a number of elements that chunks must divide, a
+        multiple of SMALLEST, such as those of an expert."""
         lines = next(n for n in (8, 4, 2, 1) if whole % (n * SMALLEST) == 0)
         assert isinstance(weight, FourBit | MXFP4 | NVFP4)
         scales = "absmax" if isinstance(weight, FourBit) else "powers" if isinstance(weight, MXFP4) else "bytes"
@@ -89,8 +90,9 @@ class Chunks:
         return plgpu.Layout.WG_STRIDED((self.numbers,), 8)
 
     def operands(self, weight: Stored) -> list[jax.Array]:
-        """A kernel's operands: codes and scales by chunk, the table, for quantised absmax the nested arrays, and for
-        e4m3 scales the number of each byte."""
+        """The arrays that a kernel takes to decode a weight: codes uint8[count, .] and scales [count, .] by chunk, the
+        table float32[16], and, for quantised absmax, map, nested absmax and offset, or for e4m3 scales the number of
+        each byte, float32[256]."""
         assert isinstance(weight, FourBit | MXFP4 | NVFP4)
         if isinstance(weight, FourBit):
             scales, *nested = absmax_operands(weight)
@@ -102,14 +104,24 @@ class Chunks:
         return [weight.codes.reshape(self.count, -1), scales.reshape(self.count, -1), table, *nested]
 
     def load(self, refs, at):
-        """What chunk `at` is decoded from, out of `operands`, in registers."""
+        """Loads what chunk `at` (int32[]) is decoded from, (codes, scales), into the registers of the calling
+        warpgroup; refs are `operands` in global memory. It is separate from `values`, so that a chunk can be on its way
+        while the one before is decoded."""
         codes_ref, scales_ref, *_ = refs
         codes_layout = plgpu.Layout.WG_STRIDED((self.lines * _LINE,), 4)
         codes = plgpu.load(codes_ref.at[at], layout=codes_layout, optimized=False)
         return codes, plgpu.load(scales_ref.at[at], layout=self.scales_layout, optimized=False)
 
     def values(self, refs, at, loaded, interpreted: bool, *, beside_products: bool = False):
-        """`dtype`[numbers] of a loaded chunk, in `out_layout`; beside_products as in lanes.table_values."""
+        """`dtype`[numbers] of a loaded chunk, in registers of `out_layout`.
+
+        Args:
+          refs: `operands`, in global memory.
+          at: int32[], the number of the chunk.
+          loaded: from `load`.
+          interpreted: whether Pallas' interpreter runs it.
+          beside_products: as in lanes.table_values.
+        """
         _, _, table_ref, *nested_refs = refs
         codes, scales = loaded
         scales_layout = self.scales_layout

@@ -24,7 +24,7 @@ from jaxtune.pallas.quant_matmul.as_stored import product_of
 
 
 def refusal(weight: Stored, dtype) -> str | None:
-    """The reason why `dequantize` cannot serve this call, or None."""
+    """The reason why `dequantize` cannot serve this call, or None; this one serves all."""
     del weight, dtype
     return None
 
@@ -35,18 +35,30 @@ def dequantize(weight: Stored, dtype) -> jax.Array:
 
 
 def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
-    """The reason why `small_matmul` cannot serve this call, or None."""
+    """The reason why `small_matmul` cannot serve this call, or None; this module has none, and decodes the weight for
+    the vendor's GEMM."""
     del weight, dtype, tokens
     return "a decoded weight and the vendor's GEMM"
 
 
 def small_matmul(x: jax.Array, weight: Stored) -> jax.Array:
-    """x [tokens, in] weight^T."""
+    """Not available: `small_refusal` refuses every call. The other modules compute x [tokens, in] weight^T.
+
+    Raises:
+      NotImplementedError: always.
+    """
     raise NotImplementedError(small_refusal(weight, x.dtype, x.shape[0]))
 
 
 def _product(x, weight, contract, dtype=None):
-    """dot_general over one axis of each, multiplied in x's dtype; the result is in `dtype` (default: x's)."""
+    """dot_general of x and an array over one axis of each, multiplied in x's dtype and summed in float32.
+
+    Args:
+      x: of two dimensions; float32 is multiplied in full float32.
+      weight: of two dimensions, cast to x's dtype.
+      contract: (axis of x, axis of weight) that are summed over.
+      dtype: of the result; None: x's.
+    """
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     return jax.lax.dot_general(
         x,
@@ -70,7 +82,18 @@ def decoded(weight, x, kernels: ModuleType):
 
 
 def _times(x, weight, contract, kernels: ModuleType, more=None, bias=None):
-    """The product of x and a weight over one axis of each, plus the product of `more`'s two operands, plus bias."""
+    """The product of x [tokens, n] and a weight over one axis of each, plus the product of `more`'s two operands, plus
+    bias.
+
+    Args:
+      x: activations or gradients.
+      weight: [out, in], an array or quantised; the latter is decoded first, unless a few tokens can be multiplied by
+        its codes.
+      contract: (axis of x, axis of weight): (1, 1) in the forward, (1, 0) in the backward.
+      kernels: the module that decodes and multiplies a few tokens.
+      more: None, or the adapters' part: two arrays that are contracted over the same axes.
+      bias: of the output, or None.
+    """
     call = (weight, x.dtype, x.shape[0])
     if isinstance(weight, Stored) and contract == (1, 1) and kernels.small_refusal(*call) is None:
         out = kernels.small_matmul(x, weight)
@@ -94,7 +117,8 @@ def scaled(part, scale):
 
 
 def _parts(joined, loras):
-    """Splits [tokens, sum of ranks] into one [tokens, r] per adapter."""
+    """Splits [tokens, sum of ranks] into one [tokens, r] for each of the adapters' pairs (a [r, in], b); a
+    generator."""
     at = 0
     for a, _ in loras:
         yield joined[:, at : at + a.shape[0]]
@@ -102,27 +126,29 @@ def _parts(joined, loras):
 
 
 def _join(loras, dtype):
-    """All A's in one thin matrix. Its product is bound by reading x, so one pass serves all adapters."""
+    """The A's of all adapters' pairs (a, b) in one thin matrix [sum of ranks, in] of `dtype`. Its product is bound by
+    reading x, so one pass serves all adapters."""
     return jnp.concatenate([a.astype(dtype) for a, _ in loras], axis=0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _products(x, source, weights, loras, biases, static):
-    """The outputs of all weights, with a custom derivative."""
+    """The outputs [tokens, out_i] of all weights, with a custom derivative that decodes weights again in place of
+    keeping them. Arguments are those of `_products_fwd`."""
     return _products_fwd(x, source, weights, loras, biases, static)[0]
 
 
 def _products_fwd(x, source, weights, loras, biases, static):
-    """The forward rule.
+    """The forward rule: (outputs, residuals), of which the second are the arguments and the adapters' inner product.
 
     Args:
       x: [tokens, in].
       source: the adapters' input if it differs from x (dropout), else None.
-      weights: all that share x.
-      loras: (a, b) pairs.
+      weights: all that share x, each [out_i, in].
+      loras: an (a [r, in], b [out_i, r]) pair for each adapter.
       biases: one entry per weight, or None.
-      static: (the weight that each adapter belongs to, scales, `kernels`, and, if weights are multiplied as they are
-        stored, the requested implementation in a tuple of one).
+      static: (the index of the weight that each adapter belongs to, the adapters' scales, `kernels`, and, if weights
+        are multiplied as they are stored, the requested implementation in a tuple of one, else an empty tuple).
     """
     owners, scales, kernels, as_stored = static
     more: list = [None] * len(weights)
@@ -147,7 +173,8 @@ def _products_fwd(x, source, weights, loras, biases, static):
 
 
 def _products_bwd(static, residuals, doutputs):
-    """The backward rule: gradients of x, the adapters' input, weights, adapters and biases."""
+    """The backward rule: gradients of x, the adapters' input, weights, adapters and biases, each None where there is no
+    such argument, or for a quantised weight. doutputs are the gradients of the outputs."""
     owners, scales, kernels, as_stored = static
     x, source, weights, loras, biases, inner = residuals
     dsource = more = None
@@ -204,8 +231,9 @@ def dropout(x, rate, key, part=0):
 
 
 def matmul(x, weights, loras, biases, dropout_rate, dropout_key, dropout_part, kernels: ModuleType, as_stored: tuple):
-    """x [..., in] times each weight, with adapters and biases: a list of [..., out_i]. The arguments are those of
-    api.quant_matmul, `kernels` is described at the top of this file, and `as_stored` in `_products_fwd`."""
+    """x [..., in] times each weight, with adapters and biases: a tuple of [..., out_i]. The arguments are those of
+    api.quant_matmul, with one entry a weight in loras and biases; `kernels` is described at the top of this file, and
+    `as_stored` is the last part of `static` in `_products_fwd`."""
     flat = x.reshape(-1, x.shape[-1])
     owners = tuple(index for index, lora in enumerate(loras) if lora is not None)
     source = None

@@ -61,7 +61,8 @@ class Plan:
 
 
 def plan(rows: int, columns: int, programs: int = PROGRAMS) -> Plan | None:
-    """How a weight [rows, columns] is divided; None if it cannot be."""
+    """How a weight [rows, columns] is divided among at most this number of programs; None if it cannot be, because of
+    its shape or of shared memory."""
     slices = columns // SLICE
     if columns % SLICE or not 0 < slices <= _MOST_WARPS or rows % 2:
         return None
@@ -91,8 +92,19 @@ def _written_out(codes, absmax, x, pairs_table, plan: Plan):
 
 
 def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, plan: Plan, dtype, interpreted):
-    """The kernel's body. `refs` has: map, nested absmax and offset if absmax is quantised; out [rows]; shared
-    memory."""
+    """The kernel's body: the product of one token with the chunks program, program + programs, ... of the weight.
+    Warpgroup 0 starts the copies, the others multiply.
+
+    Args:
+      x_ref: [columns], in global memory as the next ones.
+      codes_ref: uint8[rows x columns / 2].
+      absmax_ref: uint8 or float32[rows x columns / 64].
+      pairs_ref: the elements of each byte, uint32[256], or interpreted `dtype`[256, 2].
+      refs: map, nested absmax and offset if absmax is quantised; out [rows]; shared memory and barriers.
+      plan: how the weight is divided.
+      dtype: of x and out.
+      interpreted: whether Pallas' interpreter runs it.
+    """
     *nested_refs, out_ref, table_smem, map_smem, codes_smem, absmax_smem, partial_smem, full_smem, empty, done = refs
     map_ref, nested_ref, offset_ref = nested_refs or (None, None, None)
     wg, program = lax.axis_index("wg"), lax.axis_index("program")

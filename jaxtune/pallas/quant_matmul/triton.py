@@ -59,7 +59,11 @@ def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
 
 
 def _parts(weight: FourBit) -> tuple[list[jax.Array], int]:
-    """(the arrays of a weight in the form that the kernels take, whether its scales are quantised)."""
+    """(the arrays of a weight in the form that the kernels take, 1 or 0: whether its absmax are quantised).
+
+    The arrays are codes, absmax, nested absmax, map, offset and table. Without double quantisation absmax takes the
+    places of the three in the middle, which the kernels then do not read.
+    """
     scales = [s for s in (weight.nested_absmax, weight.nested_map, weight.offset) if s is not None]
     nested = len(scales) == 3
     return [weight.codes, weight.absmax, *(scales if nested else [weight.absmax] * 3), jnp.asarray(weight.table)], int(
@@ -68,7 +72,8 @@ def _parts(weight: FourBit) -> tuple[list[jax.Array], int]:
 
 
 def few_refusal(weight: Stored, dtype, tokens: int) -> str | None:
-    """The reason why `few_matmul` cannot serve this call, or None."""
+    """The reason why `few_matmul` cannot multiply this number of tokens in `dtype` by a weight, or None; it is used
+    where it was measured to be faster than decoding the weight."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason

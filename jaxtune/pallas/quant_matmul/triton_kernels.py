@@ -41,7 +41,8 @@ def dequantise_kernel(
     NESTED: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Decodes BLOCKS blocks of a tensor of SIZE elements. Grid: (ceil(SIZE / (64 BLOCKS)),)."""
+    """Decodes BLOCKS blocks of 64 of a tensor of SIZE elements into the flat array `out`. The arrays before it are
+    those of triton._parts. Grid: (ceil(SIZE / (64 BLOCKS)),)."""
     first = tl.program_id(0).to(tl.int64) * BLOCKS
     left = tl.minimum(SIZE - first * 64, BLOCKS * 64).to(tl.int32)  # elements
     WHOLE: tl.constexpr = SIZE % (BLOCKS * 64) == 0  # without masks, loads and stores are wide
@@ -74,7 +75,8 @@ def _pair(words, DTYPE: tl.constexpr):
 
 @triton.jit
 def _tile(codes, absmax, rows, first, INNER: tl.constexpr, OUTER: tl.constexpr, BLOCKS: tl.constexpr):
-    """Codes [rows, BLOCKS, 32] and absmax [rows, BLOCKS] of rows of W from block `first` of a row on, as stored."""
+    """(codes [rows, BLOCKS, 32], absmax [rows, BLOCKS]) of some rows of W from block number `first` of a row on, as
+    stored; 0 past W's OUTER rows of INNER numbers."""
     per_row: tl.constexpr = INNER // 64
     blocks = first + tl.arange(0, BLOCKS)
     mask = (rows < OUTER)[:, None] & (blocks < per_row)[None, :]
@@ -101,7 +103,9 @@ def vector_kernel(
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """out [COUNT, OUTER] = x [COUNT, INNER] W^T on the ordinary cores, ROWS rows of W. Grid: (tiles,)."""
+    """out [COUNT, OUTER] = x [COUNT, INNER] W^T on the ordinary cores, for one or two tokens; a program has ROWS rows
+    of W, and takes BLOCKS blocks of each at a time. The arrays from codes to table are those of triton._parts. Grid:
+    (tiles,)."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     words = x.to(tl.pointer_type(tl.uint32))
     per_row: tl.constexpr = INNER // 64  # blocks
@@ -145,7 +149,8 @@ def matrix_kernel(
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """out [COUNT, OUTER] = x [COUNT, INNER] W^T on the tensor cores, COUNT up to 16. Grid: (tiles,)."""
+    """out [COUNT, OUTER] = x [COUNT, INNER] W^T on the tensor cores, COUNT up to 16; a program has ROWS rows of W, and
+    takes BLOCKS blocks of each at a time. The arrays from codes to table are those of triton._parts. Grid: (tiles,)."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tokens = tl.arange(0, 16)
     per_row: tl.constexpr = INNER // 64
