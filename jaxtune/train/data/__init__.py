@@ -136,7 +136,8 @@ class TokenDataset:
 
     @property
     def longest(self) -> int:
-        """The largest number of tokens that one document (or one preference pair) can have after truncation."""
+        """The largest number of tokens that one document (or one preference pair) can have after truncation; a row must
+        have room for as many (`steps.pack_steps`)."""
         return self.length
 
     def in_rows(self, slots: int) -> TokenDataset:
@@ -260,7 +261,13 @@ def prepare(
 
 
 def _changed_while_read(sources: list[Source], template: str | None) -> ValueError:
-    """The error of rows or a template file that changed between the hash that names their cache and its writing."""
+    """Returns the error to raise if the rows or the template file changed after the hash that names their cache was
+    computed, so that the cache would have tokens of another content than its name says.
+
+    Args:
+        sources: the sources of the rows, whose names the message has.
+        template: data.template, or None.
+    """
     names = ", ".join([*(source.name for source in sources), *([template] if template else [])])
     return ValueError(
         f"{names}: changed while the rows were tokenised, so the tokens may be of either version and were discarded. "
@@ -269,8 +276,8 @@ def _changed_while_read(sources: list[Source], template: str | None) -> ValueErr
 
 
 def _require_known(format: str, pairs: bool, on_bad_row: str, overflow: str) -> None:
-    """Raises ValueError if one of these arguments of `prepare` has no known value, or if `format` does not fit
-    `pairs`."""
+    """Raises ValueError if one of these arguments of `prepare` has a value that is not allowed, or if `format` does not
+    fit `pairs`: a preference or labelled format needs pairs=True, and pairs=True needs one of them."""
     if (format in (PREFERENCE, LABELLED)) != pairs:
         raise ValueError(
             f"data.format = {format!r}: "
@@ -297,7 +304,13 @@ def _stop_at_bad_rows(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
 
 def _with_progress(chunks: Iterable[Chunk], sources: list[Source], max_rows: int | None) -> Iterator[Chunk]:
     """Yields the chunks unchanged, and shows a progress bar of rows if stderr is a terminal. Windows of a stream get no
-    bar."""
+    bar, because they are tokenised during the run, below the bar of its steps.
+
+    Args:
+        chunks: the tokenised chunks, in order.
+        sources: the sources of the rows, whose counts are the bar's total.
+        max_rows: the largest number of rows that are read, or None; it limits the total.
+    """
     console = terminal.console(stderr=True)
     if not console.is_terminal or any(source.part for source in sources):
         yield from chunks
@@ -328,6 +341,17 @@ def _require_usable(
     response that ends its turn, or a token id of `vocab_size` or more.
 
     A window of a stream may have no response that ends; only whole sets are checked for that.
+
+    Args:
+        documents, summary: what tokenising the rows gave.
+        tokenizer: their tokenizer, to show tokens in messages.
+        options: the keyword arguments of `RowEncoder` that they were tokenised with, for messages.
+        vocab_size: the number of rows of the model's embedding; None leaves the ids unchecked.
+        sources: the sources of the rows, for messages.
+
+    Raises:
+        NothingUsable: there is no usable row, or no trained token; a run may leave out a window of a stream then.
+        ValueError: one of the other two faults.
     """
     name = ", ".join(dict.fromkeys(source.name for source in sources))
     if not summary.documents:

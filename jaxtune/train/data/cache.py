@@ -82,7 +82,7 @@ class Summary:
     """The largest token id; -1 if there is no token."""
 
     def add(self, chunk: Chunk) -> None:
-        """Adds the counts of a chunk, in place."""
+        """Adds the counts of a chunk to this summary, in place; lists of rows are filled up to `OFFENDERS` entries."""
         self.rows += chunk.rows
         self.documents += len(chunk.lengths)
         self.bad_rows += len(chunk.problems)
@@ -137,7 +137,7 @@ class Summary:
 
 @dataclasses.dataclass(frozen=True)
 class _Meta:
-    """The content of a folder's meta.json."""
+    """The content of the meta.json of a cache folder, which is written last and by which the folder is verified."""
 
     bytes: dict[str, int]
     """The size of each field's file."""
@@ -150,7 +150,7 @@ class _Meta:
 
 
 class CachedDocuments(NamedTuple):
-    """What `open_or_build` returns."""
+    """What `open_or_build` returns: (documents, summary, was_cached)."""
 
     documents: Documents
     """The documents, memory-mapped; none at all if no row was usable."""
@@ -161,7 +161,8 @@ class CachedDocuments(NamedTuple):
 
 
 class _Store:
-    """Collects chunks in order. The fields are appended to files in `folder`, or kept in memory if it is None."""
+    """Collects chunks in order. The fields (`FIELDS`) are appended to files in `folder`, an empty folder, or kept in
+    memory if it is None."""
 
     def __init__(self, folder: Path | None):
         self.folder = folder
@@ -175,7 +176,8 @@ class _Store:
         self.summary = Summary()
 
     def add(self, chunk: Chunk) -> None:
-        """Appends a chunk's documents to the fields and its counts to the summary."""
+        """Appends a chunk's documents to the fields and adds its counts to the summary. Raises OSError if the disk is
+        full."""
         origins = [(self.files.setdefault(file, len(self.files)), number) for file, number in chunk.origins]
         arrays = {name: getattr(chunk, name) for name in FIELDS if name != "origins"}
         arrays["origins"] = np.array(origins, np.int64).reshape(-1, 2)
@@ -283,7 +285,8 @@ def _own_name(folder: Path) -> Path:
 
 
 def _write(folder: Path, build: Callable[[], Iterable[Chunk]]) -> tuple[Documents, Summary]:
-    """Writes all chunks into an existing, empty folder; returns no documents (nothing is mapped yet) and the counts."""
+    """Writes all chunks that `build` makes into an existing, empty folder, and completes it. Returns (a set without
+    documents, since nothing is mapped yet; the counts). Raises ValueError if the disk is full."""
     store = _Store(folder)
     try:
         for chunk in build():
@@ -351,7 +354,8 @@ def _open(folder: Path) -> tuple[Documents, Summary]:
 
 
 def _read_meta(file: Path) -> _Meta:
-    """Parses a meta.json. Raises ValueError with the name of the first wrong field."""
+    """Parses a meta.json. Raises ValueError with the name of the first wrong field, or OSError if there is no such
+    file."""
     try:
         return pydantic.TypeAdapter(_Meta).validate_json(read_plain(file), strict=True)
     except pydantic.ValidationError as error:
@@ -405,7 +409,8 @@ def _checksum(path: Path) -> int:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Deletes the temporary folders of runs that were killed: those not modified for `ABANDONED_SECONDS`."""
+    """Deletes the temporary folders that killed runs left in the folder `parent`: those not modified for
+    `ABANDONED_SECONDS`. Errors are ignored, as a folder may be another user's."""
     for folder in parent.glob(".*.tmp"):
         with contextlib.suppress(OSError):
             if folder.is_dir() and time.time() - folder.stat().st_mtime > ABANDONED_SECONDS:
@@ -425,6 +430,11 @@ def cache_key(sources: list[Source], tokenizer: Any, options: dict[str, Any]) ->
     """The name of the cache folder for these rows, 32 hex digits; None if a source has no identity (a list in memory).
 
     It is a hash of the rows, the tokenizer, the options and the source of the code that tokenises.
+
+    Args:
+        sources: the sources of the rows; files are read to hash them.
+        tokenizer: a fast Hugging Face tokenizer.
+        options: everything else that decides the tokens, as values that json.dumps or str can write.
     """
     if any(source.identity is None for source in sources):
         return None

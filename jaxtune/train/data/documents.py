@@ -45,19 +45,23 @@ class Documents:
     """The names of the files that the documents came from."""
 
     def __len__(self) -> int:
+        """The number of documents."""
         return len(self.starts)
 
     @functools.cached_property
     def tokens_crc32(self) -> int:
-        """The CRC-32 of the flat tokens. It reads all of them on first access, and is the same for a selection."""
+        """The CRC-32 of the flat tokens, by which checkpoints and metrics recognise the rows. It reads all tokens on
+        first access. A selection has the same CRC-32 as the set that it was made of."""
         return zlib.crc32(np.ascontiguousarray(self.tokens))
 
     @property
     def identity(self) -> str:
-        """A string, 8 hex digits, that differs between sets of documents with different tokens."""
+        """`tokens_crc32` as 8 hex digits. The metrics of an evaluation have it, so that a resumed run sees whether its
+        held-out rows are still the same."""
         return f"{self.tokens_crc32:08x}"
 
     def __getitem__(self, index: int) -> Document:
+        """Document number `index`: a view of its tokens, and a bool copy of its mask."""
         start, length = self.starts[index], self.lengths[index]
         return Document(self.tokens[start : start + length], self.mask[start : start + length].astype(bool))
 
@@ -79,7 +83,8 @@ class Documents:
         )
 
     def write(self, start: int, count: int, batch: Batch, slot: int, at: int, segment: int) -> int:
-        """Writes a run of the flat tokens into a row of a batch, with their targets, weights and positions.
+        """Writes a run of the flat tokens into a row of a batch, with their targets, weights and positions. The last
+        token of the run gets no target, and positions count from 0 at its first token.
 
         Args:
             start, count: the run is `tokens[start : start + count]`, of one document.
@@ -129,7 +134,8 @@ class Documents:
         return rest, chosen
 
     def _hashes(self, indices: np.ndarray) -> np.ndarray:
-        """uint64[n]: a hash of the tokens of each of these documents."""
+        """uint64[n]: a hash of the tokens of each of the documents at `indices` (int[n]). Equal documents have equal
+        hashes."""
         hashes = np.empty(len(indices), np.uint64)
         for place, index in enumerate(indices.tolist()):
             data = self.tokens[self.starts[index] : self.starts[index] + self.lengths[index]].tobytes()
@@ -137,7 +143,8 @@ class Documents:
         return hashes
 
     def also_in(self, other: Documents) -> int:
-        """The number of non-empty documents that another set also has, with exactly the same tokens."""
+        """The number of non-empty documents that another set also has, with exactly the same tokens. A run warns if
+        held-out documents are also training documents."""
         own, candidates = np.flatnonzero(self.lengths), np.flatnonzero(other.lengths)
         for share in (0.5, 0.9, 0.99):  # single tokens exclude most documents, and cost far less than hashes of all
             own_keys, other_keys = self._cheap_keys(own, share), other._cheap_keys(candidates, share)
@@ -145,8 +152,9 @@ class Documents:
         return int(np.isin(self._hashes(own), other._hashes(candidates)).sum())
 
     def _cheap_keys(self, indices: np.ndarray, share: float) -> np.ndarray:
-        """int64[n]: a key of each of these documents that equal documents share: its length (upper 32 bits) and the
-        token at the fraction `share` of it (lower 32 bits)."""
+        """int64[n]: a key of each of the documents at `indices` that equal documents share: its length (upper 32 bits)
+        and the token at the fraction `share` of its length (lower 32 bits). Documents with different keys differ, which
+        is cheaper to see than by `_hashes`."""
         lengths = self.lengths[indices]
         return lengths << 32 | self.tokens[self.starts[indices] + (share * lengths).astype(np.int64)]
 

@@ -25,18 +25,21 @@ _CHOICE = 0x6D6978  # makes the draws of which set a row comes from independent 
 
 
 class Feed(Protocol):
-    """An endless sequence of the rows that one lane takes from one set."""
+    """An endless iterator over the rows that one lane takes from one set. A lane is a device (or a group of devices
+    that hold the same rows) that computes on rows of its own."""
 
     def next(self) -> tuple[Rows, int]:
-        """The next row, as a `Rows` and the row's index in it; `Rows.fill` writes it into a batch."""
+        """Returns (rows, index): the next row is row `index` of `rows`. `rows.fill(batch, slot, index)` writes it into
+        row `slot` of a batch. It may wait until rows are read and tokenised."""
         ...
 
     def position(self) -> Json:
-        """The position after the rows taken so far, for a checkpoint; `RowSet.feed` continues from it."""
+        """The position after the rows taken so far, for a checkpoint. A feed that `RowSet.feed` makes from it in a
+        resumed run continues with the next row."""
         ...
 
     def close(self) -> None:
-        """Releases threads and files."""
+        """Releases threads and files; called when the run ends or resumes at another step."""
         ...
 
 
@@ -55,7 +58,7 @@ class RowSet(Protocol):
 
     @property
     def max_documents(self) -> int:
-        """The most documents in any row."""
+        """The most documents in any row; batches have room for this number, and kernels may rely on it."""
         ...
 
     def with_max_documents(self, documents: int) -> RowSet:
@@ -81,11 +84,12 @@ class RowSet(Protocol):
         ...
 
     def identity(self) -> dict[str, Json]:
-        """Values that identify the rows, see `BatchSource.identity`."""
+        """Values that identify the rows, such as checksums, by name. Checkpoints have them (`BatchSource.identity`), so
+        that a run cannot resume with other rows."""
         ...
 
     def described(self) -> str:
-        """The set in words, as far as it is known before the run."""
+        """A line about the set for the screen before the run: its name, and the counts that are known by then."""
         ...
 
     def warnings(self) -> list[str]:
@@ -98,9 +102,11 @@ class RowSet(Protocol):
 
 
 class FedBatches(BatchSource):
-    """The source of batches whose rows come from feeds, see BatchSource.
+    """The source of batches (`BatchSource`) whose rows come from feeds: from one stream, or from several sets that are
+    mixed by weight.
 
-    Which set a row comes from is drawn by (seed, step, index of the row in the batch).
+    Which set a row comes from is drawn at random from (seed, step, index of the row in the batch), so a resumed run
+    draws the same.
 
     Args:
         sets: one or several sets with rows of the same length.
@@ -168,7 +174,7 @@ class FedBatches(BatchSource):
         return batch
 
     def _choices(self, step: int) -> list[int]:
-        """The index in `sets` of the set that each row of a step comes from."""
+        """Draws, for each row of the batch of `step`, the index in `sets` of the set that the row comes from."""
         if len(self.sets) == 1:
             return [0] * self.rows_per_step
         draws = np.random.Philox(key=np.array([self._seed | _CHOICE << 32, step], np.uint64))
@@ -176,7 +182,8 @@ class FedBatches(BatchSource):
         return np.minimum(chosen, len(self.sets) - 1).tolist()
 
     def _open(self) -> dict[int, list[Feed]]:
-        """The feeds of this process' lanes, one for each set, by lane; they are opened on the first call."""
+        """The feeds of the lanes whose rows this process needs: {lane: [a feed for each set]}. They are opened on the
+        first call, at the positions that `resume` was given."""
         if not self._feeds:
             for lane in self._own:
                 known = self._begin.get(str(lane))
@@ -204,7 +211,7 @@ class FedBatches(BatchSource):
         return {**known, "lanes": self.lanes}
 
     def _mixed_identity(self) -> dict[str, Json]:
-        """The identity of each set with its share of the rows, by the number of the set."""
+        """{index of a set, as text: its identity, with its share of the rows as "share"}."""
         shares = np.diff(self._bounds, prepend=0.0)
         return {
             str(number): {**one.identity(), "share": round(float(share), 9)}
@@ -236,7 +243,8 @@ class FedBatches(BatchSource):
 
 
 class PreparedSet:
-    """A data set that was tokenised before the run, as one set of a mixture; see RowSet."""
+    """A data set that was tokenised before the run, as one set (`RowSet`) of a mixture. name: the set's name in
+    messages."""
 
     def __init__(self, name: str, data: TokenDataset):
         self.name, self.data = name, data
@@ -252,7 +260,8 @@ class PreparedSet:
         return self.data.rows.max_documents
 
     def with_max_documents(self, documents: int) -> PreparedSet:
-        """A copy whose batches have room for `documents` documents in a row."""
+        """A copy whose batches have room for `documents` documents in a row, because mixed sets need batches of equal
+        shapes."""
         return PreparedSet(self.name, self.data.with_max_documents(documents))
 
     def empty(self, rows: int) -> Batch:
@@ -260,15 +269,21 @@ class PreparedSet:
         return self.data.rows.empty(rows)
 
     def feed(self, lane: int, lanes: int, seed: int, position: Json) -> _PreparedFeed:
-        """The feed of one lane; position: the number of rows that the lane took in the run that is resumed, or None."""
+        """The feed of lane number `lane` (from 0) of `lanes` lanes, among which each epoch of the set is divided.
+
+        Args:
+            lane, lanes: as above.
+            seed: decides the order of the rows.
+            position: the number of rows that the lane took in the run that is resumed; None is 0.
+        """
         return _PreparedFeed(self.data.rows, lane, lanes, seed, position if isinstance(position, int) else 0)
 
     def identity(self) -> dict[str, Json]:
-        """Values that identify the rows, see `BatchSource.identity`."""
+        """Values that identify the rows, as `Batches.identity` returns them."""
         return self.data.batches(1).identity()
 
     def described(self) -> str:
-        """The name and the counts of packing, in words."""
+        """The set's name and the counts of packing, in words, for the screen before the run."""
         return f"{self.name}: {self.data.report}"
 
     def warnings(self) -> list[str]:
@@ -282,7 +297,8 @@ class PreparedSet:
 
 class _PreparedFeed:
     """The feed of a PreparedSet: its rows in the order of an epoch (`epoch_order`), then in that of the next epoch, and
-    so on. Of this sequence a lane takes every `lanes`-th row. taken: how many rows the lane took in an earlier run."""
+    so on. Of this sequence lane number `lane` takes every `lanes`-th row, beginning with row `lane`, so no two lanes
+    have a row in common. taken: how many rows the lane took in the run that is resumed."""
 
     def __init__(self, rows: Rows, lane: int, lanes: int, seed: int, taken: int):
         self._rows, self._lane, self._lanes, self._seed, self._taken = rows, lane, lanes, seed, taken

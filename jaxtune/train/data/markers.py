@@ -80,8 +80,14 @@ class _Marker:
 
     @staticmethod
     def _edge(tokenizer: Any, encoded: list[list[tuple[int, int, int]]], start: int, end: int) -> str:
-        """The raw pieces of the characters `start:end` of the marker, joined, from the first context in which whole
-        tokens cover exactly these characters; "" if there is none. encoded: as in `__init__`."""
+        """The raw pieces (token strings) of the characters `start:end` of the marker, joined, from the first context in
+        which whole tokens cover exactly these characters; "" if there is none.
+
+        Args:
+            tokenizer: a fast Hugging Face tokenizer.
+            encoded: for each context, the (start, end, id) of the tokens that are entirely inside the marker.
+            start, end: indices of characters in the marker.
+        """
         for tokens in encoded:
             inside = [token for token in tokens if start <= token[0] and token[1] <= end and token[0] < token[1]]
             if inside and inside[0][0] == start and inside[-1][1] == end:
@@ -89,12 +95,12 @@ class _Marker:
         return ""
 
     def find(self, tokens: np.ndarray) -> np.ndarray:
-        """int64[n]: the indices in `tokens` (int32) at which the core begins."""
+        """int64[n]: the indices in `tokens` (a row, int32) at which the marker's core begins."""
         return _find(tokens, self.core)
 
 
 def _find(tokens: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """int64[n]: the indices at which the sequence `wanted` begins in `tokens`."""
+    """int64[n]: the indices at which the sequence `wanted` (not empty) begins in `tokens`; both are int32 arrays."""
     at = np.flatnonzero(tokens[: max(len(tokens) - len(wanted) + 1, 0)] == wanted[0])
     for shift in range(1, len(wanted)):
         at = at[tokens[at + shift] == wanted[shift]]
@@ -102,7 +108,8 @@ def _find(tokens: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 
 def _spellings(tokenizer: Any, text: str, key: str) -> list[_Marker]:
-    """A marker, and the same marker after a space if its first token is then a different one ("hi ASSISTANT:")."""
+    """Returns [the marker `text`], followed by the same marker after a space if its first token is then a different one
+    ("hi ASSISTANT:"). key: its config key below `data`, for error messages. Raises ValueError as `_Marker`."""
     plain = _Marker(tokenizer, text, key)
     if text[0].isspace():
         return [plain]
@@ -115,7 +122,8 @@ def _spellings(tokenizer: Any, text: str, key: str) -> list[_Marker]:
 
 
 def _runs(kept: list[tuple[int, int, int]], tokens: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
-    """Divides the tokens of `kept` into runs that are consecutive in `tokens`; each token is (start, end, id)."""
+    """Divides the tokens of `kept`, a part of `tokens`, into runs that are consecutive in `tokens`, of which the
+    longest becomes a marker's core. Each token is (start, end, id)."""
     chosen, runs = set(kept), [[]]
     for token in tokens:
         if token in chosen:
@@ -126,7 +134,8 @@ def _runs(kept: list[tuple[int, int, int]], tokens: list[tuple[int, int, int]]) 
 
 
 def _is_blank(pieces: str) -> bool:
-    """Whether raw pieces are only white space, in the alphabet of byte-level BPE or of SentencePiece."""
+    """Whether raw pieces (token strings, joined) are only white space, which byte-level BPE writes as "Ġ", "Ċ" and so
+    on, and SentencePiece as "▁" and "<0x0A>"."""
     return not pieces.replace("<0x0A>", "").strip("ĠĊĉč▁ \t\n\r")
 
 

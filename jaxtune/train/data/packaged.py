@@ -56,8 +56,9 @@ PACKAGED = {name: Packaged(name, marks) for name, marks in _MARKS.items()}
 
 
 def missing_marks(tokenizer: Any, name: str) -> list[str]:
-    """The marks of the packaged template `name` that are not special tokens of this tokenizer: empty if the template
-    can be used. A missing EOS is given as "EOS"."""
+    """Returns the marks (`Packaged.marks`) of the packaged template `name` that are not special tokens of this
+    tokenizer, a Hugging Face one: empty if the template can be used. For a template that needs only an EOS, it is the
+    tokenizer's EOS text if that is no special token, or "EOS" if the tokenizer has none."""
     special = set(tokenizer.convert_ids_to_tokens(list(special_ids(tokenizer))))
     marks = PACKAGED[name].marks
     if marks is None:
@@ -66,5 +67,6 @@ def missing_marks(tokenizer: Any, name: str) -> list[str]:
 
 
 def packaged_that_fit(tokenizer: Any) -> list[str]:
-    """The names of the packaged templates all of whose marks are special tokens of this tokenizer."""
+    """The names of the packaged templates all of whose marks are special tokens of this tokenizer. Error messages
+    about a template propose them."""
     return [name for name in PACKAGED if not missing_marks(tokenizer, name)]

@@ -101,7 +101,7 @@ class Plan:
 
     @property
     def max_documents(self) -> int:
-        """The most pieces in any row."""
+        """The most pieces in any row, of which each becomes a document of its own in the row."""
         return int(np.diff(self.row_starts).max(initial=0))
 
     @property
@@ -112,7 +112,7 @@ class Plan:
 
     @property
     def full(self) -> bool:
-        """Whether every row is a single piece without padding."""
+        """Whether every row is a single piece without padding; attention then needs no mask of documents."""
         return self.rows == len(self.count) and bool((self.count == self.length).all())
 
 
@@ -168,7 +168,17 @@ def _pieces(
     lengths: np.ndarray, length: int, overflow: Overflow, name: Callable[[int], str]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The (document, offset, count) arrays of `Plan`, int64[pieces], for every piece in the order of the documents.
-    name: see `plan_rows`. Raises ValueError if a document is too long and `overflow` is "error"."""
+    Documents longer than `length` are cut, split or refused, as `overflow` says.
+
+    Args:
+        lengths: int64[n], the number of tokens of each document.
+        length: the number of tokens in a row.
+        overflow: "truncate", "split" or "error".
+        name: gives the name of a document by its index, for the message.
+
+    Raises:
+        ValueError: a document is too long and `overflow` is "error".
+    """
     if overflow == "error":
         too_long = np.flatnonzero(lengths > length)
         if too_long.size:
@@ -297,13 +307,19 @@ class PackedRows:
         )
 
     def _is_trained(self, document: int, offset: int, count: int) -> bool:
-        """Whether a piece of a split document has a trained target. Also True for every piece of a document that has no
-        trained target at all."""
+        """Whether a piece of a split document has a trained target; `plan_rows` leaves out other pieces. Also True for
+        every piece of a document that has no trained target at all.
+
+        Args:
+            document: the index of the document.
+            offset, count: the piece is the `count` tokens of the document from token `offset` on.
+        """
         documents = self.documents
         first = documents.starts[document] + offset
         return not documents.trained[document] or bool(documents.mask[first + 1 : first + count].any())
 
     def __len__(self) -> int:
+        """The number of rows."""
         return self.plan.rows
 
     @property
@@ -312,11 +328,14 @@ class PackedRows:
         return self.plan.lengths
 
     def empty(self, rows: int, length: int | None = None, shared: int = 1) -> Batch:
-        """A batch of padding, see `batches.Rows.empty`; `shared` changes nothing, as these rows have no `extra`."""
+        """A batch of `rows` rows of padding, each of `length` tokens (None: as long as these rows), as new numpy
+        arrays. `shared`, an argument of `batches.Rows.empty`, changes nothing: these rows have no `extra` arrays."""
         return Batch.empty(rows, length or self.length)
 
     def fill(self, batch: Batch, slot: int, row: int, at: int = 0, place: int = 0) -> int:
-        """Writes a row into a batch, see `batches.Rows.fill`; segment ids continue after those of `place` rows."""
+        """Writes row number `row` of these into row `slot` of a batch, from token `at` on, and returns the index after
+        its last token (`batches.Rows.fill`). Segment ids begin after those of the `place` rows that were written into
+        the same row of the batch before."""
         plan, documents = self.plan, self.documents
         pieces = range(plan.row_starts[row], plan.row_starts[row + 1])
         for segment, piece in enumerate(pieces, start=1 + place * self.max_documents):

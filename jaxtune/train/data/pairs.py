@@ -24,8 +24,9 @@ REFERENCE = "reference"  # float32[rows, P, 2]: log-probabilities of the two ans
 
 
 class PackedPairs:
-    """Packed rows of preference pairs, see `batches.Rows`. The attribute `kept`, int64[pairs, 2], is the number of
-    tokens of each document after truncation, 0 for a pair that is left out.
+    """Packed rows of preference pairs, which are built when they are written into a batch (`batches.Rows`). The
+    attribute `kept`, int64[pairs, 2], is the number of tokens of each document after truncation, 0 for a pair that is
+    left out.
 
     With overflow="truncate", a pair that is longer than a row is cut: first its longer document, to the length of the
     shorter one, then both equally. A pair is left out if one of its documents has no trained token then.
@@ -108,6 +109,7 @@ class PackedPairs:
         )
 
     def __len__(self) -> int:
+        """The number of rows."""
         return self.plan.rows
 
     @property
@@ -116,7 +118,14 @@ class PackedPairs:
         return self.plan.lengths
 
     def empty(self, rows: int, length: int | None = None, shared: int = 1) -> Batch:
-        """A batch of padding with the arrays of pairs in `extra`, see `batches.Rows.empty`."""
+        """A batch of `rows` rows of padding as new numpy arrays, with PAIRS in `extra`, and LABELS and REFERENCE if
+        these pairs have them.
+
+        Args:
+            rows: the number of rows of the batch.
+            length: the number of tokens in a row of the batch; None is `self.length`.
+            shared: how many of these rows may be written into one row of the batch, which decides the arrays' sizes.
+        """
         most = self.max_pairs * shared
         extra: dict[str, np.ndarray] = {PAIRS: np.zeros((rows, most), np.float32)}
         if self.labels is not None:
@@ -126,7 +135,9 @@ class PackedPairs:
         return dataclasses.replace(Batch.empty(rows, length or self.length), extra=extra)
 
     def fill(self, batch: Batch, slot: int, row: int, at: int = 0, place: int = 0) -> int:
-        """Writes the pairs of a row and their `extra` values into a batch, see `batches.Rows.fill`."""
+        """Writes the pairs of row number `row` of these, with their `extra` values, into row `slot` of a batch, from
+        token `at` on, and returns the index after their last token (`batches.Rows.fill`). place: how many of these rows
+        were written into the same row of the batch before."""
         documents, before = self.documents, place * self.max_pairs
         for place, pair in enumerate(self.pairs(row), start=before):
             batch.extra[PAIRS][slot, place] = 1.0
@@ -140,11 +151,12 @@ class PackedPairs:
         return at
 
     def sources(self, row: int) -> list[str]:
-        """Where the pairs of a row came from, as `file:line`."""
+        """Where the pairs of row number `row` came from, as `file:line`, one for each pair."""
         return [self.documents.source(2 * pair) for pair in self.pairs(row)]
 
     def pairs(self, row: int) -> list[int]:
-        """The indices of the pairs of a row, in the order in which they are in it."""
+        """The indices of the pairs that row number `row` has, in the order in which they are in it; pair i is documents
+        2i and 2i + 1."""
         pieces = slice(self.plan.row_starts[row], self.plan.row_starts[row + 1])
         return [int(pair) for pair in self.plan.document[pieces]]
 
@@ -162,11 +174,12 @@ class PairDataset(TokenDataset):
     """Tokenised preferences; see TokenDataset. Its documents 2i and 2i + 1 are pair i."""
 
     reference: np.ndarray | None = None
-    """float32[documents]: log-probabilities under the reference model; see PackedPairs."""
+    """float32[documents] or None: the sum of the log-probabilities of each document's answer under the reference model,
+    NaN where it is not computed yet."""
     labels: np.ndarray | None = None
-    """float32[pairs]: a number for each pair; see PackedPairs."""
+    """float32[pairs] or None: a number that the objective gives each pair, such as its margin (`LABELS`)."""
     whole: bool = False
-    """Whether pairs that would have to be cut are left out."""
+    """Whether pairs that would have to be cut are left out instead."""
     width: int | None = None
     """The number of tokens in a row, if `length` limits each document and not the pair."""
 

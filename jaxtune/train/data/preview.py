@@ -24,7 +24,8 @@ def preview(batch: Batch, tokenizer: Any, row: int = 0, marks: bool = False) -> 
     """The decoded text of one row, as a `rich.text.Text`: trained tokens are green, other tokens plain, and lines show
     where documents and padding begin.
 
-    A token counts as trained if it is a target, so its colour comes from the weight of the slot before it.
+    A token counts as trained if it is a target, so its colour comes from the weight at the position before it in the
+    row, where it is predicted.
 
     Args:
         batch: packed rows, `[rows, length]`.

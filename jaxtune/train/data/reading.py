@@ -144,8 +144,12 @@ def _window_source(window: Window, rows: list[Row]) -> Source:
 
 
 def _with_format(rows: Iterator[Row], format: str) -> Iterator[Row]:
-    """Yields the rows of one source with their row format set; see `read_rows`. A row whose columns fit no format
-    becomes a bad row."""
+    """Yields the rows of one source with their row format set. A row whose columns fit no format becomes a bad row.
+
+    Args:
+        rows: the rows of the source.
+        format: a row format of `formats.FORMATS`; "auto" is that of the first row whose columns are known.
+    """
     for row in rows:
         if row.value is not None:
             try:
@@ -199,14 +203,15 @@ def _file_source(file: Path) -> Source:
 
 
 def _file_identity(file: Path) -> str:
-    """A string that changes with a file's name or content. The name counts because the cache stores it for messages
-    about rows."""
+    """A string that changes with a file's name or content, as a `Source.identity`. It reads the whole file. The name
+    counts because the cache stores it for messages about rows. Raises OSError if the file cannot be read."""
     with open(file, "rb") as stream:
         return f"{file} {hashlib.file_digest(stream, 'blake2b').hexdigest()}"
 
 
 def _file_count(file: Path) -> int:
-    """The number of rows of a Parquet file, or of line breaks of another file: for a progress bar."""
+    """The number of rows of a Parquet file, 0 if it is damaged, or of line breaks of another file: for a progress
+    bar."""
     if file.suffix.lower() == ".parquet":
         import pyarrow.parquet as parquet
 
@@ -267,7 +272,7 @@ def _first_rows(sources: list[Source], name: str, count: int, streaming: bool) -
 
 
 def _renamed(source: Source, columns: Mapping[str, str]) -> Source:
-    """The same source with the columns of its rows renamed to the names that the row formats use.
+    """The same source with the columns of its rows renamed to the names that the row formats use (data.columns).
 
     columns: {name of a format's column: its name in these rows}. A row that lacks one of them is a bad row.
     """
@@ -291,7 +296,8 @@ def _renamed(source: Source, columns: Mapping[str, str]) -> Source:
 
 
 def _nearest(path: Path) -> str:
-    """Names the file or folder in the same folder whose name is nearest to that of a path which does not exist."""
+    """Returns the end of an error message about a path that does not exist: "; did you mean ...?" with the file or
+    folder beside it whose name is nearest; that the folder does not exist either; or ""."""
     try:
         near = difflib.get_close_matches(path.name, [one.name for one in path.parent.iterdir()], 1, 0.75)
     except OSError:

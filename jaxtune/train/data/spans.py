@@ -16,7 +16,8 @@ from jaxtune.train.data.tokenizing import Tokens
 
 def special_texts(tokenizer: Any, markers: Sequence[str | None] = ()) -> re.Pattern[str] | None:
     """A pattern that matches the texts that only a template should write, because they open or end turns: the special
-    tokens of a tokenizer, and the given marker strings without white space around them. None if there are none."""
+    tokens of a tokenizer, and the given marker strings without white space around them (None is no marker). Returns
+    None if there are no such texts."""
     found = {str(tokenizer.convert_ids_to_tokens(index)) for index in special_ids(tokenizer)}
     found |= {marker.strip() for marker in markers if marker is not None}
     longest_first = sorted(filter(None, found), key=lambda text: (-len(text), text))
@@ -74,7 +75,8 @@ def masked_spans(
 
 
 def _spans(text: str, low: int, high: int, opening: str, closing: str) -> Iterator[tuple[int, int]]:
-    """Yields the (start, end) character ranges of the spans of the response `text[low:high]`."""
+    """Yields the (start, end) character ranges, as indices of `text`, of the spans from `opening` to `closing` in the
+    response `text[low:high]`; see `masked_spans`."""
     # White space at the end of the prompt is not part of the opening: "<think>\n" comes before a thought.
     before = text[max(low - len(opening) - 16, 0) : low].rstrip()
     at = low if before.endswith(opening) else text.find(opening, low, high)

@@ -37,7 +37,8 @@ class StepBatches(Batches):
         parts: the number of micro-batches. The documents of a step are divided among them in their order, and documents
             of different parts do not share rows. None is one part.
         multiple: the number of rows in a part is a multiple of this, the number of devices that share the rows.
-        seed, order: see Batches.
+        seed: a non-negative integer that decides, with the number of the epoch, the order of the rows.
+        order: how an epoch is ordered, a key of `batches.ORDERS`.
     """
 
     def __init__(
@@ -104,7 +105,8 @@ class StepBatches(Batches):
         ]
 
     def _epoch_plan(self, epoch: int) -> np.ndarray:
-        """What `_pack_epoch` returns for an epoch; the one computed last is kept."""
+        """The plan of an epoch that `_pack_epoch` returns: int64[steps, parts, documents of a part], the row of each
+        document. The plan computed last is kept, because a step needs only its own part of it."""
         epoch = 0 if self.order == "given" else epoch
         known = self._plan  # read once, as in Batches._epoch
         if known is None or known[0] != epoch:
@@ -135,8 +137,8 @@ class StepBatches(Batches):
 
 
 def _most_equal(rows: np.ndarray) -> int:
-    """The largest number of equal values along the last axis, negative ones not counted: of the rows of `_pack_epoch`,
-    the most documents that share a row."""
+    """The largest number of equal values along the last axis, negative ones not counted: of the row numbers that
+    `_pack_epoch` returns, the most documents that share a row, for which a batch must have room."""
     ordered = np.sort(rows, axis=-1)
     most = 1
     while most < rows.shape[-1]:

@@ -39,7 +39,7 @@ _SAMPLES, _SAMPLE_BYTES = 16, 4_096  # how many pieces of a file its fingerprint
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """A position between two rows of a lane."""
+    """A position between two rows of a lane, that is of the sequence of rows that one device takes from the stream."""
 
     epoch: int = 0
     """The number of the epoch, from 0."""
@@ -66,7 +66,8 @@ class _TokenisedWindow:
 
 
 class StreamedRows:
-    """A stream as a set of rows; see `feeds.RowSet`.
+    """A stream as a set of rows (`feeds.RowSet`) that is read during the run, a window of rows at a time, by one feed
+    for each lane (a device, or a group of devices, that computes on rows of its own).
 
     The constructor reads and tokenises a first window, with the shards in the order given. It shows whether the rows
     can be used, and how many documents fit into a packed row.
@@ -133,8 +134,8 @@ class StreamedRows:
         return self.first.rows.empty(rows)
 
     def feed(self, lane: int, lanes: int, seed: int, position: Json) -> StreamFeed:
-        """The feed of one of `lanes` lanes; position: what its `position` returned in the run that is resumed, or
-        None."""
+        """The feed of lane number `lane` (from 0) of `lanes` lanes. seed: decides the order of its shards and rows.
+        position: what `StreamFeed.position` returned in the run that is resumed; None begins with the first row."""
         return StreamFeed(self, lane, lanes, seed + (lane << 32), position)
 
     def identity(self) -> dict[str, Json]:
@@ -161,7 +162,8 @@ class StreamedRows:
         return self.first.warnings()
 
     def news(self) -> list[str]:
-        """Sentences about bad rows and finished epochs since the last call."""
+        """Sentences about bad rows and finished epochs since the last call, which the run prints after a step. The
+        threads of the feeds add them."""
         with self._lock:
             news, self._news = self._news, []
         return news
@@ -192,8 +194,9 @@ class StreamedRows:
         """Tokenises and packs a window, and counts its rows for `news`. None if nothing of it can be trained on.
 
         Args:
-            begin, end, number: see _TokenisedWindow.
-            rows: the rows of the window.
+            begin, end: the positions before its first row and after its last one.
+            number: the number of the window in its lane, from 0.
+            rows: the rows of the window, at least one.
             key: the seed of the lane, from which the order of the packed rows is drawn.
 
         Raises:
@@ -222,14 +225,20 @@ class StreamedRows:
         return _TokenisedWindow(begin, end, number, packed, epoch_order(len(packed), key, number))
 
     def note_epoch(self, epoch: int, lane: int) -> None:
-        """Adds to `news` that a lane has read all its rows `epoch` times."""
+        """Called by a feed when it reaches the end of an epoch: adds a sentence to those that `news()` returns.
+
+        Args:
+            epoch: how many times the lane has read all its rows.
+            lane: the index of the lane, that is of the device that reads rows of its own; named if it is not 0.
+        """
         with self._lock:
             of = "" if lane == 0 else f" by device {lane}"
             self._news.append(f"{self.name}: every row was read {epoch} times{of}; it begins anew in another order")
 
 
 class StreamFeed:
-    """The feed of one lane of a stream; see `feeds.Feed`.
+    """The feed of one lane of a stream: an endless iterator over the rows that one device takes (`feeds.Feed`). A
+    thread makes the next window while the rows of the current one are taken.
 
     Args:
         stream: the stream.
@@ -276,7 +285,7 @@ class StreamFeed:
         return {**begin, "window": self._window.number, "taken": self._taken}
 
     def close(self) -> None:
-        """Makes the thread stop that makes windows."""
+        """Makes the thread that makes windows stop at its next row; it is not waited for."""
         self._closed.set()
 
     def _load(self) -> Future[_TokenisedWindow]:
@@ -334,8 +343,8 @@ class StreamFeed:
 
 
 def _file_fingerprint(file: Path) -> str:
-    """A string that differs when a file has changed: its size, and a digest of `_SAMPLES` + 1 pieces spread over it.
-    Reading the whole file would take too long.
+    """A string that differs when a file has (very probably) changed: its size, and a digest of `_SAMPLES` + 1 pieces
+    spread over it. Reading the whole file would take too long.
 
     Raises:
         ValueError: the file is missing or cannot be read.

@@ -34,7 +34,8 @@ class Tokens:
         return len(self.ids)
 
     def part(self, first: int, last: int, shift: int = 0, cut: bool = False) -> Tokens:
-        """The tokens `first:last`, with `shift` characters added to their positions."""
+        """The tokens `first:last`, with `shift` characters added to their positions (those of a window count from the
+        window's beginning). cut: the `cut` of the result."""
         at = slice(first, last)
         return Tokens(self.ids[at], self.starts[at] + shift, self.ends[at] + shift, cut)
 
@@ -65,7 +66,7 @@ def tokenize_pieces(tokenizer: Any, text: str, cuts: list[int], max_tokens: int 
         tokenizer: a fast Hugging Face tokenizer.
         text: the text.
         cuts: indices of characters, in ascending order.
-        max_tokens: see `tokenize`.
+        max_tokens: tokenising stops after the piece with which there are at least this many tokens; None never stops.
     """
     pieces, count = [], 0
     for low, high in itertools.pairwise([0, *cuts, len(text)]):
@@ -98,7 +99,8 @@ def _at_once(tokenizer: Any, texts: list[str]) -> list[Tokens]:
 
 
 def _in_windows(tokenizer: Any, text: str, max_tokens: int | None) -> Tokens:
-    """The tokens of a long text, tokenised window by window. max_tokens: see `tokenize`."""
+    """The tokens of a text that is longer than `WINDOW`, tokenised window by window. max_tokens: tokenising stops once
+    there are at least this many tokens, and the result is `cut`; None never stops."""
 
     def window(low: int) -> Tokens:
         tokens = _at_once(tokenizer, [text[low : low + WINDOW]])[0]
@@ -125,8 +127,8 @@ def _in_windows(tokenizer: Any, text: str, max_tokens: int | None) -> Tokens:
 def _seam(before: Tokens, after: Tokens, low: int, high: int) -> tuple[int, int | None]:
     """Where to join two windows: the indices, in `before` and in `after`, of a token that both have.
 
-    It is the common token nearest to the middle of their overlap, the characters `low:high`. If there is no common
-    token, it returns the index in `before` of the token at the middle, and None.
+    It is the common token (of equal id and position) nearest to the middle of their overlap, the characters `low:high`
+    of the text. If there is no common token, it returns the index in `before` of the token at the middle, and None.
     """
     middle = (low + high) // 2
     places = np.intersect1d(before.starts[before.starts >= low], after.starts[after.starts < high])

@@ -106,8 +106,9 @@ _NO_ANSWER = Encoded(np.zeros(0, np.int32), np.zeros(0, bool), 0, 0)
 
 
 def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
-    """Converts rows to examples, renders and tokenises them. A row of a preference format gives two documents, chosen
-    and rejected, or none if it cannot be used; the answer that a labelled row does not have is an empty document."""
+    """Converts rows to examples, renders and tokenises them: the chunk of their documents. A row that cannot be used,
+    or has no trained token, gives no document and is listed with its place. A row of a preference format gives two,
+    chosen and rejected; the answer that a labelled row does not have is an empty document."""
     outcome = [attempt(_examples, row) for row in rows]
     encoded = iter(
         encoder.encode([one for found in outcome if not isinstance(found, RowError) for one in found if one])
@@ -152,8 +153,9 @@ def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
 
 
 def _examples(row: Row) -> list[Example] | list[Example | None]:
-    """The example of a row; or those of its two answers, chosen and rejected, if its format is a preference format,
-    with None for an answer that it does not have. Raises `RowError` if the row cannot be used."""
+    """Returns [the example of a row]; or [chosen, rejected], those of its two answers, if its format is PREFERENCE or
+    LABELLED, with None for the answer that a labelled row does not have. Raises `RowError` if the row cannot be
+    used."""
     if row.value is None:
         raise RowError(row.error)
     if row.format in (PREFERENCE, LABELLED):
@@ -266,7 +268,7 @@ def _encode(
         chunks: chunks of rows.
         count: the most workers, each a thread with an encoder of its own; no more are made than there are chunks.
         make: makes an encoder.
-        poll: see `encode_rows`.
+        poll: called for each chunk, and several times a second while one is waited for; what it raises ends the work.
     """
     tasks: queue.SimpleQueue = queue.SimpleQueue()
     workers: list[_Worker] = []
@@ -308,7 +310,7 @@ def _wait_for(
         rows: the rows of the chunk, for messages and to decide how long to wait.
         future: the chunk's future.
         workers: all workers, to see whether a process was stopped.
-        poll: see `encode_rows`.
+        poll: called several times a second; what it raises passes through.
 
     Raises:
         ValueError: the chunk takes too long; also what its encoder raised.
@@ -344,7 +346,7 @@ def _span(rows: list[Row]) -> str:
 
 
 class _InProcess:
-    """The `_Encoder` that tokenises in this process."""
+    """The `_Encoder` that tokenises in this process: for few rows, or a tokenizer that cannot be pickled."""
 
     def __init__(self, encoder: RowEncoder):
         self.encoder = encoder
@@ -443,7 +445,8 @@ class _Process:
 
 
 def _pickled(rows: list[Row]) -> bytes:
-    """The pickle of some rows. A row with objects that cannot be pickled becomes a bad row."""
+    """The pickle of some rows, which is sent to a tokenising process. A row with objects that cannot be pickled is sent
+    as a bad row, so that it is counted as one and the other rows are used."""
     try:
         return pickle.dumps(rows)
     except Exception:  # rows that a script gives as a list may have any objects
@@ -451,7 +454,7 @@ def _pickled(rows: list[Row]) -> bytes:
 
 
 def _unsent(row: Row) -> Row:
-    """The bad row in place of one that cannot be pickled."""
+    """Returns a bad row (without columns, with the reason) to be sent instead of `row`, which cannot be pickled."""
     return dataclasses.replace(row, value=None, error="it holds objects that cannot be sent to another process")
 
 
