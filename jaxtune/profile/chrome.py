@@ -61,7 +61,8 @@ class _Call:
 
 
 def read_chrome(data: bytes, path: str) -> Trace:
-    """The Trace in the bytes of a Chrome trace file; `path` is used in messages.
+    """Reads the bytes of a Chrome trace file of PyTorch's profiler; `path` is used in messages. Returns the Trace of
+    the device with the most kernel time.
 
     Raises:
       TraceError: the bytes are not JSON, not a trace, or a trace without work on a device.
@@ -198,7 +199,8 @@ def _operators_as_kernels(threads: dict[Any, list[_Call]]) -> tuple[list[dict], 
 
 
 def _busiest_device(rows: list[dict]) -> tuple[list[dict], int]:
-    """(the rows of the device with the most kernel time, number of devices in the trace)."""
+    """(the rows of the device with the most kernel time, number of devices in the trace). `rows` are the trace's rows
+    of kernels, copies and memsets."""
     by_device: dict[Any, list[dict]] = collections.defaultdict(list)
     for row in rows:
         by_device[(row.get("args") or {}).get("device", row.get("pid"))].append(row)
@@ -241,7 +243,7 @@ class _Forward:
         return any(_bare(around.name) == name for around in call.up())
 
     def of(self, node: _Call) -> _Call | None:
-        """The forward operator of an autograd node, or None where the trace has none."""
+        """The forward operator whose backward an autograd node is; None if the trace has none."""
         number = node.args.get("Sequence number")
         thread = self._threads.get(node.args.get("Fwd thread id"))
         return None if number is None else self._calls.get((thread, number))
@@ -268,7 +270,7 @@ def _step_finder(marks: Sequence[tuple[float, float]], optimizer_ends: Sequence[
     starts = [start for start, _ in marks]
 
     def find(moment: float | None) -> int:
-        """The step number of a launch at `moment`."""
+        """The number of the step in which a launch at `moment` (microseconds; None: unknown) was made; -1: in none."""
         if marks:
             if moment is None:
                 return -1
@@ -340,8 +342,9 @@ def _kind(row: dict, name: str) -> str:
 
 
 def _category(event: Event, around: Sequence[_Call]) -> str:
-    """The event's category, as `categorise` gives it, with the operators and marked ranges around the launch taken into
-    account."""
+    """The event's category, one of scopes.CATEGORIES. It is `categorise`'s, with the operators and marked ranges around
+    the launch taken into account, because PyTorch's kernels have no scopes. `around` are these ranges, from the inside
+    out."""
     operators = [c.name for c in around if c.category == "cpu_op"]
     words = " ".join(operators)
     is_gemm = True if event.flops and not _PRODUCTS.isdisjoint(operators) else None
@@ -360,7 +363,8 @@ def _category(event: Event, around: Sequence[_Call]) -> str:
 
 
 def _scope(call: _Call, forward: _Forward) -> tuple[str, str]:
-    """(scope, phase) of a launch, from the marked ranges and modules around it or around its forward operator."""
+    """(scope, phase) of a launch, from the marked ranges and modules around it, or, for a launch in the backward,
+    around its forward operator. The phase is "forward", "backward" or "recompute"."""
     node = _backward_call(call)
     if node is None:
         return _path(call), "forward"

@@ -91,8 +91,13 @@ def region(scope: str) -> str:
 
 
 def _change(name: str, phase: str, a: Sequence[float], b: Sequence[float], step_ms: float, detail: str = "") -> Change:
-    """The row that compares a name's per-step times (ms) on both sides; an empty list means that the side lacks the
-    name."""
+    """The row of a comparison for one category, scope or kernel.
+
+    Args:
+      name, phase, detail: as in Change.
+      a, b: its ms in each step of the two profiles; empty: that profile does not have it.
+      step_ms: of A's step; a change below a small share of it counts as none.
+    """
     mean_a = sum(a) / len(a) if a else 0.0
     mean_b = sum(b) / len(b) if b else 0.0
     diff = mean_b - mean_a
@@ -202,7 +207,8 @@ def _identity(row: KernelRow) -> str:
 
 
 def _sentences(comparison: ComparisonData) -> list[str]:
-    """Sentences on the step, then on each category that changed, the largest difference first."""
+    """Sentences on the change of the step's time, then on a recompute that only one side has, then on each category
+    that changed beyond noise, the largest difference first."""
     a, b, step = comparison.a, comparison.b, comparison.step
     if step.verdict == "same":
         out = [f"No change of the step beyond noise: {step.a_ms:.2f} and {step.b_ms:.2f} ms (± {step.noise_ms:.2f})."]

@@ -41,7 +41,8 @@ class Ceilings:
 
 
 def cache_file(device: str) -> Path:
-    """The file that caches a device's measured ceilings. The environment variable JAXTUNE_CACHE moves its folder."""
+    """The path of the file that caches the measured ceilings of this kind of device; it may not exist. The environment
+    variable JAXTUNE_CACHE moves its folder, ~/.cache/jaxtune."""
     root = os.environ.get("JAXTUNE_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "jaxtune")
     return Path(root) / "ceilings" / f"{re.sub(r'[^A-Za-z0-9._-]+', '_', device)}.json"
 
@@ -82,7 +83,8 @@ def ceilings(*, remeasure: bool = False) -> Ceilings:
 
 
 def _measure(device) -> Ceilings:
-    """Measures all ceilings of a device and returns them."""
+    """Measures all ceilings of a jax.Device, which takes about ten seconds on a GPU, and returns them. On a CPU, for
+    tests, small sizes are measured."""
     import jax
     import jax.numpy as jnp
     import jaxlib
@@ -124,7 +126,11 @@ def _seconds(run, *, repeats: int = 5) -> float:
 
 
 def _gemm_tflops(device, dtype, size: int, *, sample_power: bool = False) -> tuple[float, dict[str, str]]:
-    """(TFLOP/s of consecutive size x size products, power state under them; empty without sample_power)."""
+    """Measures consecutive products of two size x size matrices of this dtype.
+
+    Returns:
+      (TFLOP/s, nvidia-smi's readings of power and clocks while they run; empty without sample_power).
+    """
     import jax
     import jax.numpy as jnp
 

@@ -151,7 +151,8 @@ class Computation:
 
 
 class Module:
-    """One HloProto (messages.py), whose computations are converted when they are asked for.
+    """One optimised HLO program of a trace: an HloProto (messages.py), whose computations are converted to Computation
+    objects when they are asked for, because a program has hundreds of them and few are looked at.
 
     Raises:
       ValueError: the proto has no module.
@@ -177,7 +178,8 @@ class Module:
         return self._made[id]
 
     def fingerprint(self, id: int) -> int:
-        """See Computation.fingerprint; works on the proto, without converting the computation."""
+        """A hash of the computation with this id that is equal for computations that differ in names and metadata only.
+        It is computed from the proto, without converting the computation."""
         place, rows = {}, []
         for proto in self._protos[id].instructions:
             called = tuple(self.fingerprint(inner) for inner in proto.called_computation_ids)
@@ -249,8 +251,8 @@ def trip_count(loop: Instruction) -> int:
 
 
 def _compiled(proto: Any) -> tuple:
-    """The fields of an instruction that its kernel depends on, without names, metadata, operands and called
-    computations."""
+    """The fields of an HloInstructionProto that the compiled kernel depends on, as hashable values: without names,
+    metadata, operands and called computations."""
     known = (proto.opcode, proto.parameter_number, proto.custom_call_target, proto.backend_config)
     parts = (proto.shape, proto.dot_dimension_numbers)
     others = [(field.field_number, field.data) for field in UnknownFieldSet(proto)]

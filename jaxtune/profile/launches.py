@@ -44,7 +44,13 @@ class Launch:
 
 
 def join(module: Module, launches: Sequence[Launch]) -> None:
-    """Sets the instruction and the execution of each launch. `launches` are one program's, in order of their starts."""
+    """Finds the HLO instruction that launched each kernel of one program, and sets `instruction`, `execution` and
+    `main` of each launch. Scopes, FLOPs and bytes of kernels are then read from the instruction.
+
+    Args:
+      module: the program.
+      launches: all its kernels and copies in the trace, in order of their starts, over all its executions.
+    """
     schedule = module.launches()
     known = module.by_name
     kernel_owner = {_MANGLED.sub("_", name): instruction for name, instruction in known.items()}
@@ -131,8 +137,13 @@ def _satellite(name: str) -> bool | None:
 
 
 def _class_of_launch(launch: Launch, known, kernel_owner, classes: _Classes) -> Hashable | None:
-    """The class that a launch belongs to, by the instruction the trace names or by the kernel's name; None if
-    unknown."""
+    """The class (as _Classes gives it) of the instructions that may have launched a kernel, by the instruction that the
+    trace names or by the kernel's name; None if unknown.
+
+    Args:
+      known: {name: instruction} of the program.
+      kernel_owner: {name of a kernel that XLA compiled: the instruction that it is named after}.
+    """
     if launch.hlo_op in known:
         return classes.of(known[launch.hlo_op])
     if launch.is_copy:
@@ -238,7 +249,9 @@ def _in_order(position: dict[int, int]) -> list[int]:
 
 
 def _drop_disorder(position: list[int]) -> None:
-    """Keeps a longest increasing subsequence of the positions, and sets those that contradict it to -1."""
+    """Sets those positions to -1, in place, that cannot be right, because launches run in the order of the schedule:
+    those far off a longest increasing subsequence. `position[i]` is the place of launch i in the schedule repeated for
+    each execution, or -1."""
     places = _in_order({index: place for index, place in enumerate(position) if place >= 0})
     keep = set(places)
     kept = [position[i] for i in places]
@@ -252,7 +265,9 @@ def _drop_disorder(position: list[int]) -> None:
 
 
 def _fill(position, rest, launches, schedule, executions, known, kernel_owner, classes) -> None:
-    """Assigns each remaining launch to an instruction of its class between its assigned neighbours, in order."""
+    """Assigns each launch of `rest` (indices) to the first free instruction of its class between its neighbours that
+    have one, by setting its `position`, in place; it stays -1 if there is none. The other arguments are as in `join`
+    and `_class_of_launch`."""
     taken = {place for place in position if place >= 0}
     before = list(position)
     for index in range(1, len(before)):
@@ -280,7 +295,8 @@ def _fill(position, rest, launches, schedule, executions, known, kernel_owner, c
 
 
 def _attach_satellites(position, launches, schedule) -> None:
-    """Gives each helper kernel the instruction of the nearest library call before or after it."""
+    """Gives each helper kernel (launch.main is False), such as the reduction of a split product, the position of the
+    library call that it belongs to: the nearest one before or after it. `position` is changed in place."""
     main = [i for i, launch in enumerate(launches) if launch.main and position[i] >= 0]
     for index, launch in enumerate(launches):
         if launch.main:

@@ -93,7 +93,13 @@ def comparison_page(comparison: ComparisonData) -> str:
 
 
 def _column(key: str, title: str, digits: int | None = None) -> dict[str, Any]:
-    """A column of the kernel table for page.js; a column without `digits` holds text."""
+    """A column of the kernel table for page.js.
+
+    Args:
+      key: its identifier, by which the table is sorted and summed.
+      title: its heading.
+      digits: decimals of its numbers; None: it has text.
+    """
     return {"key": key, "title": title, "number": digits is not None, "digits": digits or 0}
 
 
@@ -210,7 +216,8 @@ def _shares(title: str, shares: Sequence[Share], id: str) -> str:
 
 
 def _changes(title: str, rows: Sequence[Change], id: str) -> str:
-    """The table of a comparison's rows, coloured by verdict."""
+    """The HTML table of a comparison's categories or scopes, coloured by verdict: "faster", "slower" and the like. `id`
+    is the HTML element's."""
     head = ("", "", "A ms", "B ms", "B - A", "noise", "")
     table = _table(title, head, [], id)
     lines = []

@@ -58,7 +58,8 @@ def _parse(file: Path, data: bytes) -> Trace:
 
 
 def _find(path: Path) -> Path:
-    """The file of the newest trace in a folder; a file itself."""
+    """The file of the newest trace in a folder, or the path itself if it is a file; raises TraceError if there is none.
+    Of several kinds of traces the one that says most is taken."""
     if path.is_file():
         return path
     if not path.exists():

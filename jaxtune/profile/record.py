@@ -94,7 +94,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _settle() -> None:
-    """Waits until the devices have finished all work."""
+    """Waits until the devices have finished all work that this process has dispatched."""
     import jax
 
     jax.effects_barrier()
@@ -124,7 +124,8 @@ def _environment() -> dict[str, Any]:
 
 
 def _write_program(folder: Path, name: str, program: Any) -> dict[str, int]:
-    """Writes hlo/NAME.txt.gz; returns the compiler's memory analysis in bytes."""
+    """Writes the HLO text of a compiled program (jax.stages.Compiled) to hlo/NAME.txt.gz in the folder; returns the
+    compiler's memory analysis, {"argument_bytes", "temp_bytes", ...: bytes}."""
     (folder / HLO_FOLDER).mkdir(exist_ok=True)
     with gzip.open(folder / HLO_FOLDER / f"{name}.txt.gz", "wt", encoding="utf-8", compresslevel=6) as sink:
         sink.write(program.as_text())

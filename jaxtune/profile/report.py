@@ -51,7 +51,7 @@ def show(path: str | Path) -> Report:
 
 
 def make_report(trace: Trace) -> Report:
-    """The report of a trace; sets the events' `self_ns`."""
+    """Makes the tables of a trace; sets the events' `self_ns`, the time that is booked on each (timeline.charge)."""
     charge(trace.events)
     num_steps = len(trace.steps)
     inside = [event for event in trace.events if event.step >= 0]
@@ -90,7 +90,8 @@ def make_report(trace: Trace) -> Report:
 
 
 def _own_notes(trace: Trace, ceilings: Ceilings | None) -> list[str]:
-    """Remarks on kernels that were not found in the HLO and on unknown ceilings."""
+    """Remarks for the reader of the report, in addition to the trace's: on kernels that were not found in the HLO, and
+    on unknown ceilings."""
     notes = []
     busy = sum(e.duration_ns for e in trace.events) or 1.0
     if trace.unmatched_ns > 0.02 * busy:
@@ -101,13 +102,13 @@ def _own_notes(trace: Trace, ceilings: Ceilings | None) -> list[str]:
 
 
 def _share(name: str, per_step: list[float], step_ms: float, phase: str = "") -> Share:
-    """A row of a table, from a name's ms in each step."""
+    """A row of the table of categories or scopes. `per_step` has its ms in each step, `step_ms` is the step's mean."""
     ms = statistics.fmean(per_step)
     return Share(name, ms, ms / step_ms if step_ms else 0.0, per_step, phase)
 
 
 def _sums(events: Iterable[Event], num_steps: int, key) -> dict[Any, list[float]]:
-    """{key of an event: ms in each step}, summed over the events."""
+    """{key(event): [ms in each step]}, the sums of the time booked on the events with this key."""
     out: dict[Any, list[float]] = collections.defaultdict(lambda: [0.0] * num_steps)
     for event in events:
         out[key(event)][event.step] += event.self_ns * _MS
@@ -115,14 +116,14 @@ def _sums(events: Iterable[Event], num_steps: int, key) -> dict[Any, list[float]
 
 
 def _categories(events, num_steps: int, step_ms: float, idle: list[float]) -> list[Share]:
-    """A row for each category that occurs, idle time last."""
+    """A row for each category that occurs, idle time last. `idle` has the idle ms of each step."""
     sums = _sums(events, num_steps, lambda e: e.category)
     rows = [_share(name, sums[name], step_ms) for name in CATEGORIES if name in sums and name != "idle"]
     return [*rows, _share("idle", idle, step_ms)]
 
 
 def _scopes(events, num_steps: int, step_ms: float, idle: list[float]) -> list[Share]:
-    """A row for each (scope, phase), the largest first and idle time last."""
+    """A row for each (scope, phase), the largest first and idle time last. `idle` has the idle ms of each step."""
     sums = _sums(events, num_steps, lambda e: (e.scope, e.phase))
     rows = [_share(scope or "(no scope)", per_step, step_ms, phase) for (scope, phase), per_step in sums.items()]
     rows.sort(key=lambda row: -row.ms)
@@ -215,7 +216,8 @@ def _idle(events: Sequence[Event], steps: Sequence[tuple[float, float]]) -> Idle
 
 
 def _wait_words(idle: Idle) -> str:
-    """Words on the longest wait; none if it is short."""
+    """Words on the longest wait of the device for the host, for the sentence on idle time; "" if it is below 0.05
+    ms."""
     if not idle.longest or idle.longest[0]["ms"] < 0.05:
         return ""
     wait = idle.longest[0]
@@ -223,7 +225,8 @@ def _wait_words(idle: Idle) -> str:
 
 
 def _buffers(trace: Trace) -> list[dict[str, Any]]:
-    """Live buffers at the peak, equal ones of different layers as one row, the largest rows first."""
+    """The largest buffers that are live at the peak, as dicts {"bytes", "count", "what", "kind"}; buffers that differ
+    only in the layer are one row."""
     groups: dict[tuple[str, str], list[int]] = collections.defaultdict(list)
     for buffer in trace.buffers:
         # An index in a parameter's path, "layers[3]['mlp']", and not one in a shape.

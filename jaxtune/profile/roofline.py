@@ -100,7 +100,8 @@ _PRODUCTS = {"GEMM": "The large matrix products take", "attention": "Attention t
 
 
 def _kind(event: Event, ceilings: Ceilings) -> str:
-    """The loss that an event's time counts in."""
+    """The name of the loss that an event's time counts in, such as "GEMM", "thin products" (bound by memory) or
+    "recompute"; passes over memory are named by the first two parts of their scope."""
     if event.phase == "recompute":
         return "recompute"
     if event.category in TRANSFER_CATEGORIES or event.category in ("attention", "MoE"):
@@ -117,7 +118,15 @@ def _kind(event: Event, ceilings: Ceilings) -> str:
 
 
 def _slow_products(kind: str, events: Sequence[Event], ms: float, per_step: float, ceilings: Ceilings) -> Loss:
-    """The loss of products, attention or experts that run below the device's ceiling."""
+    """The loss of products, attention or experts that run below the device's ceiling.
+
+    Args:
+      kind: "GEMM", "attention" or "MoE".
+      events: of this kind.
+      ms: their time per step.
+      per_step: factor from the events' ns to ms per step.
+      ceilings: the device's rates; without them nothing is counted as lost.
+    """
     flops = sum(e.flops for e in events)
     rate = flops / sum(e.self_ns for e in events) / 1e3
     # A kernel can be faster than a ceiling measured on another shape; then it loses nothing.
@@ -136,7 +145,8 @@ def _slow_products(kind: str, events: Sequence[Event], ms: float, per_step: floa
 
 
 def _passes(place: str, events: Sequence[Event], ms: float, per_step: float, ceilings: Ceilings) -> Loss:
-    """The loss of element-wise passes over memory in one part of the model."""
+    """The loss of element-wise passes over memory in one part of the model, `place`: all their time, because fusing
+    them into their neighbours would save it. The other arguments are as for _slow_products."""
     moved = sum(e.moved_bytes for e in events)
     text = f"Passes over memory in {place} take {ms:.1f} ms"
     if moved:

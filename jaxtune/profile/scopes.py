@@ -81,8 +81,12 @@ def _split(path: str) -> list[str]:
 
 
 def _unwrap(part: str) -> tuple[str, bool]:
-    """(the scope inside the transformations, "" for a jitted function's own name; whether one of them is a
-    transpose)."""
+    """Takes the transformations off one part of an op_name, such as "transpose(jvp(layer))".
+
+    Returns:
+      (the scope inside them, or "" for the name of a jitted function; whether one of them is a transpose, as in the
+      backward).
+    """
     transposed = False
     while match := _WRAPPER.match(part):
         wrapper, part = match.groups()

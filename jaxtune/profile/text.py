@@ -19,7 +19,7 @@ _WIDE = 110  # a terminal with at least this many columns shows the kernels' sha
 
 
 def _console(width: int) -> Console:
-    """A console of `width` columns that writes into a string."""
+    """A rich Console of `width` columns that writes into a string, which `_text` returns."""
     return terminal.console(file=io.StringIO(), width=width, soft_wrap=False)
 
 
@@ -50,12 +50,13 @@ def percent(value: float) -> str:
 
 
 def bar(share: float, width: int = 24) -> str:
-    """A bar of `width` characters at share 1."""
+    """A bar of block characters whose length is this share (0 to 1) of `width` characters."""
     return "█" * round(share * width)
 
 
 def _short(shape: str) -> str:
-    """Two operands and the first result of a kernel's shape, which identify a product."""
+    """A kernel's shape, "operands -> results" in words, cut to two operands and the first result, which identify a
+    product and fit a terminal."""
     operands, _, result = shape.partition(" -> ")
     parts = re.findall(r"[a-z]\w*\[[\d,]*\]", operands)[:2]
     results = re.findall(r"[a-z]\w*\[[\d,]*\]", result)[:1]

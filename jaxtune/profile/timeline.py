@@ -32,7 +32,7 @@ def charge(events: Sequence[Event]) -> None:
 
 
 def union(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Disjoint intervals in order that cover the same moments."""
+    """Merges (start, end) intervals, which may overlap: returns disjoint ones in order that cover the same moments."""
     out: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
         if out and start <= out[-1][1]:
@@ -73,7 +73,8 @@ def gaps(events: Sequence[Event], start: float, end: float) -> list[tuple[float,
 
 
 def find_period(names: Sequence[str]) -> int:
-    """The shortest period with which a sequence repeats throughout; its length if it never does."""
+    """The shortest period with which a sequence repeats throughout; its length if it never does. With the names of the
+    programs that ran, this is the number of programs in a step."""
     for period in range(1, len(names) // 2 + 1):
         if all(names[i] == names[i + period] for i in range(len(names) - period)):
             return period

@@ -41,7 +41,8 @@ class _Raw:
 
 
 def read_xplane(data: bytes, path: str) -> Trace:
-    """The Trace in the bytes of an XPlane file; `path` is used in messages.
+    """Reads the bytes of an XPlane file; `path` is used in messages. Returns the Trace of the device with the most
+    kernel time.
 
     Raises:
       TraceError: the bytes are not an XPlane, or nothing ran on a device in it.
@@ -100,7 +101,8 @@ def read_xplane(data: bytes, path: str) -> Trace:
 
 
 def _metadata(data: bytes, path: str) -> tuple[dict[str, Module], dict[str, str]]:
-    """(modules by program id or by name, versions that the file records)."""
+    """({program id, or else name: the program's HLO}, {package: version}), as the file records them. `path` is used in
+    messages."""
     modules: dict[str, Module] = {}
     versions: dict[str, str] = {}
     try:
@@ -154,7 +156,7 @@ def _cpu_events(plane) -> list[_Raw]:
 
 
 def _step_marks(plane) -> list[tuple[float, int]]:
-    """(start, number) of each jax.profiler.StepTraceAnnotation."""
+    """(start in ns, step_num) of each jax.profiler.StepTraceAnnotation on the host, by ascending start."""
     out = []
     for line in plane.lines:
         for event in line.events:
@@ -270,7 +272,7 @@ def _events(raw: list[_Raw], modules: dict[str, Module], origin: float):
 
 
 def _is_copy(raw: _Raw) -> bool:
-    """Whether an event is a copy."""
+    """Whether an event is a copy (cudaMemcpy) and not a kernel, by its name."""
     return raw.name.startswith(("Memcpy", "memcpy"))
 
 
@@ -385,7 +387,7 @@ def _whole(
 
 
 def _buffers(modules: list[Module]) -> list[Buffer]:
-    """Buffers live at the peak of the program that needs the most memory."""
+    """The buffers that are live at the peak of the program that needs the most memory; none without programs."""
     best: list[Buffer] = []
     for module in modules:
         peak = module.peak_buffers()
