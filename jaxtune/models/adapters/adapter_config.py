@@ -65,12 +65,17 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
 
 
 def peft_name(model: Decoder, name: str) -> str:
-    """The name of a module or tensor of the model in the class that transformers builds for its base's folder."""
+    """The name that a module or tensor of the model has in the class that transformers builds for its base's folder.
+
+    An adapter's files have these names, because PEFT matches them with that class: with the prefix of a whole model if
+    the base's folder has a vision tower, otherwise `name` unchanged.
+    """
     return whole_tensor_name(name) if is_nested(model) else name
 
 
 def is_nested(model: Decoder) -> bool:
-    """Whether transformers builds a model with a vision tower for the base's folder; see config.Source."""
+    """Whether transformers builds a model with a vision tower for the folder that the model was loaded from
+    (Source.nested); False for random weights."""
     return model.source is not None and model.source.nested
 
 
@@ -112,7 +117,11 @@ def config_of(model: Decoder) -> dict[str, Any]:
 
 
 def _as_parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of adapter_settings in which linears with experts' names are named as target_parameters."""
+    """The entries of adapter_settings that change where PEFT would take linears of these names for experts': such
+    linears are named in target_parameters, and the patterns get their parameters' names too.
+
+    settings: from adapter_settings, of a model of a family in _TAKEN_FOR_EXPERTS.
+    """
 
     def as_experts(name: str) -> bool:
         return name.rsplit(".", 1)[-1] in _EXPERTS_NAMES
@@ -132,13 +141,13 @@ def _as_parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _names(key: str, value: Any) -> None:
-    """Check of a regular expression or a list of names."""
+    """Check of a regular expression or a list of names, as in models/values.py: raises ValueError for another value."""
     if not isinstance(value, str):
         values.texts(key, value)
 
 
 def _layers(key: str, value: Any) -> None:
-    """Check of a layer's number or a list of them."""
+    """Check of a layer's number or a list of them; raises ValueError for another value."""
     if isinstance(value, list):
         values.items(key, value, functools.partial(values.whole, least=0))
     else:
@@ -146,14 +155,14 @@ def _layers(key: str, value: Any) -> None:
 
 
 def _dropout(key: str, value: Any) -> None:
-    """Check of a dropout rate."""
+    """Check of a dropout rate, from 0 to below 1; raises ValueError for another value."""
     values.not_negative(key, value)
     if value >= 1:
         raise ValueError(f"{key} = {value!r}: must be below 1")
 
 
 def _patterns(of: Callable[[str, Any], None], key: str, value: Any) -> None:
-    """Check of {pattern: value} whose values pass the check `of`."""
+    """Check of {pattern: value} whose values pass the check `of`; raises ValueError for another value."""
     values.mapping(key, value)
     for pattern, setting in value.items():
         of(f"{key}: {pattern!r}", setting)

@@ -73,7 +73,10 @@ _BASE = {"jaxtune_base_digest": "base_digest", "jaxtune_base_fingerprint": "base
 
 @dataclasses.dataclass(frozen=True)
 class ExpertTensor:
-    """lora_A or lora_B of an expert matrix in the shape in which PEFT's files have it; can be used like a variable."""
+    """lora_A or lora_B of an expert matrix in the shape in which PEFT's files have it.
+
+    It has the methods of an nnx.Variable that saving and loading use, so that they treat both alike.
+    """
 
     variable: nnx.Variable  # the variable of ExpertLora: a [E, r, in] or b [E, out, r]
     is_b: bool  # whether it is lora_B
@@ -99,7 +102,8 @@ class ExpertTensor:
 
 
 def _expert_tensors(model: Decoder) -> dict[str, ExpertTensor]:
-    """{PEFT's key: tensor} of all expert adapters of the model."""
+    """{PEFT's key, such as base_model.model.model.layers.0.mlp.experts.lora_A.weight: tensor} of all expert adapters of
+    the model."""
     adapted = [(name, matrix.lora, matrix.transposed) for name, matrix in experts(model)]
     adapted = [(name, lora, transposed) for name, lora, transposed in adapted if lora is not None]
     names = {name for name, *_ in adapted}
@@ -167,7 +171,11 @@ class AdapterContent(NamedTuple):
 
 
 def adapter_content(model: Decoder) -> AdapterContent:
-    """The content of the files of a model's adapter; errors as in save_adapter."""
+    """The content of the files of a model's adapter, in host memory; with several processes all of them must call it.
+
+    Raises:
+      ValueError: the model has no adapter; other tensors are trainable too; a value is not finite.
+    """
     config = config_of(model)
     variables = adapter_tensors(model)
     covered = {id(getattr(variable, "variable", variable)) for variable in variables.values()}
@@ -276,7 +284,10 @@ def load_adapter(model: Decoder, path: str | os.PathLike) -> Decoder:
 
 
 def _share_base(model: Decoder, adapted: Decoder) -> None:
-    """Sets the base arrays of `adapted`, a model of shapes with an adapter, to those of `model`."""
+    """Sets the base arrays of `adapted`, a model of shapes with an adapter, to those of `model`, without a copy.
+
+    The weight that a trained embedding or head had before training (`original`) is set to `model`'s weight.
+    """
     base = dict(nnx.to_flat_state(nnx.state(freeze(model))))
     for place, variable in nnx.to_flat_state(nnx.state(adapted)):
         if isinstance(variable, Frozen):
@@ -312,7 +323,15 @@ def _read_tensors(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
 
 def _targets(path: Path, config: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     """The names of the linears that PEFT would adapt, by its rules for target_modules, exclude_modules,
-    layers_to_transform."""
+    layers_to_transform.
+
+    Args:
+      path: of adapter_config.json, for errors.
+      config: its content.
+      names: of all linears of the model, as the adapter's file spells them.
+    Raises:
+      ValueError: a layers_pattern or regular expression that is not supported.
+    """
 
     def matched(key):
         setting = config.get(key) or ()
@@ -344,6 +363,11 @@ def _current_experts(folder: Path, config, variables, arrays: Mapping[str, np.nd
     out] and its B [in, r E], and (B A)^T was added: the current A is its B^T, and the current B is its A^T. The shapes
     show which layout it is; for square weights, the version of PEFT does.
 
+    Args:
+      folder: of the adapter, for errors.
+      config: the content of its adapter_config.json.
+      variables: {PEFT's key: variable} of the adapter in the model (adapter_tensors).
+      arrays: {PEFT's key: array} of the adapter's file.
     Raises:
       ValueError: a layout that cannot be determined, or one that older versions of Unsloth wrote.
     """
@@ -383,7 +407,8 @@ def _current_experts(folder: Path, config, variables, arrays: Mapping[str, np.nd
 
 
 def _check_base(folder: Path, metadata: Mapping[str, str], model: Decoder) -> None:
-    """Refuses an adapter that was trained over another base, by the strictest identification that both have."""
+    """Raises ValueError for an adapter that was trained over another base than `model`, by the strictest identification
+    that both have; metadata: of the adapter's safetensors file. If they have none in common, nothing is compared."""
     for key, attribute in _BASE.items():
         recorded, own = metadata.get(key), getattr(model, attribute)
         if recorded is None or own is None:
@@ -398,14 +423,16 @@ def _check_base(folder: Path, metadata: Mapping[str, str], model: Decoder) -> No
 
 
 def _modules_to_save(config: Mapping[str, Any]) -> list[str]:
-    """The last parts of the names in modules_to_save; of a score model without "classifier", which PEFT adds."""
+    """The argument modules_to_save of get_peft_model for an adapter's config: the last parts of its names; of a score
+    model without "classifier", which PEFT adds."""
     names = {name.rsplit(".", 1)[-1] for name in config.get("modules_to_save") or ()}
     # PEFT lists every name that a head may have.
     return sorted(names if head_of_task(config.get("task_type")).is_text else names - {"classifier"})
 
 
 def _check_tied(folder: Path, model: Decoder, arrays: Mapping[str, np.ndarray]) -> None:
-    """Refuses an adapter whose embedding and head differ although the model ties them, which PEFT can write."""
+    """Raises ValueError for an adapter whose embedding and head differ although the model ties them, which PEFT can
+    write; arrays: {PEFT's key: array} of the adapter's file."""
     if model.head is not None:
         return
     embedding, head = (arrays.get(f"{_PREFIX}{name}.weight") for name in ("model.embed_tokens", "lm_head"))
@@ -419,7 +446,8 @@ def _check_tied(folder: Path, model: Decoder, arrays: Mapping[str, np.ndarray]) 
 
 
 def _check_tensors(folder: Path, shapes: Mapping[str, tuple], arrays: Mapping[str, np.ndarray]) -> None:
-    """Raises ValueError for tensors that are missing, unexpected, misshaped or not finite, all in one message."""
+    """Raises ValueError for tensors of an adapter's file that are missing, unexpected, misshaped or not finite, all in
+    one message; shapes: {PEFT's key: shape} that the model's adapter has."""
     problems = []
     missing = [key for key in shapes if key not in arrays]
     unexpected = [key for key in arrays if key not in shapes]

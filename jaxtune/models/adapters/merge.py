@@ -54,6 +54,7 @@ def _merge_and_check(weight: jax.Array, lora: LoraWeights, probe: jax.Array, dty
 
     Args:
       weight: [out, in], decoded.
+      lora: its adapter.
       probe: float32[rows, in], random.
       dtype: of the merged weight.
       fake_quant: the merged weight is then rounded to this grid, which is no error and not part of the comparison.
@@ -88,7 +89,11 @@ def _merge_and_check(weight: jax.Array, lora: LoraWeights, probe: jax.Array, dty
 
 @functools.partial(jax.jit, static_argnums=3)
 def _merge_experts(weight: jax.Array, lora: GroupedLora, probe: jax.Array, transposed: bool):
-    """_merge_and_check of every expert of a matrix: (merged weights, whether all are finite, the largest error)."""
+    """_merge_and_check of every expert of a matrix: (merged weights, whether all are finite, the largest error).
+
+    weight: [E, out, in], or [E, in, out] if `transposed`, decoded; the merged weights have its shape and dtype. lora:
+    the adapters. probe: float32[rows, in], random.
+    """
 
     def one(expert):
         weight, a, b = expert
@@ -112,6 +117,7 @@ def _merged_matrix(name: str, linear: Linear | ExpertLinear, index: int, dtype: 
 
     Args:
       name: for errors.
+      linear: the matrix, which has an adapter.
       index: seeds the random rows of the verification.
       dtype: to which a quantised weight is decoded.
       base_dtype: the base's dtype, for errors.
@@ -139,7 +145,7 @@ def _merged_matrix(name: str, linear: Linear | ExpertLinear, index: int, dtype: 
 
 
 def _trained_whole(name: str, weight: jax.Array, dtype: Any) -> jax.Array:
-    """An embedding or head that was trained beside the adapter, cast to the dtype of the base.
+    """An embedding or head that was trained beside the adapter, cast to the dtype of the base; name: for errors.
 
     Raises:
       ArithmeticError: it is not finite in that dtype.
@@ -151,8 +157,8 @@ def _trained_whole(name: str, weight: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _plain_matrix(linear: Linear | ExpertLinear, dtype: str) -> jax.Array:
-    """The weight of a matrix without an adapter: decoded, and rounded to its grid in a model that is prepared for
-    QAT."""
+    """The weight of a matrix without an adapter, as the merged model has it: decoded to `dtype` if it is quantised, and
+    rounded to its grid in a model that is prepared for QAT."""
     weight = dense(linear.stored_weight, dtype)
     spec = linear.fake_quant if isinstance(linear, Linear) else None
     return weight if spec is None else round_to_grid(weight, spec)
@@ -274,7 +280,10 @@ def merge_bytes(model: Decoder) -> tuple[int, int]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Merged(Stored):
-    """A matrix that looks like a quantised weight and is merged with its adapter whenever it is decoded."""
+    """A matrix that looks like a quantised weight and is merged with its adapter whenever it is decoded.
+
+    A model with such matrices computes what the merged model does, with one merged matrix in memory at a time.
+    """
 
     base: Any  # the weight, an array or quantised
     a: jax.Array | None  # as in Lora or ExpertLora; None: no adapter
@@ -305,11 +314,11 @@ class _Merged(Stored):
         )
 
     def problem(self) -> str | None:
-        """See Stored: there is none."""
+        """None, because its arrays fit each other: they come from the model (see Stored.problem)."""
         return None
 
     def cut(self, axis: int) -> int | None:
-        """See Stored: it is never divided."""
+        """None: it is not divided over devices or into pieces along any axis (see Stored.cut)."""
         return None
 
     @functools.partial(jax.jit, static_argnums=1)
@@ -383,14 +392,18 @@ def _check_logits(model: Decoder, merged: Weights, views: dict[int, _Merged], ch
 
 
 def _pairs(copy: Decoder, model: Decoder) -> dict[str, tuple[nnx.Variable, nnx.Variable]]:
-    """{Hugging Face name: (variable of the copy, variable of the model)} of all tensors."""
+    """{Hugging Face name: (variable of the copy, variable of the model)} of all tensors, to set those of the copy by
+    what is known of the model's."""
     copied, originals = tensors_of(copy), tensors_of(model)
     return {name: (copied[name], originals[name]) for name in originals}
 
 
 def _logits(model: Decoder) -> np.ndarray:
-    """float32[rows, tokens, vocab]: the logits of a random batch, computed in float32 with some rows of the head at a
-    time."""
+    """float32[rows, tokens, vocab] in host memory: the logits of a random batch, which is the same for every model of
+    this vocabulary, computed in float32 with some rows of the head at a time.
+
+    The model's dtype is set to float32, so the caller passes a copy.
+    """
     model.dtype = "float32"
     tokens = jax.random.randint(jax.random.key(0), (_PROBE_ROWS, _PROBE_LENGTH), 0, model.config.vocab_size)
     hidden = model.hidden_states(tokens)

@@ -48,7 +48,7 @@ class TrainedOver:
 
 
 def of_model(model: Decoder) -> TrainedOver:
-    """The record for a model with an adapter."""
+    """The record for a model with an adapter, to be written to the adapter's file."""
     stored = stored_in(model)
     plain = [name for name, matrix in matrices(model) if not isinstance(matrix.stored_weight, Stored)]
     return TrainedOver(
@@ -133,7 +133,7 @@ def of_run(folder: Path) -> TrainedOver | None:
 
 
 def _one_of(where: str, value: Any, known: Sequence[str]) -> None:
-    """Raises ValueError unless the value is None or one of the known ones."""
+    """Raises ValueError unless a record's value is None or one of the known ones; where: file and key, for it."""
     if value is not None and value not in known:
         raise ValueError(f"{where} = {value!r} is unknown to this version of jaxtune; it knows {', '.join(known)}")
 

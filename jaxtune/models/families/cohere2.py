@@ -14,8 +14,8 @@ from jaxtune.models.families.common.table import ATTENTION_BIAS, WINDOW_PATTERN
 
 
 def _prepare(hf: Config) -> Config:
-    """The config.json with the head_dim that follows from its other keys, as in transformers, which ignores the
-    file's."""
+    """The config.json with the head_dim that follows from its other keys, as in transformers, which ignores the file's
+    (for Family.prepare)."""
     return {**hf, "head_dim": hf["hidden_size"] // hf["num_attention_heads"]}
 
 

@@ -14,7 +14,8 @@ from jaxtune.models.families.common.table import WINDOW_PATTERN
 
 
 def _default_types(hf: Config) -> list[str]:
-    """The types of layers by sliding_window_pattern, or full attention everywhere if there is no window."""
+    """The types of all layers by sliding_window_pattern, or full attention everywhere if there is no window (for
+    LayerTypes.default)."""
     return by_pattern(hf) if hf["sliding_window"] is not None else [FULL] * hf["num_hidden_layers"]
 
 
@@ -22,10 +23,12 @@ class _Layers(LayerTypes):
     """LayerTypes in which, without a window in config.json, all layers have full attention and rotary positions."""
 
     def read(self, hf: Config, fields: Config) -> Fields:
+        """{"layers": LayerSpecs by the types}; {} without a window, which leaves the layers as they were set before."""
         read = super().read(hf, fields)
         return read if hf["sliding_window"] is not None else {}
 
     def write(self, config: DecoderConfig) -> Fields:
+        """layer_types and sliding_window; null for the window if every layer has full attention and positions."""
         if all(layer.window is None and layer.rotary == 0 for layer in config.layers):
             return {"sliding_window": None, "layer_types": [FULL] * config.num_layers}
         return super().write(config)

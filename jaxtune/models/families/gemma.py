@@ -8,7 +8,7 @@ from jaxtune.models.families.common.table import ATTENTION_BIAS, GEMMA_FIELDS, c
 
 def _prepare(hf: Config) -> Config:
     """The config.json with the activation that is meant: hidden_activation takes precedence, and gelu means its tanh
-    form."""
+    form (for Family.prepare)."""
     name = hf["hidden_activation"] or hf["hidden_act"]
     return {**hf, "hidden_act": "gelu_pytorch_tanh" if name == "gelu" else name}
 

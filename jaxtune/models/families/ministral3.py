@@ -26,6 +26,7 @@ class _Rotary(Rotary):
     """Rotary with the factor on queries (RopeConfig.llama_4_scaling_beta), whose keys are required."""
 
     def read(self, hf: Config, fields: Config) -> Fields:
+        """{"rotary": a tuple with the one RopeConfig}; raises ValueError if a key of the queries' factor is missing."""
         given = self.given(hf)
         for key in _GROWTH:
             if given.get(key) is None:
@@ -34,6 +35,7 @@ class _Rotary(Rotary):
         return {"rotary": (rope,)}
 
     def write(self, config: DecoderConfig) -> Fields:
+        """rope_theta, and rope_scaling with the keys of the queries' factor."""
         [rope] = config.rotary
         scaling = rope_to_hf(rope) or {"rope_type": "default"}
         return {"rope_theta": rope.theta, "rope_scaling": scaling | {key: getattr(rope, key) for key in _GROWTH}}

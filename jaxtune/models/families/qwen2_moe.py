@@ -11,7 +11,8 @@ from jaxtune.models.families.common.table import NORM_TOPK_PROB, shared_experts
 
 
 def _default_types(hf: Config) -> list[str]:
-    """The types of layers in which every second layer below max_window_layers slides, unlike in Qwen2."""
+    """The types of all layers where every second layer below max_window_layers slides, unlike in Qwen2 (for
+    LayerTypes.default)."""
     slides = hf["max_window_layers"] if hf["sliding_window"] is not None else 0
     return [SLIDING if i < slides and i % 2 == 0 else FULL for i in range(hf["num_hidden_layers"])]
 

@@ -52,9 +52,10 @@ class Conversation:
         self.messages: list[dict[str, str]] = list(self._system)
 
     def ask(self, text: str, show: Callable[[str], None] = lambda piece: None) -> str:
-        """The model's answer to a question; both are added to the messages, unless an error ends the answer.
+        """The model's answer to a question, as text; both are added to the messages, unless an error ends the answer.
 
         Args:
+          text: the question, as the user's next message.
           show: called with each piece of the answer as soon as it is known; the pieces add up to the answer.
         Raises:
           ValueError: a conversation that has more tokens than the model has positions.
@@ -67,6 +68,7 @@ class Conversation:
         shown = ""
 
         def stream(_: int, tokens: list[int]) -> None:
+            """The streamer of generate: shows what new tokens add to the text, in whole characters."""
             nonlocal shown
             new.extend(tokens)
             known = self._text(new)

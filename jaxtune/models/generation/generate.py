@@ -134,7 +134,7 @@ def generate(
 
 
 def _bucket(size: int, smallest: int) -> int:
-    """The next power of two, at least `smallest`."""
+    """`size` rounded up to a power of two, at least `smallest`, so that few programs are compiled."""
     return max(smallest, 1 << (size - 1).bit_length())
 
 
@@ -158,7 +158,11 @@ def training_logprobs(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _token_logprobs(graph, state, tokens, lengths) -> jax.Array:
-    """float32[B, T]: the log-probability of each token given those before it, as training computes it."""
+    """float32[B, T]: the log-probability of each token given those before it, as training computes it.
+
+    The model is nnx.merge(graph, state); tokens are int32[B, T], of which the first lengths[i] (int32[B]) are real in
+    row i. A row's first token has 0.
+    """
     model = nnx.merge(graph, state)
     real = (jnp.arange(tokens.shape[1]) < lengths[:, None]).astype(jnp.int32)
     hidden = model.hidden_states(tokens, real)

@@ -128,8 +128,10 @@ class JaxtuneLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """(log-probability of the continuation, whether it is the greedy one) for each (cache key, context,
-        continuation)."""
+        """(log-probability of the continuation, whether it is the greedy one) for each request, in their order.
+
+        requests: (key of lm-eval's cache or None, the context's token ids, the continuation's token ids).
+        """
         found: list[Any] = [None] * len(requests)
         # The longest first, so that a row that needs too much memory fails at once, and neighbours have one length.
         order = sorted(range(len(requests)), key=lambda index: -len(requests[index][1]) - len(requests[index][2]))
@@ -151,7 +153,10 @@ class JaxtuneLM(TemplateLM):
         return found
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        """The log-probability of each request's whole text, in windows of max_length tokens."""
+        """The log-probability of each request's whole text, in windows of max_length tokens.
+
+        requests: lm-eval's Instances, whose first argument is the text.
+        """
         windows, owners = [], []
         for number, request in enumerate(requests):
             rolled = utils.get_rolling_token_windows(
@@ -173,7 +178,13 @@ class JaxtuneLM(TemplateLM):
     # ---- texts
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        """The model's answer to each request, cut off before the first of its stop strings."""
+        """The model's answer to each request, cut off before the first of its stop strings.
+
+        requests: lm-eval's Instances, whose arguments are the prompt and a dict of generation settings.
+
+        Raises:
+          ValueError: a setting that `generate` does not have, or no room for a prompt.
+        """
         texts: list[str] = [""] * len(requests)
         groups: dict[str, list[int]] = defaultdict(list)
         for index, request in enumerate(requests):
@@ -217,9 +228,10 @@ class JaxtuneLM(TemplateLM):
 @functools.partial(jax.jit, static_argnums=0)
 def _scored(graph, state, tokens: jax.Array, targets: jax.Array, segments: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(log p of each target float32[B, T], whether it is the most likely token bool[B, T]); logits are computed in
-    chunks.
+    chunks, because those of all tokens would need much memory.
 
-    tokens, targets, segments: int32[B, T], where segment 0 is padding.
+    The model is nnx.merge(graph, state). tokens, targets (the token after each), segments: int32[B, T], where segment 0
+    is padding.
     """
     model = nnx.merge(graph, state)
     hidden = model.hidden_states(tokens, segments)

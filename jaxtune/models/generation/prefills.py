@@ -28,8 +28,13 @@ class Batch:
     def insert(
         self, programs: device.Programs, states: device.States, placed: Sequence[tuple[int, int]]
     ) -> device.States:
-        """The states of all slots after copying rows of this batch into slots; placed: (row of this batch, slot)
-        pairs."""
+        """The states of all slots after copying rows of this batch into slots.
+
+        Args:
+          programs: the compiled functions.
+          states: of all slots; they are donated.
+          placed: (row of this batch, slot) pairs.
+        """
         arrays = jax.tree.leaves(self.states)
         if not arrays:  # no layer of the model has a mixer
             return states
@@ -151,7 +156,11 @@ class Prefills:
         return width * len(chosen)
 
     def _prefill(self, leaves, requests: Sequence[Request], count: int, capacity: int) -> device.States:
-        """The states after at most the first `count` tokens of each request, without its newest token."""
+        """The states after at most the first `count` tokens of each request, without its newest token, which the first
+        decoding step takes as its input.
+
+        leaves: the model's arrays. capacity: tokens for which the states have room.
+        """
         width = min(_bucket(count), capacity_bucket(capacity))
         tokens = np.zeros((len(requests), width), np.int32)
         lengths, totals = np.zeros(len(requests), np.int32), np.zeros(len(requests), np.int32)
@@ -173,7 +182,7 @@ class Prefills:
         return self._chunk
 
     def _keep(self, batch: Batch) -> None:
-        """Adds a batch, and drops the oldest one if there are too many."""
+        """Adds a batch, and drops the oldest one if there are more than _KEPT; its prompts are prefilled again."""
         self._batches = [*self._batches[-(_KEPT - 1) :], batch]
 
 

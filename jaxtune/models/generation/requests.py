@@ -45,7 +45,8 @@ class StopStrings:
     def end(self, new: Sequence[int], looked_at: int) -> int | None:
         """The number of a row's new tokens up to the one that completes a string; None if none does.
 
-        looked_at: how many of the tokens were searched before without finding one.
+        new: the ids of all new tokens of the row. looked_at: how many of them were searched before without finding a
+        string, so that only the others are looked at again, with the tokens in which a string may start.
         """
         if not self._in(new[max(0, looked_at - self._reach) :]):
             return None
@@ -79,7 +80,10 @@ class Request:
     done: bool = False  # whether it has ended
 
     def take(self, tokens: list[int]) -> tuple[list[int], FinishReason | None]:
-        """Adds the tokens that the device made: (those that count, the reason why the row ends or None)."""
+        """Adds the tokens that the device made, and removes those after the end of a stop string.
+
+        Returns (the tokens of these that belong to the row, why it ends with them, or None if it does not).
+        """
         known = len(self.tokens) - self.start
         self.tokens += tokens
         if self.stops is not None and tokens:

@@ -274,8 +274,9 @@ class Sampler:
             self._pieces = []
 
     def _ended(self, rows: dict[int, tuple[int, list[int], list[float]]], in_order: bool) -> Iterator[Row]:
-        """Yields the rows as they end, or in order; rows: {request: (index, its new tokens, their
-        log-probabilities)}."""
+        """Steps until all rows have ended, and yields each as it ends, or in order.
+
+        rows: {request's number: (its index, its new tokens, their log-probabilities)}; these lists are filled."""
         ended: dict[int, Row] = {}
         following = 0
         while self._requests or self._pieces:
@@ -310,12 +311,12 @@ class Sampler:
     # ---- filling slots
 
     def _wait(self, request: Request, first: bool = False) -> None:
-        """Puts a request into the queue, `first` before all others."""
+        """Puts a request into the queue, before all others if `first` (a row that paused), and asks for its prefill."""
         request.slot, request.key = None, self._prefills.wanted(request)
         (self._waiting.appendleft if first else self._waiting.append)(request)
 
     def _fill(self) -> None:
-        """Gives free slots to waiting requests, and prefills their prompts as far as this round's limit allows."""
+        """Gives free slots to waiting requests, and prefills their prompts as far as prefill_tokens allows a round."""
         free = [slot for slot, request in enumerate(self._slots) if request is None]
         if not free or not self._waiting:
             return
@@ -337,7 +338,7 @@ class Sampler:
             self._states = batch.insert(self._programs, self._states, placed)
 
     def _nearest(self, count: int) -> list[Request]:
-        """The requests that get the next `count` slots."""
+        """The first `count` waiting requests in the order of the queue, which get the next slots."""
         return list(itertools.islice(self._waiting, count))
 
     def _place(self, request: Request, slot: int) -> None:
@@ -366,14 +367,14 @@ class Sampler:
             self._seen = device.mark_seen(self._seen, np.int32(slot), padded, np.int32(len(request.tokens)))
 
     def _widen_ends(self, needed: int) -> None:
-        """Gives the array of end tokens at least `needed` columns."""
+        """Gives the array of end tokens at least `needed` columns, the most end tokens of a row, padded with -1."""
         have = self._rows.ends.shape[1]
         if needed > have:
             more = (1 << (needed - 1).bit_length()) - have
             self._rows = self._rows._replace(ends=np.pad(self._rows.ends, ((0, 0), (0, more)), constant_values=-1))
 
     def _change(self, slot: int, token: int, length: int, active: bool) -> None:
-        """Sets a slot's token, length and activity for the next round."""
+        """Sets a slot's newest token, its row's length and whether it decodes, for the device's next round."""
         self._changed[slot] = True
         for array, value in zip(self._given, (token, length, active), strict=True):
             array[slot] = value
@@ -381,16 +382,14 @@ class Sampler:
     # ---- memory
 
     def _bytes(self, slots: int, length: int) -> int:
-        """Bytes of the states of all slots, and of the intermediate values of a token's logits."""
+        """Bytes of the states of this many slots of `length` tokens, and of the values around a token's logits."""
         states = device.states_shape(self._structure, self._shapes, slots, capacity_bucket(length))
         kept = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(states))
         return kept + 16 * slots * self.config.vocab_size
 
     def _reserve(self, nearest: Sequence[Request]) -> None:
-        """Gives the caches room for the whole rows of the requests that get a slot next, or of all waiting requests if
-        it is
-        too little, because each capacity needs a program of its own.
-        """
+        """Gives the caches room for the whole rows of `nearest`, the requests that get a slot next. If they must grow,
+        they get room for all requests (with `deterministic`, for plan.length), because each size needs programs."""
         if all(request.limit <= self._capacity for request in nearest):
             return
         everybody = [*self._waiting, *(request for request in self._slots if request is not None)]
@@ -437,7 +436,7 @@ class Sampler:
         return changed, device.Live(*(array.copy() for array in self._given))
 
     def _look(self) -> None:
-        """Waits for the oldest round, and gives its tokens to the requests."""
+        """Waits for the oldest round, and gives its tokens to the requests as pieces for the next step to return."""
         done = self._rounds.popleft()
         tokens, logprobs, counts = map(np.asarray, done.emitted)
         for slot, (request, placed) in done.requests.items():
@@ -457,7 +456,7 @@ class Sampler:
                 self._wait(request, first=True)
 
     def _finish(self, request: Request, ids: list[int], logprobs: list[float], reason: FinishReason) -> None:
-        """Ends a request with its last tokens, and frees its slot or its place in the queue."""
+        """Ends a request with a last piece (tokens, log-probabilities, reason), and frees its slot or its place."""
         request.done = True
         del self._requests[request.number]
         self._pieces.append(Piece(request.number, ids, logprobs, reason))
@@ -470,7 +469,8 @@ class Sampler:
 
 
 def seeds_of(seed: int | Sequence[int], count: int, what: str) -> list[tuple[int, int]]:
-    """(seed, index) of each of `count` rows: the one seed and the row's index, or its own seed and index 0."""
+    """(seed, index), by which a row draws, of each of `count` rows: the one seed and its index, or its own seed and 0.
+    what: the caller, for errors."""
     if isinstance(seed, int | np.integer):
         return [(int(seed), index) for index in range(count)]
     seeds = np.asarray(seed)

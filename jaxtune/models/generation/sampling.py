@@ -80,7 +80,8 @@ class Sampling:
         return Kind(draws, filters, self.repetition_penalty != 1.0)
 
     def numbers(self, vocab_size: int) -> Numbers:
-        """The settings as numbers, for one entry of a program's arrays."""
+        """The settings as numpy scalars, for this row's entry of a program's arrays; settings that are off have the
+        values that Numbers says."""
         top_k = min(self.top_k or vocab_size, vocab_size)
         top_p, min_p, penalty = map(np.float32, (self.top_p, self.min_p, self.repetition_penalty))
         draws, temperature = np.bool_(self.kind.draws), np.float32(self.temperature or 1.0)
@@ -89,7 +90,8 @@ class Sampling:
 
 
 def penalised(logits: jax.Array, seen: jax.Array, penalty: Any) -> jax.Array:
-    """The logits float32[B, V] with the repetition penalty applied to the tokens in `seen`, bool[B, V]."""
+    """The logits float32[B, V] with the repetition penalty (a number, or float32[B, 1]) applied to the tokens that the
+    row contains: `seen`, bool[B, V]."""
     return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
@@ -98,7 +100,7 @@ def filtered(logits: jax.Array, numbers: Numbers) -> jax.Array:
     remove.
 
     Each filter treats the tokens that the one before left as the whole distribution. A row whose filters are off keeps
-    all.
+    all. numbers: the settings of the B rows.
     """
     top_k, top_p, min_p = (jnp.reshape(a, (-1, 1)) for a in (numbers.top_k, numbers.top_p, numbers.min_p))
     descending = -jnp.sort(-logits, axis=-1)

@@ -15,6 +15,8 @@ _SPARED = 0.1  # the share of free memory that is left for activations of prefil
 def capacity_bucket(tokens: int) -> int:
     """The capacity of a row's caches for this many tokens: 128 times a power of two, or three quarters of that.
 
+    There are few capacities, because each needs compiled programs of its own.
+
     >>> [capacity_bucket(tokens) for tokens in (1, 129, 300, 513, 800)]
     [128, 256, 384, 768, 1024]
     """
@@ -47,7 +49,7 @@ def plan_slots(
     """The plan with the most slots, up to `most_slots`, and the longest rows for which there is memory.
 
     Args:
-      bytes_of: (slots, tokens of a row) -> bytes.
+      bytes_of: (slots, tokens of a row) -> bytes of the states and of a step's logits.
       positions: of the model, the limit of `length`.
       room_bytes: free memory; None: not known, which limits nothing.
       slots: a fixed number of slots; None: planned.
@@ -82,7 +84,8 @@ def plan_slots(
 
 
 def room_bytes(share: float = 1.0) -> float | None:
-    """This share of the free bytes of this process's first device; None if the device does not report them."""
+    """The bytes that slots may take: this share of the free memory of this process's first device; None if the device
+    does not report it."""
     stats = jax.local_devices()[0].memory_stats()
     if not stats or "bytes_limit" not in stats:
         return None

@@ -37,7 +37,10 @@ NEVER = np.iinfo(np.int32).max  # a length that no row reaches
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Structure:
-    """A model without its arrays, which is the static argument of the programs; see structure_of."""
+    """A model without its arrays, which is the static argument of the programs; structure_of makes it.
+
+    The programs get the arrays apart, as the argument `leaves`.
+    """
 
     graph: nnx.GraphDef  # the model's structure
     treedef: Hashable  # of the model's state
@@ -90,15 +93,16 @@ class Emitted(NamedTuple):
 class Programs(NamedTuple):
     """The compiled functions of the sampler, defined below."""
 
-    prefill: Callable[..., States]  # see _prefill
-    extend: Callable[..., States]  # see _extend
-    insert: Callable[..., States]  # see _insert
-    decode: Callable[..., tuple[States, Live, jax.Array | None, Emitted]]  # see _decode
+    prefill: Callable[..., States]  # _prefill: the states after prompts
+    extend: Callable[..., States]  # _extend: the states after one more chunk of long prompts
+    insert: Callable[..., States]  # _insert: copies prefilled states into slots, whose old states are donated
+    # _decode: the next tokens of all slots, whose states, `live` and `seen` are donated
+    decode: Callable[..., tuple[States, Live, jax.Array | None, Emitted]]
 
 
 @functools.cache
 def programs(same_choices: bool) -> Programs:
-    """Compiles the programs.
+    """The sampler's functions as jitted programs, each compiled when it is first called with new shapes.
 
     same_choices: whether another process must compile the same machine code; then the vendor libraries' first
     algorithms are taken and not those that are fastest when timed.
@@ -114,13 +118,24 @@ def programs(same_choices: bool) -> Programs:
 
 
 def empty_states(structure: Structure, shapes: Sequence[jax.ShapeDtypeStruct], rows: int, capacity: int) -> States:
-    """The states of `rows` rows without tokens, with room for `capacity` tokens; shapes: of the model's arrays."""
+    """The generation states (caches of keys and values, states of delta nets) of `rows` rows that have no tokens yet.
+
+    They are zeros, with room for `capacity` tokens in each row.
+
+    Args:
+      structure: the model without its arrays.
+      shapes: the shape and dtype of each of the model's arrays, in the order of jax.tree.leaves(nnx.state(model)); only
+        the shapes of the states are derived from them.
+    """
     return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), states_shape(structure, tuple(shapes), rows, capacity))
 
 
 @functools.lru_cache(64)
 def states_shape(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], rows: int, capacity: int) -> States:
-    """The shapes and dtypes of the states of `rows` rows of at most `capacity` tokens; nothing is computed."""
+    """The states of `rows` rows of at most `capacity` tokens as jax.ShapeDtypeStructs; nothing is computed.
+
+    structure and shapes are those of empty_states.
+    """
     tokens, counts = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 1), (1,)))
     one = jax.eval_shape(functools.partial(_prefill, structure, capacity), list(shapes), tokens, counts, counts)
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype), one)
@@ -130,7 +145,9 @@ def _prefill(structure: Structure, capacity: int, leaves, tokens, lengths, total
     """The states after the first `lengths` tokens of each row, computed by the forward pass of training.
 
     Args:
+      structure: the model without its arrays.
       capacity: tokens for which the states have room, at least T.
+      leaves: the model's arrays.
       tokens: int32[R, T].
       lengths: int32[R], from 1 to T.
       totals: int32[R], tokens of the whole row, by which a longrope model chooses its factors.
@@ -151,12 +168,15 @@ def _prefill(structure: Structure, capacity: int, leaves, tokens, lengths, total
 
 
 def _extend(structure: Structure, leaves, states, tokens, at, totals) -> States:
-    """The states after more tokens of each row.
+    """The states after more tokens of each row, by which a long prompt is prefilled in chunks.
 
     Args:
+      structure: the model without its arrays.
+      leaves: the model's arrays.
+      states: of R rows, from _prefill or the chunk before.
       tokens: int32[R, C], all of them real.
       at: int32[R], tokens that the states contain already.
-      totals: as in _prefill.
+      totals: int32[R], tokens of the whole row, by which a longrope model chooses its factors.
     """
     model = structure.model(leaves)
     with jax.named_scope("extend"):
@@ -169,7 +189,7 @@ def _extend(structure: Structure, leaves, states, tokens, at, totals) -> States:
 def _insert(states, staged, rows, slots) -> States:
     """The states of all slots, with row rows[i] of `staged` copied into slot slots[i]; rows and slots are int32[G].
 
-    The caches of `staged` may have a smaller capacity.
+    The caches of `staged` may have a smaller capacity. Both are pytrees of arrays whose first axis is rows.
     """
 
     def one(kept, new):
@@ -182,7 +202,7 @@ def _insert(states, staged, rows, slots) -> States:
 
 @functools.partial(jax.jit, static_argnums=1)
 def grown(state: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """A state of a larger capacity, padded with zeros."""
+    """One array of the states in a larger shape (another capacity), padded with zeros."""
     return jnp.pad(state, [(0, new - old) for old, new in zip(state.shape, shape, strict=True)])
 
 
@@ -199,13 +219,16 @@ def _decode(
     """Makes `steps` more tokens in each active slot, or fewer where a row ends.
 
     Args:
+      structure: the model without its arrays.
       kind: which sampling operations the program contains.
-      states, live: of the slots.
+      leaves: the model's arrays.
+      states, live: of the N slots, as the last call returned them.
       seen: bool[N, V], tokens that each row contains; None if no row has a repetition penalty.
-      changed: bool[N], the slots for which `given` replaces `live`.
+      changed: bool[N], the slots that the host has given another row, or ended, since the last call.
+      given: replaces `live` for these slots.
       rows: what does not change while rows decode.
     Returns:
-      (states, live, seen, the tokens made)
+      (states, live, seen, the tokens made): the first three are the arguments of the next call.
     """
     live = Live(*(jnp.where(changed, new, old) for new, old in zip(given, live, strict=True)))
     model = structure.model(leaves)
@@ -235,7 +258,7 @@ def _decode(
 
 
 def _split(model: Decoder) -> list[tuple]:
-    """(graph, trainable, frozen) of each layer."""
+    """(graph, trainable, frozen) of each layer, as _layer_step takes them; once for all steps of a program."""
     return [nnx.split(layer, nnx.Param, ...) for layer in model.layers]
 
 
@@ -244,8 +267,9 @@ def _through_layers(model: Decoder, splits, x, states, at, tables, real) -> tupl
 
     Args:
       splits: from _split.
+      states: of the N rows, one pytree for each layer.
       at: int32[N], position of each row's first token in x; -1 for a row that has none.
-      tables: rotary tables of the positions.
+      tables: the rotary tables of the positions, one for each of the decoder's rotary bases.
       real: bool[N], whether a row has tokens in x.
     """
     after = []
@@ -261,7 +285,9 @@ def _through_layers(model: Decoder, splits, x, states, at, tables, real) -> tupl
 def _layer_step(graph, spec: LayerSpec, trainable, frozen, layer_input, tables, state, at, real):
     """Runs one layer for new tokens: (layer_output [N, C, hidden], the new state).
 
-    Rows that are not real are marked as padding, so that experts get no tokens from them.
+    It is jitted so that layers of one kind are traced once. The block is nnx.merge(graph, trainable, frozen), `spec` is
+    its kind, and `state` is {mixer's name: its state}; tables, at and real are those of _through_layers. Rows that are
+    not real are marked as padding, so that experts get no tokens from them.
     """
     index = jnp.broadcast_to(jnp.arange(layer_input.shape[1], dtype=jnp.int32), layer_input.shape[:2])
     end = jnp.where(real[:, None], layer_input.shape[1], index)
@@ -271,8 +297,11 @@ def _layer_step(graph, spec: LayerSpec, trainable, frozen, layer_input, tables, 
 
 
 def _chosen(model: Decoder, kind: Kind, hidden, seen, live: Live, rows: Rows) -> tuple[jax.Array, jax.Array]:
-    """Chooses the next token of each row from hidden states [N, 1, hidden]: (int32[N], its log-probability
-    float32[N])."""
+    """Chooses the next token of each row from hidden states [N, 1, hidden] before the final norm.
+
+    kind, seen, live and rows are those of _decode. Returns (the tokens int32[N], the log-probability of each under the
+    model, without penalty and filters, float32[N]).
+    """
     logits = model.logits(model.norm(hidden))[:, 0, : model.config.vocab_size].astype(jnp.float32)
     numbers = rows.numbers
     scores = penalised(logits, seen, numbers.repetition_penalty[:, None]) if kind.penalises else logits
@@ -289,7 +318,10 @@ def _chosen(model: Decoder, kind: Kind, hidden, seen, live: Live, rows: Rows) ->
 
 
 def _keys(rows: Rows, made: Array) -> jax.Array:
-    """The random key of each row's next draw: jax.random.key(seed), folded with the row's index and its step."""
+    """The random key of each row's next draw, [N]: jax.random.key(seed), folded with the row's index and its step.
+
+    made: int32[N], the step, which is the number of tokens that the row has made so far.
+    """
     data = jnp.stack([jnp.zeros_like(rows.seed), rows.seed], axis=-1)
     keys = jax.random.wrap_key_data(data, impl="threefry2x32")
     for number in (rows.index, made):

@@ -76,19 +76,24 @@ class Key:
 
     @property
     def keys(self) -> tuple[Key, ...]:
+        """The key alone, because a Key is an Entry too."""
         return (self,)
 
     @property
     def gives(self) -> tuple[str, ...]:
+        """The fields that it sets, as a tuple."""
         return (self.field,) if isinstance(self.field, str) else self.field
 
     def read(self, hf: Config, fields: Config) -> Fields:
+        """{field: the key's value, converted} for each field that it sets; `fields` is not used."""
         value = hf[self.name]
         if self.conversion is not None and value is not None:
             value = self.conversion.read(value)
         return dict.fromkeys(self.gives, value)
 
     def write(self, config: Any) -> Fields:
+        """{key: its value} for the config.json of a DecoderConfig (or of a Record's object); {} for a key that sets no
+        field and has no `written`."""
         if self.written is not None:
             return {self.name: self.written(config)}
         if not self.gives:
@@ -114,6 +119,7 @@ class Record:
 
     @property
     def gives(self) -> tuple[str, ...]:
+        """The field that is set to the object, as a tuple; () if another entry uses it."""
         return () if self.field is None else (self.field,)
 
     def made(self, hf: Config) -> Any:
@@ -124,18 +130,21 @@ class Record:
         return self.make(**arguments)
 
     def described(self, made: Any) -> Fields:
-        """{key: value} for the config.json of such an object."""
+        """{key: value} for the config.json of an object of the class `make`: the inverse of `made`."""
         return {name: value for key in self.keys for name, value in key.write(made).items()}
 
     def read(self, hf: Config, fields: Config) -> Fields:
+        """{field: the object}; {} if another entry uses it."""
         return {} if self.field is None else {self.field: self.made(hf)}
 
     def write(self, config: Any) -> Fields:
+        """{key: value} of the object in a DecoderConfig's field; {} if another entry writes it."""
         return {} if self.field is None else self.described(getattr(config, self.field))
 
 
 def checked(hf: Config, keys: Iterable[Key]) -> None:
-    """Raises ValueError for a value that its key does not allow, with key and value; null is always allowed."""
+    """Raises ValueError for a value of a config.json that its key does not allow, with key and value; null is always
+    allowed, and so is a key that is missing."""
     for key in keys:
         if hf.get(key.name) is not None:
             key.check(f"config.json: {key.name}", hf[key.name])

@@ -32,7 +32,8 @@ class LayerType:
     """The keys of the layers' mixer; None: it is attention of the decoder's shape."""
 
     def fits(self, layer: LayerSpec) -> bool:
-        """Whether a layer can be written as this type."""
+        """Whether a layer can be written as this type: it has the type's kind of mixer and its rotary base, and no
+        window unless the type has one."""
         made = layer.config_of("mixer")
         of_mixer = made is None if self.mixer is None else isinstance(made, self.mixer.make)
         return of_mixer and layer.rotary == self.rotary and (self.window or layer.window is None)
@@ -43,12 +44,13 @@ SLIDING = LayerType(rope.SLIDING, window=True)
 
 
 def alternating(hf: Config) -> list[str]:
-    """The types of layers that alternate between sliding and full attention, beginning with sliding."""
+    """The types of all layers where sliding and full attention alternate, beginning with sliding (for
+    LayerTypes.default)."""
     return [(rope.SLIDING, rope.FULL)[index % 2] for index in range(hf["num_hidden_layers"])]
 
 
 def by_pattern(hf: Config) -> list[str]:
-    """The types of layers by the key sliding_window_pattern.
+    """The types of all layers by the key sliding_window_pattern (for LayerTypes.default).
 
     A number n stands for n - 1 sliding layers before each full one; letters such as LLLG (local, global) are repeated.
     """
@@ -59,14 +61,17 @@ def by_pattern(hf: Config) -> list[str]:
 
 
 def from_max_window_layers(hf: Config) -> list[str]:
-    """The types of layers that slide from the index max_window_layers on, if there is a window."""
+    """The types of all layers where those from the index max_window_layers on slide, if there is a window (for
+    LayerTypes.default)."""
     slides = hf["sliding_window"] is not None
     indices = range(hf["num_hidden_layers"])
     return [rope.SLIDING if slides and index >= hf["max_window_layers"] else rope.FULL for index in indices]
 
 
 def layer_types(hf: Config, default: Callable[[Config], Sequence[str]], known: Sequence[str]) -> list[str]:
-    """The type of each layer, from the key layer_types, or from `default` if the config.json has none.
+    """The name of each layer's type, from the key layer_types, or from `default` if the config.json has none.
+
+    known: the names that the family has.
 
     Raises:
       ValueError: another number of entries than layers, or a type that is not in `known`.
@@ -80,8 +85,9 @@ def layer_types(hf: Config, default: Callable[[Config], Sequence[str]], known: S
 
 
 def window_of(hf: Config) -> int | None:
-    """The window in tokens from the key sliding_window; None if it is as long as the context, for which full attention
-    is the same and faster.
+    """The window in tokens from the key sliding_window of a config.json.
+
+    None if it is as long as the context, for which full attention is the same and faster.
 
     Raises:
       ValueError: there is no window.
@@ -93,7 +99,7 @@ def window_of(hf: Config) -> int | None:
 
 
 def one_window(config: DecoderConfig, layers: Sequence[LayerSpec]) -> int | None:
-    """The window that all of `layers` have; None for no window or no layers.
+    """The window in tokens that all of `layers`, some layers of `config`, have; None for no window or no layers.
 
     Raises:
       ValueError: they have different windows, which one config.json cannot express.
@@ -121,10 +127,12 @@ class LayerTypes:
 
     @property
     def keys(self) -> tuple[Key, ...]:
+        """sliding_window, layer_types, and the keys of the types' mixers."""
         mixers = (key for kind in self.types if kind.mixer is not None for key in kind.mixer.keys)
         return (SLIDING_WINDOW, LAYER_TYPES, *mixers)
 
     def read(self, hf: Config, fields: Config) -> Fields:
+        """{"layers": the LayerSpecs of `fields`, each with the window, rotary base and mixer of its type}"""
         types = {kind.name: kind for kind in self.types}
         names = layer_types(hf, self.default, tuple(types))
         mixers = {kind.name: kind.mixer.made(hf) for kind in self.types if kind.mixer is not None}
@@ -140,6 +148,11 @@ class LayerTypes:
         return {"layers": tuple(layers)}
 
     def write(self, config: DecoderConfig) -> Fields:
+        """layer_types, the types' window and the keys of their mixers for a config.json.
+
+        Raises:
+          ValueError: layers that are of no type, or layers of one type with different windows or mixers.
+        """
         kinds = [self._type_of(index, config) for index in range(config.num_layers)]
         written: Fields = {"layer_types": [kind.name for kind in kinds]}
         for kind in self.types:
@@ -179,10 +192,12 @@ class OneWindow:
     gives = ()
 
     def read(self, hf: Config, fields: Config) -> Fields:
+        """{"layers": the LayerSpecs of `fields`, each with the window of the config.json}"""
         window = None if hf["sliding_window"] is None else window_of(hf)
         return {"layers": tuple(dataclasses.replace(layer, window=window) for layer in fields["layers"])}
 
     def write(self, config: DecoderConfig) -> Fields:
+        """{"sliding_window": the window of all layers}; raises ValueError if they differ."""
         return {"sliding_window": one_window(config, config.layers)}
 
 
@@ -202,7 +217,8 @@ def switched_window(hf: Config) -> Fields:
 
 
 def _first_window(config: DecoderConfig) -> int:
-    """The index of the first layer with a window, or the number of layers."""
+    """The value of max_window_layers that is written: the index of the first layer with a window, or the number of
+    layers."""
     return next((i for i, layer in enumerate(config.layers) if layer.window is not None), config.num_layers)
 
 
@@ -225,6 +241,8 @@ class MLPLayers:
     gives = ()
 
     def read(self, hf: Config, fields: Config) -> Fields:
+        """{"layers": the LayerSpecs of `fields`, with an MLP of the width intermediate_size in the layers that have no
+        experts}"""
         mlp: PartConfig = MLPShape(hf["intermediate_size"])
         layers = (
             layer.replaced(mlp=mlp)
@@ -235,5 +253,6 @@ class MLPLayers:
         return {"layers": tuple(layers)}
 
     def write(self, config: DecoderConfig) -> Fields:
+        """mlp_only_layers with every layer that has an MLP; decoder_sparse_step is then 1."""
         listed = [index for index, layer in enumerate(config.layers) if layer.config_of("mlp") is not None]
         return {"mlp_only_layers": listed, "decoder_sparse_step": 1}

@@ -39,7 +39,8 @@ _CHECKS: dict[str, Check] = {
 
 
 def check_parameters(key: str, value: Any) -> None:
-    """Check of rope_parameters or rope_scaling, which is one object, or one object for each type of layer."""
+    """Check of rope_parameters or rope_scaling, which is one object, or one object for each type of layer; raises
+    ValueError for a value that its parameter does not allow. key: for the error."""
     values.mapping(key, value)
     for name, check in _CHECKS.items():
         if value.get(name) is not None:
@@ -162,14 +163,16 @@ class Rotary:
     gives = ("rotary",)
 
     def given(self, hf: Config) -> Fields:
-        """The rotary parameters of a config.json as one flat dict."""
+        """The rotary parameters of a config.json as one flat dict, from `default` if it has none."""
         says_nothing = not hf["rope_parameters"] and not hf["rope_scaling"]
         return rope_parameters({**hf, "rope_parameters": self.default} if says_nothing else hf)
 
     def read(self, hf: Config, fields: Config) -> Fields:
+        """{"rotary": a tuple with the one RopeConfig}"""
         return {"rotary": (rope_config(hf, self.given(hf)),)}
 
     def write(self, config: DecoderConfig) -> Fields:
+        """rope_theta and rope_scaling of the first rotary base."""
         rope = config.rotary[0]
         return {"rope_theta": rope.theta, "rope_scaling": rope_to_hf(rope)}
 
@@ -182,13 +185,15 @@ class RotaryByType(Rotary):
     """The types, in the order of DecoderConfig.rotary, to which LayerSpec.rotary is an index."""
 
     def given_to(self, layer_type: str, hf: Config) -> Fields:
-        """The rotary parameters of one type of layer as one flat dict."""
+        """The rotary parameters of one type of layer (a name in layer_types) as one flat dict; families override it."""
         return rope_parameters(hf, layer_type)
 
     def read(self, hf: Config, fields: Config) -> Fields:
+        """{"rotary": a tuple with the RopeConfig of each of `types`}"""
         return {"rotary": tuple(rope_config(hf, self.given_to(name, hf)) for name in self.types)}
 
     def write(self, config: DecoderConfig) -> Fields:
+        """rope_theta, rope_scaling, and rope_parameters with an object for each of `types`."""
         # In addition to rope_scaling, which transformers 4 reads; transformers 5 would read a wrong base of sliding
         # layers from that alone.
         parameters = {

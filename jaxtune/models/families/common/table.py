@@ -18,14 +18,18 @@ _ACTIVATION = Conversion(ACTIVATIONS.__getitem__, _HF_ACTIVATIONS.__getitem__)
 
 
 def check_activation(key: str, value: Any) -> None:
-    """Check of the name of an activation."""
+    """Check of the name of an activation; raises ValueError for one that is not supported."""
     values.text(key, value)
     if value not in ACTIVATIONS:
         raise ValueError(f"{key} {value!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
 
 
 def check_window_pattern(key: str, value: Any) -> None:
-    """Check of a sliding_window_pattern: a number of layers, or a letter for each layer, as in EXAONE 4 ("LLLG")."""
+    """Check of a sliding_window_pattern: a number of layers, or a letter for each layer, as in EXAONE 4 ("LLLG").
+
+    Raises:
+      ValueError: another value.
+    """
     if not isinstance(value, str):
         values.whole(key, value)
     elif not value or set(value) - set("LG"):
@@ -112,32 +116,39 @@ EXPERT_SIZE = Key("moe_intermediate_size", "expert_size", values.whole)
 
 
 def experts(*keys: Key, **fixed) -> Record:
-    """The record of a family's experts: `keys` and those of its router, and in `fixed` what is the same in all its
-    models."""
+    """The Record of a family's experts, which sets DecoderConfig.moe.
+
+    Args:
+      keys: those of its keys that differ between families; the router's are added.
+      fixed: {field of MoEConfig: its value in all models of the family}.
+    """
     return Record(MoEConfig, (*keys, EXPERTS_PER_TOKEN, *_ROUTER), fixed, field="moe")
 
 
 def local_experts(*keys: Key, **fixed) -> Record:
-    """The record of experts as in Mixtral and gpt-oss, whose size is the key intermediate_size."""
+    """The Record of experts as in Mixtral and gpt-oss, whose number is the key num_local_experts and whose size is
+    intermediate_size; arguments as in `experts`."""
     count = Key("num_local_experts", "num_experts", any_count)
     return experts(count, Key("intermediate_size", "expert_size", values.whole), *keys, **fixed)
 
 
 def shared_experts(*keys: Key, **fixed) -> Record:
-    """The record of experts as in Qwen's families that have a shared expert."""
+    """The Record of experts as in Qwen's families that have a shared expert, whose width is the key
+    shared_expert_intermediate_size; arguments as in `experts`."""
     shared = Key("shared_expert_intermediate_size", "shared_size", values.whole)
     return experts(Key("num_experts", "num_experts", any_count), EXPERT_SIZE, shared, *keys, **fixed)
 
 
 def _check_silu(key: str, value: Any) -> None:
-    """Check that the activation is silu, the only one that a gated delta net's convolution supports."""
+    """Check that the activation is silu, the only one that a gated delta net's convolution supports;
+    otherwise it raises ValueError."""
     values.text(key, value)
     if value != "silu":
         raise ValueError(f"{key} {value!r}: a gated delta net's convolution ends in silu")
 
 
 def _check_gate(key: str, value: Any) -> None:
-    """Check that attention has output gates, as in every known model of the family."""
+    """Check that attn_output_gate is true, as in every known model of the family; otherwise it raises ValueError."""
     values.boolean(key, value)
     if not value:
         raise ValueError(
@@ -147,8 +158,8 @@ def _check_gate(key: str, value: Any) -> None:
 
 
 def _every_fourth_full(hf) -> list[str]:
-    """The types of layers in which each full_attention_interval-th layer has full attention and the others delta
-    nets."""
+    """The types of all layers where each full_attention_interval-th layer has full attention and the others delta nets
+    (for LayerTypes.default)."""
     every = hf["full_attention_interval"]
     return [rope.LINEAR if (index + 1) % every else rope.FULL for index in range(hf["num_hidden_layers"])]
 
