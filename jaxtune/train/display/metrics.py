@@ -118,10 +118,10 @@ class MetricsLogger:
 
 
 class _Sink:
-    """A logger's interface: `log` gets a dict with step, time and metrics."""
+    """The interface of a logger: one place in which metrics are recorded, such as a file or TensorBoard."""
 
     def log(self, line: dict[str, Any]) -> None:
-        """Records one line: step, time and metrics."""
+        """Records a line: JSON values with `step`, `time` and metrics. If it raises, the logger is dropped."""
 
     def close(self) -> None:
         """Finishes writing."""
@@ -244,7 +244,8 @@ def _require_package(package: str, key: str) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON, with NaN and infinities as strings."""
+    """A metric as a JSON value: arrays become numbers or lists, NaN and infinities the strings "nan", "inf" and "-inf".
+    Raises ValueError for anything else."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -259,7 +260,7 @@ def _plain(value: Any) -> Any:
 
 
 def _numbers(line: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a line, for loggers that plot."""
+    """The numbers of a line, without step and time, for loggers that plot; "nan", "inf" and "-inf" become floats."""
     numbers = {}
     for key, value in line.items():
         if value in ("nan", "inf", "-inf"):
@@ -296,7 +297,7 @@ def evaluations(path: Path, rows: str) -> dict[int, float]:
 
 
 def _drop_after(path: Path, last_step: int) -> None:
-    """Removes the lines of later steps from a metrics.jsonl."""
+    """Removes the lines of steps after `last_step` from a metrics.jsonl: a resumed run repeats these steps."""
     if not path.exists():
         return
     kept = [line for line in read_metrics(path) if line["step"] <= last_step]
@@ -389,7 +390,8 @@ class Progress:
         tokens_per_second: float | None = None,
         memory_bytes: int | None = None,
     ) -> None:
-        """Shows the numbers of a finished step."""
+        """Shows the numbers of a finished step, of which those that are None are left out. `step` is the number of
+        steps done; `memory_bytes` is the peak of device memory."""
         now = time.monotonic()
         if self._first is None:
             self._first = (step, now)
@@ -414,7 +416,7 @@ class Progress:
             self.print(f"step {step}/{self.total_steps}  {text}  {left}".rstrip())
 
     def evaluating(self, done: int, batches: int) -> None:
-        """Shows how many batches of an evaluation are done."""
+        """Shows that `done` of an evaluation's `batches` batches are done; after the last, steps again."""
         if self._live is not None:
             text = "step" if done == batches else f"evaluating {done}/{batches}"
             self._bar.update(self._task, description=text)

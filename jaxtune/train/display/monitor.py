@@ -43,7 +43,8 @@ class TrainingStopped(ValueError):
 
 
 def finished(arrays: Any, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Waits until the device has computed `arrays`, and returns the time at that moment."""
+    """Waits until the device has computed `arrays`, and returns the time of `clock` at that moment. A thread of the
+    monitor calls it, so that a step's time does not depend on when the host reads its metrics."""
     with contextlib.suppress(Exception):  # an error of a failed step is raised where its values are read
         jax.block_until_ready(arrays)
     return clock()
@@ -97,16 +98,24 @@ class Watched:
 
 
 class Monitor:
-    """Logs the metrics of each step, which are fetched one step late so that nothing waits, and applies the guards.
+    """Logs the metrics of each step, which are fetched one step late so that nothing waits, and applies the guards,
+    which stop a run that trains nothing or diverges.
 
-    It is used as a context, which starts the run's clock.
+    It is used as a context. The run's clock starts when it is made.
 
     Args:
       run: what it monitors.
       logger: records the lines.
       progress: shows them.
       finished: waits for a step's metrics and returns the time at which the device had them.
-      clock: returns the host's time, on the same clock.
+      clock: returns the host's time in seconds, on the same clock.
+    Attributes:
+      waiting: steps that were dispatched and not processed: (step, its metrics on the device, its counts, seconds that
+        the host waited for its rows, the time at which it is finished).
+      bad: (step, loss, gradient norm) of the steps in a row so far that were not finite.
+      applied: number of steps done when the latest update was made.
+      skipped_in_row: number of updates skipped since then.
+      seconds: the time of each step.
     """
 
     def __init__(
@@ -142,14 +151,15 @@ class Monitor:
 
     @contextlib.contextmanager
     def pause(self, name: str, step: int) -> Iterator[dict[str, Any]]:
-        """A context whose time is not part of any step. It gets its own line, with `{name}_seconds` and the entries
-        that are put into the dict. The steps before it are waited for.
+        """A context for work between steps, such as a save, whose time is not part of any step. It yields a dict. At
+        the end a line of metrics is logged, with `{name}_seconds` and the entries that were put into the dict. The
+        steps before it are waited for.
 
         Entries that end in "_seconds" are parts of the pause, and are subtracted from its own time.
 
         Args:
-          name: of the pause.
-          step: steps done.
+          name: of the pause: "compile", "load", "save", "eval" or "profile".
+          step: number of steps done.
         """
         self.flush()
         values: dict[str, Any] = {}
@@ -185,8 +195,10 @@ class Monitor:
 
         Args:
           step: its number, from 0.
-          latest: its metrics on the device.
-          counts: its token counts and document lengths.
+          latest: its metrics on the device, as StepProgram.update returns them.
+          counts: its token counts and document lengths, as Engine.load_step returns them.
+        Raises:
+          TrainingStopped: a guard ends the run, because of the step before.
         """
         self.waiting.append((step, latest, counts, self._data_wait, self._stamps.submit(self._finished, latest)))
         self._data_wait = 0.0
@@ -194,12 +206,14 @@ class Monitor:
             self._take()
 
     def flush(self) -> None:
-        """Waits for all dispatched steps and processes their metrics."""
+        """Waits for all dispatched steps and processes their metrics; raises TrainingStopped as step_dispatched
+        does."""
         while self.waiting:
             self._take()
 
     def _take(self) -> None:
-        """Processes the metrics of the oldest dispatched step: logs, shows and checks them."""
+        """Waits for the oldest dispatched step and processes its metrics: passes them to callbacks, logs and shows
+        them, and applies the guards."""
         step, latest, counts, data_wait, stamp = self.waiting.popleft()
         config = self.run.config
         values = jax.device_get(latest)
@@ -260,7 +274,11 @@ class Monitor:
     def _guard_adapters(self, done: int, norms: np.ndarray) -> None:
         """Raises TrainingStopped after the first steps if an adapter's gradient was exactly zero in all of them.
 
-        norms: of the gradient of each trainable tensor, in a step in which some were not zero.
+        Such adapters are on modules that the loss does not depend on, and would never train.
+
+        Args:
+          done: number of steps done.
+          norms: float32[n], the norm of the gradient of each trainable tensor, in a step in which some were not zero.
         """
         if self._looked_at == _FIRST_STEPS or self.run.config.guards.adapters_without_gradient:
             return
@@ -277,8 +295,14 @@ class Monitor:
         )
 
     def _guard(self, step: int, loss: float, norm: float, values: dict) -> None:
-        """Raises TrainingStopped if the run must end: no gradient, nothing trained, or too many steps that were not
-        finite."""
+        """Raises TrainingStopped if the run must end: the gradient is zero, no token is trained on, or too many steps
+        in a row were not finite. A single step that was not finite is printed with the names of its rows.
+
+        Args:
+          step: the step's number, from 0.
+          loss, norm: its loss and gradient norm.
+          values: its metrics, on the host.
+        """
         done = step + 1
         if values["finite"]:
             self.bad.clear()

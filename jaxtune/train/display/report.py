@@ -57,7 +57,8 @@ def cpu_note(model: Decoder) -> str:
 
 
 def trained_table(model: Decoder) -> Table:
-    """A table of the trainable tensors, with equal tensors of different layers in one line."""
+    """A rich Table of a model's trainable tensors, with equal tensors of different layers in one line. The model's
+    arrays may be abstract."""
     trainable = nnx.state(model, nnx.Param)
     groups: dict[tuple, list] = collections.defaultdict(list)
     for name, leaf in zip(trainable_names(trainable), jax.tree.leaves(trainable), strict=True):
@@ -80,7 +81,7 @@ def trained_table(model: Decoder) -> Table:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Numbers as text: "0-3, 5, 7-8"."""
+    """Indices of layers as text, consecutive ones as a range: "0-3, 5, 7-8"."""
     parts: list[list[int]] = []
     for number in sorted(numbers):
         if parts and number == parts[-1][-1] + 1:
@@ -127,7 +128,13 @@ def data_summary(
 
 
 def held_out_warnings(train: TokenDataset | None, held_out: TokenDataset | None) -> list[str]:
-    """Warnings about the rows of an evaluation, a sentence each."""
+    """Warnings about the rows of an evaluation, a sentence each: those of the rows themselves, and whether documents
+    are also trained on.
+
+    Args:
+      train: the rows that are trained on; None if they are not all known before the run.
+      held_out: the rows of the evaluation; None: there is none, and no warning.
+    """
     if held_out is None:
         return []
     # Rows that data.eval_rows takes out of the training file were counted with it but are not trained on.
@@ -221,7 +228,14 @@ _PLACEMENTS: dict[Placement, str] = {
 
 
 def plan_lines(forecast: Forecast, parts: StepCost, device: Device, budget_bytes: float | None) -> list[str]:
-    """A plan in words: the placement of each residual, what it costs, and what is predicted."""
+    """A plan in words, a line each: the placement of each residual, what it costs, and the predicted peak and speed.
+
+    Args:
+      forecast: of the plan.
+      parts: the step's costs.
+      device: the device; for a CPU only the first line is given, because its rates are unknown.
+      budget_bytes: device memory that a step may take; None: no limit.
+    """
     plan = forecast.plan
     rows = parts.rows // plan.micro_batches
     split = f"{plan.micro_batches} micro-batches of" if plan.micro_batches > 1 else "one micro-batch of"
@@ -288,7 +302,15 @@ def finish_line(forecast: Forecast, steps: int | None, dollars_per_hour: float |
 
 
 def measured_lines(forecast: Forecast, device: Device, step_seconds: list[float], peak_bytes: int) -> list[str]:
-    """Predictions beside measurements, after the first steps; nothing on a CPU, whose rates are unknown."""
+    """One line with the plan's predicted peak and speed beside the measured ones, which is printed after the first
+    steps; no line on a CPU, whose rates are unknown.
+
+    Args:
+      forecast: of the plan in force.
+      device: the device.
+      step_seconds: seconds of the steps after the first one.
+      peak_bytes: the measured peak of device memory.
+    """
     if device.name == "cpu":
         return []
     seconds = statistics.median(step_seconds)
@@ -318,7 +340,7 @@ def memory_plan(
 
 
 def _parts_table(forecast: Forecast) -> Table:
-    """A table of the memory at the peak of the step, by part."""
+    """A rich Table of the predicted device memory at the peak of the step, by what it holds, in GB."""
     table = Table(title="Memory at the peak, on each device", title_justify="left", box=None)
     table.add_column("part")
     table.add_column("GB", justify="right")

@@ -55,9 +55,9 @@ class Curve:
 
 
 class Figures:
-    """What metrics.jsonl holds, for the page.
+    """The content of a metrics.jsonl that a run's page shows, added line by line.
 
-    Only curves are kept, because the lines of a long run would fill the memory.
+    Only curves and sums are kept, because all lines of a long run would fill the memory.
     """
 
     def __init__(self):
@@ -76,7 +76,7 @@ class Figures:
         self.skipped = 0.0
 
     def add(self, line: JsonMapping) -> None:
-        """Adds one line of metrics.jsonl."""
+        """Adds one line of metrics.jsonl, as metrics.parsed returns it: of a step, an evaluation or a pause."""
         self.step = line["step"]
         self.seconds += _wall_seconds(line)
         steps = line.get("steps", 1)
@@ -129,6 +129,8 @@ class RunFiles:
         return self._page
 
     def _read_lines(self, path: Path) -> None:
+        """Adds the lines that metrics.jsonl got since the last call; all of them if it was replaced. A last line that
+        is not whole yet is left for the next call."""
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
             identity = (status.st_dev, status.st_ino)
@@ -143,7 +145,8 @@ class RunFiles:
 
 
 def _identity(path: Path) -> Any:
-    """A value that changes when a file does; None if it is missing."""
+    """A value that changes when a file does (inode, size and time of its last change), so that unchanged files are not
+    read again; None if the file is missing."""
     try:
         status = path.stat()
     except OSError:
@@ -221,7 +224,7 @@ def thinned(curve: Curve, factor: float = 1.0) -> dict[str, list[float]]:
 
 
 def _short(value: float) -> float:
-    """A number of six digits."""
+    """The value rounded to six significant digits, which keeps the page small."""
     return float(f"{value:.6g}")
 
 
@@ -277,7 +280,8 @@ def _samples(results: JsonMapping) -> list[dict[str, str]]:
 
 
 def _asked(found: Any) -> list[dict[str, str]]:
-    """The samples of one moment that are whole."""
+    """The sampled answers in the entry `before` or `after` of results.json, as dicts {"question", "expected", "given"};
+    entries that lack one of these are left out, because the file may contain anything."""
     samples = found.get("samples") if isinstance(found, dict) else None
     keys = ("question", "expected", "given")
     whole = [
@@ -332,7 +336,7 @@ def _as_json(default: object) -> JsonObject | None:
 
 
 def _read(path: Path) -> str:
-    """The text of a file; "" if it is missing."""
+    """The text of a file; "" if it is missing. Bytes that are not UTF-8 are replaced."""
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 

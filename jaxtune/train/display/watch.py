@@ -73,7 +73,8 @@ def server(runs: Sequence[Path], port: int = 0) -> http.server.ThreadingHTTPServ
 
 
 def _of(run: RunFiles) -> JsonObject:
-    """The figures of one run, or a sentence if it has no metrics yet or cannot be read."""
+    """The JSON object of one run for the page: its figures (RunFiles.page), or, if it has no metrics yet or cannot be
+    read, its name and a sentence under "error"."""
     named = {"name": run.folder.resolve().name, "folder": str(run.folder)}
     if not (run.folder / m.JSONL).is_file():
         return named | {"error": f"This run has not started: there is no {m.JSONL} yet."}

@@ -44,7 +44,13 @@ def reader(largest_bytes: int) -> Any:
 
 
 def _handler(options, read_at_once_gb: int | None = None):
-    """Orbax's handler for pytrees; as a side effect Orbax's own log lines are filtered out."""
+    """Orbax's handler for pytrees of arrays; as a side effect Orbax's own log lines are filtered out, because errors
+    are raised instead.
+
+    Args:
+      options: Orbax's MultiprocessingOptions, as _processes returns them.
+      read_at_once_gb: host memory for arrays that are read and not yet on their device; None: Orbax's default.
+    """
     import orbax.checkpoint as ocp
 
     # Orbax logs each failure three times with a traceback, and hints that do not concern our users. We raise instead.

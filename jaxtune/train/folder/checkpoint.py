@@ -175,7 +175,8 @@ class Checkpointer:
             self._unproven = None
 
     def close(self) -> None:
-        """Waits, then releases the folder's lock. Raises like `wait`."""
+        """Waits until the save in progress is complete, then releases the folder's lock. Raises the CheckpointError of
+        a failed save."""
         try:
             self.wait()
         finally:
@@ -186,7 +187,8 @@ class Checkpointer:
                 self._lock.release()
 
     def _finish(self, step: int, temporary: Path, record_text: str) -> None:
-        """Runs in the thread: everything after the copy to the host."""
+        """Runs in the thread: waits for Orbax, which writes into the folder `temporary`, adds meta.json (`record_text`)
+        and the manifest, names the checkpoint and removes old ones. An error is kept for `wait`."""
         try:
             self._orbax.wait_until_finished()  # in the first process this waits until all have written
             if not processes.first():
@@ -204,7 +206,8 @@ class Checkpointer:
         self._purge(step)
 
     def _commit(self, temporary: Path, final: Path) -> None:
-        """Gives a written checkpoint its name."""
+        """Renames a written checkpoint to its final name, which makes it valid; an earlier one of that name is
+        replaced."""
         sync(temporary)
         old = self.folder / f".old_{final.name}"
         if final.exists():  # from an abandoned or damaged run; the next start restores it if we die between the renames
@@ -241,7 +244,7 @@ class Checkpointer:
             self._remove(path)
 
     def _remove(self, path: Path) -> None:
-        """Removes a checkpoint, in the first process."""
+        """Removes a checkpoint, in the first process; an error is logged."""
         if not processes.first():
             return
         trash = self.folder / f".tmp_{path.name}"
@@ -298,7 +301,12 @@ class Checkpointer:
         return found, *_read(path, like, partial)
 
     def _intact(self, step: int | None) -> int:
-        """The newest step whose files are as they were written, or `step` if its files are."""
+        """The newest step whose files all have their recorded size and checksum; if `step` is given, that step. Damaged
+        checkpoints are logged, and are not counted among those that are kept.
+
+        Raises:
+          CheckpointError: there is no such checkpoint, or it is damaged.
+        """
         candidates = self.steps()[::-1] if step is None else [step]
         if not candidates:
             raise CheckpointError(f"there is no checkpoint in {self.folder}")
@@ -335,7 +343,8 @@ def _is_key(x: Any) -> bool:
 
 
 def _named_leaves(tree: Any) -> dict[str, Any]:
-    """The leaves of a pytree by their paths, joined with "/"."""
+    """The leaves of a pytree by their paths, joined with "/", under which they are stored. Raises CheckpointError if
+    two leaves would have the same name."""
     named = {}
     for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         parts = [jax.tree_util.keystr((key,), simple=True) for key in keys]
@@ -470,7 +479,8 @@ def _place(array: Any, description: dict[str, Any], leaf: Any, as_numpy: bool) -
 
 
 def _check_fits(path: Path, described: dict[str, dict[str, Any]], wanted: dict[str, Any], partial: bool) -> None:
-    """Raises CheckpointError if the arrays of a checkpoint are not those that `like` names."""
+    """Raises CheckpointError if the arrays of a checkpoint, which meta.json describes, are not those of `like`
+    (`wanted`, by name). With `partial` the checkpoint may have further arrays. The message lists the differences."""
     problems = [f"{name}: not in the checkpoint" for name in wanted if name not in described]
     if not partial:
         problems += [f"{name}: in the checkpoint, not in this run" for name in described if name not in wanted]

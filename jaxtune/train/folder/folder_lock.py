@@ -77,7 +77,8 @@ class FolderLock:
         self._descriptor = None
 
     def _forget_in_child(self) -> None:
-        """Closes the lock's file in a forked process."""
+        """Closes the lock's file in a forked process, which inherits it and would otherwise keep the folder locked when
+        this process is gone."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

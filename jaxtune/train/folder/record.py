@@ -142,12 +142,13 @@ def is_longer(saved: dict[str, Any], current: dict[str, Any]) -> bool:
 
 
 def _numeric(difference: Difference) -> bool:
-    """Whether a difference leaves the run valid, but not bit for bit the same."""
+    """Whether a difference, such as another GPU or JAX version, leaves the run valid, but not bit for bit the same."""
     return difference.key.startswith(_NUMERICS)
 
 
 def _of_any_length(record: dict[str, Any]) -> bool:
-    """Whether each step of the run is the same, bit for bit, whatever the number of steps that follow."""
+    """Whether each step of a record's run is the same whatever the number of steps that follow, because its learning
+    rate does not depend on it; such a run may also be made shorter."""
     schedule = record["config"]["schedule"]
     return schedule["name"] == "constant" and schedule["warmup_ratio"] is None
 
@@ -165,7 +166,8 @@ def same_run(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_digest_of(found: Any, run: dict[str, Any]) -> bool:
-    """Whether `found` is the digest of the run as this or an older version computes it."""
+    """Whether `found`, a value that was stored with a result, is the digest of the run as this or an older version
+    computes it. `run` is what same_run returned."""
     known = (run, by_what_it_holds({}, run))
     return found in [form(values) for form in (digest, _sha256) for values in known]
 
@@ -176,7 +178,7 @@ def digest(run: dict[str, Any]) -> str:
 
 
 def _sha256(run: dict[str, Any]) -> str:
-    """SHA-256, as hexadecimal digits, of values."""
+    """SHA-256, as hexadecimal digits, of JSON values, whatever the order of their keys."""
     return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()
 
 
@@ -200,14 +202,16 @@ def require_same_settings(config: TrainConfig) -> None:
 
 
 def _content(place: str) -> Any:
-    """The content of a file or of an adapter's folder, by digest; a name that is neither is returned as it is."""
+    """The fingerprints (size and CRC-32) of a file, or of the adapter_* files in a folder, by which processes compare
+    what `place` names; a name that is neither is returned unchanged."""
     path = Path(place).expanduser()
     files = [path] if os.path.isfile(path) else sorted(path.glob("adapter_*")) if os.path.isdir(path) else []
     return list(fingerprints(files).values()) or place
 
 
 def in_first_words(config: TrainConfig) -> TrainConfig:
-    """The config that all processes record: the first process' config, with its names of the files."""
+    """The config that all processes of a run record: data.template and adapter.path are those of the first process,
+    because files with the same content may have other names on other hosts. A collective call."""
     if processes.count() == 1:
         return config
     template, path = processes.of_first(lambda: [config.data.template, config.adapter and config.adapter.path])
@@ -247,7 +251,8 @@ class Difference:
 
 
 def by_what_it_holds(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
-    """`current` without the keys that the version that wrote `saved` did not record."""
+    """`current`, a record, without the keys that the older version that wrote `saved` did not record yet, so that the
+    two can be compared."""
     return {key: value for key, value in current.items() if key in saved or key not in _NOT_ALWAYS}
 
 
@@ -376,7 +381,8 @@ def require_same_config(output: Path, config: TrainConfig) -> bool:
 
 
 def _reads_as(path: Path, config: TrainConfig) -> bool:
-    """Whether a config.yaml, which an older version may have written without newer keys, describes this config."""
+    """Whether a config.yaml, which an older version may have written without newer keys, is read as this config; False
+    if it cannot be read."""
     try:
         return load_config(str(path)) == config
     except ConfigError:

@@ -36,7 +36,7 @@ class Result:
 
 
 class Delivery(Protocol):
-    """Receives the result of a run; see Trainer.train."""
+    """The interface of what receives the result of a run, for example to export it; an argument of Trainer.train."""
 
     def begin(self, run: Callable[[], dict[str, Any]], start: int) -> None:
         """Called before the run starts, or continues from step `start`; it may raise to stop the run.
@@ -52,7 +52,7 @@ class Delivery(Protocol):
         Args:
           model: the trained model.
           run: the values that identify the run.
-          trained: whether this process made a step.
+          trained: whether this process made a step; False if the run was finished already when it started.
         """
 
 
@@ -115,13 +115,23 @@ def require_replaceable(folder: Path, run: dict[str, Any], steps: int) -> None:
 
 
 def holds(folder: Path, run: dict[str, Any], step: int) -> bool:
-    """Whether a folder has the result of this run after `step`. Raises as require_own does."""
+    """Whether a folder has the result of this run after `step`, so that it need not be written again. False if there is
+    no such folder; raises ValueError, as require_own does, if the folder is something else."""
     return os.path.lexists(folder) and require_own(folder, run, step).step == step
 
 
 def write_result(folder: Path, run: dict[str, Any], step: int, write: Callable[[Path], Any]) -> None:
-    """Has `write` fill an empty folder, adds the proof, and gives the folder its name; an earlier result of this run is
-    replaced."""
+    """Writes a result of a run: has `write` fill an empty folder, adds the proof, and gives the folder its name; an
+    earlier result of this run is replaced.
+
+    Args:
+      folder: the result's name.
+      run: the values that identify the run, as record.same_run returns them.
+      step: the step whose weights it has.
+      write: called with the path of an empty folder.
+    Raises:
+      ValueError: the folder exists and is not a result of this run, or has files that no run wrote.
+    """
     if os.path.lexists(folder):
         require_replaceable(folder, run, step)
         old = unfinished_name(folder)

@@ -32,7 +32,10 @@ def run_rows(
     tokenises first, and the others read its cache. Rows that are streamed or mixed are a source; the first of them are
     tokenised here.
 
+    A collective call in a run of several processes.
+
     Args:
+      reader: tokenises rows for the run.
       train_rows, eval_rows: as for Trainer; None: the rows that the config names.
       apart: rows that data.eval_rows takes from the training rows stay apart even if other rows are held out, as in the
         run whose weights are evaluated.
@@ -83,7 +86,14 @@ def run_rows(
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
-    """Makes rows of a run from what names them. config: of the run. model: that is to train on them."""
+    """Tokenises a run's rows, which are given by a path, a hub name or as a data set.
+
+    Args:
+      objective: reads the rows.
+      tokenizer: the run's.
+      config: the run's.
+      model: the config of the model that trains on them.
+    """
 
     objective: Objective
     tokenizer: Any
@@ -93,7 +103,7 @@ class Reader:
     ends: tuple[int, ...] = ()
 
     def tokenised(self, rows: object, max_rows: int | None = None) -> TokenDataset:
-        """All of the rows.
+        """All of the rows, tokenised as the objective reads them; at most `max_rows` of them, if given.
 
         Raises:
           ValueError: a document has more tokens than the model was made for, or what `Objective.prepare` raises.
@@ -114,7 +124,8 @@ class Reader:
         return sampled_answers(self.objective, rows, self.tokenizer, self.config, self.ends, self.model.context_length)
 
     def row_set(self, rows: object) -> RowSet:
-        """The rows as a set that batches are fed from: a stream, or one of a mixture that are prepared."""
+        """One of the sets of rows that a run's batches are drawn from during the run: a stream, which is tokenised in
+        the background, or a set of a mixture that is tokenised here as a whole."""
         data, name = self.config.data, str(rows) if isinstance(rows, str | os.PathLike) else "rows"
         if not is_stream(rows, data.streaming):
             return PreparedSet(name, self.tokenised(rows, data.max_rows))
@@ -130,7 +141,7 @@ def is_stream(rows: object, streaming: bool = False) -> bool:
 
 
 def _weighted(rows: object) -> list[tuple[object, float]]:
-    """The (rows, weight) of rows that are to be mixed; none of all others."""
+    """The pairs (rows, weight) if `rows` is a list of such pairs, which asks for a mixture; else an empty list."""
     if not isinstance(rows, list | tuple) or not rows:
         return []
     pairs = [part for part in rows if isinstance(part, list | tuple) and len(part) == 2]
@@ -139,14 +150,20 @@ def _weighted(rows: object) -> list[tuple[object, float]]:
 
 
 def own_lanes(mesh: jax.sharding.Mesh) -> list[int]:
-    """Which of the equal parts of a batch's rows lie on devices of this process."""
+    """The indices of the lanes of this process. A lane is a device that computes on rows of its own: device i of the
+    mesh computes on the i-th of the equal parts of a batch's rows."""
     return [part for part, device in enumerate(mesh.devices.flat) if device.process_index == jax.process_index()]
 
 
 def source_of(
     train: TokenDataset | BatchSource, held_out: TokenDataset | None, config: TrainConfig
 ) -> tuple[BatchSource, TokenDataset | None, int]:
-    """(the source of the run's batches, its held-out rows laid out as the steps' rows are, the steps of the run)."""
+    """Makes the source of a run's batches from the rows that run_rows returned.
+
+    Returns:
+      (the source of the batches; the held-out rows, which with data.packing=step are laid out as the steps' rows are;
+      the number of steps of the run).
+    """
     source = train if isinstance(train, BatchSource) else train.batches(config.rows_per_step, seed=config.seed)
     steps = total_steps(config, source.steps_per_epoch)
     if isinstance(train, TokenDataset) and train.packing == "step":
@@ -155,7 +172,8 @@ def source_of(
 
 
 def most_documents(batches: BatchSource, held_out: TokenDataset | None) -> int | None:
-    """The largest number of documents in a row of the steps or of the evaluation; None where nobody knows."""
+    """The largest number of documents in a row of the steps or of the evaluation, which attention's kernels are
+    compiled for; None if it is not known before the run, as for streamed rows."""
     if batches.max_documents is None:
         return None
     return max(batches.max_documents, 0 if held_out is None else held_out.rows.max_documents)

@@ -58,6 +58,9 @@ def recorded_state(folder: Path, total_steps: int, stops: tuple[type[BaseExcepti
 
 @dataclasses.dataclass(frozen=True)
 class _Writer:
+    """Writes the state of a run, its name and the reason for it, to state.json in `folder`; called with (name, why). An
+    error is logged, and does not end the run."""
+
     folder: Path
     total_steps: int
 
@@ -87,7 +90,8 @@ def read_state(folder: Path) -> RunState:
 
 
 def _lives(lock: Path) -> bool:
-    """Whether the process that holds a run's lock lives; True for a process of another machine.
+    """Whether the process that has a run's lock lives, by the pid in the file `lock`; True for a process of another
+    machine, and False if there is no such file.
 
     The lock itself is not tried: a run that starts at that moment would find its folder in use.
     """

@@ -47,7 +47,7 @@ class SavePolicy:
         return now_seconds - self._last_seconds >= 60 * self.every_minutes
 
     def saved(self, now_seconds: float) -> None:
-        """Records that a save was made, due or not."""
+        """Records that a save was made, due or not, so that the minutes are counted from it."""
         self._last_seconds = now_seconds
 
 
@@ -91,7 +91,7 @@ class Saver:
           state: after them.
           last: whether this was the last step, after which the run saves in any case.
         Raises:
-          TrainingInterrupted: as `poll`.
+          TrainingInterrupted: a signal came before the last step; the state was saved if possible.
         """
         if self.monitor.applied > self.saved:
             self.checkpointer.confirm()
@@ -101,7 +101,11 @@ class Saver:
 
     def poll(self, done: int, state: Any) -> None:
         """Saves if a save is due. Called whenever the state is complete, such as between two batches of an evaluation.
+        A collective call: all processes of a run agree here on whether to save or to stop.
 
+        Args:
+          done: optimizer steps done.
+          state: the TrainState after them.
         Raises:
           TrainingInterrupted: a signal came; the state was saved if possible.
         """
@@ -119,7 +123,8 @@ class Saver:
             self.save(done, state)
 
     def save(self, done: int, state: Any) -> None:
-        """Saves, unless this state is saved already, or updates are being skipped; then the save stays due."""
+        """Saves the TrainState after `done` steps, unless it is saved already, or updates are being skipped because
+        steps were not finite; then the save stays due."""
         self.monitor.flush()
         if self.saved == done:
             self._due = False
