@@ -11,23 +11,31 @@ class ConfigError(ValueError):
 
 
 def require(condition: bool, key: str, value: object, fix: str) -> None:
-    """Raises `ConfigError`, "KEY = VALUE: FIX", unless the condition holds."""
+    """Raises `ConfigError` with the message "KEY = VALUE: FIX" unless the condition holds.
+
+    Args:
+        condition: whether the value can be used.
+        key: the dotted key, such as "optim.learning_rate".
+        value: its value.
+        fix: what to do instead, in words.
+    """
     if not condition:
         raise ConfigError(f"{key} = {value!r}: {fix}")
 
 
 def positive(key: str, value: float | None) -> None:
-    """Raises `ConfigError` unless the value is None, or finite and above 0."""
+    """Raises `ConfigError` unless the value of the dotted key `key` is None, or finite and above 0."""
     require(value is None or (value > 0 and math.isfinite(value)), key, value, "must be greater than 0")
 
 
 def not_negative(key: str, value: float | None) -> None:
-    """Raises `ConfigError` unless the value is None, or finite and at least 0."""
+    """Raises `ConfigError` unless the value of the dotted key `key` is None, or finite and at least 0."""
     require(value is None or (value >= 0 and math.isfinite(value)), key, value, "must be 0 or more")
 
 
 def fraction(key: str, value: float | None, below_one: bool = False) -> None:
-    """Raises `ConfigError` unless the value is None, or from 0 to 1. below_one: whether 1 itself is refused too."""
+    """Raises `ConfigError` unless the value of the dotted key `key` is None, or from 0 to 1. below_one: whether 1
+    itself is refused too."""
     inside = value is None or (0 <= value < 1 if below_one else 0 <= value <= 1)
     require(inside, key, value, "must be from 0 to " + ("below 1" if below_one else "1"))
 

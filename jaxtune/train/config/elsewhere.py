@@ -20,7 +20,7 @@ AXOLOTL, LLAMA_FACTORY = "axolotl", "LLaMA-Factory"
 
 @dataclasses.dataclass
 class Translation:
-    """A recipe made of another program's config."""
+    """A recipe made of another program's config, and what could not be translated."""
 
     program: str
     """AXOLOTL or LLAMA_FACTORY."""
@@ -32,7 +32,7 @@ class Translation:
     """What is followed in another way, a sentence each."""
 
     def set(self, key: str, value: Any) -> None:
-        """Sets a dotted key."""
+        """Sets a dotted key of the recipe `values`, and makes the sections around it."""
         *sections, last = key.split(".")
         inner = self.values
         for section in sections:
@@ -41,7 +41,8 @@ class Translation:
 
 
 def program_of(values: Mapping[str, Any]) -> str | None:
-    """The program that a config is for: AXOLOTL, LLAMA_FACTORY, or None for neither."""
+    """The program that a config is for, by the key that names its model: AXOLOTL, LLAMA_FACTORY, or None for neither.
+    values: the keys and values of the YAML file."""
     if "base_model" in values and "model" not in values:
         return AXOLOTL
     if "model_name_or_path" in values and "model" not in values:
@@ -53,10 +54,12 @@ def recipe_of(values: Mapping[str, Any], folder: Path) -> Translation:
     """The recipe that a config of another program means.
 
     Args:
-      values: the config.
+      values: the keys and values of the config.
       folder: where the config is, below which LLaMA-Factory's dataset_info.json is looked for.
+    Returns:
+      The recipe. Keys without a counterpart are no error; they are listed in `lacking`.
     Raises:
-      ConfigError: the config is of no program that is known.
+      ConfigError: the config is neither axolotl's nor LLaMA-Factory's.
     """
     program = program_of(values)
     if program is None:
@@ -78,7 +81,7 @@ def recipe_of(values: Mapping[str, Any], folder: Path) -> Translation:
 
 
 def _short(value: Any) -> str:
-    """A value in at most 60 characters."""
+    """A value as JSON, cut to at most 60 characters, for messages."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -154,7 +157,8 @@ _INSTEAD = {
 
 
 def _common(made: Translation, left: dict[str, Any]) -> None:
-    """Takes out of `left` the keys whose meaning is the same in both programs."""
+    """Translates the keys that both programs have. Called after `_axolotl` or `_llama_factory`, as it reads what they
+    have set. made: the recipe, which is extended. left: the keys not translated yet, of which it removes its own."""
     adapted = "adapter" in made.values and "path" not in (made.values["adapter"] or {})
     for name, key in _SAME.items():
         if name in left and (value := left.pop(name)) is not None and (adapted or name not in _ADAPTERS):
@@ -191,21 +195,31 @@ def _common(made: Translation, left: dict[str, Any]) -> None:
 def _choose(
     made: Translation, left: dict[str, Any], names: tuple[str, str], key: str, table: Mapping[str, str]
 ) -> None:
-    """Sets a key from whichever of two names is there; a value that the table lacks stays in `left`."""
+    """Sets the recipe's dotted key `key` from whichever of two names is in `left`, and removes that name.
+
+    Args:
+      made: the recipe.
+      left: the keys not translated yet; a value that the table lacks stays there, and is then reported as lacking.
+      names: the names of the key in the other program.
+      key: the dotted key of the recipe.
+      table: {value in the other program: value in the recipe}.
+    """
     for name in names:
         if left.get(name) in table:
             made.set(key, table[left.pop(name)])
 
 
 def _packing(made: Translation, packs: bool) -> None:
-    """Sets data.packing. Without packing an update has that number of rows, which share packed rows here."""
+    """Sets data.packing. packs: whether the other program packs documents into rows. If not, its update has a number of
+    documents, so data.packing becomes "step", with which a step has as many, and a note says so."""
     made.set("data.packing", True if packs else "step")
     if not packs:
         made.notes.append("data.packing: step: an update has as many documents as there; true makes fewer updates")
 
 
 def _columns(made: Translation, columns: Mapping[str, str], of: str) -> None:
-    """Sets data.columns, which is one map for all rows."""
+    """Sets data.columns, which is one map for all rows; another map than before is reported as lacking. columns: {name
+    of a format's column: its name in the rows}. of: the name of the rows, for messages."""
     columns = {ours: source for ours, source in columns.items() if ours != source}
     known = made.values.get("data", {}).get("columns")
     if columns and known not in (None, columns):
@@ -215,7 +229,8 @@ def _columns(made: Translation, columns: Mapping[str, str], of: str) -> None:
 
 
 def _rows(made: Translation, key: str, names: list[str]) -> None:
-    """Sets data.train or data.eval to one name or a list of several."""
+    """Sets `key`, data.train or data.eval, to the rows `names`: one name or a list of several. data.eval takes only the
+    first; the others are reported as lacking."""
     if names:
         made.set(key, names[0] if len(names) == 1 else names)
     if key == "data.eval" and len(names) > 1:
@@ -238,7 +253,8 @@ _TEMPLATES = {
 
 
 def _axolotl(made: Translation, left: dict[str, Any], folder: Path) -> None:
-    """Takes out of `left` what is axolotl's own."""
+    """Translates the keys that only axolotl has: rows, length, template, adapter, objective. made: the recipe, which is
+    extended. left: the config's keys, of which it removes those. folder: not used; `_llama_factory` has it too."""
     del folder
     _rows(made, "data.train", [_axolotl_rows(made, one) for one in left.pop("datasets", None) or []])
     _rows(made, "data.eval", [_axolotl_rows(made, one) for one in left.pop("test_datasets", None) or []])
@@ -283,14 +299,16 @@ def _axolotl(made: Translation, left: dict[str, Any], folder: Path) -> None:
 
 
 def _take(made: Translation, left: dict[str, Any], **names: str) -> None:
-    """Sets keys of the adapter's section by their other names, where they are there and not off."""
+    """Sets keys of the section `adapter` from keys of `left`, which are removed; those that are missing or off stay
+    unset. names: {name in the other program: name in the section}."""
     for source, ours in names.items():
         if value := left.pop(source, None):
             made.set(f"adapter.{ours}", value)
 
 
 def _axolotl_rows(made: Translation, one: Mapping[str, Any]) -> str:
-    """The name of a set of rows, as data.train takes it; its columns go to data.columns."""
+    """Translates one entry of axolotl's `datasets` (`one`): returns the name of the rows as data.train takes it, and
+    sets data.columns in `made`. What has no counterpart is reported as lacking."""
     path, files = str(one.get("path")), one.get("data_files")
     if path in ("json", "csv", "parquet") and files:
         path = files[0] if isinstance(files, list) else str(files)
@@ -328,7 +346,7 @@ _STAGES: dict[str, Callable[[Translation, dict[str, Any]], None]] = {
 
 
 def _preferences(made: Translation, loss: str) -> None:
-    """Sets the objective of stage dpo by its loss."""
+    """Sets the objective of LLaMA-Factory's stage dpo by its loss (pref_loss), such as "sigmoid" or "orpo"."""
     made.set("objective.name", loss if loss in _OBJECTIVES else "dpo")
     if loss in ("hinge", "ipo"):
         made.set("objective.loss_type", loss)
@@ -337,7 +355,8 @@ def _preferences(made: Translation, loss: str) -> None:
 
 
 def _llama_factory(made: Translation, left: dict[str, Any], folder: Path) -> None:
-    """Takes out of `left` what is LLaMA-Factory's own."""
+    """Translates the keys that only LLaMA-Factory has. made: the recipe, which is extended. left: the config's keys, of
+    which it removes those. folder: where the config is, below which dataset_info.json is looked for."""
     known = _dataset_info(folder, str(left.pop("dataset_dir", "data")))
     for key, name in (("data.train", "dataset"), ("data.eval", "eval_dataset")):
         given = left.pop(name, None) or []
@@ -390,7 +409,8 @@ def _llama_factory(made: Translation, left: dict[str, Any], folder: Path) -> Non
 
 
 def _dataset_info(folder: Path, name: str) -> dict[str, Any]:
-    """The entries of dataset_info.json in `name`, below the config's folder or the current one; each with its place."""
+    """The entries of dataset_info.json, {name of a data set: its entry}, each with the folder of the file as "folder";
+    {} if there is no such file. It is looked for in the folder `name` below `folder`, then below the current one."""
     for base in (folder, Path()):
         path = base / name / "dataset_info.json"
         if path.is_file():
@@ -400,7 +420,8 @@ def _dataset_info(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _registered(made: Translation, name: str, known: Mapping[str, Any]) -> str:
-    """The name of a data set that dataset_info.json knows, as data.train takes it."""
+    """The name, as data.train takes it, of a data set that is registered in dataset_info.json as `name`; its columns go
+    to data.columns in `made`. A name that is not registered is returned as it is, with a note. known: the entries."""
     entry = known.get(name)
     if entry is None:
         made.notes.append(

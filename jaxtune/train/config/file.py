@@ -50,7 +50,8 @@ def config_keys() -> list[ConfigKey]:
 
 
 def _keys_of(cls: type, prefix: str) -> Iterator[ConfigKey]:
-    """Yields the keys of a section's dataclass and of the sections in it; `prefix` is put before their names."""
+    """Yields the keys of a section and of the sections in it. cls: the section's dataclass. prefix: put before the
+    names of its keys, such as "optim."."""
     hints = typing.get_type_hints(cls, include_extras=True)
     for item in dataclasses.fields(cls):
         hint, name = hints[item.name], prefix + item.name
@@ -64,7 +65,8 @@ def _keys_of(cls: type, prefix: str) -> Iterator[ConfigKey]:
 
 
 def _section(hint: Any) -> type | None:
-    """The dataclass in a type such as `Annotated[AdapterConfig | None, help]`; None if there is none."""
+    """The dataclass in a field's type such as `Annotated[AdapterConfig | None, help]`, by which a key is known to be a
+    section; None if there is none."""
     for member in _members(hint):
         if dataclasses.is_dataclass(member) and isinstance(member, type):
             return member
@@ -72,7 +74,7 @@ def _section(hint: Any) -> type | None:
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
-    """The members of a union type, or the type itself; help texts (`Annotated`) are dropped."""
+    """(the members of a union type), or (the type itself,) if it is no union; help texts (`Annotated`) are dropped."""
     if typing.get_origin(hint) is Annotated:
         hint = typing.get_args(hint)[0]
     # Literal[...] | None is a typing.Union before Python 3.14.
@@ -83,7 +85,7 @@ _WORDS = {int: "integer", float: "number", bool: "true or false", str: "string",
 
 
 def _describe(hint: Any) -> str:
-    """A type in words, such as "integer or null"."""
+    """The type of a field in words for help texts and errors, such as "integer or null"."""
     words = []
     for member in _members(hint):
         origin, arguments = typing.get_origin(member), typing.get_args(member)
@@ -150,7 +152,11 @@ def load_config(recipe: str, overrides: Sequence[str] = (), rows_needed: bool = 
 
 
 def read_values(path: Path, origins: dict[str, str] | None = None) -> dict[str, Any]:
-    """The keys and values of a YAML file; `origins` receives dotted key -> 'file:line'.
+    """The keys and values of a YAML file, as nested dicts, lists and scalars.
+
+    Args:
+        path: the file.
+        origins: if given, receives {dotted key: "file:line"} for error messages.
 
     Raises:
         ConfigError: the file cannot be read, or is no YAML mapping.
@@ -219,7 +225,7 @@ _LONGEST_NUMBER = 40
 
 
 def _scalar(text: str) -> Any:
-    """The value of an unquoted YAML scalar: null, a boolean, a number or a string."""
+    """The value of an unquoted scalar by the rules of YAML 1.2: None, a bool, an int, a float or the string itself."""
     if text in _CONSTANTS:
         return _CONSTANTS[text]
     if len(text) > _LONGEST_NUMBER:
@@ -281,7 +287,7 @@ def _parse_yaml(text: str, source: str, origins: dict[str, str] | None = None) -
 
 
 def _substitute(value: Any, name: str, text: str) -> Any:
-    """A copy of nested values with `name` replaced by `text` in every string."""
+    """A copy of nested dicts and lists with `name` (such as "{package}") replaced by `text` in every string value."""
     if isinstance(value, dict):
         return {key: _substitute(item, name, text) for key, item in value.items()}
     if isinstance(value, list):
@@ -365,7 +371,8 @@ def config_from_dict(values: Mapping[str, Any], origins: Mapping[str, str] | Non
 
 
 def _explain(fault: Any, origins: Mapping[str, str]) -> tuple[str, str]:
-    """The dotted key and the message of one entry of pydantic's `errors()`. origins: see `config_from_dict`."""
+    """Returns (the dotted key, the message for the user) of `fault`, one entry of pydantic's `errors()`. origins: where
+    each dotted key was set, such as "file:line"."""
     key, hint, section = _locate(fault["loc"])
     kind, value = fault["type"], fault["input"]
     if kind == "value_error":  # from a __post_init__, whose message begins with the key
@@ -387,7 +394,8 @@ def _explain(fault: Any, origins: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _where(key: str, origins: Mapping[str, str]) -> str:
-    """Where a key was set, as " (file:line)", or the innermost section around it that was set; "" if neither was."""
+    """Where a dotted key was set, as " (file:line)" to be put into a message, or else the innermost section around it
+    that was set; "" if neither was. origins: {dotted key: "file:line" or the override}."""
     parts = key.split(".")
     for end in range(len(parts), 0, -1):
         origin = origins.get(".".join(parts[:end]))
@@ -397,7 +405,8 @@ def _where(key: str, origins: Mapping[str, str]) -> str:
 
 
 def _locate(location: tuple[int | str, ...]) -> tuple[str, Any, type]:
-    """The dotted key of a location in pydantic's `errors()`, the type of that key, and the dataclass that has it.
+    """Returns (the dotted key of a location in pydantic's `errors()`, the type of that key, the dataclass that has
+    it).
 
     The walk stops at the first part that is not a field: an unknown key, which is part of the result, or the name of a
     union's member, which is not.
@@ -418,7 +427,8 @@ def _locate(location: tuple[int | str, ...]) -> tuple[str, Any, type]:
 
 
 def _nearest(key: str, section: type) -> str:
-    """A hint for an unknown key: the nearest valid key of its section, or of all sections, or the section's keys."""
+    """A hint for an unknown dotted key: "did you mean ...?" with the nearest valid key of its section (the dataclass
+    `section`) or of all sections, or else the keys of the section."""
     prefix, _, name = key.rpartition(".")
     siblings = [item.name for item in dataclasses.fields(section)]
     near = difflib.get_close_matches(name, siblings, 1, cutoff=0.7)

@@ -94,5 +94,6 @@ class AdapterConfig:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The keyword arguments of `get_peft_model`: every key except `path`."""
+        """The keyword arguments with which `get_peft_model` makes a new adapter: {key: value} of every key except
+        `path`."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name != "path"}

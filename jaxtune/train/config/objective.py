@@ -185,7 +185,8 @@ class ObjectiveConfig:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of this objective that are set, by name: the keyword arguments of its class."""
+        """The options of this objective that are set, {name: value}: the keyword arguments of its class, and for grpo
+        and rloo the options of reward functions (reward_...). Options that are None have the defaults of the class."""
         named = {name: getattr(self, name) for name in _OPTIONS[self.name]}
         if self.name == "grpo" and self.loss_type == "sigmoid":  # the default, which is dpo's
             del named["loss_type"]

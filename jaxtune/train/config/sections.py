@@ -137,7 +137,7 @@ class DataConfig:
 
     @property
     def mixed(self) -> tuple[tuple[str, float], ...]:
-        """The (rows, weight) pairs that `train` mixes; empty if it has no weights."""
+        """The (name of rows, weight) pairs that `train` mixes; empty if its rows have no weights."""
         given = () if isinstance(self.train, str) else self.train
         return tuple(part for part in given if not isinstance(part, str))
 
@@ -322,18 +322,21 @@ class MeshConfig:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The number of devices along each axis, in the order of models/placement/partition.py's AXES."""
+        """The number of devices along each axis of the mesh, in the order of models/placement/partition.py's AXES; -1
+        is as many as there are."""
         return tuple(vars(self).values())
 
     @property
     def keys(self) -> str:
-        """The config keys whose product is the number of devices, in words."""
+        """The config keys whose product is the number of devices, in words for messages: "mesh.data x mesh.fsdp", or
+        one of them if the other is 1."""
         used = [f"mesh.{key}" for key, value in vars(self).items() if value != 1 or key == "data"]
         return " x ".join(used)
 
     @property
     def divides_tensors(self) -> str | None:
-        """The config key that divides weights, with its value, in words; None: every device has them whole."""
+        """The config key because of which weights are divided among devices, with its value, in words such as
+        "mesh.fsdp = 4"; None if every device has whole weights."""
         return None if self.fsdp == 1 else f"mesh.fsdp = {self.fsdp}"
 
 
@@ -386,16 +389,17 @@ class EvaluationConfig:
 
     @property
     def asking(self) -> list[tuple[str, object]]:
-        """(key, value) of the settings that have the model answer rows."""
+        """The (dotted key, value) of each setting that is on and makes an evaluation generate the model's answers to
+        held-out rows, which not every run can do; empty if none is."""
         settings = ("exact_match_rows", self.exact_match_rows), ("generate", list(self.generate))
         return [(f"evaluation.{name}", value) for name, value in settings if value]
 
     def after_last(self, step: int) -> bool:
-        """Whether the held-out rows are evaluated after the last step of a run, which is number `step`."""
+        """Whether the held-out rows are evaluated after the last step of a run, which is number `step` (from 1)."""
         return self.at_end or self.between(step)
 
     def between(self, step: int) -> bool:
-        """Whether the held-out rows are evaluated after `step` because of `every_steps`."""
+        """Whether the held-out rows are evaluated after step number `step` (from 1) because of `every_steps`."""
         return self.every_steps is not None and step % self.every_steps == 0
 
 

@@ -41,7 +41,8 @@ SHORTHANDS = {"qat": "format", "objective": "name"}
 
 
 def _by_name(section: str) -> BeforeValidator:
-    """A pydantic validator that accepts a section of `SHORTHANDS` as a single string."""
+    """A pydantic validator for the section `section` of `SHORTHANDS`, which lets it be given as a single string:
+    "int4" for qat becomes {"format": "int4"}."""
 
     def mapping(value: object) -> object:
         if isinstance(value, str):

@@ -33,7 +33,7 @@ class Batch:
     targets: Any
     """int32: the next token of the same document; 0 where there is none."""
     weights: Any
-    """float32: 1 where the target of that slot is trained on; 0 on prompts, padding and a document's last token."""
+    """float32: 1 where the target at that position is trained on; 0 on prompts, padding and a document's last token."""
     segment_ids: Any
     """int32: the number of the document in its row, 1..n; 0 on padding."""
     positions: Any
@@ -86,7 +86,8 @@ class BatchSource:
 
     @property
     def full(self) -> bool:
-        """Whether every row of every step is one document without padding."""
+        """Whether every row of every step is one document without padding. Attention then needs no mask of
+        documents."""
         return False
 
     @property
@@ -173,7 +174,9 @@ class Rows(Protocol):
     report: Any
     """The `packing.PackingReport` of the rows."""
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        """The number of rows."""
+        ...
 
     @property
     def lengths(self) -> np.ndarray:
@@ -206,7 +209,7 @@ class Rows(Protocol):
         ...
 
     def sources(self, row: int) -> list[str]:
-        """Where the documents of a row came from, as `file:line`."""
+        """Where the documents of row number `row` came from, as `file:line`, for error messages."""
         ...
 
 
@@ -306,7 +309,7 @@ class Batches(BatchSource):
         return self.rows.empty(rows)
 
     def batch_at(self, step: int, model: Callable[[], Decoder] | None = None) -> Batch:
-        """The batch of a step, see BatchSource; steps may be asked for in any order."""
+        """The batch of a step (from 0), as numpy arrays; steps may be asked for in any order. `model` is not used."""
         batch = self.empty(self.rows_per_step)
         for slot, row in enumerate(self.rows_at(step)):
             self.rows.fill(batch, slot, int(row))

@@ -24,7 +24,8 @@ _INLINE = re.compile(r"(<think>)(.*\S.*)(</think>)", re.DOTALL)  # a thought wit
 
 
 class TextRange(NamedTuple):
-    """Where a message's own text is in a rendered conversation; None for an end that cannot be found."""
+    """Where a message's own text is in a rendered conversation, as indices of characters; None for the start or the end
+    if it cannot be found."""
 
     start: int | None
     """The index of its first character."""
@@ -33,7 +34,8 @@ class TextRange(NamedTuple):
 
 
 class Conversations:
-    """Renders conversations with one chat template, and finds their responses.
+    """Renders conversations with one chat template, and finds their responses. In all methods, `messages` are dicts as
+    in `formats.Example.messages`, and `tools` are the JSON schemas of tools, or None.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer.
@@ -47,7 +49,8 @@ class Conversations:
         self._special_texts, self._end_ids = special_texts, end_ids
 
     def render(self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool = False) -> str:
-        """The text of a conversation, by `apply_chat_template`. Raises `RowError` if the template fails on it."""
+        """The text of a conversation, by `apply_chat_template`. Raises `RowError` if the template fails on it.
+        add_generation_prompt: whether the text ends with what the template writes before a response."""
         try:
             return self.tokenizer.apply_chat_template(
                 messages,
@@ -108,8 +111,9 @@ class Conversations:
         return text, ranges
 
     def _start(self, messages: list[dict], tools: list[dict] | None, text: str, index: int) -> int:
-        """The index in `text` where response `index` begins, for templates that render the turns before it differently
-        once later turns follow, or whose generation prompt opens a thought that earlier turns do not have (Qwen3.5's).
+        """The index in `text` (the whole conversation, rendered) where the response that is message `index` begins, for
+        templates that render the turns before it differently once later turns follow, or whose generation prompt opens
+        a thought that earlier turns do not have (Qwen3.5's).
 
         The response begins after the generation prompt, which is searched for between the message before and the text
         of the response. Where the text has only a beginning of the generation prompt there, with a special token in it,
@@ -133,9 +137,9 @@ class Conversations:
         )
 
     def _end(self, messages: list[dict], tools: list[dict] | None, text: str, index: int) -> int:
-        """The index in `text` where response `index` ends, for templates that render a turn differently while it is the
-        last one: after the first token of `end_ids` that follows the response's own text. Raises `RowError` where that
-        is not found."""
+        """The index in `text` (the whole conversation, rendered) where the response that is message `index` ends, for
+        templates that render a turn differently while it is the last one: after the first token of `end_ids` that
+        follows the response's own text. Raises `RowError` where that is not found."""
         end = self._text_of(messages, tools, text, index).end
         if end is None:
             raise RowError(
@@ -150,7 +154,8 @@ class Conversations:
         return at + len(special)
 
     def _text_of(self, messages: list[dict], tools: list[dict] | None, text: str, index: int) -> TextRange:
-        """The range of `text` that changes when a part of message `index` is changed: the message's own text.
+        """The range of `text` (the whole conversation, rendered) that changes when a part of message `index` is
+        changed: the message's own text.
 
         Two changes are used for its end only if no other shows it: a template may repeat a call's name in the turn of
         its result, and text that is added beside a call brings line breaks of its own.

@@ -144,7 +144,7 @@ def refuse_media(value: Mapping[str, Any]) -> None:
 
 
 def strings(value: Any) -> Iterator[str]:
-    """Yields every string in nested lists and mappings, keys included."""
+    """Yields every string in nested lists and mappings, keys included: to search all the text of a row."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -255,8 +255,14 @@ def _prompted(value: Mapping[str, Any], asked: Any, answer: Any) -> Example:
 
 
 def _asked_and_answered(value: Mapping[str, Any], asked: Any, answer: Any, side: str) -> Example:
-    """The example of the conversation of a prompt (`asked`: text or turns) and the turns after it (`answer`), which
-    must end with one of the assistant. side: the name of the answer's column, for messages."""
+    """The example of the conversation of a prompt (`asked`: text, turns or None) and the turns after it (`answer`).
+    Raises `RowError` if it does not end with a turn of the assistant.
+
+    Args:
+        value: the row's columns, of which the system message and the tools are read.
+        asked, answer: the prompt and the answer.
+        side: the name of the answer's column, for messages.
+    """
     example = _conversation(value, [*_turns(asked), *_turns(answer)], sharegpt_message)
     last = example.messages[-1] if example.messages else {}
     if last.get("role") != "assistant":
@@ -265,7 +271,8 @@ def _asked_and_answered(value: Mapping[str, Any], asked: Any, answer: Any, side:
 
 
 def _parsed(turns: Any) -> Any:
-    """The turns of a cell, decoded from JSON if the cell is text, as in CSV files."""
+    """The turns of a cell, decoded from JSON if the cell is text, as in CSV files. Raises `RowError` if the text is not
+    JSON; whether the result is a list of turns is not checked here."""
     if not isinstance(turns, str):
         return turns
     try:
@@ -275,7 +282,8 @@ def _parsed(turns: Any) -> Any:
 
 
 def _turns(turns: Any) -> list[Any]:
-    """A list of turns, from a list of turns, a single turn, None (no turns), or a text, which becomes a user's turn."""
+    """A list of turns, from a list of turns, a single turn, None (no turns), or a text, which becomes a user's turn.
+    Raises `RowError` for anything else."""
     if isinstance(turns, str):
         return [{"role": "user", "content": turns}]
     if isinstance(turns, Mapping):
@@ -286,7 +294,8 @@ def _turns(turns: Any) -> list[Any]:
 
 
 def _alpaca_prompt(instruction: str, context: str) -> str:
-    """Alpaca's prompt for an instruction and its input, which may be empty."""
+    """The text of Alpaca's prompt for an instruction and its input (`context`, which may be empty), up to where the
+    response begins."""
     if context.strip():
         body = f"{ALPACA_PREAMBLE_WITH_INPUT}\n\n### Instruction:\n{instruction}\n\n### Input:\n{context}"
     else:
@@ -306,8 +315,8 @@ def _exchange(system: str, user: str, assistant: str) -> list[dict[str, Any]]:
 
 
 def _column(value: Mapping[str, Any], names: tuple[str, ...], required: bool = True) -> Any:
-    """The first of these columns of a row that is not null. If there is none, it raises `RowError`, or returns None if
-    the column is not required."""
+    """The value of the first column of the row `value` among `names` that is not null. If there is none, it raises
+    `RowError`, or returns None if the column is not required."""
     for name in names:
         if value.get(name) is not None:
             return value[name]
@@ -319,8 +328,8 @@ def _column(value: Mapping[str, Any], names: tuple[str, ...], required: bool = T
 
 
 def _text(value: Mapping[str, Any], names: tuple[str, ...], required: bool = True) -> str:
-    """As `_column`, for a column of text: raises `RowError` for other types and invalid Unicode, and returns "" for a
-    column that is missing and not required."""
+    """The text in the first column of the row `value` among `names` that is not null. If there is none, it raises
+    `RowError`, or returns "" if the column is not required. Also raises it for another type or invalid Unicode."""
     found = _column(value, names, required)
     if found is None:
         return ""

@@ -65,8 +65,9 @@ def chat_message(turn: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _joined_parts(parts: Iterable[object]) -> dict[str, Any]:
-    """The content, reasoning and calls of a message whose content is a list of typed parts, such as {"type": "text",
-    "text": ...}. Raises `RowError` for a part of another type, such as an image."""
+    """The keys of a message whose content is a list of typed parts, such as {"type": "text", "text": ...}: "content" as
+    text, and "reasoning_content" and "tool_calls" if there are such parts. Raises `RowError` for a part of another
+    type, such as an image."""
     texts, reasoning, calls = [], [], []
     targets = {"text": texts, "input_text": texts, "output_text": texts, "reasoning": reasoning, "tool_call": calls}
     for part in parts:

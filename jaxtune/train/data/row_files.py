@@ -46,7 +46,8 @@ class Row:
 
 
 def _object(file: str, number: int, value: object) -> Row:
-    """The row of a decoded value: a bad one if the value is not a mapping, is too large, or is nested too deeply."""
+    """The `Row` of a decoded value, as row `number` of `file`: a bad one (without the value, with the reason) if the
+    value is not a mapping, is too large, or is nested too deeply."""
     if not isinstance(value, Mapping):
         return Row(file, number, None, error=f"not an object with columns but {type(value).__name__}")
     size, error = _measure(value)
@@ -54,7 +55,7 @@ def _object(file: str, number: int, value: object) -> Row:
 
 
 def _table_row(file: str, number: int, value: Mapping[str, Any]) -> Row:
-    """The row of a table (Parquet, datasets), without the keys of nested objects whose value is None.
+    """The `Row` of a row of a table (Parquet, datasets), without the keys of nested objects whose value is None.
 
     In a table, all objects of a column have the same keys: an object has None for keys that only other objects have,
     such as arguments of calls of other tools. As in TRL, these keys are not rendered.
@@ -66,14 +67,14 @@ def _table_row(file: str, number: int, value: Mapping[str, Any]) -> Row:
 
 
 def _without_none(value: object) -> object:
-    """A nested value without the keys of mappings whose value is None."""
+    """A copy of a nested value without those keys of its mappings that have the value None."""
     if isinstance(value, Mapping):
         return {key: _without_none(part) for key, part in value.items() if part is not None}
     return [_without_none(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def _measure(value: Any) -> tuple[int, str]:
-    """(roughly how many characters a row has, why it is too large or "").
+    """Returns (roughly how many characters a row has, why it is too large or too deeply nested, or "").
 
     The value is walked level by level and not recursively, so that deep nesting cannot overflow the stack, and a list
     that contains itself is refused as nested too deeply.
@@ -102,7 +103,8 @@ def _too_long(unit: str) -> str:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The dict of a JSON object's pairs. Raises ValueError if a key occurs twice, where json keeps only the last."""
+    """The dict of a JSON object's (key, value) pairs, an `object_pairs_hook` of json. Raises ValueError if a key occurs
+    twice, because json would silently keep only the last."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -114,7 +116,8 @@ _JSON = json.JSONDecoder(object_pairs_hook=_unique_keys)
 
 
 def read_jsonl(file: Path, after: int) -> Iterator[Row]:
-    """Yields the rows of a file with one JSON object a line, see the module; empty lines are skipped."""
+    """Yields the rows of a file with one JSON object a line whose line number is above `after`. Empty lines are
+    skipped; a line that cannot be read gives a bad row."""
     with open(file, "rb") as stream:
         for number, line in enumerate(_lines(stream), start=1):
             if number <= after:
@@ -186,13 +189,13 @@ def read_json(file: Path, after: int) -> Iterator[Row]:
 
 
 def read_csv(file: Path, after: int) -> Iterator[Row]:
-    """Yields the rows of a CSV file with a header, see the module. Raises ValueError if the header names a column
-    twice."""
+    """Yields the rows of a CSV file with a header whose line number is above `after`; an unreadable line gives a
+    bad row. Raises ValueError if the header names a column twice, or shows another separator than commas."""
     return (row for row in _csv_rows(file) if row.number > after)
 
 
 def _csv_rows(file: Path) -> Iterator[Row]:
-    """Yields all rows of a CSV file; see `read_csv`."""
+    """Yields all rows of a CSV file, for `read_csv`, which leaves out those that are not wanted."""
 
     def lines(stream: IO[str]) -> Generator[str]:
         for line in _lines(stream):
@@ -241,8 +244,8 @@ def _csv_rows(file: Path) -> Iterator[Row]:
 
 
 def read_parquet(file: Path, after: int) -> Iterator[Row]:
-    """Yields the rows of a Parquet file, see the module. Raises ValueError if the file is damaged, or would expand to
-    more than `MAX_EXPANSION` times its size."""
+    """Yields the rows of a Parquet file whose number (from 1) is above `after`; groups of rows before it are not
+    read. Raises ValueError if the file is damaged, or would expand to more than `MAX_EXPANSION` times its size."""
     import pyarrow.parquet as parquet
 
     weight = file.stat().st_size
@@ -290,7 +293,7 @@ def read_parquet(file: Path, after: int) -> Iterator[Row]:
 
 
 def _parquet_row(file: Path, number: int, batch: Any, place: int) -> Row:
-    """Row `place` of a pyarrow RecordBatch, as row `number` of a file."""
+    """Row `place` of the pyarrow RecordBatch `batch`, as row `number` of a file; a bad row if it cannot be decoded."""
     try:
         return _table_row(str(file), number, {name: batch[name][place].as_py() for name in batch.schema.names})
     except (ValueError, OverflowError) as error:  # text that is not UTF-8, or a date that Python cannot represent
@@ -298,13 +301,13 @@ def _parquet_row(file: Path, number: int, batch: Any, place: int) -> Row:
 
 
 def read_list(values: Sequence[object], after: int) -> Iterator[Row]:
-    """Yields the rows of a list of dicts, see the module; their file is called "rows"."""
+    """Yields the rows of a list of dicts whose number (from 1) is above `after`; their file is called "rows"."""
     return (_object("rows", number, value) for number, value in enumerate(values[after:], start=after + 1))
 
 
 def read_dataset(dataset: Any, name: str, after: int) -> Iterator[Row]:
-    """Yields the rows of a `datasets` data set, see the module. name: its name in messages. Raises ValueError if a row
-    cannot be decoded, since the iterator cannot continue after that."""
+    """Yields the rows of a `datasets` data set whose number (from 1) is above `after`. name: its name in messages.
+    Raises ValueError if a row cannot be decoded, since the iterator cannot continue after that."""
     rows = iter(dataset.skip(after) if after else dataset)
     for number in itertools.count(after + 1):
         try:

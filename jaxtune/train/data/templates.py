@@ -34,7 +34,7 @@ TRAIN_ON = ("responses", "all")  # the values of data.train_on
 
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-    """One example as tokens."""
+    """One example as tokens, with counts for the summary of all rows."""
 
     tokens: np.ndarray
     """int32[n]: token ids."""
@@ -63,9 +63,9 @@ class Rendered:
     ranges: list[tuple[int, int]] | None
     """The (start, end) character ranges of its responses; None if markers must find them in the tokens."""
     special: str = ""
-    """As `Encoded.special`."""
+    """A special token or marker that the text of the messages contains, or ""."""
     left_out: str = ""
-    """As `Encoded.left_out`."""
+    """The parts of the conversation that the template does not write, in words, or ""."""
     begin: int = 0
     """The index of the character before which nothing is trained on."""
 
@@ -120,9 +120,9 @@ def _names_that_fit(tokenizer: Any) -> str:
 
 
 def trained_tokenizer(tokenizer: Any, template: str | None) -> Any:
-    """The tokenizer to store with a model that was trained with data.template: a copy with that chat template.
-
-    It is `tokenizer` itself if template is None, or if there is no tokenizer (the rows were already tokens).
+    """The tokenizer to store with a model that was trained with data.template: a copy with that chat template, so that
+    generation renders prompts as training did. It is `tokenizer` itself if template is None, or if there is no
+    tokenizer (the rows were already tokens).
     """
     if template is None or tokenizer is None:
         return tokenizer
@@ -312,19 +312,17 @@ class RowEncoder:
         )
 
     def _is_raw(self, example: Example) -> bool:
-        """Whether an example is trained on as a plain prompt and completion, without a template."""
+        """Whether an example is trained on as a plain prompt and completion: it has both, and no template was given."""
         return example.prompt is not None and self.template is None
 
     def _finish(self, example: Example, rendered: Rendered, tokens: Tokens) -> Encoded | RowError:
-        """The tokens of a rendered example with their mask, exactly one BOS, and for plain text an EOS.
+        """The tokens of a rendered example with their mask, with at most one BOS, and for plain text an EOS. Returns a
+        `RowError` if there is no token.
 
         Args:
             example: the example.
-            rendered: its text and ranges.
+            rendered: its text, and the ranges of its responses.
             tokens: the tokens of that text.
-
-        Returns:
-            A `RowError` if there is no token.
         """
         text, ranges = rendered.text, rendered.ranges or []
         is_raw = example.text is not None or self._is_raw(example)
@@ -374,7 +372,7 @@ class RowEncoder:
         that ends the turn.
 
         Args:
-            text, tokens: the row.
+            text, tokens: the text of the row and its tokens.
             first, last: the token range of the response.
             high: the index in the text after the response's last character; None is the end of its last token.
         """
@@ -394,7 +392,7 @@ class RowEncoder:
         not changed either if it ends with another token that ends a turn, such as Gemma's or Phi-3's.
 
         Args:
-            text, tokens: the row.
+            text, tokens: the text of the row and its tokens.
             spans: the (start, end) token ranges of its responses.
 
         Returns:
@@ -428,7 +426,7 @@ class RowEncoder:
         return tokens
 
     def _tokenize(self, texts: list[str]) -> list[Tokens]:
-        """The tokens of each text, cut at `max_tokens`."""
+        """The tokens of each text; long texts are cut at `max_tokens`."""
         return tokenize(self.tokenizer, texts, self.max_tokens)
 
     def _template_text(self) -> str:
@@ -443,7 +441,7 @@ class RowEncoder:
         return Conversations(self.tokenizer, self._template_text(), self._special_texts, self.end_ids)
 
     def _render(self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool = False) -> str:
-        """The text of a conversation, see `Conversations.render`."""
+        """The text of a conversation, `Conversations.render`. Raises `RowError` if the template fails on it."""
         return self._conversations.render(messages, tools, add_generation_prompt)
 
 

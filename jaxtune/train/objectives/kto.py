@@ -51,8 +51,8 @@ class KTO(Referenced):
     def prepare(
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
     ) -> PairDataset:
-        """Reads and tokenises labelled rows into pairs of each row's own and its mismatched answer. A data set that was
-        prepared before is returned as it is."""
+        """Reads and tokenises labelled rows into pairs of each row's own and its mismatched answer, with arguments and
+        errors of Objective.prepare. A data set that was prepared before is returned as it is."""
         given = isinstance(rows, PairDataset)
         made = super().prepare(rows, tokenizer, data, vocab_size=vocab_size, max_rows=max_rows)
         if given:
@@ -62,7 +62,8 @@ class KTO(Referenced):
         return dataclasses.replace(made, documents=documents, labels=labels, reference=reference)
 
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """KTO's loss of a micro-batch as sums, see Objective.loss; the count is that of answers."""
+        """KTO's loss of a micro-batch: (sum of the losses, number of answers, {name: sum} for each name in `sums`),
+        float32 scalars that are added up over micro-batches and devices."""
         answers = sum_log_probs(model, forward(model, batch), batch, forward)
         ratios = self.unscaled_rewards(model, batch, forward, answers)
         there = batch.extra[PAIRS]
@@ -81,7 +82,8 @@ class KTO(Referenced):
 
     def metrics(self, sums: Mapping[str, Any]) -> dict[str, Any]:
         """The means of rewards and log-probabilities over desirable ("chosen") and undesirable ("rejected") answers, 0
-        for a kind of which there is none, and the estimated KL divergence."""
+        for a kind of which there is none, and the estimated KL divergence. sums: the totals of what `loss` returns, by
+        name, with "loss" and "count"."""
         chosen = sums["examples/chosen"]
         counts = {"chosen": chosen, "rejected": sums["count"] - chosen}
 
@@ -114,7 +116,8 @@ def mismatched_in_groups(rows: PairDataset, size: int) -> PairDataset:
     """Chooses the mismatched answers of rows as TRL does, among the rows of one batch.
 
     Rows are taken in groups of `size` consecutive rows. A row gets the answer of the row before it in its group, and
-    the first row of a group that of the last one. Rows whose answer begins beyond `rows.length` are left out first.
+    the first row of a group that of the last one. Rows whose answer begins beyond `rows.length` are left out first. The
+    result is a new data set, whose reference log-probabilities are not computed yet (NaN).
 
     Args:
       rows: from `with_mismatched_answers`.
@@ -130,7 +133,8 @@ def mismatched_in_groups(rows: PairDataset, size: int) -> PairDataset:
 
 
 def _mismatched(own: list[Document], size: int, source: Documents, places: np.ndarray) -> Documents:
-    """For each document: itself, then its prompt with the answer of the document before it in its group.
+    """Pairs of documents, two for each of `own`: itself, then its prompt with the answer of the document before it in
+    its group, by which KTO estimates the KL divergence.
 
     Args:
       own: the documents, each a prompt and its answer.

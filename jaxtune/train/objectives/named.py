@@ -20,7 +20,8 @@ SAMPLING: dict[str, Any] = {kind.name: kind for kind in (GRPO, RLOO)}
 
 
 def objective_of(config: TrainConfig) -> Objective:
-    """The objective that config.objective.name selects, constructed with the options of that section."""
+    """The objective that config.objective.name selects, constructed with the options of that section (those that name
+    reward functions belong to the batch source instead). Raises ValueError for an option that is out of its range."""
     wanted = config.objective
     if wanted.name == "sft":
         return SUPERVISED

@@ -154,7 +154,9 @@ class GRPO:
             raise ValueError(f"objective = {self.name}: {model.config.head.what}, which cannot answer")
 
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """The loss of a micro-batch of packed answers as sums, see Objective.loss."""
+        """The loss of a micro-batch of packed answers (`rollouts.SampledAnswers`): (sum of the losses, the count of
+        `unit` that it is divided by, {name: sum} for each name in `sums`), float32 scalars that are added up over
+        micro-batches and devices."""
         temperature = self.settings.temperature
         entropy_gradient = self.losses.entropy_coef != 0
         logps, entropies = forward.log_probs(
@@ -190,12 +192,19 @@ class GRPO:
             return loss, count, jax.lax.stop_gradient(sums)
 
     def _sums(self, answers: Answers) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """(sum of the losses, count, {metric: sum}) of a batch of answers."""
+        """(sum of the losses, the count that divides it, {metric: sum}) of a batch of answers, by the loss of this
+        objective; RLOO overrides it."""
         return grpo.grpo_sums(answers, self.losses)
 
     def _ratio(self, logps: jax.Array, sampled: jax.Array, mask: jax.Array) -> jax.Array | None:
-        """The importance ratio of the trainer's to the sampler's probabilities; None if it is not corrected for. Arrays
-        are [answers, tokens]."""
+        """The importance ratio of the trainer's to the sampler's probabilities (`grpo.importance_ratio`), float32
+        [answers, tokens or 1]; None if `importance_sampling_correction` is off.
+
+        Args:
+          logps: [answers, tokens], log-probabilities under the trainer's model at the time of sampling.
+          sampled: [answers, tokens], those that the sampler reported.
+          mask: [answers, tokens], 1 at tokens that count.
+        """
         if not self.importance_sampling_correction:
             return None
         return grpo.importance_ratio(
@@ -208,7 +217,8 @@ class GRPO:
         )
 
     def metrics(self, sums: Mapping[str, Any]) -> dict[str, Any]:
-        """Means over tokens or ratios, and the number of answers."""
+        """The metrics of a step, {name: number}: means over tokens or over importance ratios, and the number of
+        answers. sums: the totals of what `loss` returns, by name."""
         found = {name: sums[name] for name in (*self._measured, _MISMATCH)}
         if self.importance_sampling_correction:
             found[_RATIO] = sums[_RATIO]
@@ -259,7 +269,8 @@ class RLOO(GRPO):
         return self.losses.beta > 0
 
     def advantages(self, rewards: np.ndarray, weights: np.ndarray, kl: np.ndarray | None = None) -> np.ndarray:
-        """RLOO's advantages, float32[answers]; see GRPO.advantages."""
+        """RLOO's advantages, float32[answers]: an answer's reward minus the mean of the other answers to its prompt.
+        The arguments are those of GRPO.advantages."""
         return rloo_advantages(
             rewards,
             self.settings.num_generations,
@@ -299,7 +310,7 @@ class AnswerCuts:
 
     def __call__(self, values: jax.Array) -> jax.Array:
         """The values of answers' tokens, [answers, tokens], 0 after the end of an answer. values: [rows, length], at
-        each slot that of its target."""
+        each position that of its target, the next token."""
         rows, places, tokens = self._slots.shape
         flat = self._slots.reshape(rows, places * tokens)
         cut = jnp.take_along_axis(values, flat, axis=1, mode="promise_in_bounds").reshape(-1, tokens)
@@ -310,8 +321,9 @@ _SCORED_ROWS = 4  # rows whose log-probabilities are computed in one call
 
 
 def log_probs_of(temperature: float, model: Decoder, batch: Batch) -> np.ndarray:
-    """float32[rows, length]: the log-probabilities of a batch's targets under a model, with logits divided by the
-    temperature; 0 where the weight is 0."""
+    """float32[rows, length], a numpy array: the log-probabilities of a batch's targets under a model, with logits
+    divided by the temperature; 0 where the weight is 0. It is a `rollouts.Score` once the temperature is bound, and
+    computes `_SCORED_ROWS` rows at a time."""
     graph, state = nnx.split(model)
     rows = len(batch.tokens)
     found = np.zeros(batch.tokens.shape, np.float32)
@@ -325,14 +337,20 @@ def log_probs_of(temperature: float, model: Decoder, batch: Batch) -> np.ndarray
 
 
 def reference_log_probs(temperature: float, model: Decoder, batch: Batch) -> np.ndarray:
-    """What log_probs_of returns for the reference, which is `model` with its adapter off."""
+    """float32[rows, length]: the log-probabilities of a batch's targets under the reference, which is `model` with its
+    adapter off; otherwise as `log_probs_of`."""
     return log_probs_of(temperature, without_adapter(model), batch)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _row_log_probs(graph, temperature, state, tokens, targets, segment_ids, positions) -> jax.Array:
-    """float32[rows, length]: the log-probabilities of targets under the model of `graph` and `state`, compiled once for
-    each shape."""
+    """float32[rows, length]: the log-probabilities of targets under a model, compiled once for each shape.
+
+    Args:
+      graph, state: the nnx.GraphDef and nnx.State of the model.
+      temperature: a float that the logits are divided by.
+      tokens, targets, segment_ids, positions: int32[rows, length], as in `Batch`.
+    """
     model = nnx.merge(graph, state)
     batch = Batch(tokens, targets, jnp.zeros(tokens.shape), segment_ids, positions)
     forward = Forward()

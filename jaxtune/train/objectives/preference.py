@@ -43,9 +43,9 @@ class Answers:
     the chosen answer at index 0 of the last axis and the rejected one at 1."""
 
     logps: jax.Array
-    """The sum of the log-probabilities of the answer's tokens."""
+    """The sum of the log-probabilities of the answer's tokens, in nats; 0 where there is no pair."""
     tokens: jax.Array
-    """The number of these tokens, at least 1."""
+    """The number of these tokens, at least 1 so that it can divide; in `documents`, 0 where there is no pair."""
     documents: Answers | None = None
     """The same of the whole documents, prompt and answer; None if they were not asked for."""
 
@@ -99,8 +99,8 @@ class Pairs:
     def prepare(
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
     ) -> PairDataset:
-        """Reads and tokenises rows into pairs of documents, see Objective.prepare. Raises ConfigError for options of
-        `data` that pairs cannot have."""
+        """Reads and tokenises rows into pairs of documents; a PairDataset is returned as it is. Arguments and errors
+        are those of Objective.prepare; also raises ConfigError for options of `data` that pairs cannot have."""
         if not isinstance(rows, PairDataset):
             options = {key: getattr(data, key) for key in (*ROW_OPTIONS, "cache_dir", "num_workers")}
             if data.format not in ("auto", self.row_format):
@@ -124,7 +124,8 @@ class Pairs:
         return 0
 
     def metrics(self, sums: Mapping[str, Any]) -> dict[str, Any]:
-        """The means of all sums over the pairs, 0 if there is no pair."""
+        """{name: mean over the pairs} for each name in `self.sums`, 0 if there is no pair. sums: the totals of what
+        `loss` returns, by name, with "count", the number of pairs."""
         return {name: sums[name] / (sums["count"] + (sums["count"] == 0)) for name in self.sums}
 
 
@@ -144,7 +145,7 @@ class Preference(Pairs):
     """Whether `pair_losses` needs `Answers.documents`."""
 
     def check(self, model: Decoder) -> None:
-        """Accepts every model; see Objective.check."""
+        """Accepts every model: without a reference, nothing about it can be wrong."""
 
     def unscaled_rewards(self, model: Decoder, batch: Batch, forward: Forward, answers: Answers) -> jax.Array:
         """The implicit reward of each answer divided by beta: float32[rows, most pairs, 2]. Here it is the answer's
@@ -162,7 +163,8 @@ class Preference(Pairs):
         raise NotImplementedError
 
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """The loss of a micro-batch of pairs as sums, see Objective.loss; the count is that of pairs."""
+        """The loss of a micro-batch: (sum of the losses, number of pairs, {name: sum} for each name in `sums`), float32
+        scalars that are added up over micro-batches and devices."""
         answers = sum_log_probs(model, forward(model, batch), batch, forward, self.documents)
         unscaled = self.unscaled_rewards(model, batch, forward, answers)
         there = batch.extra[PAIRS]
@@ -219,15 +221,17 @@ class Referenced(Preference):
     def prepare(
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
     ) -> PairDataset:
-        """As Pairs.prepare; the reference's log-probabilities are NaN in the data set if they are to be computed before
-        training."""
+        """Reads and tokenises rows into pairs, as Pairs.prepare does. If the reference's log-probabilities are to be
+        computed before training, they are NaN in the data set; the Trainer then fills them in
+        (`references.fill_reference`)."""
         made = super().prepare(rows, tokenizer, data, vocab_size=vocab_size, max_rows=max_rows)
         if self.precompute_ref_log_probs and made.reference is None:
             made = dataclasses.replace(made, reference=np.full(len(made.documents), np.nan, np.float32))
         return made
 
     def check(self, model: Decoder) -> None:
-        """Raises ValueError if the model with its adapter off cannot be the reference; see require_fixed_base."""
+        """Raises ValueError if the model with its adapter off cannot be the reference: it has no adapter, or other
+        weights train too."""
         require_fixed_base(self.name, model)
 
     def reference(self, model: Decoder, batch: Batch, forward: Forward) -> jax.Array:
@@ -237,6 +241,8 @@ class Referenced(Preference):
         return sum_log_probs(base, forward.frozen(base, batch), batch, forward).logps
 
     def unscaled_rewards(self, model: Decoder, batch: Batch, forward: Forward, answers: Answers) -> jax.Array:
+        """The log-ratio of each answer's probability under the model (`answers`) to that under the reference:
+        float32[rows, most pairs, 2]. The reference runs here, unless the batch has its log-probabilities."""
         reference = batch.extra[REFERENCE] if REFERENCE in batch.extra else self.reference(model, batch, forward)
         return answers.logps - reference
 
@@ -316,6 +322,7 @@ class SimPO(Preference):
 
 
 def _smoothed(logits: jax.Array, label_smoothing: float) -> jax.Array:
-    """The elementwise logistic loss of logits, -log sigmoid, if the label is wrong with probability label_smoothing."""
+    """The logistic loss of each of the logits, -log sigmoid(logit), if the label is wrong with probability
+    label_smoothing: the mean of the losses of both labels, weighted by their probabilities."""
     right, wrong = jax.nn.log_sigmoid(logits), jax.nn.log_sigmoid(-logits)
     return -(1.0 - label_smoothing) * right - label_smoothing * wrong

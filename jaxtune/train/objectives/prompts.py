@@ -37,12 +37,16 @@ def read_prompts(
     what comes before the last answer, which becomes the column `answer` unless the row has one.
 
     Args:
-      rows: a path, a data set's name, or a list of dicts. data: its template, max_rows and on_bad_row count.
-      most_tokens: that a prompt may have.
-      key: that names the rows. beside: what limits a prompt, in words. Both are for errors.
+      rows: a path, a data set's name, or a list of dicts.
+      tokenizer: a fast Hugging Face tokenizer.
+      data: the options of reading rows; only its template, columns, max_rows and on_bad_row have an effect.
+      most_tokens: the most tokens that a prompt may have.
+      key: the config key that names the rows, for errors.
+      beside: what takes the rest of the room and what gives it, in words, for the error about a prompt that is too
+        long: "beside ... room for N".
     Raises:
-      ConfigError: rows without prompts; a row that cannot be read or is too long, by its place, unless
-        data.on_bad_row = skip.
+      ConfigError: no row has a prompt; or a row cannot be read or its prompt is too long, unless data.on_bad_row is
+        "skip". The message names the row's file and line.
     """
     encoder = RowEncoder(tokenizer, template=data.template)
     found: list[Prompt] = []
@@ -79,9 +83,9 @@ def sampled_answers(
 
     Args:
       objective: GRPO or RLOO.
-      rows: see read_prompts.
+      rows: the rows with prompts: a path, a data set's name, or a list of dicts.
       tokenizer: a fast Hugging Face tokenizer.
-      config: the run's.
+      config: the config of the run.
       ends: the token ids that end an answer.
       positions: the most tokens of a prompt and its answer that the model allows.
       rewards: the reward functions; None takes those that config.objective names.
@@ -119,8 +123,16 @@ def sampled_answers(
 
 
 def _prompt(value: Mapping[str, object], encoder: RowEncoder, most_tokens: int, beside: str) -> Prompt:
-    """The prompt of a row, tokenised as in training, with the row's other columns. Raises RowError if the row has none,
-    or it is too long."""
+    """The prompt of a row, tokenised as in training, with the row's other columns.
+
+    Args:
+      value: the row's columns by name.
+      encoder: tokenises with the chat template of the run.
+      most_tokens: the most tokens that the prompt may have.
+      beside: what limits a prompt, in words for the error.
+    Raises:
+      RowError: the row has no prompt, or it is empty or too long.
+    """
     refuse_media(value)
     given = value.get("prompt")
     if isinstance(given, str) and not _answered(value):
@@ -152,12 +164,14 @@ def _prompt(value: Mapping[str, object], encoder: RowEncoder, most_tokens: int, 
 
 
 def _answered(value: Mapping[str, object]) -> bool:
-    """Whether a row with a `prompt` also has a completion, as rows for supervised fine-tuning do."""
+    """Whether a row (its columns by name) with a `prompt` also has a completion, as rows for supervised fine-tuning do;
+    the completion then becomes the column ANSWER."""
     return any(name in value for name in ("completion", "response"))
 
 
 def end_tokens(model: Decoder, tokenizer: Any) -> list[int]:
-    """The token ids that end an answer: those of the model's generation config, and the tokenizer's EOS."""
+    """The token ids at which the generation of an answer ends, in ascending order: those of the model's generation
+    config, and the tokenizer's EOS. The model's arrays may be shapes."""
     ends = set(end_token_ids(model))
     if tokenizer.eos_token_id is not None:
         ends.add(int(tokenizer.eos_token_id))

@@ -50,7 +50,7 @@ def fill_reference(
       engine: compiles and runs the pass.
       config: of the run.
       base: a digest of the base model's weights; None reads and writes no file.
-      trainable, frozen: the two parts of the model's state.
+      trainable, frozen: the model's state (nnx.State) as placed on the devices: what trains, and the rest.
       say: called with a line for the user.
     """
     if rows.reference is None or not np.isnan(rows.reference).any():
@@ -76,7 +76,8 @@ def fill_reference(
 
 
 def _computed(rows: PackedPairs, objective: Any, engine: Engine, trainable: Any, frozen: Any) -> np.ndarray:
-    """Computes the reference's log-probabilities of all rows: float32[documents], 0 for pairs that are left out."""
+    """Computes the reference's log-probabilities of all rows by one pass over them on the devices: float32[documents],
+    a numpy array, 0 for pairs that are left out. The arguments are those of `fill_reference`."""
     plain = copy.copy(rows)
     plain.reference = None
     batches = Batches(plain, engine.rows, order="given")
@@ -111,12 +112,13 @@ def _path(rows: PackedPairs, config: TrainConfig, base: str) -> Path:
 
 def _checksum(path: Path, content: bytes) -> bytes:
     """The checksum at the end of a stored file, 16 bytes. It covers the file's name, so that the content of another
-    file is not accepted."""
+    file is not accepted. content: the bytes before it, those of a .npy file."""
     return xxhash.xxh3_128(path.name.encode() + content).digest()
 
 
 def _read(path: Path, shape: tuple[int, ...], say: Callable[[str], None]) -> np.ndarray | None:
-    """The float32 array of a stored file; None if there is no such file, or if it is damaged or of another shape."""
+    """The float32 array of a stored file; None if there is no such file, or if it is damaged, has another shape than
+    `shape`, or has values that are not finite. say: called with a line for the user if the file is damaged."""
     try:
         content = path.read_bytes()
         if content[-16:] != _checksum(path, content[:-16]):

@@ -61,7 +61,8 @@ class Reward(Pairs):
     def prepare(
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
     ) -> PairDataset:
-        """Reads and tokenises pairs, with the margins of the rows; pairs that are too long are left out."""
+        """Reads and tokenises rows into pairs of documents, with the margins of the rows; pairs that are too long are
+        left out. Arguments and errors are those of Objective.prepare; also raises ValueError for a wrong margin."""
         made = super().prepare(rows, tokenizer, data, vocab_size=vocab_size, max_rows=max_rows)
         if isinstance(rows, PairDataset):
             return made
@@ -77,7 +78,8 @@ class Reward(Pairs):
             )
 
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """The loss of a micro-batch of pairs as sums, see Objective.loss; the count is that of pairs."""
+        """The loss of a micro-batch: (sum of the losses, number of pairs, {name: sum} for each name in `sums`), float32
+        scalars that are added up over micro-batches and devices."""
         given, there = scores(model, forward(model, batch), batch), batch.extra[PAIRS]
         with jax.named_scope("loss"):
             chosen, rejected = given[..., 0], given[..., 1]

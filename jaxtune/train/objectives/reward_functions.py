@@ -72,8 +72,14 @@ class Sampled:
         completion_ids: Sequence[Sequence[int]],
         texts: Sequence[str],
     ) -> Sampled:
-        """Of answers in words: a prompt of messages gets a completion of one message, and a column that a row lacks is
-        None there."""
+        """Makes the arguments of reward functions from answers as texts. All arguments have one entry for each answer.
+
+        Args:
+          prompts: the prompts; an answer to messages becomes a completion of one message of the assistant.
+          columns: the rows' other columns, {name: value}; a column that a row lacks is None there.
+          completion_ids: the token ids of the answers.
+          texts: the answers.
+        """
         completions: list[Turns] = [
             text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
             for prompt, text in zip(prompts, texts, strict=True)
@@ -83,10 +89,11 @@ class Sampled:
         return cls(list(prompts), completions, [list(ids) for ids in completion_ids], by_name)
 
     def __len__(self) -> int:
+        """The number of answers."""
         return len(self.prompts)
 
     def only(self, index: int) -> Sampled:
-        """The same with only the answer at `index`."""
+        """The same with only the answer at `index`, to call a function that failed with one answer at a time."""
         columns = {name: [values[index]] for name, values in self.columns.items()}
         return dataclasses.replace(
             self,
@@ -107,6 +114,7 @@ class RewardFunctions:
     """
 
     functions: tuple[RewardFunction, ...]
+    """The functions; each gets all answers in one call."""
 
     names: tuple[str, ...]
     """The unique names of the functions in metrics."""
@@ -127,10 +135,14 @@ class RewardFunctions:
     def of(
         cls, functions: Sequence[RewardFunction], weights: Sequence[float] | None = None, **options: Any
     ) -> RewardFunctions:
-        """The functions by their own names; a name that stands twice gets a number.
+        """Makes RewardFunctions of functions, named by their `__name__`; equal names get numbers ("f", "f_2").
 
+        Args:
+          functions: the functions, at least one.
+          weights: a weight for each function; None: all 1.
+          options: further fields of this class.
         Raises:
-          ConfigError: no function; another number of weights.
+          ConfigError: there is no function, or another number of weights.
         """
         if not functions:
             raise ConfigError("objective.reward_funcs = []: learning from rewards needs at least one reward function")
@@ -151,7 +163,16 @@ class RewardFunctions:
     def named(
         cls, wanted: Sequence[str], weights: Sequence[float] | None = None, *, key: str = _KEY, **options: Any
     ) -> RewardFunctions:
-        """Of names as a recipe has them under `key`: `file.py:function`, or one of `ready` (READY)."""
+        """Makes RewardFunctions of names as a recipe has them: `file.py:function`, or a name in READY.
+
+        Args:
+          wanted: the names, at least one.
+          weights: a weight for each function; None: all 1.
+          key: the config key that has the names, for errors.
+          options: further fields of this class.
+        Raises:
+          ConfigError: a function cannot be loaded, or there is another number of weights.
+        """
         return cls.of([load_function(name, key) for name in wanted], weights, **options)
 
     def __call__(self, sampled: Sampled) -> np.ndarray:
@@ -176,8 +197,16 @@ class RewardFunctions:
     def _rewards(
         self, loop: _EventLoop, function: RewardFunction, name: str, sampled: Sampled, future: Future | None
     ) -> np.ndarray:
-        """float32[answers]: the rewards of one function. future: its running call if it is async, else None, and it is
-        called here."""
+        """float32[answers]: the rewards of one function, NaN where it does not apply.
+
+        Args:
+          loop: runs the function.
+          function, name: the function and its name for messages.
+          sampled: the answers.
+          future: the function's running call if it is async; None if it is to be called here.
+        Raises:
+          RewardError: the function failed (errors = "stop"), took too long, or returned no list of numbers.
+        """
         future = loop.in_thread(function, sampled) if future is None else future
         try:
             return _checked(name, future.result(self.timeout_seconds), len(sampled))
@@ -226,11 +255,13 @@ class RewardFunctions:
 
 
 def load_function(name: str, key: str = _KEY) -> RewardFunction:
-    """The reward function that a recipe names under `key`: `file.py:function`, a path as the recipe's other paths are,
-    or a ready one of `ready`.
+    """The reward function that a recipe names: `file.py:function`, whose file is run here, or a name in READY.
 
+    Args:
+      name: the name; a relative path is looked for in the current folder, as the recipe's other paths are.
+      key: the config key that has the name, for errors.
     Raises:
-      ConfigError: no such file or function; the file does not run.
+      ConfigError: there is no such file or function, or running the file raises an exception.
     """
     path, separator, wanted = name.rpartition(":")
     if not separator:
@@ -260,20 +291,24 @@ class _EventLoop:
     """A context with an event loop in a daemon thread, which runs reward functions so that they can time out."""
 
     def __enter__(self) -> _EventLoop:
+        """Starts the event loop in its thread."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Stops the event loop; calls that still run in threads are not waited for."""
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def started(self, function: RewardFunction, sampled: Sampled) -> Future:
-        """Starts an async function in the event loop, and returns the future of its rewards."""
+        """Calls an async function with the answers in the event loop, and returns at once the future of what it
+        returns, so that several functions run side by side."""
         return asyncio.run_coroutine_threadsafe(_called(function)(**_arguments(function, sampled)), self._loop)
 
     def in_thread(self, function: RewardFunction, sampled: Sampled) -> Future:
-        """Starts a function in a new daemon thread, and returns the future of its rewards."""
+        """Calls a function with the answers in a new daemon thread, and returns at once the future of what it returns,
+        so that the caller can stop waiting for it."""
         result: Future = Future()
 
         def run() -> None:
@@ -287,7 +322,7 @@ class _EventLoop:
 
 
 def _called(function: RewardFunction) -> RewardFunction:
-    """The function itself, or the method __call__ of a callable object."""
+    """The function itself, or the method __call__ of a callable object, which shows whether it is async."""
     return function if inspect.isroutine(function) else function.__call__
 
 

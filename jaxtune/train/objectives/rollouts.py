@@ -27,10 +27,10 @@ from jaxtune.train.objectives.reward_functions import RewardFunctions, Sampled, 
 
 # The names of the arrays in a batch's `extra`; they are [rows, answers of a row] unless another shape is given. An
 # answer's place is its number within its row, from 0.
-STARTS = "answer_starts"  # int32: slot of the token before the answer's first
+STARTS = "answer_starts"  # int32: index in the row of the token before the answer's first
 LENGTHS = "answer_lengths"  # int32: tokens of the answer; 0 where the row has no answer of that number
 ADVANTAGES = "advantages"  # float32
-SAMPLED_LOGPS = "sampled_logps"  # float32 [rows, length]: at each slot, that of its target under the sampler
+SAMPLED_LOGPS = "sampled_logps"  # float32 [rows, length]: at each position, that of its target under the sampler
 OLD_LOGPS = "old_logps"  # float32 [rows, length]: under the model that the generation was sampled with
 REFERENCE_LOGPS = "reference_logps"  # float32 [rows, length]: under the reference of the divergence
 SHARE = "share"  # float32 [rows]: the row's part of the count by which a mean over the tokens of a generation divides
@@ -46,10 +46,8 @@ class Prompt:
 
     given: Turns
     """Text or a list of messages, as reward functions get it."""
-
     ids: tuple[int, ...]
     """Its token ids, up to the begin of the answer."""
-
     columns: Mapping[str, object]
     """The row's other columns, for reward functions."""
 
@@ -60,13 +58,10 @@ class Settings:
 
     num_generations: int = 8
     """Answers to each prompt: a group, within which rewards are compared."""
-
     max_completion_length: int = 512
     """The most tokens of an answer."""
-
     temperature: float = 1.0
     """The logits are divided by it when answers are sampled, and when their log-probabilities are computed."""
-
     top_k: int = 0
     """Only this number of the most probable tokens can be sampled; 0 is all."""
     top_p: float = 1.0
@@ -108,27 +103,24 @@ class Answer:
     """A sampled answer and its advantage."""
 
     prompt: int
-    """The index of its prompt."""
-
+    """The index of its prompt in `SampledAnswers.prompts`."""
     ids: tuple[int, ...]
-    """Its token ids."""
-
+    """Its token ids, with the token that ended it, if one did."""
     logps: tuple[float, ...]
     """The log-probability of each token that the sampler reported, at the sampling temperature."""
-
     finish_reason: str
     """Why it ended: "length" if it reached the most tokens."""
-
     advantage: float = 0.0
-    """Its advantage."""
+    """How much better its reward is than those of its group (`Advantages`); 0 until the rewards are known."""
 
 
 class Advantages(Protocol):
-    """A function that computes advantages, float32[answers], from rewards [answers, functions]. kl: [answers], the
-    answers' divergences from the reference if they are subtracted from rewards. The answers of a group are
-    consecutive."""
+    """A function that computes the advantages of a generation's answers from their rewards."""
 
-    def __call__(self, rewards: np.ndarray, /, kl: np.ndarray | None = None) -> np.ndarray: ...
+    def __call__(self, rewards: np.ndarray, /, kl: np.ndarray | None = None) -> np.ndarray:
+        """float32[answers] from rewards [answers, functions], NaN where a function does not apply. The answers of a
+        group are consecutive. kl: [answers], their divergences from the reference if rewards are reduced by them."""
+        ...
 
 
 # A function that computes the log-probabilities, float32[rows, length], of the targets of packed rows under a model.
@@ -136,8 +128,8 @@ type Score = Callable[[Decoder, Batch], np.ndarray]
 
 
 class SampledAnswers(BatchSource):
-    """The batch source that samples answers from the model that is trained, see the module. A step has
-    `answers_per_step` answers, packed with their prompts into rows of `length` tokens.
+    """The batch source of GRPO and RLOO: it samples answers to prompts from the model that is trained, and rewards
+    them. A step has `answers_per_step` answers, packed with their prompts into rows of `length` tokens.
 
     Args:
       prompts: the prompts; an epoch uses each once, in an order drawn for the epoch.
@@ -319,7 +311,8 @@ class SampledAnswers(BatchSource):
         return [int(orders[place // count][place % count]) for place in places]
 
     def _sampled(self, number: int, step: int, model: Decoder) -> list[Answer]:
-        """Samples, rewards and measures generation `number` before `step`: its answers with their advantages."""
+        """Makes generation `number` before `step`: samples answers from `model`, calls the reward functions, keeps the
+        metrics for `metrics_at(step)`, and returns the answers with their advantages, prompt by prompt."""
         settings, started = self.settings, time.monotonic()
         prompts = [index for index in self._chosen(number) for _ in range(settings.num_generations)]
         longest = max(len(self.prompts[index].ids) for index in prompts)
@@ -373,7 +366,7 @@ class SampledAnswers(BatchSource):
         return found
 
     def _as_rewarded(self, answers: Sequence[Answer]) -> Sampled:
-        """The answers in the form that reward functions get."""
+        """The answers in the form that reward functions get: texts and token ids, with the prompts and columns."""
         prompts = [self.prompts[answer.prompt] for answer in answers]
         return Sampled.of(
             [prompt.given for prompt in prompts],
@@ -383,7 +376,8 @@ class SampledAnswers(BatchSource):
         )
 
     def _without_end(self, answer: Answer) -> tuple[int, ...]:
-        """The token ids of an answer without the one that ended it."""
+        """Returns the answer's token ids without its last one if that is an end-of-sequence token (one of `_ends`).
+        Reward functions get the text of these tokens."""
         return answer.ids[:-1] if answer.ids and answer.ids[-1] in self._ends else answer.ids
 
     def _measured(self, answers: Sequence[Answer], table: np.ndarray) -> dict[str, float]:
@@ -436,13 +430,13 @@ class SampledAnswers(BatchSource):
     # ---- rows
 
     def _counted(self, answer: Answer) -> int:
-        """The number of tokens of an answer that count in the loss."""
+        """The number of tokens of an answer that count in the loss: all, or 0 if it was cut off and such are masked."""
         masked = self.settings.mask_truncated_completions and answer.finish_reason == "length"
         return 0 if masked else len(answer.ids)
 
     def _packed(self, answers: Sequence[Answer], tokens: float) -> Batch:
-        """The batch of these answers. tokens: the count by which a mean over the tokens of a generation divides in a
-        step."""
+        """The batch of these answers, those of one step. tokens: the counted tokens of the generation divided by
+        steps_per_generation, by which GRPO can divide the step's loss; they are spread over the rows as SHARE."""
         batch = self.empty(self.rows_per_step)
         for answer, place in zip(answers, self._places(answers), strict=True):
             self._write(batch, *place, answer)
@@ -450,8 +444,8 @@ class SampledAnswers(BatchSource):
         return batch
 
     def _places(self, answers: Sequence[Answer]) -> list[tuple[int, int, int]]:
-        """Where each answer goes: (row, slot of the prompt's first token, number within the row), by first fit with the
-        longest first."""
+        """Where each answer goes: (row, index in the row of the prompt's first token, number of the answer within the
+        row), by first fit with the longest first."""
         used, filled = np.zeros(self.rows_per_step, np.int64), np.zeros(self.rows_per_step, np.int64)
         sizes = [len(self.prompts[answer.prompt].ids) + len(answer.ids) for answer in answers]
         found = [(0, 0, 0)] * len(answers)
@@ -463,8 +457,8 @@ class SampledAnswers(BatchSource):
         return found
 
     def _write(self, batch: Batch, row: int, at: int, place: int, answer: Answer) -> None:
-        """Writes a prompt and its answer into row `row` of a batch, from slot `at` on, as the answer number `place` of
-        the row."""
+        """Writes a prompt and its answer into row `row` of a batch, from token `at` of the row on, as the answer number
+        `place` (from 0) of the row."""
         prompt = self.prompts[answer.prompt].ids
         ids = np.array([*prompt, *answer.ids], np.int32)
         here, begin = slice(at, at + len(ids)), at + len(prompt) - 1
@@ -486,7 +480,8 @@ def _equal_groups(total: np.ndarray) -> np.ndarray:
 
 
 def _seed(seed: int, generation: int, place: int) -> int:
-    """The sampling seed of an answer: 31 bits that depend on the run's seed, the generation and the answer's place."""
+    """The sampling seed of an answer: 31 bits that depend on the run's seed, and on the numbers of the generation and
+    of the answer within it (`place`), so that a resumed run samples the same."""
     draw = np.random.Philox(key=np.array([seed, generation], np.uint64), counter=place)
     return int(draw.random_raw(1)[0] >> np.uint64(33))
 

@@ -31,8 +31,8 @@ class SFT:
     def prepare(
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
     ) -> TokenDataset:
-        """Reads and tokenises rows, see Objective.prepare; a TokenDataset is returned after a check of its token
-        ids."""
+        """Reads and tokenises rows into packed rows; a TokenDataset is returned as it is. Arguments and errors are
+        those of Objective.prepare; a token id of `vocab_size` or more raises ValueError."""
         if isinstance(rows, TokenDataset):
             rows.require_vocabulary(vocab_size)
             return rows
@@ -43,7 +43,8 @@ class SFT:
         """Accepts every decoder."""
 
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """(the sum of cross-entropies of trained targets, their number, no further sums)."""
+        """The loss of a micro-batch: (the sum of the cross-entropies of trained targets, in nats; their number; {}),
+        float32 scalars that are added up over micro-batches and devices."""
         loss, count = forward.cross_entropy(model, forward(model, batch), batch)
         return loss, count, {}
 
