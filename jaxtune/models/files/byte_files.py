@@ -19,7 +19,11 @@ _THREADS = min(8, os.cpu_count() or 1)
 
 
 class Sums:
-    """The checksums of bytes that are being written, one for each CHUNK_BYTES."""
+    """The checksums of bytes that are being written, one for each CHUNK_BYTES; is_as_written compares a file with them.
+
+    Attributes:
+      size_bytes: the number of the bytes.
+    """
 
     def __init__(self, size_bytes: int, futures: list[Future[int]]):
         self.size_bytes = size_bytes
@@ -35,7 +39,7 @@ class Writer:
 
     Args:
       file: is created or overwritten.
-      advanced: called with the number of bytes that were written, from any thread.
+      advanced: called with the number of bytes that were written, from any thread, for a progress bar.
     """
 
     def __init__(self, file: Path, advanced: Callable[[int], Any] = lambda _: None):
@@ -62,7 +66,7 @@ class Writer:
             os.close(self._descriptor)
 
     def append(self, data: bytes | np.ndarray) -> Sums:
-        """Writes the bytes (uint8[n]) at the end of the file, in the background.
+        """Writes the bytes (uint8[n]) at the end of the file, in the background, and returns their checksums.
 
         The caller must not change `data` afterwards; the reference to it is dropped once it is written. Waits while
         more than IN_FLIGHT_BYTES are not written yet.
@@ -80,7 +84,7 @@ class Writer:
         return Sums(len(data), futures)
 
     def _collect(self, raises: bool = True) -> None:
-        """Waits for the oldest write, and raises its error if `raises`."""
+        """Waits for the oldest write that has not been waited for, and raises its error if `raises`."""
         future = self._waiting.popleft()
         self._sizes.popleft()
         if raises:
@@ -89,7 +93,8 @@ class Writer:
             future.exception()
 
     def _write(self, part: memoryview, at: int) -> int:
-        """Writes a part of the data at a position of the file, in a thread, and returns its checksum."""
+        """Writes a part of the data at the byte `at` of the file, in a thread, and returns its checksum; after another
+        part has failed it writes nothing and returns 0, because the file is useless then."""
         if self._failed.is_set():
             return 0
         try:

@@ -47,7 +47,7 @@ class Digest:
 
     @classmethod
     def of(cls, name: str, array: np.ndarray) -> Digest:
-        """The digest of a tensor in memory."""
+        """The digest of a tensor in memory, under its name."""
         what, data = f"{name} {array.dtype.name} {array.shape}", array.reshape(-1).view(np.uint8)
         whole = xxhash.xxh3_128(what.encode())
         whole.update(data)
@@ -63,9 +63,12 @@ class Digest:
         read: Callable[[int, int], np.ndarray],
         known: bytes | None = None,
     ) -> Digest:
-        """The digest of a tensor that is not in memory.
+        """The digest of a tensor that is not in memory, which equals `of` for the same tensor.
 
         Args:
+          name: under which the tensor is digested.
+          dtype: of its elements.
+          shape: of the tensor.
           size: its bytes.
           read: (start, stop) -> the tensor's bytes from start to before stop, uint8.
           known: its `whole` digest, if it is cached; then only the sampled blocks are read.
@@ -87,7 +90,10 @@ class Digest:
 
 
 def _sampled(what: str, size: int, read: Callable[[int, int], np.ndarray]) -> bytes:
-    """SHA-256 of `what` and of up to 64 evenly spaced blocks of 4 KiB; `read` as in Digest.read."""
+    """SHA-256 of `what` and of up to 64 evenly spaced blocks of 4 KiB of a tensor.
+
+    what: its name, dtype and shape as text. size: its bytes. read: (start, stop) -> its bytes, as in Digest.read.
+    """
     last = max(0, size - _SAMPLE_BYTES)
     starts = sorted({last * i // (_SAMPLES - 1) for i in range(_SAMPLES)})
     # All blocks in one call: hashlib releases Python's lock for each larger piece, and taking it again can be slow.
@@ -101,7 +107,8 @@ def base_digest(config: DecoderConfig, weights: bytes) -> str:
 
 
 def random_digest(config: DecoderConfig, key: jax.Array, dtype: str) -> str | None:
-    """The identity of a base model with random weights drawn by `key`; None if the key is traced and has no value."""
+    """The identity of a base model with random weights drawn by `key` in `dtype`, for which no tensor is read; None if
+    the key is traced and has no value."""
     if isinstance(key, Tracer):
         return None
     drawn = np.asarray(jax.random.key_data(key)).tolist()
@@ -158,8 +165,8 @@ class DigestCache:
         self._before = dict(self._known)
 
     def _look(self) -> list[list[Any]]:
-        """For each file the values that change when it is written; among them is the change time, which nobody
-        can set."""
+        """For each file [path, size, modification time, change time, inode, device], of which some change when it is
+        written; nobody can set the change time."""
         found = [(os.path.abspath(file), os.stat(file)) for file in self._files]
         return [[path, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, s.st_dev] for path, s in found]
 

@@ -104,7 +104,10 @@ class ExpertPiece(NamedTuple):
 
 
 def pieces_of(name: str, shape: tuple[int, ...], files: ExpertFiles) -> tuple[int, list[ExpertPiece]]:
-    """(rows of each piece, the pieces in order) in which files store the expert matrix [E, rows, in] of this name."""
+    """(rows of each piece, the pieces in order) in which files store the expert matrix of this name.
+
+    shape: of the matrix, (E, rows, in). files: how the family names experts in files.
+    """
     match = _FUSED.fullmatch(name)
     assert match is not None
     prefix = match[1].replace(".mlp.", f".{files.module}.")
@@ -118,7 +121,14 @@ def pieces_of(name: str, shape: tuple[int, ...], files: ExpertFiles) -> tuple[in
 
 
 def split_experts(name: str, value: jax.Array, dtype, files: ExpertFiles) -> tuple[Piece, ...]:
-    """How an expert matrix is written to files: one tensor per expert and matrix. Only the shape of `value` is used."""
+    """How an expert matrix [E, rows, in] is written to files: one tensor per expert and matrix (gate, up or down).
+
+    Args:
+      name: Hugging Face's name of the matrix of all experts.
+      value: the matrix, of which only the shape is used.
+      dtype: of the tensors in files.
+      files: how the family names experts in files.
+    """
     rows, pieces = pieces_of(name, value.shape, files)
     shape = (rows, value.shape[2])
 

@@ -72,13 +72,18 @@ Planned = dict[str, Group]  # by the model's tensor names, in the order in which
 
 
 def one(name: str, shape: Iterable[int], dtype: Any, make: Callable[[], Any], of: Callable[[Any], Any]) -> Group:
-    """The group of a model's tensor that is one tensor of a file.
+    """The Group of a model's tensor that is one tensor of a file.
 
-    of: takes the model's tensor and returns the array that is written.
+    Args:
+      name: of the tensor in the file.
+      shape, dtype: of the tensor in the file.
+      make: computes the model's tensor.
+      of: takes the model's tensor and returns the array that is written.
     """
     return Group(make, (Piece({name: FileTensor(tuple(shape), np.dtype(dtype), of)}),))
 
 
 def size_bytes(planned: Planned) -> int:
-    """Bytes of all planned tensors, and 16 MiB for config, tokenizer and headers."""
+    """Bytes that the folder of a plan needs on disk: those of all tensors, and 16 MiB for config, tokenizer and
+    headers."""
     return sum(group.size_bytes for group in planned.values()) + (16 << 20)

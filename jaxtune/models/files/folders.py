@@ -31,7 +31,8 @@ def require_new(path: str | os.PathLike, what: str) -> Path:
 
 
 def require_space(folder: Path, need_bytes: int) -> None:
-    """Raises ValueError where the disk of a folder, which need not exist yet, has fewer free bytes than needed."""
+    """Raises ValueError where the disk of a folder, which need not exist yet, has fewer free bytes than need_bytes, so
+    that nobody waits for a save that must fail. Only the first process of a run checks, because only it writes."""
     if not processes.first():
         return  # only the first process writes large files
     while not folder.exists():
@@ -46,7 +47,13 @@ def new_folder(path: str | os.PathLike, what: str) -> Iterator[Path]:
     """Context manager that yields a temporary folder beside `path`, which is renamed to `path` if the block succeeds.
 
     If the block fails, the temporary folder is removed. Temporary folders of the same `path` that killed processes left
-    are removed first. Arguments and errors are those of require_new.
+    are removed first.
+
+    Args:
+      path: a folder that does not exist or is empty.
+      what: the caller, for errors.
+    Raises:
+      ValueError: `path` is a file, a folder that is not empty, or a mount point.
     """
     path = require_new(path, what)
     path.parent.mkdir(parents=True, exist_ok=True)

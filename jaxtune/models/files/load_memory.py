@@ -48,7 +48,7 @@ def load_bytes(
 
 @functools.cache
 def _encoded_bytes(shape: tuple[int, ...], dtype: str, load_in: str) -> int:
-    """Bytes of a weight of this shape after quantisation to the format `load_in`."""
+    """Bytes of a weight of this shape and dtype after quantisation to the format `load_in`; nothing is computed."""
     stored = jax.eval_shape(lambda array: quant.encode(array, load_in), jax.ShapeDtypeStruct(shape, dtype))
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(stored))
 

@@ -72,7 +72,7 @@ def save_companions(folder: Path, files: Iterable[tuple[str, bytes]], tokenizer:
 
 
 def _complete(folder: Path) -> bool:
-    """Whether a cached snapshot has a config and every shard of its weights."""
+    """Whether a snapshot in the hub's cache has a config and every shard of its weights, and needs no download."""
     if not (folder / "config.json").exists():
         return False
     if (folder / WEIGHTS).exists():
@@ -87,7 +87,11 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """{tensor: name of its file} of an index file; refuses an index without one, or one that names files elsewhere."""
+    """{tensor: name of its file} of an index file (model.safetensors.index.json).
+
+    Raises:
+      ValueError: it has no such map, or names a file that is not in its own folder.
+    """
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index}: has no weight_map, which says where each tensor is; fetch it again")
@@ -233,13 +237,17 @@ def read_generation_config(folder: Path) -> str | None:
 
 
 def _token(key: str, value: Any) -> None:
-    """Check of a special token in a tokenizer's config: a string, or an object."""
+    """Check of a special token in a tokenizer's config: a string, or an object; raises ValueError for another value."""
     if not isinstance(value, str | dict):
         raise ValueError(f"{key} = {value!r}: must be a token's text, or an object with its content")
 
 
 def _templates(key: str, value: Any) -> None:
-    """Check of chat_template in a tokenizer's config: a string, or a list of objects with name and template."""
+    """Check of chat_template in a tokenizer's config: a string, or a list of objects with name and template.
+
+    Raises:
+      ValueError: another value.
+    """
     if isinstance(value, str):
         return
     values.items(key, value, values.mapping)

@@ -28,8 +28,9 @@ SKIPPED = ("llm_int8_skip_modules", "modules_to_not_convert", "ignore")  # quant
 def divide(
     entries: Mapping[str, shards.TensorEntry], config: DecoderConfig, hf: Mapping[str, Any], whole: Mapping[str, Any]
 ) -> tuple[dict[str, shards.TensorEntry], Passthrough | None]:
-    """Separates the tensors of a checkpoint into (the text model's tensors, the passthrough tensors and files, or
-    None).
+    """Separates the tensors of a checkpoint into those of the text model and the passthrough tensors.
+
+    Returns ({name: entry} of the text model's tensors, the Passthrough with the others, or None if there are none).
 
     Args:
       entries: {name: entry} of all tensors of the checkpoint.
@@ -52,7 +53,7 @@ def divide(
 
 
 def stored_in(beside: Passthrough | None) -> set[str]:
-    """Names of the formats of the passthrough tensors that are quantised."""
+    """Names of the formats of the passthrough tensors that are quantised; empty for None."""
     return {
         entry.format_name for entry in _gathered(beside.tensors if beside else ()) if isinstance(entry, StoredEntry)
     }
@@ -71,7 +72,7 @@ def _in_16_bits(entry: StoredEntry) -> jax.Array:
 
 def with_passthrough(planned: Planned, passthrough: Passthrough | None) -> Planned:
     """A text model's plan of tensors to write, extended by the passthrough tensors and renamed to the whole model's
-    names.
+    names; unchanged for None.
 
     Raises:
       ValueError: a passthrough tensor that is no longer in the file that the model was loaded from.
@@ -131,7 +132,8 @@ def whole_config(
 
 
 def _module(name: str) -> str:
-    """The module of a passthrough tensor's name in the whole model: mtp, model.visual, model.vision_tower, ..."""
+    """The module, in the whole model, that contains the passthrough tensor of this name: mtp, model.visual,
+    model.vision_tower, ..."""
     first, _, rest = name.partition(".")
     return first if first == "mtp" else f"model.{rest.partition('.')[0] if first == 'model' else first}"
 

@@ -108,7 +108,7 @@ def stored_in(model: Decoder) -> str | None:
 
 
 def _stored(model: Decoder) -> dict[str, Stored]:
-    """{name of its linear or experts: weight} of all quantised weights."""
+    """{name of its linear or experts: weight} of all quantised weights of the model."""
     weights = ((name, matrix.stored_weight) for name, matrix in matrices(model))
     return {name: weight for name, weight in weights if isinstance(weight, Stored)}
 
@@ -133,7 +133,12 @@ def prepare_qat(model: Decoder, format: str = "int4", group_size: int = 128) -> 
 
 
 def rounded_by(model: Decoder, spec: FakeQuant) -> Decoder:
-    """prepare_qat with a grid whose dtype may differ from the model's."""
+    """A model prepared for QAT as by prepare_qat, with the grid `spec`, whose dtype may differ from the model's: an
+    adapter that is loaded again was trained on the grid that its file records.
+
+    Raises:
+      ValueError: as in prepare_qat.
+    """
     for name, _ in experts(model):
         raise ValueError(
             f"qat: {name}: quantisation-aware training does not round experts; set qat=null for {model.config.family}"
@@ -193,12 +198,13 @@ def round_to_grid(weight: jax.Array, spec: FakeQuant) -> jax.Array:
 
 
 def qat_spec(model: Decoder) -> FakeQuant | None:
-    """The rounding of a model that is prepared for QAT; None for any other model."""
+    """The grid to which a model that is prepared for QAT rounds its weights when it computes; None for other models."""
     return next((linear.fake_quant for _, linear in linears(model) if linear.fake_quant is not None), None)
 
 
 def not_quantized(model: Decoder, spec: FakeQuant) -> list[str]:
-    """Names of the linears that QAT does not round because group_size does not divide their input size."""
+    """Names of the linears that QAT with the grid `spec` does not round because group_size does not divide their input
+    size, in the model's order."""
     return [name for name, linear in linears(model) if not spec.fits(linear.sizes[1])]
 
 

@@ -28,8 +28,8 @@ _THREADS = 8
 
 @jax.jit
 def _all_finite(tensor: jax.Array | Stored) -> jax.Array:
-    """bool[]: whether all numbers of a tensor are finite; of a quantised one, its scales, and its codes if they are
-    floats."""
+    """bool[] on the tensor's device: whether all its numbers are finite; those of a quantised tensor are its scales,
+    and its codes if they are floats."""
     leaves = [leaf for leaf in jax.tree.leaves(tensor) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all()
 

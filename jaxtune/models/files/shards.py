@@ -89,7 +89,13 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
 
 
 def _entry(name: str, item: Mapping[str, Any], file: Path, start: int) -> TensorEntry:
-    """The entry of one item of a header; `start` is where the tensors' bytes begin in the file."""
+    """The TensorEntry of one item of a file's header, as the JSON has it.
+
+    start: the byte of the file at which the tensors begin.
+
+    Raises:
+      KeyError, TypeError, ValueError: an item that is not as the format says.
+    """
     dtype, shape, (first, last) = item["dtype"], item["shape"], item["data_offsets"]
     if not isinstance(dtype, str):
         raise TypeError(f"dtype {dtype!r} of {name}")
@@ -100,7 +106,8 @@ def _entry(name: str, item: Mapping[str, Any], file: Path, start: int) -> Tensor
 
 
 def check_entry(entry: TensorEntry) -> None:
-    """Raises ValueError for a dtype that is not a plain float, or a size that does not fit the shape."""
+    """Raises ValueError for a tensor that is not quantised and whose dtype is not one of DTYPES (16- or 32-bit floats),
+    or whose size does not fit its shape."""
     if entry.dtype not in DTYPES:
         raise ValueError(
             f"{entry.file}: {entry.name} is stored as {entry.dtype}; supported: {', '.join(DTYPES)} "
@@ -110,7 +117,7 @@ def check_entry(entry: TensorEntry) -> None:
 
 
 def check_size(entry: TensorEntry) -> None:
-    """Raises ValueError for a size that does not fit the shape, or a dtype that cannot be read."""
+    """Raises ValueError for a tensor of any kind whose size does not fit its shape, or whose dtype cannot be read."""
     if entry.dtype not in _STORED:
         raise ValueError(f"{entry.file}: {entry.name} is stored as {entry.dtype}, which is not supported")
     want = math.prod(entry.shape) * _STORED[entry.dtype].itemsize
@@ -149,7 +156,10 @@ def read_tensor(entry: TensorEntry) -> np.ndarray:
 def entry_digest(
     name: str, entry: TensorEntry, read: Callable[[int, int], np.ndarray], known: bytes | None = None
 ) -> Digest:
-    """The digest of a tensor in a file, under `name`; `read` and `known` are those of Digest.read."""
+    """The digest of a tensor in a file, under `name`.
+
+    read: (start, stop) -> the tensor's bytes from start to before stop. known: its `whole` digest, if it is cached.
+    """
     return Digest.read(name, _STORED[entry.dtype], entry.shape, entry.size_bytes, read, known)
 
 
@@ -158,8 +168,8 @@ def over_devices(
 ) -> jax.Array:
     """A tensor in its stored dtype, divided over devices along its first axis.
 
-    Each part is read separately, and only once, even if several devices of this process have it. `read` is that of
-    Digest.read.
+    Each part is read separately, and only once, even if several devices of this process have it. read: (start, stop) ->
+    the tensor's bytes from start to before stop, uint8.
     """
     parts: dict[tuple[int, int], np.ndarray] = {}
     row = entry.size_bytes // entry.shape[0]
@@ -175,7 +185,10 @@ def over_devices(
 
 
 def plan_shards(sizes_bytes: Iterable[tuple[str, int]], max_shard_bytes: int) -> list[list[str]]:
-    """Divides names, in order, into shards of at most max_shard_bytes; a larger tensor gets a shard of its own."""
+    """Divides tensors, in order, into shards (lists of names) of at most max_shard_bytes; a larger one gets its own.
+
+    sizes_bytes: (name, bytes) of each tensor.
+    """
     shards: list[list[str]] = []
     room = 0
     for name, size in sizes_bytes:
@@ -241,8 +254,10 @@ class Written:
 
 
 def is_as_written(entry: TensorEntry, written: Written, advanced: Callable[[int], Any] = lambda _: None) -> bool:
-    """Whether a file contains the tensor that was written, byte for byte; `advanced` is called with the bytes that were
-    read."""
+    """Whether a file contains the tensor that was written, byte for byte, by its checksums.
+
+    entry: the tensor as the file's header has it. advanced: called with the number of bytes that were read.
+    """
     if entry.shape != written.shape or _STORED.get(entry.dtype) != written.dtype:
         return False
     return byte_files.is_as_written(entry.file, entry.offset, written.sums, advanced)

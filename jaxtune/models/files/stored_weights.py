@@ -63,7 +63,8 @@ def gather(entries: Mapping[str, shards.TensorEntry]) -> dict[str, shards.Tensor
 
 
 def _require_owned(name: str, entry: shards.TensorEntry) -> None:
-    """Refuses a scale, or another tensor that only accompanies codes, if there are no codes for it."""
+    """Raises ValueError for a scale, or another tensor that only accompanies the codes of a quantised weight, that is
+    left over without codes."""
     kinds = [each for each in layouts() if (found := each.key_of(name)) is not None and found[1] in each.others]
     if kinds:
         codes = " or ".join(dict.fromkeys(each.codes_dtype for each in kinds))
@@ -71,8 +72,13 @@ def _require_owned(name: str, entry: shards.TensorEntry) -> None:
 
 
 def _entry(layout: Layout, name: str, tensors: Mapping[str, shards.TensorEntry]) -> StoredEntry:
-    """The entry of a quantised weight, from its tensors by their keys in the layout; refuses tensors that do not
-    fit."""
+    """The entry of the quantised weight of this name, from its tensors in files.
+
+    tensors: {key of the layout, such as the suffix of the scales' name: entry}.
+
+    Raises:
+      ValueError: tensors that do not fit each other.
+    """
     found = layout.describe(name, tensors, lambda key: shards.read_bytes(tensors[key]))
     for key, part in tensors.items():
         if key not in layout.raw:
@@ -107,7 +113,7 @@ def stacked(name: str, parts: Sequence[shards.TensorEntry], shape: tuple[int, ..
 
 
 def require_alike(parts: Sequence[shards.TensorEntry]) -> None:
-    """Raises ValueError unless all entries are matrices of the same shape and dtype."""
+    """Raises ValueError unless all entries, pieces of an expert matrix, are matrices of the same shape and dtype."""
     first = parts[0]
     for part in parts:
         if (part.shape, part.dtype) != (first.shape, first.dtype) or len(part.shape) != 2:
@@ -169,11 +175,15 @@ def group(name: str, weight: Stored, make: Callable[[], Stored], pieces: tuple[i
 
 
 def _piece(whole: Stored, expert: int, start: int, rows: int) -> Stored:
-    """Rows `start` to before `start + rows` of one expert's matrix, quantised."""
+    """Rows `start` to before `start + rows` of one expert's matrix, quantised as `whole` [E, rows, in] is."""
     return whole.piece(expert, start, rows)
 
 
 def _named(layout: Layout, name: str, weight: Stored, number: float | None) -> dict[str, FileTensor]:
-    """{name in the file: tensor} of a quantised weight whose tensor is called `name`; `number` as in Layout.tensors."""
+    """{name in the file: tensor} of a quantised weight whose tensor is called `name`.
+
+    weight: the weight, or its shapes. number: what Layout.header_number gave for it, a number that must be known before
+    the file's header is written; None if the layout needs none.
+    """
     module = name.removesuffix(layout.weight)
     return {module + key: tensor for key, tensor in layout.tensors(weight, number).items()}

@@ -31,8 +31,8 @@ def dtype_name(dtype) -> str:
 
 
 def weight_name(module: str) -> str:
-    """The tensor name of the weight of a linear, or of experts' matrices, whose module name is the tensor's name
-    already."""
+    """The tensor name of a matrix's weight, from the name that lora.matrices gives the matrix: a linear's module name
+    gets ".weight", and the name of an expert matrix is its tensor's already."""
     return module if ".experts." in module else f"{module}.weight"
 
 

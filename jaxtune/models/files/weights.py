@@ -76,7 +76,10 @@ class Weights:
         return Weights(model, made)
 
     def dequantized(self, modules: Sequence[str] | None = None) -> Weights:
-        """These weights with quantised ones decoded to model.dtype; `modules` as in quant.dequantize."""
+        """These weights with quantised ones decoded to model.dtype, each when it is needed.
+
+        modules: names, or last parts of names, of the linears and experts that are decoded; None: all.
+        """
 
         def chosen(name: str) -> bool:
             return modules is None or any(name_matches(name, each) for each in modules)
