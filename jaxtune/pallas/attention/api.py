@@ -26,7 +26,14 @@ def implementations(
     sinks=None,
 ) -> dispatch.Table:
     """The implementations of a call in the order in which they are tried, each with a function that returns why it
-    refuses the call, gradients included. Of `query` only shape and dtype are used."""
+    refuses the call, gradients included.
+
+    Args:
+      query: [B, T, heads, D]; only shape and dtype are used.
+      layout: its static guarantees decide the order and what cuDNN serves.
+      kv_heads: of the call; None: as many as query heads.
+      window, soft_cap, sinks: as in attention_forward.
+    """
     options = dict(window=window, soft_cap=soft_cap, sinks=sinks)
 
     def vendor():
@@ -59,7 +66,11 @@ def implementations(
 
 
 def _checked(op, query, key, value, layout, scale, window, soft_cap, sinks) -> Arguments:
-    """A checker with the arrays of a call checked."""
+    """Returns a checker with the arrays and options of a call of `op` checked; they are described at attention_forward.
+
+    Raises:
+      TypeError, ValueError: an argument is not as described there.
+    """
     check = Arguments(op)
     check.array("query", query, "B T heads D", FLOATS)
     check.array("key", key, "B T kv_heads D", query.dtype)
@@ -72,7 +83,12 @@ def _checked(op, query, key, value, layout, scale, window, soft_cap, sinks) -> A
 
 
 def _check_features(check: Arguments, query, key, scale, window, soft_cap, sinks) -> None:
-    """Checks the arguments that all functions here share besides arrays of tokens; query and key have their shapes."""
+    """Checks the arguments that all functions here share besides arrays of tokens; query and key have their shapes.
+
+    Raises:
+      TypeError, ValueError: heads are no multiple of key/value heads, or an option is not as attention_forward
+        describes it.
+    """
     if query.shape[2] % key.shape[2]:
         raise ValueError(
             f"{check.op}: {query.shape[2]} query heads are not a multiple of {key.shape[2]} key/value heads"
@@ -91,8 +107,9 @@ def _pick(query, key, value, layout, implementation, **options):
 
 
 def _by_rows(function, operands: int, results: int):
-    """function(*arrays, layout, sinks), run on each device's rows; `operands` is the number of arrays and layouts with
-    rows as leading axis, `results` that of such results."""
+    """Returns function(*arrays, layout, sinks) such that each device of a mesh runs it on its own rows; the last
+    argument becomes the keyword `sinks`. `operands` is the number of arrays and layouts with rows as leading axis,
+    `results` that of such results; further results (dsinks) are summed over devices."""
     return meshes.on_each_device(lambda *given: function(*given[:-1], sinks=given[-1]), rows=operands, results=results)
 
 
@@ -161,7 +178,8 @@ def attention_backward(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
 def _attention(query, key, value, sinks, layout, static, implementation, backward_implementation):
-    """The differentiable attention; `static` has the keyword arguments as hashable pairs."""
+    """`attention` with a custom derivative; `static` has the keyword arguments scale, window and soft_cap as hashable
+    pairs."""
     return _attention_fwd(query, key, value, sinks, layout, static, implementation, backward_implementation)[0]
 
 

@@ -76,7 +76,8 @@ def _stat_index(layout: PackedLayout):
 
 
 def _call_arguments(layout, query, scale, window):
-    """(arrays, static arguments) of JAX's call of cuDNN for a layout."""
+    """(arrays, static arguments) that JAX's call of cuDNN takes after query, key and value: the documents' lengths and
+    offsets if rows are packed, and empty arrays for features that are not used."""
     unused = jnp.zeros(0, query.dtype)
     if layout.max_documents == 1:
         mask, arrays = cudnn.MaskType.CAUSAL, (unused, unused, unused, unused)
@@ -96,7 +97,7 @@ def _call_arguments(layout, query, scale, window):
 
 
 def _real(layout, array):
-    """The array with zeros at padding, which cuDNN leaves unwritten."""
+    """The array [B, T, heads, D] with zeros at padding, which cuDNN leaves unwritten."""
     if layout.full:
         return array
     real = jnp.arange(array.shape[1]) < layout.doc_end

@@ -30,15 +30,17 @@ _DOCUMENT_LENGTHS = (90, 1, 160, 7, 110)
 
 
 def refusal(name: str, module, query, kv_heads: int | None, soft_cap, blocks: Mapping[str, Mapping]) -> str | None:
-    """The reason why this GPU must not run the kernels of `module` for calls like this one, or None.
+    """The reason why this GPU must not run the kernels of `module` for calls like this one, or None, from comparing the
+    forward and the gradients of a small packed case with the reference.
 
     Args:
       name: the implementation.
-      module: its functions.
-      query: of the call; only shape and dtype are used.
-      kv_heads: of the call.
+      module: has its functions `forward` and `backward`.
+      query: of the call, [B, T, heads, D]; only shape and dtype are used.
+      kv_heads: of the call; None: as many as query heads.
       soft_cap: of the call.
-      blocks: {operation of tuning.py: the blocks that the call takes}; other blocks are another kernel.
+      blocks: {operation of tuning.py: the blocks that the call takes}; other blocks are another kernel, and checked
+        again.
     """
     dim, dtype = query.shape[-1], jnp.dtype(query.dtype)
     group = 2 if kv_heads is None or query.shape[2] // kv_heads % 2 == 0 else 1
@@ -71,14 +73,23 @@ def refusal(name: str, module, query, kv_heads: int | None, soft_cap, blocks: Ma
 
 
 def _arrays(shape: tuple[int, int], heads: int, kv_heads: int, dim: int, dtype) -> list[jax.Array]:
-    """Random query, key, value and dout."""
+    """Random query, key, value and dout of `dtype`, each [*shape, heads or kv_heads, dim], for a case of `shape` (rows,
+    tokens)."""
     keys = jax.random.split(jax.random.key(0), 4)
     counts = (heads, kv_heads, kv_heads, heads)
     return [jax.random.normal(key, (*shape, count, dim)).astype(dtype) for key, count in zip(keys, counts, strict=True)]
 
 
 def cudnn_refusal(query, kv_heads: int | None, layout: PackedLayout, window: int | None) -> str | None:
-    """The reason why this GPU must not run cuDNN for calls like this one, or None."""
+    """The reason why this GPU must not run cuDNN for calls like this one, or None, from comparing the forward and the
+    gradients with the reference.
+
+    Args:
+      query: of the call, [B, T, heads, D]; only shape and dtype are used.
+      kv_heads: of the call; None: as many as query heads.
+      layout: of the call; its guarantee `max_documents` must not be None.
+      window: of the call, or None.
+    """
     rows, length, heads, dim = query.shape
     kv_heads, dtype, documents = kv_heads or heads, jnp.dtype(query.dtype), layout.max_documents
     assert documents is not None  # cuDNN refuses calls without it
@@ -118,8 +129,8 @@ def cudnn_refusal(query, kv_heads: int | None, layout: PackedLayout, window: int
 
 
 def _documents(rows: int, length: int, most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(row, start, tokens) of each document: `most` documents in the first row, one or two fewer in others, spread over
-    the whole row."""
+    """The documents of cuDNN's case, (row, start, tokens), each int[documents]: `most` documents in the first row, one
+    or two fewer in others, spread over the whole row of `length` tokens."""
     most = min(most, length)
     part = length // most
     sizes = [part - part // 10] if most == 1 else [min(part, tokens) for tokens in _DOCUMENT_LENGTHS]

@@ -19,7 +19,8 @@ from jaxtune.pallas.meshes import on_any_mesh
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PackedLayout:
-    """The document boundaries of every token of a batch."""
+    """The document boundaries of every token of a batch, and the model's rotary tables; packed_layout makes one for
+    each batch, and all layers use it."""
 
     doc_start: jax.Array  # int32[B, T], index in the row of the first token of this token's document
     # int32[B, T], index after the last token of this token's document. Padding has doc_start = doc_end = its own index:

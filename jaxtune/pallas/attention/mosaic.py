@@ -67,7 +67,8 @@ def bucket(dim: int, whole: bool, window: int | None) -> str:
 
 
 def _blocks(kernel: str, query, layout: PackedLayout, window: int | None) -> Blocks:
-    """The blocks measured for such calls, else those measured for packed rows, else the heuristic's."""
+    """The blocks measured for such calls of a kernel ("forward", "dquery" or "dkey"), else those measured for packed
+    rows, else the heuristic's. query has the head dim of the kernels; of it only that and the dtype are used."""
     op, dim = f"attention {kernel}", query.shape[-1]
     for name in (bucket(dim, layout.max_documents == 1, window), bucket(dim, False, None)):
         found = tuning.tuned(op, name, query.dtype, Blocks)
@@ -77,7 +78,8 @@ def _blocks(kernel: str, query, layout: PackedLayout, window: int | None) -> Blo
 
 
 def blocks_of(query, layout: PackedLayout, window: int | None) -> dict[str, dict[str, Any]]:
-    """{operation of tuning.py: its blocks} for such a call; of `query` only shape and dtype are used."""
+    """{operation of tuning.py: its blocks, as a dictionary} for such a call, by which checks at first use are told
+    apart; of `query` only shape and dtype are used."""
     query = jax.ShapeDtypeStruct((kernel_dim(query.shape[-1]),), query.dtype)
     return {f"attention {kernel}": _blocks(kernel, query, layout, window).as_dict() for kernel in HEURISTIC}
 
@@ -107,7 +109,8 @@ def _bounds(layout: PackedLayout, window: int | None):
 
 
 def _padded(array, axis):
-    """The array padded with zeros along an axis to a multiple of _PAD."""
+    """The array padded with zeros along an axis to a multiple of 128, so that kernels need no tile that is not
+    whole."""
     extra = -array.shape[axis] % _PAD
     if not extra:
         return array
@@ -123,12 +126,13 @@ def _operand(array):
 
 
 def kernel_dim(dim: int) -> int:
-    """The head dim of the kernels that serve `dim`."""
+    """The head dim of the kernels that serve `dim`: the smallest of 64, 128 and 256 that is not smaller; operands are
+    padded with zeros to it."""
     return next(possible for possible in sorted(FORWARD) if possible >= dim)
 
 
 def _prepare(layout, window):
-    """The bounds, padded to whole tiles; padding sees nothing."""
+    """(lower, upper) of `_bounds`, padded to whole tiles of 128 tokens; padding sees nothing."""
     lower, upper = _bounds(layout, window)
     length = lower.shape[1]
     extra = -length % _PAD
@@ -139,11 +143,12 @@ def _prepare(layout, window):
 
 
 def _table(starts, first, count, falling: bool | None):
-    """The work of a kernel, int32[B * tiles, 4]: row, first token, first block of the other side, number of blocks.
+    """The work of a kernel, int32[B * tiles, 4], a line for each tile of each row: row, first token, first block of the
+    other side, number of blocks. The programs take the lines in this order, so the most expensive come first.
 
     Args:
-      starts: int32[tiles], numpy.
-      first, count: int32[B, tiles].
+      starts: int32[tiles], numpy, the first token of each tile.
+      first, count: int32[B, tiles], the first block of the other side that the tile needs, and how many.
       falling: True or False if `count` falls or rises along every row and rows are equal, which spares the sort; None:
         lines are sorted by falling count.
     """
@@ -157,8 +162,8 @@ def _table(starts, first, count, falling: bool | None):
 
 
 def _whole_blocks(tokens, blocks: Blocks):
-    """The number of blocks of the other side that are before these tokens, without `//`, which tests every number's
-    sign."""
+    """The number of blocks of the other side (blocks.step tokens each) that are whole before these tokens, int32,
+    without `//`, which tests every number's sign."""
     return jax.lax.div(tokens, jnp.int32(blocks.step))
 
 
@@ -201,14 +206,25 @@ def _barriers(blocks: Blocks, own_copies: int, brought_copies: int, buffers: int
 
 
 def _pipeline_barriers(blocks: Blocks, copies: int) -> list:
-    """The pipeline's barriers: that a block has arrived, and that its slot is free."""
+    """The barriers of the pipeline that loads blocks of the other side, four arrays for two kinds of blocks (such as
+    keys and values), one barrier for each slot: that a block has arrived, with `copies` copies, for the first and the
+    second kind; then that its slot is free."""
     slots = (blocks.stages, blocks.value_stages or blocks.stages)
     full = [plgpu.Barrier(num_arrivals=copies, num_barriers=count) for count in slots]
     return [*full, *(plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=count) for count in slots)]
 
 
 def _call(kernel, out_type, scratch, blocks: Blocks, compiler: dict[str, Any] | None = None, **static):
-    """Calls a kernel with its buffers and barriers; `compiler` has further parameters of Pallas."""
+    """Returns a kernel as a function of its arrays in global memory.
+
+    Args:
+      kernel: the body, whose name without "_kernel" becomes a part of the kernel's.
+      out_type: shapes and dtypes of the results.
+      scratch: its shared memory and barriers.
+      blocks: given to the body.
+      compiler: further parameters of plgpu.CompilerParams.
+      static: further keyword arguments of the body.
+    """
     return gpu_kernel.kernel(
         functools.partial(kernel, blocks=blocks, interpreted=gpu_kernel.interpreter() is not None, **static),
         f"attention_{kernel.__name__.removesuffix('_kernel')}",
@@ -224,13 +240,13 @@ def _call(kernel, out_type, scratch, blocks: Blocks, compiler: dict[str, Any] | 
 
 
 def _numbers(count, size, dtype):
-    """Shared memory for `count` vectors of `size` numbers."""
+    """Shared memory for `count` vectors of `size` numbers, not swizzled."""
     return plgpu.SMEM((count, size), dtype)
 
 
 def _pairs(query, key, blocks: Blocks) -> bool:
-    """Whether each warpgroup takes one of two heads that share their keys; narrower tiles then see fewer masked
-    keys."""
+    """Whether each warpgroup takes one of two query heads that share their keys, and not half of a tile of one head;
+    the tiles are then narrower, and see fewer masked keys."""
     return (query.shape[2] // key.shape[2]) % WARPGROUPS == 0
 
 
@@ -273,7 +289,16 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
 
 
 def _query_gradient(operands, lower, blocks: Blocks, layout, options):
-    """dq from padded operands: query, key, value, dout, lse and delta times scale."""
+    """dq, in query's shape, of padded operands.
+
+    Args:
+      operands: query, key, value, dout [B, T, heads, D], and float32[B, heads, T] lse in units of log2 and delta (sum
+        of out * dout) times scale.
+      lower: int32[B, T], from `_prepare`.
+      blocks: of the kernel.
+      layout: of the call.
+      options: scale and soft_cap.
+    """
     query, key = operands[:2]
     own, pairs, count, dim = blocks.own, _pairs(query, key, blocks), blocks.buffers * WARPGROUPS, query.shape[-1]
     both = smem((count, own, dim), query.dtype)
@@ -293,7 +318,8 @@ def _query_gradient(operands, lower, blocks: Blocks, layout, options):
 
 
 def _key_gradients(operands, upper, blocks: Blocks, layout, options):
-    """dk and dv; operands as in _query_gradient."""
+    """(dk, dv), in the shapes of key and value; operands, blocks, layout and options as in `_query_gradient`, upper
+    int32[B, T] from `_prepare`."""
     query, key, value = operands[:3]
     own, dim = blocks.own, query.shape[-1]
     block = smem((blocks.stages, blocks.step, dim), query.dtype)

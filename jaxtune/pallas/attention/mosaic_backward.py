@@ -29,11 +29,17 @@ from jaxtune.pallas.attention.mosaic_parts import (
 
 
 def _weights_and_gradient(scores, dweights, shape, stat, seen, between, issued, scale, soft_cap):
-    """(weights times the slope of the soft cap, dweights) from the two products (left, right) that give the raw scores
-    and dweights.
+    """(weights times the slope of the soft cap, dweights), float32 of `shape` in registers, from the two products that
+    give the raw scores and dweights. The weights are computed while the tensor cores compute dweights.
 
-    `stat` is the log-sum-exp in log2. The weights are computed while the tensor cores compute dweights. `between` runs
-    between the two products, `issued` after both are issued.
+    Args:
+      scores, dweights: (left, right) of the two products, in shared memory.
+      shape: of the results.
+      stat: the log-sum-exp in log2, broadcast to `shape`.
+      seen: maps weights to weights with 0 where a query does not see a key.
+      between: runs between the two products.
+      issued: runs after both are issued.
+      scale, soft_cap: of the attention.
     """
 
     def compute(score_acc, dweight_acc):
@@ -77,7 +83,20 @@ def query_kernel(
     soft_cap,
     interpreted,
 ):
-    """dq of tiles of queries."""
+    """dq of tiles of queries.
+
+    Args:
+      q_ref, k_ref, v_ref, do_ref: [B, T, heads or kv_heads, D], in global memory as all refs.
+      stat_ref, delta_ref: float32[B, heads, T], the log-sum-exp in log2, and the sum of out * dout times scale.
+      lower_ref: int32[B, T], the first key that each query sees.
+      table_ref: int32[lines, 4], the work; see QuerySide.
+      dq_ref: the result, as q_ref.
+      q_smem to v_smem: shared memory for an item's queries, dout, numbers and bounds, and slots of keys and values.
+      own_full to turn_barrier: barriers, as mosaic._barriers makes them.
+      blocks, pairs: how the work is divided; see QuerySide.
+      scale, soft_cap: of the attention.
+      interpreted: whether Pallas' interpreter runs it.
+    """
     wg = lax.axis_index("wg")
     side = QuerySide(q_ref, k_ref, table_ref, blocks, pairs, wg)
     own, dim = blocks.own, q_ref.shape[-1]
@@ -166,7 +185,8 @@ def query_kernel(
 
 
 def masked_keys(weights, *, base, upper, queries, lean):
-    """`weights` [keys from `base` on, queries from `queries` on], with 0 where a query does not see a key."""
+    """`weights` float32[keys from `base` on, queries from `queries` on], in registers, with 0 where a query does not
+    see a key. upper: int32[keys], the query after the last that sees each key. lean: as Blocks.lean."""
     shape = weights.shape
     if lean:
         key_ids = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=plgpu.Layout.WGMMA.reduce(1)) + base
@@ -183,9 +203,9 @@ def bring_queries(items, group, width, operands, slots, full, free):
 
     Args:
       items: of the program.
-      operands: query, dout, stat and delta in memory.
+      operands: query, dout, stat and delta in global memory.
       slots: shared memory for query, dout, and both vectors of numbers.
-      full, free: barriers of query and dout.
+      full, free: barriers of query and dout, (that a block has arrived), (that its slot is free).
     """
     q_ref, do_ref, stat_ref, delta_ref = operands
     q_smem, do_smem, numbers_smem = slots
@@ -248,7 +268,15 @@ def key_kernel(
 ):
     """dk and dv of tiles of keys. It visits the query blocks that see the tile, for every query head in turn.
 
-    A line of the table is: row, first key, first block of queries, number of blocks.
+    Args:
+      q_ref, k_ref, v_ref, do_ref, stat_ref, delta_ref: as in query_kernel.
+      upper_ref: int32[B, T], the query after the last that sees each key.
+      table_ref: int32[lines, 4]: row, first key, first block of queries, number of blocks.
+      dk_ref, dv_ref: the results, as k_ref and v_ref.
+      k_smem to numbers_smem: shared memory for an item's keys, values and bounds, and slots of queries, dout and
+        numbers.
+      own_full to turn_barrier: barriers, as mosaic._barriers makes them.
+      blocks, scale, soft_cap, interpreted: as in query_kernel.
     """
     wg = lax.axis_index("wg")
     group = q_ref.shape[2] // k_ref.shape[2]

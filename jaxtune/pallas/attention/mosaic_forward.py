@@ -28,8 +28,8 @@ _UNSEEN = -1e20
 
 
 class _Softmax:
-    """The running softmax of the forward, in powers of two. Its state is, for each row, the maximum so far and the sum
-    of weights.
+    """The running softmax of the forward, in powers of two, in the registers of one warpgroup. Its state is, for each
+    row, the maximum so far and the sum of weights, float32[own] each.
 
     Args:
       scale, soft_cap: of the attention.
@@ -47,7 +47,8 @@ class _Softmax:
         return filled((own,), _UNSEEN if self.lean else MASKED, layout), filled((own,), 0.0, layout)
 
     def step(self, scores, state, mask):
-        """(weights of a block, factor on the sums so far, new state)."""
+        """(weights of a block, factor on the sums so far, new state), from scores float32[own, step], the raw products
+        of queries and keys; `mask` replaces those that are not visible."""
         top, total = state
         if not self.lean:
             scores, _ = capped(scores, self.scale, self.soft_cap)
@@ -64,7 +65,8 @@ class _Softmax:
         return weights, fade, (new, total * fade + weights.sum(axis=1))
 
     def end(self, state):
-        """(1 / sum, log-sum-exp in the natural logarithm)."""
+        """(1 / sum, log-sum-exp in the natural logarithm), float32[own] each, from the last state; meaningless for rows
+        that saw nothing."""
         top, total = state
         if self.lean:
             top = top * self.unit
@@ -97,7 +99,19 @@ def forward_kernel(
     soft_cap,
     interpreted,
 ):
-    """out and lse (natural log, without sinks; 0 at padding) of tiles of queries."""
+    """out and lse (natural log, without sinks; 0 at padding) of tiles of queries.
+
+    Args:
+      q_ref, k_ref, v_ref: [B, T, heads or kv_heads, D], in global memory as all refs.
+      lower_ref: int32[B, T], the first key that each query sees.
+      table_ref: int32[lines, 4], the work; see QuerySide.
+      out_ref, lse_ref: the results, as q_ref and float32[B, heads, T].
+      qo_smem to v_smem: shared memory for queries and results, their bounds, lse, and slots of keys and values.
+      own_full to turn_barrier: barriers, as mosaic._barriers makes them.
+      blocks, pairs: how the work is divided; see QuerySide.
+      scale, soft_cap: of the attention.
+      interpreted: whether Pallas' interpreter runs it.
+    """
     wg = lax.axis_index("wg")
     side = QuerySide(q_ref, k_ref, table_ref, blocks, pairs, wg)
     own, stages, dim = blocks.own, jnp.int32(blocks.stages), q_ref.shape[-1]

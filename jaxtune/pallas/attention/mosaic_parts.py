@@ -52,27 +52,29 @@ class Blocks:
 
 
 def smem(shape, dtype):
-    """Shared memory that tensor cores and TMA can read, and warpgroups can access without bank conflicts."""
+    """Swizzled shared memory of this shape and 16- or 32-bit dtype, which tensor cores and TMA can read, and warpgroups
+    can access without bank conflicts."""
     return plgpu.SMEM(shape, dtype, transforms=mosaic_types.tiled(dtype))
 
 
 def rows_of(value, shape):
-    """One number per row, broadcast over the columns."""
+    """One number per row, [rows] in registers, broadcast over the columns to `shape`."""
     return lax.broadcast_in_dim(value, shape, [0])
 
 
 def filled(shape, value, layout):
-    """A float32 array with one value, in a layout."""
+    """A float32 array in registers with one value everywhere, in a layout."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
 def ids(shape, axis, base):
-    """`base` + the index along an axis, as an array of this shape."""
+    """`base` + the index along an axis, as int32 of this shape in registers (Layout.WGMMA): the positions of tokens."""
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA) + base
 
 
 def capped(scores, scale, soft_cap):
-    """(scores in units of log2, derivative of the soft cap or None)."""
+    """(scores in units of log2, derivative of the soft cap or None), from raw products of queries and keys, float32 in
+    registers."""
     if soft_cap is None:
         return scores * (scale * LOG2E), None
     capped = jnp.tanh(scores * (scale / soft_cap))
@@ -80,7 +82,9 @@ def capped(scores, scale, soft_cap):
 
 
 def products(*pairs, shape, issued):
-    """A new fp32 accumulator of `shape` for each (left, right); `issued` runs while the tensor cores compute."""
+    """Multiplies each pair (left, right) on the tensor cores (wgmma) into a new float32 accumulator of `shape`, and
+    returns them in registers. `issued`, a function without arguments, runs while the tensor cores compute. The calling
+    warpgroup computes them; left and right are in shared memory."""
 
     def compute(*accs):
         for acc, (left, right) in zip(accs, pairs, strict=True):
@@ -92,8 +96,9 @@ def products(*pairs, shape, issued):
 
 
 def add_product(total, left, right, interpreted):
-    """total + left right, with left from registers, accumulated in place. The interpreter has neither run_state nor
-    wgmma with a left side in registers, so it computes the product in jnp."""
+    """total + left right on the tensor cores, float32 in registers, accumulated in place; left is in registers, right
+    in shared memory. The interpreter has neither run_state nor wgmma with a left side in registers, so it computes the
+    product in jnp."""
     if interpreted:
         return total + lax.dot(left, right[...], preferred_element_type=jnp.float32)
 
@@ -104,8 +109,15 @@ def add_product(total, left, right, interpreted):
 
 
 class Turns:
-    """Keeps the two warpgroups half a step apart: while one uses the tensor cores, the other computes its softmax (the
-    ping-pong schedule of FlashAttention-3, arXiv 2407.08608). Every step swaps twice."""
+    """Keeps the two computing warpgroups half a step apart: while one uses the tensor cores, the other computes its
+    softmax (the ping-pong schedule of FlashAttention-3, arXiv 2407.08608). Every step swaps twice, in both warpgroups,
+    which must make the same number of steps.
+
+    Args:
+      barrier: at which both warpgroups arrive and wait.
+      wg: the warpgroup, 0 or 1.
+      wanted: whether they take turns at all; otherwise all methods do nothing.
+    """
 
     def __init__(self, barrier, wg, wanted: bool):
         self.barrier, self.wg, self.wanted = barrier, wg, wanted
@@ -121,13 +133,15 @@ class Turns:
         pl.when(self.wg == 1)(self.swap)
 
     def end(self):
-        """Balances `begin`."""
+        """Balances `begin` after the last step, because a barrier must not end with an arrival that was not waited
+        for."""
         pl.when(self.wg == 0)(self.swap)
 
 
 def within(shape, axis, base, first, count):
-    """Whether base + the index along `axis` is one of the `count` numbers from `first` on; count and first have one
-    value for each index of the other axis. On unsigned numbers one comparison is enough."""
+    """bool of this shape: whether base + the index along `axis` is one of the `count` numbers from `first` on; count
+    and first, int32 in registers, have one value for each index of the other axis. On unsigned numbers one comparison
+    is enough (Blocks.lean)."""
     offset = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
     offset = offset - lax.broadcast_in_dim(first - base, shape, [1 - axis])
     count = lax.broadcast_in_dim(count, shape, [1 - axis])
@@ -135,8 +149,8 @@ def within(shape, axis, base, first, count):
 
 
 class Items:
-    """The items of a program: `heads` for each line of the work table (mosaic.py), whose lines are sorted by falling
-    cost. Items are dealt to the programs back and forth, so that every program gets the same amount of work."""
+    """The items of a program: `heads` for each line of the work table (mosaic._table), whose lines are sorted by
+    falling cost. Items are dealt to the programs back and forth, so that every program gets the same amount of work."""
 
     def __init__(self, table_ref, heads: int):
         self.table_ref, self.heads = table_ref, heads
@@ -146,7 +160,7 @@ class Items:
         self.rounds = whole + (self._number(jnp.int32(whole)) < total).astype(jnp.int32)
 
     def _number(self, turn):
-        """The number of the item of a turn."""
+        """The number of the item that this program has in a turn (int32[]), among those of all programs."""
         forth = lax.rem(turn, jnp.int32(2)) == 0
         return turn * self.programs + jnp.where(forth, self.me, self.programs - 1 - self.me)
 
@@ -158,8 +172,9 @@ class Items:
         return [lax.rem(number, jnp.int32(self.heads)), *columns]
 
     def each(self, work):
-        """Calls work(turn, done, item, following) -> steps for every item, where `done` steps were made before it. The
-        following item is read one item ahead. Returns the number of all steps."""
+        """Calls work(turn, done, item, following) -> steps for every item of this program, where `done` steps were made
+        before it; `item` and `following` are as `at` returns them. The following item is read one item ahead. Returns
+        the number of all steps. Every warpgroup of the program goes through all items."""
 
         def one(turn, state):
             done, item = state
@@ -170,7 +185,8 @@ class Items:
 
 
 def computing(wg, number: int | None = None):
-    """A decorator for the code of the computing warpgroups, or of warpgroup `number` alone."""
+    """Returns a decorator that runs a function without arguments in the computing warpgroups, or in warpgroup `number`
+    alone, with more registers. wg is the warpgroup that runs this code."""
 
     def decorate(body):
         @pl.when(wg < WARPGROUPS if number is None else wg == number)
@@ -182,7 +198,8 @@ def computing(wg, number: int | None = None):
 
 
 def bringing(wg):
-    """A decorator for the code of the warpgroup that loads blocks."""
+    """Returns a decorator that runs a function without arguments in the warpgroup that loads blocks, with fewer
+    registers. wg is the warpgroup that runs this code."""
 
     def decorate(body):
         @pl.when(wg == WARPGROUPS)
@@ -194,8 +211,12 @@ def bringing(wg):
 
 
 def bring(number, copies):
-    """Starts each copy (source, slots, full, free) of step `number` into its slot of the pipeline, after the slot's
-    previous content was used."""
+    """Starts the TMA copies of step `number` (int32[]) into their slots of the pipeline, each after the slot's previous
+    content was used. The loading warpgroup calls it.
+
+    copies: (source in global memory, its slots in shared memory, the slots' barriers `full`, which complete when a copy
+    has arrived, and `free`, at which the computing warpgroups arrive after their last read).
+    """
     for source, target, full, free in copies:
         stages = jnp.int32(target.shape[0])
         slot = lax.rem(number, stages)
@@ -205,7 +226,8 @@ def bring(number, copies):
 
 def drain(done, *rings):
     """Waits until everything that was loaded has been used, because a barrier must not end with an arrival that was not
-    waited for. A ring is (slots, their `free` barrier)."""
+    waited for. The loading warpgroup calls it at its end; `done` is the number of all steps (int32[]), and a ring is
+    (slots in shared memory, their `free` barrier)."""
     for target, free in rings:
         for slot in range(target.shape[0]):
             pl.when(slot < done)(lambda free=free, slot=slot: plgpu.barrier_wait(free.at[slot]))
@@ -231,7 +253,7 @@ class QuerySide:
         self.items = Items(table_ref, heads // WARPGROUPS if pairs else heads)
 
     def place(self, item, wg=None):
-        """(row, head, first query) of this warpgroup, or of warpgroup `wg`."""
+        """(row, head, first query), int32[], of this warpgroup in an item of `items`, or of warpgroup `wg`."""
         own, wg = self.blocks.own, self.wg if wg is None else wg
         if self.pairs:
             return item[1], item[0] * WARPGROUPS + wg, pl.multiple_of(item[2], own)
@@ -242,14 +264,22 @@ class QuerySide:
         return item[1], item[0], pl.multiple_of(first, own)
 
     def keys(self, item, i):
-        """(row, keys of step i, key head), as an index."""
+        """(row, keys, key head), an index of key and value in global memory: the block of keys of step i of an item."""
         head = item[0] * WARPGROUPS if self.pairs else item[0]
         first = (item[3] + i) * self.blocks.step
         return item[1], pl.ds(first, self.blocks.step), lax.div(head, jnp.int32(self.group))
 
     def masked(self, values, item, i, lower, last_lower, fill):
-        """`values` [own, step], with `fill` where a query does not see a key; unchanged if no bound crosses the
-        block."""
+        """`values` [own, step], with `fill` where a query of this warpgroup does not see a key of step i of an item;
+        unchanged if no bound crosses the block.
+
+        Args:
+          values: float32 in registers: scores, or weights.
+          item, i: as in `keys`.
+          lower: int32[own] in registers, the first key that each query sees.
+          last_lower: int32[], that of the last query.
+          fill: a number.
+        """
         base, keys, shape = self.place(item)[2], (item[3] + i) * self.blocks.step, values.shape
 
         def mask(values):
@@ -265,7 +295,15 @@ class QuerySide:
         return lax.cond(crossed, mask, lambda values: values, values)
 
     def bring_keys(self, k_ref, v_ref, k_smem, v_smem, k_full, v_full, k_free, v_free):
-        """The work of the warpgroup that loads blocks of keys and values."""
+        """The work of the warpgroup that loads blocks of keys and values: it copies those of all steps of all items, as
+        far ahead as there are slots.
+
+        Args:
+          k_ref, v_ref: in global memory.
+          k_smem, v_smem: their slots in shared memory.
+          k_full, v_full: the slots' barriers that complete when a block has arrived.
+          k_free, v_free: those at which the computing warpgroups arrive after their last read.
+        """
 
         def work(turn, done, item, following):
             def step(i, _):

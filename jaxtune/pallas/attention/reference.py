@@ -22,7 +22,8 @@ def _precision(dtype):
 
 
 def _scores(query, key, scale, soft_cap):
-    """query [B, Q, K, G, D], key [B, T, K, D] -> fp32 [B, K, G, Q, T], and the soft cap's derivative."""
+    """(scores, the soft cap's derivative or None): query [B, Q, K, G, D] of K key/value heads with G query heads each,
+    key [B, T, K, D] -> both float32[B, K, G, Q, T]."""
     scores = jnp.einsum(
         "bqkgd,btkd->bkgqt", query, key, preferred_element_type=jnp.float32, precision=_precision(query.dtype)
     )
@@ -34,7 +35,8 @@ def _scores(query, key, scale, soft_cap):
 
 
 def _visible(start, end, first, length, window):
-    """bool[B, 1, 1, Q, T] for the queries first, first + 1, ...; start, end are int32[B, Q]."""
+    """bool[B, 1, 1, Q, T]: whether each of the queries first, first + 1, ... sees each of `length` keys. start, end:
+    int32[B, Q], the bounds of the queries' documents. window: as in api.attention_forward."""
     queries = first + jnp.arange(start.shape[1], dtype=jnp.int32)
     keys = jnp.arange(length, dtype=jnp.int32)
     visible = (keys >= start[..., None]) & (keys <= queries[:, None]) & (queries < end)[..., None]
@@ -44,7 +46,9 @@ def _visible(start, end, first, length, window):
 
 
 def _chunked(length, per_query):
-    """(chunk, padded length): the number of queries at a time that keeps the scores within _MAX_SCORES."""
+    """(chunk, padded length): the number of queries at a time that keeps the scores within _MAX_SCORES, and `length`
+    rounded up to a multiple of it. per_query: the number of scores of one query position, over all rows, heads and
+    keys."""
     chunk = max(1, min(length, _MAX_SCORES // max(1, per_query)))
     count = -(-length // chunk)
     chunk = -(-length // count)
@@ -52,7 +56,7 @@ def _chunked(length, per_query):
 
 
 def _split(array, chunk, padded):
-    """[B, T, ...] -> [n, B, chunk, ...]"""
+    """[B, T, ...] -> [n, B, chunk, ...], after padding T with zeros to `padded`, n chunks: for a scan over chunks."""
     pad = [(0, 0)] * array.ndim
     pad[1] = (0, padded - array.shape[1])
     array = jnp.pad(array, pad)
@@ -60,7 +64,7 @@ def _split(array, chunk, padded):
 
 
 def _join(array, length):
-    """[n, B, chunk, ...] -> [B, T, ...]"""
+    """[n, B, chunk, ...] -> [B, T, ...] with the first `length` tokens: the inverse of _split."""
     array = jnp.moveaxis(array, 0, 1)
     return array.reshape(array.shape[0], -1, *array.shape[3:])[:, :length]
 

@@ -41,10 +41,8 @@ class Tiles:
 
 
 # {shared memory of one block in KB: {head dim: tiles}}. Compute capability 9.0 has 227 KB, 8.0 and 8.7 have 163, 8.6,
-# 8.9
-# and 12.x have 99. Measured on an H200: those for 227 directly; the others in code for 8.6 (mma.sync), with the number
-# of
-# blocks on a multiprocessor that an A100's and a 4090's shared memory allows.
+# 8.9 and 12.x have 99. Measured on an H200: those for 227 directly; the others in code for 8.6 (mma.sync), with the
+# number of blocks on a multiprocessor that an A100's and a 4090's shared memory allows.
 TILES = {
     227: {
         64: Tiles(Tile(64, 64, 4, 3), Tile(64, 32, 4, 3), Tile(64, 64, 4, 3)),
@@ -81,7 +79,20 @@ def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | No
 
 
 def _call(kernel, tile: Tile, own: int, grid_heads: int, arguments, out_types, key, *, scale, window, soft_cap):
-    """Calls a kernel whose programs have `own` rows of one head; arguments[0] is query."""
+    """Calls a kernel whose programs have `own` queries, or keys, of one head of one row, and returns its outputs.
+
+    Args:
+      kernel: the function.
+      tile: its tile.
+      own: tokens of a program, tile.queries or tile.keys.
+      grid_heads: the number of query heads or of key heads, whichever a program has one of.
+      arguments: the input arrays, the first of which is query.
+      out_types: shapes and dtypes of the outputs.
+      key: for the number of its heads.
+      scale, window, soft_cap: of the attention.
+    Raises:
+      ValueError: scale is not positive.
+    """
     if not scale > 0:
         raise ValueError(f"attention: the Triton kernels need scale > 0, not {scale}; pass implementation='reference'")
     rows, length, heads, dim = arguments[0].shape

@@ -15,7 +15,8 @@ _MASKED = tl.constexpr(-1e30)
 def _block(
     array, first, LENGTH: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, CHECK: tl.constexpr
 ):
-    """ROWS rows of one head from `first` on; CHECK: those past the end are zero."""
+    """Loads [ROWS, DIM]: ROWS rows of one head from `first` on, of an array that points to the head's first row and has
+    STRIDE numbers from row to row. CHECK: rows past the end (LENGTH) are zero; otherwise there must be none."""
     rows = tl.arange(0, ROWS)
     pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[:, None] * STRIDE + tl.arange(0, DIM)[None, :]
     if CHECK:
@@ -26,7 +27,8 @@ def _block(
 
 @triton.jit
 def _store(array, values, first, LENGTH: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr):
-    """Stores ROWS rows of one head from `first` on, without those past the end."""
+    """Stores [ROWS, DIM] as rows of one head from `first` on, without those past the end; the arguments are those of
+    _block."""
     rows = tl.arange(0, ROWS)
     pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[:, None] * STRIDE + tl.arange(0, DIM)[None, :]
     values = values.to(array.dtype.element_ty)
@@ -57,7 +59,8 @@ def _upper(ends, keys, LENGTH: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def _capped(scores, SCALE: tl.constexpr, CAP: tl.constexpr):
-    """(x, slope): the score in log2 is x * _unit(SCALE, CAP); slope is the cap's derivative."""
+    """(x, slope) of raw products of queries and keys: the score in log2 is x * UNIT, where UNIT is (CAP, or SCALE
+    without a cap) * log2(e); slope is the cap's derivative."""
     if CAP > 0.0:
         # tanh(y) = 1 - 2 / (1 + exp(2 y)), which has the right limits.
         tanh = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * SCALE / CAP * _LOG2E)))
@@ -86,7 +89,13 @@ def _attend(
     KEYS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Online softmax (arXiv 2205.14135) over the keys begin .. end - 1, in blocks."""
+    """Online softmax (arXiv 2205.14135) over the keys begin .. end - 1, in blocks of KEYS: returns the updated (acc,
+    top, total).
+
+    acc [QUERIES, DIM] is the weighted sum of values so far, top and total [QUERIES] the maximum (in log2) and the sum
+    of weights. rows and lower are the queries' positions and the first keys that they see. MASKED: a bound may cross
+    the blocks, so scores are masked; otherwise all keys are seen by all queries.
+    """
     UNIT: tl.constexpr = (CAP if CAP > 0.0 else SCALE) * _LOG2E
     for first in range(begin, end, KEYS):
         k = _block(key, first, LENGTH, STRIDE, DIM, KEYS, MASKED)
@@ -129,7 +138,8 @@ def forward_kernel(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """out and lse of one tile of queries of one head. Grid: (heads, tiles, B)."""
+    """out, and lse in the natural logarithm, of one tile of QUERIES queries of one head; 0 at padding. sinks is
+    float32[HEADS], -inf without sinks. Grid: (heads, tiles, B)."""
     head = tl.program_id(0)
     # Late tiles see most: they go first, so that no long one is left for the end.
     base = (tl.num_programs(1) - 1 - tl.program_id(1)) * QUERIES
@@ -194,7 +204,8 @@ def forward_kernel(
 def _to_query(acc, query, dout, key, value, stat, delta, rows, lower, begin, end,
               LENGTH: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
               KEYS: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """Adds to dq / SCALE what comes through the keys begin .. end - 1."""
+    """Adds to dq / SCALE, which is acc [QUERIES, DIM], what comes through the keys begin .. end - 1, and returns it.
+    stat and delta [QUERIES] are the lse in log2 and the sum of out * dout; the others are as in _attend."""
     UNIT: tl.constexpr = (CAP if CAP > 0.0 else SCALE) * _LOG2E
     for first in range(begin, end, KEYS):
         k = _block(key, first, LENGTH, STRIDE, DIM, KEYS, MASKED)
@@ -218,8 +229,8 @@ def query_kernel(query, key, value, out, dout, lse, starts, ends, dquery, delta,
                  LENGTH: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
                  SCALE: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr,
                  QUERIES: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
-    """dq of one tile of queries of one head, walking the keys as the forward does, and delta, the sum of out dout.
-    Grid: (heads, tiles, B)."""
+    """dq of one tile of queries of one head, walking the keys as the forward does, and delta float32[B, heads, T], the
+    sum of out * dout over a head, which key_kernel needs. Grid: (heads, tiles, B)."""
     head = tl.program_id(0)
     base = (tl.num_programs(1) - 1 - tl.program_id(1)) * QUERIES
     batch = tl.program_id(2).to(tl.int64)
@@ -258,7 +269,9 @@ def query_kernel(query, key, value, out, dout, lse, starts, ends, dquery, delta,
 def _to_key(dk, dv, query, dout, k, v, lse, delta, columns, upper, begin, end,
             LENGTH: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
             QUERIES: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """Adds to dk / SCALE and dv what comes from the queries begin .. end - 1. Scores stand with keys in rows."""
+    """Adds to dk / SCALE and dv [KEYS, DIM] what comes from the queries begin .. end - 1, and returns both. Scores have
+    keys in rows; columns and upper [KEYS] are the keys' positions and the ends of the queries that see them. MASKED: as
+    in _attend."""
     UNIT: tl.constexpr = (CAP if CAP > 0.0 else SCALE) * _LOG2E
     for first in range(begin, end, QUERIES):
         rows = first + tl.arange(0, QUERIES)

@@ -19,7 +19,8 @@ KERNELS = ("forward", "dquery", "dkey")
 
 
 def candidates(kernel: str, dim: int) -> list[dict[str, Any]]:
-    """Blocks to try, those of the heuristic first. Some exceed the shared memory."""
+    """Blocks to try for a kernel ("forward", "dquery" or "dkey") and its head dim, as dictionaries, those of the
+    heuristic first. Some exceed the shared memory; the tuner skips them."""
     first = mosaic.HEURISTIC[kernel][dim]
     forms: list[dict[str, Any]] = [dict(turns=turns, lean=lean) for lean in (False, True) for turns in (True, False)]
     stages = (2, 3, 4)
@@ -91,7 +92,7 @@ def tune(
 
 
 def _measured(kernel: str, case: Case, dtype, prepare, say, path) -> dict[str, Any]:
-    """The entry of one kernel for a case."""
+    """The entry (tuning.measure) of one kernel for a case; prepare, say and path are those of tuning.measure."""
     dim = mosaic.kernel_dim(case.dim)
     return tuning.measure(
         f"attention {kernel}",

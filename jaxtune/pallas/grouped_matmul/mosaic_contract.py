@@ -25,8 +25,7 @@ from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups, groups_of
 
 _STEP = 64  # rows at a time, and columns of the thin side: the least that wgmma takes there
 # Columns of an item (the first that divide the wide side's are taken), and steps that are loaded ahead; two programs
-# fit a
-# multiprocessor.
+# fit a multiprocessor.
 _STAGES = {128: 3, 192: 2, 64: 5}
 _PROGRAMS = 2
 _TRANSFORMS = mosaic_types.tiled(jnp.bfloat16)  # for any 16-bit dtype
