@@ -78,8 +78,8 @@ def _blocks(kernel: str, query, layout: PackedLayout, window: int | None) -> Blo
 
 
 def blocks_of(query, layout: PackedLayout, window: int | None) -> dict[str, dict[str, Any]]:
-    """{operation of tuning.py: its blocks, as a dictionary} for such a call, by which checks at first use are told
-    apart; of `query` only shape and dtype are used."""
+    """{operation of tuning.py: its blocks, as a dictionary} for such a call; a kernel with other blocks is checked
+    separately at its first use. Of `query` only shape and dtype are used."""
     query = jax.ShapeDtypeStruct((kernel_dim(query.shape[-1]),), query.dtype)
     return {f"attention {kernel}": _blocks(kernel, query, layout, window).as_dict() for kernel in HEURISTIC}
 

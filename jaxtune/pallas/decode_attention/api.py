@@ -18,7 +18,9 @@ def implementations(query, keys, *, soft_cap=None) -> dispatch.Table:
     """{name: function that gives the reason why the implementation refuses this call, or None}, in the order of
     preference.
 
-    Only shapes and dtypes of the arrays matter.
+    Args:
+      query, keys: of the call, [B, heads, D] and [B, kv_heads, capacity, D]; only shapes and dtypes matter.
+      soft_cap: of the call, or None; a kernel with a cap is checked separately at its first use.
     """
 
     def kernel(name):
@@ -30,9 +32,13 @@ def implementations(query, keys, *, soft_cap=None) -> dispatch.Table:
 
 def _first_use(name: str, module, query, keys, soft_cap) -> str | None:
     """The reason why this GPU must not run a kernel for such calls, or None, from comparing a small case with the
-    reference.
+    reference. The case has an empty row, a full tile, a tile with one key, and a ring.
 
-    The case has an empty row, a full tile, a tile with one key, and a ring.
+    Args:
+      name: the implementation.
+      module: its functions `decode` and `variant`.
+      query, keys: of the call; only shapes and dtypes matter.
+      soft_cap: of the call, or None.
     """
     (_, heads, dim), kv_heads, dtype = query.shape, keys.shape[1], jnp.dtype(query.dtype)
     group = heads // kv_heads

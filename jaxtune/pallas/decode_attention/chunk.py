@@ -106,6 +106,8 @@ def chunk_written(cache: jax.Array, new: jax.Array, before: jax.Array) -> jax.Ar
       cache: [B, kv_heads, capacity, D].
       new: [B, N, kv_heads, D], keys or values in the cache's dtype.
       before: int32[B], tokens of each row before the new ones.
+    Returns:
+      the cache; it is not copied if the old one is donated or not read again.
     Raises:
       TypeError, ValueError: an argument does not fit this description.
     """

@@ -54,13 +54,14 @@ HEURISTIC = {64: Blocks(64, 4, 3), 96: Blocks(64, 3, 3), 128: Blocks(64, 3, 2), 
 
 
 def blocks_of(dim: int, dtype) -> Blocks:
-    """The tuned blocks for a head dim and dtype, or else those of HEURISTIC."""
+    """The tuned blocks for a head dim of HEURISTIC and a dtype, or else those of HEURISTIC."""
     found = tuning.tuned("decode attention", f"head_dim={dim}", dtype, Blocks)
     return Blocks(**found) if found else HEURISTIC[dim]
 
 
 def refusal(query, keys) -> str | None:
-    """The reason why these kernels cannot serve a call with such arrays, or None."""
+    """The reason why these kernels cannot serve a call with such arrays, query [B, heads, D] and keys [B, kv_heads,
+    capacity, D], or None."""
     if gpu_kernel.interpreter() is None and compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
@@ -78,13 +79,19 @@ def refusal(query, keys) -> str | None:
 
 
 def variant(query) -> str:
-    """A phrase that differs between calls whose kernels are compiled with other blocks."""
+    """A phrase that differs between calls whose kernels are compiled with other blocks, so that these are checked
+    separately at their first use."""
     return str(blocks_of(query.shape[-1], query.dtype).as_dict())
 
 
 def work_of(lengths, capacity: int, window: int | None, step: int):
     """The work of the kernels. It depends only on the lengths, so that XLA computes it once for all layers.
 
+    Args:
+      lengths: int32[B], tokens of each row.
+      capacity: of the cache.
+      window: the sliding window, or None.
+      step: keys of a tile.
     Returns:
       table: int32[B * splits, 6], the longest splits first: row, split, first tile, tiles, index of the row's newest
         key, and how many keys the row sees.
@@ -101,7 +108,8 @@ def work_of(lengths, capacity: int, window: int | None, step: int):
 
 
 def _smem(shape, dtype):
-    """A shared-memory buffer for tensor cores; rows of 96 numbers are three swizzled pieces of 64 bytes."""
+    """A shared-memory buffer of this shape for TMA and tensor cores, swizzled; rows of 96 numbers are three swizzled
+    pieces of 64 bytes."""
     row_bytes = 128 if shape[-1] * jnp.dtype(dtype).itemsize % 128 == 0 else 64
     return plgpu.SMEM(shape, dtype, transforms=mosaic_types.tiled(dtype, row_bytes))
 
@@ -109,11 +117,15 @@ def _smem(shape, dtype):
 def _split(query, keys, values, table, lines, blocks: Blocks, scale, soft_cap):
     """Runs the kernel over splits.
 
-    query is [B, kv_heads, padded heads, D]; table and lines are from work_of.
-
+    Args:
+      query: [B, kv_heads, padded heads, D].
+      keys, values: the caches.
+      table, lines: from work_of.
+      blocks: how the work is divided.
+      scale, soft_cap: of the attention.
     Returns:
-      (float32[B, kv_heads, splits, padded heads, D] normalised over each split, their log-sum-exp without the last
-        axis)
+      (float32[B, kv_heads, splits, padded heads, D] normalised over each split, their log-sum-exp in units of log2
+        without the last axis). Splits without visible keys are not written.
     """
     rows, kv_heads, heads, dim = query.shape
     splits = -(-keys.shape[2] // SPLIT)
@@ -147,7 +159,12 @@ def _split(query, keys, values, table, lines, blocks: Blocks, scale, soft_cap):
 def _combine(parts, lse, order, count, sinks, group: int, dtype):
     """Runs the kernel that combines the splits: [B, kv_heads, group, D] in dtype.
 
-    sinks: float32[kv_heads, padded heads], in units of log2. group: query heads of a KV head.
+    Args:
+      parts, lse: from _split.
+      order, count: from work_of.
+      sinks: float32[kv_heads, padded heads], in units of log2, MASKED for none.
+      group: query heads of a KV head.
+      dtype: of the result.
     """
     rows, kv_heads, splits, padded, dim = parts.shape
     heads = min(group, MOST_HEADS)

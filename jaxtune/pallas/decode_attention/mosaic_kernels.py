@@ -41,12 +41,17 @@ def split_kernel(
     the tiles of its next items into its own slots of shared memory while it computes.
 
     Args:
-      q_ref: [B, kv_heads, heads of a group, D].
+      q_ref: [B, kv_heads, heads of a group, D], in global memory as all refs.
       k_ref, v_ref: the caches.
       table_ref: int32[lines, 6], see mosaic.work_of.
       count_ref: int32[1], how many lines have tiles.
       out_ref: float32[B, kv_heads, splits, heads of a group, D], normalised over the split.
       lse_ref: the log-sum-exp of each, in units of log2.
+      k_smem, v_smem: slots for tiles in shared memory, [workers * stages, step, D].
+      k_full, v_full: a barrier for each slot, which completes when its tile has arrived.
+      blocks: how the work is divided.
+      scale, soft_cap: of the attention.
+      interpreted: whether Pallas' interpreter runs it.
     """
     wg, program = lax.axis_index("wg"), lax.axis_index("program")
     kv_heads, capacity, heads, dim = *k_ref.shape[1:3], *q_ref.shape[2:]
@@ -142,8 +147,8 @@ def split_kernel(
 
 
 def product(left, right, shape, interpreted):
-    """left @ right in float32, with `left` from registers; by jnp for the interpreter, which does not support this
-    wgmma."""
+    """left @ right in a float32 array of `shape` in registers, with `left` in registers and right in shared memory, by
+    the calling warpgroup; by jnp for the interpreter, which does not support this wgmma."""
     if interpreted:
         return lax.dot(left, right[...], preferred_element_type=jnp.float32)
 

@@ -32,22 +32,24 @@ TILE = 64  # rows of a tile
 
 
 def _row(half: int):
-    """The first row of the tile that this lane has, or its second if half is 1."""
+    """The row of a tile that this lane has: the first of its two if half is 0, the second if half is 1. Like `_column`,
+    it returns an MLIR int32."""
     thread = ir_thread()
     of_warp = ir_mul(ir_shift_right(thread, 5), 16)
     return ir_add(of_warp, ir_shift_right(arith.andi(thread, ir_const(31)), 2), ir_const(8 * half))
 
 
 def _column():
-    """The first column that this lane has, of every 8."""
+    """The first of the two neighbouring columns that this lane has, of every 8."""
     return ir_mul(arith.andi(ir_thread(), ir_const(3)), 2)
 
 
 def load_rows(ref, chunk, shape: tuple[int, int]):
-    """Loads chunk number `chunk` of a buffer as a tile: [64, columns] in Layout.WGMMA and ref's dtype.
+    """Loads chunk number `chunk` of a buffer as a tile, by one warpgroup: [64, columns] in registers, in Layout.WGMMA
+    and ref's dtype.
 
     Args:
-      ref: in memory, any shape; chunk i is its i-th [rows, columns].
+      ref: in global memory, any shape; chunk i is its i-th [rows, columns].
       chunk: int32[].
       shape: (rows, columns), at most 64 rows. The other rows of the tile repeat rows of the chunk.
     """
@@ -76,12 +78,15 @@ def load_rows(ref, chunk, shape: tuple[int, int]):
 
 
 def store_rows(values, numbers, out_ref, numbers_ref, chunk, rows: int):
-    """Stores the first `rows` rows of a tile, and one number for each, as chunk number `chunk` of two buffers.
+    """Stores the first `rows` rows of a tile, and one number for each, as chunk number `chunk` of two buffers in global
+    memory, by one warpgroup.
 
     Args:
-      values: float32[64, columns] in Layout.WGMMA, stored to out_ref, whose chunks are [rows, columns].
-      numbers: float32[64], stored to numbers_ref, whose chunks are [rows].
+      values: float32[64, columns] in registers in Layout.WGMMA, stored to out_ref, whose chunks are [rows, columns].
+      numbers: float32[64] in registers, stored to numbers_ref, whose chunks are [rows].
+      out_ref, numbers_ref: float32, of any shape.
       chunk: int32[].
+      rows: at most 64.
     """
     columns = values.shape[1]
 

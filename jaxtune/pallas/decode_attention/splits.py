@@ -18,7 +18,13 @@ def live_tiles(lengths, capacity: int, window: int | None, step: int):
     """The tiles of `step` keys in each split from the first to the last one with a visible key: (first, count).
 
     Both are int32[B, splits]; `first` counts tiles from the start of the cache, and count is 0 for a split without
-    visible keys. step must divide the capacity.
+    visible keys.
+
+    Args:
+      lengths: int32[B], tokens of each row.
+      capacity: of the cache, a multiple of step.
+      window: the sliding window, or None.
+      step: keys of a tile.
     """
     splits, per_split = -(-capacity // SPLIT), SPLIT // step
     seen = jnp.minimum(seen_of(lengths, window), capacity)[:, None]
@@ -35,7 +41,8 @@ def live_tiles(lengths, capacity: int, window: int | None, step: int):
 
 
 def seen_of(lengths, window: int | None):
-    """int32[B]: how many keys a row's newest token sees."""
+    """int32[B]: how many keys a row's newest token sees, of the `lengths` tokens of its row; more than the cache has if
+    the row is longer than the capacity."""
     return lengths if window is None else jnp.minimum(lengths, window)
 
 

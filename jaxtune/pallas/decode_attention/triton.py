@@ -37,7 +37,8 @@ def width(dim: int) -> int:
 
 
 def refusal(query, keys) -> str | None:
-    """The reason why these kernels cannot serve a call with such arrays, or None."""
+    """The reason why these kernels cannot serve a call with such arrays, query [B, heads, D] and keys [B, kv_heads,
+    capacity, D], or None."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -55,7 +56,8 @@ def refusal(query, keys) -> str | None:
 
 
 def variant(query) -> str:
-    """A phrase that differs between calls whose kernels are compiled with other tiles."""
+    """A phrase that differs between calls whose kernels are compiled with other tiles, so that these are checked
+    separately at their first use."""
     return str(TILES[width(query.shape[-1])])
 
 

@@ -15,7 +15,7 @@ IMPLEMENTATIONS = {"triton": triton, "chunked": chunked, "reference": reference}
 
 def implementations(key, value) -> dispatch.Table:
     """The implementations in the order in which they are tried, each with a function that returns why it refuses a
-    call; of the arrays, only shape and dtype are used."""
+    call. key is [B, T, key_heads, K], value [B, T, heads, V]; only shape and dtype are used."""
     return {
         "triton": lambda: triton.refusal(key, value),
         "chunked": lambda: None,
@@ -24,14 +24,22 @@ def implementations(key, value) -> dispatch.Table:
 
 
 def _check_layout(check: Arguments, layout) -> None:
-    """Checks the layout."""
+    """Checks the class of `layout`, and the shapes and dtypes of its document bounds.
+
+    Raises:
+      TypeError, ValueError: it is not as PackedLayout describes it.
+    """
     check.is_a("layout", layout, PackedLayout, "a PackedLayout: packed_layout((rows, length), segment_ids) makes one")
     check.array("layout.doc_start", layout.doc_start, "B T", jnp.int32)
     check.array("layout.doc_end", layout.doc_end, "B T", jnp.int32)
 
 
 def _check_tokens(check: Arguments, key, value, decay, beta) -> None:
-    """Checks the arrays of tokens."""
+    """Checks the arrays of tokens, which gated_delta_rule describes.
+
+    Raises:
+      TypeError, ValueError: an array is not as described there.
+    """
     check.array("key", key, "B T key_heads K", FLOATS)
     check.array("value", value, "B T heads V", key.dtype)
     check.array("decay", decay, "B T heads", jnp.float32)

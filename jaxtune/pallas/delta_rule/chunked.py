@@ -58,8 +58,13 @@ def chunk(query, key, value, decay, beta, state):
 
 
 def _run(query, key, value, decay, beta, doc_start, first=None):
-    """float32 (out [B, T, heads, V], the last state [B, heads, K, V]); `first` is the state before the tokens, None:
-    0."""
+    """float32 (out [B, T, heads, V], the last state [B, heads, K, V]) of the rule over all tokens, by groups of chunks.
+
+    Args:
+      query, key, value, decay, beta: as in api.gated_delta_rule; decay and beta are 0 at padding.
+      doc_start: int32[B, T], the first token of each token's document; negative if it started before the first token.
+      first: float32[B, heads, K, V], the state before the tokens; None: 0.
+    """
     rows, length, heads, value_dim = value.shape
     key_heads, key_dim = key.shape[2:]
     chunk = min(CHUNK, 1 << (length - 1).bit_length())
@@ -86,8 +91,15 @@ def _run(query, key, value, decay, beta, doc_start, first=None):
 
 
 def _group(precision, state, group):
-    """(state after the group, float32 out [B, chunks, chunk, heads, V]); state is [B, key_heads, heads of each, K,
-    V]."""
+    """The rule over the chunks of a group: (state after it, float32 out [B, chunks, chunk, heads, V]), the body of a
+    scan.
+
+    Args:
+      precision: of matrix products.
+      state: float32[B, key_heads, heads of each, K, V], before the group.
+      group: int32[chunks], the first token of each chunk; then query, key, value, decay, beta and doc_start of `_run`,
+        each [B, chunks, chunk, ...].
+    """
     firsts, query, key, value, decay, beta, doc_start = group
     chunk, key_heads, key_dim = key.shape[2:]
     product = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
@@ -134,6 +146,7 @@ def _group(precision, state, group):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def unit_lower_inverse(lower: jax.Array, precision) -> jax.Array:
     """The inverse of 1 + lower, float32[..., n, n] with zeros on and above the diagonal; n is a power of two.
+    precision: of matrix products. It has a custom derivative, which stores only the inverse.
 
     The inverses of diagonal blocks give those of blocks twice as large, by matrix products. This is as stable as
     substitution. The series in powers of `lower`, which needs the same products, is not, because its terms grow as

@@ -24,7 +24,8 @@ def forward(x, weight, layout):
 
 
 def step(x, weight, window):
-    """(out [B, 1, C], the next window [B, k - 1, C]) for one more token of each row; see api.short_convolution_step."""
+    """(out [B, 1, C], the next window [B, k - 1, C]) for one more token x [B, 1, C] of each row, with weight [C, k] and
+    the k - 1 tokens before it, window [B, k - 1, C]; for generation. See api.short_convolution_step."""
     seen = jnp.concatenate([window, x], axis=1)
     total = (seen.astype(jnp.float32) * weight.T.astype(jnp.float32)).sum(1, keepdims=True)
     return jax.nn.silu(total).astype(x.dtype), seen[:, 1:]

@@ -48,7 +48,8 @@ def step(query, key, value, decay, beta, state):
 
 
 def _token(query, key, value, decay, beta, state):
-    """query, key [B, key_heads, K], value [B, heads, V], decay and beta [B, heads] -> float32 (out, the next state)."""
+    """One token of each row in float32: (out [B, heads, V], the next state). query, key: [B, key_heads, K], not
+    normalised yet; value [B, heads, V], decay and beta [B, heads], state [B, heads, K, V]."""
     heads = value.shape[1]
     query, key = (jnp.repeat(unit(x), heads // x.shape[1], axis=1)[..., None] for x in (query, key))
     state = state * jnp.exp(decay.astype(jnp.float32))[..., None, None]

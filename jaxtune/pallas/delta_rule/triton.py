@@ -48,7 +48,8 @@ _ROOMY = ((8, 0), (8, 7), (9, 0))  # compute capabilities whose shared memory ha
 
 
 def _tile(kernel: str) -> tuple[int, int, int]:
-    """The entry of _TILES, adapted to the GPU in use."""
+    """(warps, columns at a time, steps that are loaded ahead): the entry of _TILES for a kernel, adapted to the GPU in
+    use."""
     capability = dispatch.compute_capability()
     if kernel == "reverse" and capability == (9, 0):
         return 8, DIM, 3  # 210 KB
@@ -57,7 +58,8 @@ def _tile(kernel: str) -> tuple[int, int, int]:
 
 
 def refusal(key, value) -> str | None:
-    """The reason why these kernels cannot serve this call, or None."""
+    """The reason why these kernels cannot serve a call with key [B, T, key_heads, K] and value [B, T, heads, V], or
+    None; only shape and dtype are used. On a GPU their first use is checked."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -70,8 +72,9 @@ def refusal(key, value) -> str | None:
 
 
 def _first_use(dtype, group: int) -> str | None:
-    """The reason why this GPU must not run the kernels for calls like this one, or None. Released versions of Triton
-    have compiled such kernels wrongly."""
+    """The reason why this GPU must not run the kernels in `dtype` with `group` value heads a key head, or None, from
+    comparing a small packed case, with its gradients, with the reference. Released versions of Triton have compiled
+    such kernels wrongly."""
 
     def compare():
         runs = ((1, 70), (0, 5), (2, 1), (3, 130), (4, 64), (0, 27))
@@ -105,7 +108,7 @@ def forward(query, key, value, decay, beta, layout: PackedLayout):
 
 @jax.custom_vjp
 def _rule(query, key, value, decay, beta, layout):
-    """The rule with a custom derivative."""
+    """The output [B, T, heads, V] by the kernels, with a custom derivative; arguments are those of `forward`."""
     made = _by_rows(_chunks, 6)(query, key, decay, beta, value, layout)
     return _by_rows(functools.partial(_states, save=False), 4)(query, key, value, made)[0]
 
@@ -129,12 +132,22 @@ _rule.defvjp(_rule_fwd, _rule_bwd)
 
 
 def _by_rows(function, rows: int):
-    """function(*arrays) on each device's rows."""
+    """Returns `function` of arrays such that each device of a mesh runs it on its own rows; `rows` is the number of its
+    first arguments that have rows as leading axis."""
     return meshes.on_each_device(function, rows=rows)
 
 
 def _call(kernel: str, arguments, out_types, grid, key, value, **constants: Any):
-    """Calls one of the kernels with its tile and the sizes of key and value."""
+    """Calls one of the kernels with its tile and the sizes of key and value, and returns its outputs.
+
+    Args:
+      kernel: its name in _TILES, "forward" for triton_kernels.forward_kernel.
+      arguments: the input arrays.
+      out_types: shapes and dtypes of the outputs.
+      grid: number of programs along each axis.
+      key, value: [B, T, key_heads, K] and an array with value's shape; only shapes are used.
+      constants: further compile-time constants of the kernel.
+    """
     from jaxtune.pallas.delta_rule import triton_kernels
 
     length, heads, value_dim = value.shape[1:]
@@ -160,8 +173,8 @@ def _call(kernel: str, arguments, out_types, grid, key, value, **constants: Any)
 
 
 class Made(NamedTuple):
-    """Values of chunks that do not depend on a state: two matrices of each chunk, and numbers of tokens, float32[B,
-    heads, tokens]."""
+    """What the first two kernels compute, the values of chunks that do not depend on a state: two matrices of each
+    chunk, and numbers of tokens, float32[B, heads, tokens] with tokens padded to whole chunks."""
 
     inverse: jax.Array  # [B, heads, chunks, CHUNK, CHUNK]
     weights: jax.Array  # of the same shape: weights with which queries read the errors of the chunk's tokens
@@ -205,7 +218,8 @@ def _chunks(query, key, decay, beta, value, layout) -> Made:
 
 
 def _states(query, key, value, made: Made, *, save: bool):
-    """(out, errors, states); the last two are meaningless unless `save`."""
+    """(out [B, T, heads, V], errors of value's shape and dtype, states [B, heads, chunks, V, K] before each chunk) by
+    the third kernel; the last two are meaningless unless `save`, which only a forward with a backward asks for."""
     rows, length, heads, value_dim = value.shape
     chunks = math.ceil(length / CHUNK)
     like_value = jax.ShapeDtypeStruct(value.shape, value.dtype)
@@ -223,7 +237,8 @@ def _states(query, key, value, made: Made, *, save: bool):
 
 
 def _reverse(query, key, dout, made: Made):
-    """(dvalue, gradients of the states after the chunks)."""
+    """(dvalue, gradients of the states after the chunks [B, heads, chunks, V, K]), by the kernel that walks back along
+    the rows; dout is the gradient of the output, 0 at padding."""
     rows, length, heads, value_dim = dout.shape
     states = (rows, heads, math.ceil(length / CHUNK), value_dim, key.shape[-1])
     return _call(
@@ -237,7 +252,8 @@ def _reverse(query, key, dout, made: Made):
 
 
 def _backward(query, key, dout, error, states, layout, made: Made):
-    """(dquery, dkey, dvalue, ddecay, dbeta)."""
+    """(dquery, dkey, dvalue, ddecay, dbeta), in the shapes of the arguments of `forward`. error and states are from
+    `_states`, made from `_chunks`, and dout is the gradient of the output, 0 at padding."""
     dvalue, dstates = _reverse(query, key, dout, made)
     bounds = layout.doc_start, layout.doc_end
     matrices = jax.ShapeDtypeStruct(made.inverse.shape, made.inverse.dtype)

@@ -1,7 +1,8 @@
 """The bodies of the Triton kernels of the gated delta rule; triton.py describes and calls them.
 
-Arrays of tokens are [B, T, heads, dim], contiguous. Numbers per token that the kernels compute are float32[B, heads,
-CHUNKS * CHUNK], matrices of a chunk [B, heads, CHUNKS, CHUNK, CHUNK], states [B, heads, CHUNKS, VALUE_DIM, KEY_DIM]. No
+Arrays of tokens are [B, T, heads, dim], contiguous; helpers get a pointer to one head's first token, and STRIDE, the
+numbers from token to token. Numbers per token that the kernels compute are float32[B, heads, CHUNKS * CHUNK], matrices
+of a chunk [B, heads, CHUNKS, CHUNK, CHUNK], states [B, heads, CHUNKS, VALUE_DIM, KEY_DIM]; triton.Made names them. No
 left operand of a product is the transpose of a result, because Triton 3.4 to 3.7 compile that wrongly for Hopper.
 """
 
@@ -14,7 +15,8 @@ _LEAST = tl.constexpr(-100.0)  # the smallest decay: its exp is 0 in float32, an
 
 @triton.jit
 def _tokens(array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr):
-    """[CHUNK, DIM] of one head from token `first` on; tokens past the row are 0."""
+    """Loads [CHUNK, DIM] of one head, to whose first token `array` points, from token `first` on; tokens past the row
+    (LENGTH) are 0. STRIDE: numbers from token to token."""
     rows = tl.arange(0, CHUNK)
     pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[:, None] * STRIDE + tl.arange(0, DIM)[None, :]
     if LENGTH % CHUNK == 0:
@@ -25,7 +27,8 @@ def _tokens(array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.co
 
 @triton.jit
 def _tokens_turned(array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr):
-    """The transpose of _tokens, loaded in that layout."""
+    """The transpose of _tokens, [DIM, CHUNK], loaded in that layout, because a transposed result cannot be an operand
+    (see the top of this file)."""
     rows = tl.arange(0, CHUNK)
     pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[None, :] * STRIDE + tl.arange(0, DIM)[:, None]
     if LENGTH % CHUNK == 0:
@@ -45,7 +48,7 @@ def _piece_turned(
     CHUNK: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    """PIECE columns of _tokens_turned, from column `begin` on."""
+    """PIECE columns of _tokens_turned, [DIM, PIECE], from column `begin` on."""
     rows = begin + tl.arange(0, PIECE)
     pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[None, :] * STRIDE + tl.arange(0, DIM)[:, None]
     if LENGTH % CHUNK == 0:
@@ -58,7 +61,8 @@ def _piece_turned(
 def _put_tokens(
     array, values, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Stores [CHUNK, DIM] as the tokens from `first` on."""
+    """Stores values [CHUNK, DIM] as the tokens from `first` on, without those past the row; the arguments are those of
+    _tokens."""
     rows = tl.arange(0, CHUNK)
     pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[:, None] * STRIDE + tl.arange(0, DIM)[None, :]
     values = values.to(array.dtype.element_ty)
@@ -72,7 +76,8 @@ def _put_tokens(
 def _put_tokens_turned(
     array, values, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Stores the transpose of [DIM, CHUNK] as the tokens from `first` on."""
+    """Stores the transpose of values [DIM, CHUNK] as the tokens from `first` on, without those past the row; the
+    arguments are those of _tokens."""
     rows = tl.arange(0, CHUNK)
     pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[None, :] * STRIDE + tl.arange(0, DIM)[:, None]
     values = values.to(array.dtype.element_ty)
@@ -84,14 +89,15 @@ def _put_tokens_turned(
 
 @triton.jit
 def _along(sums, array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr):
-    """The inner product of each row of `sums` with its token, which is loaded again, because keeping it would take
-    registers."""
+    """float32[CHUNK]: the inner product of each row of `sums` [CHUNK, DIM] with its token, which is loaded again,
+    because keeping it would take registers. The other arguments are those of _tokens."""
     return tl.sum(sums * _tokens(array, first, STRIDE, DIM, LENGTH, CHUNK).to(tl.float32), 1)
 
 
 @triton.jit
 def _inverse_length(array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr):
-    """1 over the length of each token."""
+    """float32[CHUNK]: 1 over the length of each token's vector, a query or a key. The arguments are those of
+    _tokens."""
     wide = _tokens(array, first, STRIDE, DIM, LENGTH, CHUNK).to(tl.float32)
     return tl.rsqrt(tl.sum(wide * wide, 1) + _EPS)
 
@@ -117,7 +123,8 @@ def _put_matrix(array, values, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _bounds(starts, ends, first, LENGTH: tl.constexpr, CHUNK: tl.constexpr):
-    """(first token of each token's document, whether it is a real token); tokens past the row are padding."""
+    """(int32[CHUNK] first token of each token's document, bool[CHUNK] whether it is a real token) for the tokens from
+    `first` on; tokens past the row are padding. starts and ends point to the row's document bounds, int32[T]."""
     places = first + tl.arange(0, CHUNK)
     start = tl.load(starts + places, mask=places < LENGTH, other=0)
     end = tl.load(ends + places, mask=places < LENGTH, other=0)
@@ -127,19 +134,23 @@ def _bounds(starts, ends, first, LENGTH: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def _reads(start, places):
-    """[CHUNK, CHUNK]: whether a token sees another token of the chunk, itself included."""
+    """bool[CHUNK, CHUNK]: whether a token (row) sees another token of the chunk (column), itself included. start and
+    places are int32[CHUNK], the first tokens of the tokens' documents, and the tokens' own numbers in the row."""
     return (start[:, None] <= places[None, :]) & (places[:, None] >= places[None, :])
 
 
 @triton.jit
 def _left(sums, seen):
-    """The factor of a token's writing when another token reads it."""
+    """float32[CHUNK, CHUNK]: the factor that is left of a token's writing (column) when another token (row) reads it,
+    the decay between the two; 0 unless `seen`, from _reads. sums: float32[CHUNK], the decays summed since the start of
+    each token's document within the chunk."""
     return tl.where(seen, tl.exp(tl.minimum(sums[:, None] - sums[None, :], 0.0)), 0.0)
 
 
 @triton.jit
 def _after(sums, start, places, is_last):
-    """The factor of a token's writing in the state after the chunk."""
+    """float32[CHUNK]: the factor of each token's writing in the state after the chunk; 0 for documents that end before.
+    sums, start and places are as in _left and _reads; is_last marks the chunk's last token."""
     last = tl.sum(tl.where(is_last, sums, 0.0), 0)
     last_start = tl.sum(tl.where(is_last, start, 0), 0)
     return tl.where(places >= last_start, tl.exp(tl.minimum(last - sums, 0.0)), 0.0)
@@ -163,7 +174,8 @@ def numbers_kernel(query, key, decay, beta, starts, ends,
                    LENGTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr,
                    HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
                    WIDTH: tl.constexpr):  # fmt: skip
-    """The numbers of a chunk's tokens, for all value heads of a key head. Grid: (key_heads, chunks, B).
+    """The numbers of a chunk's tokens, the fields total to faded of triton.Made, for all value heads of a key head.
+    Grid: (key_heads, chunks, B).
 
     They have a kernel of their own, because a kernel with matrix products has layouts in which a thread would compute
     each number 16 times.
@@ -241,7 +253,8 @@ def chunk_kernel(
     SCALE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """The two matrices of a chunk of a value head. Grid: (heads, chunks, B)."""
+    """The two matrices of a chunk of a value head, the fields inverse and weights of triton.Made, from the numbers of
+    its tokens. Grid: (heads, chunks, B)."""
     head = tl.program_id(0)
     chunk = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
@@ -273,8 +286,9 @@ def _walk(
     VALUE_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """For a program that walks along a row: its first column of values, the offsets of its keys and values, and the
-    number of its first chunk. Grid: (parts of values, heads, B)."""
+    """For a program that walks along a row with WIDTH columns of a value head: (its first column of values, the offset
+    of its keys, that of its values, the number of its first chunk among those of all rows and heads). Grid: (parts of
+    values, heads, B)."""
     part = tl.program_id(0) * WIDTH
     head = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
@@ -288,7 +302,8 @@ def forward_kernel(query, key, value, inverse, weights, kept, read, written, fad
                    HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
                    WIDTH: tl.constexpr, SAVE: tl.constexpr):  # fmt: skip
     """The states of a value head along a row, WIDTH of their columns, and the outputs read from them. Everything is
-    transposed: the state is always the left operand of its products, and stays in registers."""
+    transposed: the state is always the left operand of its products, and stays in registers. If SAVE, it also stores
+    `error` (z) and `states`, those before each chunk, for the backward. Grid: (parts of values, heads, B)."""
     part, keys, values, line = _walk(LENGTH, CHUNKS, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, WIDTH)
     state = tl.zeros([WIDTH, KEY_DIM], tl.float32)
     for chunk in range(CHUNKS):
@@ -324,7 +339,7 @@ def reverse_kernel(query, key, dout, inverse, weights, kept, read, written, fade
                    HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
                    WIDTH: tl.constexpr):  # fmt: skip
     """The gradients of a value head's states from the row's end, and dvalue, with forward_kernel's structure. dstates
-    are the gradients of the states after each chunk."""
+    are the gradients of the states after each chunk. Grid: (parts of values, heads, B)."""
     part, keys, values, line = _walk(LENGTH, CHUNKS, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, WIDTH)
     dstate = tl.zeros([WIDTH, KEY_DIM], tl.float32)
     for step in range(CHUNKS):
@@ -356,7 +371,11 @@ def pairs_kernel(query, key, starts, ends, error, dvalue, dout, total, share, un
                  HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
                  WIDTH: tl.constexpr):  # fmt: skip
     """The gradients of a value head's two matrices of a chunk, from the products of queries and keys with keys, and
-    their part of the decays' and beta's gradients. Grid: (heads, chunks, B)."""
+    their part of the decays' and beta's gradients. Grid: (heads, chunks, B).
+
+    It stores to_weights and to_system, matrices by which dquery and dkey follow from keys and queries, and for each
+    token flow and dbeta, the parts of ddecay (before its sum over later tokens) and dbeta.
+    """
     head = tl.program_id(0)
     chunk = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)

@@ -45,8 +45,8 @@ def gated_backward(
 
 
 def implementations(dtype, size: int, activation: str) -> dispatch.Table:
-    """The implementations of a call in the order in which they are tried, each with a function that returns why it
-    refuses it."""
+    """The implementations of a call for arrays of this dtype and number of elements, in the order in which they are
+    tried, each with a function that returns why it refuses it."""
 
     def refusal():
         return mosaic.refusal(dtype, size, activation) or _first_use(activation)
@@ -55,7 +55,8 @@ def implementations(dtype, size: int, activation: str) -> dispatch.Table:
 
 
 def _first_use(activation: str) -> str | None:
-    """The reason why this GPU must not run the kernel, from a small case whose chunks do not fill the last program."""
+    """The reason why this GPU must not run the kernel for this activation, or None, from comparing a small case, whose
+    chunks do not fill the last program, with the reference."""
 
     def compare():
         gate, up, dgated = (4 * jax.random.normal(jax.random.key(0), (3, 7, mosaic.CHUNK))).astype(jnp.bfloat16)

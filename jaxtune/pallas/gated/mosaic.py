@@ -34,7 +34,8 @@ def refusal(dtype, size: int, activation: str) -> str | None:
 
 
 def unsupported(dtype, size: int, activation: str) -> str | None:
-    """The reason why the kernel cannot serve such arrays on any GPU, or None; the limit on the size is not tested."""
+    """The reason why the kernel cannot serve arrays of this dtype and number of elements on any GPU, or None; the limit
+    on the size is not tested. The planner, which forecasts memory for a GPU that may not be there, asks this."""
     if activation not in ("silu", "gelu_tanh"):
         return f"activation {activation}: Mosaic has no erf"
     if dtype != jnp.bfloat16:
@@ -45,13 +46,14 @@ def unsupported(dtype, size: int, activation: str) -> str | None:
 
 
 def _sigmoid(z):
-    """The sigmoid by the approximate square root, because Pallas has no approximate division; its error is 2^-21."""
+    """The sigmoid of float32 z in registers by the approximate square root, because Pallas has no approximate division;
+    its error is 2^-21."""
     root = lax.rsqrt(1.0 + jnp.exp(-z))
     return root * root
 
 
 def _share(x, activation: str):
-    """(s, its derivative) of an activation of the form x s(x), in float32."""
+    """(s, its derivative) at float32 x in registers, for an activation of the form x s(x): "silu" or "gelu_tanh"."""
     if activation == "silu":
         share = _sigmoid(x)
         return share, share * (1.0 - share)
@@ -62,7 +64,7 @@ def _share(x, activation: str):
 
 
 def _results(values, activation: str):
-    """float32 (gated, dgate, dup) from (gate, up, dgated)."""
+    """float32 (gated, dgate, dup) from (gate, up, dgated), in registers."""
     gate, up, dgated = (each.astype(jnp.float32) for each in values)
     share, slope = _share(gate, activation)
     active = gate * share
@@ -70,7 +72,8 @@ def _results(values, activation: str):
 
 
 def _kernel(gate_ref, up_ref, dgated_ref, *, activation):
-    """Replaces gate, up and dgated, bfloat16[chunks, CHUNK], by gated, dgate and dup."""
+    """Replaces gate, up and dgated, bfloat16[chunks, CHUNK] in global memory, by gated, dgate and dup; a program, which
+    is one warpgroup, has one chunk."""
     refs = (gate_ref, up_ref, dgated_ref)
     layout = plgpu.Layout.WG_STRIDED((CHUNK,), _VECTOR)
     number = lax.axis_index("chunk")
@@ -80,8 +83,8 @@ def _kernel(gate_ref, up_ref, dgated_ref, *, activation):
 
 
 def gated_backward(gate, up, dgated, activation: str):
-    """(gated, dgate, dup) from bfloat16 gate, up and the gradient dgated, written over the arguments; see
-    api.gated_backward, and `refusal` for the calls that it supports."""
+    """(gated, dgate, dup) from bfloat16 gate, up and the gradient dgated, written over the arguments if nothing else
+    reads them; see api.gated_backward, and `refusal` for the calls that it supports."""
     refs = [jax.new_ref(each.reshape(-1, CHUNK)) for each in (gate, up, dgated)]
     gpu_kernel.kernel(
         functools.partial(_kernel, activation=activation),

@@ -17,13 +17,15 @@ CHUNK_LOGITS = 1 << 27  # the number of logits that exist at a time by default
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _loss(hidden, head, targets, weights, static):
-    """The sum of weighted losses with a custom derivative; gradients are computed in the forward."""
+    """The sum of weighted losses, float32[], with a custom derivative; gradients are computed in the forward. static:
+    from `_checked`."""
     # One sum over all tokens, so that it does not depend on the chunks.
     return (weights * reference.forward(hidden, head, targets, weights, **dict(static), gradients=False).losses).sum()
 
 
 def _loss_fwd(hidden, head, targets, weights, static):
-    """The forward rule of the loss: (loss, residuals), which are the gradients themselves."""
+    """The forward rule of the loss: (loss, residuals), which are the gradients of hidden and head for a dloss of 1
+    themselves, and the tokens' losses, so that no logits are computed in the backward."""
     losses, _, dhidden, dhead = reference.forward(hidden, head, targets, weights, **dict(static), gradients=True)
     return (weights * losses).sum(), (dhidden, dhead, losses)
 
@@ -40,7 +42,7 @@ _loss.defvjp(_loss_fwd, _loss_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _token_losses(hidden, head, targets, weights, static):
-    """The weighted loss of each token with a custom derivative."""
+    """The weighted loss of each token, float32[B, T], with a custom derivative. static: from `_checked`."""
     return weights * reference.forward(hidden, head, targets, weights, **dict(static), gradients=False).losses
 
 
@@ -70,7 +72,8 @@ _token_losses.defvjp(_token_losses_fwd, _token_losses_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _log_probs(hidden, head, targets, static):
-    """(log-probabilities, entropies) with a custom derivative of the first."""
+    """(log-probabilities, entropies), float32[B, T] each, with a custom derivative of the first; the entropies have
+    none. static: from `_checked`."""
     ones = jnp.ones(targets.shape, jnp.float32)
     results = reference.forward(hidden, head, targets, ones, **dict(static), gradients=False, entropies=True)
     return -results.losses, results.entropies
@@ -103,7 +106,7 @@ _log_probs.defvjp(_log_probs_fwd, _log_probs_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _log_probs_and_entropies(hidden, head, targets, static):
-    """(log-probabilities, entropies) with a custom derivative of both."""
+    """(log-probabilities, entropies), float32[B, T] each, with a custom derivative of both. static: from `_checked`."""
     return _log_probs(hidden, head, targets, static)
 
 
@@ -236,7 +239,13 @@ def _checked(
     chunk_tokens,
     temperature=1.0,
 ):
-    """What a call is specialised on, hashable."""
+    """Checks the arguments of a call of `name`, which are those of linear_cross_entropy and linear_log_probs (weights
+    may be None), and returns its options as hashable pairs (name, value), which dict turns into keyword arguments of
+    reference.forward; chunk_tokens becomes chunk_length.
+
+    Raises:
+      TypeError, ValueError: an argument is not as described there.
+    """
     check = Arguments(name)
     check.array("hidden", hidden, "B T D", FLOATS)
     check.array("head", head, "V D", FLOATS)
@@ -264,8 +273,8 @@ def _checked(
 
 
 def chunk_length(rows: int, length: int, chunk_tokens: int) -> int:
-    """The number of tokens of each row whose logits exist at a time, so that all rows have at most chunk_tokens. It is
-    the smallest number that needs no more chunks, because the last chunk is padded."""
+    """The number of tokens of each of `rows` rows of `length` tokens whose logits exist at a time, so that all rows
+    have at most chunk_tokens. It is the smallest number that needs no more chunks, because the last chunk is padded."""
     most = max(1, min(length, chunk_tokens // max(1, rows)))
     return -(-length // max(1, -(-length // most)))
 

@@ -11,13 +11,15 @@ _MULTIPLE = 8
 
 
 def fills_up(vocab_size: int, dtype: jnp.dtype) -> bool:
-    """Whether the head is copied once, padded to a multiple of 8 rows. XLA pads every dimension of a 16-bit product on
-    a GPU so, and would otherwise copy the head for every chunk."""
+    """Whether the head, in this dtype, is copied once, padded to a multiple of 8 rows. XLA pads every dimension of a
+    16-bit product on a GPU so, and would otherwise copy the head for every chunk. The planner asks for it too, to count
+    the copy."""
     return vocab_size % _MULTIPLE != 0 and jnp.dtype(dtype).itemsize == 2
 
 
 def filled_up(head: jax.Array) -> jax.Array:
-    """The head [V, D] with rows of zeros after the vocabulary, if it is padded."""
+    """The head [V, D] with rows of zeros after the vocabulary, to a multiple of 8, if `fills_up` says that it is
+    padded; otherwise the head itself."""
     return jnp.pad(head, ((0, -len(head) % _MULTIPLE), (0, 0))) if fills_up(len(head), head.dtype) else head
 
 
@@ -51,8 +53,17 @@ def _chunk(
     z_loss,
     head_gradient,
 ) -> Results:
-    """The results of one chunk of tokens, whose arrays are [B, t, ...]. size: the vocabulary's, which `head` [V, D] may
-    exceed by rows of zeros. entropy_weights: [B, t], or None if the entropies have no gradient."""
+    """The results of one chunk of tokens: hidden [B, t, D], targets and weights [B, t].
+
+    Args:
+      head: [V, D] in hidden's dtype, perhaps with rows of zeros at its end.
+      entropy_weights: float32[B, t], the factors of the entropies in the sum whose gradients are computed, or None if
+        the entropies have no gradient.
+      gradients, entropies: whether they are computed.
+      size: the vocabulary's, which `head` may exceed.
+      soft_cap, logit_scale, temperature, label_smoothing, z_loss, head_gradient: as in api.linear_cross_entropy and
+        api.linear_log_probs.
+    """
     precision = jax.lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     logits = jnp.einsum("btd,vd->btv", hidden, head, preferred_element_type=jnp.float32, precision=precision)
     if logit_scale != 1.0:
@@ -98,9 +109,16 @@ def _chunk(
 def forward(
     hidden, head, targets, weights, *, chunk_length, gradients, entropies=False, entropy_weights=None, **options
 ) -> Results:
-    """The results of all tokens, hidden [B, T, D]; see api.linear_cross_entropy and api.linear_log_probs.
+    """The results of all tokens, hidden [B, T, D], head [V, D], targets and weights [B, T]; see
+    api.linear_cross_entropy and api.linear_log_probs.
 
-    gradients: whether they are computed. entropy_weights: float32[B, T] if entropies have gradients."""
+    Args:
+      chunk_length: tokens of each row whose logits exist at a time.
+      gradients: whether dhidden and dhead are computed, of sum(weights * losses + entropy_weights * entropies).
+      entropies: whether they are computed.
+      entropy_weights: float32[B, T] if entropies have gradients.
+      options: the others of `_chunk`.
+    """
     rows, length, _ = hidden.shape
     size = len(head)
     cast = filled_up(head.astype(hidden.dtype))

@@ -113,7 +113,13 @@ def route(
 
 def implementations(dtype, hidden: int, k: int) -> dispatch.Table:
     """The implementations of `spread`, which copies tokens to their rows, in the order in which they are tried, each
-    with a function that returns why it refuses the call."""
+    with a function that returns why it refuses the call.
+
+    Args:
+      dtype: of the tokens.
+      hidden: numbers of a token.
+      k: experts of a token.
+    """
 
     def refusal():
         return mosaic.refusal(dtype, hidden, k) or first_use.refusal("mosaic", mosaic)
@@ -122,7 +128,9 @@ def implementations(dtype, hidden: int, k: int) -> dispatch.Table:
 
 
 def sort_implementations(num_experts: int, implementation: str | None = None) -> dispatch.Table:
-    """As `implementations`, for route; `implementation` is the name that was asked for, or None."""
+    """The implementations of the sort in `route`, in the order in which they are tried, each with a function that
+    returns why it refuses the call; `implementation` is the name that the caller requests, or None. Ours is first only
+    for many experts, where it was measured to be faster."""
 
     def refusal():
         return mosaic_sort.refusal() or first_use.sort_refusal("mosaic", _SORTS["mosaic"])
@@ -133,7 +141,11 @@ def sort_implementations(num_experts: int, implementation: str | None = None) ->
 
 
 def _check_routing(op: str, routing: Routing) -> Arguments:
-    """A checker with the routing checked."""
+    """Returns a checker for a call of `op`, with the classes, shapes and dtypes of the routing checked.
+
+    Raises:
+      TypeError, ValueError: it is not as `Routing` describes it.
+    """
     check = Arguments(op)
     check.is_a("routing", routing, Routing, "a Routing, as route makes")
     grouped.check_groups(check, routing.groups, "routing.groups")
@@ -144,7 +156,8 @@ def _check_routing(op: str, routing: Routing) -> Arguments:
 
 
 def _spread(x, routing, implementation):
-    """Each pair's token in its row, by the implementation chosen."""
+    """Copies each pair's token, x [T, H], to its row: [rows, H] with zeros in empty rows, by the implementation of this
+    name, or by the first that supports the call for None."""
     table = implementations(x.dtype, x.shape[1], routing.slots.shape[1])
     name = dispatch.choose("routing spread", table, implementation)
     return IMPLEMENTATIONS[name].spread(x, routing.slots, routing.source)
@@ -223,12 +236,13 @@ def unpermute(rows: jax.Array, routing: Routing, *, implementation: str | None =
 
 
 def _row_tokens(routing):
-    """int32[rows]: the token of each row; T for empty rows."""
+    """int32[rows]: the token of each row; T for empty rows. Products that gather rows while they multiply take it."""
     return divided(routing.source, routing.slots.shape[1])
 
 
 def _as_rows(x, routing, static):
-    """(x, the tokens of its rows) for a product that gathers while it multiplies; otherwise (the rows, None)."""
+    """(x [T, n], the tokens of its rows) for a product that gathers while it multiplies; otherwise (the sorted rows
+    [rows, n], None). static: of the product (grouped_matmul.api.Static)."""
     if grouped.gathers(static.implementation):
         return x, _row_tokens(routing)
     return _spread(x, routing, None), None

@@ -15,7 +15,8 @@ _TOKENS, _K, _HIDDEN = 203, 3, 192
 
 
 def refusal(name: str, kernels: ModuleType) -> str | None:
-    """The reason why this GPU must not run `kernels`, or None."""
+    """The reason why this GPU must not run the `spread` of the module `kernels`, or None, from comparing a small case
+    with the reference. name: the implementation."""
 
     def compare():
         draw = np.random.default_rng(0)
@@ -38,7 +39,8 @@ def refusal(name: str, kernels: ModuleType) -> str | None:
 
 
 def sort_refusal(name: str, passes: reference.Passes) -> str | None:
-    """As `refusal`, for the passes of a sort. Their results are exact integers, so any difference counts."""
+    """The reason why this GPU must not sort by these passes, or None, from comparing a small case with the reference.
+    Their results are exact integers, so any difference counts. name: the implementation."""
 
     def compare():
         expert = jnp.asarray(np.random.default_rng(0).integers(0, 97, 900), jnp.int32)  # 96: no expert

@@ -24,6 +24,7 @@ class RouterSums:
     tokens: jax.Array  # []: number of tokens
 
     def __add__(self, other: RouterSums) -> RouterSums:
+        """The sums over the tokens of both, for example of two layers or two parts of a batch."""
         return jax.tree.map(jnp.add, self, other)
 
     def load_balancing_loss(self) -> jax.Array:

@@ -26,7 +26,8 @@ _PROGRAMS = 2  # programs per multiprocessor
 
 
 def refusal(dtype, hidden: int, k: int) -> str | None:
-    """The reason why this kernel cannot serve this call, or None."""
+    """The reason why this kernel cannot copy tokens of `hidden` numbers in this dtype to the rows of their k experts,
+    or None."""
     from jaxtune.pallas.dispatch import compute_capability
 
     if gpu_kernel.interpreter() is None and compute_capability() != (9, 0):
@@ -41,7 +42,7 @@ def refusal(dtype, hidden: int, k: int) -> str | None:
 
 
 def _kernel(body, name: str, **options):
-    """The kernel, interpreted in tests."""
+    """gpu_kernel.kernel of a body, interpreted within gpu_kernel.interpreted."""
     return gpu_kernel.kernel(body, name, gpu_kernel.interpreter(), **options)
 
 
@@ -53,7 +54,18 @@ def _programs(count: int, of_a_core: int) -> int:
 def _spread_kernel(
     x_ref, zeros_ref, slots_ref, source_ref, out_ref, rows_smem, zero_smem, full, zero_full, *, programs, k, pairs
 ):
-    """out[slots[t, j]] = x[t], and zeros in empty rows."""
+    """out[slots[t, j]] = x[t] for every pair (a token t with its j-th expert), and zeros in empty rows.
+
+    Args:
+      x_ref: [tokens, hidden / 64, 64], a whole number of four tokens, in global memory as all refs.
+      zeros_ref: zeros [hidden / 64, 64].
+      slots_ref: int32[tokens * k], the row of each pair; the number of rows for no row.
+      source_ref: int32[rows], the pair of each row; `pairs` or more for empty rows.
+      out_ref: [rows, hidden / 64, 64].
+      rows_smem, zero_smem: slots for tokens, and a row of zeros, in shared memory.
+      full, zero_full: barriers that complete when these have arrived.
+      programs, k, pairs: the number of programs, of experts of a token, and of pairs.
+    """
     program = lax.axis_index("program")
     rows, chunks = out_ref.shape[0], x_ref.shape[0] // _ROWS
     mine = lax.div(chunks - program + (programs - 1), jnp.int32(programs))

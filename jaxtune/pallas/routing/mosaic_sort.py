@@ -26,7 +26,7 @@ _ROWS, _COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 
 def refusal() -> str | None:
-    """The reason why these kernels cannot serve a call, or None."""
+    """The reason why these kernels cannot run here, or None: they need a Hopper GPU, or the interpreter."""
     from jaxtune.pallas.dispatch import compute_capability
 
     if gpu_kernel.interpreter() is None and compute_capability() != (9, 0):
@@ -35,7 +35,7 @@ def refusal() -> str | None:
 
 
 def _kernel(body, name: str, blocks: int, out_shape):
-    """A kernel with one program per block."""
+    """A kernel with one program per block of 128 pairs, whose result is int32[out_shape]."""
     return gpu_kernel.kernel(
         body,
         name,
@@ -47,22 +47,23 @@ def _kernel(body, name: str, blocks: int, out_shape):
 
 
 def _down(values, columns: int):
-    """A column vector broadcast over columns."""
+    """A column vector, [rows] in registers, broadcast over `columns` columns."""
     return lax.broadcast_in_dim(values, (values.shape[0], columns), (0,))
 
 
 def _across(values, rows: int):
-    """A row vector broadcast over rows."""
+    """A row vector, [columns] in registers, broadcast over `rows` rows."""
     return lax.broadcast_in_dim(values, (rows, values.shape[0]), (1,))
 
 
 def _number(rows: int, columns: int, axis: int):
-    """The index along an axis."""
+    """int32[rows, columns] in registers: the index along an axis."""
     return plgpu.broadcasted_iota(jnp.int32, (rows, columns), axis, layout=_ALONG)
 
 
 def _histogram_kernel(expert_ref, out_ref):
-    """out[block, e]: the number of pairs of a block that go to expert e."""
+    """out[block, e], int32: the number of pairs of this program's block that go to expert e; expert_ref has each pair's
+    expert, int32[pairs]. Both are in global memory."""
     block = lax.axis_index("block")
     pairs = plgpu.load(expert_ref.at[pl.ds(block * BLOCK, BLOCK)], layout=_COLUMNS, optimized=False)
     for first in range(0, out_ref.shape[1], _EXPERTS):
@@ -71,7 +72,8 @@ def _histogram_kernel(expert_ref, out_ref):
 
 
 def _slot_kernel(expert_ref, firsts_ref, out_ref):
-    """out[pair]: the row of the first pair of its block and expert, plus the number of those pairs before it."""
+    """out[pair], int32[pairs]: the row of the first pair of its block and expert, firsts_ref int32[blocks, E], plus the
+    number of those pairs before it; expert_ref has each pair's expert, int32[pairs]. All are in global memory."""
     block = lax.axis_index("block")
     here = pl.ds(block * BLOCK, BLOCK)
     pairs = plgpu.load(expert_ref.at[here], layout=_ROWS, optimized=False)
