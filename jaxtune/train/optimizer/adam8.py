@@ -38,6 +38,10 @@ def scale_by_adam_8bit(beta1: float, beta2: float, eps: float) -> optax.Gradient
 
     The state takes 2 + 8/256 bytes per element. The direction is float32, computed from moments that are not yet
     rounded to 8 bits in this step. The update takes `scale`, `finite` and `divided` as optim.StepOptimizer does.
+
+    Args:
+      beta1, beta2: decay rates of the first and second moments.
+      eps: is added to the denominator.
     """
 
     def init(params):

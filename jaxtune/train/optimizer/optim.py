@@ -56,14 +56,15 @@ def _embedding_share(config: OptimConfig) -> float:
 
 
 def decayed_tensors(parameters) -> list[bool]:
-    """For each tensor, whether weight decay applies to it. It applies to matrices, and not to norms, biases (experts'
-    biases have two dimensions) or DoRA magnitudes."""
+    """For each tensor of an nnx.State, in the order of jax.tree.leaves, whether weight decay applies to it. It applies
+    to matrices, and not to norms, biases (experts' biases have two dimensions) or DoRA magnitudes."""
     found = jax.tree_util.tree_leaves_with_path(parameters)
     return [leaf.ndim >= 2 and "bias" not in (getattr(key, "key", None) for key in path) for path, leaf in found]
 
 
 def embedding_tensors(parameters) -> list[bool]:
-    """For each tensor, whether it is the matrix of the input embeddings or of the output head, trained whole."""
+    """For each tensor of an nnx.State, in the order of jax.tree.leaves, whether it is the matrix of the input
+    embeddings or of the output head; these may have a learning rate of their own."""
     names = [
         [getattr(key, "key", None) for key in path[:2]] for path, _ in jax.tree_util.tree_leaves_with_path(parameters)
     ]
@@ -85,8 +86,8 @@ def _scale_embeddings(share: float) -> optax.GradientTransformationExtraArgs:
 
 
 def _add_decay(rate: float) -> optax.GradientTransformationExtraArgs:
-    """Weight decay as a transformation. Its update takes `decayed`, the result of decayed_tensors for parameters that
-    come without their names."""
+    """Weight decay, `rate` times the parameter, as an optax transformation. Its update takes `decayed`, the result of
+    decayed_tensors, for parameters that come without their names because tensors are updated one by one."""
 
     def decay(decayed: list[bool] | None = None) -> optax.GradientTransformation:
         def mask(tree):

@@ -48,15 +48,16 @@ def _like_parameters(structure) -> Callable[[Any], bool]:
 
 
 def states_of(opt_state: Any, structure: Any, index: int) -> Any:
-    """The state of an optimizer of one parameter: every tree with the parameters' structure is reduced to its leaf
-    `index`."""
+    """The optimizer's state of one parameter alone: every subtree of `opt_state` that has the parameters' tree
+    structure (`structure`) is reduced to a list of its leaf `index`; values that all parameters share, such as a count,
+    stay."""
     same = _like_parameters(structure)
     return jax.tree.map(lambda tree: [jax.tree.leaves(tree)[index]] if same(tree) else tree, opt_state, is_leaf=same)
 
 
 def joined(opt_state: Any, structure: Any, parts: list[Any]) -> Any:
-    """The whole state, with the structure of `opt_state`, from the states of its tensors. Values that they share are
-    those of the last one."""
+    """The inverse of states_of: the whole state, with the structure of `opt_state`, from `parts`, the states of all its
+    tensors in order. Values that they share are those of the last one."""
     same = _like_parameters(structure)
     trees, outline = jax.tree.flatten(opt_state, is_leaf=same)
     columns = [outline.flatten_up_to(part) for part in parts]

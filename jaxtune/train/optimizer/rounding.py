@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 
 def stochastic_round(x: jax.Array, seed: jax.Array, stream: int) -> jax.Array:
-    """float32 -> bfloat16 of the same shape: one of the two neighbours of each value, the nearer with the higher
-    probability; unbiased.
+    """Rounds float32 to bfloat16 of the same shape: to one of the two neighbours of each value, the nearer with the
+    higher probability, so that the expected result is the value.
 
     A value that bfloat16 represents stays as it is; a value that is not finite is cast. The same arguments give the
     same bits on every device and however x is divided over devices.

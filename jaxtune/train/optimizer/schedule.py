@@ -12,10 +12,11 @@ from jaxtune.train.config import ScheduleConfig, TrainConfig
 
 
 def total_steps(config: TrainConfig, steps_per_epoch: int | None) -> int:
-    """The optimizer steps of a run. steps_per_epoch: None where nobody knows how many rows there are.
+    """The number of optimizer steps of a run: config.steps, or else config.epochs times `steps_per_epoch`, which is
+    None if the number of rows is unknown.
 
     Raises:
-      ValueError: they are more than a counter of 32 bits can hold, or config.steps is needed and not set.
+      ValueError: there are more than a counter of 32 bits can count, or config.steps is needed and not set.
     """
     if config.steps is not None:
         return config.steps

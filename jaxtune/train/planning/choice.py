@@ -60,10 +60,15 @@ class LayerPlans(Sequence[LayerPlan]):
 
 
 def layer_plans(parts: StepCost, offload: bool) -> LayerPlans:
-    """The plans to choose from, each for one layer. Residuals that are decided jointly have the same placement.
+    """The plans to choose from, each for one layer: every combination of placements of its residuals. Residuals that
+    are decided jointly have the same placement.
 
     If there are many groups of residuals, the largest ones are placed independently and all small ones alike: each
     further group triples the number of plans, and small groups have too few bytes to justify that.
+
+    Args:
+      parts: the step's costs.
+      offload: whether residuals may be copied to the host.
     """
     by_decision: dict[str, list[Residual]] = {}
     for residual in parts.known:
@@ -95,7 +100,8 @@ def layer_plans(parts: StepCost, offload: bool) -> LayerPlans:
 
 
 def splits(rows: int, devices: int, wanted: int | None) -> list[int]:
-    """Numbers of micro-batches into which the rows of a step can be divided; `wanted` alone if the config sets it."""
+    """The numbers of micro-batches into which `rows` rows of a step can be divided, so that each has equally many rows
+    for each device, ascending; only `wanted` if the config sets it (None: it does not)."""
     if wanted is not None:
         return [wanted]
     return [count for count in range(1, rows + 1) if rows % count == 0 and (rows // count) % devices == 0]
@@ -171,19 +177,23 @@ def trained_bytes(parts: StepCost) -> float:
 
 
 def saved_bytes(parts: StepCost) -> float:
-    """Bytes of a device's state in a checkpoint."""
+    """Bytes of one device's part of the run's state in a checkpoint: trained parameters and optimizer states. A save
+    copies them to host memory."""
     return trained_bytes(parts) + parts.fixed["optimizer states"] + parts.hosted_bytes
 
 
 def _residents(parts: StepCost, least: int) -> list[int]:
-    """Candidates for the number of layers whose frozen weights are whole on each device; at least `least`."""
+    """Candidates for the number of layers whose frozen weights are whole on each device, if weights are divided over
+    devices: `least`, half of the layers, or all. Only `least` if no frozen weights are divided."""
     if not parts.frozen_layer_bytes:
         return [least]
     return sorted({least, max(least, parts.num_layers // 2), parts.num_layers})
 
 
 def _with_whole_weights(parts: StepCost, found: Forecast, device: Device, budget: float) -> Forecast:
-    """The plan with as many more whole layers as the budget has room for.
+    """The plan with as many more whole layers as the budget has room for; the same plan if weights are not divided over
+    devices. A layer is whole if its weights, which are divided over devices, are gathered on each and stay so, which
+    saves the time to gather them again.
 
     Trained weights are kept whole from a layer's forward to its backward. Frozen weights are kept whole for the whole
     run: gathering them once a step would need memory for both the part and the whole at the loss, and time for the
@@ -207,7 +217,9 @@ def _with_whole_weights(parts: StepCost, found: Forecast, device: Device, budget
 
 
 def tile_tokens_of(parts: StepCost, config: TrainConfig) -> int | None:
-    """The largest tile of at most _TILE_TOKENS that divides a long row; None for shorter rows, and with dropout."""
+    """The number of tokens of a tile, in which the MLPs of a long row may run so that their values exist for a tile at
+    a time: the largest one up to 16,384 that divides the row. None for shorter rows, for layers that have no such
+    parts, and with dropout."""
     dropout = config.adapter is not None and config.adapter.lora_dropout > 0
     if parts.length < 2 * _TILE_TOKENS or not parts.tiled or dropout:
         return None
@@ -220,7 +232,9 @@ _NEAR = 0.1
 
 
 def _near(parts: StepCost, placed: np.ndarray, plan: LayerPlan) -> np.ndarray:
-    """bool[plans]: which plans for one layer (`placed`, as in LayerPlans) are near `plan`."""
+    """bool[plans]: which plans for one layer (`placed`, as in LayerPlans) are near `plan`, that is place at most a
+    tenth of the residuals' bytes differently. If one of two near plans was too large, the forecast of the other is
+    wrong too."""
     sizes = np.array([parts.residuals[residual.name] for residual in parts.known])
     there = np.array([PLACEMENTS.index(plan.of(residual)) for residual in parts.known])
     return (placed != there) @ sizes <= _NEAR * sizes.sum()
@@ -232,8 +246,8 @@ def _run_alike(plan: StepPlan, micro: int, tile: int | None) -> bool:
 
 
 def _related(parts: StepCost, plan: StepPlan, others: Sequence[StepPlan]) -> bool:
-    """Whether a plan resembles one of the others: it has the same micro-batches and tile, and its first and last layers
-    are near the other's."""
+    """Whether a plan resembles one of `others`, plans that failed: it has the same micro-batches and tile, and the
+    placements of its first and last layers are near the other's (`_near`)."""
     layers = plan.residuals.layers
     placed = np.array([[PLACEMENTS.index(layers[at].of(r)) for r in parts.known] for at in (0, -1)])
     return any(
@@ -289,7 +303,10 @@ def _best_pairs(
     """The best pair of layer plans for each number of tokens in `chunks` (ascending) whose logits exist at a time.
 
     More tokens only take more memory. So the best pair for fewer tokens stays the best as long as it fits, and if no
-    pair fits, none fits with more tokens.
+    pair fits, none fits with more tokens. The other arguments are those of _best_pair.
+
+    Returns:
+      the forecasts of the pairs; if one does not fit, it is the last.
     """
     found: list[Forecast] = []
     for chunk in chunks:
@@ -386,7 +403,17 @@ def _best_pair(
 
 
 def _best_layers(parts, tokens, device, tile) -> tuple[LayerPlans, LayerForecast]:
-    """(the layer plans that no other beats in kept bytes, working bytes and time at once; their forecasts)."""
+    """The layer plans from which pairs are formed: those that no other plan beats in kept bytes, working bytes, time
+    and bytes on the host at once.
+
+    Args:
+      parts: the step's costs.
+      tokens: tokens of a micro-batch on one device.
+      device: the device.
+      tile: as in ResidualPlan.
+    Returns:
+      (the plans, their forecasts as one LayerForecast of arrays)
+    """
     plans = layer_plans(parts, device.link > 0)
     of = layer_forecasts(parts, plans.placed, tokens, device, tile)
     # Of plans with equal costs only the first is considered, which halves their number.

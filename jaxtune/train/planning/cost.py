@@ -187,10 +187,16 @@ def step_cost(
     optimizer: optax.GradientTransformation | None = None,
     reference_runs: int = 0,
 ) -> StepCost:
-    """The costs of a step of `model`, whose arrays may be abstract, with rows of `length` tokens (None:
-    config.data.length). keeps_model: whether the caller keeps the model in memory during the run, which the command
-    does not. optimizer: None: the one that config.optim asks for. reference_runs: forward passes of a frozen model in
-    each micro-batch."""
+    """Computes the costs of a training step from the shapes of the model's arrays; nothing is run or compiled.
+
+    Args:
+      model: what trains; its arrays may be abstract.
+      config: the run's, with its mesh.
+      length: tokens of a row; None: config.data.length.
+      keeps_model: whether the caller keeps the model in memory during the run, which the command does not.
+      optimizer: None: the one that config.optim asks for.
+      reference_runs: forward passes of a frozen model in each micro-batch.
+    """
     length = length or config.data.length
     shape = model.config
     dtype = jnp.dtype(COMPUTE_DTYPES[config.precision])
@@ -267,7 +273,8 @@ def _configured_optimizer(config: TrainConfig) -> optax.GradientTransformation:
 
 
 def _head_costs(head: nnx.Variable, vocab_size: int, dtype, storage: str) -> tuple[float, float]:
-    """(bytes in addition to the head's weight while the loss runs, bytes of the head's gradient after it)."""
+    """(bytes in addition to the head's weight while the loss runs, bytes of the head's gradient after it). `head` is
+    the weight, which trains if it is an nnx.Param; `storage` says how trained weights are stored, "fp32" or "bf16"."""
     trains, size = isinstance(head, nnx.Param), math.prod(head.shape)
     loss = 8.0 if storage == "bf16" else 4.0 + (dtype.itemsize if dtype.itemsize < 4 else 0)
     copy = 0.0 if trains and storage != "bf16" else 2.0 * fills_up(vocab_size, dtype)
@@ -275,14 +282,15 @@ def _head_costs(head: nnx.Variable, vocab_size: int, dtype, storage: str) -> tup
 
 
 def _whole_layer_bytes(trees, layers: int, parts: int) -> float:
-    """Bytes of the gathered weights of the layer for which they are largest; only weights that are divided count."""
+    """Bytes of the gathered weights of the layer for which they are largest; only weights that are divided over `parts`
+    devices count. `trees` are nnx.States of the model's trained and frozen weights."""
     by_layer = [[tree["layers"][i] for tree in trees if i in tree.get("layers", {})] for i in range(layers)]
     return max(sum(partition.divided_sizes(tree, parts)[0] for tree in layer) for layer in by_layer)
 
 
 def packed_slack(frozen) -> float:
-    """Device bytes that the allocator loses on a model's packed weights, because the freed 16-bit originals leave gaps
-    of other sizes."""
+    """Device bytes that the allocator loses on a model's quantised weights, because the 16-bit originals, which are
+    freed after encoding, leave gaps of other sizes. `frozen` is the nnx.State of the weights that do not train."""
     stored = [leaf for leaf in jax.tree.leaves(frozen, is_leaf=_is_stored) if isinstance(leaf, Stored)]
     return sum(format_of(leaf).slack.of("xla", _device_here()) * nbytes(leaf) for leaf in stored)
 
@@ -332,7 +340,7 @@ def _adapter_bytes(layer: Block, dtype) -> float:
 
 
 def _masked_sizes(model: Decoder) -> list[int]:
-    """Sizes of the inputs of adapters that have dropout."""
+    """The number of input features of each adapter that has dropout."""
     matrices = (matrix for layer in model.layers for *_, matrix in layer.matrices())
     return [matrix.sizes[1] for matrix in matrices if matrix.lora is not None and matrix.lora.rate]
 
@@ -365,8 +373,9 @@ def _makes(kind: LayerKind, name: str, outputs: tuple[str, ...]) -> bool:
 
 
 def _update_bytes(masters, config: TrainConfig) -> float:
-    """Bytes that the update takes at its largest tensor, which is done tensor by tensor (optimizer_offload.py). For
-    adapters it is negligible."""
+    """Device bytes that the optimizer's update takes in addition to weights, states and gradients, at the largest
+    tensor, because it is done tensor by tensor (optimizer_offload.py). 0 for adapters, where it is negligible.
+    `masters` are the float32 shapes of the trained weights."""
     if config.adapter is not None:
         return 0.0
     size = max(leaf.size for leaf in jax.tree.leaves(masters))
@@ -385,7 +394,8 @@ def _is_stored(leaf) -> bool:
 
 
 def abstract_model(shape, config: TrainConfig) -> Decoder:
-    """The model that `config` asks for, of this DecoderConfig, with abstract arrays."""
+    """The model that `config` asks for (quantised, with head and adapter), with abstract arrays: for plans of models
+    that are not loaded. `shape` is its DecoderConfig."""
 
     def make():
         model = Decoder(shape, jax.random.key(0), COMPUTE_DTYPES[config.precision])
@@ -416,7 +426,9 @@ def _trained_matrix_bytes(layer: Block, dtype) -> float:
 
 
 def _kind(layer: Block, spec, shape, length: int, dtype) -> LayerKind:
-    """The kind of a layer; equal layers get the same object."""
+    """The LayerKind of a layer, whose arrays may be abstract; equal layers get the same object, so that each kind is
+    traced once. `spec` is its entry in DecoderConfig.layers, `shape` the model's DecoderConfig, `dtype` the compute
+    dtype."""
     graph, trained, rest = nnx.split(layer, nnx.Param, ...)
     leaves, structure = jax.tree.flatten((trained, rest))
     abstract = tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves)
@@ -425,7 +437,8 @@ def _kind(layer: Block, spec, shape, length: int, dtype) -> LayerKind:
 
 @functools.lru_cache(64)
 def _kind_of(graph, spec, shape, length: int, dtype, leaves, structure) -> LayerKind:
-    """The kind of a layer given by hashable values: graph definition, spec, and shapes and structure of its arrays."""
+    """`_kind` for a layer that is given by hashable values, so that it can be cached: its nnx.GraphDef, and the (shape,
+    dtype) of each of its arrays (`leaves`) with their tree structure."""
     arrays = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*leaf) for leaf in leaves])
     block = nnx.merge(graph, *arrays)
     once, twice = (_residual_shapes(graph, spec, shape, dtype, arrays, n * _PROBE_TOKENS) for n in (1, 2))

@@ -87,8 +87,13 @@ def allow_pinned_memory() -> None:
 
 
 def _pinnable_bytes(on_host: int, in_process: int) -> float:
-    """Host bytes that one device may pin: its share of what the machine allows, and of what XLA lets this process
-    pin."""
+    """Bytes of host memory that one device may pin: its share of what the machine allows, or of what XLA lets this
+    process pin, whichever is less.
+
+    Args:
+      on_host: devices of the run on this host.
+      in_process: devices of this process.
+    """
     limit = int(os.environ.get(_PINNED_LIMIT, 64)) * 2.0**30
     return min(host_memory_bytes() * _PINNED_SHARE / on_host, limit / in_process)
 
@@ -106,7 +111,8 @@ def devices_here(count: int) -> tuple[int, int]:
 
 
 def card_bytes(size_gb: float) -> float:
-    """Bytes that the allocator may give out on a card of this size."""
+    """Bytes that JAX's allocator may give out on a card of `size_gb`, in GiB as cards are sold: its memory without that
+    of the CUDA context."""
     return size_gb * _CARD_GB - CONTEXT_BYTES
 
 
@@ -187,7 +193,8 @@ def find_device(
 
 
 def limit(config: TrainConfig, device: Device) -> float | None:
-    """Bytes that the allocator may give out to a run; None if nothing limits them."""
+    """Bytes of a device's memory that the allocator may give out to a run: those that the device has, or
+    memory.budget_gb if that is less. None if nothing limits them, as on a CPU."""
     limits = [] if device.memory_bytes is None else [device.memory_bytes]
     if config.memory.budget_gb is not None:
         size = config.memory.budget_gb
@@ -196,7 +203,8 @@ def limit(config: TrainConfig, device: Device) -> float | None:
 
 
 def budget(config: TrainConfig, device: Device) -> float | None:
-    """The part of `limit` that a step's arrays and programs may take, without what fragmentation loses."""
+    """The part of `limit`, in bytes, that a step's arrays and programs may take, without what fragmentation of the
+    allocator's memory loses; None if nothing limits it. Plans must fit in it."""
     if (most := limit(config, device)) is None:
         return None
     return most - max(most * _FRAGMENTS, 0.0 if device.name == "cpu" else _FRAGMENT_BYTES)
@@ -208,8 +216,8 @@ def with_fragments(needed: float) -> float:
 
 
 def memory_peak_bytes(device: int = 0) -> int:
-    """The largest memory use so far: of a device, or of this process on the host if the device does not record it
-    (CPU)."""
+    """The largest memory use so far, in bytes: of this process's device with index `device`, or of the process on the
+    host if the device does not record it (CPU)."""
     import jax
 
     stats = jax.local_devices()[device].memory_stats()

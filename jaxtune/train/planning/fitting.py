@@ -98,7 +98,8 @@ def fitting_settings(
 
 
 def _surely_fits(parts: StepCost, config: TrainConfig, device: Device, budget: float) -> bool | None:
-    """Whether some plan of one micro-batch fits, if that can be decided without a search; None if it cannot.
+    """Whether some plan of one micro-batch fits `budget` bytes, if that can be decided without a search; None if it
+    cannot. It makes longest_row fast.
 
     It fits if one plan for all layers does. It does not fit if the least bytes of layers under any plans are too many.
     For the second test, bytes on the host get a price in bytes on the device (a Lagrange multiplier): at any price, a
@@ -126,7 +127,17 @@ def _surely_fits(parts: StepCost, config: TrainConfig, device: Device, budget: f
 
 
 def longest_row(parts: StepCost, config: TrainConfig, device: Device, budget_bytes: float, step: int = 1024) -> int:
-    """The longest single row, in tokens and a multiple of `step`, with which some plan fits; 0 if none does."""
+    """The longest single row with which some plan fits, for the report of --plan.
+
+    Args:
+      parts: the step's costs.
+      config: the run's.
+      device: the device.
+      budget_bytes: its memory.
+      step: the result is a multiple of this number of tokens.
+    Returns:
+      tokens of a row; 0 if no row of `step` tokens fits.
+    """
 
     def fits(length: int) -> bool:
         """Whether some plan fits with rows of this length."""

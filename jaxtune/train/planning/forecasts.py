@@ -81,7 +81,8 @@ def _step_time(device: Device) -> StepTime:
 
 
 def bytes_with_gaps(leaving: Figure, device: Device) -> Figure:
-    """Bytes that values on their way to the host take, with the gaps that they leave."""
+    """Device bytes that `leaving` bytes of values on their way to the host take, with the gaps that they leave in the
+    allocator's memory."""
     return ALLOCATOR_BYTES.of("xla", device.name).leaving * leaving
 
 
@@ -92,7 +93,8 @@ def _decode_seconds(work: Work, device: Device) -> float:
 
 
 def _segment_seconds(work: Work, tokens: float, length: int, device: Device) -> tuple[float, float]:
-    """(forward, backward) seconds of one segment over `tokens` tokens in documents of `length`."""
+    """(forward, backward) seconds of one segment, a part of a layer such as the attention, over `tokens` tokens in
+    documents of `length` tokens. The backward is without recomputation."""
     fit, attend = product_time(device), ATTENTION_TIME.of("cudnn", device.name)
     rate = device.gemm * tokens / (tokens + fit.half_tokens)
     weights = work.weight_bytes / device.copy
@@ -243,9 +245,18 @@ def _remade(parts: StepCost, dropped, rounded, whole, of_kinds, seconds, device,
 
 
 def _travelling(parts: StepCost, offloaded, whole, hosted: float, seconds, device) -> tuple[float, float]:
-    """(forward, backward) bytes that are being copied while the feed-forward of the layer above runs.
+    """(forward, backward) bytes that are still being copied over the host link while the feed-forward of the next layer
+    runs, and therefore take device memory there.
 
     The largest offloaded residuals are copied out first and back last, under the mixer if its time is enough.
+
+    Args:
+      parts: the step's costs.
+      offloaded: names of the residuals that are offloaded.
+      whole: {residual: bytes}.
+      hosted: bytes of all offloaded residuals.
+      seconds: (forward, backward) by segment.
+      device: the device.
     """
     travelling = [hosted, hosted]
     offloaded = sorted(offloaded, key=lambda name: whole[name], reverse=True)
@@ -265,8 +276,15 @@ def _travelling(parts: StepCost, offloaded, whole, hosted: float, seconds, devic
 
 
 def _backward_bytes(kind: LayerKind, sizes: Sizes) -> tuple[float, float]:
-    """(at a feed-forward's backward, at a mixer's backward) the most bytes of what a layer recomputes and makes; a
-    feed-forward whose scratch covers the mixers before it counts as a mixer."""
+    """The most device bytes that a layer's backward takes for recomputed residuals and for what it makes itself.
+
+    Args:
+      kind: the layer.
+      sizes: the sizes of its residuals, and which are recomputed.
+    Returns:
+      (bytes at a feed-forward's backward, bytes at a mixer's backward); a feed-forward whose scratch memory exists
+      while the mixers before it are recomputed counts as a mixer.
+    """
     block = kind.block
     dropped = {name: sizes[name] for name in kind.residuals if name in sizes.recomputed}
     derivatives = kind.derivative_bytes
@@ -315,7 +333,7 @@ def _not_made_yet(outputs: tuple[tuple[str, ...], ...], dropped: Mapping[str, fl
 
 
 def forecast(parts: StepCost, plan: StepPlan, device: Device) -> Forecast:
-    """The forecast of a step under `plan`."""
+    """The forecast of a step under `plan` on `device`, from the step's costs `parts`; nothing is compiled."""
     cache: dict[LayerPlan, LayerForecast] = {}
     tokens = parts.rows / plan.micro_batches / parts.devices * parts.length
     for layer in plan.residuals.layers:
@@ -345,7 +363,12 @@ def _all_resident(parts: StepCost, resident: int) -> bool:
 
 
 def head_forecast(parts: StepCost, chunk_tokens: int, tokens: float, device: Device) -> tuple[float, float]:
-    """(bytes around the loss, seconds) of the head and the loss of a micro-batch of `tokens` tokens."""
+    """The cost of the output head and the loss of a micro-batch of `tokens` tokens on a device, whose logits exist for
+    `chunk_tokens` tokens at a time.
+
+    Returns:
+      (device bytes at the loss, seconds of its forward and backward)
+    """
     rows = max(round(tokens / parts.length), 1)
     chunk = rows * chunk_length(rows, parts.length, int(chunk_tokens))
     hidden = tokens * parts.hidden_size * parts.dtype.itemsize
@@ -376,8 +399,12 @@ def state_seconds(parts: StepCost, device: Device) -> float:
 
 
 def _collective_seconds(parts: StepCost, plan, forward: float, backward: float, device) -> tuple[float, float]:
-    """(all, exposed) seconds of a step's collectives; `forward` and `backward` are seconds of all layers in a
-    micro-batch."""
+    """Seconds of a step's collective operations between devices. `forward` and `backward` are the seconds of all layers
+    in a micro-batch, under which collectives can run.
+
+    Returns:
+      (seconds of all collectives, seconds in which the step waits for them)
+    """
     of, rate, micro, fit = parts.exchange, device.peer, plan.micro_batches, _step_time(device)
     resident, trained = plan.residuals.resident, of.weights - of.frozen
     divided, whole = 1 - resident / parts.num_layers, max(plan.residuals.whole_weights, 1) / parts.num_layers
@@ -392,8 +419,16 @@ def _collective_seconds(parts: StepCost, plan, forward: float, backward: float, 
 
 
 def _forecast(parts: StepCost, plan, groups: list[tuple[LayerForecast, int]], head, tokens, device) -> Forecast:
-    """The forecast of a step; `groups` are (forecast of a layer, number of layers) of runs with one plan, first layers
-    first."""
+    """The forecast of a step from those of its parts.
+
+    Args:
+      parts: the step's costs.
+      plan: the StepPlan.
+      groups: (forecast of a layer, number of layers) of consecutive layers with the same plan, the first layers first.
+      head: what head_forecast returned.
+      tokens: tokens of a micro-batch on one device.
+      device: the device.
+    """
     head_bytes, head_seconds = head
     kept = sum(layer.kept * count for layer, count in groups)
     # The last layer's residuals are not offloaded, because the backward starts with them.

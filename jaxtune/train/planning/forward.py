@@ -46,7 +46,7 @@ def forward_bytes(parts: StepCost, tokens: float, chunk_tokens: int, device: Dev
 class ForwardPlanner:
     """Chooses into how many parts the rows of a batch are divided so that a forward pass fits a device.
 
-    It has the attributes that Engine needs of a Planner: `plan`, `device` and `budget_bytes`.
+    Engine takes it in place of a Planner, whose attributes `plan`, `device` and `budget_bytes` it has.
 
     Args:
       model: its arrays may be abstract.

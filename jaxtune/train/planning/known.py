@@ -21,12 +21,14 @@ from jaxtune.train.program.program_cache import ProgramCache, in_use
 
 
 class KnownFailures:
-    """Plans that failed for certain programs, compiled for this process's device by these versions.
+    """A record, in the cache of compiled programs, of the plans that needed more device memory than there was, so that
+    a later run of the same programs does not try them again.
 
-    In a run of several processes, all of them use what the first one reads.
+    A record applies only to the same kind of GPU, driver, JAX version and jaxtune sources. In a run of several
+    processes, all of them use what the first one reads.
 
     Args:
-      facts: JSON values that identify the programs.
+      facts: JSON values that identify the programs that the plans were tried with.
     """
 
     def __init__(self, facts: Any):
@@ -43,7 +45,8 @@ class KnownFailures:
         return [] if content is None else json.loads(content)
 
     def of(self, forecast: Forecast, budget_bytes: float | None) -> Failed | None:
-        """The recorded failure of a plan that is too large for this budget; None if there is none."""
+        """Returns the recorded failure of exactly the forecast's plan if it shows that the plan is too large for
+        `budget_bytes`, otherwise None."""
         plan = forecast.plan.to_record()
         for one in self._found:
             # A plan that ran out of memory may still fit a larger budget.
@@ -55,7 +58,7 @@ class KnownFailures:
         return None
 
     def add(self, failed: Failed, budget_bytes: float | None) -> None:
-        """Records that a plan failed within a budget."""
+        """Records that a plan needed more than `budget_bytes` of device memory (None: no budget)."""
         self._found.append({"plan": failed.plan.to_record(), "need": failed.need_bytes, "budget": budget_bytes})
         if self._cache is not None and processes.first():
             self._cache.put(self._key, json.dumps(self._found).encode())

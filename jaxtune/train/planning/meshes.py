@@ -29,7 +29,7 @@ def mesh_of(config: TrainConfig, model: Callable[[], Decoder], **changes: Any) -
     Args:
       config: the run's.
       model: returns what trains, whose arrays may be abstract; called only if there is a choice.
-      changes: arguments of step_cost.
+      changes: further arguments of step_cost.
     Returns:
       (mesh, reason); the reason is None without a choice: the config names a mesh, there is one device, or the devices
         are CPUs, which are one machine however many devices JAX shows.

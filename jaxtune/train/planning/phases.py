@@ -59,7 +59,7 @@ class OutOfDeviceMemory(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """How many questions a run answers at a time, and their lengths."""
+    """How a run that asks its model held-out questions answers them: how many at a time, and how long they are."""
 
     # Number of questions that are answered at a time.
     rows: int

@@ -116,7 +116,8 @@ def parse_residuals(text: str, num_layers: int, residuals: Sequence[Residual]) -
 
 
 def _parse_layer(text: str, residuals: Sequence[Residual]) -> LayerPlan:
-    """The plan of one layer from its part of the text."""
+    """The plan of one layer from its part of the text, such as "recompute, layer_input=offload", for a layer with these
+    residuals; raises ValueError, without naming the key, for what cannot be read."""
     rest: Placement = "keep"
     named: dict[str, Placement] = {}
     known = [residual.name for residual in residuals]

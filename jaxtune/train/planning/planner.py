@@ -24,7 +24,7 @@ from jaxtune.train.planning.search import Failed, Room, goal, next_plan
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether XLA raised `error` because memory ran out."""
+    """Whether XLA raised `error` because device or host memory ran out, by its message."""
     return "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower()
 
 
@@ -114,7 +114,7 @@ class Planner:
             self.forecast, self._smallest = forecast(self.cost, stored, self.device), False
 
     def _recorded(self, record: dict[str, Any]) -> StepPlan:
-        """The plan in a checkpoint's record."""
+        """The StepPlan in a record that StepPlan.to_record made, for this model."""
         return StepPlan.from_record(record, self.cost.num_layers, self.cost.known)
 
     def skip_known_failures(self, known: KnownFailures) -> None:

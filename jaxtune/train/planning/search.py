@@ -38,7 +38,8 @@ class Failed:
     need_bytes: float | None  # as compiled; None: memory ran out while it ran, and its need is unknown
 
     def goal(self, budget_bytes: float | None) -> float:
-        """The largest forecast that fits the budget if forecasts are as wrong as this one; None without a budget."""
+        """The largest predicted peak, in bytes, that the next plan may have if its forecast is as wrong as this one.
+        Without a budget, or if the need is unknown, it is somewhat less than this plan's."""
         if self.need_bytes is None or budget_bytes is None:
             return self.peak_bytes / _MORE
         return min(_CLOSE * budget_bytes * self.peak_bytes / self.need_bytes, self.peak_bytes)
@@ -65,7 +66,8 @@ class Room:
 
 
 def goal(budget_bytes: float | None, failed: Sequence[Failed]) -> float | None:
-    """The largest forecast that the next plan may have, after these failures; None without a budget."""
+    """The largest predicted peak, in bytes, that the next plan may have after these failures; None if there is neither
+    a failure nor a budget."""
     if not failed:
         return budget_bytes
     ratios = [one.ratio for one in failed]

@@ -19,7 +19,8 @@ def document_lengths(batch: Batch) -> np.ndarray:
 
 
 def flop_counter(model: Decoder) -> Callable[[np.ndarray], float]:
-    """A function from the lengths of a step's documents to the step's model FLOPs; see model_flops_per_step."""
+    """Makes a function from the lengths of a step's documents (int[documents], in tokens) to the step's model FLOPs, as
+    model_flops_per_step counts them, for this model. It is the basis of the metric `mfu`."""
     config = model.config
     matmul = trained = adapters = 0
     head = model.head_variable

@@ -56,7 +56,7 @@ class AuxLosses:
         return jnp.stack([loss.value(sums[name]) for name, loss, _ in self.losses])
 
     def added(self, values: jax.Array) -> jax.Array:
-        """float32[]: the loss to add, from the values of all losses."""
+        """float32[]: the loss to add to the mean loss, from what `values` returned."""
         terms = [coefficient * values[index] for index, (*_, coefficient) in enumerate(self.losses)]
         return functools.reduce(operator.add, terms)
 
@@ -115,7 +115,8 @@ class Forward:
       chunk_tokens: tokens whose logits exist at a time.
       dropout_key: key for the adapters' dropout; None: no dropout.
       noise: (key, alpha) of the noise on the embeddings; None: no noise.
-      gradient_sums: sums to which the layers' gradients are added; see run_stack.
+      gradient_sums: sums to which the layers' gradients are added layer by layer in the backward (run_stack), so that
+        they exist for one layer at a time; None: gradients are returned as usual.
       aux_losses: the layers' own losses to collect.
 
     Attributes:
@@ -174,13 +175,25 @@ class Forward:
         return self._of_head(linear_cross_entropy, model, hidden, batch)
 
     def token_losses(self, model: Decoder, hidden: jax.Array, batch: Batch) -> jax.Array:
-        """float32[rows, length]: the weighted next-token loss of each token; see cross_entropy."""
+        """float32[rows, length]: the weighted next-token loss of each token, of hidden states as a call returns them.
+        The logits never exist as a whole."""
         return self._of_head(linear_token_losses, model, hidden, batch)
 
     def log_probs(
         self, model: Decoder, hidden: jax.Array, batch: Batch, *, temperature: float, entropy_gradient: bool = False
     ) -> tuple[jax.Array, jax.Array]:
-        """(log-probabilities of the targets, entropies), float32[rows, length] each, at a temperature."""
+        """The log-probabilities of the targets and the entropies of the predicted distributions, without logits that
+        exist as a whole.
+
+        Args:
+          model: whose head is used.
+          hidden: hidden states as a call returns them.
+          batch: whose targets are scored.
+          temperature: divides the logits.
+          entropy_gradient: whether gradients flow through the entropies.
+        Returns:
+          (log-probabilities, entropies), float32[rows, length] each, in nats.
+        """
         head = model.head_variable
         with jax.named_scope("loss"):
             weight, hidden = gathers.whole_beside(head, hidden)

@@ -80,7 +80,8 @@ class ProgramCache(CacheInterface):
                     left.unlink()
 
     def get(self, key: str) -> bytes | None:
-        """The content of a key; None if there is no undamaged entry that belongs to this user."""
+        """The content that was stored under a key; None if there is no undamaged entry that belongs to this user. A
+        damaged entry is reported and removed."""
         path = self._file(key)
         try:
             entry, problem = _read(path)
@@ -102,13 +103,13 @@ class ProgramCache(CacheInterface):
         return content
 
     def put(self, key: str, value: bytes) -> None:
-        """Stores the content of a key, replacing an earlier one."""
+        """Stores a content under a key, replacing an earlier one; nothing is stored if it alone exceeds max_bytes."""
         entry = _entry(key, value)
         if self._make_room(len(entry)):
             atomic_write(self._file(key), entry, mode=0o600, durable=False)
 
     def _file(self, key: str) -> Path:
-        """The file of a key."""
+        """The path of a key's file, which may not exist. Its ending names the compression that JAX uses."""
         # zstandard may be installed or removed between two runs, and JAX's key does not always tell how it compressed.
         found = getattr(compilation_cache, "zstd", None) or getattr(compilation_cache, "zstandard", None)
         return self._path / f"{key}.{'zlib' if found is None else 'zstd'}{_SUFFIX}"
@@ -133,7 +134,7 @@ class ProgramCache(CacheInterface):
 
 
 def _entry(key: str, content: bytes) -> bytes:
-    """The bytes of an entry's file."""
+    """The bytes of an entry's file: the format, the checksum of key and content, the content."""
     digest = hashlib.sha256(key.encode() + b"\0")
     digest.update(content)
     return _FORMAT + digest.digest() + content

@@ -72,8 +72,8 @@ def compiler_options(platform: str, deterministic: bool, divides: bool = False) 
 
 
 def _may_plan_again(error: Exception) -> bool:
-    """Whether an error allows another plan: not one that a single process may have alone, because the others would wait
-    in the first plan's collectives."""
+    """Whether an error while a step ran allows another plan: memory ran out, and the run has one process. Of several
+    processes one may have the error alone, and the others would wait in the first plan's collectives."""
     return out_of_memory(error) and processes.count() == 1
 
 
@@ -211,8 +211,9 @@ class Engine:
         return [self.place(batch, part, parts) for part in range(parts)], counts
 
     def _filled(self, batch: Batch, parts: int) -> int:
-        """How many micro-batches the rows of a step fill, at least one: a source that does not know the lengths of its
-        documents before the run leaves the last ones empty."""
+        """The number of micro-batches, at least one, that have any tokens: a source that samples its answers during the
+        run may leave the last rows of a step empty, and empty micro-batches need not be computed. `parts` is the number
+        of micro-batches of a step."""
         if not self.batches.sees_model or processes.count() > 1 or self.batches.lanes > 1:
             return parts
         used = np.flatnonzero((batch.segment_ids > 0).any(1))
@@ -293,11 +294,12 @@ class Engine:
         return self._compiled_of_rows(program, self._by_rows, trainable, frozen, rows)
 
     def _compiled_of_rows(self, *what):
-        """A lowered and compiled program over rows."""
+        """Lowers and compiles a program over rows, as `_lowered_of_rows` describes it by the arguments `what`."""
         return dispatch.built(lambda: self._compiled(self._lowered_of_rows(*what)))
 
     def _lowered_of_rows(self, function, out, trainable, frozen, rows: Rows):
-        """The lowered program of a function over batches with the shape of these rows."""
+        """Lowers function(trainable, frozen, batch) for batches with the shape of these rows; `out` is the sharding of
+        its result."""
         return self._lowered(function, out, (abstract(trainable), abstract(frozen), self._abstract_batch(rows)))
 
     def _lowered(self, function, out, arguments: tuple, **options):
@@ -392,7 +394,8 @@ class Engine:
         return {"collectives_seconds": seconds}
 
     def at(self, programs: Programs, step: int) -> Programs:
-        """The programs that a step runs."""
+        """The programs that step `step` (from 0) runs: those without rounded weights before qat.start, else
+        `programs`."""
         early = step < self._early_steps and programs.before_qat is not None
         return programs.before_qat if early and programs.before_qat is not None else programs
 

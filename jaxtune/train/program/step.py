@@ -166,7 +166,8 @@ class StepProgram:
         return jax.tree.map(functools.partial(jax.sharding.NamedSharding, self.mesh), unsummed)
 
     def _divided(self, sums: Sums, trainable) -> Sums:
-        """The sums with gradients wrapped as Shards where tensors are divided."""
+        """The sums with the gradients of tensors that are divided over devices wrapped as partition.Shard, from which
+        the shardings inside of the mapped function follow."""
         tensors = partition.divide(trainable, self.mesh)
         return dataclasses.replace(sums, gradients=partition.divide_like(tensors, sums.gradients))
 
@@ -263,7 +264,8 @@ class StepProgram:
         return total
 
     def _loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict]:
-        """The objective's (loss sum, count, own sums), after a check that it returns the sums that it declares."""
+        """The objective's (loss sum, count, own sums by name as float32) for a micro-batch; raises ValueError if the
+        names of the sums are not those that it declares."""
         loss, count, own = self.objective.loss(model, batch, forward)
         if set(own) != set(self.objective.sums):
             raise ValueError(
@@ -366,7 +368,8 @@ class StepProgram:
             return new, jax.tree.map(jnp.zeros_like, given), metrics
 
     def _means(self, sums: Sums, count: jax.Array) -> dict:
-        """The metrics on the loss."""
+        """The metrics loss (the mean), count and own (the objective's), from the sums of a step; `count` is its number
+        of targets, at least 1."""
         return {
             "loss": sums.loss / count,
             "count": sums.count,
@@ -394,7 +397,8 @@ class StepProgram:
         )
 
     def _reach(self, bound: UpdateBound, state: TrainState) -> jax.Array:
-        """The highest weight that an update can lead to."""
+        """float32[]: a bound on the absolute value of any weight after this step's update, known before the update is
+        computed."""
         assert self.schedule is not None  # optimizers with a bound take their rate from the schedule
         rate = jnp.asarray(self.schedule(state.step - state.skipped), jnp.float32)
         highest = _each(lambda x: jnp.abs(x).max(range(1, x.ndim)), jax.tree.leaves(state.trainable)).max()
@@ -431,8 +435,8 @@ class StepProgram:
         return run(*tensors, batch)
 
     def of_rows(self, function, trainable, frozen, batch: Batch) -> jax.Array:
-        """function(model, batch, forward) of one batch: [rows, ...], divided as the batch's rows are. `trainable` as
-        for `evaluate`."""
+        """Calls function(model, batch, forward), which returns an array with a value for each row, [rows, ...], on one
+        batch; rows are divided over devices. `trainable` and `frozen` are as for `evaluate`."""
 
         def local(trainable, frozen, batch):
             forward = Forward(max_documents=self.max_documents, chunk_tokens=self.chunk_tokens)

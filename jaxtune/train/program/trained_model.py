@@ -24,7 +24,10 @@ class TrainedModel:
     """The model that a run trains. The caller's model is never changed or donated.
 
     Args:
-      model, config, keeps_model, weights: as for Trainer.
+      model: what the caller gave; its arrays are shapes if `weights` is given.
+      config: the run's.
+      keeps_model: whether the caller keeps the model, so that its arrays must not be freed.
+      weights: the model with its weights, while they are being loaded in a thread; None: `model` has them.
 
     Attributes:
       given: the caller's model, or its shapes while its weights are being loaded.
@@ -59,7 +62,7 @@ class TrainedModel:
 
     @property
     def prepared(self) -> Decoder:
-        """The model that computes; see the class."""
+        """The model that the run computes with: in the compute dtype, and with rounded weights under QAT."""
         return nnx.merge(self.graph, self.trainable, self.frozen)
 
     # ---- the start
@@ -150,7 +153,9 @@ class TrainedModel:
         return _placed(state, program.shardings(state, engine.replicated))
 
     def begin(self, engine: Engine, resumed: TrainState | None) -> tuple[TrainState, Sums, Any]:
-        """What first_state returns, or the same for a resumed run."""
+        """(state, sums, frozen) with which a run starts, placed on the mesh: those of first_state, or `resumed`, the
+        state that a checkpoint had. It also sets `fresh`, and frees the given weights if the caller does not keep
+        them."""
         if resumed is not None:
             return resumed, engine.first_sums(resumed), self.placed_frozen(engine)
         self.take_weights()
