@@ -187,16 +187,10 @@ def step_cost(
     optimizer: optax.GradientTransformation | None = None,
     reference_runs: int = 0,
 ) -> StepCost:
-    """Computes the costs of a training step from the shapes of the model's arrays; nothing is run or compiled.
-
-    Args:
-      model: what trains; its arrays may be abstract.
-      config: the run's, with its mesh.
-      length: tokens of a row; None: config.data.length.
-      keeps_model: whether the caller keeps the model in memory during the run, which the command does not.
-      optimizer: None: the one that config.optim asks for.
-      reference_runs: forward passes of a frozen model in each micro-batch.
-    """
+    """Computes the costs of a step of `model`, whose arrays may be abstract, from shapes alone. `length` is the tokens
+    of a row (None: config.data.length); `keeps_model` says whether the caller keeps the model in memory during the run,
+    which the command does not; `optimizer` None is the one that config.optim asks for; `reference_runs` counts the
+    forward passes of a frozen model in each micro-batch."""
     length = length or config.data.length
     shape = model.config
     dtype = jnp.dtype(COMPUTE_DTYPES[config.precision])
