@@ -1,4 +1,9 @@
-"""`jaxtune profile`: show, compare, ceilings."""
+"""The command `jaxtune profile` with its subcommands: `show` (where the time of a step goes), `compare` (what got
+faster or slower from one profile to another) and `ceilings` (the highest rates that this device reaches, measured once
+and cached).
+
+`run` takes the words of the command line after `profile`; its docstring is the text that --help prints.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""`jaxtune report`."""
+"""The command `jaxtune report`, which writes one self-contained HTML page that compares runs: their curves, samples and
+settings.
+
+`run` takes the words of the command line after `report`; its docstring is the text that --help prints.
+"""
 
 from __future__ import annotations
 

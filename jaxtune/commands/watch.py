@@ -1,4 +1,7 @@
-"""`jaxtune watch`."""
+"""The command `jaxtune watch`, which serves a web page on this machine that shows runs side by side while they train.
+
+`run` takes the words of the command line after `watch`; its docstring is the text that --help prints.
+"""
 
 from __future__ import annotations
 

@@ -111,7 +111,8 @@ class CompatModel(ModelMethods):
         return has_adapter(self.module)
 
     def merge_and_unload(self, *_: object, **__: object) -> CompatModel:
-        """PEFT's: a new model with the adapter merged into its weights, which are 16-bit over quantised ones."""
+        """PEFT's method: returns a new model with the adapter merged into its weights. If they were quantised, those of
+        the new model are in the compute dtype. The arguments of PEFT's method are accepted and ignored."""
         return CompatModel(
             jaxtune.merge_adapter(self.module),
             self.tokenizer,

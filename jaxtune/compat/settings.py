@@ -199,13 +199,14 @@ def total_steps(args: SFTConfig, steps_per_epoch: int) -> int:
 
 
 def schedule_config(args: SFTConfig, steps: int | None) -> ScheduleConfig:
-    """The section `schedule` of a run's config.
+    """Returns the section `schedule` of a run's config from TRL's arguments.
 
     Args:
-      args: the script's.
-      steps: the updates of the run; None: unknown yet, and then a warm-up that is a share of them counts as 0.
+      args: the script's SFTConfig, or another of TRL's configs.
+      steps: the number of updates of the run, or None if it is not known yet. A warm-up that is a share of all updates
+        then becomes 0 steps, so the result must not be used for training.
     Raises:
-      ValueError: a scheduler or an option of it that is not supported.
+      ValueError: the scheduler, or an entry of lr_scheduler_kwargs, is not supported.
     """
     kind = plain_value(args.lr_scheduler_type)
     name: Any = choose("SFTConfig", "lr_scheduler_type", kind, SCHEDULES)

@@ -136,7 +136,8 @@ def _inverse(scales: jax.Array) -> jax.Array:
 
 
 def _q8_0(blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(scales float32[rows, n], codes uint8[rows, n, 32]) of blocks [rows, n, 32]."""
+    """(scales float32[rows, n], codes uint8[rows, n, 32]) of blocks [rows, n, 32]. The codes are the bits of the int8
+    numbers of Q8_0, -127 to 127, as bytes to be written."""
     largest = jnp.abs(blocks).max(-1)
     scales = divide(largest, jnp.full_like(largest, 127))
     numbers = blocks * _inverse(scales)[..., None]

@@ -155,11 +155,14 @@ def _words(parts: dict[str, Any]) -> str:
 
 
 def _space_prefix(parts: dict[str, Any]) -> bool:
-    """Whether a tokenizer with SentencePiece's characters puts a space before a text, which llama.cpp has to know.
-    `parts` is the content of tokenizer.json.
+    """Returns tokenizer.ggml.add_space_prefix of a tokenizer that writes spaces as SentencePiece's character ▁
+    (U+2581): whether it puts one before a text.
 
+    Args:
+      parts: the content of tokenizer.json.
     Raises:
-      ValueError: it does anything else with a text, which llama.cpp's tokenizer would not do.
+      ValueError: the normalizer or the pre-tokenizer has a step that llama.cpp's tokenizer does not have, or spaces are
+        not replaced by ▁.
     """
     prefixed, replaced = False, False
     steps = _sequence(parts["normalizer"], "normalizers") + _sequence(parts["pre_tokenizer"], "pretokenizers")

@@ -30,14 +30,19 @@ _PACKED = 8  # codes in an int32
 
 
 def write(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
-    """Writes linears and experts in int4. Those of SERVED_IN_16_BITS stay in 16 bits, as do linears whose rows are not
-    whole groups; a note says how many.
+    """Writes a model into a folder in compressed-tensors' pack-quantized format: the weights of linears and experts in
+    int4, with a scale for each group of neighbouring weights of a row.
+
+    If the model was trained with QAT, its weights are stored exactly, in the groups of QAT; otherwise they are rounded
+    here, in groups of 128. Linears named in SERVED_IN_16_BITS stay in 16 bits, as do linears whose rows cannot be
+    divided into whole groups.
 
     Returns:
-      notes for the user.
+      notes for the user: the number of linears of the latter kind, if there are any.
     Raises:
-      ValueError: a model that the format cannot represent; weights that are not on the grid that QAT rounded the
-        model's to.
+      ValueError: the format cannot represent the model, or the model says that QAT rounded its weights and they were
+        changed since.
+      ArithmeticError: what was packed does not decode to the model's weights.
     """
     weights = weights.dequantized()
     model = weights.model

@@ -486,10 +486,10 @@ def run_stack(
 
 
 def _describe(block: Block, graph, spec: LayerSpec, plan: LayerPlan, tile: int | None) -> _Layer:
-    """The static description of a layer by which its program is compiled; graph: nnx.GraphDef, the block's structure.
-
-    tile: tokens of each row in a tile of tokenwise segments (ResidualPlan.tile_tokens); ignored, so that these run
-    whole, unless the plan recomputes every value inside them."""
+    """The static description of a layer by which its program is compiled: its structure (graph: nnx.GraphDef), and
+    which of its residuals `plan` keeps, keeps in FP8 or offloads to host memory. tile: tokens of each row in a tile of
+    tokenwise segments, such as those of an MLP (ResidualPlan.tile_tokens); ignored, so that these run whole, unless the
+    plan recomputes every value inside them."""
     residuals = block.residuals()
     inside = tiled_residuals(block.segments())
     dropped = plan.named("recompute", residuals)

@@ -181,9 +181,9 @@ def _entries(table: bytes, word):
 
 
 def _shuffled_entries(lane_entry, word):
-    """As _entries, for a table that is spread over a warp's lanes: `lane_entry` is entry i in lanes i and i + 16. All
-    lanes of the warp must call it. A shuffle reads the low four bits of an index and ignores the others, so codes need
-    no mask."""
+    """What _entries returns, by warp shuffles, which all lanes of the warp must call. `lane_entry` is the lane's entry
+    of the table, entry i in lanes i and i + 16. A shuffle within each half of the warp reads only the low four bits of
+    an index, so codes need no mask."""
     shuffle = nvvm.ShflKind.idx
     return [
         nvvm.shfl_sync(ir_const(-1), lane_entry, ir_shift_right(word, 4 * n), ir_const(0x101F), shuffle)

@@ -363,8 +363,11 @@ def _category(event: Event, around: Sequence[_Call]) -> str:
 
 
 def _scope(call: _Call, forward: _Forward) -> tuple[str, str]:
-    """(scope, phase) of a launch, from the marked ranges and modules around it, or, for a launch in the backward,
-    around its forward operator. The phase is "forward", "backward" or "recompute"."""
+    """(scope, phase) of a kernel launch, from the marked ranges and modules around it, or, for a launch in the
+    backward, around its forward operator, which `forward` finds. The phase is "forward", "backward" or "recompute".
+
+    The scope is the operator's name if no forward operator is found.
+    """
     node = _backward_call(call)
     if node is None:
         return _path(call), "forward"

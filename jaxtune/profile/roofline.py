@@ -118,14 +118,15 @@ def _kind(event: Event, ceilings: Ceilings) -> str:
 
 
 def _slow_products(kind: str, events: Sequence[Event], ms: float, per_step: float, ceilings: Ceilings) -> Loss:
-    """The loss of products, attention or experts that run below the device's ceiling.
+    """The Loss of matrix products, attention or experts: the time per step that would be saved if these kernels ran at
+    the device's ceiling; 0 if the ceiling or the FLOPs are not known.
 
     Args:
       kind: "GEMM", "attention" or "MoE".
-      events: of this kind.
-      ms: their time per step.
-      per_step: factor from the events' ns to ms per step.
-      ceilings: the device's rates; without them nothing is counted as lost.
+      events: the events of this kind, of all captured steps.
+      ms: their time in milliseconds per step.
+      per_step: the factor from nanoseconds, summed over all captured steps, to milliseconds per step.
+      ceilings: the device's rates.
     """
     flops = sum(e.flops for e in events)
     rate = flops / sum(e.self_ns for e in events) / 1e3

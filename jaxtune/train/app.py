@@ -220,8 +220,15 @@ def _train(config: TrainConfig, console: Console, stop: StopSignal) -> int:
 
 
 def show_memory(trainer: Trainer, console: Console) -> dict[str, float]:
-    """Chooses and compiles a run's plan, and prints it with the compiler's own figures; returns those of
-    `report.memory_plan`."""
+    """Does what --plan asks for on this machine, without training: prints the plan, compiles its step (and that of
+    further plans until one fits), and prints the predicted memory and the compiler's figure.
+
+    Returns:
+      {name: GB}: `predicted` and `compiled`, the step's peak memory by the planner and by the compiler, and `limit`,
+      the memory that the step may take, if there is one.
+    Raises:
+      PlanError: the step of the smallest plan does not fit either.
+    """
     planner = trainer.planner
 
     def show(line: str) -> None:

@@ -42,8 +42,9 @@ class Callback:
     """
 
     def between(self, moment: Between) -> None:
-        """Called after a step was dispatched to the device, before the evaluations and saves that the config asks for
-        at this step."""
+        """Called after each step was dispatched to the device, before the evaluations and saves that the config asks
+        for at this step. The step's metrics are not there yet; `stepped` gets them. moment: has the number of the step,
+        and functions that evaluate, save or stop the run at it."""
 
     def stepped(self, step: int, metrics: dict[str, Any]) -> None:
         """Called with the metrics of optimizer step `step` (counted from 1), about one step after it was dispatched.

@@ -28,16 +28,18 @@ from jaxtune.train.trainer import Trainer
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """The weights that an evaluation scores."""
+    """Which weights an evaluation scores: those that the config names, those of a run's newest checkpoint, or those
+    that a run exported."""
 
     text: str
     """The weights in words."""
     config: TrainConfig
-    """The config that loads them."""
+    """The config that loads the weights, or the model into which the checkpoint's are restored."""
     checkpoints: Path | None = None
-    """The folder of checkpoints that they are in, if they are those of a checkpoint."""
+    """The folder of the run's checkpoints, if the newest intact one in it has the weights; otherwise None."""
     result: Result | None = None
-    """The exported adapter or model that they are in, if it is one."""
+    """The folder that the run exported (an adapter or a merged model), with the step whose weights it has, if it has
+    the weights; otherwise None."""
 
 
 def weights_to_score(config: TrainConfig, recipe: str = "", overrides: Sequence[str] = ()) -> Scored:

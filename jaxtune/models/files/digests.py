@@ -171,12 +171,13 @@ class DigestCache:
         return [[path, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, s.st_dev] for path, s in found]
 
     def get(self, name: str) -> bytes | None:
-        """The `whole` digest of a tensor, if it was cached and the files have not changed since."""
+        """The cached digest over every byte of a tensor (`Digest.whole`), or None if none is cached or the files have
+        changed since."""
         known = self._known.get(name)
         return None if known is None else bytes.fromhex(known)
 
     def put(self, name: str, whole: bytes) -> None:
-        """Adds the `whole` digest of a tensor, to be written by `save`."""
+        """Adds the digest over every byte of a tensor (`Digest.whole`), to be written by `save`."""
         self._known[name] = whole.hex()
 
     def save(self) -> None:

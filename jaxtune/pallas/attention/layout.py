@@ -52,7 +52,8 @@ def packed_layout(
     Args:
       shape: (rows, length), each at least 1.
       segment_ids: int[B, T], 0 is padding; None: one document a row.
-      max_documents: see PackedLayout. It is not verified here, because that would wait for the device.
+      max_documents: the caller's guarantee that no row has more documents than this; with 1, the document of each row
+        starts at index 0. None: no guarantee. It is not verified here, because that would wait for the device.
     Raises:
       TypeError, ValueError: an argument does not fit this description.
     """

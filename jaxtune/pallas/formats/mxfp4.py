@@ -96,7 +96,8 @@ class MXFP4(Stored):
         return BLOCK if axis == self.ndim - 1 else 1
 
     def random_like(self, shape: tuple[int, ...], draw: np.random.Generator) -> MXFP4:
-        """Random numbers of this shape in the same format, for the check of a kernel at its first use."""
+        """A random tensor of this shape in MXFP4, on which a kernel is compared with its reference at its first use;
+        nothing of this tensor's content is used."""
         codes = draw.integers(0, 256, (*shape[:-1], shape[-1] // 2))
         scales = draw.integers(120, 124, (*shape[:-1], shape[-1] // BLOCK))
         return MXFP4(jnp.asarray(codes, jnp.uint8), jnp.asarray(scales, jnp.uint8))

@@ -266,7 +266,8 @@ def prepared(
     implementation: str | None,
 ):
     """(x, weight, (a, b) or None, static) in the form that `forward` takes, with the implementation chosen; the
-    arguments are grouped_matmul's. If the derivative follows, a weight that has to be decoded is decoded here."""
+    arguments are grouped_matmul's. If the derivative follows, a weight that has to be decoded is decoded here, once for
+    both directions."""
     in_size, out_size = weight.shape[1:] if transposed else weight.shape[:0:-1]
     as_stored = fp8 and isinstance(weight, Stored) and weight.compute in AS_STORED
     packed = weight if isinstance(weight, Stored) and not as_stored else None

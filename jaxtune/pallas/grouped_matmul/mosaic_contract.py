@@ -181,8 +181,11 @@ def contract_rows(thin: jax.Array, wide: jax.Array, groups: Groups, rank: int, t
 
 
 def refusal(dtype) -> str | None:
-    """The reason why this GPU must not run the kernel for arrays of this dtype, or None; it is compared with the
-    reference at its first use."""
+    """The reason why contract_rows must not run on this GPU with arrays of this dtype, or None.
+
+    The first call for a dtype compares the kernel with the reference on small cases (dispatch.first_use); a difference
+    or an error is the reason.
+    """
 
     def compare():
         groups = groups_of(jnp.asarray((300, 0, 1, 128, 700), jnp.int32), 1129)

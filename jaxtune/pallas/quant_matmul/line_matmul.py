@@ -36,13 +36,13 @@ _SMEM_BYTES = 227 * 1024  # the most shared memory of a program
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """How the kernel divides its work."""
+    """How the kernel divides its work. A line is 128 bytes of a row's codes, which are LINE columns."""
 
     groups: int  # groups of 16 rows of the weight that a program has
     warpgroups: int  # of a program
     stages: int  # copies that are loaded ahead for a warpgroup
     splits: int = 1  # programs that share the columns of a row; they are a cluster
-    lines: int = 1  # neighbouring lines of a copy
+    lines: int = 1  # neighbouring lines of each row that one copy loads
 
     @property
     def rows(self) -> int:

@@ -479,8 +479,9 @@ def _place(array: Any, description: dict[str, Any], leaf: Any, as_numpy: bool) -
 
 
 def _check_fits(path: Path, described: dict[str, dict[str, Any]], wanted: dict[str, Any], partial: bool) -> None:
-    """Raises CheckpointError if the arrays of a checkpoint, which meta.json describes, are not those of `like`
-    (`wanted`, by name). With `partial` the checkpoint may have further arrays. The message lists the differences."""
+    """Raises CheckpointError with the differences if a checkpoint's arrays have not the names, shapes and dtypes of a
+    run's. described: {name: shape and dtype} from the checkpoint's record. wanted: {name: array or
+    jax.ShapeDtypeStruct} of the run. partial: the checkpoint may have arrays that are not wanted."""
     problems = [f"{name}: not in the checkpoint" for name in wanted if name not in described]
     if not partial:
         problems += [f"{name}: in the checkpoint, not in this run" for name in described if name not in wanted]

@@ -57,10 +57,14 @@ class Delivery(Protocol):
 
 
 def read_result(folder: Path) -> Result:
-    """The result in a folder, after every file was compared with its proof.
+    """Returns the Result in a folder that a run exported: the run and the step that wrote it, from the folder's proof.
+
+    The proof is jaxtune_run.json, which lists the size and CRC-32 of every file; every file is compared with it first.
+    Files that were added later are no error; the first of them is in Result.added.
 
     Raises:
-      ValueError: there is no proof, or a file differs from what was written; added files do not matter.
+      ValueError: the folder has no proof, the proof cannot be read, or a file is missing or differs from what was
+        written.
     """
     try:
         proof = json.loads((folder / PROOF).read_text(encoding="utf-8"))

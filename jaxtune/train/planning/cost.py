@@ -126,7 +126,8 @@ class Exchange:
 
 @dataclasses.dataclass(frozen=True)
 class StepCost:
-    """Bytes and work of a step, before it is decided how to run it, on one of `devices` that share the rows."""
+    """Bytes and work of a step on one of `devices` that share the rows: what the planner knows of a step before it
+    decides which residuals to keep, the number of micro-batches, and which weights stay gathered."""
 
     rows: int  # of the step, on all devices
     length: int  # tokens of a row
@@ -135,10 +136,11 @@ class StepCost:
     hidden_size: int
     vocab_size: int
     dtype: jnp.dtype  # the compute dtype
-    known: tuple[Residual, ...]  # the residuals of all layers
+    known: tuple[Residual, ...]  # the residuals of all layers, each name once: what a plan can place
     residuals: Mapping[str, float]  # {residual: bytes per token}, the mean over all layers
     padding: Mapping[str, float]  # {residual: bytes that do not depend on the tokens}, the mean over all layers
-    segments: tuple[SegmentCost, ...]  # their work is the mean over all layers
+    # the pieces of the layers' computation between residuals; their work is the mean over all layers
+    segments: tuple[SegmentCost, ...]
     kinds: tuple[LayerKind, ...]  # the different layers of the model
     fixed: Mapping[str, float]  # {what: bytes} that are in memory during the whole step
     cast_bytes: float  # the layers' trained weights in the compute dtype, which live from forward to backward
@@ -148,12 +150,13 @@ class StepCost:
     trained: float  # number of trained parameters
     trained_here: float  # those that this device updates
     has_experts: bool = False
-    tiled: tuple[str, ...] = ()  # residuals of which only one tile exists at a time if layers run in tiles
+    # residuals of which only one tile exists at a time if tokenwise segments run over tiles of tokens
+    tiled: tuple[str, ...] = ()
     hosted_bytes: float = 0.0  # optimizer states of this device in host memory
     update_bytes: float = 0.0  # taken by the update in addition to `fixed`
     less_sums: float = 0.0  # the part of `fixed` that a step of one micro-batch does not need
     reference_runs: int = 0  # forward passes of a frozen model in each micro-batch
-    exchange: Exchange = Exchange()  # received from other devices
+    exchange: Exchange = Exchange()  # bytes that this device receives from other devices in a step
     # experts' adapters in the kernels' layout, which XLA makes once for forward and backward if every residual is kept
     shared_bytes: float = 0.0
     dropout_bytes: float = 0.0  # per token: the largest adapter input with dropout, masked, and its mask

@@ -24,11 +24,12 @@ class KnownFailures:
     """A record, in the cache of compiled programs, of the plans that needed more device memory than there was, so that
     a later run of the same programs does not try them again.
 
-    A record applies only to the same kind of GPU, driver, JAX version and jaxtune sources. In a run of several
-    processes, all of them use what the first one reads.
+    A record applies only to the same kind of device with the same platform version (such as that of CUDA), the same
+    version of JAX and the same sources of jaxtune. In a run of several processes, all of them use what the first one
+    reads.
 
     Args:
-      facts: JSON values that identify the programs that the plans were tried with.
+      facts: JSON values that identify the programs with which the plans were tried.
     """
 
     def __init__(self, facts: Any):

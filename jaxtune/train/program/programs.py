@@ -72,8 +72,9 @@ def compiler_options(platform: str, deterministic: bool, divides: bool = False) 
 
 
 def _may_plan_again(error: Exception) -> bool:
-    """Whether an error while a step ran allows another plan: memory ran out, and the run has one process. Of several
-    processes one may have the error alone, and the others would wait in the first plan's collectives."""
+    """Whether the run may continue with a smaller plan after an error of its first step: only if memory ran out, and
+    only in a run of one process. Of several processes one may run out of memory alone; if it changed its plan, the
+    others would wait for it forever in the collectives of the first plan."""
     return out_of_memory(error) and processes.count() == 1
 
 
@@ -336,8 +337,10 @@ class Engine:
         """Compiles the plan in force and, if the compiler's figure exceeds the budget, further plans until one fits.
 
         Args:
-          shapes: returns the shapes of (state, sums, frozen) under the plan in force.
-          first_step: the step with which the run starts.
+          shapes: returns the shapes and dtypes, under the plan in force, of (state, sums, frozen): the train state, the
+            sums of gradients and losses over micro-batches, and the weights that do not train.
+          first_step: the step with which the run starts. The programs of the steps before QAT begins are compiled only
+            if it is one of these.
           print_line: prints a line.
           placed: whether the weights are already on the devices as the plan says, which further plans must keep.
         Returns:

@@ -69,9 +69,11 @@ def rope_parameters(hf: Config, layer_type: str | None = None) -> Fields:
 
 
 def rope_config(hf: Config, given: Config) -> RopeConfig:
-    """The RopeConfig of a config.json's rotary parameters `given`, with the defaults of transformers'
-    modeling_rope_utils.
+    """The RopeConfig of a config.json's rotary parameters, with the defaults of transformers' modeling_rope_utils.
 
+    Args:
+      hf: the whole config.json, for head_dim and the numbers of positions.
+      given: the rotary parameters, as one flat dict from `rope_parameters`.
     Raises:
       ValueError: an unknown kind, a missing parameter, or factors that do not fit the head.
     """
