@@ -60,7 +60,7 @@ class AnswerMetrics:
     """The questions, with the rows' other columns."""
 
     functions: RewardFunctions
-    """The functions that score answers."""
+    """The functions that score answers; each gets all answers in one call."""
 
     max_new_tokens: int
     """The most tokens of an answer."""
@@ -85,12 +85,13 @@ class AnswerMetrics:
 
     @property
     def identity(self) -> str:
-        """A string, 8 hex digits, that identifies these questions."""
+        """A string, 8 hex digits, that identifies these questions by their tokens. It is recorded with an evaluation,
+        so that a resumed run sees whether the evaluation was of the same questions."""
         return f"{zlib.crc32(repr([prompt.ids for prompt in self.prompts]).encode()):08x}"
 
     def __call__(self, model: Decoder) -> Answered:
-        """Generates and scores answers to all rows. If a function raises an exception, the answer has no value of that
-        function.
+        """Generates answers to all questions with `model`, and scores them: their metrics, and the first
+        `sample_rows` answers. If a function raises an exception, the answer has no value of that function.
 
         Raises:
           RewardError: a function returned something other than a list of numbers.
@@ -138,8 +139,8 @@ def answer_metrics(config: TrainConfig, rows: object, tokenizer, model: Decoder)
     """The evaluation by generation that config.evaluation.generate asks for; None if it names no function.
 
     Args:
-      config: the run's.
-      rows: the held-out rows, see read_prompts.
+      config: the config of the run.
+      rows: the held-out rows: a path, a data set's name, or a list of dicts.
       tokenizer: a Hugging Face tokenizer with the chat template of the run.
       model: the model; its arrays may be `jax.ShapeDtypeStruct`s.
     Raises:

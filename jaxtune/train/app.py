@@ -51,11 +51,12 @@ from jaxtune.train.trainer import Trainer
 if TYPE_CHECKING:
     from rich.console import Console
 
-BEFORE, AFTER = "before training", "after training"  # printed before the answers of the model then
+BEFORE, AFTER = "before training", "after training"  # printed before the answers that the model gives then
 
 
 def answered(config: TrainConfig, limit: int) -> list[Example]:
-    """The first `limit` held-out rows (data.eval) that end with an answer in words, which generation is compared with.
+    """The first `limit` held-out rows (data.eval), as examples, whose conversation ends with an answer in words. Exact
+    match compares the model's answers with these.
 
     Raises:
       ValueError: there is no such row; or a row is bad, and data.on_bad_row is "error".
@@ -81,7 +82,8 @@ def answered(config: TrainConfig, limit: int) -> list[Example]:
 
 
 def sampled_by(trainer: Trainer) -> Sampled:
-    """How many of its held-out questions a run or an evaluation answers at a time: as many as its memory allows.
+    """How many of its held-out questions a run or an evaluation answers at a time: as many as its memory allows. Called
+    before training, so that rows that cannot be asked are reported then.
 
     Raises:
       ValueError: a row does not end with an answer, or is too long for the model.
@@ -132,7 +134,8 @@ def answers_to_show(answers: Sequence[tuple[str, str, str]], count: int) -> list
 
 
 def _show_answers(found: dict[str, Any], console: Console, when: str) -> None:
-    """Prints the score and the samples that `answer` returned, after the words `when`."""
+    """Prints the score and the samples in `found`, which `answer` returned. when: printed before the score, such as
+    "before training"; "" prints nothing there."""
     begin = f"{when}: " if when else ""
     console.print(f"{begin}exact match {100 * found['exact_match']:.1f} % of {found['rows']} held-out questions")
     for sample in found["samples"]:
@@ -197,7 +200,8 @@ def require_fit_for_processes(config: TrainConfig) -> None:
 
 
 def _train(config: TrainConfig, console: Console, stop: StopSignal) -> int:
-    """Loads, trains, exports and evaluates, and prints what to do next; returns the exit code 0."""
+    """Loads, trains, exports and evaluates, and prints what to do next; returns the exit code 0. stop: the StopSignal
+    that is in force; a signal raises TrainingInterrupted or Interrupted."""
     with loading(config) as (weights, tokenizer, model):
         trainer = Trainer(model, tokenizer, config, keeps_model=False, weights=weights)
         console.print(report.trained_table(model))
@@ -247,7 +251,8 @@ def show_memory(trainer: Trainer, console: Console) -> dict[str, float]:
 
 
 class RunIsComplete(Exception):
-    """Every result of the run exists already and is verified to be this run's; there is nothing to train."""
+    """Raised instead of training: every result that the config asks for exists already and is verified to be this
+    run's."""
 
 
 class _Delivery:
@@ -303,13 +308,14 @@ class _Delivery:
             self._write_numbers(run())  # stored now, because a resumed run no longer has these weights
 
     def _answers(self, model: Decoder, when: str) -> dict[str, Any]:
-        """What `answer` returns for a model."""
+        """Answers the held-out questions with `model`, prints the score after the words `when`, and returns the results
+        of the function `answer`."""
         assert self.trainer.sampled is not None  # set in __init__, as the config asks for answers
         return answer(model, self.trainer.tokenizer, self.config, self.console, self.trainer.sampled, when)
 
     def _take_numbers(self, run: dict[str, Any]) -> None:
-        """Reads the results.json of an earlier process of this run into `numbers`. A file of another run is deleted, as
-        its metrics are."""
+        """Reads the results.json of an earlier process of this run into `numbers`. A file that is damaged or of another
+        run is deleted, as its metrics are. run: what identifies this run (`Trainer._same_run`)."""
         path = self.output / RESULTS
         try:
             numbers = json.loads(path.read_text(encoding="utf-8"))
@@ -322,7 +328,8 @@ class _Delivery:
             self.numbers = numbers
 
     def _is_measured(self) -> bool:
-        """Whether the trained model was already evaluated in the way that the config asks for."""
+        """Whether the trained model was already evaluated in the way that the config asks for: its held-out loss is in
+        metrics.jsonl, and its answers are in `numbers`. If not, a run that is complete still evaluates."""
         wanted, last = self.config.evaluation, self.trainer.total_steps
         due = wanted.after_last(last) and self.rows
         answers = wanted.at_end and wanted.exact_match_rows
@@ -330,12 +337,14 @@ class _Delivery:
         return bool(measured and (not answers or "after" in self.numbers))
 
     def _write_numbers(self, run: dict[str, Any]) -> None:
-        """Writes `numbers` to results.json, with what identifies the run and its held-out rows."""
+        """Writes `numbers` to results.json, with a digest of `run`, what identifies the run, and what identifies its
+        held-out rows; `_take_numbers` compares both."""
         content = self.numbers | {"run": digest(run), m.ROWS: self.rows}
         atomic_write(self.output / RESULTS, json.dumps(content, indent=2) + "\n")
 
     def show_numbers(self) -> None:
-        """Prints what was measured before and after training."""
+        """Prints the exact match before and after training, and the first and last held-out loss, as far as `numbers`
+        has them: for a run that was complete already."""
         for key, when in (("before", BEFORE), ("after", AFTER)):
             if key in self.numbers:
                 _show_answers(self.numbers[key], self.console, when)

@@ -11,7 +11,8 @@ from jaxtune.models.decoder import Decoder
 
 @dataclasses.dataclass
 class Between:
-    """What a callback can do after a step was dispatched to the device and before the next one is."""
+    """What a callback learns and can do after a step was dispatched to the device and before the next one is; an
+    argument of `Callback.between`."""
 
     step: int
     """The number of steps dispatched so far."""
@@ -20,10 +21,10 @@ class Between:
     wait: Callable[[], None]
     """Waits until the step's metrics are there and `stepped` was called with them. The device is idle meanwhile."""
     evaluate: Callable[[], float]
-    """Evaluates the held-out rows and returns the loss; `evaluated` is called. Several calls at a step evaluate
-    once."""
+    """Evaluates the held-out rows and returns the loss, NaN if there is none; `Callback.evaluated` is called. Several
+    calls at a step evaluate once."""
     save: Callable[[], None]
-    """Saves a checkpoint of this state; `saved` is called."""
+    """Saves a checkpoint of the state after this step; `Callback.saved` is called."""
     model: Callable[[], Decoder]
     """Returns the model as it is now. The next step donates its trained arrays, so it must not be used later."""
     stopped: bool = False

@@ -18,8 +18,9 @@ _TURNS = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content":
 
 
 def turn_end(tokenizer: Any) -> int | None:
-    """The id of the special token that ends a response in the tokenizer's chat template; None if it has no template, or
-    its responses do not end with such a token."""
+    """The id of the special token that ends a response in the chat template of a Hugging Face tokenizer, found by
+    rendering a short conversation; None if it has no template or is not fast, or if responses do not end with such a
+    token."""
     if not tokenizer.chat_template or not tokenizer.is_fast:
         return None
     encoder = RowEncoder(tokenizer)
@@ -33,7 +34,8 @@ def turn_end(tokenizer: Any) -> int | None:
 def with_end_tokens(model: Decoder, tokenizer: Any) -> Decoder:
     """Adds the token that ends a response in the tokenizer's chat template, and the tokenizer's EOS, to the tokens at
     which generation from the model ends. The model is changed in place and returned; folders that it is saved to have
-    these tokens too."""
+    these tokens too. Nothing is added to a model that scores texts, that was not loaded from a folder, or that has no
+    tokenizer (None)."""
     if tokenizer is None or model.source is None or not model.config.head.is_text:
         return model
     taught = (turn_end(tokenizer), tokenizer.eos_token_id)

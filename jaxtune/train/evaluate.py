@@ -92,7 +92,10 @@ def questions_of(
     """The questions of rows, in their order.
 
     Args:
-      tokenizer, rows, max_new_tokens, template: see `exact_match`.
+      tokenizer: a fast Hugging Face tokenizer.
+      rows: messages rows or examples that end with an answer, as for `exact_match`.
+      max_new_tokens: the most tokens of an answer, for which a prompt must leave room.
+      template: as data.template; None is the tokenizer's own.
       positions: the most tokens of prompt and answer that the model allows.
     Raises:
       ValueError: a row does not end with an answer, or its prompt is too long.
@@ -124,12 +127,13 @@ def _tokens(tokenizer: Any, text: str) -> list[int]:
 
 
 def _first(ids: Sequence[int], of: Set[int]) -> int | None:
-    """The first of the ids that is in `of`, or None."""
+    """The first of `ids` that is in the set `of`, or None."""
     return next((token for token in ids if token in of), None)
 
 
 def _after(tokenizer: Any, ids: list[int], mark: str) -> list[int]:
-    """The tokens after the last occurrence of `mark` in their text; all of them if it does not occur."""
+    """The token ids after the last occurrence of `mark` in their text: the answer without a thought that comes before
+    it. All ids if `mark` is "" or does not occur."""
     for first in range(len(ids), 0, -1) if mark and mark in tokenizer.decode(ids) else ():
         if mark in tokenizer.decode(ids[:first]) and mark not in tokenizer.decode(ids[: first - 1]):
             return ids[first:]

@@ -28,7 +28,8 @@ from jaxtune.train.planning.meshes import mesh_of
 
 
 def load_model(config: TrainConfig) -> tuple[Decoder, Any]:
-    """Loads the model with its adapter, and the tokenizer, that a config asks for: (model, tokenizer)."""
+    """Loads the model with its adapter, and the tokenizer, that a config asks for: (model with its arrays, tokenizer).
+    It waits until the weights are there. Raises ValueError if the folder has no tokenizer."""
     with loading(config) as (weights, tokenizer, model):
         return model if weights is None else weights.result(), tokenizer
 
@@ -40,7 +41,8 @@ def loading(config: TrainConfig) -> Iterator[tuple[Future[Decoder] | None, Any, 
     It gives (weights, tokenizer, model). A thread loads the weights while rows are tokenised and programs compiled:
     `weights` is the future of the model, and `model` has shapes instead of arrays. `weights` is None, and `model` has
     its arrays, if the model is made from a config, if its adapter comes from a file, or if the checkpoint is in four
-    bits, whose shapes only its bytes show. Leaving the context cancels the loading.
+    bits, whose shapes only its bytes show. Leaving the context cancels the loading. A missing tokenizer raises
+    ValueError on entering.
     """
     wanted = config.model
     if wanted.from_config is not None:
@@ -69,8 +71,8 @@ def loading(config: TrainConfig) -> Iterator[tuple[Future[Decoder] | None, Any, 
 
 
 def _tokenizer(config: TrainConfig, folder: Path | None) -> Any:
-    """The tokenizer in the folder config.model.tokenizer, or else in the model's folder. Raises ValueError if there is
-    none."""
+    """The tokenizer in the folder config.model.tokenizer, or, if that is not set, in the model's folder `folder` (None
+    for a model that is made from a config). Raises ValueError if there is none."""
     wanted = config.model
     if wanted.tokenizer is not None:
         tokenizer = load_tokenizer(Path(wanted.tokenizer).expanduser())
@@ -84,7 +86,8 @@ def _tokenizer(config: TrainConfig, folder: Path | None) -> Any:
 
 
 def adapted(model: Decoder, config: TrainConfig) -> Decoder:
-    """The model with the objective's head, the adapter, and products in FP8 if the config asks for them."""
+    """The loaded model made ready for a run: with the objective's head, a new adapter or that of adapter.path, and
+    products in FP8, as the config asks for them."""
     if config.model.compute == "fp8":
         model = compute_in_fp8(model)
     model = with_head(model, objective_of(config).head, config.seed)

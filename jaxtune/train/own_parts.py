@@ -95,8 +95,14 @@ def identities(
 
 
 def _require_defaults(section: str, given: Any, default: Any, part: str, kept: tuple[str, ...] = ()) -> None:
-    """Raises ValueError if a section of the config differs from its defaults, except in the keys `kept`. part: the name
-    of the part that was given in its stead, for the message."""
+    """Raises ValueError if a section of the config differs from its defaults, because it would have no effect.
+
+    Args:
+      section: the name of the section, for the message.
+      given, default: the section of the run's config, and one with all defaults.
+      part: the name of the part that was given to Trainer instead ("optimizer"), for the message.
+      kept: keys that still have an effect and may differ.
+    """
     for field in dataclasses.fields(given):
         value = getattr(given, field.name)
         if field.name not in kept and value != getattr(default, field.name):
@@ -120,7 +126,8 @@ def optimizer_identity(optimizer: optax.GradientTransformation, trainable: Any) 
 
 
 def schedule_identity(schedule: optax.Schedule, total_steps: int) -> list[float]:
-    """What identifies a schedule: its rates at `_SCHEDULE_POINTS` steps from the first to the last of the run."""
+    """What identifies a schedule: its learning rates at `_SCHEDULE_POINTS` steps, evenly spread from the first to the
+    last of the `total_steps` steps of the run."""
     return [float(np.asarray(schedule(int(step)))) for step in np.linspace(0, total_steps - 1, _SCHEDULE_POINTS)]
 
 

@@ -76,14 +76,17 @@ def is_evaluation_due(wanted: EvaluationConfig, start: int, total_steps: int, ou
 
 
 def _evaluated_steps(path: Path, rows: str) -> set[int]:
-    """The steps at which a metrics.jsonl has an evaluation of these rows (`rows_identity`), with or without a loss."""
+    """The steps after which a metrics.jsonl (`path`) has an evaluation of these rows, with or without a loss. rows:
+    from `rows_identity`. An evaluation that does not name its rows counts too."""
     lines = m.read_metrics(path) if path.exists() else []
     found = [line for line in lines if "eval_loss" in line or m.ROWS in line]
     return {line["step"] for line in found if line.get(m.ROWS, rows) == rows}
 
 
 def rows_identity(documents: Documents | None, answers: AnswerMetrics | None) -> str | None:
-    """A string that identifies the rows of an evaluation; None if there are none."""
+    """A string that identifies the rows of an evaluation, by which a resumed process sees whether it was made: that of
+    the held-out documents, or, without these (None), of the questions that `answers` asks. None if there are
+    neither."""
     if documents is not None:
         return documents.identity
     return None if answers is None else answers.identity
@@ -107,8 +110,9 @@ class _StepRows:
         self._loading: tuple[int, Future[LoadedStep]] | None = None
 
     def of(self, step: int, state: TrainState) -> LoadedStep:
-        """What Engine.load_step returns for a step; the next step then begins to load. state: the state before the
-        step."""
+        """(the micro-batches of a step on the devices, its counts of tokens), as Engine.load_step returns them; the
+        thread then begins to load the next step. step: from 0. state: the state before the step, from which a source
+        that `sees_model` gets its model."""
         if self._engine.batches.sees_model:
             return self._engine.load_step(step, lambda: self._model(state))
         if self._loading is None or self._loading[0] != step:
@@ -119,8 +123,8 @@ class _StepRows:
         return loaded
 
     def load(self, step: int) -> None:
-        """Begins to load a step in the thread, even if it was loaded before. Does nothing if the run has no such step,
-        or if its source needs the model."""
+        """Begins to load a step in the thread, even if it was loaded before (in micro-batches of another plan). Does
+        nothing if the run has no such step, or if its source needs the model."""
         if step < self._total_steps and not self._engine.batches.sees_model:
             self._loading = step, self._pool.submit(self._engine.load_step, step)
 
@@ -142,22 +146,23 @@ class Run:
     evaluation_due: bool
     """Whether an evaluation comes before the first step that this process makes."""
     held_out: Callable[[], Batches | None]
-    """Returns the batches of an evaluation under the current plan, or None."""
+    """Returns the batches of an evaluation, of the shape of the current plan's micro-batches; None if there are no
+    held-out rows with a loss."""
     profile: Profile
     """Which steps are traced."""
     model: Callable[[Any], Decoder]
-    """Returns the model with the trained tensors of a state."""
+    """Returns the model with the trained tensors that it is given (`TrainState.trainable`)."""
     answers: AnswerMetrics | None
-    """Measures generated answers to held-out rows, or None."""
+    """Has the model answer held-out rows in an evaluation, and scores the answers; None if the config asks for none."""
 
     @property
     def evaluates(self) -> bool:
-        """Whether there are held-out rows to evaluate."""
+        """Whether an evaluation has anything to do: held-out rows with a loss, or questions to answer."""
         return self.held_out() is not None or self.answers is not None
 
     def steps(self, programs: Programs, state: TrainState, sums: Sums, frozen, start: int) -> tuple[TrainState, int]:
         """Makes the steps after the first `start` ones, until the run or a callback ends: (the last state, steps done).
-        `state` and `sums` (zeros) are donated.
+        `state` and `sums` (zeros) are donated; frozen: nnx.State, the weights that are not trained.
 
         Raises:
           TrainingInterrupted, TrainingStopped: a signal arrived and the state was saved, or a guard stopped the run.
@@ -269,7 +274,9 @@ class Run:
         return processes.of_first(lambda: moment.stopped) if callbacks else False
 
     def _is_finite(self, programs: Programs, sums: Sums, state: TrainState, frozen, parts: list[Batch]) -> bool:
-        """Whether a state has a finite loss on `parts`, the micro-batches of the last step. `sums` is donated."""
+        """Whether the last state has a finite loss, tested on the first of `parts`, the micro-batches of the last step:
+        for a run that ends without an evaluation. sums: zeros, which are donated. frozen: the weights that are not
+        trained."""
         first = self.engine.micro_index[0]
         loss = programs.accumulate(sums, state, frozen, parts[0], first).loss
         return math.isfinite(float(partition.on_host(loss).sum()))
@@ -279,10 +286,11 @@ class Run:
         there is none.
 
         Args:
-          evaluate: the compiled program of an evaluation.
-          state: the state to evaluate. frozen: the weights that are not trained.
-          step: the steps done so far.
-          between: called between batches; a signal raises there.
+          evaluate: the compiled program of an evaluation; None if no held-out rows have a loss.
+          state: the TrainState to evaluate.
+          frozen: nnx.State, the placed weights that are not trained.
+          step: the steps done so far, for metrics and messages.
+          between: called between batches; if a signal has arrived, it saves and raises.
         """
         batches, monitor = self.held_out(), self.monitor
         if not self.evaluates:
@@ -316,6 +324,7 @@ class Run:
         return values.get("eval_loss", math.nan)
 
     def _capture(self, programs: Programs):
-        """A context in which the profiler traces these programs."""
+        """A context in which the profiler traces these programs; on leaving it, the profile is written to
+        `profile.folder`."""
         traced = {"accumulate": programs.accumulate, "update": programs.update}
         return capture(self.profile.folder, self.profile.meta(), traced)

@@ -32,7 +32,7 @@ class Scored:
     that a run exported."""
 
     text: str
-    """The weights in words."""
+    """The weights in words, for the screen and the results."""
     config: TrainConfig
     """The config that loads the weights, or the model into which the checkpoint's are restored."""
     checkpoints: Path | None = None
@@ -91,7 +91,7 @@ def loaded_in(scored: Scored, load_in: str | None, overrides: Sequence[str] = ()
     """The same weights, with the layers' frozen weights loaded in another format.
 
     Args:
-      scored: the weights.
+      scored: the weights to score, from `weights_to_score`.
       load_in: a format of from_pretrained's load_in, or "stored" for the checkpoint's own. With None, the base of an
         adapter is loaded in the format that the adapter was trained over, if its folder records that and no override
         sets model.load_in.
@@ -126,9 +126,23 @@ def loaded_in(scored: Scored, load_in: str | None, overrides: Sequence[str] = ()
 def evaluate(
     config: TrainConfig, recipe: str = "", overrides: Sequence[str] = (), taken: float = 0, load_in: str | None = None
 ) -> dict[str, Any]:
-    """{"weights", "eval_loss", "eval_targets"}, and "exact_match" and the metrics of evaluation.generate where the
-    config asks for them, of what `weights_to_score` says, in the format of `loaded_in`. taken: see
-    config_file.load_to_evaluate; by it a run's checkpoint is known."""
+    """The evaluate command: scores the weights that `weights_to_score` finds on the held-out rows, and prints the
+    results.
+
+    Args:
+      config: the config of the recipe, overrides applied.
+      recipe: the file or name of the recipe.
+      overrides: "key=value" arguments of the command.
+      taken: the recipe's data.eval_rows if an override of data.eval replaced it, else 0
+        (`config.file.load_to_evaluate`). A run's checkpoint is recognised by its training rows, so the same rows are
+        left out of them as in the run.
+      load_in: a format for the frozen weights, as for `loaded_in`; None keeps that of the config or the adapter.
+    Returns:
+      {"weights": in words, "eval_loss", "eval_UNIT": the number of targets or pairs}; and "exact_match", "rows" and
+      "samples", and the metrics of evaluation.generate, where the config asks for them.
+    Raises:
+      ValueError: there are no such weights, or the held-out rows are not those that the run left out.
+    """
     use_program_cache()
     console = terminal.console(stderr=True, soft_wrap=True)
     require_fit_for_processes(config)

@@ -51,8 +51,8 @@ def update_rule(
     optimizer: optax.GradientTransformation | None,
     schedule: optax.Schedule | None,
 ) -> UpdateRule:
-    """The update rule of a run of `total_steps` steps. A given optimizer or schedule (not None) replaces the
-    config's."""
+    """The update rule of a run of `total_steps` steps, over which a schedule of the config is stretched. An optimizer
+    or a schedule that was given to the Trainer (not None) replaces the config's."""
     if optimizer is not None:
         return UpdateRule(optimizer, schedule, None)
     schedule = schedule or learning_rate_schedule(config.schedule, config.optim.learning_rate, total_steps)
@@ -71,7 +71,7 @@ def step_programs(
       objective: defines the loss.
       rule: how weights are updated.
       batches: the source of the run's batches.
-      eval_data: the held-out rows, or None.
+      eval_data: the TokenDataset of held-out rows, or None. With `batches`, it bounds the documents of a row.
     Returns:
       (the program of a step, None); if qat.start is above 0, (the program of a step with rounded weights, the program
       of a step before that).
@@ -120,8 +120,10 @@ def planned(
 
     Args:
       config: of the run; mesh may be None, and is then chosen.
-      model, objective, batches: those of the run.
-      optimizer: an optimizer given to the Trainer, or None.
+      model: the model, from whose shapes memory is forecast.
+      objective: tells how often a frozen model runs in each loss.
+      batches: tells the shape of a step's batch.
+      optimizer: an optimizer given to the Trainer, whose states count in the forecast; None is the config's.
       trains: whether steps are planned; if not, only a forward pass is.
     Returns:
       (the config with the chosen mesh, the mesh, the planner).
@@ -158,7 +160,8 @@ def planned(
 
 
 def require_starts_within(total_steps: int, config: TrainConfig, profile_steps: int) -> None:
-    """Raises ValueError if profile.start (when steps are profiled) or qat.start is not below the run's total steps."""
+    """Raises ValueError if profile.start or qat.start is not below the run's total steps, so that nothing would be
+    traced or rounded. profile_steps: the number of steps to trace; with 0, profile.start is not checked."""
     if profile_steps and config.profile.start >= total_steps:
         raise ValueError(f"profile.start = {config.profile.start}: the run has only {total_steps} steps")
     if config.qat is not None and config.qat.start >= total_steps:

@@ -49,12 +49,15 @@ class StopSignal:
         self._hook: Callable[[sys.UnraisableHookArgs], object] | None = None
 
     def __enter__(self) -> StopSignal:
+        """Installs the signal handlers and the hook for dropped exceptions; in another thread than the main one, it
+        does nothing."""
         if threading.current_thread() is threading.main_thread():
             self._old = {number: signal.signal(number, self._handle) for number in handled(self.signals)}
             self._hook, sys.unraisablehook = sys.unraisablehook, self._send_again
         return self
 
     def __exit__(self, *exc) -> None:
+        """Restores the handlers and the hook that were there before."""
         for number, handler in self._old.items():
             # None means that the previous handler was not set from Python, and so cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
@@ -79,7 +82,8 @@ class StopSignal:
 
     @contextlib.contextmanager
     def _mode(self, raises: bool) -> Iterator[None]:
-        """A context in which signals raise Interrupted, or only set `requested`."""
+        """A context in which signals raise Interrupted (`raises`), or only set `requested`. A signal that has already
+        arrived raises on entering, or on leaving if signals raise outside."""
         before, self._raises = self._raises, raises
         try:
             self._raise_pending()
@@ -105,7 +109,8 @@ class StopSignal:
         self._again.start()
 
     def _handle(self, number: int, frame: object) -> None:
-        """The handler of all three signals."""
+        """The handler of all three signals: the first one sets `requested` (and raises Interrupted inside `at_once`), a
+        second SIGTERM or SIGINT ends the process. number: the signal's. frame: not used."""
         name = signal.Signals(number).name
         if self._again is not None:
             self._again = None
@@ -134,7 +139,7 @@ def handled(numbers: Iterable[int]) -> list[int]:
 
 
 def _write(text: str) -> None:
-    """Writes to stderr from a signal handler."""
+    """Writes a text to stderr, unbuffered, from a signal handler."""
     # It does not use print, because the handler may interrupt a print, and buffered streams are not reentrant.
     with contextlib.suppress(OSError):  # the terminal may be gone; the signal counts all the same
         os.write(2, text.encode())

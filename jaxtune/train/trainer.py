@@ -167,12 +167,12 @@ class Trainer:
 
     @property
     def program(self) -> StepProgram:
-        """The program of a step under the current plan."""
+        """The program of a train step, not compiled, with the settings of the current plan (residuals, chunks)."""
         return self.engine.program
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
-        """The devices of the run."""
+        """The mesh of the run's devices, over whose axes rows, and under mesh.fsdp also weights, are divided."""
         return self.engine.mesh
 
     @property
@@ -248,7 +248,7 @@ class Trainer:
         return trained
 
     def _watched(self) -> Watched:
-        """The facts about this run that the Monitor needs."""
+        """The facts about this run that the Monitor needs to log, show and check the metrics of its steps."""
         peak = device_peak_flops(self.mesh.devices.flat[0].device_kind, COMPUTE_DTYPES[self.config.precision])
         return Watched(
             config=self.config,
@@ -306,7 +306,8 @@ class Trainer:
         self, resumed: TrainState | None, start: int, monitor: Monitor
     ) -> tuple[Programs, TrainState, Sums, Any]:
         """Chooses the plan, compiles the programs, waits for the weights and prints the plan. Returns (programs, state,
-        sums, frozen) for the first step that this process makes; see Engine and TrainedModel."""
+        sums, frozen) for the first step that this process makes: the compiled programs, the state (`resumed`, or a new
+        one), sums of zeros, and the weights that are not trained, all placed on the devices."""
         progress = monitor.progress
         progress.print("\n".join(self.planner.lines()))
         if self.planner.device.name != "cpu":  # the speed of a CPU is not known
@@ -329,8 +330,9 @@ class Trainer:
         return programs, state, sums, frozen
 
     def fill_references(self, sets, trainable, frozen, say=say) -> None:
-        """Fills in the reference's log-probabilities of those data sets that need them (`references.fill_reference`).
-        sets: data sets, or None. trainable, frozen: the two parts of the model's state."""
+        """Fills in, in place, the reference's log-probabilities of those data sets that need them
+        (`references.fill_reference`). sets: TokenDatasets, or None for one that is missing. trainable, frozen: what
+        trains and the rest of the model's state, on the devices. say: called with lines for the user."""
         for rows in (data.in_rows(self.batches.length).rows for data in sets if isinstance(data, PairDataset)):
             base = self.model.given.base_digest
             references.fill_reference(rows, self.objective, self.engine, self.config, base, trainable, frozen, say)
@@ -354,7 +356,7 @@ class Trainer:
         return [*phase_lines(phases, planner.budget_bytes, host_memory_bytes()), *sampling]
 
     def notes(self) -> list[str]:
-        """Lines about how weights are stored and rounded."""
+        """Lines for the screen about how weights are stored, gradients summed and, under QAT, weights rounded."""
         losses = self.program.aux_losses
         return report.precision_notes(
             self.config, self.storage(), self.gradients, losses, self.model.given, self.model.qat
@@ -368,7 +370,7 @@ class Trainer:
 
     @property
     def gradients(self) -> str:
-        """The dtype in which gradients are summed."""
+        """The dtype, such as "fp32", in which gradients are summed over micro-batches."""
         return "fp32" if self.engine.planner.plan.micro_batches > 1 else self.program.weights
 
     @property
@@ -384,7 +386,8 @@ class Trainer:
         return self._eval_loss(program, *self.model.weights(self.engine))
 
     def evaluate_checkpoint(self, folder: Path) -> tuple[dict[str, Any], Decoder]:
-        """Evaluates the last intact checkpoint in a folder of this run: (what `evaluate` returns, the model)."""
+        """Evaluates the last intact checkpoint in a folder of this run: (what `evaluate` returns, the model with the
+        checkpoint's weights). The trained tensors of the given model are freed."""
         with Checkpointer(folder, self.config.checkpoint.keep) as checkpointer:
             trainable = self._restore(checkpointer, lambda changes: None, weights_only=True)[1]["trainable"]
         frozen = self.model.placed_frozen(self.engine)

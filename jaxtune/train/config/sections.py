@@ -328,8 +328,8 @@ class MeshConfig:
 
     @property
     def keys(self) -> str:
-        """The config keys whose product is the number of devices, in words for messages: "mesh.data x mesh.fsdp", or
-        one of them if the other is 1."""
+        """The config keys whose product is the number of devices, in words for messages: "mesh.data", or "mesh.data x
+        mesh.fsdp" if fsdp is not 1."""
         used = [f"mesh.{key}" for key, value in vars(self).items() if value != 1 or key == "data"]
         return " x ".join(used)
 
