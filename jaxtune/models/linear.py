@@ -36,7 +36,15 @@ class Lora(nnx.Module):
     """The LoRA adapter of one linear: a [r, in] and b [out, r] (zero at the start), float32, and DoRA's magnitude
     [out].
 
-    The scale follows from alpha and rslora, as in PEFT. rate is the rate of dropout on the adapter's input in training.
+    The scale follows from alpha and rslora, as in PEFT.
+
+    Args:
+      in_size, out_size, rank: in, out and r of these shapes.
+      alpha: the adapter's output is multiplied by alpha / r.
+      rate: of dropout on the adapter's input in training.
+      key: draws the initial a.
+      rslora: whether the output is multiplied by alpha / sqrt(r) instead.
+      dora: whether the adapter has a magnitude, which get_peft_model then sets to the norms of the weight's rows.
     """
 
     def __init__(
@@ -111,8 +119,14 @@ class Linear(nnx.Module):
     """A linear layer: weight [out, in] as in Hugging Face checkpoints or quantised, optional bias [out], optional
     adapter.
 
+    Args:
+      in_size, out_size: in and out of these shapes.
+      bias: whether there is a bias.
+      std: the standard deviation of the initial weight.
+      key: draws it.
+      dtype: of weight and bias.
     Attributes:
-      fp8: a weight in FP8 is multiplied as it is stored, without decoding; see quant_matmul.
+      fp8: whether a weight in FP8 is multiplied as it is stored, without decoding (by quant_matmul).
       fake_quant: the grid to which the weight, with its adapter merged in, is rounded before it multiplies; None: none.
       original: for a head that is trained beside adapters (modules_to_save), its weight before training.
     """

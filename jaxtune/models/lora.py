@@ -164,7 +164,11 @@ def freeze(model: Decoder) -> Decoder:
 def _chosen(
     model: Decoder, r, lora_alpha, target_modules, target_parameters, rank_pattern, alpha_pattern
 ) -> dict[str, tuple[int, float]]:
-    """{name of a matrix that gets an adapter: (rank, alpha)}; arguments and errors as in get_peft_model."""
+    """{name of a matrix that gets an adapter: (rank, alpha)}, from the arguments of get_peft_model with these names.
+
+    Raises:
+      ValueError: a target or pattern that matches nothing, or a rank or alpha out of range.
+    """
     expert_names = [name for name, _ in experts(model)]
     parameters = select_parameters(expert_names, target_parameters or ())
     chosen = []
@@ -202,8 +206,8 @@ def get_peft_model(
     Args:
       r: rank of the adapters.
       lora_alpha: the adapters' output is multiplied by alpha / r, or alpha / sqrt(r) with use_rslora.
-      target_modules: linears, see select_targets; "all-linear" is every linear in the layers; may be empty if
-        target_parameters is given.
+      target_modules: linears: "all-linear", every linear in the layers; a regular expression over whole names; or a
+        list of names or last parts of names. It may be empty if target_parameters is given.
       target_parameters: expert matrices, such as ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]; each expert
         gets rank r. Without dropout or DoRA, as in PEFT.
       lora_dropout: rate of dropout on the adapters' input; linears with the same input share one mask.

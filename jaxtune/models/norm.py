@@ -14,6 +14,13 @@ class RMSNorm(nnx.Module):
 
     With an offset (Gemma), or where `float32` is set (OLMo 2, gpt-oss), the product with the weight is computed in fp32
     and then cast; otherwise the cast comes first (Llama). Each family thus rounds as its reference implementation does.
+
+    Args:
+      size: of the last axis, which is normed.
+      eps: added to the mean square.
+      offset: added to the weight, which starts at 1 - offset.
+      dtype: of the weight.
+      float32: whether the product with the weight is computed in fp32 although there is no offset.
     """
 
     def __init__(self, size: int, eps: float, offset: float = 0.0, dtype=jnp.float32, float32: bool = False):
@@ -36,7 +43,8 @@ class RMSNorm(nnx.Module):
 class LayerNorm(nnx.Module):
     """(x - mean(x)) / sqrt(variance(x) + eps) * weight, without bias.
 
-    Everything is computed in fp32 before the cast, as in transformers' CohereLayerNorm.
+    Everything is computed in fp32 before the cast, as in transformers' CohereLayerNorm. eps is added to the variance;
+    dtype is the weight's.
     """
 
     def __init__(self, size: int, eps: float, dtype=jnp.float32):
@@ -52,7 +60,7 @@ class LayerNorm(nnx.Module):
 
 
 def norm_of(config: DecoderConfig, size: int, dtype) -> RMSNorm | LayerNorm:
-    """A norm over `size` numbers of the kind that the decoder's config asks for."""
+    """A norm over `size` numbers of the kind that the decoder's config asks for, whose weight has `dtype`."""
     if config.centred_norm:
         return LayerNorm(size, config.norm_eps, dtype)
     return RMSNorm(size, config.norm_eps, config.norm_offset, dtype, config.float32_norm)

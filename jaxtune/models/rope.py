@@ -134,7 +134,7 @@ def scaled_by_position(query: jax.Array, table) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _rotated(interleaved, x, cos, sin):
-    """`rotate` by cos and sin [B, T, rotary_dim / 2], with a derivative of its own (_rotated_bwd says why)."""
+    """`rotate` of x by cos and sin [B, T, rotary_dim / 2], with a derivative of its own (_rotated_bwd says why)."""
     half = cos.shape[-1]
     cos, sin = (part[:, :, None, :] for part in (cos, sin))
     if interleaved:
@@ -152,11 +152,12 @@ def _rotated(interleaved, x, cos, sin):
 
 
 def _rotated_fwd(interleaved, x, cos, sin):
+    """(the rotated x, the table (cos, sin), which is all that the backward reads)."""
     return _rotated(interleaved, x, cos, sin), (cos, sin)
 
 
 def _rotated_bwd(interleaved, table, dout):
-    """The rotation by the opposite angle, in one pass; jax.vjp would pad the gradients of slices and add them."""
+    """dout rotated by the opposite angle, in one pass; jax.vjp would pad the gradients of slices and add them."""
     cos, sin = table
     return _rotated(interleaved, dout, cos, -sin), None, None
 

@@ -72,7 +72,7 @@ def _scope(segment: Segment) -> contextlib.AbstractContextManager:
 
 
 def _run(segment: Segment, block: Block, context: Context, values) -> tuple:
-    """Runs a segment within its scope: one value for each of its outputs."""
+    """Runs a segment of the block within its scope on `values`, one for each of its reads: (one result per output)."""
     with _scope(segment):
         return segment.run(block, context, *values)
 
@@ -88,10 +88,8 @@ def _pullback(block_of, trainable, segment: Segment, context: Context, inputs) -
 
 
 def _barrier(order, saved_inputs, doutputs, total):
-    """(saved_inputs, doutputs, total) unchanged, such that XLA uses none before all are there; order: BackwardOrder.
-
-    total: the sum of the layer's weight gradients so far, tied to the others only if order.weights_first.
-    """
+    """(saved_inputs, doutputs, total) unchanged, such that XLA uses none before all are there; total, the sum of the
+    layer's weight gradients so far, is tied to the others only if order.weights_first (order: BackwardOrder)."""
     if order.weights_first:
         return optimization_barrier((saved_inputs, doutputs, total))
     return *optimization_barrier((saved_inputs, doutputs)), total
@@ -147,10 +145,10 @@ def layer_forward(
 
     Args:
       wanted: names of the residuals, and of the auxiliary values, that are returned.
+      layout, key: the batch's document boundaries and rotary tables, and the layer's dropout key or None.
       to_host: Pieces of the previous layer's residuals, which are copied to the host meanwhile.
       gathers: Shards of weights that the next layer needs whole.
-      tile: tokens of each row that tokenwise segments process at a time.
-      in_fp8: those of the wanted names whose values are rounded to e4m3.
+      tile: tokens of each row that tokenwise segments process at a time. in_fp8: wanted names rounded to e4m3.
     Returns:
       (layer_output, {name: value} for the wanted names, copies of `to_host`, `gathers` whole)
     """
@@ -192,13 +190,13 @@ def layer_backward(
     tile=None,
     daux=None,
 ):
-    """Runs the backward of one layer from `saved`, {name: value} of its residuals, and layer_output's gradient.
+    """Runs the backward of one layer from `saved`, {name: value} of residuals, and `doutput`, layer_output's gradient.
 
     Args:
       to_device: Pieces of the residuals of the layer below, which are copied to the device meanwhile.
-      gathers: Shards of weights that the layer below needs whole.
-      scatters: (the Shard of a tensor of the layer above, its gradient).
+      gathers, scatters: Shards that the layer below needs whole; (Shard, gradient) of tensors of the layer above.
       daux: {name: gradient} of the auxiliary values that left the layer.
+      graph, spec, trainable, frozen, layout, key, tile: those of layer_forward in the layer's forward.
     Returns:
       (gradients of trainable tensors, of layer_input, copies of `to_device`, whole `gathers`, parts of `scatters`)
     """
@@ -260,7 +258,7 @@ def layer_backward(
 
 
 def _block_of(graph: nnx.GraphDef, frozen, trainable) -> Block:
-    """The block with these tensors; the trainable ones are last, so that the others can be bound."""
+    """nnx.merge(graph, trainable, frozen); trainable is last, so that functools.partial can bind the others."""
     return nnx.merge(graph, trainable, frozen)
 
 
@@ -270,7 +268,7 @@ def _layer_key(keys, index):
 
 
 def _shards_of(trainables, frozens, index: int) -> list[Shard]:
-    """The Shards among a layer's weights, which have to be gathered; none for an index that no layer has."""
+    """The Shards, which must be gathered, of layer `index` in all layers' tensors; none if no layer has that index."""
     return shards((trainables[index], frozens[index])) if 0 <= index < len(trainables) else []
 
 
@@ -280,7 +278,7 @@ def _first_gathered(trainables, frozens) -> list[jax.Array]:
 
 
 def _with_gradients(trainable, gradients) -> list[tuple[Shard, jax.Array]]:
-    """Shards of trainable tensors, each with the gradient of its whole tensor."""
+    """The Shards in a layer's trainable tensors, each with the gradient of its whole tensor; gradients: a like tree."""
     pairs = jax.tree.map(
         lambda leaf, gradient: (leaf, gradient) if isinstance(leaf, Shard) else None,
         trainable,
@@ -300,8 +298,10 @@ def _total(values: list[dict[str, Any]]) -> dict[str, Any]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _stack(static: _Static, trainables, frozens, x, layout, keys, sums):
-    """(layer_output of the last layer, {name: sum over the layers} of auxiliary values), without saving residuals;
-    `sums` is run_stack's gradient_sums as a tuple with a state for each layer, or None."""
+    """Runs all layers without saving residuals: (last layer_output, {name: sum over the layers} of auxiliary values).
+
+    trainables, frozens, keys, sums: tuples with an entry for each layer, of its tensors, its dropout key and its sums
+    (run_stack's gradient_sums); keys and sums may be None."""
     aux = []
     gathered = _first_gathered(trainables, frozens)
     for index, layer in enumerate(static.layers):
@@ -313,7 +313,7 @@ def _stack(static: _Static, trainables, frozens, x, layout, keys, sums):
 
 
 def _stack_fwd(static: _Static, trainables, frozens, x, layout, keys, sums):
-    """The forward that keeps residuals by plan, and copies those of a layer to the host while the next layer runs."""
+    """_stack's forward, which keeps residuals by plan and copies a layer's to the host while the next layer runs."""
     kept, hosted, aux, whole = [], [], [], []
     names, to_host = (), ()  # residuals of the layer before, which are copied to the host while this layer computes
     last = len(static.layers) - 1
@@ -339,7 +339,7 @@ def _stack_fwd(static: _Static, trainables, frozens, x, layout, keys, sums):
 
 
 def _stack_bwd(static: _Static, residuals, gradient):
-    """The backward from the last layer to the first; each layer runs the copies and collectives of its neighbours."""
+    """_stack's backward, from the last layer to the first; each runs the copies and collectives of its neighbours."""
     dx, daux = gradient  # daux is of sums over the layers, so it is the gradient of each layer's value
     trainables, frozens, whole_weights, kept, hosted, layout, keys, sums = residuals
     gradients: list[Any] = [None] * len(kept)
@@ -439,8 +439,7 @@ def run_stack(
     It is differentiable with respect to x and to the layers' `nnx.Param`s, but not to `Frozen` tensors.
 
     Args:
-      layers: the Blocks.
-      specs: the LayerSpec of each.
+      layers, specs: the Blocks, and the LayerSpec of each.
       layout: with the rotary tables that the specs name.
       plan: the placement of the residuals; everything is kept by default.
       dropout_key: draws the adapters' dropout masks; None means no dropout.

@@ -156,7 +156,7 @@ def save_adapter(model: Decoder, path: str | os.PathLike, tokenizer: Any = None)
 def write_adapter(
     folder: Path, config: Mapping[str, Any], arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]
 ) -> None:
-    """Writes an adapter's two files into a folder; the arguments are from adapter_content."""
+    """Writes an adapter's two files into a folder; config, arrays and metadata are the fields of AdapterContent."""
     tensors = [(name, array.shape, array.dtype) for name, array in sorted(arrays.items())]
     shards.write_file(folder / WEIGHTS_NAME, tensors, arrays.__getitem__, metadata)
     atomic_write(folder / CONFIG_NAME, json.dumps(config, indent=2, sort_keys=True) + "\n", durable=False)

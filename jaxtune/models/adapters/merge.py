@@ -165,7 +165,7 @@ def _plain_matrix(linear: Linear | ExpertLinear, dtype: str) -> jax.Array:
 
 
 def merged_weights(model: Decoder) -> Weights:
-    """The model with its adapter merged into the weights, each tensor computed when it is asked for; see merge_adapter.
+    """The model with its adapter merged in as by merge_adapter, each tensor computed when it is asked for.
 
     The logits are verified here, each matrix when it is computed, so that whoever writes the tensors writes a verified
     merge or gets an error. The device has, beside the model, one merged matrix and what its computation and
@@ -341,7 +341,7 @@ class _Merged(Stored):
         return jax.lax.optimization_barrier(stored).astype(dtype or self.dtype_name)
 
     def _expert(self, weight: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-        """The merged weight of one expert."""
+        """The merged weight of one expert, from its weight, a and b, in the dtype that it will be stored in."""
         weight = weight.T if self.transposed else weight
         stored = merged_weight(weight, LoraWeights(a, b, None, self.scale)).astype(self.dtype_name)
         return stored.T if self.transposed else stored

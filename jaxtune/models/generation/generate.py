@@ -143,8 +143,8 @@ def training_logprobs(
 ) -> list[list[float]]:
     """The log-probabilities of answers to prompts as training computes them, for each answer a list.
 
-    They are computed with the kernels of a run with `deterministic: true`. rows: the prompts; answers: their new
-    tokens.
+    They are computed with the kernels of a run with `deterministic: true`. rows: the prompts' token ids; answers: their
+    new tokens, at most max_new_tokens each, by which rows are padded to lengths that few programs serve.
     """
     width = _bucket(max(map(len, rows)), _SMALLEST_LENGTH) + _bucket(max_new_tokens, _SMALLEST_LENGTH)
     tokens, lengths = np.zeros((_bucket(len(rows), 1), width), np.int32), np.ones(_bucket(len(rows), 1), np.int32)

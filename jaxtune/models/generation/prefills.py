@@ -171,7 +171,7 @@ class Prefills:
         return self._programs.prefill(self._structure, max(capacity, width), leaves, tokens, lengths, totals)
 
     def _go_on(self, leaves, long: _Long) -> int:
-        """Dispatches the next chunk of a long prompt, and returns its number of tokens."""
+        """Dispatches the next chunk of a long prompt, and returns its number of tokens; leaves: the model's arrays."""
         tokens = np.array([long.request.tokens[long.done : long.done + self._chunk]], np.int32)
         at, totals = np.array([long.done], np.int32), np.array([len(long.request.tokens)], np.int32)
         long.states = self._programs.extend(self._structure, leaves, long.states, tokens, at, totals)

@@ -55,8 +55,8 @@ class Structure:
 def structure_of(graph: nnx.GraphDef, treedef: Hashable, config: DecoderConfig) -> Structure:
     """The Structure of a model; equal models get the same object.
 
-    Programs are looked up by its identity. Comparing two descriptions of a deep model would take the host as long as
-    the device takes for a token.
+    graph is the model's nnx.GraphDef, treedef is of its state. Programs are looked up by the object's identity:
+    comparing two descriptions of a deep model would take the host as long as the device takes for a token.
     """
     return Structure(graph, treedef, config)
 
@@ -286,8 +286,8 @@ def _layer_step(graph, spec: LayerSpec, trainable, frozen, layer_input, tables, 
     """Runs one layer for new tokens: (layer_output [N, C, hidden], the new state).
 
     It is jitted so that layers of one kind are traced once. The block is nnx.merge(graph, trainable, frozen), `spec` is
-    its kind, and `state` is {mixer's name: its state}; tables, at and real are those of _through_layers. Rows that are
-    not real are marked as padding, so that experts get no tokens from them.
+    its kind, layer_input is [N, C, hidden], and `state` is {mixer's name: its state}; tables, at and real are those of
+    _through_layers. Rows that are not real are marked as padding, so that experts get no tokens from them.
     """
     index = jnp.broadcast_to(jnp.arange(layer_input.shape[1], dtype=jnp.int32), layer_input.shape[:2])
     end = jnp.where(real[:, None], layer_input.shape[1], index)

@@ -53,7 +53,8 @@ class AttentionShape:
     hf_name: str = "self_attn"  # the part's name in Hugging Face's tensor names
 
     def make(self, config: DecoderConfig, key: jax.Array, dtype) -> Attention:
-        """The attention module with the decoder's settings where this shape has none."""
+        """The attention module, with the decoder's settings (`config`) where this shape has none; `key` draws the
+        weights, in `dtype`."""
         own = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
         del own["hf_name"]
         if self.qk_norm == "none":
@@ -73,6 +74,11 @@ class Attention(nnx.Module):
     Where queries, keys or values are normed, the residuals are the projections before the norm. The norm's derivative
     reads its input, which a matrix product would otherwise compute again. The backward norms and rotates them once
     more. Values that are keys are no residual of their own.
+
+    Args:
+      config: gives the sizes and the features.
+      key: draws the initial weights.
+      dtype: of the weights.
     """
 
     def __init__(self, config: DecoderConfig, key: jax.Array, dtype):
@@ -203,7 +209,7 @@ class Attention(nnx.Module):
         return scaled_by_position(rotate(self._normed("q_norm", x), rotary, self.config.interleaved_rotary), rotary)
 
     def _key(self, x: jax.Array, rotary) -> jax.Array:
-        """A projected key [B, T, kv_heads, D], normed and rotated."""
+        """A projected key [B, T, kv_heads, D], normed, and rotated by the rotary table (None: not rotated)."""
         return rotate(self._normed("k_norm", x), rotary, self.config.interleaved_rotary)
 
     def _value(self, x: jax.Array) -> jax.Array:

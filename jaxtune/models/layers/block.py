@@ -79,6 +79,12 @@ class Block(nnx.Module):
 
     A block contains nothing that differs between layers of the same kind, such as an index, so that their programs are
     traced once.
+
+    Args:
+      config: of the decoder.
+      spec: the kind of the layer: its parts, window and rotary base.
+      key: draws the initial weights.
+      dtype: of the weights.
     """
 
     def __init__(self, config: DecoderConfig, spec: LayerSpec, key: jax.Array, dtype):

@@ -75,7 +75,7 @@ class DeltaNetShape:
         return self.heads * self.value_dim
 
     def make(self, config: DecoderConfig, key: jax.Array, dtype) -> DeltaNet:
-        """The gated delta net of these sizes."""
+        """The gated delta net of these sizes; `config` gives other settings, `key` draws the weights, in `dtype`."""
         return DeltaNet(self, config, key, dtype)
 
     def derivative_bytes(self, sizes: Sizes) -> float:
@@ -104,6 +104,12 @@ class DeltaNet(nnx.Module):
 
     These are in_proj_qkv, in_proj_z, in_proj_b and in_proj_a (or in_proj_qkvz and in_proj_ba), conv1d, norm and
     out_proj. A head's log decay is -exp(A_log) softplus(a + dt_bias), and its beta is sigmoid(b).
+
+    Args:
+      shape: the sizes of the delta net.
+      config: gives the hidden size, the norm's epsilon and the range of initial weights.
+      key: draws the initial weights.
+      dtype: of the weights.
     """
 
     state_reads = ("qkv", "rates")
@@ -169,7 +175,7 @@ class DeltaNet(nnx.Module):
         )
 
     def _project(self, context: Context, x: jax.Array):
-        """`run` of the segment `project`: (queries, keys and values; gates; rates), see `project`."""
+        """`run` of the segment `project`: the three arrays of the method `project`, with the context's dropout key."""
         return self.project(x, context.key)
 
     def project(self, x: jax.Array, key: jax.Array | None = None):

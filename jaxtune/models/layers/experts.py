@@ -53,6 +53,12 @@ class ExpertLora(nnx.Module):
     """The LoRA adapters of one matrix of every expert: a [E, r, in] and b [E, out, r] (zero at the start), float32.
 
     The scale follows from `alpha` and `rslora`, as in PEFT. There is no dropout, because PEFT has none on experts.
+
+    Args:
+      experts, in_size, out_size, rank: E, in, out and r of these shapes.
+      alpha: the adapters' output is multiplied by alpha / r.
+      key: draws the initial a.
+      rslora: whether it is multiplied by alpha / sqrt(r) instead.
     """
 
     rate = 0.0  # of dropout
@@ -95,7 +101,15 @@ class ExpertLinear(nnx.Module):
     """One matrix of every expert, with optional biases [E, out] and optional adapters.
 
     The weight is [E, out, in], or [E, in, out] if `transposed` (as in Hugging Face's class), as an array or quantised.
-    With `fp8`, a weight in FP8 is multiplied as it is stored, without decoding; see grouped_matmul.
+    With `fp8`, a weight in FP8 is multiplied as it is stored, without decoding (by grouped_matmul).
+
+    Args:
+      experts, in_size, out_size: E, in and out of these shapes.
+      transposed: whether the weight is [E, in, out].
+      bias: whether there are biases.
+      std: the standard deviation of the initial weights.
+      key: draws them.
+      dtype: of weight and biases.
     """
 
     def __init__(
@@ -167,7 +181,7 @@ class ExpertLinear(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """The matrices of all experts: gate_up_proj and down_proj."""
+    """The matrices of all experts, gate_up_proj and down_proj; `key` draws their initial weights, in `dtype`."""
 
     def __init__(self, config: DecoderConfig, moe: MoEConfig, key, dtype):
         keys = jax.random.split(key)
@@ -180,7 +194,10 @@ class Experts(nnx.Module):
 
 
 class Router(nnx.Module):
-    """The matrix that gives each token's logits over the experts: weight [E, hidden], optional bias [E]."""
+    """The matrix that gives each token's logits over the experts: weight [E, hidden], optional bias [E].
+
+    `key` draws the initial weight, in `dtype`.
+    """
 
     def __init__(self, config: DecoderConfig, moe: MoEConfig, key, dtype):
         shape = (moe.num_experts, config.hidden_size)
@@ -216,7 +233,8 @@ class ExpertsShape:
     hf_name: str = "mlp"  # the part's name in Hugging Face's tensor names
 
     def make(self, config: DecoderConfig, key: jax.Array, dtype) -> MoE:
-        """The mixture of experts with these settings."""
+        """The mixture of experts with these settings, and the decoder's (`config`) otherwise; `key` draws the weights,
+        in `dtype`."""
         return MoE(dataclasses.replace(config, moe=self.moe), key, dtype)
 
 
@@ -225,6 +243,11 @@ class MoE(nnx.Module):
 
     In its methods x is [B, T, hidden], and choice int32[B * T, k] as from `choose`. Norm and router run in each segment
     that reads them, because they are cheap; `choice` is computed only once, because it must be the same everywhere.
+
+    Args:
+      config: of the decoder, whose `moe` describes the experts.
+      key: draws the initial weights.
+      dtype: of the weights.
     """
 
     # Shared: the sort by `choice`, and the norm of the input, which has a tenth of the bytes of the gradient of the
@@ -256,7 +279,11 @@ class MoE(nnx.Module):
 
     @jax.named_scope("router")
     def router_sums(self, x: jax.Array, choice: jax.Array) -> RouterSums:
-        """The sums over tokens from which the router's losses are computed; padding does not count."""
+        """The sums over tokens from which the router's losses (load balancing and z-loss) are computed; padding is left
+        out.
+
+        x: [B, T, hidden], the part's input. choice: int32[B * T, k], each token's experts.
+        """
         return router_sums(self.router(x.reshape(-1, x.shape[-1])), choice)
 
     @jax.named_scope("experts")

@@ -23,12 +23,18 @@ class MLPShape:
     hf_name: str = "mlp"  # the part's name in Hugging Face's tensor names
 
     def make(self, config: DecoderConfig, key: jax.Array, dtype) -> MLP:
-        """The MLP of this width, with the decoder's other settings."""
+        """The MLP of this width, with the decoder's other settings (`config`); `key` draws its weights, in `dtype`."""
         return MLP(dataclasses.replace(config, intermediate_size=self.intermediate_size), key, dtype)
 
 
 class MLP(nnx.Module):
-    """down(activation(gate(x)) * up(x)), with gate_proj and up_proj, or one gate_up_proj, and down_proj."""
+    """down(activation(gate(x)) * up(x)), with gate_proj and up_proj, or one gate_up_proj, and down_proj.
+
+    Args:
+      config: gives the sizes, the activation, and whether matrices are fused and have biases.
+      key: draws the initial weights.
+      dtype: of the weights.
+    """
 
     order = BackwardOrder()
 
@@ -140,7 +146,8 @@ def _down_fwd(activation, graph, trainable, frozen, gate, up, key):
 
 
 def _down_bwd(activation, graph, residuals, dout):
-    """Gradients of the trainable tensors, gate and up (None for frozen and key), from dout [B, T, hidden]."""
+    """Gradients of the trainable tensors, gate and up (None for frozen and key), from dout [B, T, hidden] and from
+    residuals, which _down_fwd returned."""
     trainable, frozen, gate, up, key = residuals
 
     def linear(trainable, x):

@@ -30,7 +30,7 @@ def rows_of(variable: nnx.Variable, index: jax.Array, take: Callable[[jax.Array,
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _rows_of(take, shard: Shard, index: jax.Array) -> jax.Array:
-    """rows_of for a table that is divided along its first axis."""
+    """rows_of for a table (`shard`) that is divided along its first axis, with a derivative by collectives."""
     return _rows_of_fwd(take, shard, index)[0]
 
 
@@ -103,6 +103,8 @@ def gather(shard: Shard) -> jax.Array:
 
 def scatter(shard: Shard, gradient: jax.Array) -> Shard:
     """This device's part of the sum, over the devices that divide it, of their gradients of a Shard's whole array.
+
+    shard: the Shard; only how it is divided is read. gradient: this device's gradient of the whole array.
 
     The sum is computed in float32. With two devices the gradients are sent in their own dtype, which are half the
     bytes, because a sum of two numbers is rounded only once in either case.

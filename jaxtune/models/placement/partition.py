@@ -279,7 +279,7 @@ def largest(value: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _total(sums):
-    """`total` inside of `divided`."""
+    """`total` of a tree of sums inside of `divided`, with its derivative."""
     axes = _row_axes()
 
     def one(leaf):
@@ -321,6 +321,7 @@ class Shard:
 
 
 def _is_shard(leaf: Any) -> bool:
+    """`is_leaf` of jax.tree functions that must see whole Shards."""
     return isinstance(leaf, Shard)
 
 
