@@ -442,8 +442,8 @@ def show_plan(config: TrainConfig, console: Console) -> None:
 
 
 def next_commands(config: TrainConfig, output: Path) -> list[tuple[str, str]]:
-    """Commands that are useful after a run, as (purpose, command line); they are valid in the folder where the run was
-    started."""
+    """Commands that are useful after a run, [(purpose, command line)], which the train command prints at its end. They
+    are valid in the folder where the run was started. output: the run's folder."""
     commands = []
     trained = [output / name for name in (MERGED, ADAPTER) if (output / name).exists()]
     if trained:

@@ -275,8 +275,8 @@ class Run:
 
     def _is_finite(self, programs: Programs, sums: Sums, state: TrainState, frozen, parts: list[Batch]) -> bool:
         """Whether the last state has a finite loss, tested on the first of `parts`, the micro-batches of the last step:
-        for a run that ends without an evaluation. sums: zeros, which are donated. frozen: the weights that are not
-        trained."""
+        for a run that ends without an evaluation. programs: those of the last step. sums: zeros, which are donated.
+        frozen: nnx.State, the weights that are not trained."""
         first = self.engine.micro_index[0]
         loss = programs.accumulate(sums, state, frozen, parts[0], first).loss
         return math.isfinite(float(partition.on_host(loss).sum()))

@@ -169,7 +169,8 @@ def require_starts_within(total_steps: int, config: TrainConfig, profile_steps: 
 
 
 def profile_facts(config: TrainConfig, batches: BatchSource, planner: Planner) -> dict[str, Any]:
-    """The facts about a run that are stored with its profile: {"config", "tokens_per_step", "what": in words}."""
+    """The facts about a run that are stored with its profile, so that a profile can be read without the run: {"config":
+    nested dict, "tokens_per_step": tokens of a step with padding, "what": the run in words}."""
     rows, length, model = batches.rows_per_step, batches.length, config.model
     return {
         "config": config_to_dict(config),

@@ -266,7 +266,8 @@ class Trainer:
 
     def _run(self, resumed: TrainState | None, start: int, saver, monitor: Monitor, stop) -> tuple[TrainState, int]:
         """Makes the steps after the first `start` ones, with evaluations and saves: (the last state, steps done). A run
-        that is complete only gets the evaluation that it lacks. resumed: the state of the checkpoint, or None."""
+        that is complete only gets the evaluation that it lacks. resumed: the state of the checkpoint, or None. saver:
+        the Saver of checkpoints. stop: the StopSignal that is in force."""
         config = self.config
         traced = self.profile_steps if processes.first() else 0
         facts = functools.partial(setup.profile_facts, config, self.batches, self.planner)
@@ -394,8 +395,9 @@ class Trainer:
         return self._eval_loss(self.program, trainable, frozen), self.model.finished(trainable)
 
     def _eval_loss(self, program: StepProgram, trainable, frozen) -> dict[str, Any]:
-        """The metrics of the held-out rows under a program, {} if there are only questions. A forward pass that does
-        not fit is compiled again with smaller chunks. Raises ValueError without held-out rows."""
+        """The metrics of the held-out rows under a program, {} if there are only questions. trainable, frozen: the
+        weights that train and the others, on the devices. A forward pass that does not fit is compiled again with
+        smaller chunks. Raises ValueError without held-out rows."""
         batches = self.eval_batches
         if batches is None:
             if self.answers is not None:

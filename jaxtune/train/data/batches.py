@@ -43,7 +43,7 @@ class Batch:
 
     @classmethod
     def empty(cls, rows: int, length: int) -> Batch:
-        """`rows` rows of padding, as fresh numpy arrays."""
+        """`rows` rows of padding, each of `length` tokens, as new numpy arrays; `extra` is empty."""
         shape = (rows, length)
         return cls(
             tokens=np.zeros(shape, np.int32),

@@ -311,7 +311,7 @@ def _disk_errors(parent: Path) -> Iterator[None]:
 
 
 def _commit(temporary: Path, folder: Path) -> Path:
-    """Renames a finished folder to its final name, and returns its path.
+    """Renames the finished folder `temporary` to its final name `folder`, and returns the path that it has then.
 
     If another run has meanwhile written the same folder, that one is kept and returned. If another user's folder has
     the name and cannot be read, the folder gets `_own_name`. Raises OSError if neither name can be used.

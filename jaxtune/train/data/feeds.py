@@ -150,9 +150,12 @@ class FedBatches(BatchSource):
         return self.sets[0].empty(rows)
 
     def divide(self, lanes: int, own: Sequence[int]) -> None:
+        """Divides the sets among `lanes` lanes; this process will open feeds for the lanes `own` only."""
         self.lanes, self._own = lanes, tuple(own)
 
     def batch_at(self, step: int, model: Callable[[], Decoder] | None = None) -> Batch:
+        """The batch of a step (from 0): the rows of this process' lanes, and padding in the others. Raises ValueError
+        unless `step` is the next one, or the one asked for last, because rows are read only once."""
         if self._made is not None and self._made[0] == step:
             return self._made[1]
         if step != self._next:
@@ -195,13 +198,16 @@ class FedBatches(BatchSource):
         return self._feeds
 
     def sources_at(self, step: int) -> list[str]:
+        """Where the rows of one of the last `_KEPT_STEPS` steps came from, as `file:line`; [] for other steps."""
         return self._sources.get(step, [])
 
     def position(self, step: int) -> Json:
+        """{lane: [the position of its feed of each set]} before `step`, of all lanes; all processes call it."""
         own = self._positions[step]
         return {lane: place for found in processes.all_of(own) for lane, place in found.items()}
 
     def resume(self, step: int, position: Json) -> None:
+        """Continues with `step`, at the position that an earlier process recorded before it; feeds are opened anew."""
         assert isinstance(position, dict), "a checkpoint of these rows has a position"
         self.close()
         self._next, self._begin, self._made = step, position, None

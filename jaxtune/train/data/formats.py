@@ -309,7 +309,8 @@ def _after(system: str, prompt: str) -> str:
 
 
 def _exchange(system: str, user: str, assistant: str) -> list[dict[str, Any]]:
-    """The messages of a conversation of one question and its answer, after the system message, if there is one."""
+    """The messages of a conversation of one question (`user`) and its answer (`assistant`), after the system message if
+    `system` is not blank."""
     first = [{"role": "system", "content": system}] if system.strip() else []
     return [*first, {"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
 

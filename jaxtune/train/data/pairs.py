@@ -205,9 +205,13 @@ class PairDataset(TokenDataset):
 
     @property
     def longest(self) -> int:
+        """The largest number of tokens that one pair can have after truncation, for packing="step", where `length`
+        limits each document."""
         return 2 * self.length
 
     def in_rows(self, slots: int) -> PairDataset:
+        """The data set to evaluate on. With packing="step" it is packed into rows of `slots` tokens; otherwise it is
+        `self`."""
         return self if self.packing != "step" else dataclasses.replace(self, packing=True, width=slots)
 
     def split(self, eval_rows: float) -> tuple[PairDataset, PairDataset]:

@@ -73,6 +73,7 @@ class StepBatches(Batches):
 
     @property
     def max_documents(self) -> int:
+        """The most documents in any row of any step: those of one document or pair, times the most that share a row."""
         return self.rows.max_documents * self._shared
 
     @property
@@ -83,6 +84,7 @@ class StepBatches(Batches):
         return self.rows.empty(rows, self._length, self._shared)
 
     def batch_at(self, step: int, model: object = None) -> Batch:
+        """The batch of a step (from 0), whose documents are packed here; steps may be asked for in any order."""
         epoch, index = divmod(int(step), self.steps_per_epoch)
         numbers, of_row = self.rows_at(step), self._epoch_plan(epoch)[index]
         batch = self.empty(self.rows_per_step)
@@ -175,7 +177,8 @@ def pack_steps(
 
 
 def _devices(config: TrainConfig) -> int:
-    """The number of devices that the rows of a step are divided among: of the configured mesh, or all devices."""
+    """The number of devices that the rows of a step are divided among, of which the rows of a part must be a multiple:
+    that of the configured mesh, or all devices."""
     if config.mesh is not None:
         return partition.mesh_shape(*config.mesh.sizes).size
     several = jax.default_backend() != "cpu" or processes.count() > 1  # a single process uses one CPU device

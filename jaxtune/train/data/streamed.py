@@ -171,7 +171,7 @@ class StreamedRows:
     # ---- used by its feeds
 
     def read(self, source: Source, after: int) -> Iterator[Row]:
-        """Yields the rows of a shard whose number is above `after`.
+        """Yields the rows of a shard (`source`) whose number is above `after`, if its file is unchanged.
 
         Raises:
             ValueError: the shard is missing, has changed since the run began, or cannot be read.

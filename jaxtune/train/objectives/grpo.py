@@ -407,14 +407,15 @@ def rloo_sums(answers: Answers, options: PolicyLoss) -> tuple[jax.Array, jax.Arr
 
 
 def rloo_loss(answers: Answers, options: PolicyLoss = PolicyLoss()) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """RLOO's loss of a batch of answers, and its metrics; see `grpo_loss` and `rloo_sums`."""
+    """RLOO's loss of a batch of answers, a mean over them, and its metrics {name: mean}: float32 scalars. Only epsilon
+    and epsilon_high of the options are used; the advantages should come from `rloo_advantages`."""
     loss, count, sums = rloo_sums(answers, options)
     return loss / jnp.maximum(count, 1.0), means_of(sums)
 
 
 def _policy_losses(logps, ratio, advantages, options: PolicyLoss) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The policy's clipped losses, and which ratios were clipped: (losses, {metric: 0 or 1}), [answers, tokens or 1]
-    each.
+    each. Padding is not masked here. Of the options, those of the loss's kind and of clipping are used.
 
     Args:
       logps: [answers, tokens], log-probabilities under the model.
@@ -436,8 +437,9 @@ def _policy_losses(logps, ratio, advantages, options: PolicyLoss) -> tuple[jax.A
 
 
 def _of_high_entropy(entropies: jax.Array, mask: jax.Array, share: float) -> jax.Array:
-    """float32[answers, tokens]: 1 at those tokens of the batch whose entropy is among the largest. share: the share of
-    the tokens that get a 1."""
+    """float32[answers, tokens]: 1 at those tokens of the batch whose entropy is among the largest, for
+    top_entropy_quantile. entropies, mask: [answers, tokens]; only tokens with mask 1 count. share: the share of these
+    that get a 1."""
     entropies = jax.lax.stop_gradient(entropies)
     bound = jnp.nanquantile(jnp.where(mask > 0, entropies, jnp.nan), 1.0 - share)
     return ((entropies * mask >= bound) & (mask > 0)).astype(jnp.float32)

@@ -235,8 +235,8 @@ class Referenced(Preference):
         require_fixed_base(self.name, model)
 
     def reference(self, model: Decoder, batch: Batch, forward: Forward) -> jax.Array:
-        """float32[rows, most pairs, 2]: the log-probabilities of the answers under the reference, which is `model` with
-        its adapter off."""
+        """float32[rows, most pairs, 2]: the log-probabilities of the answers of a batch of pairs under the reference,
+        which is `model` with its adapter off. forward: runs it, without gradient."""
         base = without_adapter(model)
         return sum_log_probs(base, forward.frozen(base, batch), batch, forward).logps
 
@@ -261,6 +261,8 @@ class DPO(Referenced):
     """The probability that a preference is labelled wrongly, for loss_type="sigmoid"."""
 
     def pair_losses(self, unscaled: jax.Array, answers: Answers) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """(the losses of pairs by `loss_type`, float32[rows, most pairs]; {}), from the answers' log-ratios
+        `unscaled`, float32[rows, most pairs, 2]."""
         if self.loss_type == "ipo":
             unscaled = unscaled / answers.tokens
         logits = unscaled[..., 0] - unscaled[..., 1]
@@ -287,6 +289,9 @@ class ORPO(Preference):
     documents: ClassVar[bool] = True
 
     def pair_losses(self, unscaled: jax.Array, answers: Answers) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """(the losses of pairs; the metrics "nll_loss", "log_odds_ratio" and "log_odds_chosen"), float32[rows, most
+        pairs] each. unscaled: the answers' mean log-probabilities, float32[rows, most pairs, 2]. answers: with those of
+        whole documents."""
         assert answers.documents is not None
         # An answer of probability 1 (or an entry without a pair) has a mean of 0 and infinite odds, so means are
         # capped.
@@ -317,6 +322,8 @@ class SimPO(Preference):
     by_mean: ClassVar[bool] = True
 
     def pair_losses(self, unscaled: jax.Array, answers: Answers) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """(the losses of pairs, float32[rows, most pairs]; {}), from the answers' mean log-probabilities `unscaled`,
+        float32[rows, most pairs, 2]."""
         logits = unscaled[..., 0] - unscaled[..., 1] - self.simpo_gamma / self.beta
         return _smoothed(self.beta * logits, self.label_smoothing), {}
 

@@ -77,7 +77,8 @@ def fill_reference(
 
 def _computed(rows: PackedPairs, objective: Any, engine: Engine, trainable: Any, frozen: Any) -> np.ndarray:
     """Computes the reference's log-probabilities of all rows by one pass over them on the devices: float32[documents],
-    a numpy array, 0 for pairs that are left out. The arguments are those of `fill_reference`."""
+    a numpy array, 0 for pairs that are left out. engine: compiles and runs the pass. trainable, frozen: the model's
+    state as placed on the devices."""
     plain = copy.copy(rows)
     plain.reference = None
     batches = Batches(plain, engine.rows, order="given")

@@ -223,8 +223,9 @@ class RewardFunctions:
             return self._one_by_one(loop, function, name, sampled)
 
     def _one_by_one(self, loop: _EventLoop, function: RewardFunction, name: str, sampled: Sampled) -> np.ndarray:
-        """float32[answers]: the rewards of a function that failed, which is called with one answer at a time to find
-        the answers that it fails for; those are NaN (errors = "skip"), or RewardError is raised for the first one."""
+        """float32[answers]: the rewards of a function that failed, which is called with one answer of `sampled` at a
+        time to find the answers that it fails for; those are NaN (errors = "skip"), or RewardError is raised for the
+        first one. loop: runs the function. name: its name, for messages."""
         values = np.full(len(sampled), np.nan, np.float32)
         failed: list[tuple[int, Exception]] = []
         for index in range(len(sampled)):
@@ -327,7 +328,8 @@ def _called(function: RewardFunction) -> RewardFunction:
 
 
 def _arguments(function: RewardFunction, sampled: Sampled) -> dict[str, object]:
-    """The keyword arguments of a reward function: those that its parameters name, or all if it has **columns."""
+    """The keyword arguments with which a reward function is called: of all that `sampled` has (prompts, completions,
+    columns, ...), those that its parameters name, or all if it has **columns."""
     given = dict(prompts=sampled.prompts, completions=sampled.completions, completion_ids=sampled.completion_ids)
     given = {**sampled.columns, **sampled.also, **given}
     parameters = inspect.signature(function).parameters.values()

@@ -228,6 +228,7 @@ class SampledAnswers(BatchSource):
         return dataclasses.replace(batch, extra=extra)
 
     def batch_at(self, step: int, model: Callable[[], Decoder] | None = None) -> Batch:
+        """The batch of a step. The first step of a generation samples its answers, with the model before that step."""
         if self._made is not None and self._made[0] == step:
             return self._made[1]
         number, within = divmod(step, self.settings.steps)
@@ -352,8 +353,8 @@ class SampledAnswers(BatchSource):
         return made
 
     def _divergences(self, model: Decoder, answers: Sequence[Answer]) -> np.ndarray:
-        """float32[answers]: the divergence of each answer from the reference, the sum of log p - log p_ref over its
-        tokens that count."""
+        """float32[answers]: the divergence of each answer from the reference of `model`, the sum of log p - log p_ref
+        over its tokens that count, where p is the sampler's probability."""
         assert self._reference is not None
         found = np.zeros(len(answers), np.float32)
         for start in range(0, len(answers), self.answers_per_step):
