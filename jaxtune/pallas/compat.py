@@ -15,7 +15,8 @@ from jaxtune.pallas import dispatch, meshes
 
 
 def triton_refusal() -> str | None:
-    """The reason why Triton kernels cannot run here; None if they can."""
+    """The reason why Triton kernels cannot run here (no NVIDIA GPU, an old one, or no jax-triton); None if they can.
+    The refusal of every Triton implementation begins with it."""
     capability = dispatch.compute_capability()
     if capability is None:
         return "no NVIDIA GPU"

@@ -241,7 +241,8 @@ def device_kind() -> str | None:
 
 
 def multiprocessors() -> int:
-    """The number of multiprocessors of the GPU to lower for."""
+    """The number of multiprocessors of the GPU to lower for; 132, as an H100 or H200 has, if only its capability is
+    known. Persistent kernels have a program for each."""
     described = jax.sharding.get_abstract_mesh().abstract_device
     if described is not None:
         return described.num_cores

@@ -168,7 +168,8 @@ def as_the_first() -> Callable[[Any], str | None]:
 
 
 def cache_file(kind: str) -> Path:
-    """The file with the user's measurements for a kind of GPU; JAXTUNE_TUNING_DIR moves its folder."""
+    """The path of the file with the user's measurements for a kind of GPU, such as "NVIDIA H200"; the environment
+    variable JAXTUNE_TUNING_DIR moves its folder."""
     folder = os.environ.get("JAXTUNE_TUNING_DIR") or Path.home() / ".cache" / "jaxtune" / "tuning"
     return Path(folder) / _file_name(kind)
 
@@ -179,7 +180,7 @@ def _file_name(kind: str) -> str:
 
 
 def _key(op: str, bucket: str, dtype) -> str:
-    """The key of an entry in a file, such as "attention, head_dim=128, bfloat16"."""
+    """The key of an entry in a file, such as "attention forward, head_dim=128, bfloat16"."""
     return f"{op}, {bucket}, {jax.numpy.dtype(dtype).name}"
 
 
@@ -214,14 +215,15 @@ def _own(path: Path) -> dict[str, Any]:
 
 
 def _is_entry(entry: Any) -> bool:
-    """Whether a value is an entry as `measure` makes them: blocks are integers and booleans."""
+    """Whether a value is an entry as `measure` makes them, with blocks whose values are integers, booleans or strings;
+    a user's file can contain anything."""
     blocks = entry.get("blocks") if isinstance(entry, dict) else None
     return isinstance(blocks, dict) and all(isinstance(value, int | str) for value in blocks.values())
 
 
 @functools.cache
 def _say_once(text: str) -> None:
-    """Logs a line once."""
+    """Logs a warning, once for each text, because a damaged file is read at every look-up."""
     logger.warning(text)
 
 

@@ -27,7 +27,7 @@ def of_kernels() -> tuple[str, ...]:
 
 
 def _loaded() -> list[str]:
-    """The versions of the loaded NVIDIA libraries."""
+    """The versions of the loaded NVIDIA libraries, such as "loaded cudnn 91900"."""
     functions = {name: getattr(private_jax.lib.cuda_versions, f"{name}_get_version", None) for name in _LIBRARIES}
     return [f"loaded {name} {_version(function)}" for name, function in functions.items() if function is not None]
 
@@ -41,7 +41,8 @@ def _version(function: Callable[[], int]) -> int | str:
 
 
 def _driver() -> str:
-    """The version of NVIDIA's kernel driver."""
+    """The text of /proc/driver/nvidia/version, which names the version of NVIDIA's kernel driver; "unknown driver" if
+    there is no such file."""
     try:
         return _DRIVER.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:  # the file does not exist under WSL

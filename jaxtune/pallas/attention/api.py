@@ -101,7 +101,9 @@ def _check_features(check: Arguments, query, key, scale, window, soft_cap, sinks
 
 
 def _pick(query, key, value, layout, implementation, **options):
-    """The module of the implementation to use; options are those of `implementations`."""
+    """The module of the implementation to use for a call, with `forward` and `backward`: the one named
+    `implementation`, or for None the first that supports the call. options: window, soft_cap and sinks, as
+    `implementations` takes them."""
     table = implementations(query, layout, kv_heads=key.shape[2], **options)
     return IMPLEMENTATIONS[dispatch.choose("attention", table, implementation)]
 
@@ -184,7 +186,7 @@ def _attention(query, key, value, sinks, layout, static, implementation, backwar
 
 
 def _attention_fwd(query, key, value, sinks, layout, static, implementation, backward_implementation):
-    """The forward rule: (out, residuals)."""
+    """The forward rule: (out, residuals), the arguments, out and its log-sum-exp."""
     out, lse = attention_forward(query, key, value, layout, sinks=sinks, implementation=implementation, **dict(static))
     return out, (query, key, value, sinks, layout, out, lse)
 

@@ -20,7 +20,13 @@ MAX_DOCUMENTS = 32
 
 
 def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | None:
-    """The reason why cuDNN cannot serve this call exactly; None if it can."""
+    """The reason why cuDNN cannot serve this call exactly; None if it can.
+
+    Args:
+      query: [B, T, heads, D]; only shape and dtype are used.
+      layout: only its static guarantee max_documents is used.
+      window, soft_cap, sinks: as in api.attention_forward.
+    """
     from jaxtune.pallas.dispatch import compute_capability
 
     capability = compute_capability()
@@ -45,12 +51,14 @@ def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | No
 
 
 def _slots(layout: PackedLayout) -> int:
-    """The number of documents a row that the packed path is given room for; it needs at least two."""
+    """M, the number of documents a row that the packed path is given room for: layout.max_documents, but at least two,
+    which cuDNN needs."""
     return max(2, layout.max_documents or 0)
 
 
 def _documents(layout: PackedLayout):
-    """lengths int32[B, M] and offsets int32[B, M + 1] (starts; unused entries -1) in the format of the THD path."""
+    """(lengths int32[B, M], offsets int32[B, M + 1]) of the documents of each row, in the format of cuDNN's THD path:
+    offsets are the documents' first tokens; unused entries of both are -1. M is that of `_slots`."""
     rows, length = layout.doc_start.shape
     count = _slots(layout)
     index = jnp.arange(length, dtype=jnp.int32)

@@ -85,7 +85,8 @@ def blocks_of(query, layout: PackedLayout, window: int | None) -> dict[str, dict
 
 
 def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | None:
-    """The reason why these kernels cannot serve this call, or None."""
+    """The reason why these kernels cannot serve this call, or None. query is [B, T, heads, D]; only its dtype and head
+    dim matter, because the kernels support all layouts, windows, soft caps and sinks."""
     if gpu_kernel.interpreter() is None and compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     if query.dtype not in (jnp.bfloat16, jnp.float16):

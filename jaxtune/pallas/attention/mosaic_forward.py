@@ -43,7 +43,7 @@ class _Softmax:
         self.lean = lean and self.unit > 0  # a negative factor would turn the maximum into the minimum
 
     def start(self, own, layout):
-        """The initial state for `own` rows."""
+        """The initial state for `own` rows, (maximum, sum), in the layout of vectors with one number per row."""
         return filled((own,), _UNSEEN if self.lean else MASKED, layout), filled((own,), 0.0, layout)
 
     def step(self, scores, state, mask):

@@ -30,7 +30,8 @@ _REGISTERS = (240, 24)
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How a kernel divides its work, and which of its variants runs."""
+    """How one of the kernels divides its work, and which of its variants runs. Measured ones come from tuning.py,
+    others from mosaic.HEURISTIC."""
 
     own: int  # rows of a warpgroup's own side
     step: int  # rows of the other side that are taken at a time
@@ -46,7 +47,7 @@ class Blocks:
     value_stages: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields that differ from their defaults."""
+        """{field: value} of the fields that differ from their defaults, as tuning.py stores blocks."""
         fields = dataclasses.fields(self)
         return {f.name: getattr(self, f.name) for f in fields if getattr(self, f.name) != f.default}
 
@@ -150,7 +151,13 @@ def within(shape, axis, base, first, count):
 
 class Items:
     """The items of a program: `heads` for each line of the work table (mosaic._table), whose lines are sorted by
-    falling cost. Items are dealt to the programs back and forth, so that every program gets the same amount of work."""
+    falling cost. Items are dealt to the programs back and forth, so that every program gets the same amount of work.
+    `rounds` is the number of this program's items, int32[].
+
+    Args:
+      table_ref: int32[lines, columns], in global memory.
+      heads: items of a line: query heads, pairs of them, or key heads.
+    """
 
     def __init__(self, table_ref, heads: int):
         self.table_ref, self.heads = table_ref, heads
@@ -165,7 +172,8 @@ class Items:
         return turn * self.programs + jnp.where(forth, self.me, self.programs - 1 - self.me)
 
     def at(self, turn):
-        """[head number, the line's columns...] of an item, all int32; past the last item, any item."""
+        """[head number, the line's columns...] of this program's item in a turn (int32[]), all int32[]; past the last
+        item, any item, so that the next one can be read early."""
         number = jnp.minimum(self._number(turn), self.table_ref.shape[0] * self.heads - 1)
         line = lax.div(number, jnp.int32(self.heads))
         columns = [self.table_ref[line, column] for column in range(self.table_ref.shape[1])]

@@ -23,7 +23,8 @@ from jaxtune.pallas.attention.layout import PackedLayout
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """How a kernel divides its work."""
+    """How one of the kernels divides its work; a program has a tile of queries, or of keys, and visits blocks of the
+    other side."""
 
     queries: int  # queries at a time
     keys: int  # keys at a time
@@ -33,7 +34,7 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """The tiles of the three kernels."""
+    """The tiles of the three kernels for one head dim on one kind of GPU."""
 
     forward: Tile  # of the forward
     query: Tile  # of dq
@@ -67,7 +68,8 @@ def tiles(dim: int) -> Tiles:
 
 
 def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | None:
-    """The reason why these kernels cannot serve this call, or None."""
+    """The reason why these kernels cannot serve this call, or None. query is [B, T, heads, D]; only its dtype and head
+    dim matter, because the kernels support all layouts, windows, soft caps and sinks."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason

@@ -40,7 +40,9 @@ def _store(array, values, first, LENGTH: tl.constexpr, STRIDE: tl.constexpr, DIM
 
 @triton.jit
 def _lower(starts, ends, queries, LENGTH: tl.constexpr, WINDOW: tl.constexpr):
-    """Query q sees keys lower .. q; padding, and positions past the row, has q + 1. It rises along the row."""
+    """int32: the first key that each of these queries (positions in the row) sees, of LENGTH tokens; a query sees the
+    keys from it to itself. Padding, and positions past the row, see nothing and have query + 1, so that it rises along
+    the row. starts and ends point to the row's document bounds."""
     lower = tl.load(starts + queries, mask=queries < LENGTH, other=0)
     end = tl.load(ends + queries, mask=queries < LENGTH, other=0)
     if WINDOW > 0:
@@ -50,7 +52,9 @@ def _lower(starts, ends, queries, LENGTH: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def _upper(ends, keys, LENGTH: tl.constexpr, WINDOW: tl.constexpr):
-    """Key k is seen by queries k .. upper - 1; padding has upper = k. It rises along the row."""
+    """int32: the query after the last that sees each of these keys (positions in the row), of LENGTH tokens; a key is
+    seen by the queries from itself to before it. Padding is seen by none and has its own position, so that it rises
+    along the row. ends points to the row's document bounds."""
     upper = tl.load(ends + keys, mask=keys < LENGTH, other=0)
     if WINDOW > 0:
         upper = tl.minimum(upper, keys + WINDOW)

@@ -38,14 +38,14 @@ from jaxtune.pallas.dispatch import compute_capability
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How the kernel over splits divides its work."""
+    """How the kernel over splits divides its work. Measured ones come from tuning.py, others from HEURISTIC."""
 
     step: int  # keys of a tile; the bits of results depend on it
     stages: int  # tiles of keys, and of values, that are being copied for a worker at a time
     workers: int  # warpgroups of a program
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields as a dict, for the tuning cache."""
+        """{field: value}, as tuning.py stores blocks."""
         return dataclasses.asdict(self)
 
 

@@ -20,7 +20,7 @@ from jaxtune.pallas.decode_attention.splits import live_tiles, log2_sinks, order
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """The tile sizes of the kernel over splits."""
+    """The tile sizes of the kernel over splits for one head dim."""
 
     step: int  # keys of a tile
     warps: int  # warps of a program

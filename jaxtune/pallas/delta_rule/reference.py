@@ -17,7 +17,7 @@ _EPS = 1e-6  # added to the squared length of a vector that is normalised
 
 
 def unit(x: jax.Array) -> jax.Array:
-    """float32 x / |x| along the last axis."""
+    """float32 x / |x| along the last axis; about 0 where x is 0."""
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt((x * x).sum(-1, keepdims=True) + _EPS)
 

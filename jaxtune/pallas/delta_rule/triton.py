@@ -114,7 +114,8 @@ def _rule(query, key, value, decay, beta, layout):
 
 
 def _rule_fwd(query, key, value, decay, beta, layout):
-    """The forward rule: (out, residuals)."""
+    """The forward rule: (out, residuals). The residuals are query, key, layout, and what `_chunks` and `_states` made;
+    value, decay and beta are not kept."""
     made = _by_rows(_chunks, 6)(query, key, decay, beta, value, layout)
     out, error, states = _by_rows(functools.partial(_states, save=True), 4)(query, key, value, made)
     return out, (query, key, layout, made, error, states)
@@ -190,7 +191,8 @@ class Made(NamedTuple):
 
 
 def _chunks(query, key, decay, beta, value, layout) -> Made:
-    """The values of chunks that do not depend on a state; of value, only the shape is used."""
+    """The values of chunks that do not depend on a state, by the first two kernels, which process all chunks in
+    parallel; of value, only the shape is used."""
     rows, length, heads = value.shape[:3]
     chunks = math.ceil(length / CHUNK)
     numbers = jax.ShapeDtypeStruct((rows, heads, chunks * CHUNK), jnp.float32)

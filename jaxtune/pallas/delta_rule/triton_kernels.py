@@ -104,19 +104,20 @@ def _inverse_length(array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGT
 
 @triton.jit
 def _matrix(array, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A matrix [ROWS, COLUMNS] from memory."""
+    """Loads the contiguous matrix [ROWS, COLUMNS] that `array` points to."""
     return tl.load(array + tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :])
 
 
 @triton.jit
 def _turned(array, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The transpose of a matrix [ROWS, COLUMNS], loaded in that layout."""
+    """Loads the transpose [COLUMNS, ROWS] of the contiguous matrix [ROWS, COLUMNS] that `array` points to, in that
+    layout."""
     return tl.load(array + tl.arange(0, COLUMNS)[:, None] + tl.arange(0, ROWS)[None, :] * COLUMNS)
 
 
 @triton.jit
 def _put_matrix(array, values, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Stores a matrix [ROWS, COLUMNS]."""
+    """Stores values [ROWS, COLUMNS] as the contiguous matrix that `array` points to, in its dtype."""
     pointers = array + tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     tl.store(pointers, values.to(array.dtype.element_ty))
 
@@ -158,13 +159,15 @@ def _after(sums, start, places, is_last):
 
 @triton.jit
 def _sum_from_begin(before, before_begins, token, begins):
-    """The operator of a scan: sums since the start of a token's document, restarting at each document."""
+    """The operator of a scan over (number, flag) of tokens, which combines two neighbouring runs: sums since the start
+    of a token's document, restarting where the flag `begins` marks a document's first token."""
     return tl.where(begins != 0, token, before + token), before_begins | begins
 
 
 @triton.jit
 def _sum_to_end(after, after_ends, token, ends):
-    """The operator of a scan from the last token back: sums up to the end of a token's document."""
+    """The operator of a scan over (number, flag) of tokens from the last one back: sums from a token to the end of its
+    document, restarting where the flag `ends` marks a document's last token."""
     return tl.where(ends != 0, token, token + after), after_ends | ends
 
 

@@ -40,7 +40,8 @@ def dynamic_map(signed: bool) -> np.ndarray:
 
 
 def _intervals(signed: bool, decade: int) -> int:
-    """The number of intervals of a decade."""
+    """The number of intervals of a decade (0 to 6) on either side of 0 in the signed map, or in the unsigned one, whose
+    centres are its values."""
     return 2**decade if signed else 2 ** (decade + 1)
 
 
@@ -97,7 +98,7 @@ def nearest_codes(x: jax.Array, signed: bool) -> jax.Array:
 
 def encode(values: jax.Array, signed: bool) -> tuple[jax.Array, jax.Array]:
     """Quantises values of any shape: (codes uint8[blocks, 256], absmax float32[blocks]); the last block is padded with
-    zeros.
+    zeros. signed: whether the map is the signed one; without it, values must not be negative.
 
     A block whose largest magnitude is no normal float32 becomes zeros.
 
@@ -113,7 +114,8 @@ def encode(values: jax.Array, signed: bool) -> tuple[jax.Array, jax.Array]:
 
 
 def decode(codes: jax.Array, absmax: jax.Array, signed: bool) -> jax.Array:
-    """float32[blocks, 256], the inverse of `encode` up to rounding.
+    """float32[blocks, 256], the inverse of `encode` up to rounding, with the last block's padding. signed: as it was in
+    `encode`.
 
     Raises:
       TypeError, ValueError: codes and absmax do not have the form that `encode` gives.

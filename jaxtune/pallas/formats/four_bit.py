@@ -172,7 +172,7 @@ def _blocks(values: jax.Array, block: int, scales: jax.Array) -> jax.Array:
 
 
 def _padded(values: jax.Array, block: int) -> jax.Array:
-    """The values, padded with zeros to a multiple of `block`."""
+    """values [n], padded with zeros to a multiple of `block`."""
     short = -values.size % block
     return jnp.pad(values, (0, short)) if short else values
 
@@ -237,7 +237,7 @@ class FP4(FourBit):
 
 @functools.partial(jax.jit, static_argnums=1)
 def _encode_nf4(array: jax.Array, double_quant: bool) -> NF4:
-    """NF4.encode without its checks."""
+    """NF4.encode without its checks of arguments, jitted; `double_quant` is static."""
     size, shape, dtype = array.size, array.shape, array.dtype
     blocks = _padded(array.reshape(-1), BLOCK).reshape(-1, BLOCK).astype(jnp.float32)
     absmax = jnp.abs(blocks).max(axis=1)
@@ -325,7 +325,8 @@ class BitsAndBytes(Layout):
         return None if match is None else (match[1], match[2])
 
     def claims(self, tensors: Headers) -> bool:
-        """Whether a module's tensors, given by their headers, are a weight of this layout."""
+        """Whether a module's tensors, given by their headers, are a weight of this layout: there is at least one tensor
+        besides `.weight`. If the codes themselves are missing, `describe` says so."""
         return any(key != self.codes for key in tensors)
 
     def describe(self, name: str, tensors: Headers, read: Read) -> Found:
@@ -405,10 +406,8 @@ class BitsAndBytes(Layout):
         return [(found.name, self.codes), *((key.removeprefix(".weight."), key) for key in others)]
 
     def splitting(self, weight: Stored, rows: int) -> str | None:
-        """The reason why experts [E, out, in] cannot be written in pieces of `rows` rows, or None.
-
-        Pieces must be whole blocks.
-        """
+        """The reason why experts [E, out, in] cannot be written in pieces of `rows` rows, or None: pieces must be whole
+        blocks of 64."""
         if rows * weight.shape[2] % BLOCK == 0:
             return None
         return f"is in four bits, and its pieces of {rows} x {weight.shape[2]} are not whole blocks of {BLOCK}"

@@ -32,7 +32,9 @@ Read = Callable[[str], np.ndarray]  # takes a tensor's key and returns its bytes
 
 
 class Header(Protocol):
-    """A tensor's entry in the header of a safetensors file (models/files/shards.TensorEntry is one)."""
+    """A tensor's entry in the header of a safetensors file (models/files/shards.TensorEntry is one): its name in the
+    file, its dtype by safetensors' name, such as F8_E4M3, its shape, the path of the file, and the bytes of its
+    data."""
 
     @property
     def name(self) -> str: ...
@@ -64,7 +66,8 @@ class FileTensor(NamedTuple):
 
 
 def file_tensor(like: jax.Array | np.ndarray | None, of: Of) -> FileTensor:
-    """The FileTensor whose shape and dtype are those of an array, or of its jax.ShapeDtypeStruct."""
+    """The FileTensor whose shape and dtype are those of an array, or of its jax.ShapeDtypeStruct. of: takes the weight
+    and returns the array that is written."""
     assert like is not None
     return FileTensor(tuple(like.shape), np.dtype(like.dtype), of)
 
@@ -125,7 +128,8 @@ class Layout:
         return next(((name.removesuffix(key), key) for key in keys if name.endswith(key)), None)
 
     def claims(self, tensors: Headers) -> bool:
-        """Whether a module's tensors are a weight of this layout. By default: there are codes, in the right dtype."""
+        """Whether a module's tensors, given by their headers, are a weight of this layout. By default: there are codes,
+        in the right dtype."""
         return self.codes in tensors and tensors[self.codes].dtype == self.codes_dtype
 
     def describe(self, name: str, tensors: Headers, read: Read) -> Found:
@@ -153,7 +157,8 @@ class Layout:
         raise NotImplementedError
 
     def decoded(self, weight: Stored, dtype: str) -> jax.Array:
-        """The array of a weight in `dtype`, for layouts with `decoded_on_load`."""
+        """The array of a weight in `dtype`, for layouts with `decoded_on_load`; in the model's order of axes, where the
+        checkpoint has another."""
         return weight.decode(dtype)
 
     def joining(self, pieces: Sequence[Found], per_expert: int) -> str | None:
@@ -249,5 +254,5 @@ class Format:
         return self.kinds[0].encode(array)
 
     def layout(self, weight: Stored) -> Layout:
-        """The layout in which a weight is written."""
+        """The layout in which a weight is written: the first that can store it."""
         return next(layout for layout in self.layouts if layout.can_store(weight))

@@ -180,7 +180,7 @@ def _times_tensor_scale(scales: jax.Array, tensor_scale: jax.Array, divides: boo
 
 @jax.jit
 def _encode(array: jax.Array) -> NVFP4:
-    """NVFP4.encode without its checks."""
+    """NVFP4.encode without its checks of arguments, jitted."""
     wide = array.astype(jnp.float32)
     largest = jnp.abs(wide).max((-2, -1), keepdims=True)
 

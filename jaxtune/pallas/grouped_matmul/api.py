@@ -41,7 +41,8 @@ _MOSAIC = ("mosaic", _AHEAD)  # their kernels also multiply by an adapter's A an
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GroupedLora:
-    """A low-rank addition to each expert's weight."""
+    """A low-rank addition to each expert's weight [E, out, in], scale * b a, which a product with rows applies as two
+    thin products."""
 
     a: jax.Array  # [E, r, in]; cast to x's dtype on use
     b: jax.Array  # [E, out, r]; cast to x's dtype on use
@@ -51,7 +52,8 @@ class GroupedLora:
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """The static settings of a call."""
+    """The static settings of a call, hashable, so that they can be an argument that a custom derivative is specialised
+    on."""
 
     transposed: bool  # weights are [E, in, out]
     scale: float  # the adapter's
@@ -337,7 +339,7 @@ def grouped_bias(rows: jax.Array, bias: jax.Array, groups: Groups) -> jax.Array:
 
 @jax.custom_vjp
 def _biased(rows, bias, groups):
-    """grouped_bias with a custom derivative."""
+    """grouped_bias with a custom derivative, whose sums over an expert's rows have a fixed order."""
     added = reference.per_tile(bias, groups)[:, None].astype(jnp.float32)
     return (reference.tiled(rows, groups).astype(jnp.float32) + added).reshape(rows.shape).astype(rows.dtype)
 

@@ -20,12 +20,13 @@ _TOKENS = 150
 
 
 def refusal(name: str, product: Callable, weight, *, gathering: bool = False) -> str | None:
-    """The reason why this GPU must not run `product` (an implementation of reference.product), or None.
+    """The reason why this GPU must not run `product` (an implementation of reference.product), or None, from comparing
+    a small case, in both directions, with the reference.
 
     Args:
       name: the implementation.
       product: the function.
-      weight: a stored weight, or None for an array.
+      weight: a stored weight, whose format the case has, or None for an array.
       gathering: whether it must also gather tokens' rows.
     """
 

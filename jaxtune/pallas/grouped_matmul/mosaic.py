@@ -41,7 +41,8 @@ class _Registers:
 
     @staticmethod
     def of(gathered: bool, decoding: bool) -> _Registers:
-        """The registers for a kernel that gathers rows, or decodes weights."""
+        """The registers for a kernel that gathers rows of tokens (which takes registers of the loading warpgroup), or
+        that has a warpgroup which decodes weights."""
         if decoding:
             return _Registers(40, 184, 96)
         return _Registers(72, 216) if gathered else _Registers(40, 232)
@@ -49,7 +50,7 @@ class _Registers:
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How the kernel divides its work."""
+    """How the kernel divides its work. Measured ones come from tuning.py, others from BLOCKS; see `blocks_for`."""
 
     columns: int  # of a tile of the output
     stages: int  # blocks along K that are loaded ahead
@@ -86,7 +87,8 @@ def refusal(dtype, in_size: int, out_size: int, tile_rows: int) -> str | None:
 
 
 def candidates(out_size: int, ahead: bool) -> list[Blocks]:
-    """The blocks that the tuner measures; `ahead`: for weights in four bits."""
+    """The blocks that the tuner measures for a product with out_size columns; `ahead`: whether the weight is in four
+    bits and decoded in the same kernel."""
     if ahead:
         return [blocks for blocks in CANDIDATES if blocks.columns <= min(_MOST_COLUMNS_BESIDE, out_size)]
     return [blocks for blocks in CANDIDATES if out_size % blocks.columns == 0]

@@ -117,7 +117,8 @@ class Decoder:
         lax.fori_loop(0, mine, step, tuple(load(jnp.int32(number)) for number in range(_AHEAD)))
 
     def written_out(self, operands, weight_ref):
-        """The result of `decode` in all programs, for the interpreter, which has no semaphores."""
+        """The result of `decode` in all programs, the whole weight in weight_ref, for the interpreter, which has no
+        semaphores."""
         chunks = [jnp.int32(chunk) for chunk in range(self.chunks.count)]
         values = [self.chunks.values(operands, at, self.chunks.load(operands, at), interpreted=True) for at in chunks]
         weight_ref[...] = jnp.concatenate(values).reshape(weight_ref.shape)

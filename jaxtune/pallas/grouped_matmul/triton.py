@@ -22,7 +22,7 @@ from jaxtune.pallas.grouped_matmul.layout import Groups
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """How the kernel divides its work."""
+    """How the kernel divides its work on one kind of GPU."""
 
     rows: int  # of a tile of the output
     columns: int  # of a tile of the output

@@ -57,7 +57,9 @@ def _token_losses_fwd(hidden, head, targets, weights, static):
 
 
 def _token_losses_bwd(static, residuals, dlosses):
-    """The backward rule of the token losses; the logits are computed again if the head trains."""
+    """The backward rule of the token losses: gradients of hidden, head, targets (None) and weights. With a frozen head
+    it scales the stored gradients; if the head trains, the logits are computed again, because the factors of the tokens
+    in the head's gradient are known only here."""
     if dict(static)["head_gradient"]:
         hidden, head, targets, weights = residuals
         shares = weights * dlosses
@@ -91,7 +93,8 @@ def _log_probs_fwd(hidden, head, targets, static):
 
 
 def _log_probs_bwd(static, residuals, gradients):
-    """The backward rule of the log-probabilities; the logits are computed again if the head trains."""
+    """The backward rule of the log-probabilities: gradients of hidden, head and targets (None); that of the entropies
+    is ignored. With a frozen head it scales the stored gradient; if the head trains, the logits are computed again."""
     dlogps, _ = gradients
     if dict(static)["head_gradient"]:
         hidden, head, targets = residuals
@@ -111,7 +114,8 @@ def _log_probs_and_entropies(hidden, head, targets, static):
 
 
 def _log_probs_and_entropies_bwd(static, residuals, gradients):
-    """The backward rule of log-probabilities and entropies, which computes the logits again."""
+    """The backward rule of log-probabilities and entropies: gradients of hidden, head and targets (None). It computes
+    the logits again."""
     (hidden, head, targets), (dlogps, dentropies) = residuals, gradients
     more = dict(gradients=True, entropies=True, entropy_weights=dentropies)
     results = reference.forward(hidden, head, targets, -dlogps, **dict(static), **more)
@@ -280,5 +284,6 @@ def chunk_length(rows: int, length: int, chunk_tokens: int) -> int:
 
 
 def implementations() -> dispatch.Table:
-    """The implementations in the order in which they are tried; there is one, which supports every call."""
+    """The implementations in the order in which they are tried; there is one, which supports every call. It exists for
+    `jaxtune info`, which lists the choices of every operation."""
     return {"reference": lambda: None}

@@ -23,7 +23,7 @@ IMPLEMENTATIONS = {"mosaic": mosaic, "triton": triton, "reference": reference}
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LoraWeights:
-    """A low-rank addition to a weight [out, in]."""
+    """A low-rank addition to a weight [out, in], scale * b a, which a product with x applies as two thin products."""
 
     a: jax.Array  # [r, in]; cast to x's dtype on use
     b: jax.Array  # [out, r]; cast to x's dtype on use

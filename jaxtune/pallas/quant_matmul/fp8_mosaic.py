@@ -39,7 +39,7 @@ _SHARED_BYTES = 231_000  # a program's shared memory without its barriers
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How the kernel divides its work."""
+    """How the kernel divides its work; `blocks_for` chooses them by rule."""
 
     columns: int  # of a tile of the output
     stages: int  # steps that are loaded ahead

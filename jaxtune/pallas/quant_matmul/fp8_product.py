@@ -36,7 +36,8 @@ More = tuple[jax.Array, jax.Array]
 
 
 def in_blocks(weight: FP8) -> bool:
-    """Whether a weight's scales are inside the sum."""
+    """Whether a weight's scales are inside the sum of a product, because they belong to 128 x 128 numbers, and not to
+    rows or the whole matrix, whose scales are applied to the result."""
     return weight.block == TILE
 
 
@@ -185,7 +186,7 @@ def multiply(
 
 
 def _thin(u: jax.Array, side: jax.Array) -> jax.Array:
-    """u side^T in u's dtype."""
+    """The product of an adapter, u [n, r] side^T [r, columns] in u's dtype."""
     precision = jax.lax.Precision.HIGHEST if u.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     numbers = (((1,), (1,)), ((), ()))
     return jax.lax.dot_general(u, side.astype(u.dtype), numbers, precision=precision, preferred_element_type=u.dtype)
@@ -257,9 +258,10 @@ def by_kernel(codes, scale, u, add, side, side_scale, dtype, blocks, name: str, 
 
 
 def _first_use(name: str, blocks: bool, dtype, rank: int, whole: bool) -> str | None:
-    """The reason why this GPU must not run the kernel, from a small case whose rows overlap, with an adapter padded to
-    the same number of columns as one of this rank. Another number of columns, or a summed axis that 128 does not divide
-    (not `whole`), is another swizzle."""
+    """The reason why this GPU must not run the kernel `name`, or None, from comparing a small case with the reference.
+    Its rows overlap, and its adapter is padded to the same number of columns as one of this rank. Another number of
+    columns, or a summed axis that 128 does not divide (not `whole`), is another swizzle, and is checked separately.
+    blocks: whether scales are inside the sum."""
     filled, width = fp8_mosaic.filled_rank(rank) if rank else 0, 1024 if whole else 960
 
     def compare():
@@ -288,8 +290,8 @@ def _first_use(name: str, blocks: bool, dtype, rank: int, whole: bool) -> str | 
 
 
 def _first_rounding(dtype) -> str | None:
-    """The reason why this GPU must not run the kernel that rounds, from a small case of two arrays whose rows are whole
-    pieces or end in one that overlaps."""
+    """The reason why this GPU must not run the kernel that rounds arrays of `dtype`, or None, from comparing small
+    cases of two arrays, whose rows are whole pieces or end in one that overlaps, with the reference."""
 
     def compare():
         got, wanted = [], []

@@ -36,7 +36,8 @@ _SMEM_BYTES = 227 * 1024  # the most shared memory of a program
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """How the kernel divides its work. A line is 128 bytes of a row's codes, which are LINE columns."""
+    """How the kernel divides its work. A line is 128 bytes of a row's codes, which are LINE columns. Which tile is used is
+    measured (benchmarks/kernels/quant_matmul.py --lines); without a measurement this kernel is not used."""
 
     groups: int  # groups of 16 rows of the weight that a program has
     warpgroups: int  # of a program
@@ -51,7 +52,8 @@ class Tile:
 
 
 def refusal(tile: Tile, rows: int, columns: int, tokens: int) -> str | None:
-    """The reason why this tile cannot serve a weight [rows, columns] and this number of tokens, or None."""
+    """The reason why the kernel with this tile cannot multiply this number of tokens by a weight [rows, columns], or
+    None."""
     if rows % 16 or columns % (_SPAN * LINE) or rows < tile.rows:
         return f"weight {(rows, columns)}; wants rows in multiples of 16, {tile.rows} at least, and columns of 1024"
     if not 1 <= tile.groups <= 8 or not 1 <= tile.warpgroups <= 4 or not 1 <= tile.stages * tile.warpgroups <= 32:

@@ -69,8 +69,8 @@ def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
 
 
 def few_refusal(weight: Stored, dtype, tokens: int) -> str | None:
-    """The reason why more than 16 tokens cannot be multiplied by codes that Triton decodes in registers, or None; on a
-    GPU, its first use is checked."""
+    """The reason why this number of tokens, more than 16, cannot be multiplied in `dtype` by codes that Triton decodes
+    in registers (triton.few_matmul), or None; on a GPU, its first use is checked."""
     reason = triton.few_refusal(weight, dtype, tokens)
     if reason is not None:
         return reason
@@ -98,7 +98,8 @@ def _kernel(body, name: str, interpret, **options):
 
 
 def _dequantize_kernel(*refs, chunks: Chunks, interpreted: bool):
-    """The kernel's body: a program decodes a chunk. `refs` are its operands and the output, by chunk."""
+    """The kernel's body: a program, which is one warpgroup, decodes a chunk. `refs` are the operands of `chunks` and
+    the output, `dtype`[chunks, numbers of a chunk], in global memory."""
     *operands, out_ref = refs
     at = lax.axis_index("chunk")
     out_ref.at[at][...] = chunks.values(operands, at, chunks.load(operands, at), interpreted)
@@ -131,7 +132,7 @@ def _dequantize(weight: Stored, dtype, interpret) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """How the small product divides its work."""
+    """How the small product divides its work; `_plan` chooses it."""
 
     parts: int  # parts of 64 bytes that a warp takes of a row (see lanes.small_product)
     width: int  # columns of a product
@@ -310,7 +311,8 @@ def small_bucket(weight: FourBit, tokens: int) -> str:
 
 
 def line_tile(weight: FourBit, dtype, tokens: int) -> line_matmul.Tile | None:
-    """The tile of line_matmul that was measured to be the fastest for this product, or None."""
+    """The tile of line_matmul that was measured to be the fastest for a product of this number of tokens in `dtype`;
+    None if nothing was measured, or the tile is refused."""
     found = tuning.tuned("small_matmul", small_bucket(weight, tokens), dtype, line_matmul.Tile)
     if not found or line_refusal(tile := line_matmul.Tile(**found), weight, dtype, tokens) is not None:
         return None

@@ -34,8 +34,8 @@ _LAYOUTS = {"absmax": _SCALES, "powers": _POWERS, "bytes": _E4M3}
 
 
 def absmax_operands(weight: FourBit) -> list[jax.Array]:
-    """The arrays from which a kernel computes a weight's absmax: float32 absmax, or (codes, map, nested absmax,
-    offset)."""
+    """The arrays from which a kernel computes a weight's absmax: [float32 absmax], or with double quantisation [uint8
+    absmax, map float32[256], nested absmax float32, offset float32[1]]."""
     if weight.nested_map is None or weight.nested_absmax is None or weight.offset is None:
         return [weight.absmax]
     return [weight.absmax, weight.nested_map, weight.nested_absmax, weight.offset.reshape(1)]
@@ -56,7 +56,8 @@ class Chunks:
 
     @staticmethod
     def decodes(weight: Stored) -> bool:
-        """Whether a weight is in a format that is decoded here; NVFP4 is with one scale for the whole tensor."""
+        """Whether a weight is in a format that is decoded here: four bits, MXFP4, or NVFP4 with one scale for the whole
+        tensor."""
         return isinstance(weight, FourBit | MXFP4) or (isinstance(weight, NVFP4) and weight.tensor_scale.size == 1)
 
     @staticmethod
@@ -71,7 +72,7 @@ class Chunks:
 
     @property
     def scales_layout(self):
-        """The layout of a chunk's scales."""
+        """The layout in registers of a chunk's scales, in which each lane has the scale of its own codes."""
         return _LAYOUTS[self.scales]
 
     @property
@@ -86,7 +87,7 @@ class Chunks:
 
     @property
     def out_layout(self):
-        """The layout of a decoded chunk."""
+        """The layout in registers of a decoded chunk: eight numbers, 16 bytes, at a time."""
         return plgpu.Layout.WG_STRIDED((self.numbers,), 8)
 
     def operands(self, weight: Stored) -> list[jax.Array]:

@@ -31,7 +31,7 @@ _DTYPES = (jnp.bfloat16, jnp.float16)
 
 
 def refusal(weight: Stored, dtype) -> str | None:
-    """The reason why `dequantize` cannot serve this call, or None."""
+    """The reason why `dequantize` cannot decode this weight to `dtype`, or None."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -43,7 +43,7 @@ def refusal(weight: Stored, dtype) -> str | None:
 
 
 def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
-    """The reason why `small_matmul` cannot serve this call, or None."""
+    """The reason why `small_matmul` cannot multiply this number of tokens in `dtype` by a weight, or None."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason

@@ -10,9 +10,12 @@ from jaxtune.pallas.quant_matmul.triton_kernels import _decoded, _looked_up
 
 
 def decoding_ptx(table) -> str:
-    """PTX that turns four bytes of codes, $4, into the bfloat16 entries of their high nibbles, $0 and $1, and of their
-    low ones, $2 and $3. A byte permutation looks up four bytes in a table of eight, so the low and the high bytes of
-    the entries are each looked up in two tables, and bit 3 of the code selects one of them."""
+    """PTX for few_kernel that turns four bytes of codes, $4, into the bfloat16 entries of their high nibbles, $0 and
+    $1, and of their low ones, $2 and $3; table has the 16 entries, float32.
+
+    A byte permutation looks up four bytes in a table of eight, so the low and the high bytes of the entries are each
+    looked up in two tables, and bit 3 of the code selects one of them. No memory is read.
+    """
     bits = [struct.unpack("<I", struct.pack("<f", float(entry)))[0] for entry in table]
     rounded = [(each + 0x7FFF + (each >> 16 & 1)) >> 16 for each in bits]
     lines = [
@@ -58,8 +61,10 @@ def few_kernel(
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """out [SPLITS, COUNT, OUTER]: of each part of the columns, x W^T. x [2, COUNT, INNER / 2]: its even columns, then
-    its odd ones, as a byte of codes has them in its high and its low nibble. Grid: (OUTER / ROWS, SPLITS)."""
+    """out [SPLITS, COUNT, OUTER]: x W^T over each of SPLITS parts of the columns, which the caller adds. A program has
+    ROWS rows of W and all COUNT tokens, padded to TOKENS. x [2, COUNT, INNER / 2] has its even columns, then its odd
+    ones, as a byte of codes has them in its high and its low nibble. The arrays from codes to table are those of
+    triton._parts. Grid: (OUTER / ROWS, SPLITS)."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tokens = tl.arange(0, TOKENS)
     split = tl.program_id(1)

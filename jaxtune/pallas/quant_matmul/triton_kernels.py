@@ -10,7 +10,8 @@ import triton.language as tl
 
 @triton.jit
 def _decoded(stored, nested_absmax, nested_map, offset, blocks, COUNT: tl.constexpr, NESTED: tl.constexpr):
-    """float32 absmax of the blocks with these numbers, of COUNT in all, from the stored values."""
+    """float32 absmax of the blocks with these numbers, of COUNT in all, from `stored`, their values in memory:
+    themselves, or if NESTED indices of nested_map, which are scaled and shifted."""
     if NESTED:
         steps = tl.load(nested_map + stored.to(tl.int32))
         nested = tl.load(nested_absmax + blocks // 256, mask=blocks < COUNT, other=0.0)
@@ -21,8 +22,9 @@ def _decoded(stored, nested_absmax, nested_map, offset, blocks, COUNT: tl.conste
 
 @triton.jit
 def _looked_up(packed, table):
-    """(high, low): the table's entries for both nibbles of each byte of a flat array. The gather uses shared memory,
-    where sixteen words never conflict; loads from the table in global memory take four times as long."""
+    """(high, low): the entries of a table float32[16] in global memory for both nibbles of each byte of the flat array
+    `packed`. The gather uses shared memory, where sixteen words never conflict; loads from the table in global memory
+    take four times as long."""
     entries = tl.load(table + tl.arange(0, 16))
     packed = packed.to(tl.int32)
     return tl.gather(entries, packed >> 4, 0), tl.gather(entries, packed & 15, 0)
@@ -67,7 +69,7 @@ def dequantise_kernel(
 
 @triton.jit
 def _pair(words, DTYPE: tl.constexpr):
-    """The two 16-bit floats of each 32-bit word, in the order of memory."""
+    """(even, odd): the two 16-bit floats of type DTYPE in each 32-bit word, in the order of memory."""
     even = (words & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True)
     odd = (words >> 16).to(tl.uint16).to(DTYPE, bitcast=True)
     return even, odd

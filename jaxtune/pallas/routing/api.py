@@ -33,7 +33,7 @@ _SORT_REASON = f"slower than XLA's for fewer than {_MANY} experts"
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """The position of every pair in the sorted buffer."""
+    """The position in the sorted buffer of every pair, a token with one of its k experts; `route` makes it."""
 
     slots: jax.Array  # int32[T, k]: the row of each pair; the number of rows for pairs without an expert
     source: jax.Array  # int32[rows]: the pair of each row; T * k for empty rows
@@ -175,7 +175,7 @@ def _permute_fwd(x, routing, implementation):
 
 
 def _permute_bwd(implementation, routing, drows):
-    """The backward rule of permute: a gradient for each differentiable argument."""
+    """The backward rule of permute: the gradient of x, each token's rows summed, and None for the routing."""
     del implementation
     return reference.summed(drows, routing.slots), None
 
@@ -212,7 +212,7 @@ def _unpermute_fwd(rows, routing, implementation):
 
 
 def _unpermute_bwd(implementation, routing, dx):
-    """The backward rule of unpermute: a gradient for each differentiable argument."""
+    """The backward rule of unpermute: the gradient of rows, each token's in its rows, and None for the routing."""
     return _spread(dx, routing, implementation), None
 
 
@@ -250,7 +250,8 @@ def _as_rows(x, routing, static):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _of_tokens(x, weight, lora, routing, static):
-    """matmul_of_tokens with a custom derivative."""
+    """matmul_of_tokens after `prepared` of grouped_matmul.api, with a custom derivative: [rows, out]. lora: (a, b), or
+    None."""
     return _of_tokens_fwd(x, weight, lora, routing, static)[0]
 
 
@@ -262,7 +263,8 @@ def _of_tokens_fwd(x, weight, lora, routing, static):
 
 
 def _of_tokens_bwd(static, residuals, dout):
-    """The backward rule of matmul_of_tokens: a gradient for each differentiable argument."""
+    """The backward rule of matmul_of_tokens: gradients of x, the weight (None if it is quantised) and the adapter, and
+    None for the routing."""
     residuals, routing = residuals
     drows, *others = grouped.backward(static, residuals, dout, _row_tokens(routing))
     return reference.summed(drows, routing.slots), *others, None
@@ -300,7 +302,8 @@ def matmul_of_tokens(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _to_tokens(rows, weight, lora, routing, static):
-    """matmul_to_tokens with a custom derivative."""
+    """matmul_to_tokens after `prepared` of grouped_matmul.api, with a custom derivative: [T, out]. lora: (a, b), or
+    None."""
     return _to_tokens_fwd(rows, weight, lora, routing, static)[0]
 
 
@@ -311,7 +314,8 @@ def _to_tokens_fwd(rows, weight, lora, routing, static):
 
 
 def _to_tokens_bwd(static, residuals, dout):
-    """The backward rule of matmul_to_tokens: a gradient for each differentiable argument."""
+    """The backward rule of matmul_to_tokens: gradients of rows, the weight (None if it is quantised) and the adapter,
+    and None for the routing."""
     residuals, routing = residuals
     dout, tokens = _as_rows(dout, routing, static)
     return *grouped.backward(static, residuals, dout, dout_tokens=tokens), None
@@ -368,7 +372,7 @@ def token_bias(out: jax.Array, weights: jax.Array, bias: jax.Array, choice: jax.
 
 @jax.custom_vjp
 def _with_bias(out, weights, bias, choice):
-    """token_bias with a custom derivative."""
+    """token_bias with a custom derivative, whose sums have a fixed order."""
     total = out.astype(jnp.float32)
     for weight, expert in zip(weights.T, choice.T, strict=True):
         total += weight[:, None] * bias.at[expert].get(mode="clip").astype(jnp.float32)
@@ -381,7 +385,7 @@ def _token_bias_fwd(out, weights, bias, choice):
 
 
 def _token_bias_bwd(residuals, dout):
-    """The backward rule of token_bias: a gradient for each differentiable argument."""
+    """The backward rule of token_bias: gradients of out, weights and bias, and None for the choice."""
     weights, bias, choice = residuals
     exact: Any = dict(precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
     dweights = reference.chosen(jnp.einsum("tn,en->te", dout, bias.astype(dout.dtype), **exact), choice)
@@ -407,7 +411,7 @@ def row_weights(weights: jax.Array, routing: Routing) -> jax.Array:
 
 @jax.custom_vjp
 def _row_weights(weights, routing):
-    """row_weights with a custom derivative."""
+    """row_weights with a custom derivative, which is a gather."""
     return reference.rows_of(weights.reshape(-1), routing.source)
 
 
@@ -417,7 +421,7 @@ def _row_weights_fwd(weights, routing):
 
 
 def _row_weights_bwd(routing, drows):
-    """The backward rule of row_weights: a gradient for each differentiable argument."""
+    """The backward rule of row_weights: the gradient of weights, and None for the routing."""
     return reference.rows_of(drows, routing.slots), None
 
 

@@ -47,7 +47,8 @@ def _kernel(body, name: str, **options):
 
 
 def _programs(count: int, of_a_core: int) -> int:
-    """The number of programs for `count` pieces of work, with `of_a_core` on each multiprocessor."""
+    """The number of programs among which `count` pieces of work are divided: `of_a_core` on each multiprocessor, or
+    fewer if there is less work; at most 3 in the interpreter."""
     return min(count, of_a_core * persistent.cores() if gpu_kernel.interpreter() is None else 3)
 
 
@@ -118,8 +119,8 @@ def _spread_kernel(
 
 
 def spread(x: jax.Array, slots: jax.Array, source: jax.Array) -> jax.Array:
-    """x [T, H], slots int32[T, k], source int32[rows] -> [rows, H]: each pair's token in its row, zeros in empty
-    rows."""
+    """Copies tokens to their rows by the kernel: x [T, H], slots int32[T, k], source int32[rows] (fields of Routing) ->
+    [rows, H], each pair's token in its row, zeros in empty rows."""
     tokens, hidden = x.shape
     rows, k = source.shape[0], slots.shape[1]
     short = -tokens % _ROWS

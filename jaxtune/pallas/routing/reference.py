@@ -18,7 +18,8 @@ BLOCK = 256
 
 
 class Passes(NamedTuple):
-    """The two passes of a sort over all pairs, and the block size that they use; see histogram and slots."""
+    """The two passes of a sort over all pairs, and the block size that they use: those of this file, or the kernels of
+    mosaic_sort.py."""
 
     block: int  # number of pairs of a block
     # (blocks, num_experts) -> the number of pairs of each block and expert, as the function histogram
@@ -82,7 +83,8 @@ def sort_pairs(expert: jax.Array, num_experts: int, tile_rows: int, passes: Pass
 
 
 def spread(x: jax.Array, slots: jax.Array, source: jax.Array) -> jax.Array:
-    """x [T, H], slots int32[T, k], source int32[rows] -> [rows, H]: each pair's token in its row, zeros elsewhere."""
+    """Copies tokens to their rows by a gather: x [T, H], slots int32[T, k], source int32[rows] (fields of Routing) ->
+    [rows, H], each pair's token in its row, zeros elsewhere."""
     tokens, k = slots.shape
     return rows_of(x, jnp.where(source < tokens * k, divided(source, k), tokens))
 
@@ -103,7 +105,7 @@ def rows_of(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _gathered(x, index):
-    """x[index], zero where index is past the end."""
+    """x[index], zero where index, which is never negative, is past the end."""
     # The same as jnp's mode "fill" with a quarter of the instructions, because no index is negative. A layer of experts
     # has eight of these, and XLA compiles each separately.
     there = index < x.shape[0]
