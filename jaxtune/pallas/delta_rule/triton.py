@@ -108,7 +108,7 @@ def forward(query, key, value, decay, beta, layout: PackedLayout):
 
 @jax.custom_vjp
 def _rule(query, key, value, decay, beta, layout):
-    """`forward` with a custom derivative: only the output [B, T, heads, V], without the final states."""
+    """`forward` with a custom derivative: the output [B, T, heads, V]. Arguments are those of `forward`."""
     made = _by_rows(_chunks, 6)(query, key, decay, beta, value, layout)
     return _by_rows(functools.partial(_states, save=False), 4)(query, key, value, made)[0]
 

@@ -36,8 +36,8 @@ _SMEM_BYTES = 227 * 1024  # the most shared memory of a program
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """How the kernel divides its work. A line is 128 bytes of a row's codes, which are LINE columns. Which tile is used is
-    measured (benchmarks/kernels/quant_matmul.py --lines); without a measurement this kernel is not used."""
+    """How the kernel divides its work. A line is 128 bytes of a row's codes, which are LINE columns. Which tile is used
+    is measured (benchmarks/kernels/quant_matmul.py --lines); without a measurement this kernel is not used."""
 
     groups: int  # groups of 16 rows of the weight that a program has
     warpgroups: int  # of a program
