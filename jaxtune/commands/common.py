@@ -53,7 +53,7 @@ def add_numbers(parser: argparse.ArgumentParser) -> None:
 
 
 def add_load_in(parser: argparse.ArgumentParser) -> None:
-    """Adds --load-in, the format of the weights; None if it is not given."""
+    """Adds --load-in, the format in which the layers' weights are loaded, such as nf4; None if it is not given."""
     parser.add_argument(
         "--load-in",
         choices=(*LOADED, "stored"),

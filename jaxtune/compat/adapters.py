@@ -110,7 +110,8 @@ def adapted(
       seed: of the adapters' initial values.
       target_modules, target_parameters, modules_to_save, rank_pattern, alpha_pattern, layers_to_transform,
       init_lora_weights, bias: as in PEFT's LoraConfig.
-      experts_too: whether the seven linears' names also mean the experts, as in Unsloth.
+      experts_too: whether target_modules that name all linears also mean the experts' matrices, as in Unsloth and not
+        in PEFT.
       plain: r, lora_alpha, lora_dropout, use_rslora, use_dora, as in jaxtune.get_peft_model.
     Returns:
       (a new module with adapters, the section `adapter` of a config that describes them)

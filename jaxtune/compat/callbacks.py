@@ -58,8 +58,9 @@ class TrainerState:
 
 
 class TrainerCallback:
-    """transformers' base class of callbacks: override the events that are wanted. transformers' own class is accepted
-    too."""
+    """transformers' base class of callbacks, whose methods do nothing: override those of the events that are wanted.
+    Each gets the arguments (SFTConfig), the TrainerState, the TrainerControl and further objects by name, and may
+    return a control that replaces the current one. transformers' own class is accepted too."""
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any: ...
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any: ...

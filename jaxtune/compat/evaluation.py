@@ -50,8 +50,9 @@ class Evaluations(Reports):
     def evaluate(
         self, eval_dataset: object = None, ignore_keys: object = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Evaluates the current model: returns {"eval_loss": mean loss, "eval_targets": number of tokens or pairs
-        that it is a mean over} and the numbers of compute_metrics, and sends on_log and on_evaluate to the callbacks.
+        """Evaluates the current model: returns {"eval_loss": mean loss, "eval_targets": the number of trained
+        tokens that it is a mean over} (for pairs of answers "eval_pairs") and the numbers of compute_metrics, and
+        sends on_log and on_evaluate to the callbacks.
 
         Args:
           eval_dataset: other rows than the trainer's eval_dataset; in its form.

@@ -131,12 +131,14 @@ class RewardedTrainer(PreferenceTrainer):
     """The base class of GRPOTrainer and RLOOTrainer, which sample answers to prompts and train on their rewards.
 
     Args:
-      model: as for SFTTrainer.
+      model: a CompatModel, or a hub name or folder, as for SFTTrainer.
       reward_funcs: a function of TRL's signature, or a list of them. They get the rows' columns and, if they take it,
         `trainer_state`.
       args: GRPOConfig or RLOOConfig, also TRL's own.
       train_dataset: rows with a column `prompt`, text or messages.
-      others: as for SFTTrainer.
+      eval_dataset: not used, which is printed: rewards are measured on the answers that are trained on.
+      processing_class: the tokenizer; None: the model's.
+      others: further arguments of SFTTrainer.
     Raises:
       ValueError: reward_funcs that are no functions; an argument that is not supported, by its name.
     """

@@ -230,7 +230,7 @@ class SFTTrainer(Evaluations):
         an update has that number of packed rows, as in TRL.
 
         Args:
-          resume: as in TrainConfig.
+          resume: "auto" continues the run in output_dir, "never" starts a new one.
           prepared: whether rows may be tokenised for it, if steps are counted by epochs or as shares of all steps.
         """
         args, source = self.args, self.model.module.source

@@ -234,7 +234,8 @@ def hyperparameters(config: DecoderConfig, arch: Architecture) -> tuple[dict[str
 
 
 def _rope_keys(config: DecoderConfig, rope: RopeConfig, notes: list[str]) -> dict[str, Any]:
-    """Metadata of the rotary embedding; what users should know of it is appended to `notes`."""
+    """Metadata of the rotary embedding `rope` of a model, {key without the architecture's name: value}; what users
+    should know of it is appended to `notes`."""
     original = rope.original_max_position_embeddings or config.max_position_embeddings
     if rope.kind == "linear":
         return {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope.factor)}

@@ -75,7 +75,8 @@ def _runs(numbers: int) -> Iterator[tuple[int, int, int]]:
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _cut(array: jax.Array, at: int, size: int, own: int) -> jax.Array:
-    """The `own` numbers of the array from position `at`, padded with zeros to `size`: [size / BLOCK, BLOCK]."""
+    """Cuts a run out of an array: its `own` numbers from position `at` of the flat array, padded with zeros to `size`
+    numbers so that few sizes are compiled, as [size / BLOCK, BLOCK]."""
     run = lax.dynamic_slice(array.reshape(-1), (at,), (own,))
     return jnp.pad(run, (0, size - own)).reshape(-1, BLOCK)
 

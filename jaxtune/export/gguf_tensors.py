@@ -48,7 +48,8 @@ def all_tensors(sources: Iterable[Source]) -> list[Tensor]:
 
 
 class _Names:
-    """The map from Hugging Face's tensor names to llama.cpp's, by the gguf package's own tables."""
+    """The map from Hugging Face's tensor names to llama.cpp's, by the tables of the gguf package, for an architecture
+    with this number of layers; called with a name."""
 
     def __init__(self, arch: Architecture, layers: int):
         import gguf

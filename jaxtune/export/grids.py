@@ -24,8 +24,8 @@ def require_held(model: Decoder, to: str, outtype: str | None) -> None:
 
     Args:
       model: the model to export.
-      to: as in export_model.
-      outtype: as in export_model, resolved for GGUF files; None for other formats.
+      to: the name of the format, one of export_model's.
+      outtype: the type of a GGUF file's weights, such as bf16; None for other formats.
     """
     grid = grid_of_export(model)
     if grid is None or to in ("adapter", "gguf-adapter"):

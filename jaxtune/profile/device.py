@@ -126,7 +126,7 @@ def _seconds(run, *, repeats: int = 5) -> float:
 
 
 def _gemm_tflops(device, dtype, size: int, *, sample_power: bool = False) -> tuple[float, dict[str, str]]:
-    """Measures consecutive products of two size x size matrices of this dtype.
+    """Measures consecutive products of two size x size matrices of this dtype on a jax.Device.
 
     Returns:
       (TFLOP/s, nvidia-smi's readings of power and clocks while they run; empty without sample_power).
@@ -169,8 +169,8 @@ def _copy_tbps(device, num_bytes: int) -> float:
 
 
 def _host_link_gbps(devices, num_bytes: int) -> tuple[float, float]:
-    """(GB/s to the device, GB/s to the host) of pinned memory, for each device while all copy; (0, 0) where the backend
-    has no pinned host memory."""
+    """Measures copies of `num_bytes` between pinned host memory and each of these jax.Devices, while all of them copy:
+    (GB/s to a device, GB/s to the host). (0, 0) if the backend has no pinned host memory."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import SingleDeviceSharding
@@ -188,7 +188,8 @@ def _host_link_gbps(devices, num_bytes: int) -> tuple[float, float]:
 
 
 def _launch_us(device) -> float:
-    """Microseconds between the starts of dependent tiny programs that are launched back to back."""
+    """Measures the time between the starts of tiny dependent programs that are launched one behind another on a
+    jax.Device, in microseconds."""
     import jax
     import jax.numpy as jnp
 

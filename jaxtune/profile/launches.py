@@ -265,9 +265,16 @@ def _drop_disorder(position: list[int]) -> None:
 
 
 def _fill(position, rest, launches, schedule, executions, known, kernel_owner, classes) -> None:
-    """Assigns each launch of `rest` (indices) to the first free instruction of its class between its neighbours that
-    have one, by setting its `position`, in place; it stays -1 if there is none. The other arguments are as in `join`
-    and `_class_of_launch`."""
+    """Assigns each launch that has no instruction yet to the first free instruction of its class between its neighbours
+    that have one.
+
+    Args:
+      position: for each launch its place in the schedule repeated for each execution, or -1; changed in place.
+      rest: indices of the launches to assign, ascending.
+      launches, schedule: all kernels of the program in the trace, and its instructions, in order.
+      executions: how often the program ran.
+      known, kernel_owner, classes: as for _class_of_launch.
+    """
     taken = {place for place in position if place >= 0}
     before = list(position)
     for index in range(1, len(before)):
@@ -296,7 +303,8 @@ def _fill(position, rest, launches, schedule, executions, known, kernel_owner, c
 
 def _attach_satellites(position, launches, schedule) -> None:
     """Gives each helper kernel (launch.main is False), such as the reduction of a split product, the position of the
-    library call that it belongs to: the nearest one before or after it. `position` is changed in place."""
+    library call that it belongs to: the nearest one before or after it. `position` is changed in place; the arguments
+    are as for _fill."""
     main = [i for i, launch in enumerate(launches) if launch.main and position[i] >= 0]
     for index, launch in enumerate(launches):
         if launch.main:

@@ -116,14 +116,16 @@ def _sums(events: Iterable[Event], num_steps: int, key) -> dict[Any, list[float]
 
 
 def _categories(events, num_steps: int, step_ms: float, idle: list[float]) -> list[Share]:
-    """A row for each category that occurs, idle time last. `idle` has the idle ms of each step."""
+    """A row for each category that occurs among the events of all steps, idle time last. `idle` has the idle ms of each
+    step, `step_ms` is the step's mean."""
     sums = _sums(events, num_steps, lambda e: e.category)
     rows = [_share(name, sums[name], step_ms) for name in CATEGORIES if name in sums and name != "idle"]
     return [*rows, _share("idle", idle, step_ms)]
 
 
 def _scopes(events, num_steps: int, step_ms: float, idle: list[float]) -> list[Share]:
-    """A row for each (scope, phase), the largest first and idle time last. `idle` has the idle ms of each step."""
+    """A row for each (scope, phase) of the events of all steps, the largest first and idle time last. The arguments are
+    those of _categories."""
     sums = _sums(events, num_steps, lambda e: (e.scope, e.phase))
     rows = [_share(scope or "(no scope)", per_step, step_ms, phase) for (scope, phase), per_step in sums.items()]
     rows.sort(key=lambda row: -row.ms)
@@ -131,7 +133,8 @@ def _scopes(events, num_steps: int, step_ms: float, idle: list[float]) -> list[S
 
 
 def _kernels(events, num_steps: int, ceilings: Ceilings | None) -> list[KernelRow]:
-    """A row for each kernel with one scope, phase and shape, the largest first."""
+    """A row for each kernel with one scope, phase and shape among the events of all steps, the largest first. Without
+    ceilings the row does not say how near the kernel is to them."""
     groups: dict[tuple, list[Event]] = collections.defaultdict(list)
     for event in events:
         groups[readable(event.name), event.category, event.scope, event.phase, event.shape].append(event)

@@ -126,7 +126,7 @@ def _metadata(data: bytes, path: str) -> tuple[dict[str, Module], dict[str, str]
 
 
 def _device_events(plane) -> list[_Raw]:
-    """All events of a GPU's streams, or of a TPU's operations."""
+    """All events of a device's plane of the profile: of a GPU's streams, or of a TPU's operations."""
     lines = list(plane.lines)
     if any(line.name == "XLA Ops" for line in lines):  # a TPU, whose other lines repeat the same time
         lines = [line for line in lines if line.name == "XLA Ops"]
@@ -141,7 +141,8 @@ def _device_events(plane) -> list[_Raw]:
 
 
 def _cpu_events(plane) -> list[_Raw]:
-    """The CPU backend's thunks: host events that name an instruction and its module."""
+    """The operations of programs that ran on the CPU: events of the host's plane that name an HLO instruction and its
+    module. Those that contain others, such as loops, are left out, so that no time counts twice."""
     out = []
     for line in plane.lines:
         rows: list[_Raw] = []

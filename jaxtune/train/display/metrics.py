@@ -121,7 +121,7 @@ class _Sink:
     """The interface of a logger: one place in which metrics are recorded, such as a file or TensorBoard."""
 
     def log(self, line: dict[str, Any]) -> None:
-        """Records a line: JSON values with `step`, `time` and metrics. If it raises, the logger is dropped."""
+        """Records a line: JSON values with `step`, `time` and metrics. After an error only the file is tried again."""
 
     def close(self) -> None:
         """Finishes writing."""

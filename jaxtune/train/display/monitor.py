@@ -158,7 +158,7 @@ class Monitor:
         Entries that end in "_seconds" are parts of the pause, and are subtracted from its own time.
 
         Args:
-          name: of the pause: "compile", "load", "save", "eval" or "profile".
+          name: of the pause: "load" (compiling is a part of it), "save", "eval" or "profile".
           step: number of steps done.
         """
         self.flush()

@@ -56,8 +56,8 @@ def _embedding_share(config: OptimConfig) -> float:
 
 
 def decayed_tensors(parameters) -> list[bool]:
-    """For each tensor of an nnx.State, in the order of jax.tree.leaves, whether weight decay applies to it. It applies
-    to matrices, and not to norms, biases (experts' biases have two dimensions) or DoRA magnitudes."""
+    """For each tensor of `parameters`, an nnx.State, in the order of jax.tree.leaves, whether weight decay applies to
+    it. It applies to matrices, and not to norms, biases (experts' biases have two dimensions) or DoRA magnitudes."""
     found = jax.tree_util.tree_leaves_with_path(parameters)
     return [leaf.ndim >= 2 and "bias" not in (getattr(key, "key", None) for key in path) for path, leaf in found]
 

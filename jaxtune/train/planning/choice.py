@@ -282,7 +282,8 @@ class _Relatives:
 
 
 def smallest_plan(parts: StepCost, config: TrainConfig, device: Device, resident: int = 0) -> Forecast:
-    """The plan with the lowest predicted peak; `resident` as in `choose`."""
+    """The forecast of the plan with the lowest predicted peak. `resident` is the least number of layers whose frozen
+    weights are whole on each device."""
     try:
         return choose(parts, config, device, 0.0, resident=resident)
     except PlanError as error:
@@ -341,10 +342,14 @@ def _best_pair(
     and one for the rest. If no pair fits, the smallest.
 
     Args:
-      table: what _best_layers returned.
+      parts: the step's costs.
+      table: what _best_layers returned: the layer plans, and their forecasts.
       micro: number of micro-batches.
       chunk_tokens: tokens whose logits exist at a time.
-      tile, resident: as in ResidualPlan.
+      device: the device.
+      budget: bytes of its memory.
+      tile: tokens of a tile in which MLPs run; None: they run whole.
+      resident: number of layers whose frozen weights are whole on each device.
       relatives: pairs that are left out, unless no other fits.
     """
     count = parts.num_layers
@@ -410,7 +415,7 @@ def _best_layers(parts, tokens, device, tile) -> tuple[LayerPlans, LayerForecast
       parts: the step's costs.
       tokens: tokens of a micro-batch on one device.
       device: the device.
-      tile: as in ResidualPlan.
+      tile: tokens of a tile in which MLPs run; None: they run whole.
     Returns:
       (the plans, their forecasts as one LayerForecast of arrays)
     """

@@ -168,7 +168,8 @@ class StepCost:
     resident_around_bytes: float = 0.0  # added by frozen embedding and head that are whole for the whole run
 
     def fixed_bytes(self, micro_batches: int, resident: int = 0) -> float:
-        """Bytes in memory during the whole step; `resident` as in ResidualPlan."""
+        """Device bytes in memory during the whole step: weights, optimizer states and gradient sums. `resident` is the
+        number of layers whose frozen weights, divided over devices, are whole on each."""
         less = self.less_sums if micro_batches == 1 else 0.0
         return sum(self.fixed.values()) + self.resident_bytes(resident) - less
 
@@ -449,8 +450,8 @@ def _kind_of(graph, spec, shape, length: int, dtype, leaves, structure) -> Layer
 
 
 def _segment_work(segment: Segment, block: Block, residuals, seen_keys: float, hidden: int, dtype) -> Work:
-    """The work of one segment of a layer; `residuals` are bytes per token, `seen_keys` the mean number of visible
-    keys."""
+    """The work of one segment of a layer (`block`). `residuals` has bytes per token by name, `seen_keys` is the mean
+    number of keys that a token attends to, `hidden` the hidden size, `dtype` the compute dtype."""
     device = _device_here()
     sums = dict.fromkeys((f.name for f in dataclasses.fields(Work)), 0.0)
     for name in segment.matrices:
@@ -474,7 +475,8 @@ def _segment_work(segment: Segment, block: Block, residuals, seen_keys: float, h
 
 
 def _residual_shapes(graph, spec, shape, dtype, arrays, tokens: int) -> dict[str, Any]:
-    """Shapes and dtypes of a layer's residuals for `tokens` tokens."""
+    """{residual: its shape and dtype} of a layer for `tokens` tokens, by tracing its forward. `arrays` are the shapes
+    of its trained and other arrays; the other arguments are as for _kind_of."""
 
     def run(trainable, frozen, x):
         layout = packed_layout((1, tokens), None, 1)

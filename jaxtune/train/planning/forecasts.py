@@ -113,7 +113,8 @@ def _segment_seconds(work: Work, tokens: float, length: int, device: Device) -> 
 def layer_forecast(
     parts: StepCost, plan: LayerPlan, tokens: float, device: Device, tile_tokens: int | None = None
 ) -> LayerForecast:
-    """The forecast of the mean layer for `tokens` tokens of a micro-batch; tile_tokens as in ResidualPlan."""
+    """The forecast of the mean layer under `plan` for the `tokens` tokens of a micro-batch on one device. `tile_tokens`
+    is the number of tokens of a tile in which its MLP runs; None: it runs whole."""
     placed = np.asarray([[PLACEMENTS.index(plan.of(residual)) for residual in parts.known]])
     return LayerForecast(*map(float, vars(layer_forecasts(parts, placed, tokens, device, tile_tokens).at(0)).values()))
 
@@ -121,7 +122,8 @@ def layer_forecast(
 def layer_forecasts(
     parts: StepCost, placed: np.ndarray, tokens: float, device: Device, tile_tokens: int | None
 ) -> LayerForecast:
-    """layer_forecast for many plans at once; `placed` is int[plans, parts.known], indices into PLACEMENTS."""
+    """layer_forecast for many plans at once, with arrays of a value for each plan. `placed` is int[plans, parts.known]:
+    the placement of each residual under each plan, as an index into PLACEMENTS."""
     whole = {name: parts.residual_bytes(name, tokens) for name in parts.residuals}
     of_kinds = [{name: kind.residual_bytes(name, tokens) for name in kind.residuals} for kind in parts.kinds]
     most_tiles = 1 if tile_tokens is None or not parts.tiled else parts.length // tile_tokens

@@ -78,8 +78,15 @@ def goal(budget_bytes: float | None, failed: Sequence[Failed]) -> float | None:
 def next_plan(
     parts: StepCost, config: TrainConfig, device: Device, room: Room, failed: Sequence[Failed] = (), resident: int = 0
 ) -> tuple[Forecast, bool]:
-    """The plan to compile next for a step of which the plans `failed` were too large; `resident` as in `choose`.
+    """The plan to compile next for a step of which the plans `failed` were too large.
 
+    Args:
+      parts: the step's costs.
+      config: the run's.
+      device: the device.
+      room: its memory.
+      failed: the plans that were compiled, or run, and were too large.
+      resident: the least number of layers whose frozen weights are whole on each device, because they already are.
     Returns:
       (its forecast, whether it is the smallest plan there is)
     Raises:

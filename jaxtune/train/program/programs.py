@@ -187,7 +187,9 @@ class Engine:
         return self.batches.rows_per_step // self.planner.plan.micro_batches
 
     def place(self, batch: Batch, part: int = 0, parts: int = 1) -> Batch:
-        """Micro-batch `part` of `parts`, with its rows divided over the mesh; as many come from each lane."""
+        """Micro-batch `part` of `parts` of a step's batch, with its rows placed on the devices of the mesh. If the
+        batch is in lanes (equal parts, one for each device that computes on rows of its own), a micro-batch has equally
+        many rows of each."""
         size, lanes = batch.tokens.shape[0] // parts, self.batches.lanes if parts > 1 else 1
 
         def rows(array: np.ndarray) -> np.ndarray:
@@ -245,8 +247,8 @@ class Engine:
     # ---- compiling
 
     def compile(self, state: TrainState, sums: Sums, frozen, first_step: int = 0) -> Programs:
-        """Compiles the programs of a run from first_step on. They are compiled once for all data, because shapes never
-        change.
+        """Compiles the programs of a run from first_step on, for arrays like `state`, `sums` and `frozen` (the weights
+        that do not train), which may be shapes. They are compiled once for all data, because shapes never change.
 
         Python lowers the programs one by one, starting with the one that takes longest to compile. XLA, which needs no
         Python, compiles the lowered ones in parallel meanwhile.
@@ -257,7 +259,7 @@ class Engine:
         return dataclasses.replace(programs, seconds=time.perf_counter() - started)
 
     def _compile_all(self, state: TrainState, sums: Sums, frozen, first_step: int) -> Programs:
-        """The programs of a run; see `compile`."""
+        """Lowers and compiles the programs of a run for these shapes; `compile` describes how."""
         batch = self._abstract_batch(self.batches)
         index = jax.ShapeDtypeStruct((), jnp.int32, sharding=self.replicated)
         where, held_out = self.replicated, self._held_out
@@ -285,12 +287,14 @@ class Engine:
         return dataclasses.replace(programs, before_qat=early[0]) if early else programs
 
     def compile_evaluate(self, program: StepProgram, trainable, frozen):
-        """Compiles the evaluation of one batch; `trainable` are the trained weights or their shapes."""
+        """Compiles `program.evaluate`, the evaluation of one batch of the held-out rows. `trainable` and `frozen` are
+        the model's weights or their shapes."""
         assert self._held_out is not None
         return self._compiled_of_rows(program.evaluate, self.replicated, trainable, frozen, self._held_out)
 
     def compile_of_rows(self, function, trainable, frozen, rows: Rows):
-        """Compiles StepProgram.of_rows of a function, for batches with the shape of these rows."""
+        """Compiles StepProgram.of_rows of `function`, such as the log-probabilities of a reference, for batches with
+        the shape of these rows. `trainable` and `frozen` are the model's weights or their shapes."""
         program = functools.partial(self.program.of_rows, function)
         return self._compiled_of_rows(program, self._by_rows, trainable, frozen, rows)
 
@@ -309,7 +313,7 @@ class Engine:
             return jax.jit(function, out_shardings=out, **options).lower(*arguments)
 
     def _compiled(self, lowered):
-        """What `_lowered` returned, compiled; any thread may call it."""
+        """Compiles a program that `_lowered` returned; any thread may call it."""
         with partition.compiling(self.mesh):
             return self._compile(lowered)
 
@@ -403,7 +407,8 @@ class Engine:
         return programs.before_qat if early and programs.before_qat is not None else programs
 
     def accumulate(self, programs: Programs, sums: Sums, state: TrainState, frozen, parts: list[Batch]) -> Sums:
-        """The sums with the micro-batches of a step added, of which the last ones may be missing."""
+        """Dispatches a step's micro-batches (`parts`, of which the last ones may be missing, because they are empty):
+        returns the sums with their sums added. `sums` is donated; `frozen` are the weights that do not train."""
         for index, batch in zip(self.micro_index, parts, strict=False):
             sums = programs.accumulate(sums, state, frozen, batch, index)
         return sums

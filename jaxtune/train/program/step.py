@@ -220,7 +220,7 @@ class StepProgram:
         return partition.undivided(run(sums, state, frozen, batch, micro_batch))
 
     def _accumulate(self, sums: Sums, state: TrainState, frozen, batch: Batch, micro_batch: jax.Array) -> Sums:
-        """`accumulate` on one device's rows."""
+        """`accumulate` on the rows and the parts of weights that one device has."""
         if self.full:
             batch = dataclasses.replace(batch, segment_ids=None)
         key = noise = None
@@ -377,7 +377,8 @@ class StepProgram:
         }
 
     def _next(self, state: TrainState, trainable, opt_state, finite: jax.Array) -> TrainState:
-        """The state after a step; a step whose numbers are not finite keeps the old weights and counts as skipped."""
+        """The state after a step, with the new weights and optimizer state, and the counts and the loss scale updated.
+        A step that is not `finite` counts as skipped; the caller has put the old weights and states in."""
         skip = (~finite).astype(jnp.int32)
         loss_scale, good_steps = state.loss_scale, state.good_steps
         if self.scale_loss:
@@ -421,7 +422,8 @@ class StepProgram:
         )
 
     def evaluate(self, trainable, frozen, batch: Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """(loss sum, count, the objective's own sums) of one batch, without dropout and gradients.
+        """(loss sum, count, the objective's own sums) of one batch on all devices, without dropout and gradients; to be
+        jitted. `frozen` are the weights that do not train.
 
         `trainable` are the weights alone, of a TrainState or as given, because a forward pass needs no optimizer.
         """
