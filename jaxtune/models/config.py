@@ -152,7 +152,7 @@ class LayerSpec:
 
     @property
     def hf_names(self) -> dict[str, str]:
-        """{name of a part: its name within a layer in Hugging Face's tensor names}"""
+        """{name of a part: its name within a layer in Hugging Face's tensor names, such as self_attn}"""
         usual = {"mixer": "self_attn", "mlp": "mlp"}
         return {part.name: part.config.hf_name if part.config else usual[part.name] for part in self.parts}
 

@@ -48,7 +48,7 @@ def _rows(weight: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def _rows_bwd(residuals, drows):
-    """The gradient of the table, summed in float32 and then cast to its dtype; None for the tokens."""
+    """(the table's gradient, summed in float32 and then cast; None for the tokens) from drows, that of the rows."""
     weight, tokens = residuals
     total = jnp.zeros(weight.shape, jnp.float32).at[tokens].add(drows.astype(jnp.float32))
     return total.astype(weight.dtype), None

@@ -99,7 +99,7 @@ class FakeQuant:
         return f"{self.format} in groups of {self.group_size}, {self.dtype}"
 
     def represented_by(self, dtype: str) -> bool:
-        """Whether a dtype can represent every rounded value exactly."""
+        """Whether a dtype (its name) represents every value of the grid exactly, so that weights can be saved in it."""
         return jnp.promote_types(self.dtype, dtype) == dtype
 
     def fits(self, in_size: int) -> bool:
@@ -137,7 +137,7 @@ def adapter_gradients(out: jax.Array, x: jax.Array, a: jax.Array, b: jax.Array, 
 
 
 def _adapter_gradients_bwd(scale, residuals, dout):
-    """Gradients of `scale b a x` to a and b, by four thin products; `out` passes its gradient on."""
+    """Gradients (of out: dout itself; of x: None; a; b), where a's and b's are those of `scale b a x`."""
     x, a, b = residuals
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     dy, x = dout.reshape(-1, dout.shape[-1]), x.reshape(-1, x.shape[-1])

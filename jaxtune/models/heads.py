@@ -28,7 +28,7 @@ class Head:
         return self.outputs is None
 
     def hf_config(self) -> dict[str, Any]:
-        """The entries of config.json that describe it, without `architectures`."""
+        """The entries of config.json that describe it, without `architectures`; {} for a language model's head."""
         labels = {} if self.outputs is None else {str(index): f"LABEL_{index}" for index in range(self.outputs)}
         return labels and {"id2label": labels, "label2id": {label: int(index) for index, label in labels.items()}}
 
@@ -48,5 +48,5 @@ def head_of_class(architecture: str) -> Head:
 
 
 def head_of_task(task_type: object) -> Head:
-    """The head of an adapter's task_type; the language model's head if no other fits."""
+    """The head that the task_type of an adapter_config.json means; the language model's if no other fits."""
     return next((head for head in HEADS if head.task_type == task_type), TEXT)

@@ -252,7 +252,7 @@ def _format(load_in: str | None) -> str | None:
 
 
 def _loaded(pretrained: Pretrained, tokenizers: Sequence[Path]) -> tuple[Decoder, Any]:
-    """(the model, the tokenizer of the first of these folders that has one, else None), loaded at the same time."""
+    """(the model, the tokenizer of the first of the folders `tokenizers` that has one, else None), both at once."""
 
     def first() -> Any:
         return next((found for folder in tokenizers if (found := load_tokenizer(folder)) is not None), None)

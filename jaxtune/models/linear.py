@@ -23,12 +23,12 @@ class Frozen(nnx.Variable):
 
 
 def frozen(variable: nnx.Variable) -> Frozen:
-    """A `Frozen` variable with the value and metadata of another variable."""
+    """A `Frozen` variable, which is not trained, with the value and metadata (logical axes) of another variable."""
     return Frozen(variable.get_value(), **variable.get_metadata())
 
 
 def trained(variable: nnx.Variable, value: jax.Array | jax.ShapeDtypeStruct) -> nnx.Param:
-    """An `nnx.Param` with this value and the metadata of another variable."""
+    """An `nnx.Param`, which is trained, with this value and the metadata (logical axes) of another variable."""
     return nnx.Param(value, **variable.get_metadata())
 
 
@@ -70,12 +70,12 @@ class Lora(nnx.Module):
 
     @property
     def rank(self) -> int:
-        """The rank r."""
+        """The rank r of the adapter."""
         return self.a.shape[0]
 
     @property
     def scale(self) -> float:
-        """alpha / r, or alpha / sqrt(r) for rsLoRA (arXiv 2312.03732)."""
+        """The factor on b a x: alpha / r, or alpha / sqrt(r) for rsLoRA (arXiv 2312.03732)."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def weights(self, base: jax.Array | Stored) -> LoraWeights:
@@ -145,7 +145,7 @@ class Linear(nnx.Module):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """(out, in)"""
+        """(out, in), the shape of the weight, also of a quantised one."""
         out_size, in_size = self.weight.shape
         return out_size, in_size
 

@@ -39,7 +39,7 @@ def experts(model: Decoder) -> Iterator[tuple[str, ExpertLinear]]:
 
 
 def _in_layers(model: Decoder) -> Iterator[tuple[str, Any]]:
-    """(Hugging Face name, matrix) of every linear and expert matrix, layer by layer."""
+    """(Hugging Face name, Linear or ExpertLinear) of every matrix in the layers, layer by layer."""
     for index, (layer, spec) in enumerate(zip(model.layers, model.config.layers, strict=True)):
         names = spec.hf_names
         for part, name, matrix in layer.matrices():
@@ -53,7 +53,7 @@ def matrices(model: Decoder) -> Iterator[tuple[str, Linear | ExpertLinear]]:
 
 
 def has_adapter(model: Decoder) -> bool:
-    """Whether any matrix of the model has an adapter."""
+    """Whether any linear or expert matrix of the model has a LoRA adapter."""
     return any(matrix.lora is not None for _, matrix in matrices(model))
 
 
@@ -377,5 +377,5 @@ def _compress(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def _number(value: float) -> int | float:
-    """A float that is a whole number as an int, as PEFT writes it."""
+    """A number as PEFT writes it to JSON: as an int if it is whole."""
     return int(value) if float(value).is_integer() else value

@@ -75,7 +75,7 @@ class LayerPlan(Mapping[str, Placement]):
         return "keep"
 
     def named(self, placement: Placement, residuals: Iterable[Residual]) -> tuple[str, ...]:
-        """The names of those of `residuals` that have this placement, in their order."""
+        """The names of those of `residuals`, a layer's, that have this placement by the plan, in their order."""
         return tuple(residual.name for residual in residuals if self.of(residual) == placement)
 
     def resolved(self, residuals: Iterable[Residual]) -> LayerPlan:

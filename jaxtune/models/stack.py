@@ -62,12 +62,12 @@ class _Static:
     whole_weights: int  # ResidualPlan.whole_weights, at least 1
 
     def stays_whole(self, index: int) -> bool:
-        """Whether a layer's weights stay gathered from its forward to its backward."""
+        """Whether the weights of the layer of this index stay gathered from its forward to its backward."""
         return index >= len(self.layers) - self.whole_weights
 
 
 def _scope(segment: Segment) -> contextlib.AbstractContextManager:
-    """The profile scope of a segment."""
+    """The scope that gives a segment's kernels its name in profiles; none for one that is not `scoped`."""
     return jax.named_scope(segment.name) if segment.scoped else contextlib.nullcontext()
 
 
@@ -273,7 +273,7 @@ def _shards_of(trainables, frozens, index: int) -> list[Shard]:
 
 
 def _first_gathered(trainables, frozens) -> list[jax.Array]:
-    """The whole weights of the first layer, which no earlier layer can gather."""
+    """The whole arrays of the first layer's Shards, which no earlier layer can gather."""
     return [gather(shard) for shard in _shards_of(trainables, frozens, 0)]
 
 
@@ -289,7 +289,7 @@ def _with_gradients(trainable, gradients) -> list[tuple[Shard, jax.Array]]:
 
 
 def _total(values: list[dict[str, Any]]) -> dict[str, Any]:
-    """{name: sum over the layers} of the layers' auxiliary values."""
+    """{name: sum over the layers} from each layer's {name: auxiliary value}, for the names that any has."""
     total: dict[str, Any] = {}
     for name in dict.fromkeys(name for one in values for name in one):
         total[name] = functools.reduce(operator.add, [one[name] for one in values if name in one])
@@ -407,7 +407,7 @@ _stack.defvjp(_stack_fwd, _stack_bwd)
 
 @jax.custom_vjp
 def _not_differentiated(frozens):
-    """The frozen tensors unchanged; a gradient with respect to them raises TypeError."""
+    """`frozens`, the layers' frozen tensors, unchanged; a gradient with respect to them raises TypeError."""
     return frozens
 
 

@@ -32,7 +32,7 @@ def number(key: str, value: Any, above: float | None = None, least: float | None
 
 
 def _finite(value: Real) -> bool:
-    """Whether a number is finite as a float."""
+    """Whether a number is finite when it is converted to a float."""
     try:
         return math.isfinite(value)
     except OverflowError:  # an integer that is too large for a float
@@ -90,6 +90,6 @@ def token_ids(key: str, value: Any) -> None:
 
 
 def _shown(value: Any) -> str:
-    """The value in at most 80 characters, for error messages."""
+    """The value as Python writes it, in at most 80 characters, for error messages."""
     shown = repr(value)
     return shown if len(shown) <= 80 else shown[:77] + "..."

@@ -147,7 +147,7 @@ def _names(key: str, value: Any) -> None:
 
 
 def _layers(key: str, value: Any) -> None:
-    """Check of a layer's number or a list of them; raises ValueError for another value."""
+    """Check of layers_to_transform, a layer's number or a list of them; raises ValueError for another value."""
     if isinstance(value, list):
         values.items(key, value, functools.partial(values.whole, least=0))
     else:

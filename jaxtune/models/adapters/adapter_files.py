@@ -296,7 +296,7 @@ def _share_base(model: Decoder, adapted: Decoder) -> None:
 
 
 def _some(names: Sequence[str], limit: int = 8) -> str:
-    """The first names, and how many more there are, for error messages."""
+    """At most `limit` of the names, and how many more there are, for error messages."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
 

@@ -107,7 +107,7 @@ def _merge_experts(weight: jax.Array, lora: GroupedLora, probe: jax.Array, trans
 
 
 def _roundoff(dtype) -> float:
-    """The unit roundoff of a floating-point dtype."""
+    """The unit roundoff of a floating-point dtype, the largest relative error of rounding to it."""
     return float(jnp.finfo(dtype).eps) / 2
 
 

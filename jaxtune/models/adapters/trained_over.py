@@ -43,7 +43,7 @@ class TrainedOver:
     eos_token_ids: tuple[int, ...] = ()  # tokens that end a text, with those that training added
 
     def to_text(self) -> str:
-        """The record as JSON."""
+        """The record as JSON, for the metadata of the adapter's safetensors file."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
 
 
@@ -88,7 +88,7 @@ def read(folder: Path) -> TrainedOver | None:
 
 
 def _from_record(where: str, record: Any) -> TrainedOver:
-    """The checked content of a record; `where` names the file, for errors."""
+    """The checked content of a record, as JSON has it; where: file and key, for errors. Raises ValueError."""
     values.mapping(where, record)
     fields = {field.name for field in dataclasses.fields(TrainedOver)}
     if unknown := sorted(record.keys() - fields):

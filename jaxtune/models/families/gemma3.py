@@ -17,7 +17,7 @@ class _Rotary(RotaryByType):
     keys = (*RotaryByType.keys, Key("rope_local_base_freq", (), above_one, 10_000.0))
 
     def given_to(self, layer_type: str, hf: Config) -> Fields:
-        """The rotary parameters of one type of layer as one flat dict."""
+        """The rotary parameters of one type of layer as one flat dict; those of sliding layers have their own key."""
         if layer_type == SLIDING:
             hf = {"rope_theta": hf["rope_local_base_freq"], "rope_parameters": hf["rope_parameters"]}
         return rope_parameters(hf, layer_type)

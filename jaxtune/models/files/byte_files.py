@@ -30,7 +30,7 @@ class Sums:
         self._futures = futures
 
     def values(self) -> list[int]:
-        """The checksums (XXH3-64); waits until the bytes are written."""
+        """The checksum (XXH3-64) of each chunk in order; waits until the bytes are written."""
         return [future.result() for future in self._futures]
 
 
@@ -133,6 +133,6 @@ def is_as_written(file: Path, offset: int, sums: Sums, advanced: Callable[[int],
 
 
 def all_of[Item, Result](check: Callable[[Item], Result], items: list[Item]) -> list[Result]:
-    """[check(item) for each item], computed by several threads."""
+    """[check(item) for each item], computed by several threads; a folder's written tensors are verified so."""
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxtune-read") as pool:
         return list(pool.map(check, items))

@@ -83,7 +83,7 @@ class Digest:
 
     @classmethod
     def joined(cls, parts: Iterable[Digest]) -> Digest:
-        """The digest of several tensors, from their digests in order."""
+        """The digest of several tensors, from their digests; another order gives another digest."""
         parts = list(parts)
         sampled, whole = (b"".join(getattr(part, key) for part in parts) for key in ("sampled", "whole"))
         return cls(hashlib.sha256(sampled).digest(), hashlib.sha256(whole).digest())

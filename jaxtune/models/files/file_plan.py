@@ -36,11 +36,11 @@ class Group:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all tensors in the file."""
+        """Bytes that all tensors of the group take in files."""
         return sum(tensor.size_bytes for tensor in self.tensors.values())
 
     def renamed(self, rename: Callable[[str], str]) -> Group:
-        """The same group with `rename` applied to the names in the file."""
+        """The same group with `rename` (old name -> new one) applied to the names in files."""
         pieces = [Piece({rename(key): part for key, part in each.tensors.items()}, each.cut) for each in self.pieces]
         return Group(self.make, tuple(pieces))
 

@@ -41,7 +41,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def write_json(file: Path, value: Mapping[str, Any]) -> None:
-    """Writes a JSON object to a file, atomically."""
+    """Writes a JSON object to a file, which has its old content or the new one, never a part."""
     atomic_write(file, json.dumps(value, indent=2, ensure_ascii=False) + "\n", durable=False)
 
 
@@ -82,7 +82,7 @@ def _complete(folder: Path) -> bool:
 
 
 def _has_tokenizer(folder: Path) -> bool:
-    """Whether a folder has any file of a tokenizer."""
+    """Whether a folder has any file from which transformers can load a tokenizer (_TOKENIZER_FILES)."""
     return any((folder / name).exists() for name in _TOKENIZER_FILES)
 
 

@@ -60,12 +60,12 @@ def stored_in(beside: Passthrough | None) -> set[str]:
 
 
 def _gathered(tensors: tuple[shards.TensorEntry, ...]) -> Iterable[shards.TensorEntry]:
-    """The passthrough tensors, with all tensors of a quantised weight as one entry."""
+    """The entries of passthrough tensors, with all tensors of a quantised weight combined to one StoredEntry."""
     return stored_weights.gather({entry.name: entry for entry in tensors}).values()
 
 
 def _in_16_bits(entry: StoredEntry) -> jax.Array:
-    """A quantised tensor, read and decoded to bfloat16."""
+    """A quantised passthrough tensor, read and decoded to bfloat16, in which it is saved."""
     weight, _ = stored_weights.read(entry, "bfloat16")
     return jax.tree.map(jnp.asarray, weight).decode("bfloat16")
 

@@ -193,7 +193,7 @@ def convert_qat(model: Decoder) -> Decoder:
 
 @functools.partial(jax.jit, static_argnums=1)
 def round_to_grid(weight: jax.Array, spec: FakeQuant) -> jax.Array:
-    """Rounds a weight [out, in] to the grid, in the weight's own dtype."""
+    """Rounds a weight [out, in] to the grid `spec`; the result has the weight's own dtype."""
     return spec.round(weight).astype(weight.dtype)
 
 

@@ -149,7 +149,7 @@ def read_bytes(entry: TensorEntry, start: int = 0, stop: int | None = None) -> n
 
 
 def read_tensor(entry: TensorEntry) -> np.ndarray:
-    """The tensor in its stored dtype, as a numpy array with its own memory."""
+    """Reads a tensor of a file: a numpy array in its stored dtype, with memory of its own."""
     return read_bytes(entry).view(_STORED[entry.dtype]).reshape(entry.shape)
 
 

@@ -32,7 +32,7 @@ class StoredEntry(shards.TensorEntry):
 
     @property
     def format_name(self) -> str:
-        """The name of its format."""
+        """The name of its format, such as "nf4"."""
         return format_of(self.layout).name
 
 

@@ -101,5 +101,5 @@ class Weights:
 
 
 def _then(make: Callable[[], Any], change: Callable[[Any], Any]) -> Any:
-    """change(make()), as a function that functools.partial can bind."""
+    """change(make()): the changed tensor, from the function that makes the old one; for functools.partial."""
     return change(make())

@@ -86,5 +86,5 @@ class Conversation:
         return whole
 
     def _text(self, tokens: list[int]) -> str:
-        """The text of tokens, without special tokens."""
+        """The text of token ids, without special tokens."""
         return self._tokenizer.decode(tokens, skip_special_tokens=True)

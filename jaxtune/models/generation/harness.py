@@ -89,18 +89,18 @@ class JaxtuneLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text."""
+        """The id of the token that ends a text (end of text), which lm-eval asks for."""
         return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text that has no context: BOS, or the end token."""
+        """The id of the token before a text that has no context: BOS, or the end token if there is none."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else bos
 
     @property
     def tokenizer_name(self) -> str:
-        """The tokenizer's name for lm-eval's caches."""
+        """The tokenizer's name, without slashes, by which lm-eval names its caches."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:

@@ -114,14 +114,14 @@ class Prefills:
         return next((batch for batch in reversed(self._batches) if request.key in batch.rows), None)
 
     def take(self, request: Request) -> int:
-        """The row of the request's prompt in its batch; the request no longer waits for it."""
+        """The row of the request's prompt in its batch, from which the caller copies states before it takes another."""
         batch = self.ready(request)
         assert batch is not None
         self.unwanted(request)
         return batch.rows[request.key]
 
     def forget(self) -> None:
-        """Frees all states, because the weights have changed."""
+        """Frees all prefilled states, because they were computed with weights that have been replaced."""
         self._batches, self._long = [], None
 
     def advance(self, leaves: Sequence[jax.Array], nearest: Sequence[Request]) -> int:

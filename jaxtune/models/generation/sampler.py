@@ -480,7 +480,7 @@ def seeds_of(seed: int | Sequence[int], count: int, what: str) -> list[tuple[int
 
 
 def empty_rows(count: int, ends: int, vocab_size: int) -> device.Rows:
-    """The Rows of `count` empty slots, with room for `ends` end tokens each."""
+    """The Rows (numpy arrays) of `count` empty slots, with room for `ends` end tokens each."""
 
     def whole(dtype):
         return np.zeros(count, dtype)

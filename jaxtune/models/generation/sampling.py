@@ -74,7 +74,7 @@ class Sampling:
 
     @property
     def kind(self) -> Kind:
-        """Which operations this row needs."""
+        """Which operations a program must contain for this row."""
         draws = self.temperature > 0
         filters = draws and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
         return Kind(draws, filters, self.repetition_penalty != 1.0)

@@ -112,7 +112,7 @@ class Attention(nnx.Module):
 
     @property
     def _in_matrices(self) -> tuple[str, ...]:
-        """Names of the linears that read the layer's input."""
+        """Names of the linears that read the layer's input: projections of queries, keys and values."""
         if self.config.fused_qkv:
             return ("qkv_proj",)
         return ("q_proj", "k_proj") if self.config.values_are_keys else ("q_proj", "k_proj", "v_proj")

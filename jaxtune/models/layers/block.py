@@ -108,7 +108,7 @@ class Block(nnx.Module):
 
     @property
     def parts(self) -> dict[str, Any]:
-        """{attribute: mixer or feed-forward}, in the order in which they run."""
+        """{name: the module}, an nnx.Module, of every mixer and feed-forward, in the order in which they run."""
         return {part.name: getattr(self, part.name) for stage in self.stages for part in stage.parts}
 
     @property
@@ -287,7 +287,7 @@ class Block(nnx.Module):
 
     @property
     def state_reads(self) -> tuple[str, ...]:
-        """Names of the residuals from which the mixers' states for generation are built."""
+        """The block's names of the residuals from which `first_state` builds the mixers' states for generation."""
         return tuple(self._own_segments()[part][1][name] for part, m in self.mixers.items() for name in m.state_reads)
 
     def first_state(

@@ -202,7 +202,7 @@ class DeltaNet(nnx.Module):
         )
 
     def _recur(self, context: Context, qkv: jax.Array, rates: jax.Array):
-        """`run` of the segment `remember`: the recurrence's output [B, T, heads, value_dim]."""
+        """`run` of the segment `remember`: (the recurrence's output [B, T, heads, value_dim],) from qkv and rates."""
         return (gated_delta_rule(*self.tokens(qkv, rates, context.layout), context.layout),)
 
     def tokens(self, qkv: jax.Array, rates: jax.Array, layout):
@@ -214,7 +214,7 @@ class DeltaNet(nnx.Module):
         return self._split(short_convolution(qkv, self._taps(), layout), rates)
 
     def _taps(self) -> jax.Array:
-        """The weights of the convolution, [channels, taps]."""
+        """The weight of the convolution as short_convolution takes it, [channels, taps]."""
         return self.conv1d.weight[...][:, 0]
 
     def _split(self, qkv: jax.Array, rates: jax.Array):

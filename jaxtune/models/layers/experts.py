@@ -84,12 +84,12 @@ class ExpertLora(nnx.Module):
 
     @property
     def rank(self) -> int:
-        """The rank r."""
+        """The rank r of the adapters."""
         return self.a.shape[1]
 
     @property
     def scale(self) -> float:
-        """alpha / r, or alpha / sqrt(r) for rsLoRA."""
+        """The factor on b a x: alpha / r, or alpha / sqrt(r) for rsLoRA."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def weights(self) -> GroupedLora:
@@ -132,7 +132,7 @@ class ExpertLinear(nnx.Module):
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """(experts, out, in)"""
+        """(experts, out, in), the weight's sizes in this order, also if it is transposed or quantised."""
         experts, first, second = self.weight.shape
         return (experts, second, first) if self.transposed else (experts, first, second)
 
@@ -142,7 +142,7 @@ class ExpertLinear(nnx.Module):
         return self.weight.get_value()
 
     def adapter(self) -> GroupedLora | None:
-        """The adapters as grouped_matmul takes them, or None."""
+        """The adapters as grouped_matmul takes them; None if there are none."""
         return None if self.lora is None else self.lora.weights()
 
     def adapter_bytes(self, itemsize: int) -> float:

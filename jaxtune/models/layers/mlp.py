@@ -70,7 +70,7 @@ class MLP(nnx.Module):
         return _down(self.config.activation, *nnx.split(self.down_proj, nnx.Param, ...), gate, up, key)
 
     def segments(self) -> tuple[Segment, ...]:
-        """`expand` (gate and up) and `contract` (activation and down projection)."""
+        """Its segments, `expand` (gate and up) and `contract` (activation and down projection)."""
         in_fp8 = self.down_proj.fp8  # then the product reads gate and up through e4m3, and their gradients too
         return (
             Segment(
@@ -141,7 +141,7 @@ def _down(activation: str, graph, trainable, frozen, gate, up, key):
 
 
 def _down_fwd(activation, graph, trainable, frozen, gate, up, key):
-    """(the output of _down, what its backward reads: the arguments that are arrays)."""
+    """(_down's output, what its backward reads: (trainable, frozen, gate, up, key))."""
     return _down(activation, graph, trainable, frozen, gate, up, key), (trainable, frozen, gate, up, key)
 
 

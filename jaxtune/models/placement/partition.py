@@ -59,7 +59,7 @@ class MeshShape(tuple[int, ...]):
 
     @staticmethod
     def of(mesh: Mesh) -> MeshShape:
-        """The shape of a mesh, which may lack some of AXES."""
+        """The shape of a mesh, which may lack some of AXES; there it has one device."""
         return MeshShape(mesh.shape.get(axis.name, 1) for axis in AXES)
 
     @property
@@ -69,12 +69,12 @@ class MeshShape(tuple[int, ...]):
 
     @property
     def parts(self) -> int:
-        """The number of devices that divide a tensor."""
+        """The number of devices that divide a tensor, each of which has one part of it."""
         return next(count for axis, count in zip(AXES, self, strict=True) if axis.name == TENSORS)
 
     @property
     def copies(self) -> int:
-        """How many groups of devices have all parts of a tensor."""
+        """How many groups of `parts` devices there are, each of which has all parts of a tensor."""
         return self.size // self.parts
 
     def to_record(self) -> dict[str, int]:
@@ -177,7 +177,7 @@ def put(tree: Any, where: Any) -> Any:
 
 
 def _put(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    """`put` of one array with several processes."""
+    """`put` of one array where there are several processes: each places the parts of its own devices."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         return array if array.sharding == sharding else _moves(sharding)(array)
     if isinstance(array, jax.Array) and sharding.is_fully_replicated:  # does not copy on a device that has it
@@ -187,8 +187,7 @@ def _put(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 def moved(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    """`put` of one array. An array that is on the same devices in another sharding moves between devices, not via the
-    host."""
+    """`put` of one array; one that is on the same devices in another sharding moves between them, not via the host."""
     current = array.sharding if isinstance(array, jax.Array) else None
     if current is None or current == sharding or current.device_set != sharding.device_set:
         return put(array, sharding)
@@ -316,7 +315,7 @@ class Shard:
 
     @property
     def ndim(self) -> int:
-        """The number of dimensions."""
+        """The number of dimensions, of the part as of the whole."""
         return self.array.ndim
 
 
@@ -434,7 +433,7 @@ def unsummed_specs(tree: Any) -> Any:
 
 
 def _specs(tree: Any, front: tuple, front_of_shards: tuple) -> Any:
-    """PartitionSpecs with the leading axes `front`, or `front_of_shards` for Shards."""
+    """The PartitionSpecs of a tree's arrays after leading axes: `front`, or for Shards `front_of_shards`."""
 
     def one(leaf):
         if not isinstance(leaf, Shard):

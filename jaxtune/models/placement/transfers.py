@@ -79,7 +79,7 @@ def _cut(array: jax.Array, piece_bytes: int) -> Pieces:
 
 
 def join(pieces: Pieces) -> jax.Array:
-    """The array that `cut` cut."""
+    """The array that `cut` cut, from its pieces after they were copied."""
     return pieces.arrays[0] if len(pieces.arrays) == 1 else jnp.concatenate(pieces.arrays, axis=pieces.axis)
 
 

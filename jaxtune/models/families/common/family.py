@@ -59,7 +59,7 @@ class Family:
 
     @functools.cached_property
     def declared(self) -> tuple[Key, ...]:
-        """All keys that the family's entries read."""
+        """All keys that the family's entries read, which are checked and get their defaults first."""
         return tuple(key for entry in self.entries for key in entry.keys)
 
     def from_hf(self, hf: Config) -> DecoderConfig:

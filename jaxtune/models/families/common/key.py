@@ -40,11 +40,11 @@ class Entry(Protocol):
         ...
 
     def read(self, hf: Config, fields: Config) -> Fields:
-        """{field: value} from a config.json in which every declared key has a value."""
+        """{field: value} from a config.json in which every declared key has a value. fields: those set so far."""
         ...
 
     def write(self, config: Any) -> Fields:
-        """{key: value} for the config.json of a DecoderConfig."""
+        """{key: value} for the config.json of a DecoderConfig: the inverse of `read`."""
         ...
 
 
@@ -123,7 +123,7 @@ class Record:
         return () if self.field is None else (self.field,)
 
     def made(self, hf: Config) -> Any:
-        """The object that a config.json describes."""
+        """The object, of the class `make`, that a config.json describes."""
         arguments = dict(self.fixed)
         for key in self.keys:
             arguments |= key.read(hf, {})

@@ -124,7 +124,7 @@ def rope_config(hf: Config, given: Config) -> RopeConfig:
 
 
 def rope_to_hf(rope: RopeConfig) -> Fields | None:
-    """The value of rope_scaling for a RopeConfig; None for the default kind."""
+    """The value of rope_scaling in config.json for a RopeConfig; None for the default kind, which needs none."""
     if rope.kind == "default":
         return None
     scaling: Fields = {"rope_type": rope.kind, "factor": rope.factor}

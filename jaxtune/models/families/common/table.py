@@ -37,7 +37,7 @@ def check_window_pattern(key: str, value: Any) -> None:
 
 
 def _token(name: str) -> Key:
-    """The key of a special token's id, which is not part of DecoderConfig."""
+    """The Key of a special token's id, which is checked and written as null, and not part of DecoderConfig."""
     # Null is written, because without the key the Hugging Face class has a default that may exceed the vocabulary.
     return Key(name, (), values.token_ids, None, written=lambda config: None)
 
