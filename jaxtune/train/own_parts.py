@@ -28,7 +28,8 @@ _KEPT = ("weights",)
 
 
 def require_own_optimizer(config: TrainConfig) -> None:
-    """Checks that config.optim sets nothing that has no effect because an optimizer was given to Trainer.
+    """Checks that config.optim sets nothing that has no effect because an optimizer was given to Trainer, so that a
+    user notices it.
 
     Raises:
       ValueError: a key of config.optim has no effect.
@@ -42,14 +43,14 @@ def require_own_optimizer(config: TrainConfig) -> None:
 
 
 def require_own_schedule(config: TrainConfig) -> None:
-    """Checks that config.schedule sets nothing, because a schedule was given to Trainer. Raises ValueError if it
-    does."""
+    """Raises ValueError if config.schedule sets a key, because it has no effect beside the schedule that was given to
+    Trainer."""
     _require_defaults("schedule", config.schedule, ScheduleConfig(), "schedule")
 
 
 def require_own_objective(config: TrainConfig) -> None:
-    """Checks that config.objective sets nothing, because an objective was given to Trainer. Raises ValueError if it
-    does."""
+    """Raises ValueError if config.objective sets a key, because it has no effect beside the objective that was given to
+    Trainer."""
     _require_defaults("objective", config.objective, ObjectiveConfig(), "objective")
 
 
@@ -59,8 +60,8 @@ def require_nothing_beside(
     schedule: optax.Schedule | None,
     objective: Objective | None,
 ) -> None:
-    """Checks that the config sets nothing that has no effect because of the parts given to Trainer; None is a part that
-    was not given. Raises ValueError if it does."""
+    """Raises ValueError if the config sets a key that has no effect because of an optimizer, a schedule or an objective
+    that was given to Trainer. A part that was not given is None."""
     if optimizer is not None:
         require_own_optimizer(config)
     if schedule is not None:
@@ -132,7 +133,8 @@ def schedule_identity(schedule: optax.Schedule, total_steps: int) -> list[float]
 
 
 def objective_identity(objective: Objective) -> str:
-    """What identifies an objective: its repr if it is a dataclass, else the name of its class."""
+    """What identifies an objective in checkpoints: its repr if it is a dataclass, which has its fields, else the name
+    of its class."""
     return repr(objective) if dataclasses.is_dataclass(objective) else type(objective).__qualname__
 
 

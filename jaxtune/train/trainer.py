@@ -341,7 +341,7 @@ class Trainer:
     # ---- descriptions of the run
 
     def data_summary(self):
-        """The counts of rows, documents, tokens and steps, and warnings about the rows, in words."""
+        """The counts of rows, documents, tokens and steps, and warnings about the rows, as lines of text (str)."""
         steps = (self.total_steps, self.config.schedule.warmup_steps, self.model.given.config.context_length)
         return report.data_summary(self.train_data, self.eval_data, self.batches, *steps)
 
@@ -422,7 +422,8 @@ class Trainer:
         return self.record() | ({} if position is None else {POSITION: position})
 
     def record(self) -> dict[str, Any]:
-        """What identifies this run, and the settings that its numbers depend on; stored in checkpoints and results."""
+        """What identifies this run, and the settings that its numbers depend on, {name: JSON value}; it is stored in
+        checkpoints and results, so that a different run is not resumed from them."""
         return record_of(
             self.config,
             trainable=dict(zip(self.names, jax.tree.leaves(self.model.trainable), strict=True)),

@@ -29,7 +29,7 @@ class Translation:
     lacking: list[str] = dataclasses.field(default_factory=list)
     """What has no counterpart and is left out, a sentence each."""
     notes: list[str] = dataclasses.field(default_factory=list)
-    """What is followed in another way, a sentence each."""
+    """What the recipe does in another way than the config, or the user should look at, a sentence each."""
 
     def set(self, key: str, value: Any) -> None:
         """Sets a dotted key of the recipe `values`, and makes the sections around it."""

@@ -452,7 +452,8 @@ def config_to_dict(config: TrainConfig) -> dict[str, Any]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes YAML in which strings that look like numbers of YAML 1.2 (`_scalar`) are quoted."""
+    """Writes YAML in which strings that look like numbers of YAML 1.2 are quoted, so that `_scalar` does not read them
+    back as numbers."""
 
 
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"^({_NUMBER.pattern})$"), list("-+.0123456789"))

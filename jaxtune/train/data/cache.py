@@ -400,7 +400,7 @@ def _require_sound(documents: Documents, summary: Summary) -> None:
 
 
 def _checksum(path: Path) -> int:
-    """The CRC-32 of a file."""
+    """The CRC-32 of a file's content, which is compared with that in meta.json."""
     value = 0
     with open(path, "rb") as stream:
         while block := stream.read(1 << 24):

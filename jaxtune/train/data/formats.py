@@ -157,14 +157,15 @@ def strings(value: Any) -> Iterator[str]:
 
 
 def normalize_pair(value: Mapping[str, Any]) -> Pair:
-    """The `Pair` of a row of the format PREFERENCE. Raises `RowError` with the reason if the row cannot be used."""
+    """The `Pair` of a row (its columns by name) of the format PREFERENCE: the prompt with each of its two answers.
+    Raises `RowError` with the reason if the row cannot be used."""
     refuse_media(value)
     return Pair(*(_answered(value, side) for side in ("chosen", "rejected")))
 
 
 def normalize_labelled(value: Mapping[str, Any]) -> Pair:
-    """The `Pair` of a row of the format LABELLED: its answer is `chosen` if the label is true, else `rejected`, and the
-    other one is None. Raises `RowError` with the reason if the row cannot be used."""
+    """The `Pair` of a row (its columns by name) of the format LABELLED: its answer is `chosen` if the label is true,
+    else `rejected`, and the other one is None. Raises `RowError` with the reason if the row cannot be used."""
     refuse_media(value)
     label = _column(value, ("label",))
     if value.get("completion") is None and value.get("messages") is not None:  # the answer ends the conversation

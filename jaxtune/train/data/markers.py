@@ -34,7 +34,7 @@ def special_ids(tokenizer: Any) -> frozenset[int]:
 
 
 class _Marker:
-    """A marker string as token ids.
+    """A marker string as token ids, which `find` searches for in the tokens of a row.
 
     Attributes:
         text: the marker.

@@ -86,8 +86,9 @@ def _joined_parts(parts: Iterable[object]) -> dict[str, Any]:
 
 
 def sharegpt_message(turn: Mapping[str, Any]) -> dict[str, Any]:
-    """A message from a turn in ShareGPT's form ({from, value}), or in OpenAI's. Raises `RowError` if the speaker is not
-    known or the turn is wrong otherwise."""
+    """A message in the form that chat templates expect ({"role", "content", ...}), from a turn in ShareGPT's form
+    ({from, value}) or in OpenAI's. Raises `RowError` if the speaker is not one of ROLES, or the turn is wrong
+    otherwise."""
     if "role" in turn:  # some files name the column as ShareGPT does and its parts as OpenAI does
         return chat_message(turn)
     speaker, content = turn.get("from"), turn.get("value")
@@ -126,8 +127,8 @@ def _tool_call(call: Any) -> dict[str, Any]:
 
 
 def tool_schemas(tools: Any) -> list[dict[str, Any]] | None:
-    """The schemas of column tools, a list or its JSON text, each as {type: function, function: schema}; None if there
-    are none. Raises `RowError` if the column is neither."""
+    """The schemas of tools that chat templates expect, each {"type": "function", "function": schema}, from a row's
+    column `tools`: a list of schemas or its JSON text. None if there are none. Raises `RowError` if it is neither."""
     if isinstance(tools, str):
         if not tools.strip():
             return None

@@ -236,7 +236,7 @@ def _best_fit_decreasing(count: np.ndarray, length: int, max_pieces: int | None 
 
 
 class PackedRows:
-    """Packed rows of documents, which are built when they are written into a batch; see `batches.Rows`.
+    """Packed rows of documents (`batches.Rows`), which are built when they are written into a batch.
 
     Args:
         documents: the documents.

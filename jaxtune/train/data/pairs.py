@@ -171,7 +171,7 @@ def _shortened(lengths: np.ndarray, length: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class PairDataset(TokenDataset):
-    """Tokenised preferences; see TokenDataset. Its documents 2i and 2i + 1 are pair i."""
+    """Tokenised preference pairs, ready to be packed and batched. Documents 2i and 2i + 1 are pair i."""
 
     reference: np.ndarray | None = None
     """float32[documents] or None: the sum of the log-probabilities of each document's answer under the reference model,

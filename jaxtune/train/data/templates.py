@@ -136,8 +136,8 @@ class RowEncoder:
 
     Args:
         tokenizer: a fast Hugging Face tokenizer.
-        template: see `resolve_template`. With None, prompts and completions are plain text and are not rendered; with
-            any other value they are rendered as a conversation.
+        template: a chat template, in any form that `resolve_template` takes; None is the tokenizer's own. With None,
+            prompts and completions are plain text and are not rendered; otherwise they become a conversation.
         train_on: "responses" trains on responses only, "all" on all tokens.
         instruction_part, response_part: marker strings, both or neither. If they are given, `markers.Markers` finds the
             responses, otherwise the template does.
@@ -259,7 +259,8 @@ class RowEncoder:
         return Rendered(text, None if self.markers is not None and not special else ranges, special, left_out, begin)
 
     def _special_in(self, example: Example) -> str:
-        """The first special token or marker that the messages and tools of a conversation contain, or ""."""
+        """The first special token or marker that the messages and tools of a conversation contain, or "". Markers
+        cannot be trusted to find its responses then."""
         if self._special_texts is None:
             return ""
         found = (self._special_texts.search(text) for text in strings([example.messages, example.tools]))

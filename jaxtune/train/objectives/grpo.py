@@ -97,7 +97,9 @@ def rloo_advantages(
     """RLOO's advantages, float32[answers]: an answer's reward minus the mean reward of the other answers of its group.
 
     Args:
-      rewards, num_generations, weights: as for group_advantages.
+      rewards: [answers, functions], NaN where a function does not apply. The answers of a group are consecutive.
+      num_generations: the number of answers in a group, that is to one prompt.
+      weights: [functions], the factors of the functions' rewards; None: all 1.
       kl: float32[answers], for each answer the sum over its tokens of log p - log p_ref; beta times it is subtracted
         from the reward. None subtracts nothing.
       beta: the factor of `kl`.
@@ -257,7 +259,7 @@ class PolicyLoss:
 
     @property
     def bound_above(self) -> float:
-        """epsilon_high, or epsilon if that is None."""
+        """The bound for clipping above: epsilon_high, or epsilon if that is None."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
 
@@ -292,8 +294,9 @@ class Answers:
 
 
 def grpo_loss(answers: Answers, options: PolicyLoss = PolicyLoss()) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The loss of a batch of answers, and its metrics {name: mean}: float32 scalars. The loss is differentiable with
-    respect to `answers.logps`.
+    """The loss of a batch of answers by GRPO or the variant that `options` choose, and its metrics {name: mean}:
+    float32 scalars. The loss is differentiable with respect to `answers.logps`. Raises ValueError if beta is not 0 and
+    the answers have no ref_logps.
 
     ```python
     answers = Answers(logps, mask, jnp.asarray(group_advantages(rewards, num_generations=8)), entropies)
@@ -323,7 +326,8 @@ _BY_RATIO = (*_CLIPPED, "cispo_clip_ratio")
 
 
 def metric_names(options: PolicyLoss) -> tuple[str, ...]:
-    """The names of the sums that `grpo_sums` returns with these options."""
+    """The names of the sums that `grpo_sums` returns with these options, which an objective must state before its loss
+    is traced."""
     clipped = {"cispo": ("cispo_clip_ratio",), "sapo": ()}.get(options.loss_type, _CLIPPED)
     return ("tokens", "ratios", "entropy", *(("kl",) if options.beta else ()), *clipped)
 

@@ -31,8 +31,9 @@ _SIDES = ("chosen", "rejected")  # TRL's names of desirable and undesirable answ
 
 @dataclasses.dataclass(frozen=True)
 class KTO(Referenced):
-    """KTO (arXiv 2402.01306, eq. 7 and 8). The KL divergence is estimated as in TRL: the mean over a micro-batch, at
-    least 0. beta: the larger it is, the less the model moves away from the reference."""
+    """The objective of Kahneman-Tversky optimisation (arXiv 2402.01306, equations 7 and 8): single answers, each of
+    which is desirable or undesirable. The KL divergence is estimated as in TRL: the mean over a micro-batch, at least
+    0. beta: the larger it is, the less the model moves away from the reference."""
 
     desirable_weight: float = 1.0
     """The factor of the losses of desirable answers."""

@@ -15,8 +15,9 @@ from jaxtune.train.program.loss import Forward
 
 
 class Objective(Protocol):
-    """What a model is trained for. Implementations are frozen, hashable values, such as frozen dataclasses, because
-    compiled programs depend on them; sft.py has the smallest one."""
+    """What a model is trained for: how rows become batches, what the loss of a batch is, and which metrics it has.
+    Implementations are frozen, hashable values, such as frozen dataclasses, because compiled programs depend on them;
+    sft.py has the smallest one."""
 
     unit: ClassVar[str]
     """What the count of `loss` counts, in plural, such as "targets" or "pairs". The mean loss is a mean over them, and
@@ -50,7 +51,8 @@ class Objective(Protocol):
         ...
 
     def check(self, model: Decoder) -> None:
-        """Checks that the objective can train this model. Its arrays may be `jax.ShapeDtypeStruct`s.
+        """Checks that the objective can train this model; the Trainer calls it first. The model's arrays may be
+        `jax.ShapeDtypeStruct`s.
 
         Raises:
           ValueError: it cannot; the message says what to change.

@@ -33,7 +33,7 @@ _RATIO = "sampling/importance_sampling_ratio/mean"
 
 @dataclasses.dataclass(frozen=True)
 class GRPO:
-    """The objective of group-relative policy optimisation (arXiv 2402.03300) and its variants; see objective.Objective.
+    """The objective (`objective.Objective`) of group-relative policy optimisation (arXiv 2402.03300) and its variants.
 
     The reference of the KL divergence is the model with its adapter off, unless the batches have the reference's
     log-probabilities (rollouts.REFERENCE_LOGPS).
@@ -97,17 +97,18 @@ class GRPO:
 
     @property
     def _measured(self) -> tuple[str, ...]:
-        """The names of the sums that `_sums` returns."""
+        """The names of the sums that `_sums` returns: those of the loss, to which `sums` adds more."""
         return grpo.metric_names(self.losses)
 
     @property
     def over_generation(self) -> bool:
-        """Whether the loss is divided by the mean number of tokens of a generation's steps, instead of this step's."""
+        """Whether the loss of a step is divided by the mean number of tokens over the steps that share a generation of
+        answers, instead of the number of its own tokens, so that every token of the generation counts alike."""
         return self.losses.loss_type in ("dapo", "cispo")
 
     @property
     def reference_runs(self) -> int:
-        """The forward passes of the reference in each loss: 1 if beta is not 0."""
+        """The forward passes of the reference in each loss, whose time the planner forecasts: 1, or 0 if beta is 0."""
         return 1 if self.losses.beta else 0
 
     @property
@@ -118,7 +119,8 @@ class GRPO:
 
     @property
     def penalises(self) -> bool:
-        """Whether the KL divergence is subtracted from the rewards instead of added to the loss."""
+        """Whether the KL divergence from the reference is subtracted from the rewards instead of being added to the
+        loss. False here; RLOO overrides it."""
         return False
 
     def advantages(self, rewards: np.ndarray, weights: np.ndarray, kl: np.ndarray | None = None) -> np.ndarray:
@@ -147,7 +149,8 @@ class GRPO:
         )
 
     def check(self, model: Decoder) -> None:
-        """Raises ValueError if the model cannot generate text, or has no reference although beta is not 0."""
+        """Raises ValueError if the model cannot generate text, or cannot be its own reference (its adapter off)
+        although beta is not 0."""
         if self.losses.beta:
             require_fixed_base(self.name, model)
         if not model.config.head.is_text:
@@ -245,12 +248,13 @@ class RLOO(GRPO):
 
     @property
     def over_generation(self) -> bool:
-        """False: the loss is a mean over the answers of the step."""
+        """Whether the loss of a step is divided by a count over the steps that share a generation: False, because it is
+        a mean over the answers of the step."""
         return False
 
     @property
     def unit(self) -> str:
-        """ "answers", over which the loss is a mean."""
+        """What the mean loss is a mean over, in plural: "answers"."""
         return "answers"
 
     @property
@@ -260,12 +264,12 @@ class RLOO(GRPO):
 
     @property
     def reference_runs(self) -> int:
-        """0: the reference is not computed in a step."""
+        """The forward passes of the reference in each loss: 0, because it is not computed in a step."""
         return 0  # the reference runs once for each generation, and not in the steps
 
     @property
     def penalises(self) -> bool:
-        """Whether the divergence is subtracted from the rewards: if beta is above 0."""
+        """Whether the answers' divergences from the reference are subtracted from the rewards: if beta is above 0."""
         return self.losses.beta > 0
 
     def advantages(self, rewards: np.ndarray, weights: np.ndarray, kl: np.ndarray | None = None) -> np.ndarray:
@@ -281,7 +285,7 @@ class RLOO(GRPO):
         )
 
     def _sums(self, answers: Answers) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """RLOO's (sum of the losses, count, {metric: sum}) of a batch of answers."""
+        """(sum of RLOO's losses, number of answers, {metric: sum}) of a batch of answers."""
         return grpo.rloo_sums(answers, self.losses)
 
 

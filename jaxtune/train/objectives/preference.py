@@ -86,7 +86,7 @@ def sum_log_probs(
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """The base class of objectives over pairs of documents; see objective.Objective."""
+    """The base class of objectives (`objective.Objective`) over pairs of documents, such as DPO and reward models."""
 
     name: ClassVar[str]
     """The name by which objective.name selects it."""
@@ -120,7 +120,7 @@ class Pairs:
 
     @property
     def reference_runs(self) -> int:
-        """0: no forward pass of a frozen model in each loss."""
+        """The number of forward passes of a frozen model in each loss: 0, as there is no reference."""
         return 0
 
     def metrics(self, sums: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,8 +131,8 @@ class Pairs:
 
 @dataclasses.dataclass(frozen=True)
 class Preference(Pairs):
-    """The base class of objectives that compare the implicit rewards of a pair's answers; see objective.Objective. A
-    subclass defines `pair_losses`, and `unscaled_rewards` if they are not plain log-probabilities."""
+    """The base class of objectives that compare the implicit rewards of a pair's answers. A subclass defines
+    `pair_losses`, and `unscaled_rewards` if they are not plain log-probabilities."""
 
     beta: float = 0.1
     """The scale of the rewards: the reward of an answer is beta times its `unscaled_rewards`."""

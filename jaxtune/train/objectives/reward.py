@@ -46,9 +46,9 @@ def scores(model: Decoder, hidden: jax.Array, batch: Batch) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Reward(Pairs):
-    """The objective of the Bradley-Terry model of preferences (arXiv 2203.02155, eq. 1). The loss of a pair is
-    -log sigmoid(score of chosen - score of rejected); for rows with a column `margin`, the margin is subtracted from
-    the difference (arXiv 2307.09288, eq. 2)."""
+    """The objective of reward models, the Bradley-Terry model of preferences (arXiv 2203.02155, equation 1). The loss
+    of a pair is -log sigmoid(score of chosen - score of rejected); for rows with a column `margin`, the margin is
+    subtracted from the difference (arXiv 2307.09288, equation 2)."""
 
     center_rewards_coefficient: float | None = None
     """The factor of a further loss, the square of the sum of a pair's scores (arXiv 2312.09244, eq. 2); None adds
@@ -70,7 +70,7 @@ class Reward(Pairs):
         return dataclasses.replace(made, labels=margins(rows, made.documents, max_rows, data.columns), whole=True)
 
     def check(self, model: Decoder) -> None:
-        """Raises ValueError if the model has no head that scores texts."""
+        """Raises ValueError if the model has no head that scores texts, before anything is compiled."""
         if model.config.head != SCORE:
             raise ValueError(
                 "objective = reward: this model has no head that scores texts: give it one (jaxtune.reward_model), and "

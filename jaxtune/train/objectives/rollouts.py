@@ -200,6 +200,7 @@ class SampledAnswers(BatchSource):
 
     @property
     def max_documents(self) -> int:
+        """The most answers, each with its prompt, that a row is given."""
         return self.places
 
     @property
@@ -254,7 +255,8 @@ class SampledAnswers(BatchSource):
         return [f"answers sampled for step {step}"]
 
     def position(self, step: int) -> Json:
-        """The generation that `step` still uses, with its log-probabilities; None if `step` samples a new one."""
+        """The answers of the generation that `step` still uses, with their log-probabilities, as JSON for a checkpoint;
+        None if `step` samples a new one."""
         if step % self.settings.steps == 0 or self._generation is None:
             return None
         number, answers = self._generation

@@ -17,7 +17,7 @@ from jaxtune.train.program.loss import Forward
 
 @dataclasses.dataclass(frozen=True)
 class SFT:
-    """The objective of next-token cross-entropy over trained tokens; see objective.Objective."""
+    """The objective (`objective.Objective`) of supervised fine-tuning: next-token cross-entropy over trained tokens."""
 
     unit: ClassVar[str] = "targets"
     sums: ClassVar[tuple[str, ...]] = ()
@@ -25,7 +25,7 @@ class SFT:
 
     @property
     def reference_runs(self) -> int:
-        """0: no forward pass of a frozen model."""
+        """The number of forward passes of a frozen model in each loss: 0, as there is no reference."""
         return 0
 
     def prepare(
@@ -40,7 +40,7 @@ class SFT:
         return prepare(rows, tokenizer, vocab_size=vocab_size, max_rows=max_rows, **options)
 
     def check(self, model: Decoder) -> None:
-        """Accepts every decoder."""
+        """Accepts every decoder; nothing is checked."""
 
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """The loss of a micro-batch: (the sum of the cross-entropies of trained targets, in nats; their number; {}),
@@ -49,7 +49,7 @@ class SFT:
         return loss, count, {}
 
     def metrics(self, sums: Mapping[str, Any]) -> dict[str, Any]:
-        """No metrics besides the loss."""
+        """Returns {}: there are no metrics besides the loss."""
         return {}
 
 
