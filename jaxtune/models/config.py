@@ -63,7 +63,7 @@ class RopeConfig:
 
 
 class PartConfig(Protocol):
-    """A frozen, hashable description of a mixer or a feed-forward that can build it; see models/layers."""
+    """A frozen, hashable description of a mixer or a feed-forward that can build its module (Part.config)."""
 
     @property
     def hf_name(self) -> str:
@@ -78,7 +78,7 @@ class PartConfig(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A mixer or a feed-forward of a layer, and the norms around it."""
+    """A part of a layer: a mixer (such as attention) or a feed-forward (MLP or experts), and the norms around it."""
 
     name: str  # the attribute of the Block that is the module; plans and residuals use it too
     # builds the module; None: "mixer" is attention of the decoder's shape, "mlp" the decoder's experts or else its MLP
@@ -169,7 +169,7 @@ class LayerSpec:
 
 @dataclasses.dataclass(frozen=True)
 class MoEConfig:
-    """The mixture of experts that layers have instead of an MLP."""
+    """The mixture of experts that layers have instead of an MLP, as layers/experts.py builds it."""
 
     num_experts: int  # experts of a layer
     experts_per_token: int  # experts that the router chooses for each token
@@ -205,7 +205,7 @@ class MoEConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """Shape and features of a decoder."""
+    """Shape and features of a decoder, whatever its family; a family makes it from a config.json."""
 
     family: str  # key of models/registry.py
     vocab_size: int  # rows of the embedding
@@ -340,6 +340,6 @@ class Source:
 
     @property
     def companions(self) -> tuple[tuple[str, bytes], ...]:
-        """(name, content) of the files beside weights and config.json that are saved unchanged."""
+        """(name, content) of the source's files beside weights and config.json that are saved unchanged."""
         own = () if self.generation_config is None else (("generation_config.json", self.generation_config.encode()),)
         return own if self.passthrough is None else own + self.passthrough.processors

@@ -63,7 +63,7 @@ FORMATS = {"int4": Format(int4, (32, 64, 128))}
 
 @dataclasses.dataclass(frozen=True)
 class FakeQuant:
-    """The grid to which the weights of linears are rounded."""
+    """The grid (format, groups, dtype) to which QAT rounds the weights of linears; immutable and hashable."""
 
     format: str  # key of FORMATS
     group_size: int  # how many consecutive weights of a row share a scale

@@ -82,7 +82,7 @@ DELTA_RULE_TIME = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class ProductTime:
-    """The duration of matrix products and of what accompanies them."""
+    """The duration of matrix products and of what accompanies them, from which the planner forecasts steps."""
 
     half_tokens: float  # tokens at which a product reaches half of its speed
     # how many times a segment's inputs and outputs are moved by everything that is not a product, in the forward
@@ -112,7 +112,7 @@ PRODUCT_TIME = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class StepTime:
-    """Durations in a step that do not belong to one operation."""
+    """Durations in a step that do not belong to one operation, for the planner's forecast."""
 
     layer_seconds: float  # launches and gaps of a layer in one direction
     micro_batch_seconds: float  # the same of a micro-batch
@@ -147,7 +147,7 @@ STEP_TIME = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class DeviceShares:
-    """The shares of a data sheet's rates that a device sustains."""
+    """The shares of a data sheet's rates that a device sustains, by which the planner lowers them."""
 
     products: float  # of matrix products
     copies: float  # of copies within the device
@@ -171,7 +171,7 @@ DEVICE_SHARES = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class AttentionBytes:
-    """Memory of attention's backward."""
+    """Memory of attention's backward, for the planner."""
 
     waiting: float  # multiple of the query: partial results that exist while the feed-forward's backward runs
     stream: float  # multiple of the layer's input: values of the residual stream that exist during attention's backward
@@ -192,7 +192,7 @@ ATTENTION_BYTES = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class DeltaNetBytes:
-    """Memory of the gated delta net's backward."""
+    """Memory of the gated delta net's backward, for the planner."""
 
     waiting: float  # multiple of its output: partial results that exist while the feed-forward's backward runs
     stream: float  # multiple of the layer's input: values of the residual stream that exist during its backward
@@ -205,7 +205,7 @@ DELTA_NET_BYTES = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class MLPBytes:
-    """Memory of an MLP, in multiples of the layer's input."""
+    """Memory of an MLP beside the residuals, in multiples of the layer's input, for the planner."""
 
     forward: float  # at the end of the layer's forward
     own: float  # in the backward, for its own computation
@@ -223,7 +223,7 @@ MLP_BYTES = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsBytes:
-    """Memory of a mixture of experts."""
+    """Memory of a mixture of experts beside the residuals, for the planner."""
 
     forward: float  # multiple of the layer's input: at the end of the layer's forward
     own: float  # multiple of the layer's input: in the backward, for its own computation
@@ -247,7 +247,7 @@ EXPERTS_BYTES = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class AllocatorBytes:
-    """Memory that the allocator takes beyond the values that exist."""
+    """Memory that XLA's allocator takes beyond the values that exist at a time, for the planner."""
 
     leaving: float  # multiple of the values that are being copied to the host, with the gaps that they leave behind
     loss: float  # multiple of the hidden states: values around the loss

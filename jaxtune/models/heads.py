@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """A linear map of the hidden states after the final norm."""
+    """The declaration of a head: a linear map of the hidden states after the final norm."""
 
     name: str  # of its module in a checkpoint
     outputs: int | None  # how many numbers it gives for each token; None: one logit for each token of the vocabulary

@@ -353,7 +353,7 @@ def gives_adapter(model: Decoder, settings: Mapping[str, Any]) -> bool:
 
 
 def _saved(model: Decoder) -> list[str]:
-    """modules_to_save of a model with adapters; both names if a tied embedding and head are trained."""
+    """The names of the embedding and the head that are trained (modules_to_save); both if a tied one is trained."""
     holders = zip(savable(model), (model.embedding.weight, model.head_variable), strict=True)
     return [name for name, variable in holders if isinstance(variable, nnx.Param)]
 

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm."""
+"""RMSNorm and LayerNorm, each with the rounding of the families that use it."""
 
 from __future__ import annotations
 

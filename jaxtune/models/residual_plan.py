@@ -125,7 +125,7 @@ class ResidualPlan:
 
 
 def residuals_of(layers: Iterable) -> tuple[Residual, ...]:
-    """All residuals of these blocks, each name once, in the order in which they are computed."""
+    """All residuals of these Blocks, each name once, in the order in which they are computed."""
     found: dict[str, Residual] = {}
     for layer in layers:
         for residual in layer.residuals():
@@ -134,7 +134,7 @@ def residuals_of(layers: Iterable) -> tuple[Residual, ...]:
 
 
 def unknown_residual(name: str, known: Iterable[str]) -> str:
-    """The error message for a name that no residual has: with the nearest name and all known ones."""
+    """The error message for a name that no residual has: with the nearest of the `known` names and all of them."""
     known = list(known)
     near = difflib.get_close_matches(name, known, 1)
     hint = f" (nearest: {near[0]})" if near else ""

@@ -18,7 +18,7 @@ from jaxtune.models.config import DecoderConfig, RopeConfig
 
 
 class RotaryFrequencies(NamedTuple):
-    """The angles by which a rotary base turns a head, per position."""
+    """The angles by which a rotary base turns the pairs of a head from one position to the next."""
 
     short: np.ndarray  # float32[rotary_dim / 2], the inverse frequencies
     long: np.ndarray | None  # the same for documents longer than the original context (longrope), or None

@@ -54,7 +54,7 @@ class _Layer:
 
 @dataclasses.dataclass(frozen=True)
 class _Static:
-    """What a program of the whole stack is specialised on."""
+    """What a program of the whole stack is specialised on: the static argument of _stack."""
 
     layers: tuple[_Layer, ...]
     aux: tuple[str, ...]  # names of the auxiliary values that are wanted
@@ -346,7 +346,7 @@ def _stack_bwd(static: _Static, residuals, gradient):
     reloaded, scatters, gathered = (), [], []
 
     def add_to_sums(index, parts):
-        """Puts this device's parts of a layer's gradients in place, and adds its gradients to their sums."""
+        """Puts a layer's scattered `parts` in place of its Shards' gradients, and adds its gradients to their sums."""
         places = iter(parts)
         gradients[index] = jax.tree.map(
             lambda shard, gradient: next(places) if isinstance(shard, Shard) else gradient,

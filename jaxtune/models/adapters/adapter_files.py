@@ -163,7 +163,7 @@ def write_adapter(
 
 
 class AdapterContent(NamedTuple):
-    """The content of an adapter's files."""
+    """The content of an adapter's two files, before they are written."""
 
     config: dict[str, Any]  # adapter_config.json
     arrays: dict[str, np.ndarray]  # float32, by PEFT's keys

@@ -15,7 +15,7 @@ from jaxtune.pallas.formats.layout import FileTensor
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Tensors of a file that are computed at once from a part of one of the model's tensors."""
+    """Tensors of a file that are computed at once from a part of one of the model's tensors, such as one expert."""
 
     tensors: Mapping[str, FileTensor]  # {name in the file: tensor}
     # takes the model's tensor and returns the part from which these tensors are computed
@@ -24,7 +24,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """All tensors that files contain for one tensor of the model."""
+    """All tensors that files contain for one tensor of the model, and how they are computed from it."""
 
     make: Callable[[], Any]  # computes the model's tensor, an array or quantised
     pieces: tuple[Piece, ...]  # the tensors of files, in order

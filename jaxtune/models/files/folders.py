@@ -1,4 +1,4 @@
-"""Output folders that appear complete or not at all."""
+"""Output folders that appear complete or not at all, even if the process is killed while it writes."""
 
 from __future__ import annotations
 

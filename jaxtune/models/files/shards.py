@@ -45,7 +45,7 @@ _READ_BYTES = 1 << 30  # Linux reads at most 2 GiB in one call
 
 @dataclasses.dataclass(frozen=True)
 class TensorEntry:
-    """A tensor in a safetensors file."""
+    """A tensor in a safetensors file, as the file's header describes it; its bytes have not been read."""
 
     name: str  # of the tensor in the file
     dtype: str  # safetensors' name of its dtype, such as "BF16"
@@ -246,7 +246,7 @@ def write_file(
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """A tensor that was written to a file."""
+    """A tensor that was written to a file, with what is needed to verify the file (is_as_written)."""
 
     shape: tuple[int, ...]  # its dimensions
     dtype: np.dtype  # its dtype

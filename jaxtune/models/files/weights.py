@@ -47,7 +47,7 @@ def tensors_of(model: Decoder) -> dict[str, nnx.Variable]:
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """A model of which some tensors are computed only when they are needed."""
+    """A model of which some tensors are computed only when they are needed, as when it is saved merged."""
 
     # gives structure, configs and shapes; a tensor that `made` computes is a jax.ShapeDtypeStruct in it, also if
     # quantised

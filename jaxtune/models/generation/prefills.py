@@ -20,7 +20,7 @@ _KEPT = 4  # how many batches of prefilled prompts can wait for slots at a time
 
 @dataclasses.dataclass(eq=False)
 class Batch:
-    """Prompts that have been prefilled in one program."""
+    """Prompts that have been prefilled in one program, with their states until rows in slots need them."""
 
     states: device.States  # of all rows of the batch
     rows: dict[bytes, int]  # {Request.key: row of the batch that has this prompt}

@@ -1,4 +1,4 @@
-"""The state of one row that the sampler continues, and the checks of what is requested."""
+"""What is requested of the sampler: the state of one row that it continues, stop strings, and checks of arguments."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class StopStrings:
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """A row that is waiting, decoding, or done."""
+    """A row (a prompt and its new tokens) that is waiting for a slot, decoding in one, or done."""
 
     number: int  # by which the sampler's pieces and `cancel` name the request
     tokens: list[int]  # the prompt and the new tokens

@@ -46,7 +46,7 @@ _IN_FLIGHT = 2  # how many rounds are dispatched before the oldest is read
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A row that has ended."""
+    """A row that has ended: one of the answers that Sampler.run yields."""
 
     index: int  # of its prompt in the prompts given to `run`
     ids: list[int]  # the new tokens, up to and including the one that ended it
@@ -69,7 +69,7 @@ class Piece:
 
 @dataclasses.dataclass
 class _Round:
-    """A dispatched call of `decode` whose results have not been read."""
+    """A round: a dispatched call of `decode`, a few tokens of every slot, whose results have not been read."""
 
     emitted: device.Emitted  # its results, which may not have arrived
     requests: dict[int, tuple[Request, int]]  # {slot: (the request that it decodes, Request.placed at that time)}

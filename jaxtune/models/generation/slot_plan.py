@@ -28,7 +28,7 @@ def capacity_bucket(tokens: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class SlotPlan:
-    """The memory that a sampler allocates."""
+    """The number of slots and the length of rows for which a sampler allocates memory."""
 
     slots: int  # rows that decode in one batch
     length: int  # tokens that a row may have, its prompt included

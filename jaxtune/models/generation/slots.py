@@ -62,7 +62,7 @@ def structure_of(graph: nnx.GraphDef, treedef: Hashable, config: DecoderConfig) 
 
 
 class Live(NamedTuple):
-    """What decoding changes of each slot, apart from its states."""
+    """What decoding changes of each of the N slots, apart from its states: the numbers of the row in it."""
 
     token: Array  # int32[N]: the newest token, which no state contains yet
     length: Array  # int32[N]: tokens of the row, the newest one included
@@ -70,7 +70,7 @@ class Live(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What does not change while a row decodes."""
+    """What does not change while a row decodes, of the rows in the N slots."""
 
     start: Array  # int32[N]: tokens of the prompt
     limit: Array  # int32[N]: the row ends when it has this many tokens
@@ -83,7 +83,7 @@ class Rows(NamedTuple):
 
 
 class Emitted(NamedTuple):
-    """The tokens that a call of `decode` made."""
+    """The tokens that a call of `decode` made in the N slots, which the host reads a round later."""
 
     tokens: jax.Array  # int32[steps, N]; only the first counts[i] of row i are real
     logprobs: jax.Array  # float32[steps, N]: the log-probability of each token under the model

@@ -124,7 +124,7 @@ class Attention(nnx.Module):
         return self.config.qk_norm is not None or self.config.value_norm or self.config.values_are_keys
 
     def segments(self) -> tuple[Segment, ...]:
-        """`project` (to query, key and value), `attend` (the attention kernel) and `mix` (the output projection)."""
+        """Its segments: `project` (query, key, value), `attend` (attention) and `mix` (output projection)."""
         width = self.config.query_size
         gates = (Residual("output_gate"),) if self.config.attention_gate else ()
         values = () if self.config.values_are_keys else (Residual("value", decided_with="key"),)

@@ -58,7 +58,7 @@ class _Place:
 
 @dataclasses.dataclass(frozen=True)
 class _SumNorm:
-    """The norm of the sum of a stage's outputs (Stage.post_norm)."""
+    """The norm of the sum of a stage's outputs (Stage.post_norm), and how it is connected to the residual stream."""
 
     name: str  # the block's attribute
     total: str  # name of the sum that it norms

@@ -139,7 +139,7 @@ class DeltaNet(nnx.Module):
         self.out_proj = linear(keys[6], shape.value_size, hidden)
 
     def segments(self) -> tuple[Segment, ...]:
-        """`project`, `remember` (convolution and recurrence) and `mix` (gated norm and output projection)."""
+        """Its segments: `project`, `remember` (convolution and recurrence) and `mix` (gated norm and out_proj)."""
         shape, time = self.shape, DELTA_RULE_TIME.of("triton", dispatch.device_kind() or "")
         # Per token and head: the state is read twice and written once; two triangular matrices of a chunk count half.
         products = shape.heads * (3 * shape.key_dim * shape.value_dim + CHUNK * (shape.key_dim + shape.value_dim))

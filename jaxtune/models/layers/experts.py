@@ -327,8 +327,8 @@ class MoE(nnx.Module):
         return (up + 1) * gate * jax.nn.sigmoid(self.moe.swiglu_alpha * gate)
 
     def segments(self) -> tuple[Segment, ...]:
-        """`route`, `balance` (only if its losses are wanted), `expand`, `expand_shared` (with a shared expert) and
-        `contract`."""
+        """Its segments: `route` (to `choice`), `balance` (the sums for the router's losses), `expand` (gate_up),
+        `expand_shared` (with a shared expert) and `contract` (activation and down projection)."""
         active, hidden = self.moe.experts_per_token, self.config.hidden_size
         choice = Residual("choice", recomputable=False, small=True)
 

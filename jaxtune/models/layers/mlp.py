@@ -114,7 +114,7 @@ class MLP(nnx.Module):
         return Scratch(2 * (gate + up) + fit.own * stream, around, covers_mixer=True)
 
     def _fitted(self, sizes: Sizes) -> MLPBytes:
-        """The fitted numbers for the implementation of the activation's gradient that runs for these sizes."""
+        """The numbers (models/fitted.py) of the implementation of the activation's gradient that these sizes get."""
         return MLP_BYTES.of("mosaic" if self._in_place(sizes) else "reference", sizes.device)
 
     def _in_place(self, sizes: Sizes) -> bool:

@@ -28,7 +28,7 @@ INPUT, STREAM, OUTPUT = "input", "stream", "output"
 
 @dataclasses.dataclass(frozen=True)
 class Residual:
-    """An intermediate value of a layer's forward that its backward may read."""
+    """A residual: an intermediate value of a layer's forward that its backward may read, placed by a plan."""
 
     name: str  # the name that plans, configs and reports use
     # another residual of the layer that always has the same placement, because treating the two differently gains
@@ -178,7 +178,7 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class Scratch:
-    """Bytes that a feed-forward's backward takes in addition to the residuals."""
+    """Bytes that the backward of a part, usually a feed-forward, takes in addition to the residuals."""
 
     own: float  # for its own computation
     around: float  # of partial gradients of other segments that exist at the same time
@@ -246,7 +246,7 @@ class Mixer(LayerPart, Protocol):
 
 
 class FeedForward(LayerPart, Protocol):
-    """A part that treats each token alone; Mixer says how to add one."""
+    """A part that treats each token alone, such as an MLP; one is added as Mixer describes."""
 
     order: BackwardOrder  # how its layer's backward is ordered
 

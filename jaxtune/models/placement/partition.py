@@ -247,7 +247,7 @@ def _moves(sharding: jax.sharding.Sharding) -> Callable[[jax.Array], jax.Array]:
 
 
 def _row_axes() -> tuple[str, ...]:
-    """The mesh axes over which rows are divided in the function that is being traced; none outside of `divided`."""
+    """Names of the mesh axes that divide rows in the function that is being traced; none outside of `divided`."""
     mesh = jax.sharding.get_abstract_mesh()
     names = (axis.name for axis in AXES)
     return tuple(name for name in names if name in mesh.manual_axes and mesh.shape[name] > 1)

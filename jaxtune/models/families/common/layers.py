@@ -114,7 +114,7 @@ def one_window(config: DecoderConfig, layers: Sequence[LayerSpec]) -> int | None
 
 @dataclasses.dataclass(frozen=True)
 class LayerTypes:
-    """The entry for the key layer_types, with the properties of the layers of each type."""
+    """The Entry for the key layer_types, which gives layers the window, rotary base and mixer of their type."""
 
     default: Callable[[Config], Sequence[str]]
     """Computes the types for a config.json without layer_types; it may read all keys of the family."""
@@ -186,7 +186,7 @@ class LayerTypes:
 
 
 class OneWindow:
-    """The entry for a sliding_window that all layers have; null means that no layer has a window."""
+    """The Entry for a sliding_window that all layers have; null means that no layer has a window."""
 
     keys = (SLIDING_WINDOW,)
     gives = ()

@@ -150,7 +150,7 @@ PARTIAL_ROTARY = Key(
 
 @dataclasses.dataclass(frozen=True)
 class Rotary:
-    """The entry for a model with one rotary base, written so that transformers 4 and 5 both read it."""
+    """The Entry for a model with one rotary base, written so that transformers 4 and 5 both read it."""
 
     default: Config = dataclasses.field(default_factory=dict)
     """The rope_parameters of a config.json that has neither rope_parameters nor rope_scaling."""
@@ -181,7 +181,7 @@ class Rotary:
 
 @dataclasses.dataclass(frozen=True)
 class RotaryByType(Rotary):
-    """The entry for a model with a rotary base for each type of layer, in rope_parameters one object for each."""
+    """The Entry for a model with a rotary base for each type of layer, in rope_parameters one object for each."""
 
     types: tuple[str, ...] = (FULL, SLIDING)
     """The types, in the order of DecoderConfig.rotary, to which LayerSpec.rotary is an index."""
