@@ -134,7 +134,8 @@ def _devices(card: dict[str, str] | None) -> Iterator[Finding]:
 
 
 def _room() -> Iterator[Finding]:
-    """Findings on host memory and on disk space for models."""
+    """Findings on the host's memory, and on the space on the disk of the hub's cache, where downloaded models are
+    stored."""
     from huggingface_hub import constants
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9

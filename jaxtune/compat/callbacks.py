@@ -95,7 +95,8 @@ class EarlyStoppingCallback(TrainerCallback):
         self.early_stopping_patience_counter = 0
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        """Counts evaluations without improvement, and stops training after enough of them."""
+        """Counts evaluations in a row without improvement, and asks for a stop after early_stopping_patience of
+        them."""
         value = best_value(args, metrics)
         threshold = self.early_stopping_threshold
         if is_better(args, value, state.best_metric) and (
@@ -263,7 +264,8 @@ class Events(Callback):
         self.tell("on_step_begin")
 
     def between(self, moment: Between) -> None:
-        """Called after each step: sends the events, and does what is due or requested."""
+        """Called by jaxtune's trainer after each step was dispatched: sends the events of transformers' loop to the
+        callbacks, and logs, evaluates, saves or stops as is due or requested."""
         control = self.control
         self._at(moment.step, moment.model)
         due = {name: bool(every) and moment.step % every == 0 for name, every in self._scheduled.items()}
@@ -316,17 +318,20 @@ class Events(Callback):
         self.control.should_log = self.control.should_evaluate = self.control.should_save = False
 
     def stepped(self, step: int, metrics: dict[str, Any]) -> None:
-        """Sends on_log with the numbers of a step, if it is due."""
+        """Called by jaxtune's trainer when the numbers of a step have arrived: sends on_log with them, if that is
+        due."""
         if self.control.should_log and step == self.state.global_step:
             self.control.should_log = False
             self.tell("on_log", logs=metrics)
 
     def evaluating(self, step: int, model: Callable[[], Decoder]) -> None:
-        """Called before an evaluation, with the current model."""
+        """Called by jaxtune's trainer before an evaluation: makes the script's model refer to the weights that it
+        evaluates."""
         self._at(step, model)
 
     def evaluated(self, step: int, metrics: dict[str, Any]) -> None:
-        """Sends on_log and on_evaluate with the numbers of an evaluation, and keeps the best weights."""
+        """Called by jaxtune's trainer after an evaluation: adds the numbers of compute_metrics to `metrics`, sends
+        on_log and on_evaluate, and keeps a copy of the weights if they are the best so far."""
         metrics["epoch"] = round(self.state.epoch, 4)
         metrics |= self.measure()
         self.tell("on_log", logs=metrics)  # as in transformers, where evaluations are logs too
@@ -341,7 +346,8 @@ class Events(Callback):
                 self.best = jax.tree.map(np.array, jax.device_get(nnx.state(self.model.module, nnx.Param)))
 
     def saved(self, step: int) -> None:
-        """Sends on_save, and writes the folder for the script if the save was due or requested."""
+        """Called by jaxtune's trainer after a save: writes the checkpoint-N folder if the save was due or requested by
+        a callback, and not caused by a signal, and sends on_save."""
         if step == self._asked:
             self._leave(step)
         self.tell("on_save")

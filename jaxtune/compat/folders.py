@@ -29,7 +29,7 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 
 
 def write_state(folder: Path, state: TrainerState) -> None:
-    """Writes trainer_state.json, which also marks a folder as written here."""
+    """Writes trainer_state.json into a folder; an entry in it marks the folder as written by jaxtune (is_own)."""
     values = {**dataclasses.asdict(state), _WRITER: f"jaxtune {jaxtune.__version__}"}
     (folder / STATE).write_text(json.dumps(values, indent=2, default=float) + "\n", encoding="utf-8")
 
@@ -120,7 +120,7 @@ class Checkpoints:
         self.written: set[int] = set()
 
     def folder(self, step: int) -> Path:
-        """The folder of a step."""
+        """The path of a step's folder, output_dir/checkpoint-STEP, which may not exist."""
         return self._output / f"checkpoint-{step}"
 
     def write(self, module: Decoder, step: int) -> bool:

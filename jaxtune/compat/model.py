@@ -201,14 +201,14 @@ class CompatModel(ModelMethods):
         self.save_pretrained(save_directory)
 
     def load_lora(self, *_: object, **__: object) -> None:
-        """Raises ValueError: the adapter is part of the model."""
+        """Unsloth's request to vLLM: raises ValueError, because the adapter is part of the model here."""
         raise ValueError(
             "load_lora is not supported: it is a request to vLLM, which is not started. Instead: model.generate, which "
             "uses the adapter; of a saved one, FastLanguageModel.from_pretrained(FOLDER)"
         )
 
     def fast_generate(self, *_: object, **__: object) -> None:
-        """Raises ValueError: vLLM is not started."""
+        """Unsloth's generation by vLLM: raises ValueError, which names `generate`, because vLLM is not started."""
         raise ValueError(
             "fast_generate is not supported: it is vLLM's, which is not started. Instead: model.generate("
             "**tokenizer(texts, return_tensors='pt', padding=True), max_new_tokens=..., temperature=...), or "
@@ -445,7 +445,8 @@ class FastLanguageModel:
 
     @staticmethod
     def for_training(model: CompatModel, use_gradient_checkpointing: bool | str = True) -> CompatModel:
-        """The model, with its plan for residuals set from use_gradient_checkpointing."""
+        """Returns the model after setting from use_gradient_checkpointing whether residuals may be recomputed or
+        offloaded; there is no mode to switch."""
         where = "FastLanguageModel.for_training"
         model.residuals = choose(where, "use_gradient_checkpointing", use_gradient_checkpointing, RESIDUALS)
         return model

@@ -21,7 +21,7 @@ class ModelMethods:
 
     @property
     def module(self) -> Decoder:
-        """The current module."""
+        """The current module, a jaxtune.Decoder; CompatModel defines it."""
         raise NotImplementedError
 
     @property
@@ -65,7 +65,7 @@ class ModelMethods:
         """Does nothing: gradients reach adapters without it."""
 
     def num_parameters(self, only_trainable: bool = False) -> int:
-        """The number of parameters."""
+        """The number of parameters, or only of those that train; a quantised parameter counts as one."""
         trainable, everything = parameter_counts(self.module)
         return trainable if only_trainable else everything
 

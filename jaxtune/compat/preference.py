@@ -110,7 +110,7 @@ class PreferenceTrainer(SFTTrainer):
             )
 
     def _rates(self) -> dict[str, float]:
-        """Dropout rates by the names of the matrices that have an adapter."""
+        """{name of a matrix that has an adapter: the adapter's dropout rate} of the script's model."""
         return {name: matrix.lora.rate for name, matrix in matrices(self.model.module) if matrix.lora is not None}
 
     def _to_train(self) -> Decoder:
@@ -212,7 +212,8 @@ class KTOTrainer(ReferencedTrainer):
     columns = ("completion", "label")
 
     def _rows_for(self, data: TokenDataset) -> TokenDataset:
-        """The rows in groups of a micro-batch, within which answers are compared."""
+        """The rows in groups of a micro-batch's size. Each row gets the answer of another row of its group, as in TRL:
+        KTO's loss estimates its KL term from such mismatched answers."""
         assert isinstance(data, PairDataset)
         return mismatched_in_groups(data, self.args.per_device_train_batch_size)
 

@@ -277,7 +277,8 @@ class RewardedTrainer(PreferenceTrainer):
         return rows, "auto"
 
     def config(self, resume: Literal["auto", "never"] = "never", prepared: bool = True) -> TrainConfig:
-        """As SFTTrainer.config, with the answers of an update as rows_per_step."""
+        """As SFTTrainer.config, but rows_per_step counts the answers of an update, which are packed, and a row is as
+        long as the longest prompt with its answer. The arguments are those of SFTTrainer.config."""
         made, args = super().config(resume, prepared), self.args
         length = made.data.length
         if args.max_prompt_length is not None:

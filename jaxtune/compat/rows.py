@@ -108,7 +108,9 @@ def _known_form(columns: Sequence[str], text_field: str) -> str:
 
 
 def _formatted(formatting_func, dataset: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The texts that formatting_func makes of the rows. It takes one row, or (as Unsloth's do) a batch of columns."""
+    """The texts that a script's formatting_func makes of the rows, one for each. The function takes one row, or (as
+    Unsloth's do) a batch of columns; which of them is found out by calling it with the first row. Raises ValueError if
+    it returns anything else."""
     if not dataset:
         return []
     try:

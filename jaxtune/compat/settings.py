@@ -194,7 +194,8 @@ def max_steps(args: SFTConfig, streamed: bool) -> int | None:
 
 
 def total_steps(args: SFTConfig, steps_per_epoch: int) -> int:
-    """The number of updates of a run, as transformers counts them."""
+    """The number of updates of a run, as transformers counts them: max_steps, or else num_train_epochs times
+    `steps_per_epoch`, rounded up."""
     return args.max_steps if args.max_steps > 0 else max(1, math.ceil(args.num_train_epochs * steps_per_epoch))
 
 

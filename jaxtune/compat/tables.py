@@ -14,7 +14,8 @@ from jaxtune.compat.arguments import Argument
 
 
 def _tables() -> dict[str, dict[str, Argument]]:
-    """The tables of arguments.yaml, by callee."""
+    """{table: {argument: Argument}}, the content of arguments.yaml: for each kind of callee the arguments that it does
+    not follow."""
     text = Path(__file__).with_name("arguments.yaml").read_text(encoding="utf-8")
     return {
         callee: {

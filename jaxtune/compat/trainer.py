@@ -171,11 +171,11 @@ class SFTTrainer(Evaluations):
         return ObjectiveConfig()
 
     def _packing(self) -> bool:
-        """Whether the script asks for packed rows."""
+        """Whether the script asks for packed rows, in its config or when it loaded the model."""
         return self.model.packing if self.args.packing is None else self.args.packing
 
     def _to_train(self) -> Decoder:
-        """The module that the run trains."""
+        """The module that the run trains: here the script's; subclasses may change it."""
         return self.model.module
 
     def _order(self) -> Any:

@@ -41,7 +41,8 @@ def write(model: Decoder, folder: Path, tokenizer: Any) -> list[str]:
 
 
 def servers(model: Decoder) -> list[str]:
-    """Notes on which servers can load the model's adapter as it is, a sentence each."""
+    """Notes for users of an exported adapter on which servers can load it without being merged, as of their releases of
+    2026; at least one."""
     adapted = [matrix.lora for _, matrix in linears(model) if matrix.lora is not None]
     of_experts = [matrix for _, matrix in experts(model) if matrix.lora is not None]
     notes = []

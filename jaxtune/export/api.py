@@ -96,7 +96,7 @@ def _whole(model: Decoder) -> Weights:
 
 
 def _gguf(model: Decoder, job: _Job) -> Exported:
-    """Writes a model as one GGUF file."""
+    """Writes a model as one GGUF file with its tokenizer; an entry of FORMATS."""
     gguf_file.require_gguf()
     arch = architecture(model.config)
     outtype = job.outtype or _DEFAULT_OUTTYPE[model.dtype]
@@ -126,7 +126,7 @@ def _gguf(model: Decoder, job: _Job) -> Exported:
 
 
 def _gguf_adapter(model: Decoder, job: _Job) -> Exported:
-    """Writes a model's LoRA adapter as a GGUF file for llama.cpp's --lora."""
+    """Writes a model's LoRA adapter as a GGUF file for llama.cpp's --lora; an entry of FORMATS."""
     gguf_file.require_gguf()
     if job.outtype not in (None, "f32"):
         raise ValueError(f"export: outtype = {job.outtype!r}: adapters are written in f32, as they were trained")

@@ -146,7 +146,8 @@ def _problems(config: DecoderConfig, arch: Architecture) -> list[str]:
 
 
 def _layer_problems(config: DecoderConfig, arch: Architecture) -> list[str]:
-    """Windows and rotary bases that do not follow llama.cpp's pattern of layers, a clause each."""
+    """A clause for each way in which the layers' windows or position encodings do not follow the pattern that llama.cpp
+    hard-codes for the architecture."""
     found = []
     if arch.period is not None:
         windows = {layer.window for layer in config.layers if layer.window is not None}

@@ -56,7 +56,8 @@ def encode(name: str, array: Any, kind: str) -> Iterator[Callable[[], np.ndarray
 
 
 def _parts(array: jax.Array) -> Iterator[jax.Array]:
-    """The array divided along its first axis into parts of about _PART numbers."""
+    """The array divided along its first axis into parts of about 2^30 numbers, because positions within a part are
+    32-bit integers."""
     rows = max(1, _PART // (array.size // len(array)))
     for at in range(0, len(array), rows):
         yield array if rows >= len(array) else array[at : at + rows]

@@ -26,7 +26,7 @@ _FETCHED_AHEAD = 3  # runs that are copied to the host while the device makes an
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A tensor as it was written."""
+    """A tensor as it was written, by which `verify` recognises it in the file that is read back."""
 
     shape: tuple[int, ...]  # as numpy has it
     kind: str  # gguf's name of the type
@@ -61,7 +61,7 @@ def size_bytes(tensors: Sequence[Tensor], outtype: str) -> int:
 
 
 def _tensor_bytes(tensor: Tensor, kind: str) -> int:
-    """Bytes of one tensor's data in a type."""
+    """Bytes of one tensor's data in the type `kind`, gguf's name of it, without padding."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
@@ -123,14 +123,15 @@ def write(
 
 
 def _planned(tensor: Tensor, array: Any) -> Any:
-    """The array; raises ArithmeticError if it has not the shape that was planned for its tensor."""
+    """Returns the array; raises ArithmeticError if its shape is not the one that the file's header states for its
+    tensor."""
     if tuple(array.shape) != tensor.shape:
         raise ArithmeticError(f"gguf: {tensor.name} is {list(array.shape)}, and was planned as {list(tensor.shape)}")
     return array
 
 
 def _fill(out: byte_files.Writer) -> None:
-    """Writes zeros up to the position at which the next tensor begins."""
+    """Writes zeros up to the position at which the next tensor begins, a multiple of 32 bytes."""
     if short := -out.size_bytes % _ALIGNMENT:
         out.append(bytes(short))
 

@@ -82,7 +82,8 @@ _interleaved = jax.jit(interleaved, static_argnums=1)
 
 
 def _heads(config: DecoderConfig, arch: Architecture, name: str) -> int | None:
-    """The number of heads of a projection whose rows are reordered; None for any other tensor."""
+    """The number of heads of a q or k projection whose rows are reordered, because llama.cpp rotates neighbouring rows
+    in this architecture; None for any other tensor. `name` is Hugging Face's."""
     match = _QUERY_OR_KEY.search(name)
     if match is None or not arch.permuted:
         return None
@@ -118,7 +119,7 @@ def of_model(weights: Weights, arch: Architecture) -> list[Source]:
 
 
 def _dense(make: Callable[[], Any], dtype: str) -> jax.Array:
-    """A weight decoded to `dtype`."""
+    """A weight that `make()` returns, decoded to `dtype` if it is quantised."""
     return dense(make(), dtype)
 
 

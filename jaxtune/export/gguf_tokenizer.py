@@ -191,7 +191,7 @@ def _scores(tokens: list[str], merges: list[str]) -> list[float]:
 
 
 def _templates(template: str | dict[str, str] | None) -> dict[str, Any]:
-    """The metadata of a chat template, or of several named ones."""
+    """The GGUF metadata of a chat template (Jinja text), or of several by name; none for None."""
     if template is None or isinstance(template, str):
         return {"tokenizer.chat_template": template} if template else {}
     fields: dict[str, Any] = {f"tokenizer.chat_template.{name}": t for name, t in template.items() if name != "default"}

@@ -86,7 +86,8 @@ def compare(a: Report | str | Path, b: Report | str | Path) -> Comparison:
 
 
 def region(scope: str) -> str:
-    """The part of a model that a scope belongs to, under one name for every framework."""
+    """The part of a model that a scope belongs to, such as "mlp" or "optimizer", under one name for every framework;
+    "elsewhere" if its name does not say it."""
     return next((name for name, pattern in _REGIONS if pattern.search(scope)), "elsewhere")
 
 
@@ -132,7 +133,8 @@ def _categories(a: ReportData, b: ReportData, scale: float) -> list[Change]:
 
 
 def _named_alike(a: ReportData, b: ReportData) -> bool:
-    """Whether most of each side's time is in scopes that the other side has too."""
+    """Whether at least 70 % of each side's time is in scopes that the other side has too; otherwise the two are
+    compared by region, because they name their scopes differently."""
     names_a, names_b = ({row.name for row in r.scopes if row.name != "idle"} for r in (a, b))
     for report, others in ((a, names_b), (b, names_a)):
         rows = [row for row in report.scopes if row.name != "idle"]

@@ -119,7 +119,7 @@ class Instruction:
 
     @property
     def is_gemm(self) -> bool:
-        """Whether it is a dot or a library's matrix product."""
+        """Whether it is a matrix product: an XLA dot or a custom call of a library such as cuBLAS."""
         return self.opcode == "dot" or "matmul" in self.target or "gemm" in self.target.lower()
 
     @property

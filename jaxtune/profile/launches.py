@@ -93,7 +93,8 @@ def join(module: Module, launches: Sequence[Launch]) -> None:
 
 
 class _Classes:
-    """The class of an instruction: a key that is equal for instructions that may share kernels."""
+    """Finds the class of an instruction: a key that is equal for instructions that may launch the same kernel, such as
+    equal fusions, for which XLA compiles one kernel."""
 
     def __init__(self):
         self._keys: dict[int, Hashable] = {}
@@ -228,7 +229,8 @@ def _cuts(lacks: dict[Hashable, int], order: list[Hashable], first: int) -> Iter
 
 
 def _in_order(position: dict[int, int]) -> list[int]:
-    """The launches of a longest subsequence whose positions increase."""
+    """The launches, ascending, of a longest subsequence whose positions increase. `position` has the position in the
+    schedule of each launch (by index) that has one."""
     tails: list[int] = []
     tail_index: list[int] = []
     before: dict[int, int] = {}

@@ -76,7 +76,7 @@ _MESSAGES = {
 
 
 def _pool() -> descriptor_pool.DescriptorPool:
-    """The descriptors of all messages."""
+    """A protobuf pool with the descriptors of all messages of _MESSAGES, built without generated code."""
     kinds = descriptor_pb2.FieldDescriptorProto
     file = descriptor_pb2.FileDescriptorProto(name="jaxtune/profile.proto", package="jaxtune")
     for message, fields in _MESSAGES.items():

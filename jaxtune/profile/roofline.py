@@ -41,7 +41,15 @@ def product_ceiling(dtype: str, ceilings: Ceilings) -> tuple[str, float]:
 
 
 def floor_ns(flops: float, moved_bytes: float, dtype: str, ceilings: Ceilings) -> tuple[float, str]:
-    """(least time of an operator on this device, "compute" or "memory": which ceiling sets it)."""
+    """The least time that an operator could take on this device, by the roofline model.
+
+    Args:
+      flops, moved_bytes: its work.
+      dtype: of its operands.
+      ceilings: the device's rates.
+    Returns:
+      (the time in ns, "compute" or "memory": which ceiling sets it)
+    """
     _, peak = product_ceiling(dtype, ceilings)
     compute = flops / (peak * 1e3) if peak else 0.0
     memory = moved_bytes / (ceilings.copy_tbps * 1e3) if ceilings.copy_tbps else 0.0

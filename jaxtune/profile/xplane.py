@@ -31,7 +31,7 @@ _MINOR = (0.0002, 0.002, 0.02)
 
 @dataclasses.dataclass(slots=True)
 class _Raw:
-    """An event as ProfileData gives it."""
+    """An event of the trace as jax.profiler.ProfileData gives it, before it is joined with the HLO."""
 
     start_ns: float
     end_ns: float

@@ -25,7 +25,7 @@ _MOST_ROWS = 1024  # that wait or decode; more are refused, as their clients wou
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One continuation that is asked for; the fields are those of Sampler.submit."""
+    """One continuation of a prompt that is asked for, with its settings; the fields are arguments of Sampler.submit."""
 
     prompt: list[int]
     max_new_tokens: int | None
@@ -244,7 +244,7 @@ class Engine:
             raise
 
     def _forget(self, answers: Answers) -> None:
-        """Cancels the rows of a request that have not ended; see `forget`."""
+        """Cancels the rows of a request that have not ended, in the engine's thread, on behalf of `forget`."""
         sampler = self._samplers.get(answers.model)
         for number in answers.numbers:
             if self._of_request.pop((answers.model, number), None) is not None and sampler is not None:
@@ -273,7 +273,7 @@ class Engine:
                 answers.put(index, piece)
 
     def _end(self, why: ApiError) -> None:
-        """Cancels all rows and ends them with the error `why`; see `end`."""
+        """Cancels all rows and ends them with the error `why`, in the engine's thread, on behalf of `end`."""
         self._ended = why
         for (name, number), (answers, index) in list(self._of_request.items()):
             answers.put(index, _Failed(why))

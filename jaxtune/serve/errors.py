@@ -23,7 +23,7 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
 
     def body(self) -> dict[str, object]:
-        """The JSON object of the error."""
+        """The JSON object of the error in OpenAI's form: {"error": {"message", "type", "param", "code"}}."""
         kind = _SERVER if self.status >= 500 else _INVALID
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 

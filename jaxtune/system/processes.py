@@ -194,7 +194,8 @@ def _by_surroundings(environment: Any) -> tuple[int, int, int, int] | None:
 
 
 def _client() -> Any:
-    """The client of the coordination service; None in a run of one process."""
+    """The client of JAX's coordination service, through which processes exchange values; None in a run of one process,
+    or before `join`. It does not import or start JAX."""
     if "jax" not in sys.modules:
         return None
     from jaxtune.system.private_jax import distributed
@@ -283,7 +284,8 @@ def agree(signal_name: str | None, due: bool) -> tuple[str | None, bool]:
 
 
 def smallest(value: float | None) -> float | None:
-    """The smallest of all processes' numbers; None if none of them has one. A collective call."""
+    """The smallest of all processes' numbers, for example of their free memory; None if none of them has one. A
+    collective call, as all_of."""
     found = [number for number in all_of(value) if number is not None]
     return min(found, default=None)
 

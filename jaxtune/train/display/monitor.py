@@ -66,7 +66,8 @@ class _Work:
         return _Work(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
 
     def speeds(self, peak_flops: float | None) -> dict[str, Any]:
-        """The metrics on speed; `peak_flops` is that of all devices, per second, or None."""
+        """The metrics on speed, by their names in metrics.jsonl. `peak_flops` is the peak FLOP/s of all devices; None:
+        unknown, and there is no mfu."""
         seconds = max(self.seconds, 1e-9)  # the clock may not have moved
         speeds = {
             "tokens_per_second": self.slots / seconds,
@@ -174,13 +175,14 @@ class Monitor:
 
     @contextlib.contextmanager
     def planned(self, name: str, step: int) -> Iterator[dict[str, Any]]:
-        """A pause that compiles programs; its line has the plan in force, in words."""
+        """A `pause` for work that compiles programs; its line of metrics has also `plan`, the plan in force in
+        words."""
         with self.pause(name, step) as values:
             yield values
             values["plan"] = self.run.planner.lines()
 
     def uncounted_seconds(self) -> float:
-        """Time since the last step or pause ended."""
+        """Seconds since the last step or pause ended, which count in no line yet."""
         return self._clock() - self._counted
 
     @contextlib.contextmanager

@@ -155,7 +155,13 @@ def _identity(path: Path) -> Any:
 
 
 def _page(folder: Path, figures: Figures, state: RunState) -> JsonObject:
-    """The JSON object that page.js draws, for one run."""
+    """The JSON object of one run that page.js draws: its name, state, facts, charts, samples and settings.
+
+    Args:
+      folder: the run's.
+      figures: what its metrics.jsonl holds.
+      state: of the run, as read_state returns it.
+    """
     results = _json(folder / RESULTS)
     return {
         "name": folder.resolve().name,

@@ -356,7 +356,8 @@ def _named_leaves(tree: Any) -> dict[str, Any]:
 
 
 def _describe(state: Any) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """(the arrays that Orbax stores, by name; the entry of meta.json for each array)."""
+    """(the arrays that Orbax stores, by name; the entry of meta.json for each array) of a state, a pytree; raises
+    CheckpointError for a leaf that cannot be stored. PRNG keys are stored as their data."""
     import tensorstore
 
     arrays, described = {}, {}

@@ -154,7 +154,8 @@ def _of_any_length(record: dict[str, Any]) -> bool:
 
 
 def same_run(record: dict[str, Any]) -> dict[str, Any]:
-    """The part of a record that identifies a run; everything else may change within it."""
+    """The values of a record by which a run's results are recognised as its own, {dotted key: value}; everything else,
+    such as how often it saves, may change within a run."""
     keys = {
         key: value
         for key, value in flat_keys(json.loads(json.dumps(record))).items()

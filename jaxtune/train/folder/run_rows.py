@@ -119,7 +119,7 @@ class Reader:
         return prepared
 
     def sampled(self, rows: object) -> BatchSource:
-        """Answers to the prompts of rows, sampled during the run."""
+        """The source of a GRPO run's batches: it samples answers to the prompts of `rows` during the run."""
         assert isinstance(self.objective, GRPO)
         return sampled_answers(self.objective, rows, self.tokenizer, self.config, self.ends, self.model.context_length)
 

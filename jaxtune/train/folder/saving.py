@@ -154,7 +154,8 @@ class Saver:
             raise
 
     def finish(self, good: bool) -> None:
-        """Waits for the last save; `good`: whether the last state is known to be good."""
+        """Called at the end of a run: waits for the last save. `good` says whether the last state is known to have
+        finite numbers, so that older checkpoints may be removed."""
         if self.enabled or self.saved:
             with self.monitor.pause("save", self.saved):
                 self.checkpointer.wait()

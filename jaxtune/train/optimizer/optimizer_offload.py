@@ -81,7 +81,8 @@ def first_states(optimizer: optax.GradientTransformation, parameters: Any, devic
 
 @dataclasses.dataclass(frozen=True)
 class _Stage:
-    """What happens at the same time; groups are given by number."""
+    """What happens at the same time in update_by_tensor. A group is a number of tensors that are updated one behind
+    another; groups are given by index."""
 
     update: int | None  # the group that is updated
     incoming: int | None  # the group whose states are copied to the device
@@ -169,5 +170,5 @@ def update_by_tensor(work: Work, parameters: Any, opt_state: Any, gradients: Any
 
 
 def _members(groups: list[list[int]], group: int | None) -> list[int]:
-    """The tensors of a group; none without a group."""
+    """The indices of the tensors of a group; none if `group` is None."""
     return [] if group is None else groups[group]

@@ -241,7 +241,7 @@ def _near(parts: StepCost, placed: np.ndarray, plan: LayerPlan) -> np.ndarray:
 
 
 def _run_alike(plan: StepPlan, micro: int, tile: int | None) -> bool:
-    """Whether a plan has this number of micro-batches and this tile."""
+    """Whether a plan has this number of micro-batches and this number of tokens in a tile (None: no tiles)."""
     return (plan.micro_batches, plan.residuals.tile_tokens) == (micro, tile)
 
 

@@ -46,7 +46,8 @@ _ADAM8_STATES = 2 + 8 / 256  # bytes for an element
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The work of one segment's forward, per token unless a field says otherwise."""
+    """The work of the forward of one segment, a piece of a layer's computation between named residuals; per token
+    unless a field says otherwise."""
 
     flops: float = 0.0  # of products; one in FP8 counts the FLOPs that a 16-bit product does in the same time
     attention_flops: float = 0.0  # of attention scores and sums
@@ -90,7 +91,8 @@ class LayerKind:
 
     @functools.cached_property
     def outputs(self) -> Mapping[str, tuple[tuple[str, ...], ...]]:
-        """{part: the names of the outputs of each of its segments}, in the order in which the parts run."""
+        """{part: the names of the outputs of each of its segments}, in the order in which the parts run. A part is a
+        mixer (such as attention) or a feed-forward of the layer."""
         return {part: tuple(s.outputs for s in self.block.part_segments(part)) for part in self.block.parts}
 
     @functools.cached_property
@@ -100,7 +102,8 @@ class LayerKind:
 
     @functools.cached_property
     def derivative_bytes(self) -> tuple[tuple[tuple[str, ...], Callable[[Sizes], float]], ...]:
-        """(names of its outputs, its `derivative_bytes`) of each segment that has them."""
+        """(names of its outputs, a function from the residuals' sizes to bytes) of each segment that is
+        differentiated when it is recomputed, and keeps this many bytes until its gradient arrives."""
         block = self.block
 
         def of_part(part: str, bytes_of: Callable[[Sizes], float]) -> Callable[[Sizes], float]:
@@ -413,7 +416,7 @@ def abstract_model(shape, config: TrainConfig) -> Decoder:
 
 
 def nbytes(tree) -> float:
-    """Bytes of a tree's arrays."""
+    """Bytes of the arrays of a tree, which may be abstract."""
     return float(sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree)))
 
 

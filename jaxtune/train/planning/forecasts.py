@@ -71,12 +71,13 @@ class Forecast:
 
 
 def product_time(device: Device) -> ProductTime:
-    """The fitted numbers of matrix products on a device."""
+    """The numbers by which seconds of matrix products on a device are predicted, fitted to measurements
+    (models/fitted.py)."""
     return PRODUCT_TIME.of("mosaic", device.name)
 
 
 def _step_time(device: Device) -> StepTime:
-    """The fitted numbers of a step on a device."""
+    """The numbers by which a step's overheads on a device are predicted, fitted to measurements (models/fitted.py)."""
     return STEP_TIME.of("xla", device.name)
 
 
@@ -314,7 +315,7 @@ def _backward_bytes(kind: LayerKind, sizes: Sizes) -> tuple[float, float]:
 
 
 def _mixers_before(kind: LayerKind, part: str) -> list[str]:
-    """The mixers that run before a part."""
+    """The names of the layer's mixers, such as attention, that run before `part`, a feed-forward."""
     parts = list(kind.outputs)
     return [name for name in parts[: parts.index(part)] if name in kind.mixer_outputs]
 

@@ -97,7 +97,7 @@ class ForwardPlanner:
         return self.cost.rows / count / self.cost.devices * self.cost.length
 
     def working_bytes(self, plan: StepPlan) -> float:
-        """Device bytes of a plan in addition to the weights."""
+        """Device bytes that a forward pass under a plan takes in addition to the weights."""
         return forward_bytes(self.cost, self._tokens(plan.micro_batches), plan.chunk_tokens, self.device)
 
     def smaller(self, program: Any) -> bool:

@@ -153,7 +153,8 @@ class Planner:
             print_line(line)
 
     def fits(self, need_bytes: float) -> bool:
-        """Whether a compiled step that needs this many bytes may run within the budget."""
+        """Whether a compiled step that needs this many device bytes may run; the smallest plan may use all of the
+        allocator's memory, and not only the budget."""
         return self.room.fits(need_bytes, self._smallest)
 
     def _next(self, resident: int = 0) -> tuple[Forecast, bool]:

@@ -46,7 +46,7 @@ class Failed:
 
     @property
     def ratio(self) -> float:
-        """Needed bytes over predicted ones."""
+        """By which factor the plan needs more bytes than predicted; assumed if its need is unknown."""
         return (self.need_bytes or self.peak_bytes * _MORE) / self.peak_bytes
 
 

@@ -48,7 +48,8 @@ class AuxLosses:
 
     @property
     def made_of(self) -> tuple[str, ...]:
-        """Names of the sums that the layers make for them."""
+        """Names of the sums that the layers have to return for these losses; the loss is computed from the sums over
+        all layers, rows and devices."""
         return tuple(dict.fromkeys(name for name, *_ in self.losses))
 
     def values(self, sums: Mapping[str, object]) -> jax.Array:

@@ -157,7 +157,7 @@ class Engine:
         ]
 
     def use_mesh(self, mesh: jax.sharding.Mesh) -> None:
-        """Sets the devices for the programs that are compiled from now on."""
+        """Sets the mesh of devices for the programs that are compiled from now on."""
         self.mesh, self.replicated = mesh, NamedSharding(mesh, partition.WHOLE)
         self._by_rows = NamedSharding(mesh, partition.ROWS)
         self.program = dataclasses.replace(self.program, mesh=mesh)
@@ -308,7 +308,8 @@ class Engine:
         return self._lowered(function, out, (abstract(trainable), abstract(frozen), self._abstract_batch(rows)))
 
     def _lowered(self, function, out, arguments: tuple, **options):
-        """A function lowered for the mesh; `out` are the shardings of its results."""
+        """Lowers a function for the mesh. `out` are the shardings of its results, `arguments` the shapes of its
+        arguments, `options` those of jax.jit."""
         with partition.compiling(self.mesh):
             return jax.jit(function, out_shardings=out, **options).lower(*arguments)
 
@@ -318,7 +319,8 @@ class Engine:
             return self._compile(lowered)
 
     def _compile(self, lowered):
-        """Compiles a lowered program, its Pallas kernels in parallel."""
+        """Compiles a lowered program, its Pallas kernels in parallel, and starts the checks of kernels that lowering
+        asked for."""
         dispatch.begin_checks()  # the checks that lowering asked for
         device = self.mesh.local_devices[0]
         with ThreadPoolExecutor(8, "kernels") as pool:

@@ -46,7 +46,8 @@ class TrainedModel:
         self._hold(model)
 
     def _hold(self, model: Decoder) -> None:
-        """Sets the attributes from a model."""
+        """Sets the attributes that describe `model`, which the caller gave or whose weights have been loaded; raises
+        ValueError if the model's dtype cannot hold the weights that QAT rounds."""
         self.given, config = model, self._config
         model = unrounded(model)  # only config.qat decides whether weights are rounded
         model.dtype = COMPUTE_DTYPES[config.precision]
@@ -85,7 +86,7 @@ class TrainedModel:
         return state, engine.zero_sums(state), frozen
 
     def _first(self, engine: Engine) -> tuple[TrainState, Any]:
-        """first_state without the sums."""
+        """(state, frozen), as in first_state, which adds the sums."""
         self.take_weights()
         frozen = self.placed_frozen(engine)  # comes first, so that the blocks it frees are used for what follows
         program, where = engine.program, engine.replicated
