@@ -34,8 +34,8 @@ def turn_end(tokenizer: Any) -> int | None:
 def with_end_tokens(model: Decoder, tokenizer: Any) -> Decoder:
     """Adds the token that ends a response in the tokenizer's chat template, and the tokenizer's EOS, to the tokens at
     which generation from the model ends. The model is changed in place and returned; folders that it is saved to have
-    these tokens too. Nothing is added to a model that scores texts, that was not loaded from a folder, or that has no
-    tokenizer (None)."""
+    these tokens too. Nothing is added if there is no tokenizer (None), if the model scores texts, or if it was built
+    without a config.json (its `source` is None)."""
     if tokenizer is None or model.source is None or not model.config.head.is_text:
         return model
     taught = (turn_end(tokenizer), tokenizer.eos_token_id)

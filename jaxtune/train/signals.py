@@ -17,7 +17,8 @@ _AGAIN_SECONDS = 0.05  # the delay before a signal whose exception Python droppe
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal arrived at a time when there was nothing to save; the message names the signal."""
+    """Raised where a signal arrives at a time when there is nothing to save, to end the run at once; the message is the
+    name of the signal."""
 
 
 class StopSignal:
@@ -98,7 +99,8 @@ class StopSignal:
             raise Interrupted(self.signal_name)
 
     def _send_again(self, unraisable: sys.UnraisableHookArgs) -> None:
-        """Replaces sys.unraisablehook: if Python dropped an Interrupted, its signal is sent again a little later."""
+        """Replaces sys.unraisablehook, which Python calls with an exception that it drops: if that is an Interrupted,
+        its signal is sent again a little later. Other exceptions go to the previous hook."""
         if not isinstance(unraisable.exc_value, Interrupted):
             assert self._hook is not None
             self._hook(unraisable)

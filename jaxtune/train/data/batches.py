@@ -316,7 +316,8 @@ class Batches(BatchSource):
         return batch
 
     def sources_at(self, step: int) -> list[str]:
-        """Where the documents of any step came from, as `file:line`, in the order of the batch."""
+        """Where the documents of the rows of `step`, which may be any step, came from, as `file:line`, in the order of
+        the batch."""
         return [source for row in self.rows_at(step) for source in self.rows.sources(int(row))]
 
     def identity(self) -> dict[str, Json]:

@@ -231,7 +231,7 @@ def _is_lost(content: str, text: str) -> bool:
 
 
 def _common_prefix(one: str, other: str) -> int:
-    """The number of characters of the longest common prefix of two texts."""
+    """The number of characters of the longest common prefix of two texts: where two renderings begin to differ."""
     low, high = 0, min(len(one), len(other))
     while low < high:  # comparing slices is much faster than comparing characters
         middle = (low + high + 1) // 2

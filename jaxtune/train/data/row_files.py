@@ -151,7 +151,7 @@ def _lines[AnyStr: (bytes, str)](stream: IO[AnyStr]) -> Iterator[AnyStr | None]:
 
 
 def is_array(file: Path) -> bool:
-    """Whether a .json file is one array of objects, and not one object a line."""
+    """Whether a .json file is one array of objects, which must be read as a whole, and not one object a line."""
     with open(file, "rb") as stream:
         return stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
 

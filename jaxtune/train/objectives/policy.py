@@ -46,7 +46,7 @@ class GRPO:
     """The options of the loss, which choose the variant."""
 
     scale_rewards: grpo.Scale = "group"
-    """Whose standard deviation divides the advantages."""
+    """Whose standard deviation divides the advantages: that of the "group", of the "batch", or "none"."""
 
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """Whether the rewards of several functions are added up before or after they are normalised."""
@@ -55,7 +55,8 @@ class GRPO:
     """Whether the loss is corrected for the difference between the sampler's and the trainer's probabilities."""
 
     importance_sampling_mode: Correction = "sequence_mask"
-    """The form of that correction; see grpo.importance_ratio."""
+    """Whether the correction's ratio is that of each token or of each answer, and whether ratios beyond the bounds are
+    clipped ("truncate") or set to 0 ("mask")."""
     importance_sampling_clip_max: float | None = 3.0
     """The upper bound of the correction's ratio; None is no bound."""
     importance_sampling_clip_min: float | None = None

@@ -146,9 +146,9 @@ def first_check(
     of its own, if the adapter has trained before, with noise on the embeddings (NEFTune), and with QAT's rounding.
 
     Args:
-      objective: the run's; only `preference.Referenced` ones are checked.
-      config: of the run.
-      rows: the training rows, before `fill_reference`.
+      objective: the objective of the run; only `preference.Referenced` ones have a reference to check.
+      config: the config of the run.
+      rows: the training rows (PairDataset), before `fill_reference` fills in their log-probabilities.
       fresh: returns whether the adapter had no effect before the first step.
     """
     given = getattr(rows, "reference", None)

@@ -42,7 +42,7 @@ _WARNED_EVERY = 10  # generations between two samples and warnings on the screen
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """A prompt that answers are sampled for."""
+    """A prompt that answers are sampled for, from one row."""
 
     given: Turns
     """Text or a list of messages, as reward functions get it."""
@@ -406,7 +406,8 @@ class SampledAnswers(BatchSource):
 
     def _tell(self, number: int, sampled: Sampled, table: np.ndarray, answers: Sequence[Answer]) -> None:
         """Adds the best answer of generation `number` and warnings to `news`, once every `_WARNED_EVERY` generations.
-        table: float32[answers, functions], the rewards."""
+        sampled, answers: the answers, as reward functions got them and with their reasons of ending. table:
+        float32[answers, functions], the rewards."""
         if number % _WARNED_EVERY:
             return
         total = total_rewards(table, np.array(self.rewards.weights))
