@@ -231,7 +231,7 @@ def grid_of(where: str, config: Mapping[str, Any]) -> FakeQuant | None:
     where: the file's name, for errors.
 
     Raises:
-      ValueError: as FakeQuant.of_record.
+      ValueError: a grid that is not supported, or an entry that is no object.
     """
     record = config.get("qat")
     if record is None:

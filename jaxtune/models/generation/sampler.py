@@ -342,8 +342,8 @@ class Sampler:
         return list(itertools.islice(self._waiting, count))
 
     def _place(self, request: Request, slot: int) -> None:
-        """Puts a request into a slot: sets the slot's numbers and settings, which the next round sends to the
-        device."""
+        """Puts a request into a free slot: sets the slot's numbers and settings, which the next round sends to the
+        device. The states of its prompt are copied apart (Batch.insert)."""
         self._slots[slot], request.slot = request, slot
         request.placed += 1
         self._change(slot, request.tokens[-1], len(request.tokens), True)

@@ -119,8 +119,8 @@ class Attention(nnx.Module):
 
     @property
     def _normed_late(self) -> bool:
-        """Whether residuals are projections before a norm, so that attention norms and rotates them when it reads
-        them."""
+        """Whether the residuals query, key and value are projections before a norm (as the class says), so that
+        attention norms and rotates them when it reads them."""
         return self.config.qk_norm is not None or self.config.value_norm or self.config.values_are_keys
 
     def segments(self) -> tuple[Segment, ...]:
@@ -204,8 +204,8 @@ class Attention(nnx.Module):
         return *heads, *gates
 
     def _query(self, x: jax.Array, rotary) -> jax.Array:
-        """A projected query [B, T, heads, D], normed, rotated and scaled by its position where the rotary table says
-        so."""
+        """A projected query [B, T, heads, D], normed, and rotated by the rotary table (None: not rotated), whose third
+        array, if it has one, scales the query by its position."""
         return scaled_by_position(rotate(self._normed("q_norm", x), rotary, self.config.interleaved_rotary), rotary)
 
     def _key(self, x: jax.Array, rotary) -> jax.Array:
@@ -263,7 +263,7 @@ class Attention(nnx.Module):
         return attention_forward(query, key, value, context.layout, **self.options(context.spec.window))
 
     def _mix(self, context: Context, out: jax.Array, *gates: jax.Array):
-        """`run` of the segment `mix`: a tuple with `output` of the heads' outputs, and of their gates if there are
+        """`run` of the segment `mix`: (`output` [B, T, hidden],) from the heads' outputs, and their gates if there are
         any."""
         return (self.output(out, *gates, key=context.key),)
 
