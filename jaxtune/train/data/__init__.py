@@ -304,7 +304,7 @@ def _stop_at_bad_rows(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
 
 def _with_progress(chunks: Iterable[Chunk], sources: list[Source], max_rows: int | None) -> Iterator[Chunk]:
     """Yields the chunks unchanged, and shows a progress bar of rows if stderr is a terminal. Windows of a stream get no
-    bar, because they are tokenised during the run, below the bar of its steps.
+    bar, because they are tokenised during the run, which shows a bar of its own.
 
     Args:
         chunks: the tokenised chunks, in order.
