@@ -1,4 +1,4 @@
-"""`jaxtune chat`."""
+"""The command `jaxtune chat`: a conversation with a model in the terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`jaxtune convert`."""
+"""The command `jaxtune convert`: a recipe from a config of axolotl or LLaMA-Factory."""
 
 from __future__ import annotations
 

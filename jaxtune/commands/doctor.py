@@ -1,4 +1,4 @@
-"""`jaxtune doctor`."""
+"""The command `jaxtune doctor`, which checks this machine and says how to fix what is wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`jaxtune evaluate`."""
+"""The command `jaxtune evaluate`, which prints a model's loss on held-out rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`jaxtune export`."""
+"""The command `jaxtune export`, which writes a model or an adapter in the format of another program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`jaxtune generate`."""
+"""The command `jaxtune generate`, which answers prompts; answers.py does so for a file of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`jaxtune info`."""
+"""The command `jaxtune info`, which prints versions, devices and recipes, or the kernels that would run here."""
 
 from __future__ import annotations
 

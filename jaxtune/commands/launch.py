@@ -1,4 +1,4 @@
-"""`jaxtune launch`."""
+"""The command `jaxtune launch`, which runs `jaxtune train` in several processes on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`jaxtune serve`."""
+"""The command `jaxtune serve`: its options, and the models that the server (jaxtune/serve) answers with."""
 
 from __future__ import annotations
 

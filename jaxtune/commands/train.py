@@ -1,4 +1,4 @@
-"""`jaxtune train`, which is also `python -m jaxtune.train`."""
+"""The command `jaxtune train`, which is also `python -m jaxtune.train`: its options and its help."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`jaxtune tune`."""
+"""The command `jaxtune tune`, which measures the block sizes of hand-written kernels on this GPU."""
 
 from __future__ import annotations
 

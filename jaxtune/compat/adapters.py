@@ -22,8 +22,11 @@ _PEFTS_CHOICE, _PHI3S = ("q_proj", "v_proj"), ("qkv_proj",)
 
 
 class LoraConfig:
-    """PEFT's LoraConfig with its defaults. PEFT itself is not needed, and its own class is accepted too.
+    """PEFT's LoraConfig with its arguments and defaults: the description of an adapter. PEFT itself is not needed, and
+    its own class is accepted too.
 
+    Attributes:
+      settings: the arguments, as keyword arguments of `adapted`.
     Raises:
       ValueError: an argument that is not followed and would change the result.
     """

@@ -1,4 +1,4 @@
-"""evaluate and predict of transformers' Trainer."""
+"""The methods `evaluate` and `predict` of transformers' Trainer, for the trainers of scripts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FastLanguageModel, and the model that it returns."""
+"""Unsloth's FastLanguageModel, which loads models and adds adapters, and the CompatModel that it returns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Upload of a folder to the Hugging Face hub."""
+"""Upload of an exported folder to a model repository of the Hugging Face hub."""
 
 from __future__ import annotations
 

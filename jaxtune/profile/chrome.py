@@ -213,6 +213,9 @@ class _Forward:
     Sequence numbers count per thread, and with gradient checkpointing the forward runs again on the autograd engine's
     thread. A node names the thread of its forward by a number of the profiler's own, so that number is matched to a
     thread by comparing operators' names.
+
+    Args:
+      threads: {thread: its calls}, with `parent` set.
     """
 
     def __init__(self, threads: dict[Any, list[_Call]]):

@@ -153,6 +153,7 @@ class Computation:
 class Module:
     """One optimised HLO program of a trace: an HloProto (messages.py), whose computations are converted to Computation
     objects when they are asked for, because a program has hundreds of them and few are looked at.
+    `name` is the program's name, `entry_id` the id of the computation that it starts with.
 
     Raises:
       ValueError: the proto has no module.

@@ -1,4 +1,4 @@
-"""Reports and comparisons as text for a terminal."""
+"""Reports and comparisons of profiles as tables of text for a terminal."""
 
 from __future__ import annotations
 

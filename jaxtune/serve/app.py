@@ -112,7 +112,12 @@ def _reported(error: Exception) -> ApiError:
 
 class _Guard:
     """The outermost ASGI layer: it refuses a request with a wrong API key (401), or a wrong Host or Origin (403),
-    before any other code sees it. Arguments are those of make_app."""
+    before any other code sees it.
+
+    Args:
+      app: the application behind it.
+      key, local: as in make_app: the API key, and whether Host and Origin are checked.
+    """
 
     def __init__(self, app: ASGIApp, key: str | None, local: bool):
         self._app, self._key, self._local = app, key, local
@@ -138,7 +143,13 @@ class _Guard:
 
 
 class _Api:
-    """The handlers of the routes. Arguments are those of make_app."""
+    """The handlers of the routes.
+
+    Args:
+      models: the served models, by name.
+      engine: the engine that answers.
+      seconds: the time within which an answer must have been made and read.
+    """
 
     def __init__(self, models: Mapping[str, Served], engine: Engine, seconds: float):
         self._models, self._engine, self._seconds = models, engine, seconds

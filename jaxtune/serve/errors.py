@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API reports them."""
+"""Errors of the server in the form in which OpenAI's API reports them, and the JSON of its responses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ctrl-C is never lost."""
+"""Makes sure that Ctrl-C always ends a command, also where Python would drop the KeyboardInterrupt."""
 
 from __future__ import annotations
 

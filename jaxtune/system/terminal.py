@@ -168,6 +168,8 @@ def _console_class() -> type[Console]:
     from rich.segment import Segment
 
     class PrintableConsole(Console):
+        """A rich Console that makes everything printable that is drawn on it."""
+
         def render_str(self, text: str, **options: Any) -> Text:
             return super().render_str(
                 printable(text), **options

@@ -43,6 +43,7 @@ def server(runs: Sequence[Path], port: int = 0) -> http.server.ThreadingHTTPServ
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
+            """Answers GET: "/" is the page, "/runs?seen=VERSION" its figures as JSON."""
             asked = urllib.parse.urlsplit(self.path)
             if refusal(self.headers.get("Host"), self.headers.get("Origin")) is not None:
                 self.send_error(403)
@@ -55,6 +56,7 @@ def server(runs: Sequence[Path], port: int = 0) -> http.server.ThreadingHTTPServ
                 self.send_error(404)
 
         def _answer(self, text: str, kind: str) -> None:
+            """Sends `text` with status 200 and the content type `kind`."""
             data = text.encode("utf-8", "replace")
             self.send_response(200)
             self.send_header("Content-Type", f"{kind}; charset=utf-8")

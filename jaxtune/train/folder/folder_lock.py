@@ -1,4 +1,4 @@
-"""A lock that lets one run at a time use a folder."""
+"""A lock by which one run at a time uses a folder, so that two do not overwrite each other's checkpoints."""
 
 from __future__ import annotations
 

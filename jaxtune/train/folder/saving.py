@@ -65,6 +65,10 @@ class Saver:
       meta: returns what the checkpoint of a step records.
       monitor: knows which updates were made.
       stop: knows whether a signal came.
+    Attributes:
+      enabled: whether the config asks for saves during the run.
+      policy: decides when a save is due.
+      saved: the step that was saved last, or `start`.
     """
 
     def __init__(
