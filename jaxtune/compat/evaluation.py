@@ -75,9 +75,15 @@ class Evaluations(Reports):
     def predict(
         self, test_dataset: object, ignore_keys: object = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
-        """The model's logits on rows in the form of the trainer's, or what preprocess_logits_for_metrics makes of them;
-        the labels; and as numbers what evaluate returns.
+        """Runs the current model on `test_dataset`.
 
+        Args:
+          test_dataset: rows in the form of the trainer's.
+          ignore_keys: without effect.
+          metric_key_prefix: what the names of the numbers begin with.
+        Returns:
+          the logits, or what preprocess_logits_for_metrics makes of them; the labels; and the numbers that evaluate
+          returns.
         Raises:
           ValueError: all logits take more than half of the host's memory, and preprocess_logits_for_metrics is not
             given; or the rows have another format than those that are trained on.

@@ -72,7 +72,7 @@ def predicted(module: Decoder, batches: Batches, preprocess: Preprocess | None) 
 
 
 def measured(prediction: EvalPrediction, compute_metrics: ComputeMetrics) -> dict[str, float]:
-    """The numbers that a script's compute_metrics returns, each name with the prefix eval_.
+    """Calls a script's compute_metrics with `prediction` and returns its numbers, each name with the prefix eval_.
 
     Raises:
       ValueError: the result is not a mapping of numbers.

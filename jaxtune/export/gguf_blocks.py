@@ -118,7 +118,8 @@ def _fetched(
 
 @functools.partial(jax.jit, static_argnums=1)
 def _encoded(array: jax.Array, kind: str) -> jax.Array:
-    """The array [rows, columns] as a file stores it: numbers of the type, or uint8[rows, bytes]."""
+    """Encodes an array [rows, columns] of floats in the GGUF type `kind` (F32, F16, BF16, Q8_0 or Q4_0): an array of
+    that dtype, or uint8[rows, bytes] for a quantised type."""
     if kind == "BF16":
         return array.astype(jnp.bfloat16)
     wide = array.astype(jnp.float32)
@@ -161,7 +162,8 @@ def _q4_0(blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @functools.partial(jax.jit, static_argnums=2)
 def _checked(array: jax.Array, coded: jax.Array, kind: str) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Compares an array [rows, columns] with what its encoded form decodes to, on the device.
+    """Compares an array [rows, columns] with what `coded`, its encoded form in the GGUF type `kind`, decodes to, on the
+    device.
 
     Returns:
       (all values are finite, all fit into the type, all decode to within the type's rounding), boolean scalars.
@@ -182,7 +184,8 @@ def _checked(array: jax.Array, coded: jax.Array, kind: str) -> tuple[jax.Array, 
 
 
 def _reader_agrees(wide: np.ndarray, coded: np.ndarray, kind: str) -> bool:
-    """Whether gguf's reader decodes the bytes of float32[rows, columns] to these values within the type's rounding."""
+    """Whether the gguf package decodes `coded`, values encoded in the GGUF type `kind`, to `wide`, the float32[rows,
+    columns] they were made from, within the type's rounding: an independent check of the encoders."""
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
@@ -191,8 +194,8 @@ def _reader_agrees(wide: np.ndarray, coded: np.ndarray, kind: str) -> bool:
 
 
 def _allowed(wide: Any, kind: str, numpy: Any) -> Any:
-    """The largest error that a type's rounding explains, for each value [rows, columns]. `numpy` is numpy or
-    jax.numpy."""
+    """The largest error that rounding to the GGUF type `kind` explains, for each value of `wide`, float32[rows,
+    columns]. `numpy` is numpy or jax.numpy."""
     if kind == "F32":
         return numpy.zeros_like(wide)
     if kind in ("F16", "BF16"):

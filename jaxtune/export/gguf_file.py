@@ -175,6 +175,10 @@ def verify(file: Path, architecture: str, fields: Mapping[str, Any], written: Ma
 
     The bytes are read while the reader processes the keys, which takes seconds for a large vocabulary.
 
+    Args:
+      file: its path.
+      architecture, fields: as they were given to `write`.
+      written: what `write` returned.
     Raises:
       ArithmeticError: something differs from what was written.
     """
@@ -233,7 +237,8 @@ def _has_bytes(file: Path, advanced: Callable[[int], Any], meant: Stored) -> boo
 
 
 def _is_described(found: Any, meant: Stored) -> bool:
-    """Whether gguf's reader found a tensor with the shape, type and position that were written."""
+    """Whether `found`, a tensor as gguf's reader describes it, has the shape, type and position of `meant`, as it was
+    written."""
     shape = tuple(int(size) for size in found.shape[::-1])
     place = int(found.data_offset), int(found.n_bytes)
     size = sum(sums.size_bytes for sums in meant.sums)
@@ -241,7 +246,8 @@ def _is_described(found: Any, meant: Stored) -> bool:
 
 
 def _same(meant: Any, found: Any) -> bool:
-    """Whether a metadata value is what was written; floats are compared in float32."""
+    """Whether `found`, a metadata value that was read back, is `meant`, the value that was written; floats are compared
+    in float32, in which the file stores them."""
     if isinstance(meant, list) and isinstance(found, list):
         if meant and isinstance(meant[0], float):
             return np.array_equal(np.asarray(meant, np.float32), np.asarray(found, np.float32))

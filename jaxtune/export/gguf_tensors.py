@@ -91,7 +91,8 @@ def _heads(config: DecoderConfig, arch: Architecture, name: str) -> int | None:
 
 
 def of_model(weights: Weights, arch: Architecture) -> list[Source]:
-    """Every tensor of a model without adapters, made one at a time.
+    """The Sources of every tensor of a model without adapters, in the order of the file; each tensor is made only when
+    it is written. `arch` is the model's architecture in llama.cpp.
 
     Raises:
       ValueError: a tensor that llama.cpp has no name for.

@@ -126,7 +126,8 @@ def _scaled(row: Share | KernelRow | None, scale: float) -> list[float]:
 
 
 def _categories(a: ReportData, b: ReportData, scale: float) -> list[Change]:
-    """One row for each category that either profile has."""
+    """One row for each category that either profile has. `scale` is the factor on B's times, which is not 1 if its
+    steps have another number of tokens than A's."""
     of_a, of_b = ({row.name: row for row in r.categories} for r in (a, b))
     names = [name for name in CATEGORIES if name in of_a or name in of_b]
     return [_change(n, "", _scaled(of_a.get(n), 1.0), _scaled(of_b.get(n), scale), a.step_ms) for n in names]
@@ -145,7 +146,8 @@ def _named_alike(a: ReportData, b: ReportData) -> bool:
 
 
 def _scopes(a: ReportData, b: ReportData, scale: float, by_scope: bool) -> list[Change]:
-    """One row for each (scope, phase), or for each (region, phase) where `by_scope` is false; the largest first."""
+    """One row for each (scope, phase) of either profile, or for each (region, phase) if `by_scope` is false, because
+    the programs name their scopes differently; the largest first. `scale` is the factor on B's times."""
 
     def grouped(report: ReportData, factor: float) -> dict[tuple[str, str], list[float]]:
         out: dict[tuple[str, str], list[float]] = {}
@@ -169,7 +171,7 @@ def _kernels(a: ReportData, b: ReportData, scale: float) -> list[Change]:
     """One row for each kernel of either side, kernels that do the same work paired, the largest difference first.
 
     Matrix products are paired by scope and shape, whatever kernel the library chose; other kernels by their name
-    without the number that the compiler appended.
+    without the number that the compiler appended. `scale` is the factor on B's times.
     """
 
     def grouped(report: ReportData, factor: float):

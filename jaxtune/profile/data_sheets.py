@@ -85,7 +85,8 @@ def known_devices() -> tuple[str, ...]:
 
 
 def _name_in(device: str, names) -> str | None:
-    """The longest of `names` that occurs in a device's name as a whole word; None where none does."""
+    """The longest of `names`, an iterable of cards' names, that occurs in a device's name as a whole word; None if none
+    does."""
     # "H200" is in "GH200" too: the longest name that the device bears is the right one.
     found = [n for n in names if re.search(rf"(?<![A-Z0-9]){re.escape(n)}(?![0-9])", device, re.IGNORECASE)]
     return max(found, key=len) if found else None

@@ -113,7 +113,8 @@ def _measure(device) -> Ceilings:
 
 
 def _seconds(run, *, repeats: int = 5) -> float:
-    """Median wall time of run(), which returns arrays; the first, which compiles, is not counted."""
+    """Median wall time in seconds of `repeats` calls of run(), which returns JAX arrays that are waited for; a first
+    call, which compiles, is not counted."""
     import jax
 
     jax.block_until_ready(run())

@@ -189,7 +189,8 @@ def _guesses(wanted, seen, size: int) -> Iterator[tuple[int, dict[int, int]]]:
 
 
 def _first_place(lacks: dict[Hashable, int], order: list[Hashable], seen: dict[Hashable, list[int]]) -> int:
-    """The position in the schedule at which the trace begins, judged by the classes that occur once in the schedule."""
+    """The position in the schedule at which the trace probably begins, judged by the classes that occur once in the
+    schedule; 0 if there is none. `lacks` and `order` are as for _cuts, `seen` as for _guesses."""
     launched = {index: rank for rank, index in enumerate(sorted(index for key in lacks for index in seen[key]))}
     often = collections.Counter(order)
     votes = collections.Counter(

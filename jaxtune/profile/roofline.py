@@ -155,7 +155,15 @@ def _slow_products(kind: str, events: Sequence[Event], ms: float, per_step: floa
 
 def _passes(place: str, events: Sequence[Event], ms: float, per_step: float, ceilings: Ceilings) -> Loss:
     """The loss of element-wise passes over memory in one part of the model, `place`: all their time, because fusing
-    them into their neighbours would save it. The other arguments are as for _slow_products."""
+    them into their neighbours would save it.
+
+    Args:
+      place: the part of the model, the first two parts of a scope.
+      events: its events, of all captured steps.
+      ms: their time in milliseconds per step.
+      per_step: the factor from nanoseconds, summed over all captured steps, to milliseconds per step.
+      ceilings: the device's rates.
+    """
     moved = sum(e.moved_bytes for e in events)
     text = f"Passes over memory in {place} take {ms:.1f} ms"
     if moved:

@@ -185,7 +185,8 @@ def _peak_memory(plane) -> int:
 
 
 def _kind(raw: _Raw) -> str:
-    """The kind of an event, as trace.py names it."""
+    """The kind of an event: "kernel", "memset", "copy", "to_host", "to_device" or "collective", by its name and its
+    statistics."""
     details = str(raw.stats.get("memcpy_details", ""))
     if raw.name in _COPY_KINDS or details:
         if "kind_src:device kind_dst:device" in details:
@@ -368,8 +369,15 @@ def _steps(events: list[Event], runs, marks, notes: list[str]) -> list[tuple[flo
 def _whole(
     steps: list[tuple[float, float]], events: list[Event], programs: set[str], notes: list[str]
 ) -> list[tuple[float, float]]:
-    """The steps without a first or last one that has clearly fewer kernels than any other, because the capture cut
-    it."""
+    """The steps without a first or last one that has clearly fewer kernels than any other, because the capture began or
+    ended within it; a remark on it is appended to `notes`, and the events' steps are renumbered.
+
+    Args:
+      steps: (start_ns, end_ns) of each step.
+      events: with their step set.
+      programs: the programs whose kernels are counted.
+      notes: gets the remarks.
+    """
     counts = collections.Counter(event.step for event in events if event.module in programs)
     cut = []
     for index in {0, len(steps) - 1}:

@@ -248,7 +248,8 @@ async def _body(request: Request) -> object:
 
 
 async def _whole(asked: Asked, answers: Answers) -> dict[str, object]:
-    """Waits for all rows of a request; returns OpenAI's JSON object of the answer."""
+    """Waits until all answers to a request (`asked`), whose tokens come through `answers`, are complete; returns
+    OpenAI's JSON object of the response."""
     answer = Answer(asked)
     while answers.left:
         answer.add(*await answers.next())
@@ -256,7 +257,8 @@ async def _whole(asked: Asked, answers: Answers) -> dict[str, object]:
 
 
 async def _events(asked: Asked, answers: Answers) -> AsyncIterator[dict[str, object]]:
-    """Yields the JSON objects of a streamed answer, as the tokens of its rows are made."""
+    """Yields OpenAI's JSON objects (chunks) of a streamed response to a request (`asked`), as its tokens come through
+    `answers`."""
     answer = Answer(asked)
     for chunk in answer.first_chunks():
         yield chunk

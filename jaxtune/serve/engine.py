@@ -25,7 +25,8 @@ _MOST_ROWS = 1024  # that wait or decode; more are refused, as their clients wou
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One continuation of a prompt that is asked for, with its settings; the fields are arguments of Sampler.submit."""
+    """One answer that is asked for: a prompt with the settings of its continuation, which a sampler decodes as one row
+    of its batch. A request with n=3 has three rows. The fields are arguments of Sampler.submit."""
 
     prompt: list[int]
     max_new_tokens: int | None
@@ -42,13 +43,15 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class _Failed:
-    """Put in place of a piece: the row ends with this error and gets no further pieces."""
+    """Put into a request's queue in place of a Piece (the next tokens of a row): the row ends with this error and gets
+    no further pieces."""
 
     error: ApiError
 
 
 class Answers:
-    """The queue through which the engine's thread hands the tokens of one request's rows to the request's handler.
+    """The queue through which the engine's thread hands the tokens of one request's rows (answers that are being
+    generated) to the request's handler.
 
     All methods but `put` are called in the event loop's thread. `Engine.submit` makes it, and `close` must be called
     whatever happens, so that no slot decodes for a client that is gone.
@@ -92,7 +95,8 @@ class Answers:
             self._loop.call_soon_threadsafe(self._made.put_nowait, (index, made))
 
     def close(self) -> None:
-        """Cancels the rows that have not ended; their slots become free. It may be called twice."""
+        """Cancels the rows that have not ended; their slots, that is their places in the batch, become free. It may be
+        called twice."""
         if not self._closed:
             self._closed = True
             self._engine.forget(self)
@@ -151,12 +155,14 @@ class Engine:
         return answers
 
     def forget(self, answers: Answers) -> None:
-        """Cancels the rows of a request that have not ended, which frees their slots. Answers.close calls it, once."""
+        """Cancels the rows of a request (`answers`) that have not ended, which frees their slots in the batch for other
+        requests. Answers.close calls it, once, from the event loop's thread."""
         self._rows -= answers.count
         self._commands.put(lambda: self._forget(answers))
 
     def end(self, why: ApiError) -> None:
-        """Ends all rows with the error `why`, and refuses those that are submitted later with it: the server stops."""
+        """Ends all answers that are being generated with the error `why`, and refuses later requests with it, because
+        the server stops. Called from the event loop's thread."""
         self._commands.put(lambda: self._end(why))
 
     def close(self, seconds: float) -> bool:
@@ -176,8 +182,8 @@ class Engine:
                     self._step(name)
 
     def _obey(self) -> bool:
-        """Calls the functions that the event loop's thread has queued; while no row is left it waits for one. Returns
-        False if `close` was called, so that the thread ends."""
+        """Calls the functions that the event loop's thread has queued; while no answer is being generated it waits for
+        one. Returns False if `close` was called, so that the thread ends."""
         waits = not any(sampler.pending for sampler in self._samplers.values())
         while True:
             try:

@@ -469,7 +469,7 @@ def _committed_sharding(leaf: Any) -> jax.sharding.Sharding | None:
 
 
 def _place(array: Any, description: dict[str, Any], leaf: Any, as_numpy: bool) -> Any:
-    """A restored array in the form that its leaf of `like` asks for."""
+    """A restored array in the form that its leaf of `like` asks for: a PRNG key, numpy, or a jax.Array."""
     if impl := description.get("key_impl"):
         key = jax.random.wrap_key_data(jnp.asarray(array), impl=impl)
         sharding = _committed_sharding(leaf)

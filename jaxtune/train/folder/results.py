@@ -27,7 +27,8 @@ _FORMAT = 1
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """An exported folder whose proof is valid."""
+    """A folder that a run exported, as its valid proof describes it. The proof is the file jaxtune_run.json in it,
+    which says which run and which step wrote the folder, and lists the size and CRC-32 of every file."""
 
     folder: Path
     run: dict[str, Any]  # the values that identify the run, as record.same_run returns them

@@ -41,7 +41,7 @@ class SavePolicy:
         return due
 
     def time_is_up(self, now_seconds: float) -> bool:
-        """Whether the minutes have passed; called between steps."""
+        """Whether `every_minutes` have passed since the last save; called between steps."""
         if not self.every_minutes or self._last_seconds is None:
             return False
         return now_seconds - self._last_seconds >= 60 * self.every_minutes

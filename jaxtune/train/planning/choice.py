@@ -172,7 +172,7 @@ def beside_states(parts: StepCost, device: Device) -> Device:
 
 
 def trained_bytes(parts: StepCost) -> float:
-    """Device bytes of the trained parameters."""
+    """Bytes of the trained parameters on one device, in the dtype in which they are trained."""
     return sum(size for name, size in parts.fixed.items() if name.startswith("trained parameters"))
 
 

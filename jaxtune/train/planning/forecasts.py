@@ -390,8 +390,8 @@ def head_forecast(parts: StepCost, chunk_tokens: int, tokens: float, device: Dev
 
 
 def _reference_seconds(parts: StepCost, tokens: float, head_seconds: float, device: Device) -> float:
-    """Seconds of one forward pass without residuals, and of its head, which needs a third of the head's training
-    products."""
+    """Seconds of one forward pass of a frozen reference over `tokens` tokens, and of its head, which needs one of the
+    two or three products that the head needs in training (`head_seconds`)."""
     layer = layer_forecast(parts, KEEP, tokens, device)
     return layer.forward * parts.num_layers + head_seconds / (3 if parts.head_trains else 2)
 

@@ -196,7 +196,8 @@ def phase_lines(phases: Sequence[Phase], budget_bytes: float | None, host_bytes:
 
 @contextlib.contextmanager
 def phase(name: str, remedy: str) -> Iterator[None]:
-    """A context in which an error of the device's allocator names this phase and the change that makes it smaller.
+    """A context in which an error of the device's allocator is raised as OutOfDeviceMemory, whose message has the phase
+    (`name`) and a change of the config that makes it smaller (`remedy`).
 
     Raises:
       OutOfDeviceMemory: device memory ran out.

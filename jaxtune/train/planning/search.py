@@ -31,7 +31,7 @@ _EXCESS = 0.005
 
 @dataclasses.dataclass(frozen=True)
 class Failed:
-    """A plan that was too large."""
+    """A plan that was compiled or run and needed more device memory than there was."""
 
     plan: StepPlan
     peak_bytes: float  # as predicted
@@ -58,7 +58,8 @@ class Room:
     limit_bytes: float | None  # all of the allocator's memory, which the smallest plan may try to use
 
     def fits(self, need_bytes: float, smallest: bool) -> bool:
-        """Whether a compiled step that needs this many bytes may run; `smallest`: there is no smaller plan."""
+        """Whether a compiled step that needs `need_bytes` of device memory may run. If its plan is the `smallest` there
+        is, it may use all of the allocator's memory."""
         if self.budget_bytes is None or self.limit_bytes is None:
             return True
         within = self.budget_bytes * (1 + _EXCESS)

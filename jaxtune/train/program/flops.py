@@ -56,8 +56,8 @@ def flop_counter(model: Decoder) -> Callable[[np.ndarray], float]:
 
 
 def _seen(lengths: np.ndarray, window: int | None) -> float:
-    """Twice the number of pairs of tokens that see each other: the sum of length^2, less what is outside of a
-    window."""
+    """Twice the number of pairs of tokens that see each other in causal attention, for documents of these lengths: the
+    sum of length^2, less what is outside of a sliding window of `window` tokens (None: no window)."""
     hidden = 0 if window is None else np.maximum(lengths - window, 0)
     return float((lengths.astype(float) ** 2 - hidden**2).sum())
 

@@ -406,8 +406,9 @@ class StepProgram:
         return highest.astype(jnp.float32) * (1.0 + rate * bound.decay) + rate * bound.direction
 
     def _kept(self, state: TrainState, wide, old, stream: int = 0):
-        """The new float32 weights in the dtypes of the `old` ones; stochastic rounding uses the random streams
-        `stream`, `stream + 1`, ..."""
+        """The updated float32 weights (`wide`) in the dtypes in which the `old` ones are stored. Those in bf16 are
+        rounded stochastically; tensor i uses random stream `stream` + i, so that tensors that are updated one by one
+        get the same bits."""
         if self.weights == "fp32":
             return wide
         key = jax.random.fold_in(jax.random.wrap_key_data(state.dropout_key), _ROUNDING)
