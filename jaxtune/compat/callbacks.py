@@ -62,16 +62,35 @@ class TrainerCallback:
     Each gets the arguments (SFTConfig), the TrainerState, the TrainerControl and further objects by name, and may
     return a control that replaces the current one. transformers' own class is accepted too."""
 
-    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any: ...
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any: ...
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any: ...
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any: ...
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any: ...
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any: ...
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any: ...
-    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any: ...
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any: ...
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any: ...
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Called when the trainer has been made."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Called before the first step of a call of train()."""
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Called at the end of train(), when the model has the trained weights."""
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Called before the first step of an epoch."""
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Called after the last step of an epoch, and after the last step of the run."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Called before an optimizer step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Called after an optimizer step was dispatched; its numbers may not have arrived."""
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Called with `logs`, the numbers of a step or of an evaluation."""
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Called after an evaluation with `metrics`, its numbers."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Called after a checkpoint was saved."""
 
 
 class EarlyStoppingCallback(TrainerCallback):

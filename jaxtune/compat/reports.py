@@ -63,7 +63,7 @@ class Reports:
         return Path(self.args.output_dir).expanduser()
 
     def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
-        """Prints the metrics, a line each, sorted by name."""
+        """Prints the metrics, a line each, sorted by name, under a heading with the name `split`, such as "train"."""
         say(f"***** {split} metrics *****")
         for name in sorted(metrics):
             value = metrics[name]

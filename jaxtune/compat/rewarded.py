@@ -277,8 +277,9 @@ class RewardedTrainer(PreferenceTrainer):
         return rows, "auto"
 
     def config(self, resume: Literal["auto", "never"] = "never", prepared: bool = True) -> TrainConfig:
-        """As SFTTrainer.config, but rows_per_step counts the answers of an update, which are packed, and a row is as
-        long as the longest prompt with its answer. The arguments are those of SFTTrainer.config."""
+        """As SFTTrainer.config, but rows_per_step counts the answers of an update, which are packed, and a row has at
+        most max_prompt_length plus max_completion_length tokens, if the former is set. The arguments are those of
+        SFTTrainer.config."""
         made, args = super().config(resume, prepared), self.args
         length = made.data.length
         if args.max_prompt_length is not None:
@@ -361,12 +362,13 @@ def _not_logged(trainer: str, name: str, *_: object) -> None:
 
 
 class GRPOTrainer(RewardedTrainer):
-    """TRL's GRPOTrainer."""
+    """TRL's GRPOTrainer: an answer's advantage is its reward relative to the other answers to its prompt."""
 
     config_type = GRPOConfig
 
 
 class RLOOTrainer(RewardedTrainer):
-    """TRL's RLOOTrainer."""
+    """TRL's RLOOTrainer: an answer's advantage is its reward less the mean reward of the other answers to its
+    prompt."""
 
     config_type = RLOOConfig

@@ -112,9 +112,9 @@ def without_torch(tokenizer: Any) -> Any:
 
 
 def get_chat_template(tokenizer: Any, chat_template: str = "chatml", **others: Any) -> Any:
-    """The tokenizer with the named template set: Unsloth's name or the name of a packaged template, a .jinja file, or
-    Jinja text. If a template is not packaged, or this tokenizer lacks its marks, the name means the tokenizer's own
-    template, provided that it is of the same family.
+    """Sets the tokenizer's chat template, in place, and returns the tokenizer. `chat_template` is Unsloth's name or the
+    name of a packaged template, a .jinja file, or Jinja text. If a template is not packaged, or this tokenizer lacks
+    its marks, the name means the tokenizer's own template, provided that it is of the same family.
 
     Raises:
       ValueError: the name of another family's template, whose marks would not be tokens of this tokenizer.
@@ -165,7 +165,8 @@ def setup_chat_format[Model](
 
 
 def standardize_sharegpt(dataset: Any, **others: Any) -> Any:
-    """The data set with conversations of {"role", "content"} in place of {"from", "value"}.
+    """Unsloth's: returns the data set with messages {"role", "content"} in place of ShareGPT's {"from", "value"} in the
+    column `conversations`.
 
     Args:
       dataset: a datasets.Dataset or a list of dicts, with a column conversations.

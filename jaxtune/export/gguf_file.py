@@ -43,7 +43,7 @@ def require_gguf() -> None:
 
 
 def stored_type(tensor: Tensor, outtype: str) -> str:
-    """gguf's name of the type in which a tensor is stored.
+    """The name, as the gguf package has it, of the type in which a tensor is stored in a file of type `outtype`.
 
     A tensor whose rows are not whole blocks is stored in f16. Embedding and head are stored in q8_0 where the others
     are in q4_0: they are read once a token, and their errors reach the logits undamped.

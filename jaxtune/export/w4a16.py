@@ -80,7 +80,8 @@ def write(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) 
 
 
 def quantization_config(group: int, ignored: list[str]) -> dict[str, Any]:
-    """The quantization_config of config.json; `ignored` are the modules that stay in 16 bits."""
+    """The quantization_config of config.json, by which readers know the format. `group` is how many numbers of a row
+    share a scale, `ignored` are the names of the modules that stay in 16 bits."""
     weights = {
         "num_bits": 4,
         "type": "int",

@@ -393,8 +393,8 @@ def _names_a_place(call: _Call) -> bool:
 
 
 def _path(call: _Call, inside: _Call | None = None) -> str:
-    """Marked ranges and modules around a call, joined by slashes with the outermost first, up to the call `inside`.
-    Without any, the outermost aten operator."""
+    """The scope of a call: the marked ranges and modules around it, joined by slashes with the outermost first. Those
+    around the call `inside`, an autograd node, are left out. Without any, the outermost aten operator."""
     parts: list[str] = []
     for around in call.up():
         if around is inside:
@@ -421,8 +421,9 @@ def _operator(call: _Call) -> str:
 
 
 def _add_work(event: Event, operators: list[_Call]) -> None:
-    """Sets an event's shapes, dtype, FLOPs and bytes from the innermost operator that has shapes. FLOPs and bytes are
-    booked on the longest kernel that the operator launches."""
+    """Sets a kernel's shapes, dtype, FLOPs and bytes from the innermost operator around its launch that has shapes.
+    FLOPs and bytes count on the longest kernel that the operator launches. `operators` are those around the launch,
+    from the inside out."""
     shaped = [c for c in operators if c.args.get("Input Dims")]
     attention = [c for c in shaped if c.name.startswith("aten::_scaled_dot_product_")]
     operator = next(iter(attention or shaped), None)

@@ -48,8 +48,14 @@ def in_words(dims: Sequence[int], kind: str) -> str:
 
 
 def attention_flops(name: str, dims: list[list[int]], args: dict[str, Any]) -> float:
-    """FLOPs of attention on [B, H, T, D] tensors: 2 products forward and 5 backward, half of that when the call is
-    causal; 0 where the shapes are not of that form."""
+    """FLOPs of one attention operator on [B, H, T, D] tensors: 2 products forward and 5 backward, half of that if the
+    call is causal; 0 if the shapes are not of that form.
+
+    Args:
+      name: the ATen operator's.
+      dims: the dimensions of its array arguments.
+      args: its other entries in the trace, with "Concrete Inputs".
+    """
     backward = name.endswith("_backward")
     query, key = (dims[1], dims[2]) if backward else (dims[0], dims[1])
     if len(query) != 4 or len(key) != 4:

@@ -248,7 +248,8 @@ def _one_sided(comparison: ComparisonData) -> list[str]:
 
 
 def _where(comparison: ComparisonData, change: Change) -> str:
-    """Words on the kernel, or the part of the model, that accounts for most of a category's change."""
+    """Words, to be appended to a sentence, on the scope or part of the model that accounts for most of a category's
+    change, and on the number of kernels if that changed; for idle time on the number of launch gaps."""
     if change.name == "idle":
         before, after = comparison.a.idle, comparison.b.idle
         return f", {before.launch_gaps:.0f} and {after.launch_gaps:.0f} launch gaps a step"

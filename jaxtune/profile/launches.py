@@ -33,7 +33,7 @@ _SATELLITES = (
 
 @dataclasses.dataclass(slots=True)
 class Launch:
-    """One kernel or copy of a trace, and what the join finds out about it."""
+    """One kernel or copy of a trace, and the HLO instruction that launched it, which `join` finds."""
 
     name: str  # of the kernel
     hlo_op: str  # the HLO instruction that the trace names, or a CUDA graph's name

@@ -181,7 +181,7 @@ class _WandbSink(_Sink):
         atomic_write(id_file, self._run.id)
 
     def log(self, line: dict[str, Any]) -> None:
-        """Sends the numbers of a line."""
+        """Sends the numbers of a line to Weights & Biases."""
         self._run.log({"step": line["step"], **_numbers(line)})
 
     def close(self) -> None:
@@ -212,7 +212,7 @@ class _TrackioSink(_Sink):
         atomic_write(name_file, name)
 
     def log(self, line: dict[str, Any]) -> None:
-        """Stores the numbers of a line."""
+        """Stores the numbers of a line in trackio."""
         self._run.log(_numbers(line), step=line["step"])
 
     def close(self) -> None:

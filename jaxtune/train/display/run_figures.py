@@ -189,7 +189,8 @@ def _seconds_left(figures: Figures, state: RunState) -> str:
 
 
 def _charts(figures: Figures) -> list[JsonObject]:
-    """The charts: a curve each, with the points of evaluations of the same name beside it."""
+    """The charts of a run, in the order of the page: each has the curve of one metric, and as dots the values of
+    evaluations for the same metric."""
     evaluations = figures.comparable_evaluations()
     dotted: dict[str, Curve] = {}
     for step, numbers in evaluations:
@@ -235,7 +236,8 @@ def _short(value: float) -> float:
 
 
 def _facts(figures: Figures, results: JsonMapping) -> list[list[str]]:
-    """The main results of a run, as [name, value in words]."""
+    """The main results of a run, as [name, value in words]: steps, time, losses, exact match, speed and memory.
+    `results` is the content of results.json."""
     facts = [["steps", f"{figures.step:,}"]]
     facts.append(["time", _in_words(figures.seconds) if math.isfinite(figures.seconds) else "-"])
     losses = figures.curves.get("loss", Curve()).values

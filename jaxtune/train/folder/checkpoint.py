@@ -93,7 +93,7 @@ class Checkpointer:
         return saved_steps(self.folder)
 
     def latest(self) -> int | None:
-        """The newest of `steps`; None without any."""
+        """The newest step that has a checkpoint, which may be damaged; None if there is none."""
         return max(self.steps(), default=None)
 
     # ---- writing
@@ -328,7 +328,7 @@ class Checkpointer:
 
 
 def _name(step: int) -> str:
-    """The folder of a step's checkpoint."""
+    """The name of the folder of a step's checkpoint."""
     return f"step_{step:08d}"
 
 

@@ -85,7 +85,8 @@ def record_of(
     own: Mapping[str, Any],
     numerics: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The record that a checkpoint stores with its arrays, as JSON values.
+    """The record that a checkpoint stores with its arrays, as JSON values. When a run is resumed, its own record is
+    compared with it, so that it does not continue another run (require_same_run).
 
     Args:
       config: the run's.

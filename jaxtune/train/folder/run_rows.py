@@ -28,9 +28,12 @@ from jaxtune.train.optimizer.schedule import total_steps
 def run_rows(
     reader: Reader, train_rows: object = None, eval_rows: object = None, apart: bool = False
 ) -> tuple[TokenDataset | BatchSource, TokenDataset | None]:
-    """(rows to train on, held-out rows or None), tokenised as the objective reads them. On each host one process
-    tokenises first, and the others read its cache. Rows that are streamed or mixed are a source; the first of them are
-    tokenised here.
+    """Tokenises the rows of a run as its objective reads them. On each host one process tokenises first, and the others
+    read its cache.
+
+    Returns:
+      (rows to train on, held-out rows or None). Rows to train on that are streamed, mixed or sampled are a BatchSource,
+      which makes them during the run.
 
     A collective call in a run of several processes.
 

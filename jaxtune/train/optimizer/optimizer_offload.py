@@ -27,7 +27,7 @@ Work = Callable[[int, jax.Array, Any, jax.Array], tuple[jax.Array, Any]]
 
 
 def is_hosted(leaf: Any) -> bool:
-    """Whether an array of the optimizer's state is stored on the host."""
+    """Whether an array of the optimizer's state is stored on the host with optim.offload: it has at least 64 KiB."""
     return leaf.size * leaf.dtype.itemsize >= HOSTED_BYTES
 
 
@@ -116,7 +116,7 @@ def _groups(sizes: list[int]) -> list[list[int]]:
 
 
 def update_by_tensor(work: Work, parameters: Any, opt_state: Any, gradients: Any, offload: bool) -> tuple[Any, Any]:
-    """(new parameters, new states): `work` on every tensor, in order.
+    """Updates every tensor by `work`, in order: returns (new parameters, new states), trees like the given ones.
 
     Args:
       work: updates one tensor.

@@ -86,7 +86,8 @@ class LayerKind:
     work: Mapping[str, Work]  # of each segment
 
     def residual_bytes(self, name: str, tokens: float) -> float:
-        """Bytes of one residual for this number of tokens."""
+        """Bytes of one residual (an intermediate value that the backward reads) of such a layer, for `tokens`
+        tokens."""
         return self.residuals[name] * tokens + self.padding[name]
 
     @functools.cached_property

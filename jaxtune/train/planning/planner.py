@@ -83,7 +83,7 @@ class Planner:
 
     @property
     def budget_bytes(self) -> float | None:
-        """Device memory that a step may take; None if nothing limits it."""
+        """Bytes of device memory that a step may take; None if nothing limits them."""
         return self.room.budget_bytes
 
     @property

@@ -37,7 +37,7 @@ _BLOCK_FOR_ROWS = 32 << 20  # bytes of the rows of two steps of 8 x 65,536 token
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """The compiled programs of a run."""
+    """The compiled programs of a run's step and evaluation (jax.stages.Compiled), as Engine.compile makes them."""
 
     accumulate: Any  # StepProgram.accumulate
     update: Any  # StepProgram.update
@@ -79,7 +79,7 @@ def _may_plan_again(error: Exception) -> bool:
 
 
 def abstract(tree):
-    """Shapes, dtypes and shardings of a tree's arrays."""
+    """The tree with each array replaced by a jax.ShapeDtypeStruct of its shape, dtype and sharding, for lowering."""
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree)
 
 
@@ -329,7 +329,8 @@ class Engine:
             return lowered.compile(compiler_options=self.options)
 
     def _abstract_batch(self, rows: Rows | BatchSource) -> Batch:
-        """Shapes of a micro-batch of these rows; batches of an evaluation have the same number of rows."""
+        """A Batch of shapes, for lowering: those of a micro-batch of these rows. A batch of an evaluation has as many
+        rows as a micro-batch."""
         empty = rows.empty(self.rows)
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._by_rows), empty)
 

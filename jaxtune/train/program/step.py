@@ -73,7 +73,8 @@ class Sums:
 
 @dataclasses.dataclass(frozen=True)
 class StepProgram:
-    """The functions that a run jits, specialised on everything static in it.
+    """The functions that a run jits (accumulate, update, evaluate and others), with everything in a run that is static,
+    so that a program is compiled for one StepProgram.
 
     Functions take and return whole arrays, placed as `shardings` and `sums_shardings` say.
     """
@@ -109,7 +110,8 @@ class StepProgram:
         return 1 if self.mesh is None else self.mesh.size
 
     def init(self, trainable, seed: int, device: jax.sharding.Sharding | None = None) -> TrainState:
-        """The first state, over a copy of `trainable`: the step donates the copy, and the caller keeps the original.
+        """The state with which a run starts, over a copy of `trainable`: the step donates the copy, and the caller
+        keeps the original.
 
         Args:
           trainable: the weights that train.
