@@ -94,11 +94,11 @@ def test_a_fault_keeps_its_traceback(recipe, runs, monkeypatch, capsys):
         cli.main(["train", recipe])
 
     def missing_file(*_, **__):
-        (Path(recipe).parent / "rows.jsonl").read_text()
+        (Path(recipe).parent / "gone.jsonl").read_text()
 
     monkeypatch.setattr(sys.modules["jaxtune.train.app"], "run", missing_file)
     assert cli.main(["train", recipe]) == 2
-    assert "rows.jsonl" in capsys.readouterr().err
+    assert "gone.jsonl" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [["-m", "jaxtune.train"], ["-m", "jaxtune", "train"]])

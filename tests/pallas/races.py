@@ -3,8 +3,11 @@
 The interpreter keeps a clock for each thread and tells which accesses of shared memory no barrier puts in order. Of a
 copy by TMA into shared memory it also demands a fence (commit_smem) after what other threads *read* there. Hardware
 needs none: what a thread has read is in its registers when it arrives at the barrier that the copy waits for, and
-CUTLASS' pipelines release their slots the same way. So a copy is held here against earlier reads by barriers alone, and
-against earlier writes by barriers and fences.
+CUTLASS' pipelines release their slots the same way. So a copy is compared here with earlier reads by barriers alone,
+and with earlier writes by barriers and fences.
+
+Only shared memory is searched. In global memory tiles that overlap store the same numbers on purpose, where their size
+does not divide an array's.
 """
 
 from __future__ import annotations
@@ -21,11 +24,21 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import gpu_kernel
 
+_SHARED = gpu_callbacks.memory.get_memory_space_idx(plgpu.SMEM)
+
 
 class _Recorded(gpu_callbacks.GPURaceDetectionState):
     """Notes every race of every kernel: the interpreter forgets a kernel's when the next one begins."""
 
     found: list[object]
+
+    def check_read(self, thread, clock, buffer_key, *place, **options) -> None:
+        if buffer_key.memory_space_id == _SHARED:
+            super().check_read(thread, clock, buffer_key, *place, **options)
+
+    def check_write(self, thread, clock, buffer_key, *place, **options) -> None:
+        if buffer_key.memory_space_id == _SHARED:
+            super().check_write(thread, clock, buffer_key, *place, **options)
 
     def __setattr__(self, name: str, value: object) -> None:
         if name == "races_found" and value:
