@@ -1,4 +1,6 @@
-"""What commands share: their parsers, output in columns, and loading a model."""
+"""What commands share: the argument parser; the options that several commands have (--coordinator, --processes and
+--process for runs of several processes, --dtype and --load-in for the dtype and the quantised format of the weights);
+output in columns as wide as the terminal; and loading a model by these options."""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ def add_processes(parser: argparse.ArgumentParser) -> None:
 
 
 def add_numbers(parser: argparse.ArgumentParser) -> None:
-    """Adds --dtype and --load-in, from which `load` takes the dtype and the format of the model's weights."""
+    """Adds the options of the numbers that the weights are stored in, --dtype and --load-in: `load` takes from them the
+    dtype and the quantised format of the model's weights. Both are None if they are not given."""
     parser.add_argument(
         "--dtype", help="dtype of the weights: bfloat16, float16 or float32 (default: that of the run; else bfloat16)"
     )

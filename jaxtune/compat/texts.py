@@ -112,12 +112,19 @@ def without_torch(tokenizer: Any) -> Any:
 
 
 def get_chat_template(tokenizer: Any, chat_template: str = "chatml", **others: Any) -> Any:
-    """Sets the tokenizer's chat template, in place, and returns the tokenizer. `chat_template` is Unsloth's name or the
-    name of a packaged template, a .jinja file, or Jinja text. If a template is not packaged, or this tokenizer lacks
-    its marks, the name means the tokenizer's own template, provided that it is of the same family.
+    """Unsloth's: sets the tokenizer's chat template, in place, and returns the tokenizer.
 
+    If jaxtune has no template of Unsloth's name, or the tokenizer lacks the special tokens that the template writes,
+    the tokenizer keeps its own template, provided that this one is of the same family (it contains the family's mark).
+
+    Args:
+      tokenizer: a tokenizer of transformers.
+      chat_template: Unsloth's name or the name of a packaged template, a .jinja file, or Jinja text; of a pair, the
+        first item.
+      others: Unsloth's other arguments. A printed line reports each one that has no effect here.
     Raises:
-      ValueError: the name of another family's template, whose marks would not be tokens of this tokenizer.
+      ValueError: the tokenizer's own template is of another family; or one of `others` would change the result, or is
+        unknown.
     """
     settle("get_chat_template", others, TEMPLATE, get_chat_template)
     if isinstance(chat_template, Sequence) and not isinstance(chat_template, str):
@@ -140,7 +147,8 @@ def setup_chat_format[Model](
     model: Model, tokenizer: Any, format: str = "chatml", resize_to_multiple_of: int | None = None
 ) -> tuple[Model, Any]:
     """TRL's: (model, tokenizer), with ChatML as the tokenizer's template, and its marks as first, last and padding
-    token.
+    token. The tokenizer is changed in place, and the model not at all: no embeddings are added, so that
+    `resize_to_multiple_of` has no effect.
 
     Raises:
       ValueError: another format, or the tokenizer has no tokens for ChatML's marks, whose embeddings would be new.
@@ -165,8 +173,8 @@ def setup_chat_format[Model](
 
 
 def standardize_sharegpt(dataset: Any, **others: Any) -> Any:
-    """Unsloth's: returns the data set with messages {"role", "content"} in place of ShareGPT's {"from", "value"} in the
-    column `conversations`.
+    """Unsloth's: returns a new data set with messages {"role", "content"} in place of ShareGPT's {"from", "value"} in
+    the column `conversations`.
 
     Args:
       dataset: a datasets.Dataset or a list of dicts, with a column conversations.

@@ -64,8 +64,13 @@ def _parts(array: jax.Array) -> Iterator[jax.Array]:
 
 
 def _runs(numbers: int) -> Iterator[tuple[int, int, int]]:
-    """(start, size, numbers that it contains) of each run that `numbers` values are divided into: runs of the largest
-    size, then of the smallest size of which four are enough for the rest."""
+    """Divides the `numbers` values of a flat tensor into runs that are encoded one at a time, and yields (start, size,
+    how many of the values it contains) for each.
+
+    Every size is one of _RUNS, so that the encoder is compiled for three sizes only; `_cut` pads a run that contains
+    fewer values than its size. Each run has the smallest size of which four have room for more than the values that are
+    left, or the largest size if there is none: 2^22 + 1 values are a run of 2^22 and one of 2^16.
+    """
     at = 0
     while at < numbers:
         size = min((size for size in _RUNS if 4 * size > numbers - at), default=max(_RUNS))

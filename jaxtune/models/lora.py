@@ -1,6 +1,9 @@
-"""Adds LoRA adapters to a model: selects the matrices that get one, and freezes the rest.
+"""Adds LoRA adapters to a model (`get_peft_model`): selects the matrices that get one, and freezes the rest.
 
-The functions return a new module that shares the frozen arrays; their argument is never changed.
+The module also removes adapters (`without_adapter`), lists the matrices that can have one, and describes the adapters
+of a model as arguments of `get_peft_model` (`adapter_settings`); by `gives_adapter` a run compares them with its
+config. `savable` names the whole matrices that can be trained beside adapters (modules_to_save). Functions that return
+a model return a new module that shares the frozen arrays; their argument is never changed.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from jaxtune.pallas.formats import dense
 
 
 def savable(model: Decoder) -> tuple[str, str]:
-    """The names that modules_to_save may contain: the embedding's and the head's."""
+    """The names that modules_to_save, the matrices that are trained whole beside adapters, may contain: the embedding's
+    and the head's."""
     return "embed_tokens", model.config.head.name
 
 
@@ -285,7 +289,8 @@ def without_adapter(model: Decoder) -> Decoder:
 
 
 def adapter_settings(model: Decoder) -> dict[str, Any] | None:
-    """The arguments of get_peft_model (without the seed) that would give the model's adapters; None if it has none.
+    """{name: value} of the arguments of get_peft_model (without the seed) that would give the model's adapters; None if
+    it has none.
 
     They are what adapter_config.json says of an adapter.
 

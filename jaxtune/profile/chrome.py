@@ -307,8 +307,14 @@ def _steps(events: list[Event]) -> list[tuple[float, float]]:
 
 
 def _event(row: dict, call: _Call | None, forward: _Forward, origin: float) -> Event:
-    """The Event of a device row; `call` is the CPU call that launched it, `origin` the trace's first time in
-    microseconds."""
+    """The Event of a trace event on the device (`row`).
+
+    Args:
+      row: the trace event, as JSON.
+      call: the CPU call that launched it; None if the trace does not have it.
+      forward: finds the forward operator of a launch in the backward.
+      origin: the trace's first time in microseconds, from which the Event counts.
+    """
     args = row.get("args") or {}
     name = str(row["name"])
     start = (float(row["ts"]) - origin) * 1e3
@@ -346,8 +352,8 @@ def _kind(row: dict, name: str) -> str:
 
 def _category(event: Event, around: Sequence[_Call]) -> str:
     """The event's category, one of scopes.CATEGORIES. It is `categorise`'s, with the operators and marked ranges around
-    the launch taken into account, because PyTorch's kernels have no scopes. `around` are these ranges, from the inside
-    out."""
+    the launch taken into account, because PyTorch's kernels have no scopes. `around` are these ranges, the innermost
+    first; empty if the launching call is not in the trace."""
     operators = [c.name for c in around if c.category == "cpu_op"]
     words = " ".join(operators)
     is_gemm = True if event.flops and not _PRODUCTS.isdisjoint(operators) else None
@@ -409,7 +415,8 @@ def _path(call: _Call, inside: _Call | None = None) -> str:
 
 
 def _operator(call: _Call) -> str:
-    """The outermost aten operator around a call, such as "linear"."""
+    """The outermost aten operator around a call, such as "linear"; if there is none, the outermost operator of any
+    kind, such as an autograd node; "" without one. It is the scope of kernels that no marked range or module names."""
     names = [c.name for c in call.up() if c.category == "cpu_op" and c.name.startswith("aten::")]
     if names:
         return names[-1].removeprefix("aten::")
@@ -421,9 +428,13 @@ def _operator(call: _Call) -> str:
 
 
 def _add_work(event: Event, operators: list[_Call]) -> None:
-    """Sets a kernel's shapes, dtype, FLOPs and bytes from the innermost operator around its launch that has shapes.
-    FLOPs and bytes count on the longest kernel that the operator launches. `operators` are those around the launch,
-    from the inside out."""
+    """Sets a kernel's shapes, dtype, FLOPs and bytes from an operator around its launch: the innermost attention
+    operator that recorded the shapes of its inputs, or else the innermost operator that did. Without one, the event is
+    left unchanged.
+
+    If an operator launches several kernels, only the longest has the operator's FLOPs and bytes; the others have 0.
+    operators: the CPU operators around the call that launched the kernel, the innermost first.
+    """
     shaped = [c for c in operators if c.args.get("Input Dims")]
     attention = [c for c in shaped if c.name.startswith("aten::_scaled_dot_product_")]
     operator = next(iter(attention or shaped), None)

@@ -21,6 +21,10 @@ class Text:
     The returned pieces, joined, are the text that decoding all tokens at once gives, up to the first stop string. A
     token alone cannot be decoded: it may be a part of a character, and the space before it depends on earlier tokens.
 
+    If the answer is streamed, its tokens are given to `add`, which returns the text that is certain so far. If it is
+    not, they are given to `keep`, which only stores them. In both cases `end` is called once after the last token: it
+    returns the rest of the text (after `keep`, all of it) and sets `calls`.
+
     Args:
       tokenizer: decodes the tokens; special tokens are left out of the text.
       stops: strings that end the text and are no part of it.

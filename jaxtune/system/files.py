@@ -167,8 +167,15 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 
 
 def require_makeable(key: str, value: str) -> None:
-    """Raises ValueError if no folder with the name `value` can be created, before work begins that would be lost then.
-    `key` is the setting that has the name, for the message."""
+    """Checks, without creating anything, that the folder `value` exists or can be created, and can be written to. It is
+    called before a run begins, so that the run does not fail when it saves its result.
+
+    Args:
+      key: the name of the setting that has this value, for the message.
+      value: the folder.
+    Raises:
+      ValueError: a file is in the way, or the folder or the parent that it would be created in cannot be written to.
+    """
     wanted = Path(value).absolute()
     there = next(folder for folder in (wanted, *wanted.parents) if folder.exists())
     if not there.is_dir():

@@ -82,9 +82,12 @@ def answered(config: TrainConfig, limit: int) -> list[Example]:
 
 
 def sampled_by(trainer: Trainer) -> Sampled:
-    """How many of its held-out questions a run or an evaluation answers at a time: as many as its memory allows. Called
+    """Determines how a run or an evaluation answers its held-out questions; it samples nothing itself. It is called
     before training, so that rows that cannot be asked are reported then.
 
+    Returns:
+      a Sampled: how many questions the model answers in one batch, the largest number that fits in memory, and the
+        numbers of tokens of the longest prompt and of the longest answer.
     Raises:
       ValueError: a row does not end with an answer, or is too long for the model.
     """
@@ -103,7 +106,7 @@ def answer(
     Args:
       model, tokenizer, config: those of the run.
       console: prints the lines.
-      sampled: how many prompts are answered at a time.
+      sampled: how many questions are answered at a time, from `sampled_by`.
       when: printed before the score, such as "before training".
     Returns:
       {"exact_match": share of right answers, "rows": number of questions, "samples": [{"question", "expected",

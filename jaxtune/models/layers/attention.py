@@ -303,14 +303,18 @@ class Attention(nnx.Module):
     def waiting_bytes(self, sizes: Sizes) -> float:
         """Bytes of partial results that exist while the feed-forward's backward runs, for the planner.
 
-        A multiple of the query's bytes, fitted to compiled programs.
+        They are a multiple of the query's bytes, fitted to compiled programs (models/fitted.py). sizes: the bytes of
+        the layer's residuals by name.
         """
         return ATTENTION_BYTES.of("cudnn", sizes.device).waiting * sizes["query"]
 
     def backward_bytes(self, sizes: Sizes) -> float:
         """Bytes of its backward in addition to the residuals, for the planner.
 
-        Gradients of query, key and value, normed queries and keys, and values of the residual stream.
+        They are the gradients of query, key and value, a second array of the query's size, values of the residual
+        stream (a multiple of the layer's input), and the normed queries, keys and values if attention norms them when
+        it reads them. If layers run in tiles of tokens, the backward's work space, a multiple of the query, comes in
+        addition, and the stream has one value less. sizes: the bytes of the layer's residuals by name.
         """
         fit = ATTENTION_BYTES.of("cudnn", sizes.device)
         stream = fit.stream * sizes["layer_input"]

@@ -278,17 +278,22 @@ class DeltaNet(nnx.Module):
     def waiting_bytes(self, sizes: Sizes) -> float:
         """Bytes of partial results that exist while the feed-forward's backward runs, for the planner.
 
-        A multiple of the output's bytes.
+        They are taken to be a fixed multiple (models/fitted.py) of the bytes of the recurrence's output. sizes: the
+        bytes of the layer's residuals by name.
         """
         return DELTA_NET_BYTES.of("triton", sizes.device).waiting * sizes[_OUT]
 
     def backward_bytes(self, sizes: Sizes) -> float:
-        """Bytes of its backward in addition to the residuals, for the planner.
+        """The bytes of device memory that its backward takes in addition to the residuals, for the planner.
 
-        These are queries, keys and values after the convolution with their gradients, once in chunks and once whole,
-        and the larger need of the two implementations. The reference implementation has the first state of each group
-        of chunks and, for one group in float32, matrices between tokens, states and intermediates. The kernels have two
-        matrices and two states of each chunk, and errors and gradients of values.
+        They are the sum of: queries, keys and values after the convolution, and their gradients, each of which exists
+        twice at a time, as arrays [B, T, ...] and rearranged into chunks of tokens; two arrays of the output's size;
+        values of the residual stream, a multiple of the layer's input; and the larger need of the two implementations.
+        The reference implementation stores the first state of each group of chunks and, for one group at a time and in
+        float32, the matrices between tokens, the states and intermediate results. The kernels store two matrices and
+        two states for each chunk, and the errors and the gradients of the values.
+
+        sizes: the bytes of the layer's residuals by name, with the compute dtype and the tokens of a row.
         """
         shape = self.shape
         tokens = sizes[_OUT] / (shape.value_size * sizes.dtype.itemsize)

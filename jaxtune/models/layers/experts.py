@@ -411,18 +411,19 @@ class MoE(nnx.Module):
     def forward_bytes(self, sizes: Sizes) -> float:
         """Bytes at the end of the layer's forward in addition to the residuals, for the planner.
 
-        It is a multiple of the layer's input that was fitted to compiled programs (models/fitted.py).
+        It is a multiple of the layer's input that was fitted to compiled programs (models/fitted.py). sizes: the bytes
+        of the layer's residuals by name.
         """
         return EXPERTS_BYTES.of("mosaic" if sizes.hopper else "reference", sizes.device).forward * sizes["layer_input"]
 
     def backward_bytes(self, sizes: Sizes) -> Scratch:
         """Bytes of its backward in addition to the residuals, for the planner.
 
-        The activation, its gradients, and the gradients of gate_up and of the experts' rows.
-
-        The experts' rows are a copy of each token's hidden state for each of its experts. Where the matrix product does
-        not gather rows itself, the sorted rows come in addition, and where the weight is decoded, the decoded weight.
-        Where FP8 codes are multiplied, the rows' codes and the weight's transposed codes do.
+        They are the activation, its gradients, the gradients of gate_up and of the experts' rows, twice the bytes of a
+        shared expert's gate and up, and a multiple of the layer's input. The experts' rows are a copy of each token's
+        hidden state for each of its experts. Where the matrix product does not gather rows itself, the sorted rows come
+        in addition, and where the weight is decoded, the decoded weight. Where FP8 codes are multiplied, the rows'
+        codes and the weight's transposed codes do. sizes: the bytes of the layer's residuals by name.
         """
         gate_up = sizes["gate_up"]
         rows = self.config.hidden_size / (2 * self.moe.expert_size) * gate_up

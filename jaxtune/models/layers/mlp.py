@@ -97,14 +97,21 @@ class MLP(nnx.Module):
     def forward_bytes(self, sizes: Sizes) -> float:
         """Bytes at the end of the layer's forward in addition to the residuals, for the planner.
 
-        The activation, and those of gate and up that are not kept.
+        They are the activation's output, those of gate and up that are recomputed in the backward instead of kept, and
+        values of the residual stream, a multiple of the layer's input (models/fitted.py). sizes: the bytes of the
+        layer's residuals by name.
         """
         dropped = sum(sizes[name] for name in ("gate", "up") if name in sizes.recomputed)
         return sizes["gate"] + dropped + self._fitted(sizes).forward * sizes["layer_input"]
 
     def backward_bytes(self, sizes: Sizes) -> Scratch:
-        """Bytes of its backward in addition to the residuals, for the planner: the activation, the gradients of gate
-        and up, and partial gradients of other segments."""
+        """The bytes of its backward in addition to the residuals, for the planner.
+
+        Its own are the gradient of the activation's output alone, if a kernel overwrites gate and up with their
+        gradients (`_in_place`); otherwise the activation's output, its gradient, the gradients of gate and up, and
+        values of the residual stream. The bytes around it are partial gradients of other segments, a multiple of the
+        layer's input (models/fitted.py). sizes: the bytes of the layer's residuals by name.
+        """
         gate, up, stream = sizes["gate"], sizes["up"], sizes["layer_input"]
         fit = self._fitted(sizes)
         around = (fit.around if sizes.tiles == 1 else fit.around_tiles) * stream
@@ -118,7 +125,8 @@ class MLP(nnx.Module):
         return MLP_BYTES.of("mosaic" if self._in_place(sizes) else "reference", sizes.device)
 
     def _in_place(self, sizes: Sizes) -> bool:
-        """Whether the kernel of pallas/gated writes the gradients of gate and up over gate and up."""
+        """Whether the kernel of pallas/gated writes the gradients of gate and up over gate and up: it supports these
+        sizes, and the device is a Hopper GPU."""
         numbers = sizes.length * self.config.intermediate_size
         runs = mosaic.unsupported(sizes.dtype, numbers, self.config.activation) is None
         return runs and sizes.hopper and sizes["gate"] / sizes.dtype.itemsize < mosaic.MOST

@@ -220,9 +220,7 @@ def addressable(tree: Any) -> list[Any]:
 
 def on_host(array: Any) -> np.ndarray:
     """The whole array as a numpy array, also if each process has only a part; all processes of the mesh must call it.
-
-    Unlike jax.device_get it does not cache the copy in the array, where it would occupy host memory.
-    """
+    Unlike jax.device_get it does not cache the copy in the array, where it would occupy host memory."""
     if not isinstance(array, jax.Array):
         return np.asarray(array)
     if not array.is_fully_addressable and not array.is_fully_replicated:
@@ -247,14 +245,14 @@ def _moves(sharding: jax.sharding.Sharding) -> Callable[[jax.Array], jax.Array]:
 
 
 def _row_axes() -> tuple[str, ...]:
-    """Names of the mesh axes that divide rows in the function that is being traced; none outside of `divided`."""
+    """Names of the mesh axes that divide rows in the function that is being traced; () outside of `divided`."""
     mesh = jax.sharding.get_abstract_mesh()
     names = (axis.name for axis in AXES)
     return tuple(name for name in names if name in mesh.manual_axes and mesh.shape[name] > 1)
 
 
 def part_of_rows() -> jax.Array | int:
-    """int32[]: which of the equal parts of the batch's rows this device has; 0 outside of `divided`."""
+    """int32[]: which of the equal parts of the batch's rows this device has; 0 outside of `divided` (shard_map)."""
     axes = _row_axes()
     return jax.lax.axis_index(axes) if axes else 0
 
@@ -297,7 +295,9 @@ _total.defvjp(lambda sums: (_total(sums), None), lambda _, gradients: (gradients
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """This device's part of an array of which `count` devices have equal parts along `axis`."""
+    """One device's part of an array of which `count` devices have equal parts along `axis`. In `divided`, `array` is
+    the part, and `shape` is that of the whole array. In a tree from `divide`, outside of `divided`, `array` is still
+    the whole array, which is only marked to be divided."""
 
     array: jax.Array  # the part
     axis: int = dataclasses.field(metadata=dict(static=True))  # along which the array is divided
@@ -349,9 +349,8 @@ def bytes_per_device(tree: Any, parts: int) -> float:
 
 def divided_sizes(tree: Any, parts: int) -> tuple[float, float]:
     """(bytes, elements) of the whole arrays of those variables that would be divided; the planner counts gathers so."""
-    arrays = [
-        shard.array for shard in shards(_divided(tree, parts))
-    ]  # these are whole arrays, which are only marked as divided
+    # These are whole arrays, which are only marked as divided.
+    arrays = [shard.array for shard in shards(_divided(tree, parts))]
     counts = [float(math.prod(array.shape)) for array in arrays]
     return sum(n * jnp.dtype(a.dtype).itemsize for n, a in zip(counts, arrays, strict=True)), sum(counts)
 
@@ -388,10 +387,7 @@ def _axes(variable: nnx.Variable, count: int) -> tuple[int | None, ...] | None:
 
 def declared_resident(frozen: Any, resident: int, layers: int) -> Any:
     """A state of frozen variables in which those of the first `resident` of `layers` layers are declared whole on each
-    device.
-
-    If `resident` is all layers, embedding and head are declared so too (ResidualPlan.resident).
-    """
+    device. If these are all layers, embedding and head are declared so too (ResidualPlan.resident)."""
     if not resident:
         return frozen
 
@@ -421,7 +417,9 @@ def undivided(tree: Any) -> Any:
 
 
 def specs(tree: Any) -> Any:
-    """The PartitionSpecs, for `divided`, of the arrays of a tree from `divide`."""
+    """The tree of PartitionSpecs that `divided` (a shard_map) takes as in_specs or out_specs for a tree from `divide`.
+    A Shard becomes a Shard that has, in place of its array, the spec that divides its axis over the mesh axis `fsdp`.
+    Any other array gets an empty spec, because every device has it whole."""
     return _specs(tree, (), ())
 
 

@@ -91,7 +91,9 @@ class Layout:
     """How one kind of checkpoint stores matrices in one format, read and written by jaxtune/models/files.
 
     A subclass sets the class attributes and implements `recognises`, `describe`, `read`, `tensors` and `config`; the
-    other methods have defaults.
+    other methods have defaults. A checkpoint may store an experts' matrix [E, out, in] in pieces, one or more matrices
+    for each expert: `joining` and `splitting` return the reason why pieces cannot be joined or written, or None if they
+    can. `header_number` returns a number that must be known before a file's header is written.
     """
 
     title: ClassVar[str]  # which checkpoints these are, for errors, such as "bitsandbytes' in four bits"
@@ -105,8 +107,11 @@ class Layout:
     decoded_on_load: ClassVar[bool] = False
     # the model types whose checkpoints are stored like this; None: all
     families: ClassVar[tuple[str, ...] | None] = None
-    expert_note: ClassVar[str | None] = None  # a warning for when experts are written in this layout; None: none
-    # whether the digest of experts is computed from their pieces' digests, and not from those of all tensors
+    # a warning that is given when experts are written in this layout, such as who cannot load them; None: none
+    expert_note: ClassVar[str | None] = None
+    # whether the base model's digest, a checksum by which an adapter's file recognises the model that it was trained
+    # over, includes one digest for each piece of an experts' matrix (True) or those of all tensors of all pieces, in
+    # order (False); it must never change for an existing layout
     digests_pieces: ClassVar[bool] = False
 
     # ---- reading

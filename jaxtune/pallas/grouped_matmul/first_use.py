@@ -20,14 +20,18 @@ _TOKENS = 150
 
 
 def refusal(name: str, product: Callable, weight, *, gathering: bool = False) -> str | None:
-    """The reason why this GPU must not run `product` (an implementation of reference.product), or None, from comparing
-    a small case, in both directions, with the reference.
+    """The reason why this GPU must not run `product` (an implementation of reference.product), or None: compares it
+    with the reference on a small random case.
+
+    The case is computed with contract = 2, as the forward needs it, and with contract = 1, the product with the
+    transposed weight, which the gradient of x needs. The reason is that a computation failed, or that a result differs
+    by more than dispatch.first_use allows.
 
     Args:
-      name: the implementation.
-      product: the function.
-      weight: a stored weight, whose format the case has, or None for an array.
-      gathering: whether it must also gather tokens' rows.
+      name: the implementation's name.
+      product: the function, with the arguments of reference.product.
+      weight: a stored weight: the case has a random one in the same format. None: the case has a bfloat16 array.
+      gathering: whether the case is also computed with rows that `product` gathers from tokens while it multiplies.
     """
 
     def compare():

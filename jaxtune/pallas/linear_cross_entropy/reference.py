@@ -11,15 +11,16 @@ _MULTIPLE = 8
 
 
 def fills_up(vocab_size: int, dtype: jnp.dtype) -> bool:
-    """Whether the head, in this dtype, is copied once, padded to a multiple of 8 rows. XLA pads every dimension of a
-    16-bit product on a GPU so, and would otherwise copy the head for every chunk. The planner asks for it too, to count
-    the copy."""
+    """Whether `filled_up` copies a head of `vocab_size` rows, in this dtype, to pad it to a multiple of 8 rows: whether
+    the dtype has 16 bits and the vocabulary's size is no such multiple. XLA pads every dimension of a 16-bit product on
+    a GPU so, and would otherwise copy the head for every chunk. The planner asks for it too, to count the copy."""
     return vocab_size % _MULTIPLE != 0 and jnp.dtype(dtype).itemsize == 2
 
 
 def filled_up(head: jax.Array) -> jax.Array:
-    """The head [V, D] with rows of zeros after the vocabulary, to a multiple of 8, if `fills_up` says that it is
-    padded; otherwise the head itself."""
+    """The head [V, D] with rows of zeros appended, so that the number of its rows is a multiple of 8, if its dtype has
+    16 bits and V is not such a multiple yet (`fills_up`); any other head is returned unchanged. Otherwise XLA, which
+    pads every 16-bit product so, would copy the head for every chunk of tokens."""
     return jnp.pad(head, ((0, -len(head) % _MULTIPLE), (0, 0))) if fills_up(len(head), head.dtype) else head
 
 
@@ -53,16 +54,23 @@ def _chunk(
     z_loss,
     head_gradient,
 ) -> Results:
-    """The results of one chunk of tokens: hidden [B, t, D], targets and weights [B, t].
+    """The results of one chunk of tokens.
 
     Args:
+      hidden: [B, t, D], the hidden states after the final norm.
       head: [V, D] in hidden's dtype, perhaps with rows of zeros at its end.
+      targets: int[B, t], the token after each token.
+      weights: float32[B, t], the factors of the losses in the sum whose gradients are computed.
       entropy_weights: float32[B, t], the factors of the entropies in the sum whose gradients are computed, or None if
         the entropies have no gradient.
       gradients, entropies: whether they are computed.
       size: the vocabulary's, which `head` may exceed.
-      soft_cap, logit_scale, temperature, label_smoothing, z_loss, head_gradient: as in api.linear_cross_entropy and
-        api.linear_log_probs.
+      logit_scale: multiplies the logits.
+      soft_cap: limits them after that, to soft_cap * tanh(logits / soft_cap); None: no limit.
+      temperature: divides them after that.
+      label_smoothing: the share of the target's probability that is spread evenly over the vocabulary.
+      z_loss: the factor of the squared log-sum-exp of the logits, which is added to the loss.
+      head_gradient: whether dhead is computed, if gradients are.
     """
     precision = jax.lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     logits = jnp.einsum("btd,vd->btv", hidden, head, preferred_element_type=jnp.float32, precision=precision)

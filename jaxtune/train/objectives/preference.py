@@ -157,8 +157,9 @@ class Preference(Pairs):
         ignored.
 
         Args:
-          unscaled: from `unscaled_rewards`.
-          answers: the log-probabilities under the model.
+          unscaled: from `unscaled_rewards`, the rewards before they are multiplied by beta: float32[rows, most pairs,
+            2], first those of the chosen answers, then those of the rejected ones.
+          answers: the log-probabilities under the model; with `documents` if the class asks for them.
         """
         raise NotImplementedError
 
@@ -261,8 +262,10 @@ class DPO(Referenced):
     """The probability that a preference is labelled wrongly, for loss_type="sigmoid"."""
 
     def pair_losses(self, unscaled: jax.Array, answers: Answers) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """(the losses of pairs by `loss_type`, float32[rows, most pairs]; {}), from the answers' log-ratios
-        `unscaled`, float32[rows, most pairs, 2]."""
+        """(the losses of pairs by `loss_type`, float32[rows, most pairs]; {}, no further metrics). unscaled:
+        float32[rows, most pairs, 2], the rewards before they are multiplied by beta: here the log-ratio of each
+        answer to the reference, first of the chosen, then of the rejected one. answers: gives their tokens for "ipo".
+        """
         if self.loss_type == "ipo":
             unscaled = unscaled / answers.tokens
         logits = unscaled[..., 0] - unscaled[..., 1]
@@ -290,8 +293,14 @@ class ORPO(Preference):
 
     def pair_losses(self, unscaled: jax.Array, answers: Answers) -> tuple[jax.Array, dict[str, jax.Array]]:
         """(the losses of pairs; the metrics "nll_loss", "log_odds_ratio" and "log_odds_chosen"), float32[rows, most
-        pairs] each. unscaled: the answers' mean log-probabilities, float32[rows, most pairs, 2]. answers: with those of
-        whole documents."""
+        pairs] each.
+
+        Args:
+          unscaled: float32[rows, most pairs, 2], the rewards before they are multiplied by beta: here the mean
+            log-probability of the tokens of each answer, first the chosen, then the rejected one.
+          answers: the log-probabilities under the model. Its `documents` must be set, because the negative
+            log-likelihood is that of the whole chosen document, prompt and answer.
+        """
         assert answers.documents is not None
         # An answer of probability 1 (or an entry without a pair) has a mean of 0 and infinite odds, so means are
         # capped.
@@ -322,8 +331,9 @@ class SimPO(Preference):
     by_mean: ClassVar[bool] = True
 
     def pair_losses(self, unscaled: jax.Array, answers: Answers) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """(the losses of pairs, float32[rows, most pairs]; {}), from the answers' mean log-probabilities `unscaled`,
-        float32[rows, most pairs, 2]."""
+        """(the losses of pairs, float32[rows, most pairs]; {}, no further metrics). unscaled: float32[rows, most pairs,
+        2], the rewards before they are multiplied by beta: here the mean log-probability of each answer's tokens, first
+        of the chosen, then of the rejected one. answers: not used."""
         logits = unscaled[..., 0] - unscaled[..., 1] - self.simpo_gamma / self.beta
         return _smoothed(self.beta * logits, self.label_smoothing), {}
 

@@ -32,12 +32,14 @@ def is_hosted(leaf: Any) -> bool:
 
 
 def hosted_bytes(opt_state: Any) -> int:
-    """Bytes of the arrays, which may be abstract, that are stored on the host."""
+    """Bytes of those arrays of the optimizer's state, which may be abstract, that are stored on the host."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(opt_state) if is_hosted(leaf))
 
 
 def shardings(opt_state: Any, device: Sharding) -> Any:
-    """The sharding of each array of the state; `device` is the sharding of arrays on the device."""
+    """A tree of shardings, one for each array of the optimizer's state: arrays that `is_hosted` names, of 64 KiB or
+    more, get `device` with the memory kind pinned_host, and smaller ones get `device` itself. device: the sharding of
+    arrays that are in device memory."""
     host = device.with_memory_kind("pinned_host")
     return jax.tree.map(lambda leaf: host if is_hosted(leaf) else device, opt_state)
 
@@ -70,7 +72,8 @@ def joined(opt_state: Any, structure: Any, parts: list[Any]) -> Any:
 
 def first_states(optimizer: optax.GradientTransformation, parameters: Any, device: Sharding) -> Any:
     """The result of optimizer.init with each array on the device or the host, as is_hosted says; the device never has
-    more than one tensor's states at a time. `parameters` may be abstract."""
+    more than one tensor's states at a time. `parameters` may be abstract. device: the sharding of arrays that stay in
+    device memory."""
     leaves, structure = jax.tree.flatten(parameters)
     parts = []
     for leaf in leaves:

@@ -37,15 +37,15 @@ class Planner:
       length: tokens of a row.
       device: a jax.Device of this process.
       keeps_model: whether the caller keeps the model in memory during the run.
-      optimizer: None: the one that config.optim asks for.
-      reference_runs: Objective.reference_runs.
+      optimizer: updates the weights; None: the one that config.optim asks for.
+      reference_runs: how many forward passes of a frozen reference model each loss has (Objective.reference_runs).
       note: a line printed before the plan, such as the reason for the mesh.
 
     Attributes:
-      device: planning.devices.Device.
+      device: planning.devices.Device: the memory and the speed of the device.
       room: search.Room: the memory that a step may take.
-      cost: StepCost.
-      forecast: of the plan in force.
+      cost: StepCost: the bytes and the work of a step, whatever the plan.
+      forecast: Forecast: the memory and the time of a step by the plan in force.
 
     Raises:
       PlanError: nothing fits.
@@ -114,7 +114,8 @@ class Planner:
             self.forecast, self._smallest = forecast(self.cost, stored, self.device), False
 
     def _recorded(self, record: dict[str, Any]) -> StepPlan:
-        """The StepPlan in a record that StepPlan.to_record made, for this model."""
+        """The StepPlan for this model in a record that StepPlan.to_record made: the checkpoint's, or the one that the
+        first process sent."""
         return StepPlan.from_record(record, self.cost.num_layers, self.cost.known)
 
     def skip_known_failures(self, known: KnownFailures) -> None:
@@ -158,8 +159,15 @@ class Planner:
         return self.room.fits(need_bytes, self._smallest)
 
     def _next(self, resident: int = 0) -> tuple[Forecast, bool]:
-        """(forecast of the plan to compile, whether it is the smallest). In a run of several processes the first one
-        decides, because host memory and measured rates may differ between them."""
+        """Chooses the plan to compile next: (its forecast, whether it is the smallest plan there is). In a run of
+        several processes the first one decides for all, because host memory and measured rates may differ between them.
+
+        Args:
+          resident: the least number of layers whose frozen weights every device must keep whole, because they were
+            placed so already; 0 if no weights are placed yet.
+        Raises:
+          PlanError: no plan is left.
+        """
 
         def found() -> list[Any]:
             """The choice as values that processes can exchange."""
@@ -177,7 +185,8 @@ class Planner:
         raise PlanError(chosen, budget, self._fixes(goal(budget, self._failed) or budget), *tried)
 
     def _fixes(self, budget_bytes: float) -> list[str]:
-        """Changes of the config with which a plan would fit this budget."""
+        """Changes of the config with which a plan would fit this budget of device memory, such as
+        "data.length=4096", for the message of a PlanError."""
         data = dataclasses.replace(self.config.data, length=self.cost.length)
         config = dataclasses.replace(self.config, data=data)
         return fitting_settings(self.shape, config, self.device, budget_bytes, **self._changes)

@@ -23,6 +23,12 @@ from jaxtune.train.program.step import Sums, TrainState
 class TrainedModel:
     """The model that a run trains. The caller's model is never changed or donated.
 
+    A run first asks for `first_shapes`, from which its programs are compiled while the weights may still be loading,
+    and then calls `begin`. Both describe (state, sums, frozen): the TrainState, new or from a checkpoint; the Sums of
+    gradients and losses over a step's micro-batches; and the frozen weights on the mesh. `first_state` returns these
+    for a new run too, but frees nothing and does not set `fresh`: benchmarks and tests use it. `finished` returns the
+    model with the trained weights.
+
     Args:
       model: what the caller gave; its arrays are shapes if `weights` is given.
       config: the run's.
@@ -80,13 +86,14 @@ class TrainedModel:
             self._weights = None
 
     def first_state(self, engine: Engine) -> tuple[TrainState, Sums, Any]:
-        """(state, sums, frozen) at the start of a run, placed on the mesh. Arrays of the caller that the step would
-        donate are copied. Waits for weights that are being loaded."""
+        """(state, sums, frozen) at the start of a new run, placed on the mesh, for benchmarks and tests; a run calls
+        `begin`. Arrays of the caller that the step would donate are copied. Waits for weights that are being loaded."""
         state, frozen = self._first(engine)
         return state, engine.zero_sums(state), frozen
 
     def _first(self, engine: Engine) -> tuple[TrainState, Any]:
-        """(state, frozen), as in first_state, which adds the sums."""
+        """(state, frozen) of a new run, placed on the mesh; `first_state` and `begin` add the sums. Waits for weights
+        that are being loaded."""
         self.take_weights()
         frozen = self.placed_frozen(engine)  # comes first, so that the blocks it frees are used for what follows
         program, where = engine.program, engine.replicated
@@ -134,13 +141,14 @@ class TrainedModel:
         return jax.tree.unflatten(as_declared, arrays)
 
     def _declared(self, engine: Engine) -> Any:
-        """The frozen weights with their declared shardings, whole on each device or divided as the plan in force
-        says."""
+        """The frozen weights, not moved, in variables whose logical axes say how the plan in force places them: whole
+        on each device, or divided over the mesh."""
         plan = engine.planner.plan.residuals
         return partition.declared_resident(self.frozen, plan.resident, len(plan.layers))
 
     def first_shapes(self, engine: Engine) -> tuple[TrainState, Sums, Any]:
-        """The shapes of what first_state returns, with their shardings."""
+        """The shapes, with their shardings, of what `begin` returns for a new run: (state, sums, frozen). A run's
+        programs are compiled from them while the weights are still being loaded."""
         program, state = engine.program, self.state_shapes(engine)
         sums = jax.eval_shape(program.zero_sums, state.trainable)
         sums = _placed(sums, program.sums_shardings(state.trainable, engine.replicated))
@@ -206,5 +214,6 @@ class TrainedModel:
 
 
 def _placed(tree, shardings):
-    """The shapes of a tree with the shardings of another tree of the same structure."""
+    """The shapes and dtypes of a tree's arrays as jax.ShapeDtypeStructs, with the shardings of `shardings`, a tree of
+    the same structure."""
     return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), tree, shardings)
