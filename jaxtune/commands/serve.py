@@ -74,8 +74,9 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _serve(options: argparse.Namespace, key: str | None) -> None:
-    """Opens the socket, loads the models, and serves them until a signal. Each of N models has a sampler, which may
-    take 1/N of the memory that is free when it is made. `key` is the API key; None: none is needed."""
+    """Opens the socket, loads the models, and serves them until a signal. Each of N models has a sampler. The samplers
+    are made one by one after all models are loaded, and the slots of each may take 1/N of the device memory that is
+    free then. `key` is the API key; None: none is needed."""
     from jaxtune.models.generation.sampler import Sampler
     from jaxtune.serve import server
     from jaxtune.serve.engine import Engine

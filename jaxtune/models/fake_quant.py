@@ -114,10 +114,12 @@ class FakeQuant:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def straight_through(spec: FakeQuant, weight: jax.Array, x: jax.Array) -> jax.Array:
-    """The rounded weight in the weight's own dtype; its gradient passes unchanged to the weight.
+    """A weight [out, in] rounded to the grid `spec`, in the weight's own dtype. In the backward, the gradient of the
+    result is passed unchanged to the weight.
 
-    The rounding is tied to the activations x that the weight will multiply. Otherwise XLA rounds once for forward and
-    backward, and keeps the rounded weight in between. spec: the grid to which the weight [out, in] is rounded.
+    x: the activations that the rounded weight will multiply. An optimization barrier makes the rounding depend on them,
+    so that forward and backward each round. Otherwise XLA would round once for both, and keep the rounded weight in
+    memory in between.
     """
     weight, _ = optimization_barrier((weight, x))
     return spec.round(weight).astype(weight.dtype)

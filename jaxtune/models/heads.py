@@ -28,7 +28,8 @@ class Head:
         return self.outputs is None
 
     def hf_config(self) -> dict[str, Any]:
-        """The entries of config.json that describe it, without `architectures`; {} for a language model's head."""
+        """The entries of config.json that describe it (id2label and label2id), beside `architectures`; {} for a
+        language model's head."""
         labels = {} if self.outputs is None else {str(index): f"LABEL_{index}" for index in range(self.outputs)}
         return labels and {"id2label": labels, "label2id": {label: int(index) for index, label in labels.items()}}
 
@@ -43,10 +44,12 @@ HEADS = [TEXT, SCORE]
 
 
 def head_of_class(architecture: str) -> Head:
-    """The head of a class of transformers, by its name; the language model's head if no other fits."""
+    """The head of a model class of the transformers library, by the class's name, such as
+    "LlamaForSequenceClassification"; the language model's head if no other fits."""
     return next((head for head in HEADS if architecture.endswith(head.architecture)), TEXT)
 
 
 def head_of_task(task_type: object) -> Head:
-    """The head that the task_type of an adapter_config.json means; the language model's if no other fits."""
+    """The head that the task_type of an adapter_config.json names, such as "SEQ_CLS"; the language model's if no other
+    fits."""
     return next((head for head in HEADS if head.task_type == task_type), TEXT)

@@ -286,7 +286,8 @@ def _say_once(op: str, name: str, refused: tuple[tuple[str, str], ...]) -> None:
 def on_request(
     name: str, implementation: str | None, why: str, refusal: Callable[[], str | None]
 ) -> Callable[[], str | None]:
-    """Returns the refusal, for a Table, of an implementation that is used only if the caller requests it by name.
+    """Makes the refusal function of an implementation that is used only if the caller requests it by name, for a Table
+    such as `choose` reads. A refusal function returns the reason why the implementation does not run a call, or None.
 
     Args:
       name: the implementation's.

@@ -102,9 +102,10 @@ def outlive(told: bool = False) -> None:
 
 @contextlib.contextmanager
 def outliving() -> Iterator[None]:
-    """A context in which everything that prints (callbacks and libraries too) continues when the reader of stdout or
-    stderr is gone, as after `outlive`; afterwards the old streams are back. It is for runs that a user's own
-    script starts."""
+    """A context in which printing does not fail when the reader of stdout or stderr is gone, such as a terminal that
+    was closed: what can no longer be written is dropped, also what callbacks and libraries print. At its end,
+    sys.stdout and sys.stderr are what they were before. It is for runs that a user's own script starts; commands use
+    `outlive`, which has no end."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (_outliving(stream) for stream in before)
     try:

@@ -133,11 +133,12 @@ def prepare_qat(model: Decoder, format: str = "int4", group_size: int = 128) -> 
 
 
 def rounded_by(model: Decoder, spec: FakeQuant) -> Decoder:
-    """A model prepared for QAT as by prepare_qat, with the grid `spec`, whose dtype may differ from the model's: an
-    adapter that is loaded again was trained on the grid that its file records.
+    """A new model over the same arrays whose linears round their weights to the grid `spec` when they compute, as
+    prepare_qat makes one. The grid's dtype may differ from the model's here, because an adapter that is loaded again
+    must compute on the grid on which it was trained, which its file records.
 
     Raises:
-      ValueError: as in prepare_qat.
+      ValueError: a size that divides no linear's input; a model with experts, which are not rounded; DoRA or dropout.
     """
     for name, _ in experts(model):
         raise ValueError(

@@ -85,9 +85,9 @@ class Rows(NamedTuple):
 class Emitted(NamedTuple):
     """The tokens that a call of `decode` made in the N slots, which the host reads a round later."""
 
-    tokens: jax.Array  # int32[steps, N]; only the first counts[i] of row i are real
+    tokens: jax.Array  # int32[steps, N]: slot i made the tokens [:counts[i], i]; the others mean nothing
     logprobs: jax.Array  # float32[steps, N]: the log-probability of each token under the model
-    counts: jax.Array  # int32[N]: how many tokens each row made
+    counts: jax.Array  # int32[N]: how many tokens the row in each slot made
 
 
 class Programs(NamedTuple):
@@ -134,7 +134,7 @@ def empty_states(structure: Structure, shapes: Sequence[jax.ShapeDtypeStruct], r
 def states_shape(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], rows: int, capacity: int) -> States:
     """The states of `rows` rows of at most `capacity` tokens as jax.ShapeDtypeStructs; nothing is computed.
 
-    structure and shapes are those of empty_states.
+    structure: the model without its arrays. shapes: the shape and dtype of each of them, as in empty_states.
     """
     tokens, counts = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 1), (1,)))
     one = jax.eval_shape(functools.partial(_prefill, structure, capacity), list(shapes), tokens, counts, counts)

@@ -15,15 +15,16 @@ MASKED = -1e30  # score of a key that is not visible
 
 
 def live_tiles(lengths, capacity: int, window: int | None, step: int):
-    """The tiles of `step` keys in each split from the first to the last one with a visible key: (first, count).
+    """The tiles that each split must read: (first, count), both int32[B, splits]. A split has a run of tiles of `step`
+    keys; it reads those from the first to the last that contains a key which the row's newest token sees.
 
-    Both are int32[B, splits]; `first` counts tiles from the start of the cache, and count is 0 for a split without
-    visible keys.
+    `first` is the number of the first of them, counted from the start of the cache; `count` is how many there are, 0
+    for a split without visible keys.
 
     Args:
       lengths: int32[B], tokens of each row.
-      capacity: of the cache, a multiple of step.
-      window: the sliding window, or None.
+      capacity: of the cache, in keys of a row; a multiple of step.
+      window: how many keys a token sees, of a sliding window; None: all.
       step: keys of a tile.
     """
     splits, per_split = -(-capacity // SPLIT), SPLIT // step
@@ -42,12 +43,13 @@ def live_tiles(lengths, capacity: int, window: int | None, step: int):
 
 def seen_of(lengths, window: int | None):
     """int32[B]: how many keys a row's newest token sees, of the `lengths` tokens of its row; more than the cache has if
-    the row is longer than the capacity."""
+    the row is longer than the capacity. window: the sliding window, or None."""
     return lengths if window is None else jnp.minimum(lengths, window)
 
 
 def newest_of(lengths, capacity: int):
-    """int32[B]: the index of a row's newest key in the cache; 0 for an empty row."""
+    """int32[B]: the index of a row's newest key in the cache, a ring of `capacity` keys; 0 for an empty row. lengths:
+    int32[B], tokens of each row."""
     return jnp.maximum(lengths - 1, 0) % capacity
 
 
@@ -63,5 +65,6 @@ def order_of(tiles):
 
 
 def log2_sinks(sinks, heads: int):
-    """float32[heads]: the sinks in units of log2, or MASKED if there are none."""
+    """float32[heads]: the sinks (a logit of each head that takes a share of the softmax and has no value) in units of
+    log2, in which the kernels compute scores; MASKED if `sinks` is None."""
     return jnp.full(heads, MASKED, jnp.float32) if sinks is None else sinks.astype(jnp.float32) * LOG2E

@@ -94,7 +94,8 @@ class FourBit(Stored):
 
     @property
     def kind(self) -> str:
-        """A phrase that differs between weights for which a kernel that decodes must be checked separately."""
+        """A phrase for the weights that one check of a decoding kernel covers (dispatch.first_use): the format, and
+        whether the absmax are in float32, that is, not quantised themselves."""
         return type(self).__name__ + (", float32 absmax" if self.nested_absmax is None else "")
 
     def random_like(self, shape: tuple[int, ...], draw: np.random.Generator) -> FourBit:

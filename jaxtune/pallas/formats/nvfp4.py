@@ -82,7 +82,8 @@ class NVFP4(Stored):
 
     @property
     def kind(self) -> str:
-        """A phrase that differs between weights for which a kernel that decodes must be checked separately."""
+        """A phrase for the weights that one check of a decoding kernel covers (dispatch.first_use): the format, and
+        whether its scales are divided or multiplied by the tensor's scale."""
         return "NVFP4" if self.divides else "NVFP4, multiplied"
 
     def problem(self) -> str | None:

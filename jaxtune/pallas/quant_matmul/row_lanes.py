@@ -85,8 +85,8 @@ def own_x(x_ref, wg, slices: int):
 
 
 def own_nested(nested_ref, chunk, wg, pairs: int, slices: int, nested_block: int):
-    """Loads float32[128] from global memory: the nested absmax of the block whose scale each lane decodes in
-    `multiply`.
+    """Loads float32[128] from global memory: the nested absmax (the scale by which the quantised absmax of a group of
+    blocks are decoded) of the block whose absmax each lane decodes in `multiply`.
 
     Args:
       nested_ref: float32, one for each `nested_block` blocks of the weight.

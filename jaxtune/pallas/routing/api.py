@@ -175,7 +175,8 @@ def _permute_fwd(x, routing, implementation):
 
 
 def _permute_bwd(implementation, routing, drows):
-    """The backward rule of permute: the gradient of x, each token's rows summed, and None for the routing."""
+    """The backward rule of permute: (the gradient of x [T, H], the sum over each token's rows of drows [rows, H]; None
+    for the routing)."""
     del implementation
     return reference.summed(drows, routing.slots), None
 
@@ -212,7 +213,8 @@ def _unpermute_fwd(rows, routing, implementation):
 
 
 def _unpermute_bwd(implementation, routing, dx):
-    """The backward rule of unpermute: the gradient of rows, each token's in its rows, and None for the routing."""
+    """The backward rule of unpermute: (the gradient of rows [rows, H], which has each token's gradient, from dx [T, H],
+    in every row of that token, and zeros in empty rows; None for the routing)."""
     return _spread(dx, routing, implementation), None
 
 
@@ -241,8 +243,9 @@ def _row_tokens(routing):
 
 
 def _as_rows(x, routing, static):
-    """(x [T, n], the tokens of its rows) for a product that gathers while it multiplies; otherwise (the sorted rows
-    [rows, n], None). static: of the product (grouped_matmul.api.Static)."""
+    """(x [T, n], int32[rows] with the token of each row) for a product that gathers rows while it multiplies; otherwise
+    (the sorted rows [rows, n], None). static: the settings of the product (grouped_matmul.api.Static), which name its
+    implementation."""
     if grouped.gathers(static.implementation):
         return x, _row_tokens(routing)
     return _spread(x, routing, None), None
@@ -250,8 +253,8 @@ def _as_rows(x, routing, static):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _of_tokens(x, weight, lora, routing, static):
-    """matmul_of_tokens after `prepared` of grouped_matmul.api, with a custom derivative: [rows, out]. lora: (a, b), or
-    None."""
+    """matmul_of_tokens with a custom derivative, of arguments that grouped_matmul.api.prepared has returned: [rows,
+    out]. lora: (a, b), or None. static: the settings of the product (grouped_matmul.api.Static)."""
     return _of_tokens_fwd(x, weight, lora, routing, static)[0]
 
 
@@ -263,8 +266,8 @@ def _of_tokens_fwd(x, weight, lora, routing, static):
 
 
 def _of_tokens_bwd(static, residuals, dout):
-    """The backward rule of matmul_of_tokens: gradients of x, the weight (None if it is quantised) and the adapter, and
-    None for the routing."""
+    """The backward rule of matmul_of_tokens, from dout [rows, out]: gradients of x [T, in], the weight (None if it is
+    quantised) and the adapter, and None for the routing."""
     residuals, routing = residuals
     drows, *others = grouped.backward(static, residuals, dout, _row_tokens(routing))
     return reference.summed(drows, routing.slots), *others, None
@@ -302,8 +305,8 @@ def matmul_of_tokens(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _to_tokens(rows, weight, lora, routing, static):
-    """matmul_to_tokens after `prepared` of grouped_matmul.api, with a custom derivative: [T, out]. lora: (a, b), or
-    None."""
+    """matmul_to_tokens with a custom derivative, of arguments that grouped_matmul.api.prepared has returned: [T, out].
+    lora: (a, b), or None. static: the settings of the product (grouped_matmul.api.Static)."""
     return _to_tokens_fwd(rows, weight, lora, routing, static)[0]
 
 
@@ -314,8 +317,8 @@ def _to_tokens_fwd(rows, weight, lora, routing, static):
 
 
 def _to_tokens_bwd(static, residuals, dout):
-    """The backward rule of matmul_to_tokens: gradients of rows, the weight (None if it is quantised) and the adapter,
-    and None for the routing."""
+    """The backward rule of matmul_to_tokens, from dout [T, out]: gradients of rows [rows, in], the weight (None if it
+    is quantised) and the adapter, and None for the routing."""
     residuals, routing = residuals
     dout, tokens = _as_rows(dout, routing, static)
     return *grouped.backward(static, residuals, dout, dout_tokens=tokens), None
@@ -421,7 +424,8 @@ def _row_weights_fwd(weights, routing):
 
 
 def _row_weights_bwd(routing, drows):
-    """The backward rule of row_weights: the gradient of weights, and None for the routing."""
+    """The backward rule of row_weights: (the gradient of weights [T, k], each pair's from its row of drows [rows]; None
+    for the routing)."""
     return reference.rows_of(drows, routing.slots), None
 
 

@@ -29,7 +29,8 @@ class Passes(NamedTuple):
 
 
 def chosen(values: jax.Array, choice: jax.Array) -> jax.Array:
-    """values [T, E] at choice [T, k]; 0 for indices past the end. Its gradient is a comparison, not a scatter."""
+    """values [T, E] at choice [T, k], experts of each token: [T, k], 0 for indices past the end. Its gradient is a
+    comparison, not a scatter, whose order of additions would not be fixed."""
     index = jnp.arange(values.shape[1], dtype=jnp.int32)
     return jnp.where(index == choice[:, :, None], values[:, None], 0).sum(-1)
 
@@ -55,8 +56,13 @@ def histogram(blocks: jax.Array, num_experts: int) -> jax.Array:
 
 
 def slots(blocks: jax.Array, firsts: jax.Array) -> jax.Array:
-    """int32[n, pairs of a block]: firsts [n, E] of each pair's block and expert, plus the number of earlier pairs of
-    that block and expert; any number for pairs without an expert."""
+    """int32[n, pairs of a block]: the row of each pair in the sorted buffer; any number for pairs without an expert.
+    It is the row of the first pair of its block and expert, plus the number of earlier pairs of that block and expert.
+
+    Args:
+      blocks: int32[n, pairs of a block], the expert of each pair; E, the number of experts, for a pair without one.
+      firsts: int32[n, E], the row of the first pair of each block and expert.
+    """
     index = jnp.arange(blocks.shape[1])
     before = index[:, None] > index
     rank = ((blocks[:, :, None] == blocks[:, None, :]) & before).sum(2, dtype=jnp.int32)
@@ -64,9 +70,18 @@ def slots(blocks: jax.Array, firsts: jax.Array) -> jax.Array:
 
 
 def sort_pairs(expert: jax.Array, num_experts: int, tile_rows: int, passes: Passes):
-    """Sorts pairs (a token with one of its experts) by expert, stably: expert int32[pairs] -> (slots int32[pairs],
-    source int32[rows], Groups), as api.Routing describes them. Each expert's rows are padded to a multiple of
-    tile_rows. `passes` computes the two passes over all pairs."""
+    """Sorts pairs (a token with one of its experts) by expert, stably, into a buffer of rows. Each expert's rows are
+    padded to a multiple of tile_rows.
+
+    Args:
+      expert: int32[pairs], the expert of each pair; any other number is a pair without an expert.
+      num_experts: E.
+      tile_rows: rows of a tile, which all belong to one expert.
+      passes: computes the two passes over all pairs.
+    Returns:
+      (slots int32[pairs], the row of each pair, or the number of rows if it has no expert; source int32[rows], the pair
+        of each row, or the number of pairs for an empty row; the Groups of the rows)
+    """
     pairs = expert.shape[0]
     short = -pairs % passes.block
     expert = jnp.where((expert >= 0) & (expert < num_experts), expert, num_experts)
@@ -83,8 +98,8 @@ def sort_pairs(expert: jax.Array, num_experts: int, tile_rows: int, passes: Pass
 
 
 def spread(x: jax.Array, slots: jax.Array, source: jax.Array) -> jax.Array:
-    """Copies tokens to their rows by a gather: x [T, H], slots int32[T, k], source int32[rows] (fields of Routing) ->
-    [rows, H], each pair's token in its row, zeros elsewhere."""
+    """Copies tokens to their rows by a gather: x [T, H] -> [rows, H], each pair's token in its row, zeros elsewhere.
+    slots, int32[T, k], has the row of each pair, and source, int32[rows], the pair of each row (Routing)."""
     tokens, k = slots.shape
     return rows_of(x, jnp.where(source < tokens * k, divided(source, k), tokens))
 
@@ -118,8 +133,8 @@ def _row(x, index):
 
 
 def summed(rows: jax.Array, slots: jax.Array) -> jax.Array:
-    """Sums each token's rows: [rows, H], slots [T, k] -> [T, H] in rows' dtype: sum_j rows[slots[:, j]], in float32
-    from the first j to the last.
+    """Sums each token's rows: [rows, H] -> [T, H] in rows' dtype: sum_j rows[slots[:, j]], in float32 from the first j
+    to the last. slots: int32[T, k], the row of each pair of a token with one of its experts.
 
     Empty rows are zero. If any slot is past the end (a pair without an expert), the last row is empty, because
     otherwise all rows would have a pair. A slot past the end therefore reads the last row, without a comparison.

@@ -208,7 +208,8 @@ class Conversations:
         """Whether the template writes every one of these parts, (index of the message, name of the part).
 
         All parts are replaced by markers and rendered at once, which costs one rendering instead of one for each part.
-        False means that it is not known: a marker is missing, the template fails, or a part is content.
+        False means that it is not known, and that the parts must be tried one by one: a marker is missing, the template
+        fails, or a part is content, which `left_out` asks about only if the text does not contain it unchanged.
         """
         if not parts or any(part == "content" for _, part in parts):
             return not parts

@@ -163,9 +163,9 @@ def choose(
 
 
 def beside_states(parts: StepCost, device: Device) -> Device:
-    """The device, with its host memory reduced to what residuals may take: beside the optimizer's offloaded states, and
+    """The device, with its host memory reduced to what residuals may take beside the optimizer's offloaded states, and
     beside the copy of the whole state that a checkpoint makes in host memory. Without room for that copy, a run would
-    be killed at its first save.
+    be killed at its first save. parts: the step's costs.
     """
     room = min(device.host_bytes, device.host_memory_bytes - saved_bytes(parts) - _HOST_OTHER_BYTES)
     return dataclasses.replace(device, host_bytes=max(room - parts.hosted_bytes, 0.0))
@@ -183,8 +183,9 @@ def saved_bytes(parts: StepCost) -> float:
 
 
 def _residents(parts: StepCost, least: int) -> list[int]:
-    """Candidates for the number of layers whose frozen weights are whole on each device, if weights are divided over
-    devices: `least`, half of the layers, or all. Only `least` if no frozen weights are divided."""
+    """The candidates for a plan's `resident`, the number of layers whose frozen weights are whole on each device though
+    weights are divided over devices: `least`, half of the layers, or all. Only `least` if no frozen weights are
+    divided."""
     if not parts.frozen_layer_bytes:
         return [least]
     return sorted({least, max(least, parts.num_layers // 2), parts.num_layers})
@@ -193,7 +194,7 @@ def _residents(parts: StepCost, least: int) -> list[int]:
 def _with_whole_weights(parts: StepCost, found: Forecast, device: Device, budget: float) -> Forecast:
     """The plan with as many more whole layers as the budget has room for; the same plan if weights are not divided over
     devices. A layer is whole if its weights, which are divided over devices, are gathered on each and stay so, which
-    saves the time to gather them again.
+    saves the time to gather them again. budget: bytes of device memory.
 
     Trained weights are kept whole from a layer's forward to its backward. Frozen weights are kept whole for the whole
     run: gathering them once a step would need memory for both the part and the whole at the loss, and time for the
@@ -232,9 +233,9 @@ _NEAR = 0.1
 
 
 def _near(parts: StepCost, placed: np.ndarray, plan: LayerPlan) -> np.ndarray:
-    """bool[plans]: which plans for one layer (`placed`, as in LayerPlans) are near `plan`, that is place at most a
-    tenth of the residuals' bytes differently. If one of two near plans was too large, the forecast of the other is
-    wrong too."""
+    """bool[plans]: which plans for one layer are near `plan`, that is, place at most a tenth of the residuals' bytes
+    differently. If one of two near plans was too large, the forecast of the other is wrong too. placed: the plans,
+    int[plans, known residuals], indices into PLACEMENTS."""
     sizes = np.array([parts.residuals[residual.name] for residual in parts.known])
     there = np.array([PLACEMENTS.index(plan.of(residual)) for residual in parts.known])
     return (placed != there) @ sizes <= _NEAR * sizes.sum()
@@ -271,8 +272,13 @@ class _Relatives:
         self._near = [[_near(parts, table.placed, layer) for layer in layers] for layers in ends]
 
     def among(self, rows: slice, number: np.ndarray, count: int) -> np.ndarray:
-        """bool[rows, plans]: which pairs resemble a failed plan. A pair has `number` of `count` layers under the plan
-        of its row, and the rest under the plan of its column."""
+        """bool[rows, plans]: which pairs of layer plans resemble a failed plan.
+
+        Args:
+          rows: the plans of the table that are the first of their pairs; every plan of the table is a second one.
+          number: int[rows, plans], how many layers each pair has under its first plan; the rest are under its second.
+          count: the number of layers.
+        """
         found = np.zeros(number.shape, bool)
         for first, last in self._near:
             whole = np.where(number > 0, (first & last)[rows, None], (first & last)[None, :])
@@ -304,7 +310,7 @@ def _best_pairs(
     """The best pair of layer plans for each number of tokens in `chunks` (ascending) whose logits exist at a time.
 
     More tokens only take more memory. So the best pair for fewer tokens stays the best as long as it fits, and if no
-    pair fits, none fits with more tokens. The other arguments are those of _best_pair.
+    pair fits, none fits with more tokens. The other arguments have the meaning that _best_pair describes.
 
     Returns:
       the forecasts of the pairs; if one does not fit, it is the last.
@@ -429,8 +435,8 @@ def _best_layers(parts, tokens, device, tile) -> tuple[LayerPlans, LayerForecast
 
 
 def _unbeaten(figures: np.ndarray) -> list[int]:
-    """Indices of those rows of `figures` [rows, figures] than which no other row is smaller in one figure and larger in
-    none."""
+    """Indices, ascending, of the rows of `figures` [rows, figures] that no other row beats: the Pareto front. A row
+    beats another if it is smaller in at least one figure and larger in none; the smaller a figure, the better."""
     left = np.lexsort(figures.T)  # a row comes after every row that beats it, and equal rows are neighbours
     columns, found = figures.T[:, left], []
     while left.size:
@@ -448,9 +454,9 @@ class PlanError(ValueError):
 
     Args:
       smallest: the forecast with the lowest peak.
-      budget_bytes: the memory that there is.
+      budget_bytes: the device memory that a step may take.
       fixes: changes of the config with which a plan would fit, for the message.
-      compiled: the smallest plan was compiled, or run, and was too large.
+      compiled: whether the smallest plan was compiled, or run, and was too large.
       need_bytes: bytes that the compiler says the smallest plan needs; None: memory ran out while it ran.
     """
 
