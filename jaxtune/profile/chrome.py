@@ -83,7 +83,8 @@ def read_chrome(data: bytes, path: str) -> Trace:
 
 
 def _read(rows: list[dict], head: dict[str, Any], path: str) -> Trace:
-    """The Trace made of a file's event rows (`traceEvents`) and its other top-level entries (`head`)."""
+    """The Trace made of a file's event rows (`traceEvents`) and its other top-level entries (`head`). path: the file,
+    for messages."""
     device_rows, calls, launches = [], collections.defaultdict(list), {}
     for row in rows:
         if row.get("ph") != "X":
@@ -340,7 +341,8 @@ def _event(row: dict, call: _Call | None, forward: _Forward, origin: float) -> E
 
 
 def _kind(row: dict, name: str) -> str:
-    """The engine that ran a row, as one of trace.py's kinds."""
+    """The engine that ran a device row, as one of trace.py's kinds, by the row's category and its `name`: a kernel, a
+    collective, a memset, or a copy within the device, to it or to the host."""
     if row["cat"] == "gpu_memset":
         return MEMSET
     if row["cat"] == "gpu_memcpy":

@@ -285,9 +285,17 @@ def _through_layers(model: Decoder, splits, x, states, at, tables, real) -> tupl
 def _layer_step(graph, spec: LayerSpec, trainable, frozen, layer_input, tables, state, at, real):
     """Runs one layer for new tokens: (layer_output [N, C, hidden], the new state).
 
-    It is jitted so that layers of one kind are traced once. The block is nnx.merge(graph, trainable, frozen), `spec` is
-    its kind, layer_input is [N, C, hidden], and `state` is {mixer's name: its state}; tables, at and real are those of
-    _through_layers. Rows that are not real are marked as padding, so that experts get no tokens from them.
+    It is jitted so that layers of one kind are traced once. Rows that are not real are marked as padding, so that
+    experts get no tokens from them.
+
+    Args:
+      graph, trainable, frozen: the layer's Block, from nnx.split(layer, nnx.Param, ...).
+      spec: its kind.
+      layer_input: [N, C, hidden].
+      tables: the rotary tables of the tokens' positions.
+      state: {mixer's name: its state}.
+      at: int32[N], position of each row's first token; -1 for a row that has none.
+      real: bool[N], whether a row has tokens here.
     """
     index = jnp.broadcast_to(jnp.arange(layer_input.shape[1], dtype=jnp.int32), layer_input.shape[:2])
     end = jnp.where(real[:, None], layer_input.shape[1], index)
@@ -299,8 +307,12 @@ def _layer_step(graph, spec: LayerSpec, trainable, frozen, layer_input, tables, 
 def _chosen(model: Decoder, kind: Kind, hidden, seen, live: Live, rows: Rows) -> tuple[jax.Array, jax.Array]:
     """Chooses the next token of each row from hidden states [N, 1, hidden] before the final norm.
 
-    kind, seen, live and rows are those of _decode. Returns (the tokens int32[N], the log-probability of each under the
-    model, without penalty and filters, float32[N]).
+    Args:
+      kind: which sampling operations the program contains.
+      seen: bool[N, V], tokens that each row contains; None without repetition penalties.
+      live, rows: what decoding changes of the rows, and what it does not.
+    Returns:
+      (the tokens int32[N], the log-probability of each under the model, without penalty and filters, float32[N])
     """
     logits = model.logits(model.norm(hidden))[:, 0, : model.config.vocab_size].astype(jnp.float32)
     numbers = rows.numbers

@@ -331,6 +331,13 @@ def _attend_backward(module_of, trainable, context: Context, inputs, outputs, gr
     """The hand-written derivative of the segment `attend` (a Backward, models/layers/segment.py), by the attention
     kernels' backward, which reads the saved output and log-sum-exp. Norms and rotation are computed again.
 
+    Args:
+      module_of: builds the Attention from trainable tensors.
+      trainable: its trainable tensors.
+      context: what the forward received: the layer's spec and the batch's layout.
+      inputs: the residuals query, key and, unless values are keys, value.
+      outputs: (the output, the log-sum-exp of each query's scores).
+      gradients: (the gradient of the output,).
     Returns:
       (gradients of the trainable tensors, or None if attention reads none of them; one gradient for each input)
     """

@@ -266,7 +266,8 @@ class Block(nnx.Module):
     def waiting_bytes(self, part: str, sizes: Sizes) -> float:
         """Bytes of partial results of the mixer of that name that exist while the feed-forward's backward runs.
 
-        The planner adds them to that backward's need. sizes: as in `backward_bytes`.
+        The planner adds them to that backward's need. sizes: those of one micro-batch on one device, by the block's
+        names.
         """
         return self.parts[part].waiting_bytes(self.sizes_of(part, sizes))
 

@@ -93,6 +93,13 @@ class Convolution(nnx.Module):
     """The weight of the short convolution, [channels, 1, taps], as in Hugging Face's conv1d.
 
     It only contains the parameter; short_convolution (pallas/delta_rule) computes with it.
+
+    Args:
+      channels: the numbers of a token's queries, keys and values, each of which is convolved alone.
+      taps: how many tokens each output reads.
+      std: the standard deviation of the initial weight.
+      key: draws it.
+      dtype: of the weight.
     """
 
     def __init__(self, channels: int, taps: int, std: float, key: jax.Array, dtype):
@@ -175,7 +182,8 @@ class DeltaNet(nnx.Module):
         )
 
     def _project(self, context: Context, x: jax.Array):
-        """`run` of the segment `project`: the three arrays of the method `project`, with the context's dropout key."""
+        """`run` of the segment `project`: (queries, keys and values; gates; rates), as the method `project` gives them,
+        from the layer's normed input x, with the context's dropout key."""
         return self.project(x, context.key)
 
     def project(self, x: jax.Array, key: jax.Array | None = None):

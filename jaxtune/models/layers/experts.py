@@ -93,7 +93,7 @@ class ExpertLora(nnx.Module):
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def weights(self) -> GroupedLora:
-        """The adapters as grouped_matmul takes them."""
+        """The adapters as grouped_matmul takes them: a, b and the scale."""
         return GroupedLora(self.a[...], self.b[...], self.scale)
 
 
@@ -181,7 +181,14 @@ class ExpertLinear(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """The matrices of all experts, gate_up_proj and down_proj; `key` draws their initial weights, in `dtype`."""
+    """The matrices of all experts, gate_up_proj and down_proj.
+
+    Args:
+      config: gives the hidden size and the range of initial weights.
+      moe: gives the number and the size of the experts, and whether weights are transposed and have biases.
+      key: draws the initial weights.
+      dtype: of the weights.
+    """
 
     def __init__(self, config: DecoderConfig, moe: MoEConfig, key, dtype):
         keys = jax.random.split(key)
@@ -196,7 +203,11 @@ class Experts(nnx.Module):
 class Router(nnx.Module):
     """The matrix that gives each token's logits over the experts: weight [E, hidden], optional bias [E].
 
-    `key` draws the initial weight, in `dtype`.
+    Args:
+      config: gives the hidden size and the range of initial weights.
+      moe: gives the number of experts, and whether there is a bias.
+      key: draws the initial weight.
+      dtype: of the weight.
     """
 
     def __init__(self, config: DecoderConfig, moe: MoEConfig, key, dtype):

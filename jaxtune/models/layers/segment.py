@@ -213,7 +213,7 @@ class Mixer(LayerPart, Protocol):
     def waiting_bytes(self, sizes: Sizes) -> float:
         """Bytes of the mixer's partial results that exist while the feed-forward's backward runs, for the planner.
 
-        sizes: as in backward_bytes.
+        sizes: of one micro-batch on one device, by the mixer's own names of residuals.
         """
         ...
 
@@ -246,7 +246,8 @@ class Mixer(LayerPart, Protocol):
 
 
 class FeedForward(LayerPart, Protocol):
-    """A part that treats each token alone, such as an MLP; one is added as Mixer describes."""
+    """A part that treats each token alone, such as an MLP. One is added like a mixer: by a file with the module and a
+    frozen dataclass whose `make(config, key, dtype)` builds it, which a LayerSpec names as the `config` of a Part."""
 
     order: BackwardOrder  # how its layer's backward is ordered
 
@@ -258,7 +259,10 @@ class FeedForward(LayerPart, Protocol):
         ...
 
     def backward_bytes(self, sizes: Sizes) -> Scratch:
-        """Bytes of its backward in addition to the residuals, for the planner's peak. sizes: as in forward_bytes."""
+        """Bytes of its backward in addition to the residuals, for the planner's peak.
+
+        sizes: of one micro-batch on one device, by the feed-forward's own names of residuals.
+        """
         ...
 
 

@@ -105,8 +105,8 @@ class Stored:
 
     @property
     def kind(self) -> str:
-        """A phrase that differs between weights for which a kernel that decodes must be compiled or checked
-        separately."""
+        """A phrase for the weights that share one compilation and one check of a decoding kernel (dispatch.first_use):
+        the format, and what else changes the kernel."""
         return type(self).__name__
 
     def product_time(self, as_stored: bool, device: str) -> float:

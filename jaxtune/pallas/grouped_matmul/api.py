@@ -269,7 +269,7 @@ def prepared(
 ):
     """(x, weight, (a, b) or None, static) in the form that `forward` takes, with the implementation chosen; the
     arguments are grouped_matmul's. If the derivative follows, a weight that has to be decoded is decoded here, once for
-    both directions."""
+    the forward and the gradient of x."""
     in_size, out_size = weight.shape[1:] if transposed else weight.shape[:0:-1]
     as_stored = fp8 and isinstance(weight, Stored) and weight.compute in AS_STORED
     packed = weight if isinstance(weight, Stored) and not as_stored else None
@@ -309,8 +309,8 @@ def grouped_matmul(
       lora: the adapter, or None.
       derivative_follows: the derivative is computed soon, and x has no other use. A weight that has to be decoded is
         then decoded once for both, and the adapter's gradients are computed before x's, so that x can be freed.
-      fp8: a weight in FP8 is multiplied as it is stored, in both directions, as in quant_matmul: rows are rounded to
-        e4m3 (fp8_experts.py). Adapters multiply x unrounded.
+      fp8: a weight in FP8 is multiplied as it is stored, in the forward and for the gradient of x: rows are
+        rounded to e4m3 (fp8_experts.py). Adapters multiply x unrounded.
       implementation: "mosaic", "mosaic_ahead", "triton", "reference", or None for the first that supports the call.
     Returns:
       [rows, out] in x's dtype.

@@ -141,10 +141,16 @@ def _by_kernel(x, weight: FP8, groups: Groups, contract: int, extra, tokens, nam
 
 
 def _first_use(name: str, blocks: bool, dtype, rank: int, whole: bool) -> str | None:
-    """The reason why this GPU must not run the kernels, from a small case in both directions, with rows in a buffer and
-    gathered from tokens, and with an adapter padded to the same number of columns as one of this rank.
+    """The reason why this GPU must not run the kernels, or None: compares them with the reference on a small case, with
+    contract = 2, as the forward needs it, and with contract = 1, as the gradient of x does; with rows in a buffer and
+    gathered from tokens; and with an adapter.
 
-    `whole`: whether 128 divides the summed axis; otherwise steps along it are shorter, and swizzled differently.
+    Args:
+      name: the implementation's name.
+      blocks: whether the weight has a scale for each tile of 128 x 128 numbers, instead of one for each row.
+      dtype: the compute dtype.
+      rank: the adapter's, which is padded to the same number of columns as in the call; 0: no adapter.
+      whole: whether 128 divides the summed axis; otherwise steps along it are shorter, and swizzled differently.
     """
     filled = fp8_mosaic.filled_rank(rank) if rank else 0
     sizes, shape, count = (200, 0, 1, 128), (4, 512, 768) if whole else (4, 576, 960), 150

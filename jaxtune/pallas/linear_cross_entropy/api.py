@@ -184,8 +184,14 @@ def linear_token_losses(
     exist.
 
     -linear_token_losses(...) with weights of 1 gives the log-probabilities of the targets. The sum over all tokens is
-    the loss of linear_cross_entropy, whose arguments and errors apply here. The gradients of a frozen head are computed
-    in the forward, as there; with a trained head the backward computes the logits once more.
+    the loss of linear_cross_entropy, which explains the options. With a frozen head, hidden's gradient is computed in
+    the forward; with a trained head the backward computes the logits once more.
+
+    Args:
+      hidden: [B, T, D] bfloat16, float16 or float32; head: [V, D], of these, cast to hidden's dtype for the product.
+      targets: int[B, T] in [0, V); weights: float32[B, T] (or 16 bits), the factors of the losses.
+    Raises:
+      TypeError, ValueError: an argument is not as described here.
     """
     options = (soft_cap, logit_scale, label_smoothing, z_loss, head_gradient, chunk_tokens)
     static = _checked("linear_token_losses", hidden, head, targets, weights, *options)
@@ -216,7 +222,10 @@ def linear_log_probs(
       temperature: above 0.
       entropy_gradient: whether the entropies are differentiable. Without it their gradient is zero, and a frozen head's
         logits are computed once; with it the backward computes the logits once more.
-      head_gradient, chunk_tokens: as in linear_cross_entropy.
+      soft_cap: limits the logits, after they are scaled, to soft_cap * tanh(logits / soft_cap); None: no limit.
+      logit_scale: multiplies the logits.
+      head_gradient: False for a frozen head: its gradient is neither computed nor kept (it comes back as zero).
+      chunk_tokens: tokens whose logits exist at a time; None: as many as have 2^27 logits.
     Returns:
       (log_probs, entropies): float32[B, T] each, in nats.
     Raises:

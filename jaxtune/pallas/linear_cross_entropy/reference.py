@@ -117,15 +117,15 @@ def _chunk(
 def forward(
     hidden, head, targets, weights, *, chunk_length, gradients, entropies=False, entropy_weights=None, **options
 ) -> Results:
-    """The results of all tokens, hidden [B, T, D], head [V, D], targets and weights [B, T]; see
-    api.linear_cross_entropy and api.linear_log_probs.
+    """The results of all tokens, hidden [B, T, D], head [V, D], targets and weights [B, T], chunk by chunk: what
+    api.linear_cross_entropy and api.linear_log_probs compute their results and gradients with.
 
     Args:
       chunk_length: tokens of each row whose logits exist at a time.
       gradients: whether dhidden and dhead are computed, of sum(weights * losses + entropy_weights * entropies).
       entropies: whether they are computed.
       entropy_weights: float32[B, T] if entropies have gradients.
-      options: the others of `_chunk`.
+      options: the other options, from logit_scale to head_gradient, which `_chunk` explains.
     """
     rows, length, _ = hidden.shape
     size = len(head)

@@ -1,5 +1,7 @@
-"""Lane-level operations of the product of one token with a four-bit weight (row_matmul.py). As in lanes.py, all threads
-of a warpgroup call each of them. Here `wg`, int32[], is the warpgroup's number among those that multiply."""
+"""Operations of single lanes (threads of a warp) in the product of one token with a four-bit weight (row_matmul.py).
+As in lanes.py, all threads of a warpgroup call each of them. Here `wg`, int32[], is the warpgroup's number among those
+that multiply; a chunk is the pairs of rows of the weight that one bulk copy loads; and a slice is the 1,024 columns of
+a pair that a warp takes."""
 
 from __future__ import annotations
 

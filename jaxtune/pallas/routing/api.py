@@ -229,7 +229,8 @@ def unpermute(rows: jax.Array, routing: Routing, *, implementation: str | None =
     Args:
       rows: [rows, H].
       routing: from route.
-      implementation: as in permute, for the gradient.
+      implementation: of the gradient, which copies tokens to their rows: "reference", "mosaic", or None for the first
+        that supports the call. The sum has a single implementation.
     Raises:
       TypeError, ValueError: an argument is not as described here.
     """
@@ -291,7 +292,12 @@ def matmul_of_tokens(
     """grouped_matmul(permute(x, routing), ...): x [T, in] -> [rows, out]. The permuted rows are not stored for the
     gradients, which gather from x.
 
-    Args: those of grouped_matmul.
+    Args:
+      x: [T, in] bfloat16, float16 or float32.
+      weight: [E, out, in], or [E, in, out] if `transposed`; an array, or quantised.
+      routing: from route.
+      lora: the adapter, or None.
+      derivative_follows, fp8, implementation: options of the product, which grouped_matmul explains.
     Raises:
       TypeError, ValueError: an argument is not as described here.
     """
@@ -341,7 +347,12 @@ def matmul_to_tokens(
     """unpermute(grouped_matmul(rows, ...), routing): rows [rows, in] -> [T, out]. The gradient of the result stays [T,
     out] and is permuted where it is needed.
 
-    Args: those of grouped_matmul.
+    Args:
+      rows: [rows, in] bfloat16, float16 or float32, sorted by expert as `routing` says; empty rows are zero.
+      weight: [E, out, in], or [E, in, out] if `transposed`; an array, or quantised.
+      routing: from route.
+      lora: the adapter, or None.
+      fp8, implementation: options of the product, which grouped_matmul explains.
     Raises:
       TypeError, ValueError: an argument is not as described here.
     """

@@ -43,7 +43,11 @@ def fitting_settings(
       device: the device.
       budget_bytes: its memory.
       wanted: how many changes to look for.
-      optimizer, reference_runs: as in step_cost.
+      optimizer: updates the weights; None: the one that config.optim asks for.
+      reference_runs: how many forward passes of a frozen reference model each loss has.
+    Returns:
+      changes as they are written on the command line, such as "model.load_in=nf4"; if there are fewer than `wanted`,
+        the last entry is the memory of a device on which the config would fit.
     """
 
     def changed(section: str, **values) -> TrainConfig:
