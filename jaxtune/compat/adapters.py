@@ -112,10 +112,10 @@ def adapted(
       where: the called function, for messages.
       seed: of the adapters' initial values.
       target_modules, target_parameters, modules_to_save, rank_pattern, alpha_pattern, layers_to_transform,
-      init_lora_weights, bias: as in PEFT's LoraConfig.
+      init_lora_weights, bias: the arguments of PEFT's LoraConfig with these names.
       experts_too: whether target_modules that name all linears also mean the experts' matrices, as in Unsloth and not
         in PEFT.
-      plain: r, lora_alpha, lora_dropout, use_rslora, use_dora, as in jaxtune.get_peft_model.
+      plain: r, lora_alpha, lora_dropout, use_rslora and use_dora, which jaxtune.get_peft_model explains.
     Returns:
       (a new module with adapters, the section `adapter` of a config that describes them)
     Raises:

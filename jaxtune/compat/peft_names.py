@@ -48,7 +48,9 @@ def with_adapter(model: CompatModel, module: Decoder, adapter: AdapterConfig) ->
 def get_peft_model(
     model: CompatModel, peft_config: object, adapter_name: str = "default", **others: object
 ) -> CompatModel:
-    """PEFT's: a new model with the adapter that a LoraConfig describes, this package's or PEFT's."""
+    """PEFT's: a new model with the adapter that a LoraConfig describes, this package's or PEFT's. A printed line
+    reports `adapter_name` and each of `others` if it has no effect here; one that would change the result, or that is
+    unknown, raises ValueError."""
     settle("get_peft_model", {"adapter_name": adapter_name, **others}, PEFT_MODEL, get_peft_model)
     settings = lora_settings(peft_config)
     return with_adapter(model, *adapted(model.module, "LoraConfig", model.random_state, experts_too=False, **settings))
@@ -76,7 +78,9 @@ class PeftModel:
         is_trainable: bool = False,
         **others: object,
     ) -> CompatModel:
-        """A new model with the adapter of a folder. It can be trained further, whatever is_trainable says."""
+        """A new model with the adapter of a folder. It can be trained further, whatever is_trainable says. `others` are
+        PEFT's other arguments: a printed line reports one that has no effect here; one that would change the result, or
+        that is unknown, raises ValueError."""
         del is_trainable
         settle("PeftModel.from_pretrained", {"adapter_name": adapter_name, **others}, PEFT_MODEL)
         path = os.fspath(model_id)
@@ -93,7 +97,9 @@ class AutoPeftModelForCausalLM:
         is_trainable: bool = False,
         **others: object,
     ) -> CompatModel:
-        """The model of an adapter's folder, over its base in 16 bits or as quantization_config says."""
+        """The model of an adapter's folder, over its base in 16 bits or as quantization_config says. `others` are the
+        arguments of transformers' from_pretrained, such as quantization_config and dtype: a printed line reports one
+        that has no effect here; one that would change the result, or that is unknown, raises ValueError."""
         del is_trainable
         where = "AutoPeftModelForCausalLM.from_pretrained"
         peft = {name: others.pop(name) for name in PEFT_MODEL if name in others and name not in AUTO}

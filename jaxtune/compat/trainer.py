@@ -81,7 +81,10 @@ class SFTTrainer(Evaluations):
         measures.py.
       preprocess_logits_for_metrics: maps (logits, labels) of one row to what compute_metrics gets of it.
       callbacks: of TrainerCallback, this package's or transformers'; see callbacks.py.
-      dataset_text_field, max_seq_length, packing, dataset_num_proc: as in SFTConfig; older scripts pass them here.
+      others: arguments that older scripts pass here instead of to SFTConfig (dataset_text_field, max_seq_length,
+        packing, dataset_num_proc), and TRL's other ones. A printed line reports each one that has no effect here.
+    Raises:
+      ValueError: one of `others` would change the result, or is unknown.
     """
 
     config_type: type[SFTConfig] = SFTConfig
@@ -462,6 +465,9 @@ def train_on_responses_only(
         derived from the chat template.
       last_response_only: whether only the last answer of a conversation is trained on.
       tokenizer: whose template is read; None: the trainer's.
+      others: Unsloth's other arguments. A printed line reports each one that has no effect here.
+    Raises:
+      ValueError: one of `others` would change the result, or is unknown.
     """
     settle("train_on_responses_only", others, RESPONSES, train_on_responses_only)
     if instruction_part is None and response_part is None:

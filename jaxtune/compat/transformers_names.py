@@ -116,7 +116,9 @@ class AutoModelForCausalLM:
     @staticmethod
     def from_pretrained(pretrained_model_name_or_path: str | os.PathLike, **arguments: object) -> CompatModel:
         """The model of a folder or of the hub, in 16 bits or as quantization_config says. An adapter's folder loads its
-        base with the adapter."""
+        base with the adapter. `arguments` are transformers' others, such as quantization_config and dtype: a printed
+        line reports one that has no effect here; one that would change the result, or that is unknown, raises
+        ValueError."""
         where = "AutoModelForCausalLM.from_pretrained"
         path = os.fspath(pretrained_model_name_or_path)
         full = not (Path(path).expanduser() / "adapter_config.json").exists()
@@ -129,7 +131,12 @@ class AutoTokenizer:
 
     @staticmethod
     def from_pretrained(pretrained_model_name_or_path: str | os.PathLike, **arguments: object) -> Any:
-        """The tokenizer of a folder or of the hub."""
+        """The tokenizer of a folder or of the hub, which answers return_tensors="pt" with NumPy arrays. `arguments`:
+        padding_side and truncation_side are followed; a printed line reports one that has no effect here.
+
+        Raises:
+          ValueError: there are no tokenizer files; one of `arguments` would change the result, or is unknown.
+        """
         where, name = "AutoTokenizer.from_pretrained", os.fspath(pretrained_model_name_or_path)
         side = {one: arguments.pop(one) for one in ("padding_side", "truncation_side") if one in arguments}
         settle(where, arguments, AUTO)

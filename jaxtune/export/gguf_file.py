@@ -143,7 +143,8 @@ def _header(
     gguf's writer makes them, which can only write to a file: `file` is used for it, and overwritten later.
 
     Args:
-      architecture, fields: as for `write`.
+      architecture: general.architecture, such as "llama".
+      fields: {key: value} of the metadata.
       tensors: in the order of the file.
       kinds: {tensor's name: gguf's name of its type}.
     """
@@ -177,7 +178,8 @@ def verify(file: Path, architecture: str, fields: Mapping[str, Any], written: Ma
 
     Args:
       file: its path.
-      architecture, fields: as they were given to `write`.
+      architecture: general.architecture, as it was given to `write`.
+      fields: {key: value} of the metadata, as they were given to `write`.
       written: what `write` returned.
     Raises:
       ArithmeticError: something differs from what was written.

@@ -227,8 +227,9 @@ def load_base(
     Args:
       adapter: a PEFT folder, whose config names the base.
       dtype: of weights and compute; None: the dtype that the adapter was trained in, else bfloat16.
-      load_in: as in from_pretrained; None: the format that the adapter was trained over, if its folder records it.
-      max_length: as in from_pretrained.
+      load_in: a format to which the linears are quantised on loading; "stored": none is. None: the format that the
+        adapter was trained over, if its folder records it.
+      max_length: tokens of the longest row that will be used; more than the model has positions for is refused.
     Returns:
       (base, tokenizer): the adapter folder's tokenizer, with the chat template of its training, or else the base's.
     Raises:
@@ -418,7 +419,9 @@ def write_checkpoint(
       folder: the empty folder.
       planned: from checkpoint_tensors.
       hf: content of config.json.
-      max_shard_bytes: as in save_pretrained.
+      max_shard_bytes: larger weights are divided into several files with an index.
+    Raises:
+      ValueError: max_shard_bytes is not positive.
     """
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes = {max_shard_bytes}: must be positive")

@@ -196,7 +196,7 @@ def layer_backward(
       to_device: Pieces of the residuals of the layer below, which are copied to the device meanwhile.
       gathers, scatters: Shards that the layer below needs whole; (Shard, gradient) of tensors of the layer above.
       daux: {name: gradient} of the auxiliary values that left the layer.
-      graph, spec, trainable, frozen, layout, key, tile: those of layer_forward in the layer's forward.
+      graph, spec, trainable, frozen, layout, key, tile: the arguments that the layer's forward had (layer_forward).
     Returns:
       (gradients of trainable tensors, of layer_input, copies of `to_device`, whole `gathers`, parts of `scatters`)
     """

@@ -93,7 +93,9 @@ def measure(
     """Times every candidate on this machine's GPU and stores the fastest.
 
     Args:
-      op, bucket, dtype: what the blocks are for; see `tuned`.
+      op: the operation that the blocks are for.
+      bucket: the part of the shapes that the blocks depend on, such as "head_dim=128".
+      dtype: the operands' dtype.
       candidates: blocks to try. One that does not compile or run, or whose result is wrong, is skipped.
       prepare: compiles the operation with the blocks in force and returns a function that runs it once; called by
         several threads.

@@ -95,7 +95,8 @@ def _change(name: str, phase: str, a: Sequence[float], b: Sequence[float], step_
     """The row of a comparison for one category, scope or kernel.
 
     Args:
-      name, phase, detail: as in Change.
+      name, phase: of the category, scope or kernel.
+      detail: the scope and shape of a kernel.
       a, b: its ms in each step of the two profiles; empty: that profile does not have it.
       step_ms: of A's step; a change below a small share of it counts as none.
     """

@@ -144,6 +144,7 @@ def _class_of_launch(launch: Launch, known, kernel_owner, classes: _Classes) -> 
     Args:
       known: {name: instruction} of the program.
       kernel_owner: {name of a kernel that XLA compiled: the instruction that it is named after}.
+      classes: gives the class of an instruction.
     """
     if launch.hlo_op in known:
         return classes.of(known[launch.hlo_op])
@@ -276,7 +277,9 @@ def _fill(position, rest, launches, schedule, executions, known, kernel_owner, c
       rest: indices of the launches to assign, ascending.
       launches, schedule: all kernels of the program in the trace, and its instructions, in order.
       executions: how often the program ran.
-      known, kernel_owner, classes: as for _class_of_launch.
+      known: {name: instruction} of the program.
+      kernel_owner: {name of a kernel that XLA compiled: the instruction that it is named after}.
+      classes: gives the class of an instruction, which the launches of like instructions share.
     """
     taken = {place for place in position if place >= 0}
     before = list(position)

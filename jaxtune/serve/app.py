@@ -116,7 +116,8 @@ class _Guard:
 
     Args:
       app: the application behind it.
-      key, local: as in make_app: the API key, and whether Host and Origin are checked.
+      key: the API key that every request except those to /health must bring; None: no key is needed.
+      local: whether the headers Host and Origin are checked, because the server listens on a loopback address only.
     """
 
     def __init__(self, app: ASGIApp, key: str | None, local: bool):

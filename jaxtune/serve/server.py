@@ -47,8 +47,11 @@ class Server(uvicorn.Server):
     ended by then get an error. A second signal ends all of them at once.
 
     Args:
-      models, engine, key, seconds: as in make_app.
+      models: the served models, by name.
+      engine: the engine, which has a sampler for each of the models.
       listener: the socket of `listen`. It is closed at the end.
+      key: the API key that requests must bring; None: no key is needed.
+      seconds: the time within which an answer must have been made and read.
       grace: seconds that answers have after the first signal.
     Attributes:
       second: the second signal, which ended the grace; None if none came.

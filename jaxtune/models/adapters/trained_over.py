@@ -113,7 +113,7 @@ def of_run(folder: Path) -> TrainedOver | None:
     None for any other folder.
 
     Raises:
-      ValueError: as in `read`.
+      ValueError: a recorded format, compute dtype, precision or QAT grid that is not supported, with file and key.
     """
     file = folder / RUN_RECORD
     run = read_json(file).get("run") if file.is_file() else None

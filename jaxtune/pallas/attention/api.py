@@ -31,8 +31,10 @@ def implementations(
     Args:
       query: [B, T, heads, D]; only shape and dtype are used.
       layout: its static guarantees decide the order and what cuDNN serves.
-      kv_heads: of the call; None: as many as query heads.
-      window, soft_cap, sinks: as in attention_forward.
+      kv_heads: number of key and value heads; None: as many as query heads.
+      window: a query sees itself and the window - 1 keys before it; None: all keys before it.
+      soft_cap: scores s become cap * tanh(s / cap); None: no cap.
+      sinks: float[heads], an extra logit for each head that has no value; None: none.
     """
     options = dict(window=window, soft_cap=soft_cap, sinks=sinks)
 
@@ -161,8 +163,13 @@ def attention_backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Gradients of attention from its saved output and log-sum-exp.
 
-    Args: as in attention_forward; out and lse are its results, by whatever implementation; dout [B, T, heads, D] the
-      gradient of out, which must be finite at padding too (`attention` sees to that itself).
+    Args:
+      query: [B, T, heads, D] bfloat16, float16 or float32.
+      key, value: [B, T, kv_heads, D] in query's dtype.
+      out, lse: the results of attention_forward, by whatever implementation.
+      dout: [B, T, heads, D], the gradient of out, which must be finite at padding too (`attention` sees to that).
+      layout, scale, window, soft_cap, sinks: those of the forward; attention_forward explains them.
+      implementation: "cudnn", "mosaic", "triton", "reference", or None for the first that supports the call.
     Returns:
       (dquery, dkey, dvalue, dsinks): shapes and dtypes of the operands; dsinks is None without sinks. Padding gives 0.
     Raises:
@@ -219,8 +226,16 @@ def attention(
 ):
     """Differentiable packed attention.
 
-    Args: as in attention_forward, and
-      backward_implementation: that of the gradients; as `implementation`, unless it is named.
+    Args:
+      query: [B, T, heads, D] bfloat16, float16 or float32.
+      key, value: [B, T, kv_heads, D] in query's dtype, heads a multiple of kv_heads; finite at padding, too.
+      layout: document bounds, `packed_layout((B, T), segment_ids)`; causal within a document.
+      scale: factor on query . key.
+      window: a query sees itself and the window - 1 keys before it; None: all keys before it.
+      soft_cap: scores s become cap * tanh(s / cap); None: no cap.
+      sinks: float[heads], an extra logit for each head that has no value; None: none.
+      implementation: "cudnn", "mosaic", "triton", "reference", or None for the first that supports the call.
+      backward_implementation: the implementation of the gradients; None: `implementation`.
     Returns:
       out [B, T, heads, D].
     Raises:

@@ -25,7 +25,9 @@ def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | No
     Args:
       query: [B, T, heads, D]; only shape and dtype are used.
       layout: only its static guarantee max_documents is used.
-      window, soft_cap, sinks: as in api.attention_forward.
+      window: how many keys a query sees, of a sliding window; None: all.
+      soft_cap: the cap on scores, or None.
+      sinks: float[heads], an extra logit for each head that has no value, or None.
     """
     from jaxtune.pallas.dispatch import compute_capability
 

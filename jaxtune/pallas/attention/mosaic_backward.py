@@ -202,7 +202,9 @@ def bring_queries(items, group, width, operands, slots, full, free):
     share a key head.
 
     Args:
-      items: of the program.
+      items: the work of the program, an Items.
+      group: number of query heads that share a key head.
+      width: queries of a block.
       operands: query, dout, stat and delta in global memory.
       slots: shared memory for query, dout, and both vectors of numbers.
       full, free: barriers of query and dout, (that a block has arrived), (that its slot is free).
@@ -269,14 +271,17 @@ def key_kernel(
     """dk and dv of tiles of keys. It visits the query blocks that see the tile, for every query head in turn.
 
     Args:
-      q_ref, k_ref, v_ref, do_ref, stat_ref, delta_ref: as in query_kernel.
+      q_ref, k_ref, v_ref, do_ref: [B, T, heads or kv_heads, D], in global memory as all refs.
+      stat_ref, delta_ref: float32[B, heads, T], the log-sum-exp in log2, and the sum of out * dout times scale.
       upper_ref: int32[B, T], the query after the last that sees each key.
       table_ref: int32[lines, 4]: row, first key, first block of queries, number of blocks.
       dk_ref, dv_ref: the results, as k_ref and v_ref.
       k_smem to numbers_smem: shared memory for an item's keys, values and bounds, and slots of queries, dout and
         numbers.
       own_full to turn_barrier: barriers, as mosaic._barriers makes them.
-      blocks, scale, soft_cap, interpreted: as in query_kernel.
+      blocks: how the work is divided.
+      scale, soft_cap: of the attention.
+      interpreted: whether Pallas' interpreter runs it.
     """
     wg = lax.axis_index("wg")
     group = q_ref.shape[2] // k_ref.shape[2]

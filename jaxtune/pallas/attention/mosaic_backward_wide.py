@@ -62,14 +62,20 @@ def wide_key_kernel(
     """dk and dv of tiles of keys. It visits the query blocks that see the tile, for every query head in turn.
 
     Args:
-      q_ref to dv_ref: as in mosaic_backward.key_kernel.
+      q_ref, k_ref, v_ref, do_ref: [B, T, heads or kv_heads, D], in global memory as all refs.
+      stat_ref, delta_ref: float32[B, heads, T], the log-sum-exp in log2, and the sum of out * dout times scale.
+      upper_ref: int32[B, T], the query after the last that sees each key.
+      table_ref: int32[lines, 4]: row, first key, first block of queries, number of blocks.
+      dk_ref, dv_ref: the results, as k_ref and v_ref.
       k_smem, v_smem, upper_smem: shared memory for an item's keys and values, and later dv and dk; and for its bounds.
       weights_smem: float32[2, keys, queries], the weights that the first warpgroup passes to the second.
       q_smem, do_smem, numbers_smem: slots of queries, dout and numbers.
       key_full, value_full: barriers of the copies of keys and values.
       q_full to do_free: barriers of the pipeline of queries and dout.
       weights_full, weights_free: that weights are in a slot, and that they have been read.
-      blocks, scale, soft_cap, interpreted: as in mosaic_backward.key_kernel.
+      blocks: how the work is divided.
+      scale, soft_cap: of the attention.
+      interpreted: whether Pallas' interpreter runs it.
     """
     wg = lax.axis_index("wg")
     group = q_ref.shape[2] // k_ref.shape[2]

@@ -283,7 +283,7 @@ class QuerySide:
 
         Args:
           values: float32 in registers: scores, or weights.
-          item, i: as in `keys`.
+          item, i: a line of the table of work (`items`), and the number of the step within it.
           lower: int32[own] in registers, the first key that each query sees.
           last_lower: int32[], that of the last query.
           fill: a number.

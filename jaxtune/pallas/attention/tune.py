@@ -48,9 +48,10 @@ def tune(
       case: shapes, documents, window, soft cap.
       kernels: some of KERNELS.
       dtype: of the operands.
-      say, path: see tuning.measure.
+      say: gets a line for each candidate: its blocks before it runs, its time or the problem after.
+      path: the file that stores the result; None: the user's cache.
     Returns:
-      {kernel: its entry}; see tuning.measure.
+      {kernel: the entry that tuning.measure returned: the fastest blocks, their time, and what was tried}.
     Raises:
       RuntimeError: the heuristic's blocks are wrong on this GPU, or no candidate runs.
     """

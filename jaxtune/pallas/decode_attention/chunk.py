@@ -35,7 +35,10 @@ def chunk_attention(
       new_keys, new_values: [B, N, kv_heads, D], of the new tokens, which are not in the cache yet.
       keys, values: [B, kv_heads, capacity, D], the cache of the tokens before them, see cache.py.
       before: int32[B], tokens of each row before the new ones.
-      scale, window, soft_cap, sinks: as in decode_attention.
+      scale: factor on query . key.
+      window: a token sees itself and the window - 1 tokens before it; None: all tokens before it.
+      soft_cap: scores s become cap * tanh(s / cap); None: no cap.
+      sinks: float[heads], an extra logit for each head that has no value; None: none.
     Returns:
       [B, N, heads, D] in query's dtype.
     Raises:

@@ -89,14 +89,16 @@ def work_of(lengths, capacity: int, window: int | None, step: int):
 
     Args:
       lengths: int32[B], tokens of each row.
-      capacity: of the cache.
-      window: the sliding window, or None.
+      capacity: of the cache, in keys of a row.
+      window: how many keys a token sees, of a sliding window; None: all.
       step: keys of a tile.
     Returns:
       table: int32[B * splits, 6], the longest splits first: row, split, first tile, tiles, index of the row's newest
         key, and how many keys the row sees.
       lines: int32[1], how many lines of the table have tiles.
-      order, count: see splits.order_of.
+      order: int32[B, splits], the order in which the splits of a row are combined: those that have tiles, ascending,
+        before the others.
+      count: int32[B], how many of them have tiles.
     """
     first, tiles = live_tiles(lengths, capacity, window, step)
     row, split = (jax.lax.broadcasted_iota(jnp.int32, tiles.shape, axis) for axis in (0, 1))

@@ -94,7 +94,9 @@ def delta_rule_state(
 ) -> jax.Array:
     """The state after the first `lengths` tokens of each row, which is one document; for generation.
 
-    Args: as in gated_delta_rule, and
+    Args:
+      key, value, decay, beta: those of gated_delta_rule, which explains them: [B, T, key_heads, K], [B, T, heads, V]
+        and float32[B, T, heads] each.
       lengths: int[B], from 0 to T.
     Returns:
       float32[B, heads, K, V].
@@ -113,7 +115,9 @@ def delta_rule_step(
 ) -> tuple[jax.Array, jax.Array]:
     """One more token of each row: its output and the next state.
 
-    Args: as in gated_delta_rule with T = 1, and
+    Args:
+      query, key, value, decay, beta: those of gated_delta_rule, which explains them, of one token: [B, 1, key_heads, K]
+        twice, [B, 1, heads, V], and float32[B, 1, heads] twice.
       state: float32[B, heads, K, V], before the token.
     Returns:
       (out [B, 1, heads, V] in value's dtype, the state after the token).
@@ -133,7 +137,9 @@ def delta_rule_chunk(
 ) -> tuple[jax.Array, jax.Array]:
     """More tokens of each row, whose document began before them: for prompts that are prefilled piece by piece.
 
-    Args: as in gated_delta_rule, and
+    Args:
+      query, key, value, decay, beta: those of gated_delta_rule, which explains them: [B, T, key_heads, K] twice, [B, T,
+        heads, V], and float32[B, T, heads] twice. There are no document bounds: all tokens continue the document.
       state: float32[B, heads, K, V], before the tokens.
     Returns:
       (out [B, T, heads, V] in value's dtype, the state after the tokens).

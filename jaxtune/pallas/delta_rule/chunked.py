@@ -61,7 +61,10 @@ def _run(query, key, value, decay, beta, doc_start, first=None):
     """float32 (out [B, T, heads, V], the last state [B, heads, K, V]) of the rule over all tokens, by groups of chunks.
 
     Args:
-      query, key, value, decay, beta: as in api.gated_delta_rule; decay and beta are 0 at padding.
+      query, key: [B, T, key_heads, K].
+      value: [B, T, heads, V].
+      decay: float32[B, T, heads], the logarithm of the factor on the state; 0 at padding.
+      beta: float32[B, T, heads], the share of the state's value at the key that is replaced; 0 at padding.
       doc_start: int32[B, T], the first token of each token's document; negative if it started before the first token.
       first: float32[B, heads, K, V], the state before the tokens; None: 0.
     """

@@ -71,10 +71,10 @@ def implementations(
 
     Args:
       dtype: of x.
-      in_size, out_size: of the weights.
-      groups: of the rows.
-      weight: in four bits; None for an array.
-      implementation: the name that was asked for, or None.
+      in_size, out_size: columns and rows of an expert's weight, [out, in].
+      groups: the experts of the sorted rows; only the size of its tiles is used.
+      weight: the weight if it is in four bits; None for an array.
+      implementation: the name that the caller requests, or None.
     """
 
     def mosaic_refusal():
@@ -117,10 +117,10 @@ def _product(x, weight, groups, contract, extra, static: Static, tokens):
     Args:
       x: [rows, K], or [T, K] with `tokens`.
       weight: [E, ., .], an array or quantised.
-      groups: of the rows.
+      groups: the experts of the sorted rows.
       contract: the axis of the weight that is summed over, 1 or 2.
       extra: the adapter's two operands (reference.product), or None.
-      static: of the call.
+      static: the settings of the call, which name the implementation.
       tokens: int32[rows], the row of x for each sorted row; None: x is sorted.
     """
     implementation = static.implementation
@@ -154,7 +154,8 @@ def _contracted(thin, wide, groups, rank, implementation, tokens):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _grouped(x, weight, lora, groups, static: Static):
-    """grouped_matmul after `prepared`, with a custom derivative: [rows, out]. lora: (a, b), or None."""
+    """grouped_matmul with a custom derivative, of arguments that `prepared` has returned: [rows, out]. lora: (a, b), or
+    None."""
     return forward(x, weight, lora, groups, static)[0]
 
 
@@ -176,7 +177,7 @@ def backward(static: Static, residuals, dout, x_tokens=None, dout_tokens=None):
     """(gradient of the sorted rows, of the weight or None if it is quantised, of (a, b) or None).
 
     Args:
-      static: of the call.
+      static: the settings of the call, as in the forward.
       residuals: from `forward`.
       dout: the gradient of its result, [rows, out].
       x_tokens: int32[rows] if the residuals have x [T, in] in place of the sorted rows.
@@ -237,7 +238,7 @@ def checked(op: str, name: str, x, shape: str, weight, groups: Groups, lora, tra
     Args:
       op: the operation, for messages.
       name, shape: x's name and shape in words (see Arguments), whose last axis is "in".
-      x, weight, groups, lora, transposed: as in grouped_matmul.
+      x, weight, groups, lora, transposed: the arguments, which must be as grouped_matmul describes them.
       routing: the Routing with the groups, if that is what was given.
     Raises:
       TypeError, ValueError: an argument is not as described there.

@@ -34,9 +34,10 @@ def tune(
 
     Args:
       dtype: of the operands.
-      say, path: see tuning.measure.
+      say: gets a line for each candidate: its blocks before it runs, its time or the problem after.
+      path: the file that stores the result; None: the user's cache.
     Returns:
-      {product: its entry}; see tuning.measure.
+      {product: the entry that tuning.measure returned: the fastest blocks, their time, and what was tried}.
     """
     entries = {}
     for (experts, pairs, in_size, out_size, transposed), ahead in itertools.product(SHAPES, (False, True)):

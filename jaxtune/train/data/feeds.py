@@ -275,10 +275,12 @@ class PreparedSet:
         return self.data.rows.empty(rows)
 
     def feed(self, lane: int, lanes: int, seed: int, position: Json) -> _PreparedFeed:
-        """The feed of lane number `lane` (from 0) of `lanes` lanes, among which each epoch of the set is divided.
+        """The feed of one lane, a device (or a group of devices that hold the same rows) that computes on rows of its
+        own. Each epoch of the set is divided among the lanes.
 
         Args:
-            lane, lanes: as above.
+            lane: the number of the lane, from 0.
+            lanes: how many lanes there are.
             seed: decides the order of the rows.
             position: the number of rows that the lane took in the run that is resumed; None is 0.
         """

@@ -236,7 +236,7 @@ def loss_sums(model: Decoder, batch: Batch, **options: Any) -> tuple[jax.Array, 
     Args:
       model: the model.
       batch: its fields are [rows, length].
-      options: those of Forward.
+      options: the arguments of Forward, such as the plan and chunk_tokens.
     Returns:
       (sum of weighted next-token losses, sum of weights, Forward.aux); float32 scalars.
     """
