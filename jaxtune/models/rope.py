@@ -134,7 +134,8 @@ def scaled_by_position(query: jax.Array, table) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _rotated(interleaved, x, cos, sin):
-    """`rotate` of x by cos and sin [B, T, rotary_dim / 2], with a derivative of its own (_rotated_bwd says why)."""
+    """x [B, T, heads, D] rotated by cos and sin [B, T, rotary_dim / 2], with a derivative of its own (_rotated_bwd says
+    why). interleaved: whether numbers (2i, 2i + 1) are pairs, and not (i, i + half)."""
     half = cos.shape[-1]
     cos, sin = (part[:, :, None, :] for part in (cos, sin))
     if interleaved:

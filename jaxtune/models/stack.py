@@ -268,7 +268,8 @@ def _layer_key(keys, index):
 
 
 def _shards_of(trainables, frozens, index: int) -> list[Shard]:
-    """The Shards, which must be gathered, of layer `index` in all layers' tensors; none if no layer has that index."""
+    """The Shards, which must be gathered, of layer `index`; none if no layer has that index. trainables, frozens: the
+    trained and the other tensors of each layer."""
     return shards((trainables[index], frozens[index])) if 0 <= index < len(trainables) else []
 
 

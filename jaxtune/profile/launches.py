@@ -309,8 +309,12 @@ def _fill(position, rest, launches, schedule, executions, known, kernel_owner, c
 
 def _attach_satellites(position, launches, schedule) -> None:
     """Gives each helper kernel (launch.main is False), such as the reduction of a split product, the position of the
-    library call that it belongs to: the nearest one before or after it. `position` is changed in place; the arguments
-    are as for _fill."""
+    library call that it belongs to: the nearest one before or after it.
+
+    Args:
+      position: for each launch its place in the schedule repeated for each execution, or -1; changed in place.
+      launches, schedule: all kernels of the program in the trace, and its instructions, in order.
+    """
     main = [i for i, launch in enumerate(launches) if launch.main and position[i] >= 0]
     for index, launch in enumerate(launches):
         if launch.main:

@@ -35,8 +35,8 @@ def exact_match(
       rows: {"messages": [..., {"role": "assistant", "content": expected}]}, with or without "tools"; or examples from
         `formats.normalize` that end with an answer.
       max_new_tokens: the most tokens of an answer.
-      template: as data.template. None is the tokenizer's own, and takes the prompt of an example that has one as plain
-        text.
+      template: a chat template, as data.template names it: a packaged one, a .jinja file, or Jinja text. None is the
+        tokenizer's own, and takes the prompt of an example that has one as plain text.
       batch_size: the most prompts that are answered at a time; fewer if the memory has no room.
     Returns:
       (the share of right answers, [(question, expected, answer)] in the order of `rows`). The question is the content
@@ -95,7 +95,8 @@ def questions_of(
       tokenizer: a fast Hugging Face tokenizer.
       rows: messages rows or examples that end with an answer, as for `exact_match`.
       max_new_tokens: the most tokens of an answer, for which a prompt must leave room.
-      template: as data.template; None is the tokenizer's own.
+      template: a chat template, as data.template names it: a packaged one, a .jinja file, or Jinja text; None is the
+        tokenizer's own.
       positions: the most tokens of prompt and answer that the model allows.
     Raises:
       ValueError: a row does not end with an answer, or its prompt is too long.

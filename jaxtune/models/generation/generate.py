@@ -63,8 +63,12 @@ def generate(
     Args:
       prompts: token ids, of any lengths.
       max_new_tokens: the most new tokens of a row.
-      temperature, top_k, top_p, min_p, repetition_penalty: see sampling.Sampling; temperature 0 takes the most likely
-        token.
+      temperature: the logits are divided by it; 0 takes the most likely token.
+      top_k: only this many most likely tokens remain; 0: all.
+      top_p: only the most likely tokens remain, as few as have at least this total probability.
+      min_p: only tokens remain that are at least this many times as likely as the most likely one.
+      repetition_penalty: divides the positive logits of tokens that the row already contains, and multiplies the
+        negative ones.
       seed: what a row draws depends only on seed, its index and its step. A sequence has a seed for each prompt, whose
         row then draws as it does alone with that seed.
       stop_strings: a row ends with the token that completes one of them in its new text; needs `tokenizer`.

@@ -177,7 +177,8 @@ class Sampler:
         Args:
           prompt: token ids, at least one.
           max_new_tokens: the most new tokens. None: as many as the row has room for.
-          temperature, top_k, top_p, min_p, repetition_penalty, scaled_logprobs: see sampling.Sampling.
+          temperature, top_k, top_p, min_p, repetition_penalty: sampling settings, as in `generate`.
+          scaled_logprobs: whether log-probabilities are computed from the logits divided by the temperature.
           seed, index: what the row draws depends only on these two and its step, so that equal pairs draw alike.
           stop_strings: the row ends with the token that completes one of them in its new text; needs `tokenizer`.
           eos_token_ids: tokens that end the row. None: those of the model's generation_config.json or config.json; an

@@ -30,7 +30,8 @@ def rows_of(variable: nnx.Variable, index: jax.Array, take: Callable[[jax.Array,
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _rows_of(take, shard: Shard, index: jax.Array) -> jax.Array:
-    """rows_of for a table (`shard`) that is divided along its first axis, with a derivative by collectives."""
+    """`rows_of` for a table (`shard`) that is divided along its first axis, with a derivative by collectives. take:
+    looks up rows of a part of the table; index: the row numbers that this device wants."""
     return _rows_of_fwd(take, shard, index)[0]
 
 

@@ -115,8 +115,9 @@ def _real(layout, array):
 
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """(out [B, T, heads, D], lse float32[B, heads, T]) of packed causal attention, computed by cuDNN. Arguments are
-    those of api.attention_forward."""
+    """(out [B, T, heads, D], lse float32[B, heads, T]) of packed causal attention, computed by cuDNN: query [B, T,
+    heads, D], key and value [B, T, kv_heads, D], within the documents of `layout`. The options (factor on scores,
+    sliding window, soft cap, sinks) are those of api.attention_forward."""
     arrays, static = _call_arguments(layout, query, scale, window)
     out, stats = cudnn._dot_product_attention_fwd_p_wrapper.bind(query, key, value, *arrays, **static, is_training=True)
     if layout.max_documents == 1:
@@ -127,8 +128,9 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
 
 
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """(dquery, dkey, dvalue, dsinks or None) of packed causal attention from its saved out and lse, computed by cuDNN.
-    Arguments are those of api.attention_backward."""
+    """(dquery, dkey, dvalue, dsinks or None) of packed causal attention from its operands, its saved out and lse, and
+    dout, the gradient of out, computed by cuDNN. The options are those of the forward; api.attention_backward explains
+    all arguments."""
     arrays, static = _call_arguments(layout, query, scale, window)
     if layout.max_documents == 1:
         stats = lse

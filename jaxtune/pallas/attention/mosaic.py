@@ -252,8 +252,9 @@ def _pairs(query, key, blocks: Blocks) -> bool:
 
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """(out [B, T, heads, D], lse float32[B, heads, T]) of packed causal attention, computed by the Mosaic kernels.
-    Arguments are those of api.attention_forward."""
+    """(out [B, T, heads, D], lse float32[B, heads, T]) of packed causal attention, computed by the Mosaic kernels:
+    query [B, T, heads, D], key and value [B, T, kv_heads, D], within the documents of `layout`. The options (factor on
+    scores, sliding window, soft cap, sinks) are those of api.attention_forward."""
     _, length, _, given_dim = query.shape
     lower, _ = _prepare(layout, window)
     query, key, value = (_operand(a) for a in (query, key, value))
@@ -344,8 +345,9 @@ def _key_gradients(operands, upper, blocks: Blocks, layout, options):
 
 
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """(dquery, dkey, dvalue, dsinks or None) of packed causal attention from its saved out and lse, computed by the
-    Mosaic kernels. Arguments are those of api.attention_backward."""
+    """(dquery, dkey, dvalue, dsinks or None) of packed causal attention from its operands, its saved out and lse, and
+    dout, the gradient of out, computed by the Mosaic kernels. The options are those of the forward;
+    api.attention_backward explains all arguments."""
     _, length, _, given_dim = query.shape
     lower, upper = _prepare(layout, window)
     delta = jnp.einsum("bthd,bthd->bht", out.astype(jnp.float32), dout.astype(jnp.float32))

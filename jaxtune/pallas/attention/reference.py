@@ -71,7 +71,8 @@ def _join(array, length):
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
     """(out [B, T, heads, D], lse float32[B, heads, T]) of packed causal attention, computed by plain jnp, in chunks of
-    queries. Arguments are those of api.attention_forward."""
+    queries: query [B, T, heads, D], key and value [B, T, kv_heads, D], within the documents of `layout`. The options
+    (factor on scores, sliding window, soft cap, sinks) are those of api.attention_forward."""
     rows, length, heads, dim = query.shape
     kv_heads = key.shape[2]
     grouped = query.reshape(rows, length, kv_heads, heads // kv_heads, dim)
@@ -117,8 +118,9 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
 
 
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """(dquery, dkey, dvalue, dsinks or None) of packed causal attention from its saved out and lse, computed by plain
-    jnp, in chunks of queries. Arguments are those of api.attention_backward."""
+    """(dquery, dkey, dvalue, dsinks or None) of packed causal attention from its operands, its saved out and lse, and
+    dout, the gradient of out, computed by plain jnp, in chunks of queries. The options are those of the forward;
+    api.attention_backward explains all arguments."""
     rows, length, heads, dim = query.shape
     kv_heads = key.shape[2]
     group = heads // kv_heads

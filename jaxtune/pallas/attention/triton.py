@@ -118,8 +118,9 @@ def _call(kernel, tile: Tile, own: int, grid_heads: int, arguments, out_types, k
 
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """(out [B, T, heads, D], lse float32[B, heads, T]) of packed causal attention, computed by the Triton kernels.
-    Arguments are those of api.attention_forward."""
+    """(out [B, T, heads, D], lse float32[B, heads, T]) of packed causal attention, computed by the Triton kernels:
+    query [B, T, heads, D], key and value [B, T, kv_heads, D], within the documents of `layout`. The options (factor on
+    scores, sliding window, soft cap, sinks) are those of api.attention_forward."""
     from jaxtune.pallas.attention import triton_kernels
 
     rows, length, heads, dim = query.shape
@@ -141,8 +142,9 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
 
 
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """(dquery, dkey, dvalue, dsinks or None) of packed causal attention from its saved out and lse, computed by the
-    Triton kernels. Arguments are those of api.attention_backward."""
+    """(dquery, dkey, dvalue, dsinks or None) of packed causal attention from its operands, its saved out and lse, and
+    dout, the gradient of out, computed by the Triton kernels. The options are those of the forward;
+    api.attention_backward explains all arguments."""
     from jaxtune.pallas.attention import triton_kernels
 
     heads, dim = query.shape[2:]

@@ -80,7 +80,7 @@ def refusal(query, keys) -> str | None:
 
 def variant(query) -> str:
     """A phrase that differs between calls whose kernels are compiled with other blocks, so that these are checked
-    separately at their first use."""
+    separately at their first use. Of query [B, heads, D], only the head dim and the dtype matter."""
     return str(blocks_of(query.shape[-1], query.dtype).as_dict())
 
 
@@ -185,7 +185,8 @@ def _combine(parts, lse, order, count, sinks, group: int, dtype):
 
 
 def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, sinks=None):
-    """The Mosaic implementation; arguments and result are those of api.decode_attention."""
+    """The Mosaic implementation of api.decode_attention, which explains the options: query [B, heads, D] of the newest
+    tokens, the caches keys and values [B, kv_heads, capacity, D] and lengths int32[B] -> [B, heads, D]."""
     rows, heads, dim = query.shape
     kv_heads, capacity = keys.shape[1:3]
     group = heads // kv_heads

@@ -57,12 +57,13 @@ def refusal(query, keys) -> str | None:
 
 def variant(query) -> str:
     """A phrase that differs between calls whose kernels are compiled with other tiles, so that these are checked
-    separately at their first use."""
+    separately at their first use. Of query [B, heads, D], only the head dim matters."""
     return str(TILES[width(query.shape[-1])])
 
 
 def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, sinks=None):
-    """The Triton implementation; arguments and result are those of api.decode_attention."""
+    """The Triton implementation of api.decode_attention, which explains the options: query [B, heads, D] of the newest
+    tokens, the caches keys and values [B, kv_heads, capacity, D] and lengths int32[B] -> [B, heads, D]."""
     from jaxtune.pallas.decode_attention import triton_kernels
 
     rows, heads, dim = query.shape

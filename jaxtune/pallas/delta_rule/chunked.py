@@ -30,8 +30,9 @@ GROUP_TOKENS = 4096  # tokens (of all rows) whose matrices [CHUNK, CHUNK] exist 
 
 
 def forward(query, key, value, decay, beta, layout):
-    """The output [B, T, heads, V] of the gated delta rule over packed documents, computed by chunks of tokens.
-    Arguments are those of api.gated_delta_rule."""
+    """The output [B, T, heads, V] of the gated delta rule over packed documents, computed by chunks of tokens: query
+    and key [B, T, key_heads, K], value [B, T, heads, V], decay (its logarithm) and beta float32[B, T, heads]; layout:
+    document bounds. api.gated_delta_rule explains them."""
     length = value.shape[1]
     index = jnp.arange(length)
     real = (index < layout.doc_end)[..., None]
@@ -42,16 +43,17 @@ def forward(query, key, value, decay, beta, layout):
 
 
 def state(key, value, decay, beta, lengths):
-    """float32[B, heads, K, V]: the state after the first `lengths` tokens of each row. Arguments are those of
-    api.delta_rule_state."""
+    """float32[B, heads, K, V]: the state after the first `lengths` (int32[B]) tokens of each row, which is one
+    document: key [B, T, key_heads, K], value [B, T, heads, V], decay (its logarithm) and beta float32[B, T, heads]."""
     real = (jnp.arange(value.shape[1]) < lengths[:, None])[..., None]
     decay, beta = (jnp.where(real, x.astype(jnp.float32), 0.0) for x in (decay, beta))
     return _run(key, key, value, decay, beta, jnp.zeros(value.shape[:2], jnp.int32))[1]
 
 
 def chunk(query, key, value, decay, beta, state):
-    """(out [B, T, heads, V], the next state) for more tokens of each row, whose document started before them. Arguments
-    are those of api.delta_rule_chunk."""
+    """(out [B, T, heads, V], the next state) for more tokens of each row, whose document started before them: query and
+    key [B, T, key_heads, K], value [B, T, heads, V], decay (its logarithm) and beta float32[B, T, heads], and the state
+    before them, float32[B, heads, K, V]."""
     continued = jnp.full(value.shape[:2], -1, jnp.int32)  # the document started before the first token
     out, state = _run(query, key, value, decay, beta, continued, state)
     return out.astype(value.dtype), state

@@ -23,8 +23,9 @@ def unit(x: jax.Array) -> jax.Array:
 
 
 def forward(query, key, value, decay, beta, layout):
-    """The output [B, T, heads, V] of the gated delta rule over packed documents, computed token by token. Arguments are
-    those of api.gated_delta_rule."""
+    """The output [B, T, heads, V] of the gated delta rule over packed documents, computed token by token: query and key
+    [B, T, key_heads, K], value [B, T, heads, V], decay (its logarithm) and beta float32[B, T, heads]; layout: document
+    bounds. api.gated_delta_rule explains them."""
     rows, _, heads, _ = value.shape
     begins = jnp.arange(value.shape[1]) == layout.doc_start
     real = jnp.arange(value.shape[1]) < layout.doc_end
@@ -41,8 +42,9 @@ def forward(query, key, value, decay, beta, layout):
 
 
 def step(query, key, value, decay, beta, state):
-    """(out [B, 1, heads, V], the next state) for one more token of each row. Arguments are those of
-    api.delta_rule_step."""
+    """(out [B, 1, heads, V], the next state) for one more token of each row: query and key [B, 1, key_heads, K], value
+    [B, 1, heads, V], decay (its logarithm) and beta float32[B, 1, heads], and the state before it, float32[B, heads, K,
+    V]."""
     out, state = _token(query[:, 0], key[:, 0], value[:, 0], decay[:, 0], beta[:, 0], state)
     return out[:, None].astype(value.dtype), state
 

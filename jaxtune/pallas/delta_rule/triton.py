@@ -101,8 +101,9 @@ def _first_use(dtype, group: int) -> str | None:
 
 
 def forward(query, key, value, decay, beta, layout: PackedLayout):
-    """The output [B, T, heads, V] of the gated delta rule over packed documents, computed by the Triton kernels.
-    Arguments are those of api.gated_delta_rule."""
+    """The output [B, T, heads, V] of the gated delta rule over packed documents, computed by the Triton kernels: query
+    and key [B, T, key_heads, K], value [B, T, heads, V], decay (its logarithm) and beta float32[B, T, heads]; layout:
+    document bounds. api.gated_delta_rule explains them."""
     return _rule(query, key, value, decay, beta, layout)
 
 

@@ -60,7 +60,7 @@ def divided(numbers: jax.Array, by: int) -> jax.Array:
 
 
 def _tiles(sizes, tile_rows):
-    """int32[E]: the number of tiles that groups of these sizes take, int32[E]."""
+    """int32[E]: the number of tiles of `tile_rows` rows that groups of these sizes, int32[E], take."""
     return divided(sizes + (tile_rows - 1), tile_rows)
 
 
@@ -72,7 +72,8 @@ def _ends(counts):
 
 
 def _first_tiles(sizes, tile_rows):
-    """int32[E]: the number of the first tile of each group, for groups of these sizes, int32[E]."""
+    """int32[E]: the number of the first tile of each group, for groups of these sizes, int32[E], in tiles of
+    `tile_rows` rows."""
     tiles = _tiles(sizes, tile_rows)
     return _ends(tiles) - tiles
 

@@ -254,7 +254,8 @@ def matmul(x, codes, absmax, nested, pairs: np.ndarray, tile: Tile, kernel, inte
       nested: map, nested absmax and offset float32[1] of a quantised absmax, or nothing.
       pairs: x's dtype [256, 2], the elements of each byte.
       tile: how the work is divided.
-      kernel, interpret: as mosaic._kernel takes them.
+      kernel: mosaic._kernel, which compiles a kernel's body, or interprets it.
+      interpret: the parameters of Pallas' interpreter, or None on a GPU.
     """
     (tokens, columns), rows = x.shape, codes.shape[0]
     ring = (tile.warpgroups, tile.stages)

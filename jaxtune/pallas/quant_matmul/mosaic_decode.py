@@ -121,7 +121,8 @@ class Chunks:
           at: int32[], the number of the chunk.
           loaded: from `load`.
           interpreted: whether Pallas' interpreter runs it.
-          beside_products: as in lanes.table_values.
+          beside_products: whether the table is looked up by byte permutations, which do not use shared memory, and not
+            by shuffles, which need fewer instructions.
         """
         _, _, table_ref, *nested_refs = refs
         codes, scales = loaded

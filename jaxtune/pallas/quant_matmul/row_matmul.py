@@ -215,7 +215,8 @@ def matmul(x, codes, absmax, nested, pairs: np.ndarray, rows: int, kernel, inter
       nested: map, nested absmax and offset float32[1] of a quantised absmax, or nothing.
       pairs: x's dtype [256, 2], the elements of each byte.
       rows: out.
-      kernel, interpret: as mosaic._kernel takes them.
+      kernel: mosaic._kernel, which compiles a kernel's body, or interprets it.
+      interpret: the parameters of Pallas' interpreter, or None on a GPU.
       programs: at most this many programs share the rows.
     """
     cut = plan(rows, x.shape[1], programs)

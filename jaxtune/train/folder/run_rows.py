@@ -39,7 +39,8 @@ def run_rows(
 
     Args:
       reader: tokenises rows for the run.
-      train_rows, eval_rows: as for Trainer; None: the rows that the config names.
+      train_rows, eval_rows: a path, a data set's name, a list of dicts, or a prepared TokenDataset; train_rows may also
+        be a BatchSource. None: the rows that the config names.
       apart: rows that data.eval_rows takes from the training rows stay apart even if other rows are held out, as in the
         run whose weights are evaluated.
     Raises:

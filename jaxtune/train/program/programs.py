@@ -104,13 +104,13 @@ class Engine:
       before_qat: the step before qat.start, or None.
       planner: chooses the plan.
       mesh: the devices.
-      batches: of the steps.
+      batches: makes the batch of each step.
       config: the run's.
       held_out: rows of an evaluation, whose program is compiled with the steps'; None: no evaluation.
 
     Attributes:
       program, before_qat: under the plan in force.
-      planner, mesh, batches: as given.
+      planner, mesh, batches: the arguments.
       replicated: the sharding of arrays that every device has.
       micro_index: the int32 numbers of a step's micro-batches, on the mesh.
     """
@@ -423,6 +423,14 @@ class Engine:
         micro-batches run again under smaller plans, which are compiled in the context that `compiling` makes.
 
         A failed attempt leaves nothing behind, because only the update donates the state.
+
+        Args:
+          programs: the compiled programs of the plan in force.
+          sums, state, frozen: what TrainedModel.begin returned.
+          parts: the micro-batches, on the mesh.
+          step: the number of the step.
+          print_line: prints a line on the new plan.
+          compiling: makes the context in which smaller plans are compiled.
         """
         while True:
             try:

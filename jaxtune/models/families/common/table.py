@@ -119,7 +119,7 @@ def experts(*keys: Key, **fixed) -> Record:
     """The Record of a family's experts, which sets DecoderConfig.moe.
 
     Args:
-      keys: those of its keys that differ between families; the router's are added.
+      keys: the keys of config.json that differ between families; those of the router are added.
       fixed: {field of MoEConfig: its value in all models of the family}.
     """
     return Record(MoEConfig, (*keys, EXPERTS_PER_TOKEN, *_ROUTER), fixed, field="moe")
@@ -127,14 +127,14 @@ def experts(*keys: Key, **fixed) -> Record:
 
 def local_experts(*keys: Key, **fixed) -> Record:
     """The Record of experts as in Mixtral and gpt-oss, whose number is the key num_local_experts and whose size is
-    intermediate_size; arguments as in `experts`."""
+    intermediate_size. keys and fixed are those of the family, as in `experts`."""
     count = Key("num_local_experts", "num_experts", any_count)
     return experts(count, Key("intermediate_size", "expert_size", values.whole), *keys, **fixed)
 
 
 def shared_experts(*keys: Key, **fixed) -> Record:
     """The Record of experts as in Qwen's families that have a shared expert, whose width is the key
-    shared_expert_intermediate_size; arguments as in `experts`."""
+    shared_expert_intermediate_size. keys and fixed are those of the family, as in `experts`."""
     shared = Key("shared_expert_intermediate_size", "shared_size", values.whole)
     return experts(Key("num_experts", "num_experts", any_count), EXPERT_SIZE, shared, *keys, **fixed)
 
@@ -167,7 +167,8 @@ def _every_fourth_full(hf) -> list[str]:
 def delta_net(fused: bool = False) -> tuple[Entry, ...]:
     """The entries of Qwen3-Next and Qwen3.5: gated delta nets, and gated attention in every fourth layer.
 
-    fused: DeltaNetShape.fused.
+    fused: whether one matrix gives queries, keys, values and gates, and another the rates, as in Qwen3-Next; otherwise
+    each kind has its own matrix, as in Qwen3.5.
     """
     shape = Record(
         DeltaNetShape,
