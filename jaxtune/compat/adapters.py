@@ -155,7 +155,7 @@ def adapted(
 
 def _require_no_biases(where: str, bias: str, module: Decoder) -> None:
     """Raises ValueError if `bias` would train biases, which adapters do not have here. In a model without biases every
-    value is accepted."""
+    value is accepted. where: the called function, for the message."""
     if bias not in ("none", "all", "lora_only"):
         raise ValueError(f"{where}: bias = {bias!r} is not supported; supported: 'none'")
     if bias == "none":
@@ -217,7 +217,7 @@ def _start_gaussian(module: Decoder, seed: int) -> None:
 
 def last_layers(where: str, count: int | None, layers: int | Sequence[int] | None, module: Decoder) -> Any:
     """The value of layers_to_transform for Unsloth's finetune_last_n_layers: the indices of the last `count` layers, or
-    `layers`, the given layers_to_transform, if `count` is None.
+    `layers`, the given layers_to_transform, if `count` is None. where: the called function, for messages.
 
     Raises:
       ValueError: both are given, or `count` is not from 1 to the number of layers.

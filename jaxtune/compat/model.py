@@ -271,7 +271,7 @@ class CompatModel(ModelMethods):
         private: bool | None = None,
         **others: Any,
     ) -> None:
-        """As save_pretrained_merged, into a repository of the hub, which is created if it does not exist."""
+        """As save_pretrained_merged, into a (private) repository owner/name of the hub, which is created if need be."""
         settle("push_to_hub_merged", others, SAVE)
         self._push(
             repository, token, private, lambda folder: self.save_pretrained_merged(folder, tokenizer, save_method)
@@ -286,7 +286,7 @@ class CompatModel(ModelMethods):
         private: bool | None = None,
         **others: Any,
     ) -> None:
-        """As save_pretrained_gguf, into a repository of the hub, which is created if it does not exist."""
+        """As save_pretrained_gguf, into a (private) repository owner/name of the hub, which is created if need be."""
         settle("push_to_hub_gguf", others, SAVE)
         self._push(
             repository, token, private, lambda folder: self.save_pretrained_gguf(folder, tokenizer, quantization_method)
@@ -328,7 +328,7 @@ class FastLanguageModel:
         row or as the files have them, and multiplies in FP8, forward and backward. An adapter's folder that records the
         format and dtype of its base gets them by default. Loading draws no random numbers, so random_state is only used
         for sampling. packing is the value of SFTConfig's packing if the config does not set it. num_labels=1 adds a
-        head that scores texts.
+        head that scores texts. max_seq_length is the most tokens of a row; a line names `others` without effect.
         """
         where = "FastLanguageModel.from_pretrained"
         flags = {"load_in_fp8": load_in_fp8}

@@ -79,8 +79,8 @@ def rows_and_format(dataset: Any, text_field: str, formatting_func) -> tuple[Any
 
 
 def _streamed(dataset: Any, text_field: str, formatting_func: Callable[..., Any] | None) -> tuple[Any, str]:
-    """As rows_and_format, for an IterableDataset, of which at most the first row is read here; its rows are converted
-    while the run reads them."""
+    """(rows, their format) of an IterableDataset, by the rules and arguments of rows_and_format. At most the first row
+    is read here; the rows are converted while the run reads them."""
     columns = columns_of(dataset, "SFTTrainer")
     if formatting_func is not None:
         function = formatting_func

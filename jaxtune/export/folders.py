@@ -27,8 +27,8 @@ from jaxtune.system import terminal
 
 
 def write_merged(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
-    """Writes the model as a Hugging Face folder in its own dtype; quantised weights are decoded to it. Arguments and
-    result are those of write_planned."""
+    """Writes the model as a Hugging Face folder in its own dtype; quantised weights are decoded to it. tokenizer:
+    written with it, if given; max_shard_bytes: larger weights are divided into shards. Returns notes for the user."""
     return write_planned(weights.dequantized(), folder, tokenizer, max_shard_bytes)
 
 

@@ -56,7 +56,8 @@ def stored_type(tensor: Tensor, outtype: str) -> str:
 
 
 def size_bytes(tensors: Sequence[Tensor], outtype: str) -> int:
-    """Bytes of the tensors' data, with the padding between them."""
+    """Bytes of the tensors' data in a file of type `outtype` (a key of OUTTYPES, such as "q8_0"), with the padding
+    between them. The disk must have room for them."""
     return sum(_tensor_bytes(tensor, stored_type(tensor, outtype)) + _ALIGNMENT for tensor in tensors)
 
 

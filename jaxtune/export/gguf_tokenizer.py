@@ -120,7 +120,8 @@ def _tokens(parts: dict[str, Any], vocab_size: int) -> tuple[list[str], list[int
 
 
 def _sequence(part: dict[str, Any] | None, kinds: str) -> list[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer as a list; `kinds` is the key under which a sequence lists them."""
+    """The steps of a normalizer or pre-tokenizer (`part` of a tokenizer.json, None if it has none) as a list. kinds:
+    the key under which a sequence lists its steps."""
     if part is None:
         return []
     return part[kinds] if part["type"] == "Sequence" else [part]

@@ -37,6 +37,11 @@ def write(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) 
     here, in groups of 128. Linears named in SERVED_IN_16_BITS stay in 16 bits, as do linears whose rows cannot be
     divided into whole groups.
 
+    Args:
+      weights: the model's weights.
+      folder: an empty folder.
+      tokenizer: written with the model, if given.
+      max_shard_bytes: larger weights are divided into shards.
     Returns:
       notes for the user: the number of linears of the latter kind, if there are any.
     Raises:

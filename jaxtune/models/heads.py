@@ -34,7 +34,8 @@ class Head:
         return labels and {"id2label": labels, "label2id": {label: int(index) for index, label in labels.items()}}
 
     def architecture_of(self, causal: str) -> str:
-        """The name of Hugging Face's class with this head, from the name of the language model's class."""
+        """The name of Hugging Face's class with this head, from `causal`, the name of the language model's class, such
+        as "LlamaForCausalLM"."""
         return causal.replace(TEXT.architecture, self.architecture)
 
 

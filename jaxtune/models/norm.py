@@ -43,8 +43,12 @@ class RMSNorm(nnx.Module):
 class LayerNorm(nnx.Module):
     """(x - mean(x)) / sqrt(variance(x) + eps) * weight, without bias.
 
-    Everything is computed in fp32 before the cast, as in transformers' CohereLayerNorm. eps is added to the variance;
-    dtype is the weight's.
+    Everything is computed in fp32 before the cast, as in transformers' CohereLayerNorm.
+
+    Args:
+      size: the numbers of a vector, over which it norms.
+      eps: added to the variance.
+      dtype: of the weight.
     """
 
     def __init__(self, size: int, eps: float, dtype=jnp.float32):

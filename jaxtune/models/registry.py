@@ -84,7 +84,7 @@ def text_parts() -> dict[str, tuple[str, ...]]:
 
 
 def text_config(hf: dict) -> dict:
-    """A parsed config.json unchanged if it is a text model's; else the text part of it, as a config of its own.
+    """`hf`, a parsed config.json, unchanged if it is a text model's; else the text part of it, as a config of its own.
 
     The text part gets the outer file's quantisation, special tokens, dtype and tied embeddings, unless it has its own.
 

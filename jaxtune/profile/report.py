@@ -108,7 +108,7 @@ def _share(name: str, per_step: list[float], step_ms: float, phase: str = "") ->
 
 
 def _sums(events: Iterable[Event], num_steps: int, key) -> dict[Any, list[float]]:
-    """{key(event): [ms in each step]}, the sums of the time booked on the events with this key."""
+    """{key(event): [ms in each of the num_steps steps]}, the sums of the time booked on the events with this key."""
     out: dict[Any, list[float]] = collections.defaultdict(lambda: [0.0] * num_steps)
     for event in events:
         out[key(event)][event.step] += event.self_ns * _MS

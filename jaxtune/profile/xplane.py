@@ -206,6 +206,10 @@ def _kind(raw: _Raw) -> str:
 def _events(raw: list[_Raw], modules: dict[str, Module], origin: float):
     """The trace's events with scope, category and work, from the raw ones in order of their starts.
 
+    Args:
+      raw: the events as the profile has them.
+      modules: {program's name: its HLO}, which gives scopes and work.
+      origin: the time from which events count.
     Returns:
       (events; runs, each (start_ns, program, the program's function); ns of kernels not found in the HLO)
     """

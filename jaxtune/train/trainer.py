@@ -308,7 +308,7 @@ class Trainer:
     ) -> tuple[Programs, TrainState, Sums, Any]:
         """Chooses the plan, compiles the programs, waits for the weights and prints the plan. Returns (programs, state,
         sums, frozen) for the first step that this process makes: the compiled programs, the state (`resumed`, or a new
-        one), sums of zeros, and the weights that are not trained, all placed on the devices."""
+        one), sums of zeros, and the weights that are not trained, all placed on the devices. start: the steps done."""
         progress = monitor.progress
         progress.print("\n".join(self.planner.lines()))
         if self.planner.device.name != "cpu":  # the speed of a CPU is not known

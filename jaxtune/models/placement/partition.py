@@ -348,7 +348,8 @@ def bytes_per_device(tree: Any, parts: int) -> float:
 
 
 def divided_sizes(tree: Any, parts: int) -> tuple[float, float]:
-    """(bytes, elements) of the whole arrays of those variables that would be divided; the planner counts gathers so."""
+    """(bytes, elements) of the whole arrays of those variables of a tree that would be divided if `parts` devices
+    divide tensors; the planner counts gathers so."""
     # These are whole arrays, which are only marked as divided.
     arrays = [shard.array for shard in shards(_divided(tree, parts))]
     counts = [float(math.prod(array.shape)) for array in arrays]
@@ -424,8 +425,8 @@ def specs(tree: Any) -> Any:
 
 
 def unsummed_specs(tree: Any) -> Any:
-    """The PartitionSpecs of sums that are not added up over devices yet: a leading axis has one entry for each
-    device."""
+    """The PartitionSpecs of sums, a tree from `divide`, that are not added up over devices yet: a leading axis has one
+    entry for each device."""
     names = tuple(axis.name for axis in AXES)
     return _specs(tree, (names,), (tuple(name for name in names if name != TENSORS),))
 

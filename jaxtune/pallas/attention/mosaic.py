@@ -99,7 +99,8 @@ def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | No
 def _bounds(layout: PackedLayout, window: int | None):
     """lower, upper int32[B, T]: query q sees keys lower[q] .. q; key k is seen by queries k .. upper[k] - 1.
 
-    Padding gets empty ranges that keep both rising along the row.
+    Padding gets empty ranges that keep both rising along the row. window: how many keys a query sees, of a sliding
+    window; None: all of its document.
     """
     index = jnp.arange(layout.doc_start.shape[1], dtype=jnp.int32)
     lower, upper = layout.doc_start, layout.doc_end

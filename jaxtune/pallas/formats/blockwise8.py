@@ -25,6 +25,8 @@ def dynamic_map(signed: bool) -> np.ndarray:
 
     Decade d of 7 covers 10^(d-7) to 10^(d-6) with the centres of n equal intervals; n is 2^d on either side of 0 if
     signed, else 2^(d+1). With 0 and 1 these are 256 values; -1 is not among them.
+
+    signed: whether the map has negative values.
     """
     values = [np.float32(0.0), np.float32(1.0)]
     for decade in range(_DECADES):
@@ -50,6 +52,7 @@ def upper_bounds(signed: bool) -> np.ndarray:
     """float32: for each magnitude of the map except 1, ascending from 0, the largest float32 that is nearest to it.
 
     This is the middle between it and the next magnitude, rounded down: x is above it exactly if x is above the middle.
+    signed: whether the map is the one with negative values.
     """
     values = dynamic_map(signed)[SIGNED_ZERO if signed else 0 :].astype(np.float64)
     middle = (values[:-1] + values[1:]) / 2  # exact in float64
@@ -59,7 +62,8 @@ def upper_bounds(signed: bool) -> np.ndarray:
 
 @functools.cache
 def _decades(signed: bool) -> list[tuple[np.float32, np.float32, np.float32]]:
-    """(a, b, last) of each decade: the index of a value x in it is floor(a x + b) or one more, at most `last` + 1."""
+    """(a, b, last) of each decade of the (signed) map's magnitudes: the index of a value x in it is floor(a x + b) or
+    one more, at most `last` + 1."""
     found, first = [], 1  # 0 has index 0
     for decade in range(_DECADES):
         count = _intervals(signed, decade)
@@ -70,13 +74,13 @@ def _decades(signed: bool) -> list[tuple[np.float32, np.float32, np.float32]]:
 
 
 def _edges(signed: bool) -> list[float]:
-    """The magnitudes at which the next decade begins: midway between the last value of one and the first of the
-    next."""
+    """The magnitudes at which the next decade of the (signed) map begins: midway between the last value of one decade
+    and the first of the next."""
     return [10.0 ** (d + 1 - _DECADES) * (1 + 0.9 / _intervals(signed, d)) for d in range(_DECADES - 1)]
 
 
 def nearest_codes(x: jax.Array, signed: bool) -> jax.Array:
-    """uint8: the index of the map's value nearest to each x, float32 from -1 (or 0) to 1; ties go towards 0.
+    """uint8: the index of the (signed) map's value nearest to each x, float32 from -1 (or 0) to 1; ties go towards 0.
 
     A binary search would read the map eight times per element, each read waiting for the one before. Within a decade
     the map is linear, so a product gives the index or one less: it is computed 1/4 of an interval too low, which is far

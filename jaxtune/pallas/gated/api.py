@@ -45,8 +45,9 @@ def gated_backward(
 
 
 def implementations(dtype, size: int, activation: str) -> dispatch.Table:
-    """The implementations of a call for arrays of this dtype and number of elements, in the order in which they are
-    tried, each with a function that returns why it refuses it."""
+    """The implementations of a call for arrays of this dtype and number of elements (`size`), in the order in which
+    they are tried, each with a function that returns why it refuses it. activation: a key of ACTIVATIONS, such as
+    "silu"."""
 
     def refusal():
         return mosaic.refusal(dtype, size, activation) or _first_use(activation)

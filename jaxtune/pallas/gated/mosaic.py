@@ -22,7 +22,8 @@ MOST = 2**32  # the largest number of elements
 
 
 def refusal(dtype, size: int, activation: str) -> str | None:
-    """The reason why the kernel cannot serve arrays of this dtype and size, or None."""
+    """The reason why the kernel cannot serve arrays of this dtype and number of elements (`size`), or None. activation:
+    its name, such as "silu"."""
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     reason = unsupported(dtype, size, activation)
@@ -64,7 +65,8 @@ def _share(x, activation: str):
 
 
 def _results(values, activation: str):
-    """float32 (gated, dgate, dup) from (gate, up, dgated), in registers."""
+    """float32 (activation(gate) * up, dgate, dup) from `values`, (gate, up, dgated), in registers. activation: "silu"
+    or "gelu_tanh"."""
     gate, up, dgated = (each.astype(jnp.float32) for each in values)
     share, slope = _share(gate, activation)
     active = gate * share
@@ -83,8 +85,8 @@ def _kernel(gate_ref, up_ref, dgated_ref, *, activation):
 
 
 def gated_backward(gate, up, dgated, activation: str):
-    """(gated, dgate, dup) from bfloat16 gate, up and the gradient dgated, written over the arguments if nothing else
-    reads them; see api.gated_backward, and `refusal` for the calls that it supports."""
+    """(activation(gate) * up, dgate, dup) from bfloat16 gate, up and dgated, the gradient of the first, written over
+    the arguments if nothing else reads them. `refusal` says which calls it supports."""
     refs = [jax.new_ref(each.reshape(-1, CHUNK)) for each in (gate, up, dgated)]
     gpu_kernel.kernel(
         functools.partial(_kernel, activation=activation),

@@ -14,6 +14,7 @@ ACTIVATIONS = {
 
 
 def gated_backward(gate, up, dgated, activation: str):
-    """(gated, dgate, dup) from gate, up and the gradient dgated, in plain jnp; see api.gated_backward."""
+    """(activation(gate) * up, dgate, dup) from gate, up and dgated, the gradient of the first, in plain jnp.
+    activation: a key of ACTIVATIONS."""
     gated, pullback = jax.vjp(lambda gate, up: ACTIVATIONS[activation](gate) * up, gate, up)
     return gated, *pullback(dgated)

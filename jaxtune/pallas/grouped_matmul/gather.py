@@ -141,7 +141,8 @@ def _barrier(barriers_ref, slot):
 def begin(barriers_ref, interpreted: bool):
     """Initialises the barriers, each for the arrivals of 128 lanes. All lanes of the loading warpgroup call it, before
     everything else, and arrive afterwards at a barrier of Pallas for which the multiplying warpgroups wait before their
-    first `wait`."""
+    first `wait`. interpreted: whether Pallas' interpreter runs it, whose copies are synchronous; nothing is done then.
+    """
     if interpreted:  # the interpreter's copies are synchronous
         return
 
@@ -160,7 +161,8 @@ def begin(barriers_ref, interpreted: bool):
 
 def tell(barriers_ref, slot, interpreted: bool):
     """Makes each lane of the loading warpgroup arrive at the slot's barrier as soon as everything that this lane has
-    copied so far (`bring`) has arrived. It returns at once. slot: int32[]."""
+    copied so far (`bring`) has arrived. It returns at once. slot: int32[]. interpreted: whether Pallas' interpreter
+    runs it; nothing is done then."""
     if interpreted:
         return
 

@@ -64,7 +64,8 @@ def blocks_for(in_size: int, out_size: int, rank: int, in_blocks: bool) -> Block
 
 def refusal(tokens: int, in_size: int, out_size: int, rank: int, dtype, in_blocks: bool) -> str | None:
     """The reason why this kernel cannot multiply [tokens, in_size] by [out_size, in_size] and add the product of an
-    adapter of this rank, in `dtype`; or None."""
+    adapter of this rank, in `dtype`; or None. in_blocks: whether scales are of 128 numbers each, inside the
+    sum, and not of whole rows."""
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     multiple = STEP if in_blocks else _HALF_STEP

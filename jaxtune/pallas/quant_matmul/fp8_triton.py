@@ -24,7 +24,8 @@ _WARPS, _STAGES, _BAND = 8, 3, 8
 
 def refusal(in_size: int, out_size: int, rank: int, dtype, in_blocks: bool) -> str | None:
     """The reason why this kernel cannot multiply [., in_size] by [out_size, in_size] and add the product of an adapter
-    of this (padded) rank, in `dtype`; or None."""
+    of this (padded) rank, in `dtype`; or None. in_blocks: whether scales are of 128 numbers each, inside the
+    sum, and not of whole rows."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason

@@ -36,14 +36,14 @@ def chosen(values: jax.Array, choice: jax.Array) -> jax.Array:
 
 
 def chosen_by(values: jax.Array, choice: jax.Array, num_experts: int) -> jax.Array:
-    """values [T, k] -> [T, E]: each token's value for an expert that it chose, 0 for others. This is the gradient of
-    `chosen`."""
+    """values [T, k] at choice [T, k] -> [T, E] for E = num_experts: each token's value for an expert that it chose, 0
+    for others. This is the gradient of `chosen`."""
     index = jnp.arange(num_experts, dtype=jnp.int32)
     return jnp.where(index == choice[:, :, None], values[:, :, None], 0).sum(1)
 
 
 def expert_counts(choice: jax.Array, num_experts: int, mask: jax.Array) -> jax.Array:
-    """float32[E]: the sum of mask [N] over the pairs of choice [N, k] that go to each expert."""
+    """float32[E] for E = num_experts: the sum of mask [N] over the pairs of choice [N, k] that go to each expert."""
     index = jnp.arange(num_experts, dtype=jnp.int32)
     columns = [jnp.where(column[:, None] == index, mask[:, None], 0.0).sum(0) for column in choice.T]
     return jnp.stack(columns).sum(0)

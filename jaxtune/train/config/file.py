@@ -85,7 +85,7 @@ _WORDS = {int: "integer", float: "number", bool: "true or false", str: "string",
 
 
 def _describe(hint: Any) -> str:
-    """The type of a field in words for help texts and errors, such as "integer or null"."""
+    """The type of a field (`hint`, its annotation) in words for help texts and errors, such as "integer or null"."""
     words = []
     for member in _members(hint):
         origin, arguments = typing.get_origin(member), typing.get_args(member)

@@ -148,7 +148,7 @@ class _JsonlSink(_Sink):
 
 
 class _TensorBoardSink(_Sink):
-    """The logger that writes TensorBoard's event files."""
+    """The logger that writes TensorBoard's event files. resumed_step: the step of a resumed run; None: a new run."""
 
     def __init__(self, folder: Path, resumed_step: int | None):
         from tensorboardX import SummaryWriter

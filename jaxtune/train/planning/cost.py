@@ -328,7 +328,8 @@ def _exchange(trained, frozen, shape: partition.MeshShape) -> Exchange:
 
 
 def _whole_gradient_bytes(model: Decoder, storage: str) -> float:
-    """Bytes of the gradients of a layer's divided weights, as they are computed and in float32 as they are summed."""
+    """Bytes of the gradients of a layer's divided weights, as they are computed and in float32 as they are summed.
+    storage: how trained weights are stored, "fp32" or "bf16"."""
     layers = ([matrix.weight for *_, matrix in layer.matrices()] for layer in model.layers)
     sizes = (sum(math.prod(w.shape) for w in weights if isinstance(w, nnx.Param)) for weights in layers)
     return max(sizes) * (6.0 if storage == "bf16" else 8.0)
@@ -429,8 +430,8 @@ def _trained_matrix_bytes(layer: Block, dtype) -> float:
 
 def _kind(layer: Block, spec, shape, length: int, dtype) -> LayerKind:
     """The LayerKind of a layer, whose arrays may be abstract; equal layers get the same object, so that each kind is
-    traced once. `spec` is its entry in DecoderConfig.layers, `shape` the model's DecoderConfig, `dtype` the compute
-    dtype."""
+    traced once. `spec` is its entry in DecoderConfig.layers, `shape` the model's DecoderConfig, `length` the tokens of
+    a row, `dtype` the compute dtype."""
     graph, trained, rest = nnx.split(layer, nnx.Param, ...)
     leaves, structure = jax.tree.flatten((trained, rest))
     abstract = tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves)

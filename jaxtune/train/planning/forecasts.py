@@ -124,7 +124,7 @@ def layer_forecasts(
     parts: StepCost, placed: np.ndarray, tokens: float, device: Device, tile_tokens: int | None
 ) -> LayerForecast:
     """layer_forecast for many plans at once, with arrays of a value for each plan. `placed` is int[plans, parts.known]:
-    the placement of each residual under each plan, as an index into PLACEMENTS."""
+    the placement of each residual under each plan, as an index into PLACEMENTS. tile_tokens: of a tile of the MLPs."""
     whole = {name: parts.residual_bytes(name, tokens) for name in parts.residuals}
     of_kinds = [{name: kind.residual_bytes(name, tokens) for name in kind.residuals} for kind in parts.kinds]
     most_tiles = 1 if tile_tokens is None or not parts.tiled else parts.length // tile_tokens
@@ -361,7 +361,8 @@ def gathered_bytes(parts: StepCost, whole_weights: int, resident: int = 0) -> tu
 
 
 def _all_resident(parts: StepCost, resident: int) -> bool:
-    """Whether the frozen weights of all layers are whole for the whole run."""
+    """Whether the frozen weights of all layers, and not only of the first `resident`, are whole on each device for the
+    whole run."""
     return resident == parts.num_layers
 
 

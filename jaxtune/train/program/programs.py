@@ -259,7 +259,8 @@ class Engine:
         return dataclasses.replace(programs, seconds=time.perf_counter() - started)
 
     def _compile_all(self, state: TrainState, sums: Sums, frozen, first_step: int) -> Programs:
-        """Lowers and compiles the programs of a run for these shapes; `compile` describes how."""
+        """Lowers and compiles the programs of a run for these shapes; `compile` describes how. first_step: the step at
+        which the run starts; before qat.start, the programs without QAT are compiled too."""
         batch = self._abstract_batch(self.batches)
         index = jax.ShapeDtypeStruct((), jnp.int32, sharding=self.replicated)
         where, held_out = self.replicated, self._held_out
@@ -370,7 +371,8 @@ class Engine:
         self, shapes: tuple[TrainState, Sums, Any], first_step: int
     ) -> tuple[Programs | None, float | None]:
         """(the programs, or None if memory ran out in any process; the largest number of bytes that any process's
-        programs need, or None if nothing limits them or it is unknown)."""
+        programs need, or None if nothing limits them or it is unknown). shapes: (state, sums, frozen weights).
+        first_step: the step at which the run starts."""
         programs, need, limited = None, 0.0, self.planner.budget_bytes is not None
         try:
             programs = self.compile(*shapes, first_step)
