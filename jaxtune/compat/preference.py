@@ -28,7 +28,8 @@ from jaxtune.train.objectives.kto import mismatched_in_groups
 
 @dataclasses.dataclass(init=False)
 class PreferenceConfig(SFTConfig):
-    """The fields that the preference configs share."""
+    """The fields that the preference configs (DPOConfig, ORPOConfig, ...) share, beside those of SFTConfig, whose
+    __init__ they have."""
 
     disable_dropout: bool = True  # whether the adapter's dropout is turned off
 

@@ -291,7 +291,8 @@ class RewardedTrainer(PreferenceTrainer):
 
     @property
     def _trained_before(self) -> bool:
-        """Whether the adapter has been trained before: whether any of its B matrices is not zero."""
+        """Whether the adapter has been trained before: whether any of its B matrices, which are zero in a new adapter,
+        is not. If so, the reference of the KL term is a copy of that adapter and not the model without it."""
         loras = [matrix.lora for _, matrix in matrices(self.model.module) if matrix.lora is not None]
         return any(bool(lora.b[...].any()) for lora in loras)
 

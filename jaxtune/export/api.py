@@ -126,7 +126,12 @@ def _gguf(model: Decoder, job: _Job) -> Exported:
 
 
 def _gguf_adapter(model: Decoder, job: _Job) -> Exported:
-    """Writes a model's LoRA adapter as a GGUF file for llama.cpp's --lora; an entry of FORMATS."""
+    """Writes a model's LoRA adapter as a GGUF file for llama.cpp's --lora; an entry of FORMATS. job: the folder and the
+    options of the export.
+
+    Raises:
+      ValueError: another outtype than f32, or an adapter that llama.cpp cannot apply.
+    """
     gguf_file.require_gguf()
     if job.outtype not in (None, "f32"):
         raise ValueError(f"export: outtype = {job.outtype!r}: adapters are written in f32, as they were trained")

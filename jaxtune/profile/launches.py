@@ -130,7 +130,8 @@ class _Classes:
 
 
 def _satellite(name: str) -> bool | None:
-    """None for a main kernel; for a helper kernel, whether its main kernel comes after it."""
+    """None for the name of a main kernel; for that of a helper kernel, which a library launches beside its main one,
+    such as the reduction of a split product (_SATELLITES), whether its main kernel comes after it."""
     for pattern, before in _SATELLITES:
         if pattern.search(name):
             return before

@@ -174,12 +174,12 @@ def _words(title: str, lines: Sequence[str], ordered: bool = False) -> str:
 
 
 def _bars() -> str:
-    """The empty section in which page.js draws a step by category."""
+    """The empty section, as HTML, in which page.js draws the time of one step as bars, one for each category."""
     return '<h2>One step, by category</h2>\n<div id="bars"></div>\n<ul class="legend" id="legend"></ul>\n'
 
 
 def _timelines() -> str:
-    """The empty section in which page.js draws a step by stream."""
+    """The empty section, as HTML, in which page.js draws one step on a time axis, with a line for each stream."""
     return (
         '<h2>One step, by stream</h2>\n<p class="soft">The wheel zooms, dragging moves.</p><div id="timelines"></div>\n'
     )

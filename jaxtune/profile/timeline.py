@@ -1,4 +1,5 @@
-"""Intervals of device time: which event each moment is booked on, what ran under compute, and where nothing ran."""
+"""Intervals of device time: which event each moment is booked on, what ran under compute, and where nothing ran; and
+the number of programs after which a sequence of them repeats (`find_period`), which is a step."""
 
 from __future__ import annotations
 

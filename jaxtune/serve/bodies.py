@@ -139,7 +139,8 @@ class Asked:
 
 
 def read_chat(body: object, models: Mapping[str, Served]) -> Asked:
-    """Returns what a body of /v1/chat/completions asks for. Applying the chat template to a long conversation may take
+    """Returns what a body of /v1/chat/completions asks for, as an Asked: the model, the rows to sample with their
+    prompts and settings, and the form of the answer. Applying the chat template to a long conversation may take
     seconds, so the server calls this in a thread.
 
     Args:
@@ -258,7 +259,8 @@ def _conversation(messages: list[_Message], tools: list[dict[str, object]] | Non
 
 
 def _turn(message: _Message, place: str) -> dict[str, object]:
-    """A message as chat templates take it: the content as one text, and the arguments of its tool calls as objects.
+    """A message as chat templates take it: the content as one text, and the arguments of its tool calls as objects, for
+    which OpenAI's API has JSON text. The role "developer" becomes "system".
 
     Args:
       message: the message.

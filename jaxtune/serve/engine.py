@@ -258,8 +258,9 @@ class Engine:
         answers.numbers.clear()
 
     def _step(self, name: str) -> None:
-        """Makes one round of the model's sampler and hands out its pieces. If it raises, the sampler is dropped and all
-        its rows end with the error, because its arrays may have been donated to the call that failed."""
+        """Makes one round of the sampler of the model of this name, a few tokens of every slot, and hands out its
+        pieces to the answers that wait for them. If it raises, the sampler is dropped and all its rows end with the
+        error, because its arrays may have been donated to the call that failed."""
         try:
             pieces = self._samplers[name].step()
         except Exception as failed:  # as in _submit; the sampler's arrays may be gone

@@ -103,7 +103,8 @@ def is_quantized(model: Decoder) -> bool:
 
 
 def stored_in(model: Decoder) -> str | None:
-    """The name of the format of the model's quantised weights, such as "nf4"; None where there are none."""
+    """The name of the format of the model's quantised weights, such as "nf4", of several formats the first by name;
+    None where there are none."""
     return min((format_of(weight).name for weight in _stored(model).values()), default=None)
 
 

@@ -44,7 +44,7 @@ class Conversation:
 
     @property
     def has_adapter(self) -> bool:
-        """Whether the model has an adapter."""
+        """Whether the model has an adapter, so that the conversation can be continued with it and without it."""
         return self._with is not self._without
 
     def reset(self) -> None:

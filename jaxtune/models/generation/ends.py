@@ -21,7 +21,8 @@ def end_token_ids(model: Decoder) -> list[int]:
 
 
 def with_end_token_ids(model: Decoder, tokens: Sequence[int]) -> Decoder:
-    """Adds tokens that end the model's texts, also for the folder that it is saved to. The model is changed in place.
+    """Adds tokens that end the model's texts, also for the folder that it is saved to (its generation_config.json). The
+    model is changed in place, and returned.
 
     Ids outside the vocabulary are left out.
     """

@@ -74,8 +74,8 @@ def _smem_bytes(tile: Tile, tokens: int) -> int:
 
 
 def tiles(rows: int, columns: int, tokens: int, programs: int = 132) -> list[Tile]:
-    """Tiles to measure for a weight [rows, columns]: the divisions that leave the fewest of `programs` multiprocessors
-    idle, each with as many loads ahead as fit."""
+    """Tiles to measure for products of `tokens` tokens with a weight [rows, columns], at most a few: the divisions that
+    leave the fewest of `programs` multiprocessors idle, each with as many loads ahead as fit into shared memory."""
 
     def work(way: tuple[int, int]) -> float:
         """Rows of the weight that the busiest multiprocessor has; a second round begins with an idle memory."""

@@ -366,7 +366,8 @@ def matmul_to_tokens(
 
 @meshes.on_any_mesh
 def token_bias(out: jax.Array, weights: jax.Array, bias: jax.Array, choice: jax.Array) -> jax.Array:
-    """out [T, n] plus the weighted biases of each token's experts, summed in float32; in out's dtype.
+    """out [T, n] plus the weighted biases of each token's experts, summed in float32; in out's dtype. It adds the bias
+    of the experts' down projection to the sum over each token's experts.
 
     Args:
       out: [T, n].

@@ -344,7 +344,8 @@ def _as_json(default: object) -> JsonObject | None:
 
 
 def _read(path: Path) -> str:
-    """The text of a file; "" if it is missing. Bytes that are not UTF-8 are replaced."""
+    """The text of a file of a run's folder; "" if it is missing. Bytes that are not UTF-8 are replaced, because a run
+    may be writing it."""
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 

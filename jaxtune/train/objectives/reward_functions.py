@@ -375,7 +375,8 @@ def _shortened(value: Turns) -> str:
 
 
 def text_of(completion: Turns) -> str:
-    """The text of a completion, which is text or a list of messages, so that a reward function works for both."""
+    """The text of a completion, which is text or a list of messages, whose contents are joined without a separator, so
+    that a reward function works for both."""
     return completion if isinstance(completion, str) else "".join(str(m.get("content") or "") for m in completion)
 
 

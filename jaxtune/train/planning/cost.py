@@ -455,8 +455,9 @@ def _kind_of(graph, spec, shape, length: int, dtype, leaves, structure) -> Layer
 
 
 def _segment_work(segment: Segment, block: Block, residuals, seen_keys: float, hidden: int, dtype) -> Work:
-    """The work of one segment of a layer (`block`). `residuals` has bytes per token by name, `seen_keys` is the mean
-    number of keys that a token attends to, `hidden` the hidden size, `dtype` the compute dtype."""
+    """The work of one segment of a layer (`block`), FLOPs and bytes for each token. `residuals` has bytes per token by
+    name, `seen_keys` is the mean number of keys that a token attends to, `hidden` the hidden size, `dtype` the compute
+    dtype."""
     device = _device_here()
     sums = dict.fromkeys((f.name for f in dataclasses.fields(Work)), 0.0)
     for name in segment.matrices:

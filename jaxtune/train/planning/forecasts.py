@@ -124,7 +124,8 @@ def layer_forecasts(
     parts: StepCost, placed: np.ndarray, tokens: float, device: Device, tile_tokens: int | None
 ) -> LayerForecast:
     """layer_forecast for many plans at once, with arrays of a value for each plan. `placed` is int[plans, parts.known]:
-    the placement of each residual under each plan, as an index into PLACEMENTS. tile_tokens: of a tile of the MLPs."""
+    the placement of each residual under each plan, as an index into PLACEMENTS. tile_tokens: tokens of the MLPs'
+    tiles."""
     whole = {name: parts.residual_bytes(name, tokens) for name in parts.residuals}
     of_kinds = [{name: kind.residual_bytes(name, tokens) for name in kind.residuals} for kind in parts.kinds]
     most_tiles = 1 if tile_tokens is None or not parts.tiled else parts.length // tile_tokens

@@ -115,7 +115,8 @@ class ProgramCache(CacheInterface):
         return self._path / f"{key}.{'zlib' if found is None else 'zstd'}{_SUFFIX}"
 
     def _make_room(self, need_bytes: int) -> bool:
-        """Removes the least recently used entries; returns whether one of need_bytes then fits."""
+        """Removes least recently used entries from the cache's folder, as many as must go, so that an entry of
+        `need_bytes` does not exceed max_bytes; returns whether it then fits."""
         if self.max_bytes < 0:
             return True
         if need_bytes > self.max_bytes:

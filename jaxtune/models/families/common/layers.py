@@ -192,7 +192,7 @@ class OneWindow:
     gives = ()
 
     def read(self, hf: Config, fields: Config) -> Fields:
-        """{"layers": the LayerSpecs of `fields`, each with the window of the config.json}"""
+        """{"layers": the LayerSpecs of `fields`, each with the window of the config.json `hf`}"""
         window = None if hf["sliding_window"] is None else window_of(hf)
         return {"layers": tuple(dataclasses.replace(layer, window=window) for layer in fields["layers"])}
 
