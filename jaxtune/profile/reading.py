@@ -101,7 +101,13 @@ def _bytes(file: Path) -> bytes:
 
 
 def _add_record(trace: Trace, file: Path) -> None:
-    """Adds to a trace what `capture` wrote beside it: meta, versions, device and peak memory."""
+    """Adds to a trace what `capture` recorded about it: meta, versions, device and peak memory.
+
+    `file` is that record, profile.json in the folder of the trace's file; without it the trace stays as it is.
+
+    Raises:
+      TraceError: the record is damaged.
+    """
     if not file.is_file():
         return
     try:

@@ -40,14 +40,15 @@ _FIRST_NAMES = {"fused": "together", "hf_name": "their_name"}
 
 @dataclasses.dataclass(frozen=True)
 class Digest:
-    """Two digests of one or more tensors, each of which covers names, dtypes, shapes and content."""
+    """The identity of one or more tensors: two digests of their names, dtypes, shapes and content. `whole` covers every
+    byte; `sampled` covers up to 64 blocks of each tensor and is what older versions recorded."""
 
     sampled: bytes  # SHA-256 over up to 64 evenly spaced blocks of 4 KiB of each tensor
     whole: bytes  # XXH3-128 over every byte of a tensor, or SHA-256 over the digests of several
 
     @classmethod
     def of(cls, name: str, array: np.ndarray) -> Digest:
-        """The digest of a tensor in memory, under its name."""
+        """Computes both digests of a tensor in memory; its name is a part of what is digested."""
         what, data = f"{name} {array.dtype.name} {array.shape}", array.reshape(-1).view(np.uint8)
         whole = xxhash.xxh3_128(what.encode())
         whole.update(data)

@@ -82,8 +82,11 @@ def _log_probs(hidden, head, targets, static):
 
 
 def _log_probs_fwd(hidden, head, targets, static):
-    """The forward rule of the log-probabilities: (results, residuals). The residuals are gradients if the head is
-    frozen."""
+    """The forward rule of `_log_probs`: ((log-probabilities, entropies), residuals).
+
+    If the head is frozen, the residual is the gradient of each token's loss with respect to hidden, which the backward
+    only multiplies. If the head trains, the residuals are the inputs, and the backward computes the logits again.
+    """
     # The factors of the tokens in the head's gradient are known in the backward only.
     if dict(static)["head_gradient"]:
         return _log_probs(hidden, head, targets, static), (hidden, head, targets)

@@ -62,7 +62,11 @@ _OPTIONS |= {
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """What is trained for; the names and meanings of the options are TRL's."""
+    """What is trained for; the names and meanings of the options are TRL's.
+
+    An option that is None takes the default of the objective's class, which its description gives in brackets. So does
+    loss_type = "sigmoid" for an objective that has no such loss.
+    """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 

@@ -141,8 +141,9 @@ class TrainedModel:
         return jax.tree.unflatten(as_declared, arrays)
 
     def _declared(self, engine: Engine) -> Any:
-        """The frozen weights, not moved, in variables whose logical axes say how the plan in force places them: whole
-        on each device, or divided over the mesh."""
+        """The frozen weights as nnx variables whose axes tell partition.shardings where to place them, by the plan in
+        force (`engine.planner.plan`): variables of layers that the plan keeps whole on every device have empty axes, the
+        others are divided over the mesh. No array is moved or copied."""
         plan = engine.planner.plan.residuals
         return partition.declared_resident(self.frozen, plan.resident, len(plan.layers))
 
