@@ -357,7 +357,7 @@ def divided_sizes(tree: Any, parts: int) -> tuple[float, float]:
 
 
 def _divided(tree: Any, count: int) -> Any:
-    """Wraps the arrays that would be divided into `count` parts in a Shard each, and leaves the others; no array is cut.
+    """Wraps the arrays that would be divided into `count` parts in a Shard each and leaves the others. No array is cut.
     `divide` does so for a mesh; this takes the number of devices that divide tensors, for plans without a mesh."""
     if count == 1:
         return tree

@@ -1,5 +1,5 @@
 """What prompts need that are prefilled in chunks: chunk_attention computes the attention of a chunk of new tokens over
-each other and over the cache of earlier tokens, and chunk_written then writes the chunk's keys or values into the cache.
+each other and over the cache of earlier tokens; chunk_written then writes the chunk's keys or values into the cache.
 """
 
 from __future__ import annotations

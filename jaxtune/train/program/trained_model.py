@@ -142,8 +142,8 @@ class TrainedModel:
 
     def _declared(self, engine: Engine) -> Any:
         """The frozen weights as nnx variables whose axes tell partition.shardings where to place them, by the plan in
-        force (`engine.planner.plan`): variables of layers that the plan keeps whole on every device have empty axes, the
-        others are divided over the mesh. No array is moved or copied."""
+        force (`engine.planner.plan`): variables of layers that the plan keeps whole on every device have empty axes,
+        and the others are divided over the mesh. No array is moved or copied."""
         plan = engine.planner.plan.residuals
         return partition.declared_resident(self.frozen, plan.resident, len(plan.layers))
 
