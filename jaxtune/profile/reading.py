@@ -101,9 +101,11 @@ def _bytes(file: Path) -> bytes:
 
 
 def _add_record(trace: Trace, file: Path) -> None:
-    """Adds to a trace what `capture` recorded about it: meta, versions, device and peak memory.
+    """Adds to a trace, in place, what `capture` recorded about it: meta, versions, device and peak memory. The device
+    is taken only if the trace names none or the CPU, the peak memory only if the trace has none.
 
-    `file` is that record, profile.json in the folder of the trace's file; without it the trace stays as it is.
+    `file` is the record, profile.json in the folder of the trace's file. If there is no such file, as with traces that
+    another profiler wrote, the trace stays as it is.
 
     Raises:
       TraceError: the record is damaged.

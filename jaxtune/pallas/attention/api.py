@@ -103,17 +103,23 @@ def _check_features(check: Arguments, query, key, scale, window, soft_cap, sinks
 
 
 def _pick(query, key, value, layout, implementation, **options):
-    """The module of the implementation to use for a call, with `forward` and `backward`: the one named
-    `implementation`, or for None the first that supports the call. options: window, soft_cap and sinks, as
-    `implementations` takes them."""
+    """Chooses the implementation of a call and returns its module, which has the functions `forward` and `backward`:
+    the one named `implementation`, or for None the first that supports the call. options: window, soft_cap and sinks,
+    as `implementations` takes them."""
     table = implementations(query, layout, kv_heads=key.shape[2], **options)
     return IMPLEMENTATIONS[dispatch.choose("attention", table, implementation)]
 
 
 def _by_rows(function, operands: int, results: int):
-    """Returns function(*arrays, layout, sinks) such that each device of a mesh runs it on its own rows; the last
-    argument becomes the keyword `sinks`. `operands` is the number of arrays and layouts with rows as leading axis,
-    `results` that of such results; further results (dsinks) are summed over devices."""
+    """Returns function(*arrays, layout, sinks) such that each device of a mesh runs it on its own rows, the kernels
+    being programs for one device.
+
+    Args:
+      function: an implementation's forward or backward, which takes sinks as a keyword; the last argument becomes it.
+      operands: how many of the first arguments have rows as their leading axis, and are divided.
+      results: how many of the first results have rows as their leading axis. Further ones (dsinks) are summed over
+        devices.
+    """
     return meshes.on_each_device(lambda *given: function(*given[:-1], sinks=given[-1]), rows=operands, results=results)
 
 
@@ -187,19 +193,24 @@ def attention_backward(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
 def _attention(query, key, value, sinks, layout, static, implementation, backward_implementation):
-    """`attention` with a custom derivative; `static` has the keyword arguments scale, window and soft_cap as hashable
-    pairs."""
+    """`attention` with a custom derivative, whose backward may run another implementation. `static` has the keyword
+    arguments scale, window and soft_cap as a tuple of pairs (name, value), because a static argument must be
+    hashable."""
     return _attention_fwd(query, key, value, sinks, layout, static, implementation, backward_implementation)[0]
 
 
 def _attention_fwd(query, key, value, sinks, layout, static, implementation, backward_implementation):
-    """The forward rule: (out, residuals), the arguments, out and its log-sum-exp."""
+    """The forward rule of `_attention`: (out [B, T, heads, D], residuals). The residuals are (query, key, value, sinks,
+    layout, out, lse), lse being the log-sum-exp float32[B, heads, T]; the weights [T, T] are computed again in the
+    backward."""
     out, lse = attention_forward(query, key, value, layout, sinks=sinks, implementation=implementation, **dict(static))
     return out, (query, key, value, sinks, layout, out, lse)
 
 
 def _attention_bwd(static, implementation, backward_implementation, residuals, dout):
-    """The backward rule: gradients of query, key, value, sinks and (None for) the layout."""
+    """The backward rule of `_attention`, from dout [B, T, heads, D]: (gradients of query, key and value, of sinks or
+    None without them, None for the layout). dout is set to zero at padding first, where it may be anything, even
+    NaN."""
     query, key, value, sinks, layout, out, lse = residuals
     if not layout.full:  # padding may have any gradient, even NaN
         dout = jnp.where((jnp.arange(dout.shape[1]) < layout.doc_end)[:, :, None, None], dout, 0)

@@ -53,14 +53,15 @@ def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | No
 
 
 def _slots(layout: PackedLayout) -> int:
-    """M, the number of documents a row that the packed path is given room for: layout.max_documents, but at least two,
-    which cuDNN needs."""
+    """M, the number of documents for which each row has room in the arrays that cuDNN's packed path takes: the layout's
+    max_documents, but at least two, which cuDNN needs."""
     return max(2, layout.max_documents or 0)
 
 
 def _documents(layout: PackedLayout):
-    """(lengths int32[B, M], offsets int32[B, M + 1]) of the documents of each row, in the format of cuDNN's THD path:
-    offsets are the documents' first tokens; unused entries of both are -1. M is that of `_slots`."""
+    """Where the documents of each row lie, in the format of cuDNN's THD path: (int32[B, M] their lengths in tokens,
+    int32[B, M + 1] the indices of their first tokens in the row). M is that of `_slots`; unused entries, and the last
+    column of the second, are -1."""
     rows, length = layout.doc_start.shape
     count = _slots(layout)
     index = jnp.arange(length, dtype=jnp.int32)
@@ -75,9 +76,11 @@ def _documents(layout: PackedLayout):
 
 
 def _stat_index(layout: PackedLayout):
-    """For each token the (document, offset) of its entry in cuDNN's statistics [B * M, heads, T].
+    """Where cuDNN stores each token's log-sum-exp, two int32[B, T]: (the token's document, its index within the
+    document). In cuDNN's statistics [B * M, heads, T] they index the first and the last axis.
 
-    JAX passes the documents of all rows to cuDNN in one list, so documents are numbered from row 0 on.
+    JAX passes the documents of all rows to cuDNN in one list without the unused entries, so documents are numbered from
+    row 0 on, through all rows.
     """
     index = jnp.arange(layout.doc_start.shape[1], dtype=jnp.int32)
     first = (layout.doc_start == index) & (layout.doc_end > index)
@@ -107,7 +110,8 @@ def _call_arguments(layout, query, scale, window):
 
 
 def _real(layout, array):
-    """The array [B, T, heads, D] with zeros at padding, which cuDNN leaves unwritten."""
+    """The array [B, T, heads, D], out or a gradient of cuDNN, with zeros at padding, where cuDNN leaves the memory
+    unwritten."""
     if layout.full:
         return array
     real = jnp.arange(array.shape[1]) < layout.doc_end

@@ -67,8 +67,9 @@ def bucket(dim: int, whole: bool, window: int | None) -> str:
 
 
 def _blocks(kernel: str, query, layout: PackedLayout, window: int | None) -> Blocks:
-    """The blocks measured for such calls of a kernel ("forward", "dquery" or "dkey"), else those measured for packed
-    rows, else the heuristic's. query has the head dim of the kernels; of it only that and the dtype are used."""
+    """How a kernel ("forward", "dquery" or "dkey") divides its work for such calls: the blocks that the tuner measured
+    for them, else those that it measured for packed rows, else those of HEURISTIC. query has the head dim of the
+    kernels (`kernel_dim`); of it only that and the dtype are used."""
     op, dim = f"attention {kernel}", query.shape[-1]
     for name in (bucket(dim, layout.max_documents == 1, window), bucket(dim, False, None)):
         found = tuning.tuned(op, name, query.dtype, Blocks)
@@ -78,8 +79,9 @@ def _blocks(kernel: str, query, layout: PackedLayout, window: int | None) -> Blo
 
 
 def blocks_of(query, layout: PackedLayout, window: int | None) -> dict[str, dict[str, Any]]:
-    """{operation of tuning.py: its blocks, as a dictionary} for such a call; a kernel with other blocks is checked
-    separately at its first use. Of `query` only shape and dtype are used."""
+    """How the kernels would divide their work for such a call: {operation of tuning.py, such as "attention forward":
+    the fields of its Blocks}. first_use.py asks it, because a kernel with other blocks is compiled anew and must be
+    checked again. Of `query` only shape and dtype are used."""
     query = jax.ShapeDtypeStruct((kernel_dim(query.shape[-1]),), query.dtype)
     return {f"attention {kernel}": _blocks(kernel, query, layout, window).as_dict() for kernel in HEURISTIC}
 
@@ -97,10 +99,11 @@ def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | No
 
 
 def _bounds(layout: PackedLayout, window: int | None):
-    """lower, upper int32[B, T]: query q sees keys lower[q] .. q; key k is seen by queries k .. upper[k] - 1.
+    """What each token sees, and what sees it: (lower, upper), int32[B, T] each. The query at index q sees the keys
+    lower[q] to q of its row; the key at index k is seen by the queries k to upper[k] - 1.
 
-    Padding gets empty ranges that keep both rising along the row. window: how many keys a query sees, of a sliding
-    window; None: all of its document.
+    At padding these ranges are empty, but the numbers still never fall along the row, so that a tile is bounded by its
+    first and last token. window: how many keys a query sees, of a sliding window; None: all of its document.
     """
     index = jnp.arange(layout.doc_start.shape[1], dtype=jnp.int32)
     lower, upper = layout.doc_start, layout.doc_end
@@ -111,8 +114,8 @@ def _bounds(layout: PackedLayout, window: int | None):
 
 
 def _padded(array, axis):
-    """The array padded with zeros along an axis to a multiple of 128, so that kernels need no tile that is not
-    whole."""
+    """The array padded with zeros along an axis, that of tokens, to a multiple of 128, so that the tokens that one
+    warpgroup takes at a time are never cut by the end of a row."""
     extra = -array.shape[axis] % _PAD
     if not extra:
         return array
@@ -122,8 +125,8 @@ def _padded(array, axis):
 
 
 def _operand(array):
-    """[B, T, heads, D] padded to whole tiles and to a head dim for which there are kernels; zeros do not change
-    products."""
+    """query, key, value or dout [B, T, heads, D] in the form that the kernels take: padded with zeros to a multiple of
+    128 tokens, and to a head dim for which there are kernels. Zeros do not change products of heads."""
     return jnp.pad(_padded(array, 1), [(0, 0)] * 3 + [(0, kernel_dim(array.shape[-1]) - array.shape[-1])])
 
 
@@ -134,7 +137,8 @@ def kernel_dim(dim: int) -> int:
 
 
 def _prepare(layout, window):
-    """(lower, upper) of `_bounds`, padded to whole tiles of 128 tokens; padding sees nothing."""
+    """(lower, upper) of `_bounds`, int32[B, T padded to a multiple of 128 tokens]; the tokens added see nothing and are
+    seen by none. Tables of work and kernels take these."""
     lower, upper = _bounds(layout, window)
     length = lower.shape[1]
     extra = -length % _PAD
@@ -164,16 +168,20 @@ def _table(starts, first, count, falling: bool | None):
 
 
 def _whole_blocks(tokens, blocks: Blocks):
-    """The number of blocks of the other side (blocks.step tokens each) that are whole before these tokens, int32,
-    without `//`, which tests every number's sign."""
+    """How many blocks of blocks.step tokens fit before a token: tokens // blocks.step, int32, which for the first token
+    that a tile sees is the number of the block that it is in. It avoids `//`, which tests every number's sign."""
     return jax.lax.div(tokens, jnp.int32(blocks.step))
 
 
 def _query_table(lower, blocks: Blocks, pairs: bool, full: bool):
-    """The work of the forward and of dq, int32[B * tiles, 4]; see mosaic_parts.QuerySide for a line.
+    """The work of the forward and of dq, int32[B * tiles, 4]. A line is a tile of queries: (row, first query, first
+    block of keys that it sees, number of blocks); `_table` makes and orders the lines.
 
-    lower: int32[B, T], from _bounds. pairs: whether each warpgroup takes one of two heads. full: every row is one
-    document without padding.
+    Args:
+      lower: int32[B, T], the first key that each query sees, from `_prepare`.
+      blocks: of the kernel.
+      pairs: whether the two warpgroups take the same tile of two heads; otherwise a tile has queries for both.
+      full: whether every row is one document without padding, so that rows are equal and need no sort.
     """
     size = blocks.own * (1 if pairs else WARPGROUPS)
     starts = np.arange(0, lower.shape[1], size, dtype=np.int32)
@@ -186,9 +194,14 @@ def _query_table(lower, blocks: Blocks, pairs: bool, full: bool):
 
 
 def _key_table(upper, blocks: Blocks, shared: bool, full: bool):
-    """The work of dk and dv, int32[B * tiles, 4]; see mosaic_backward.key_kernel for a line.
+    """The work of dk and dv, int32[B * tiles, 4]. A line is a tile of keys: (row, first key, first block of queries
+    that sees it, number of blocks); `_table` makes and orders the lines.
 
-    upper: int32[B, T], from _bounds. shared: both warpgroups have the same keys. full: as in _query_table.
+    Args:
+      upper: int32[B, T], the query after the last that sees each key, from `_prepare`.
+      blocks: of the kernel.
+      shared: whether both warpgroups have the same keys (wide heads); otherwise a tile has keys for both.
+      full: whether every row is one document without padding, so that rows are equal and need no sort.
     """
     size = blocks.own * (1 if shared else WARPGROUPS)
     starts = np.arange(0, upper.shape[1], size, dtype=np.int32)
@@ -198,8 +211,14 @@ def _key_table(upper, blocks: Blocks, shared: bool, full: bool):
 
 
 def _barriers(blocks: Blocks, own_copies: int, brought_copies: int, buffers: int) -> list:
-    """The barriers of most kernels: one for each of the `buffers` of an item's own side, filled by `own_copies` copies;
-    those of the pipeline, where each of the two that announce a block waits for `brought_copies`; and that of Turns."""
+    """The barriers of most kernels, in the order of their parameters. An item is a piece of work of a program
+    (mosaic_parts.py).
+
+    First come those that complete when an item's own arrays (its queries, or its keys and values) are in shared memory,
+    one for each of `buffers` buffers, after `own_copies` copies. Then come the four arrays of `_pipeline_barriers` for
+    the blocks that an item visits, of which each array needs `brought_copies` copies a block. The last one is that of
+    Turns.
+    """
     return [
         plgpu.Barrier(num_arrivals=own_copies, num_barriers=buffers),
         *_pipeline_barriers(blocks, brought_copies),
@@ -208,9 +227,10 @@ def _barriers(blocks: Blocks, own_copies: int, brought_copies: int, buffers: int
 
 
 def _pipeline_barriers(blocks: Blocks, copies: int) -> list:
-    """The barriers of the pipeline that loads blocks of the other side, four arrays for two kinds of blocks (such as
-    keys and values), one barrier for each slot: that a block has arrived, with `copies` copies, for the first and the
-    second kind; then that its slot is free."""
+    """The barriers of the pipeline in which one warpgroup loads blocks of two arrays (keys and values, or queries and
+    dout) into slots of shared memory. Four arrays of barriers, with one for each slot: a block of the first array has
+    arrived, after `copies` copies; one of the second has; the slot of the first is free again; that of the second
+    is."""
     slots = (blocks.stages, blocks.value_stages or blocks.stages)
     full = [plgpu.Barrier(num_arrivals=copies, num_barriers=count) for count in slots]
     return [*full, *(plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=count) for count in slots)]
@@ -242,7 +262,8 @@ def _call(kernel, out_type, scratch, blocks: Blocks, compiler: dict[str, Any] | 
 
 
 def _numbers(count, size, dtype):
-    """Shared memory for `count` vectors of `size` numbers, not swizzled."""
+    """Shared memory [count, size] for `count` vectors of numbers, such as a tile's log-sum-exps; it is not swizzled,
+    because no tensor core reads it."""
     return plgpu.SMEM((count, size), dtype)
 
 
@@ -321,8 +342,9 @@ def _query_gradient(operands, lower, blocks: Blocks, layout, options):
 
 
 def _key_gradients(operands, upper, blocks: Blocks, layout, options):
-    """(dk, dv), in the shapes of key and value; operands, blocks, layout and options as in `_query_gradient`, upper
-    int32[B, T] from `_prepare`."""
+    """(dk, dv), in the shapes of key and value, by one of two kernels: for head dims above NARROW, whose gradients do
+    not fit the registers of one warpgroup, that of mosaic_backward_wide.py. operands, blocks, layout and options are as
+    in `_query_gradient`; upper is int32[B, T] from `_prepare`."""
     query, key, value = operands[:3]
     own, dim = blocks.own, query.shape[-1]
     block = smem((blocks.stages, blocks.step, dim), query.dtype)

@@ -29,16 +29,17 @@ from jaxtune.pallas.attention.mosaic_parts import (
 
 
 def _weights_and_gradient(scores, dweights, shape, stat, seen, between, issued, scale, soft_cap):
-    """(weights times the slope of the soft cap, dweights), float32 of `shape` in registers, from the two products that
-    give the raw scores and dweights. The weights are computed while the tensor cores compute dweights.
+    """(weights times the slope of the soft cap, dweights), float32 of `shape` in registers: what dq, dk and dv are
+    products of. Two products give the raw scores and dweights, the gradients of the weights; the weights are computed
+    while the tensor cores compute dweights.
 
     Args:
       scores, dweights: (left, right) of the two products, in shared memory.
-      shape: of the results.
-      stat: the log-sum-exp in log2, broadcast to `shape`.
+      shape: of the results, [queries, keys] or [keys, queries].
+      stat: each query's log-sum-exp in units of log2, broadcast to `shape`.
       seen: maps weights to weights with 0 where a query does not see a key.
-      between: runs between the two products.
-      issued: runs after both are issued.
+      between: a function without arguments, called between the starts of the two products.
+      issued: a function without arguments, called after both are started.
       scale, soft_cap: of the attention.
     """
 

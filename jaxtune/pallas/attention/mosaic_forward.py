@@ -47,8 +47,14 @@ class _Softmax:
         return filled((own,), _UNSEEN if self.lean else MASKED, layout), filled((own,), 0.0, layout)
 
     def step(self, scores, state, mask):
-        """(weights of a block, factor on the sums so far, new state), from scores float32[own, step], the raw products
-        of queries and keys; `mask` replaces those that are not visible."""
+        """One block of keys of the running softmax: (weights float32[own, step], factor float32[own] by which the sums
+        of earlier blocks are multiplied because the maximum rose, the new state).
+
+        Args:
+          scores: float32[own, step], the raw products of queries and keys.
+          state: the state after the blocks before, (maximum, sum).
+          mask: a function that replaces the scores of keys which a query does not see.
+        """
         top, total = state
         if not self.lean:
             scores, _ = capped(scores, self.scale, self.soft_cap)

@@ -150,9 +150,11 @@ def within(shape, axis, base, first, count):
 
 
 class Items:
-    """The items of a program: `heads` for each line of the work table (mosaic._table), whose lines are sorted by
-    falling cost. Items are dealt to the programs back and forth, so that every program gets the same amount of work.
-    `rounds` is the number of this program's items, int32[].
+    """Deals the work of a kernel to its programs: each line of the work table (mosaic._table), a tile of a row, is
+    `heads` items, one for each head or pair of heads.
+
+    Lines are sorted by falling cost and dealt back and forth, program 0 to n - 1, then n - 1 to 0, so that every
+    program gets about the same amount of work. `rounds` is the number of this program's items, int32[].
 
     Args:
       table_ref: int32[lines, columns], in global memory.
@@ -167,7 +169,8 @@ class Items:
         self.rounds = whole + (self._number(jnp.int32(whole)) < total).astype(jnp.int32)
 
     def _number(self, turn):
-        """The number of the item that this program has in a turn (int32[]), among those of all programs."""
+        """The number, int32[], that this program's item in a turn has among all items (line * heads + head), which may
+        be past the last. A turn, int32[], counts the items of one program from 0."""
         forth = lax.rem(turn, jnp.int32(2)) == 0
         return turn * self.programs + jnp.where(forth, self.me, self.programs - 1 - self.me)
 
@@ -180,9 +183,14 @@ class Items:
         return [lax.rem(number, jnp.int32(self.heads)), *columns]
 
     def each(self, work):
-        """Calls work(turn, done, item, following) -> steps for every item of this program, where `done` steps were made
-        before it; `item` and `following` are as `at` returns them. The following item is read one item ahead. Returns
-        the number of all steps. Every warpgroup of the program goes through all items."""
+        """Calls work(turn, done, item, following) for every item of this program, and returns the number of steps of
+        all items, int32[]. Every warpgroup of the program goes through all items.
+
+        Args:
+          work: a function that returns the number of steps that it made. `turn` counts the items, `done` is the number
+            of steps made before this item, from which slots of the pipeline follow; `item` is this item and `following`
+            the next, read early, both as `at` returns them.
+        """
 
         def one(turn, state):
             done, item = state
@@ -242,16 +250,17 @@ def drain(done, *rings):
 
 
 class QuerySide:
-    """What the forward and dq share: the positions of an item's queries, and which of its scores are masked.
-
-    A line of the table is: row, first query, first block of keys, number of blocks.
+    """What the forward and dq share, whose items are tiles of queries: where an item's queries are, which keys a step
+    takes, and which scores are masked. `items` deals the work (Items); a line of its table is (row, first query, first
+    block of keys, number of blocks).
 
     Args:
-      q_ref, k_ref, table_ref: the kernel's operands.
-      blocks: the kernel's.
-      pairs: the warpgroups take the same queries of two heads that share their keys; otherwise neighbouring queries of
-        one head.
-      wg: the warpgroup.
+      q_ref, k_ref: query and key in global memory, for their sizes.
+      table_ref: int32[lines, 4], the table of work in global memory.
+      blocks: how the kernel divides its work.
+      pairs: whether the two warpgroups take the same queries of two heads that share their keys; otherwise they take
+        neighbouring queries of one head.
+      wg: the number of the warpgroup that runs this code.
     """
 
     def __init__(self, q_ref, k_ref, table_ref, blocks: Blocks, pairs: bool, wg):
@@ -261,7 +270,8 @@ class QuerySide:
         self.items = Items(table_ref, heads // WARPGROUPS if pairs else heads)
 
     def place(self, item, wg=None):
-        """(row, head, first query), int32[], of this warpgroup in an item of `items`, or of warpgroup `wg`."""
+        """Where the queries of a warpgroup are: (row, head, first query), int32[] each. `item` is one of `items`, as
+        Items.at returns it; wg is the warpgroup's number, None for the one that runs this code."""
         own, wg = self.blocks.own, self.wg if wg is None else wg
         if self.pairs:
             return item[1], item[0] * WARPGROUPS + wg, pl.multiple_of(item[2], own)
@@ -272,7 +282,8 @@ class QuerySide:
         return item[1], item[0], pl.multiple_of(first, own)
 
     def keys(self, item, i):
-        """(row, keys, key head), an index of key and value in global memory: the block of keys of step i of an item."""
+        """The index into key and value [B, T, kv_heads, D] of the block of keys that an item's step i takes: (row,
+        slice of tokens, key head)."""
         head = item[0] * WARPGROUPS if self.pairs else item[0]
         first = (item[3] + i) * self.blocks.step
         return item[1], pl.ds(first, self.blocks.step), lax.div(head, jnp.int32(self.group))

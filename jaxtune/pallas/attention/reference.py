@@ -17,13 +17,14 @@ _MASKED = -1e30  # finite, so that a row without visible keys stays free of inf 
 
 
 def _precision(dtype):
-    """The precision of products: exact for float32."""
+    """The precision of a product's factors, for jnp: exact for float32, which a GPU would otherwise round to TF32; the
+    default for 16 bits."""
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
 def _scores(query, key, scale, soft_cap):
-    """(scores, the soft cap's derivative or None): query [B, Q, K, G, D] of K key/value heads with G query heads each,
-    key [B, T, K, D] -> both float32[B, K, G, Q, T]."""
+    """(scores, derivative of the soft cap at them), both float32[B, K, G, Q, T]; the second is None without a cap.
+    query is [B, Q, K, G, D], of K key/value heads with G query heads each, and key [B, T, K, D]."""
     scores = jnp.einsum(
         "bqkgd,btkd->bkgqt", query, key, preferred_element_type=jnp.float32, precision=_precision(query.dtype)
     )

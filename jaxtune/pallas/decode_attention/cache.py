@@ -38,12 +38,12 @@ def cache_capacity(tokens: int, window: int | None = None) -> int:
 
 @on_any_mesh
 def cache_of(tokens: jax.Array, lengths: jax.Array, capacity: int) -> jax.Array:
-    """The cache with the keys, or the values, of prompts.
+    """Makes a cache from the keys, or the values, of prompts, which have been computed for all of their tokens at once.
 
     Args:
       tokens: [B, T, kv_heads, D], any dtype; entries past a row's length are ignored, and must be finite.
       lengths: int32[B], tokens of each row, from 0 to T.
-      capacity: of the cache. Of a longer row, the last `capacity` tokens are kept.
+      capacity: how many tokens of a row the cache has room for. Of a longer row, the last `capacity` tokens are kept.
     Returns:
       [B, kv_heads, capacity, D].
     Raises:
@@ -65,11 +65,12 @@ def cache_of(tokens: jax.Array, lengths: jax.Array, capacity: int) -> jax.Array:
 
 @on_any_mesh
 def written(cache: jax.Array, new: jax.Array, positions: jax.Array) -> jax.Array:
-    """The cache with one new token per row.
+    """Writes the key or the value of one new token of each row into the cache, and returns it: a step of decoding,
+    before decode_attention reads the cache.
 
     Args:
       cache: [B, kv_heads, capacity, D].
-      new: [B, kv_heads, D], the keys or values of the new tokens, in the cache's dtype.
+      new: [B, kv_heads, D], the keys, or the values, of the new tokens, in the cache's dtype.
       positions: int32[B], position of each new token, which is the number of tokens before it. Rows with a negative
         position are not changed.
     Returns:

@@ -105,11 +105,12 @@ def chunk_attention(
 
 @on_any_mesh
 def chunk_written(cache: jax.Array, new: jax.Array, before: jax.Array) -> jax.Array:
-    """The cache with N more tokens of each row; a ring keeps the last `capacity` tokens.
+    """Writes the keys or values of the next N tokens of each row, which chunk_attention has just used, into the cache,
+    and returns it. A cache shorter than its row (a ring, for a sliding window) keeps the last `capacity` tokens.
 
     Args:
       cache: [B, kv_heads, capacity, D].
-      new: [B, N, kv_heads, D], keys or values in the cache's dtype.
+      new: [B, N, kv_heads, D], the keys, or the values, in the cache's dtype.
       before: int32[B], tokens of each row before the new ones.
     Returns:
       the cache; it is not copied if the old one is donated or not read again.

@@ -17,21 +17,24 @@ CHUNK_LOGITS = 1 << 27  # the number of logits that exist at a time by default
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _loss(hidden, head, targets, weights, static):
-    """The sum of weighted losses, float32[], with a custom derivative; gradients are computed in the forward. static:
-    from `_checked`."""
+    """The sum of weights * losses over all tokens, float32[], with a custom derivative whose forward rule computes the
+    gradients, because the logits exist only there. The arrays are those of linear_cross_entropy; static holds its
+    options as `_checked` returns them."""
     # One sum over all tokens, so that it does not depend on the chunks.
     return (weights * reference.forward(hidden, head, targets, weights, **dict(static), gradients=False).losses).sum()
 
 
 def _loss_fwd(hidden, head, targets, weights, static):
-    """The forward rule of the loss: (loss, residuals), which are the gradients of hidden and head for a dloss of 1
-    themselves, and the tokens' losses, so that no logits are computed in the backward."""
+    """The forward rule of `_loss`: (loss, residuals). The residuals are (dhidden, dhead, losses): the gradients of the
+    loss with respect to hidden and head (dhead is None if the head is frozen), and float32[B, T], the losses of the
+    tokens without their weights, which are the gradient of the weights. So the backward computes no logits."""
     losses, _, dhidden, dhead = reference.forward(hidden, head, targets, weights, **dict(static), gradients=True)
     return (weights * losses).sum(), (dhidden, dhead, losses)
 
 
 def _loss_bwd(static, residuals, dloss):
-    """The backward rule of the loss: the stored gradients times dloss."""
+    """The backward rule of `_loss`: (gradients of hidden, of head, None for the targets, of weights). Each is what
+    `_loss_fwd` stored, times dloss float32[], the incoming gradient of the sum."""
     *gradients, losses = residuals
     dhidden, dhead = jax.tree.map(lambda each: (each.astype(jnp.float32) * dloss).astype(each.dtype), gradients)
     return dhidden, dhead, None, losses * dloss
@@ -42,12 +45,20 @@ _loss.defvjp(_loss_fwd, _loss_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _token_losses(hidden, head, targets, weights, static):
-    """The weighted loss of each token, float32[B, T], with a custom derivative. static: from `_checked`."""
+    """The weighted loss of each token, float32[B, T], with a custom derivative. The arrays are those of
+    linear_token_losses; static holds its options as `_checked` returns them."""
     return weights * reference.forward(hidden, head, targets, weights, **dict(static), gradients=False).losses
 
 
 def _token_losses_fwd(hidden, head, targets, weights, static):
-    """The forward rule of the token losses: (losses, residuals). The residuals are gradients if the head is frozen."""
+    """The forward rule of `_token_losses`: (weighted losses float32[B, T], residuals), in two cases.
+
+    If the head is frozen, the residuals are the gradient of each token's weighted loss with respect to its own hidden
+    state, [B, T, D], which the backward only multiplies by the token's incoming gradient, and the losses without their
+    weights. If the head trains, the residuals are the arguments (hidden, head, targets, weights), and the backward
+    computes the logits again: the head's gradient is a sum over tokens, in which each token has its incoming gradient
+    as a factor, and these are not known yet.
+    """
     if dict(static)[
         "head_gradient"
     ]:  # the head's gradient is a sum over tokens whose factors are known in the backward only
@@ -57,9 +68,10 @@ def _token_losses_fwd(hidden, head, targets, weights, static):
 
 
 def _token_losses_bwd(static, residuals, dlosses):
-    """The backward rule of the token losses: gradients of hidden, head, targets (None) and weights. With a frozen head
-    it scales the stored gradients; if the head trains, the logits are computed again, because the factors of the tokens
-    in the head's gradient are known only here."""
+    """The backward rule of `_token_losses`: (gradients of hidden, of head, None for the targets, of weights), from
+    dlosses float32[B, T]. If the head is frozen, it has None for a gradient, and that of hidden is the stored one times
+    dlosses. If it trains, the logits are computed again, because the tokens' factors in the head's gradient are known
+    only here."""
     if dict(static)["head_gradient"]:
         hidden, head, targets, weights = residuals
         shares = weights * dlosses
@@ -74,18 +86,21 @@ _token_losses.defvjp(_token_losses_fwd, _token_losses_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _log_probs(hidden, head, targets, static):
-    """(log-probabilities, entropies), float32[B, T] each, with a custom derivative of the first; the entropies have
-    none. static: from `_checked`."""
+    """(log-probabilities of the targets, entropies in nats), float32[B, T] each, with a custom derivative of the first;
+    a gradient of the entropies is ignored. static: the options of linear_log_probs as `_checked` returns them."""
     ones = jnp.ones(targets.shape, jnp.float32)
     results = reference.forward(hidden, head, targets, ones, **dict(static), gradients=False, entropies=True)
     return -results.losses, results.entropies
 
 
 def _log_probs_fwd(hidden, head, targets, static):
-    """The forward rule of `_log_probs`: ((log-probabilities, entropies), residuals).
+    """The forward rule of `_log_probs`: ((log-probabilities, entropies), residuals), in two cases.
 
-    If the head is frozen, the residual is the gradient of each token's loss with respect to hidden, which the backward
-    only multiplies. If the head trains, the residuals are the inputs, and the backward computes the logits again.
+    If the head is frozen, the residual is the gradient of each token's loss (its negative log-probability) with respect
+    to its hidden state, [B, T, D], which the backward only multiplies by the token's negated incoming gradient. If the
+    head trains, the residuals are the arguments (hidden, head, targets), and the backward computes the logits again:
+    the head's gradient is a sum over tokens, in which each token has its incoming gradient as a factor, and these are
+    not known yet.
     """
     # The factors of the tokens in the head's gradient are known in the backward only.
     if dict(static)["head_gradient"]:
@@ -96,8 +111,10 @@ def _log_probs_fwd(hidden, head, targets, static):
 
 
 def _log_probs_bwd(static, residuals, gradients):
-    """The backward rule of the log-probabilities: gradients of hidden, head and targets (None); that of the entropies
-    is ignored. With a frozen head it scales the stored gradient; if the head trains, the logits are computed again."""
+    """The backward rule of `_log_probs`: (gradients of hidden, of head, None for the targets). `gradients` is the pair
+    of the incoming gradients of log-probabilities and entropies, float32[B, T] each; the second is ignored. If the head
+    is frozen, it has None for a gradient, and that of hidden is the stored one, scaled for each token. If it trains,
+    the logits are computed again."""
     dlogps, _ = gradients
     if dict(static)["head_gradient"]:
         hidden, head, targets = residuals
@@ -112,13 +129,16 @@ _log_probs.defvjp(_log_probs_fwd, _log_probs_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _log_probs_and_entropies(hidden, head, targets, static):
-    """(log-probabilities, entropies), float32[B, T] each, with a custom derivative of both. static: from `_checked`."""
+    """(log-probabilities of the targets, entropies in nats), float32[B, T] each, with a custom derivative of both,
+    whose residuals are the arguments (hidden, head, targets). static: the options of linear_log_probs as `_checked`
+    returns them."""
     return _log_probs(hidden, head, targets, static)
 
 
 def _log_probs_and_entropies_bwd(static, residuals, gradients):
-    """The backward rule of log-probabilities and entropies: gradients of hidden, head and targets (None). It computes
-    the logits again."""
+    """The backward rule of `_log_probs_and_entropies`: (gradients of hidden, of head, None for the targets).
+    `gradients` is the pair of the incoming gradients of log-probabilities and entropies, float32[B, T] each. The logits
+    are computed again, also for a frozen head: a token's gradient mixes both factors, which are known only here."""
     (hidden, head, targets), (dlogps, dentropies) = residuals, gradients
     more = dict(gradients=True, entropies=True, entropy_weights=dentropies)
     results = reference.forward(hidden, head, targets, -dlogps, **dict(static), **more)
@@ -255,9 +275,11 @@ def _checked(
     chunk_tokens,
     temperature=1.0,
 ):
-    """Checks the arguments of a call of `name`, which are those of linear_cross_entropy and linear_log_probs (weights
-    may be None), and returns its options as hashable pairs (name, value), which dict turns into keyword arguments of
-    reference.forward; chunk_tokens becomes chunk_length.
+    """Checks the arguments of a call of linear_cross_entropy, linear_token_losses or linear_log_probs, whose name is
+    `name`, and returns the options for reference.forward as a tuple of pairs (keyword, value).
+
+    The tuple is hashable, as a static argument of a custom derivative must be. In place of chunk_tokens it has
+    chunk_length, the number of tokens of each row whose logits exist at a time. weights is None for linear_log_probs.
 
     Raises:
       TypeError, ValueError: an argument is not as described there.
@@ -289,8 +311,9 @@ def _checked(
 
 
 def chunk_length(rows: int, length: int, chunk_tokens: int) -> int:
-    """The number of tokens of each of `rows` rows of `length` tokens whose logits exist at a time, so that all rows
-    have at most chunk_tokens. It is the smallest number that needs no more chunks, because the last chunk is padded."""
+    """How many consecutive tokens of each row are in a chunk, whose logits exist at a time. There are `rows` rows of
+    `length` tokens, and a chunk has that many of every row, at most chunk_tokens in all (but at least one of each row).
+    Of the lengths that need equally few chunks it is the smallest, because the last chunk is padded to it."""
     most = max(1, min(length, chunk_tokens // max(1, rows)))
     return -(-length // max(1, -(-length // most)))
 

@@ -25,7 +25,8 @@ def filled_up(head: jax.Array) -> jax.Array:
 
 
 class Results(NamedTuple):
-    """What a chunk of tokens, or all of them, gives."""
+    """What `_chunk` computes of a chunk of t tokens of each row, and `forward` of all T tokens: losses, entropies and
+    gradients. The shapes below are those of a chunk."""
 
     # float32[B, t], without the weights.
     losses: jax.Array
@@ -117,14 +118,16 @@ def _chunk(
 def forward(
     hidden, head, targets, weights, *, chunk_length, gradients, entropies=False, entropy_weights=None, **options
 ) -> Results:
-    """The results of all tokens, hidden [B, T, D], head [V, D], targets and weights [B, T], chunk by chunk: what
-    api.linear_cross_entropy and api.linear_log_probs compute their results and gradients with.
+    """The results of all tokens, hidden [B, T, D], head [V, D], targets int[B, T] and weights float32[B, T], chunk by
+    chunk, so that the logits of one chunk exist at a time. All functions of api.py compute their results and gradients
+    with it.
 
     Args:
       chunk_length: tokens of each row whose logits exist at a time.
-      gradients: whether dhidden and dhead are computed, of sum(weights * losses + entropy_weights * entropies).
-      entropies: whether they are computed.
-      entropy_weights: float32[B, T] if entropies have gradients.
+      gradients: whether dhidden and dhead are computed, those of sum(weights * losses + entropy_weights * entropies).
+        Otherwise both are None. dhead is also None without the option head_gradient.
+      entropies: whether the entropies are computed; otherwise they are None.
+      entropy_weights: float32[B, T], the factors of the entropies in that sum; None: they have no gradient.
       options: the other options, from logit_scale to head_gradient, which `_chunk` explains.
     """
     rows, length, _ = hidden.shape
