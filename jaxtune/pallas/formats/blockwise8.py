@@ -62,8 +62,10 @@ def upper_bounds(signed: bool) -> np.ndarray:
 
 @functools.cache
 def _decades(signed: bool) -> list[tuple[np.float32, np.float32, np.float32]]:
-    """(a, b, last) of each decade of the (signed) map's magnitudes: the index of a value x in it is floor(a x + b) or
-    one more, at most `last` + 1."""
+    """(a, b, last) of each of the 7 decades of the map's magnitudes, ascending; signed: which map. `nearest_codes` uses
+    them: for a magnitude x in the decade, the position among all magnitudes (0 has position 0) that is nearest to x is
+    floor(min(a x + b, last)) or one more. b is a quarter of an interval too low, so that rounding errors never make it
+    two off."""
     found, first = [], 1  # 0 has index 0
     for decade in range(_DECADES):
         count = _intervals(signed, decade)
@@ -74,8 +76,8 @@ def _decades(signed: bool) -> list[tuple[np.float32, np.float32, np.float32]]:
 
 
 def _edges(signed: bool) -> list[float]:
-    """The magnitudes at which the next decade of the (signed) map begins: midway between the last value of one decade
-    and the first of the next."""
+    """The six magnitudes, ascending, at which one decade of the map ends and the next begins: midway between the last
+    value of one decade and the first of the next. signed: which map."""
     return [10.0 ** (d + 1 - _DECADES) * (1 + 0.9 / _intervals(signed, d)) for d in range(_DECADES - 1)]
 
 

@@ -13,9 +13,10 @@ def divide(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _rounded_quotient(x: jax.Array, y: jax.Array, quotient: jax.Array) -> jax.Array:
-    """The float32 that is nearest to x / y, from a `quotient` that is at most a few units off.
+    """The float32 that is nearest to x / y, from a `quotient` of the device that is at most a few units in the last
+    place off. All three are float32 of one shape.
 
-    It is exact where all are normal numbers; elsewhere it is `quotient` itself.
+    The correction is exact where x, y and the quotient are normal numbers; elsewhere `quotient` itself is returned.
     """
 
     def parts(value):  # value = mantissa * 2^(exponent - 150)

@@ -149,10 +149,11 @@ class FourBit(Stored):
         return dataclasses.replace(self, **cut, shape=(rows, columns))
 
     def cut(self, axis: int) -> int | None:
-        """The number of indices along an axis that must stay in one part when the tensor is divided, or None.
-
-        Along the first axis, between blocks, or with double quantisation between blocks of absmax.
-        """
+        """The number of consecutive indices along `axis` that must stay in one part when the tensor is divided over
+        devices or written in pieces. Along the first axis it is the smallest number of rows (of all elements after that
+        axis) that are whole blocks of 64 elements, or, with double quantisation, whole groups of 256 blocks, which
+        share a nested absmax. None for every other axis: codes and absmax are flat and in row-major order, so a part
+        along such an axis would not be contiguous."""
         row, whole = math.prod(self.shape[1:]), BLOCK * (1 if self.offset is None else NESTED_BLOCK)
         return math.lcm(row, whole) // row if axis == 0 and row else None
 
@@ -166,14 +167,15 @@ class FourBit(Stored):
 
 
 def _blocks(values: jax.Array, block: int, scales: jax.Array) -> jax.Array:
-    """values [n], each multiplied by the scale of its block of `block` values."""
+    """A flat array values [n], multiplied block by block: each `block` consecutive values by their entry of `scales`
+    [ceil(n / block)]. Used for codes (blocks of 64 and their absmax) and for quantised absmax (blocks of 256)."""
     size = values.size
     values = _padded(values, block).reshape(-1, block) * scales[:, None]
     return values.reshape(-1)[:size]
 
 
 def _padded(values: jax.Array, block: int) -> jax.Array:
-    """values [n], padded with zeros to a multiple of `block`."""
+    """A flat array values [n] with zeros appended, so that its size is a multiple of `block`."""
     short = -values.size % block
     return jnp.pad(values, (0, short)) if short else values
 
@@ -238,7 +240,8 @@ class FP4(FourBit):
 
 @functools.partial(jax.jit, static_argnums=1)
 def _encode_nf4(array: jax.Array, double_quant: bool) -> NF4:
-    """NF4.encode without its checks of arguments, jitted; `double_quant` is static."""
+    """Quantises an array of any shape to NF4: what NF4.encode does once it has checked its arguments, as one jitted
+    function. `double_quant`, whether the absmax are quantised too, is static."""
     size, shape, dtype = array.size, array.shape, array.dtype
     blocks = _padded(array.reshape(-1), BLOCK).reshape(-1, BLOCK).astype(jnp.float32)
     absmax = jnp.abs(blocks).max(axis=1)
@@ -269,8 +272,8 @@ def _encode_nf4(array: jax.Array, double_quant: bool) -> NF4:
 
 
 def _mean(values: jax.Array) -> jax.Array:
-    """The mean of float32[n], added up by halves, so that the order, and with it the result, is the same on every
-    device."""
+    """The mean of float32[n] as a scalar: the offset of double quantisation. The values are added by halves, so that
+    the order, and with it the result, is the same on every device."""
     count = values.size
     values = jnp.pad(values, (0, (1 << (count - 1).bit_length()) - count))
     while values.size > 1:
@@ -289,7 +292,8 @@ _KINDS: dict[str, type[FourBit]] = {"nf4": NF4, "fp4": FP4}
 
 
 class _State(NamedTuple):
-    """What the JSON object beside a weight says, bitsandbytes' quant_state."""
+    """What bitsandbytes' quant_state, the JSON object beside a weight, says and the headers do not; `describe` reads
+    it."""
 
     quant_type: str  # "nf4" or "fp4"
     dtype_name: str  # the dtype that the weight was quantised from
@@ -321,7 +325,9 @@ class BitsAndBytes(Layout):
         return settings.get("quant_method") == "bitsandbytes" and bool(four_bit)
 
     def key_of(self, name: str) -> tuple[str, str] | None:
-        """(module, key) of a tensor's name; None for a name that no tensor of this layout has."""
+        """(module, key) of a tensor's name, such as ("model.layers.0.mlp.up_proj", ".weight.absmax"); None for a name
+        that no tensor of this layout has. It matches by a pattern, because the key of quant_state ends in the name of
+        the type."""
         match = _PART.fullmatch(name)
         return None if match is None else (match[1], match[2])
 
@@ -331,9 +337,16 @@ class BitsAndBytes(Layout):
         return any(key != self.codes for key in tensors)
 
     def describe(self, name: str, tensors: Headers, read: Read) -> Found:
-        """The weight that these tensors store, after checking that their headers fit each other (ValueError).
+        """Describes the weight that a module's tensors store, from their headers and the quant_state. `details` of the
+        result is a _State (quant_type, dtype_name, offset).
 
-        `details` is a _State.
+        Args:
+          name: the weight's name in the model.
+          tensors: {key: header}.
+          read: takes a tensor's key and returns its bytes.
+        Raises:
+          ValueError: a tensor is missing or has another size than the shape in quant_state needs, or quant_state is
+            damaged or names a type, a dtype or block sizes that are not supported.
         """
         codes = tensors.get(self.codes)
         if codes is None:
@@ -375,7 +388,15 @@ class BitsAndBytes(Layout):
         return Found(name, tensors, shape, _State(quant_type, dtype_name, offset))
 
     def read(self, found: Found, arrays: Arrays, dtype_name: str) -> FourBit:
-        """The quantised weight, with numpy arrays as leaves, from the content of the tensors that `describe` found."""
+        """The quantised weight of one tensor, NF4 or FP4, with numpy arrays as leaves.
+
+        Args:
+          found: from `describe`.
+          arrays: {key: array}, the content of the tensors that it found.
+          dtype_name: not used, because the quant_state has the dtype that the weight was quantised from.
+        Raises:
+          ValueError: the table beside the codes is not that of the type.
+        """
         state = found.details
         assert isinstance(state, _State)
         kind = _KINDS[state.quant_type]
@@ -424,8 +445,10 @@ class BitsAndBytes(Layout):
         return float(jax.device_get(known.offset))
 
     def tensors(self, weight: Stored, number: float | None) -> dict[str, FileTensor]:
-        """{key: tensor} of what a file contains for this weight, of which only the shapes need be known. number: the
-        offset, from `header_number`, because the quant_state has it in decimal digits."""
+        """The tensors of a file that store this weight, {key: FileTensor}. A FileTensor has the shape, the dtype, and a
+        function that takes the computed weight and returns the array to be written; headers are written before the
+        weights are computed, so the leaves of `weight` may be shapes alone. number: the offset of double quantisation,
+        from `header_number`, which quant_state contains in decimal digits; None without double quantisation."""
         assert isinstance(weight, FourBit)
         table = type(weight).table
         state: dict[str, Any] = {"quant_type": weight.quant_type, "blocksize": BLOCK, "dtype": weight.dtype_name}

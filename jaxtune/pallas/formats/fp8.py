@@ -99,24 +99,30 @@ class FP8(Stored):
         return None
 
     def cut(self, axis: int) -> int | None:
-        """The number of indices along an axis that must stay in one part when the tensor is divided, or None.
-
-        Between blocks; leading axes anywhere.
-        """
+        """The number of consecutive indices along `axis` that must stay in one part when the tensor is divided over
+        devices or written in pieces, so that no block is cut: the block's size along `out` or `in`, and 1 along leading
+        axes. None means that the tensor cannot be divided along this axis, because one block spans all of it (`in` with
+        a scale for each row, both axes with one scale for the matrix)."""
         axis = axis % self.ndim
         return 1 if axis < self.ndim - 2 else self.block[axis - self.ndim + 2]
 
     def product_time(self, as_stored: bool, device: str) -> float:
-        """The measured time of a product of many tokens over that of a 16-bit product on a device of this name, for the
-        planner. as_stored: whether the product multiplies in FP8; 1 otherwise."""
+        """The measured time of a product of many tokens with this weight, as a multiple of the time of a 16-bit
+        product, for the planner's forecast of a step.
+
+        Args:
+          as_stored: whether the product multiplies the codes in FP8. If it decodes them, the result is 1.
+          device: the device's name, such as "NVIDIA H200".
+        """
         return _PRODUCT_TIME.of("mosaic", device)[self.block == TILE] if as_stored else 1.0
 
     def decoded_share(self, as_stored: bool) -> float:
-        """How often each direction of a product writes the decoded tensor, or a copy of it, for the planner: 1 unless
-        the product multiplies in FP8 (`as_stored`).
+        """How many times a product in one direction (forward or backward), on average of both, writes the decoded
+        tensor or a copy of its codes to memory, for the planner's forecast of a step.
 
-        In FP8 products, the codes of experts are transposed in one of two directions, which moves as many bytes as
-        decoding.
+        It is 1 unless the product multiplies in FP8 (`as_stored`), which decodes nothing: then it is 0 for a matrix,
+        and 0.5 for experts [E, out, in], whose codes are transposed in one of the two directions; that moves as many
+        bytes as decoding.
         """
         return 1.0 if not as_stored else 0.5 if self.ndim == 3 else 0.0
 
@@ -127,8 +133,9 @@ class FP8(Stored):
             return (self.codes.astype(jnp.float32) * self.scales_of_numbers()).astype(dtype or self.dtype)
 
     def scales_of_numbers(self) -> jax.Array:
-        """float32: for each number the scale of its block, where axes with a single block have size 1 for
-        broadcasting."""
+        """The scale of each number of the tensor, float32, in a shape that broadcasts to [..., out, in]: an axis along
+        which a block has more than one number is repeated to its full size, except that it has size 1 if one block
+        spans the axis."""
         scales = self.scales.astype(jnp.float32)
         for axis, size in zip((-2, -1), self.block, strict=True):
             if size is not None and size > 1:
@@ -138,16 +145,19 @@ class FP8(Stored):
 
 
 def scale_shape(shape: tuple[int, ...], block: Block) -> tuple[int, int]:
-    """(blocks along out, blocks along in) of a tensor [..., out, in], the last two axes of its scales. block: (rows,
-    columns) that share a scale, None for all of them."""
+    """(blocks along out, blocks along in) of a tensor whose shape is [..., out, in]: the last two axes of its scales. A
+    last block that is not full counts too. block: (rows, columns) that share a scale; None stands for all of them."""
     along = [1 if size is None else -(-whole // size) for whole, size in zip(shape[-2:], block, strict=True)]
     return along[0], along[1]
 
 
 def scale_of(largest: jax.Array, scale: jax.Array) -> jax.Array:
-    """The scale of blocks whose largest magnitude is `largest`: `scale`, but at least LEAST_SCALE, and 1 for zeros.
+    """Makes the scales of blocks safe to divide by: returns `scale`, but at least LEAST_SCALE, and 1 for blocks of
+    zeros (a largest magnitude below LEAST_SCALE, which some devices treat as zero).
 
-    scale: `largest` over 448; NaN stays NaN.
+    Args:
+      largest: float32, the largest magnitude of each block.
+      scale: float32 of the same shape, `largest` over 448 as the caller computed it. NaN stays NaN.
     """
     return jnp.where(largest < LEAST_SCALE, 1.0, jnp.where(scale < LEAST_SCALE, LEAST_SCALE, scale))
 
@@ -220,9 +230,16 @@ class FP8Files(Layout):
                 )
 
     def describe(self, name: str, tensors: Headers, read: Read) -> Found:
-        """The weight that these tensors store, after checking that their headers fit each other (ValueError).
+        """Describes the weight that a module's tensors store, from their headers alone. Returns a Found whose `details`
+        is the block, (rows, columns), that shares a scale; it follows from the key and the shape of the tensor of
+        scales.
 
-        `details` is the block of the scales.
+        Args:
+          name: the weight's name in the model.
+          tensors: {key: header}.
+          read: not used.
+        Raises:
+          ValueError: there is not exactly one tensor of scales, or its shape or dtype does not fit the codes.
         """
         codes = tensors[self.codes]
         keys = [key for key in self.others if key in tensors]
@@ -247,7 +264,15 @@ class FP8Files(Layout):
         return Found(name, tensors, codes.shape, block)
 
     def read(self, found: Found, arrays: Arrays, dtype_name: str) -> FP8:
-        """The quantised weight, with numpy arrays as leaves, from the content of the tensors that `describe` found."""
+        """The quantised weight of one matrix, with numpy arrays as leaves.
+
+        Args:
+          found: from `describe`.
+          arrays: {key: array}, the content of the tensors that it found.
+          dtype_name: the dtype that the model computes in.
+        Raises:
+          ValueError: scales are out of range (`_check_scales`).
+        """
         codes, (key,) = arrays[self.codes], [key for key in self.others if key in arrays]
         block: Any = found.details
         _check_scales(found.tensors[key], arrays[key].astype(np.float32), codes, block, dtype_name)
@@ -270,7 +295,9 @@ class FP8Files(Layout):
         return None
 
     def tensors(self, weight: Stored, number: float | None) -> dict[str, FileTensor]:
-        """{key: tensor} of what a file contains for this weight, of which only the shapes need be known."""
+        """The tensors of a file that store this weight, {key: FileTensor}. A FileTensor has the shape, the dtype, and a
+        function that takes the computed weight and returns the array to be written; headers are written before the
+        weights are computed, so the leaves of `weight` may be shapes alone. number is not used."""
         assert isinstance(weight, FP8)
         shape = (1,) if weight.block == MATRIX else tuple(weight.scales.shape)
         scales = FileTensor(shape, np.dtype(weight.scales.dtype), lambda w: w.scales.reshape(shape))

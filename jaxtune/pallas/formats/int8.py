@@ -66,16 +66,18 @@ class Int8(Stored):
         return f"absmax is {list(self.absmax.shape)}; codes of {list(self.shape)} need {list(self.shape[:-1])}"
 
     def cut(self, axis: int) -> int:
-        """The number of indices along an axis that must stay in one part when the tensor is divided, or None.
-
-        It can be divided anywhere.
-        """
+        """The number of consecutive indices along `axis` that must stay in one part when the tensor is divided over
+        devices or written in pieces: 1 along every axis, because a part of a row can be decoded by the scale of the
+        whole row."""
         return 1
 
     def divided(self, axis: int, parts: int) -> tuple[int | None, ...] | None:
-        """The axis along which each array is divided if the tensor is divided into equal parts along `axis`.
+        """The axes along which (codes, absmax) are divided if the tensor is divided into `parts` equal parts along
+        `axis`, for the sharding of a model's weights.
 
-        If rows are divided, each part has the scales of all of them.
+        Along `out` or a leading axis both are divided. Along `in`, which cuts every row, only the codes are, and each
+        part keeps all of absmax: (axis, None). Returns None instead of the tuple if the size of the axis is not a
+        multiple of `parts`.
         """
         if self.shape[axis] % parts:
             return None
@@ -133,11 +135,21 @@ class LLMInt8(Layout):
         return settings.get("quant_method") == "bitsandbytes" and bool(eight_bit)
 
     def claims(self, tensors: Headers) -> bool:
-        """Whether a module's tensors, given by their headers, are a weight of this layout."""
+        """Whether a module's tensors, {key: header}, are a weight of this layout: `.weight` has the dtype I8, and
+        `.SCB` or `.weight_format` is beside it. A plain weight has neither of the two."""
         return super().claims(tensors) and any(key in tensors for key in self.others)
 
     def describe(self, name: str, tensors: Headers, read: Read) -> Found:
-        """The weight that these tensors store, after checking that their headers fit each other (ValueError)."""
+        """Describes the weight that a module's tensors store, from their headers and the one byte of `.weight_format`.
+
+        Args:
+          name: the weight's name in the model.
+          tensors: {key: header}.
+          read: takes a tensor's key and returns its bytes.
+        Raises:
+          ValueError: SCB is missing or does not fit the codes, the codes are no matrix, or they are not in row-major
+            order.
+        """
         codes, absmax, order = (tensors.get(key) for key in (self.codes, *self.others))
         assert codes is not None
         module, rows = name.removesuffix(self.weight), list(codes.shape[:1])
@@ -154,7 +166,15 @@ class LLMInt8(Layout):
         return Found(name, tensors, codes.shape)
 
     def read(self, found: Found, arrays: Arrays, dtype_name: str) -> Int8:
-        """The quantised weight, with numpy arrays as leaves, from the content of the tensors that `describe` found."""
+        """The quantised weight of one matrix, with numpy arrays as leaves.
+
+        Args:
+          found: from `describe`.
+          arrays: {key: array}, the content of the tensors that it found.
+          dtype_name: the dtype that the model computes in, to which the weight is decoded.
+        Raises:
+          ValueError: a largest magnitude is negative.
+        """
         absmax = arrays[".SCB"]
         if (absmax < 0).any():
             raise ValueError(f"{found.where}: SCB has {absmax.min():.4g}; magnitudes are not negative: fetch it again")
@@ -162,7 +182,9 @@ class LLMInt8(Layout):
         return Int8(*leaves, dtype_name=dtype_name)
 
     def tensors(self, weight: Stored, number: float | None) -> dict[str, FileTensor]:
-        """{key: tensor} of what a file contains for this weight, of which only the shapes need be known."""
+        """The tensors of a file that store this weight, {key: FileTensor}. A FileTensor has the shape, the dtype, and a
+        function that takes the computed weight and returns the array to be written; headers are written before the
+        weights are computed, so the leaves of `weight` may be shapes alone. number is not used."""
         assert isinstance(weight, Int8)
         return {
             self.codes: file_tensor(weight.codes, lambda w: w.codes),

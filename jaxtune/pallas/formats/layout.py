@@ -177,8 +177,8 @@ class Layout:
         return None
 
     def digested(self, found: Found) -> list[tuple[str, str]]:
-        """(label, key) of each tensor in the order in which the digest of the base model includes them. The label is
-        what the digest names the tensor by.
+        """(label, key) of each tensor of a weight, in the order in which the digest of the base model includes them.
+        The label is the name that enters the digest beside the tensor's content.
 
         Adapters record that digest to recognise their base, so a layout must never change it.
         """
@@ -188,12 +188,14 @@ class Layout:
     # ---- writing
 
     def can_store(self, weight: Stored) -> bool:
-        """Whether this weight can be written in this layout. A format's layouts are asked in order."""
+        """Whether this weight can be written in this layout, by default always. A format's layouts are asked in order,
+        and the first that says yes is used."""
         del weight
         return True
 
     def splitting(self, weight: Stored, rows: int) -> str | None:
-        """The reason why experts [E, out, in] cannot be written as pieces of `rows` rows (Stored.piece), or None."""
+        """The reason why experts [E, out, in] cannot be written as separate matrices of `rows` rows each, which
+        Stored.piece would cut from it, or None. By default they can."""
         del weight, rows
         return None
 

@@ -89,10 +89,9 @@ class MXFP4(Stored):
         return None
 
     def cut(self, axis: int) -> int | None:
-        """The number of indices along an axis that must stay in one part when the tensor is divided, or None.
-
-        Between blocks along the last axis, anywhere along the others.
-        """
+        """The number of consecutive indices along `axis` (not negative) that must stay in one part when the tensor is
+        divided over devices or written in pieces: 32 along the last axis, so that no block is cut, and 1 along the
+        others. It is never None: every axis can be divided."""
         return BLOCK if axis == self.ndim - 1 else 1
 
     def random_like(self, shape: tuple[int, ...], draw: np.random.Generator) -> MXFP4:
@@ -123,7 +122,8 @@ class MXFP4(Stored):
 
 @jax.jit
 def _encode(tensor: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(codes uint8[..., n / 2], scales uint8[..., n / 32]) of a tensor; see MXFP4.encode."""
+    """(codes uint8[..., n / 2], scales uint8[..., n / 32]) of a tensor [..., n] whose n is a multiple of 32: what
+    MXFP4.encode does once it has checked the shape, as one jitted function."""
     blocks = tensor.astype(jnp.float32).reshape(*tensor.shape[:-1], -1, BLOCK)
     largest = jnp.abs(blocks).max(-1, keepdims=True)
     exponent = jnp.clip(jnp.frexp(largest)[1] - 3, -126, 124)  # 6 is the largest number: 1.5 times 2 to the 2
@@ -167,11 +167,21 @@ class Published(Layout):
         return settings.get("quant_method") == "mxfp4"
 
     def claims(self, tensors: Headers) -> bool:
-        """Whether a module's tensors, given by their headers, are a weight of this layout."""
+        """Whether a module's tensors, {key: header}, are experts in this layout: there is a tensor of blocks. If its
+        scales are missing, `describe` says so."""
         return self.codes in tensors
 
     def describe(self, name: str, tensors: Headers, read: Read) -> Found:
-        """The weight that these tensors store, after checking that their headers fit each other (ValueError)."""
+        """Describes the experts that two tensors store, from their headers alone. The shape of the result is that of
+        the model's array, [E, in, out], while the tensors are [E, out, in / 32, .].
+
+        Args:
+          name: the name of the experts' array in the model.
+          tensors: {key: header}, of blocks and scales.
+          read: not used.
+        Raises:
+          ValueError: the scales are missing, or dtypes or shapes do not fit each other.
+        """
         blocks, scales = (tensors.get(key) for key in ("_blocks", "_scales"))
         assert blocks is not None
         where = f"{blocks.file}: {name}"
@@ -184,7 +194,14 @@ class Published(Layout):
         return Found(name, tensors, (experts, groups * BLOCK, out_size))
 
     def read(self, found: Found, arrays: Arrays, dtype_name: str) -> MXFP4:
-        """The quantised weight, with numpy arrays as leaves, from the content of the tensors that `describe` found."""
+        """The experts of a layer as MXFP4 [E, out, in], in which order the checkpoint has them; `decoded` swaps the
+        axes.
+
+        Args:
+          found: from `describe`; not used.
+          arrays: {key: array}, the content of the tensors that it found.
+          dtype_name: the dtype that the model computes in, to which the weight is decoded.
+        """
         return MXFP4.from_blocks(jnp.asarray(arrays["_blocks"]), jnp.asarray(arrays["_scales"]), dtype_name)
 
     def decoded(self, weight: Stored, dtype: str) -> jax.Array:
@@ -199,7 +216,9 @@ class Published(Layout):
         return [(found.name, "_blocks"), ("scales", "_scales")]
 
     def tensors(self, weight: Stored, number: float | None) -> dict[str, FileTensor]:
-        """{key: tensor} of what a file contains for this weight, of which only the shapes need be known."""
+        """The tensors of a file that store this weight, {key: FileTensor}. A FileTensor has the shape, the dtype, and a
+        function that takes the computed weight and returns the array to be written; headers are written before the
+        weights are computed, so the leaves of `weight` may be shapes alone. number is not used."""
         count, out_size, in_size = weight.shape
         byte, blocks = np.dtype(np.uint8), (count, out_size, in_size // BLOCK, BLOCK // 2)
         return {
@@ -215,7 +234,8 @@ class Published(Layout):
 
 @functools.partial(jax.jit, static_argnums=1)
 def _decoded(weight: MXFP4, dtype: str) -> jax.Array:
-    """The decoded weight with its last two axes swapped, in one compiled program."""
+    """A weight [E, out, in] decoded to `dtype` and transposed to [E, in, out], in one compiled program, so that the
+    decoded array is not written twice."""
     return weight.decode(dtype).swapaxes(1, 2)
 
 

@@ -100,16 +100,19 @@ class NVFP4(Stored):
         return None
 
     def cut(self, axis: int) -> int | None:
-        """The number of indices along an axis that must stay in one part when the tensor is divided, or None.
-
-        Between blocks along the last axis, anywhere along the others.
-        """
+        """The number of consecutive indices along `axis` that must stay in one part when the tensor is divided over
+        devices or written in pieces: 16 along the last axis, so that no block is cut, and 1 along the others. It is
+        never None: every axis can be divided."""
         return BLOCK if axis % self.ndim == self.ndim - 1 else 1
 
     def divided(self, axis: int, parts: int) -> tuple[int | None, ...] | None:
-        """The axis along which each array is divided if the tensor is divided into equal parts along `axis`.
+        """The axis along which each leaf (codes, scales, tensor_scale, and input_scale if there is one, in this order)
+        is divided if the tensor is divided into `parts` equal parts along `axis`, for the sharding of a model's
+        weights.
 
-        The scales of tensor and activations are divided if they have an entry for each index of the axis.
+        Codes and scales are always divided. The scales of the tensor and of the activations are divided only if they
+        have an entry for each index of the axis, as those of experts have along `out`; otherwise the entry is None, and
+        each part has all of them. Returns None instead of the tuple if the parts would cut a block.
         """
         cut = super().divided(axis, parts)
         if cut is None:
@@ -119,9 +122,12 @@ class NVFP4(Stored):
 
     @classmethod
     def joined(cls, pieces: Sequence[Self], shape: tuple[int, ...]) -> Self:
-        """One tensor [E, rows, columns] from pieces [., columns] that are its rows in order.
+        """One tensor of this shape [E, rows, columns] from pieces [., columns] that are its rows in order, as a
+        checkpoint stores experts one by one; the leaves are numpy arrays.
 
-        The tensor scale of each piece becomes that of its rows.
+        Pieces that were quantised separately have different tensor scales, so the result has a tensor scale for each
+        row, [E, rows, 1], that of the row's piece. Scales of activations are joined likewise, or dropped if some pieces
+        have none.
         """
         if len({piece.input_scale is None for piece in pieces}) > 1:
             pieces = [dataclasses.replace(piece, input_scale=None) for piece in pieces]
@@ -140,7 +146,9 @@ class NVFP4(Stored):
         return super().joined(wide, shape)
 
     def piece(self, index: int, start: int, rows: int) -> Self:
-        """Rows `start` to before `start + rows` of matrix `index` of a tensor [E, ., columns]."""
+        """Rows `start` to before `start + rows` of matrix `index` of a tensor [E, ., columns], as a tensor [rows,
+        columns] for writing experts one by one. It gets the tensor scale of its first row, [1, 1], because all rows of
+        a piece were quantised with one."""
         part = super().piece(index, start, rows)
         whole = None if part.input_scale is None else part.input_scale[:1]
         return dataclasses.replace(part, tensor_scale=part.tensor_scale[:1], input_scale=whole)
@@ -156,8 +164,8 @@ class NVFP4(Stored):
         return _times_tensor_scale(self.scales.astype(jnp.float32), self.tensor_scale, self.divides)
 
     def scale_table(self) -> jax.Array:
-        """float32[256], for kernels: the factor of a block for each value of a byte of `scales`, if there is one
-        tensor_scale."""
+        """float32[256], for kernels that look up a block's scale by its stored byte: entry b is the factor of the
+        numbers of a block whose e4m3 scale is the byte b. The tensor must have one tensor_scale."""
         values = jnp.asarray(np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32))
         return _times_tensor_scale(values, self.tensor_scale.reshape(()), self.divides)
 
@@ -173,15 +181,16 @@ class NVFP4(Stored):
 
 
 def _times_tensor_scale(scales: jax.Array, tensor_scale: jax.Array, divides: bool) -> jax.Array:
-    """float32 block scales [..., out, in / 16], divided by the tensor's scale [..., 1 or out, 1] if `divides`, else
-    multiplied by it."""
+    """The factor of each block's numbers, float32[..., out, in / 16]: float32 block scales of this shape, divided by
+    the tensor's scale [..., 1 or out, 1] if `divides` (compressed-tensors), else multiplied by it (nvidia-modelopt)."""
     whole = jnp.broadcast_to(tensor_scale, scales.shape)
     return divide(scales, whole) if divides else scales * whole
 
 
 @jax.jit
 def _encode(array: jax.Array) -> NVFP4:
-    """NVFP4.encode without its checks of arguments, jitted."""
+    """Quantises an array [..., out, in], whose rows must be whole blocks: what NVFP4.encode does once it has checked
+    the argument, as one jitted function. The tensor scale is computed for each matrix separately, [..., 1, 1]."""
     wide = array.astype(jnp.float32)
     largest = jnp.abs(wide).max((-2, -1), keepdims=True)
 
@@ -213,17 +222,26 @@ def _encode(array: jax.Array) -> NVFP4:
 
 
 class _Files(Layout):
-    """What the layouts of both kinds of checkpoints (CompressedTensors, ModelOpt) share.
+    """What the layouts of both kinds of checkpoints (CompressedTensors, ModelOpt) share; they differ in the tensors'
+    names and in whether scales are divided or multiplied by the tensor's scale.
 
-    `others` are the keys of the scales of blocks, of the tensor's scale, and of that of activations, which may be
-    missing. Scales of FP8 key/value caches are ignored.
+    `others` are the keys of the scales of blocks, of the tensor's scale, and of the scale of activations, which may be
+    missing. Keys after these are scales of FP8 key/value caches, which are ignored.
     """
 
     divides: bool  # NVFP4.divides of the weights
     scalar: tuple[int, ...]  # the shape of the tensor's scale in files
 
     def describe(self, name: str, tensors: Headers, read: Read) -> Found:
-        """The weight that these tensors store, after checking that their headers fit each other (ValueError)."""
+        """Describes the weight that a module's tensors store, from their headers alone.
+
+        Args:
+          name: the weight's name in the model.
+          tensors: {key: header}.
+          read: not used.
+        Raises:
+          ValueError: a scale is missing, or has another dtype or shape than the codes need.
+        """
         codes = tensors[self.codes]
         rows, pairs = codes.shape if len(codes.shape) == 2 else (0, 0)
         where = f"{codes.file}: {name}"
@@ -243,7 +261,15 @@ class _Files(Layout):
         return Found(name, tensors, (rows, 2 * pairs))
 
     def read(self, found: Found, arrays: Arrays, dtype_name: str) -> NVFP4:
-        """The quantised weight, with numpy arrays as leaves, from the content of the tensors that `describe` found."""
+        """The quantised weight of one matrix, with numpy arrays as leaves.
+
+        Args:
+          found: from `describe`.
+          arrays: {key: array}, the content of the tensors that it found.
+          dtype_name: the dtype that the model computes in, to which the weight is decoded.
+        Raises:
+          ValueError: the scale of the tensor or of the activations is not positive and finite.
+        """
         scales, of_tensor, of_inputs, *_ = self.others
         leaves: list = [arrays[self.codes], arrays[scales]]
         for key in (of_tensor, of_inputs):
@@ -256,11 +282,14 @@ class _Files(Layout):
         return NVFP4(*leaves, divides=self.divides, dtype_name=dtype_name)
 
     def can_store(self, weight: Stored) -> bool:
-        """Whether this weight can be written in this layout."""
+        """Whether this weight can be written in this layout: it is NVFP4, and its scales are divided by the tensor's
+        scale, or multiplied by it, as those of this layout are."""
         return isinstance(weight, NVFP4) and weight.divides == self.divides
 
     def tensors(self, weight: Stored, number: float | None) -> dict[str, FileTensor]:
-        """{key: tensor} of what a file contains for this weight, of which only the shapes need be known."""
+        """The tensors of a file that store this weight, {key: FileTensor}. A FileTensor has the shape, the dtype, and a
+        function that takes the computed weight and returns the array to be written; headers are written before the
+        weights are computed, so the leaves of `weight` may be shapes alone. number is not used."""
         assert isinstance(weight, NVFP4)
         scales, of_tensor, of_inputs, *_ = self.others
         shape, one = self.scalar, np.dtype(np.float32)
@@ -293,7 +322,8 @@ class CompressedTensors(_Files):
         return (settings.get("quant_method"), settings.get("format")) == ("compressed-tensors", "nvfp4-pack-quantized")
 
     def check(self, settings: Settings) -> None:
-        """Raises ValueError for a setting of this layout's quantization_config that is not supported."""
+        """Raises ValueError, with key and value, if quantization_config has a setting that is not supported: weights
+        other than symmetric 4-bit floats in groups of 16, or a quantised key/value cache."""
         for name, group in (settings.get("config_groups") or {}).items():
             weights = group.get("weights") or {}
             for key, value in {"num_bits": 4, "type": "float", "group_size": BLOCK, "symmetric": True}.items():
@@ -309,7 +339,8 @@ class CompressedTensors(_Files):
             )
 
     def claims(self, tensors: Headers) -> bool:
-        """Whether a module's tensors, given by their headers, are a weight of this layout."""
+        """Whether a module's tensors, {key: header}, are a weight of this layout: `.weight_packed` has the dtype U8,
+        and the tensor's scale `.weight_global_scale` is beside it."""
         return super().claims(tensors) and ".weight_global_scale" in tensors
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
@@ -355,7 +386,8 @@ class ModelOpt(_Files):
         return settings.get("quant_method") == "modelopt" and settings.get("quant_algo") in algorithms
 
     def claims(self, tensors: Headers) -> bool:
-        """Whether a module's tensors, given by their headers, are a weight of this layout."""
+        """Whether a module's tensors, {key: header}, are a weight of this layout: `.weight` has the dtype U8, and the
+        tensor's scale `.weight_scale_2` is beside it."""
         return super().claims(tensors) and ".weight_scale_2" in tensors
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:

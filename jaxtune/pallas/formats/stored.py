@@ -100,27 +100,33 @@ class Stored:
         return jax.tree.map(rows_of, self)
 
     def random_like(self, shape: tuple[int, ...], draw: np.random.Generator) -> Stored:
-        """Random numbers of this shape, stored as this weight is, for the check of a kernel at its first use."""
+        """A weight of this shape with random numbers, in the format of this one and with the same optional parts, on
+        which a kernel is compared with its reference at its first use. draw: numpy's generator, from which the numbers
+        come."""
         return self.encode(jnp.asarray(draw.standard_normal(shape), jnp.bfloat16))
 
     @property
     def kind(self) -> str:
-        """A phrase for the weights that share one compilation and one check of a decoding kernel (dispatch.first_use):
-        the format, and what else changes the kernel."""
+        """A phrase that identifies the weights for which a kernel that decodes them is compiled, and checked at its
+        first use on a GPU (dispatch.first_use), only once: the format's name, and what else changes the kernel, such as
+        quantised absmax."""
         return type(self).__name__
 
     def product_time(self, as_stored: bool, device: str) -> float:
-        """The time of a product of many tokens over that of a 16-bit product, measured on a device of this name; the
-        planner forecasts a step with it.
+        """The measured time of a product of many tokens with this weight, as a multiple of the time of a 16-bit
+        product: 1 for formats that are decoded, because decoding is counted separately (`decoded_share`). The planner
+        forecasts the time of a step with it.
 
-        as_stored: whether the product uses the format without decoding (`compute`).
+        Args:
+          as_stored: whether the product uses the format without decoding (`compute`).
+          device: the device's name, such as "NVIDIA H200".
         """
         del as_stored, device
         return 1.0
 
     def decoded_share(self, as_stored: bool) -> float:
-        """How often each direction of a product, forward and backward, writes the decoded tensor, or a copy of it, to
-        memory; 1 if products decode it. The planner forecasts a step with it.
+        """How many times a product in one direction, forward or backward, on average of both, writes the decoded
+        tensor, or a copy of it, to memory: 1 if products decode it. The planner forecasts the time of a step with it.
 
         as_stored: whether products use the format without decoding (`compute`).
         """
