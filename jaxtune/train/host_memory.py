@@ -1,4 +1,8 @@
-"""Returns freed host memory to the operating system."""
+"""Gives host memory back to the operating system after the XLA compiler has freed it.
+
+Compiling runs in many threads, and glibc keeps what each of them frees: gigabytes for an 8B model. `give_back` is
+called after the train step is compiled, and before exports, which need host memory themselves.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,11 @@ import ctypes
 
 
 def give_back() -> None:
-    """Returns freed host memory to the operating system (glibc's malloc_trim).
+    """Gives the memory that this process has freed, but glibc still keeps, back to the operating system (malloc_trim).
 
-    Compilers run in many threads, and glibc keeps the memory that each of them has freed in an arena of the thread:
-    gigabytes after the programs of an 8B model. Allocations in other threads, such as those of a merge, would come on
-    top of that. The function does nothing with another C library.
+    glibc keeps the memory that each of the compiler's threads has freed in an arena of that thread. Other threads
+    cannot use it, so what they allocate, for example in a merge, would come on top of it. With another C library the
+    function does nothing.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -40,15 +40,18 @@ _FIRST_NAMES = {"fused": "together", "hf_name": "their_name"}
 
 @dataclasses.dataclass(frozen=True)
 class Digest:
-    """The identity of one or more tensors: two digests of their names, dtypes, shapes and content. `whole` covers every
-    byte; `sampled` covers up to 64 blocks of each tensor and is what older versions recorded."""
+    """The identity of one or more tensors, as two digests of their names, dtypes, shapes and content.
+
+    `whole` reads every byte, and identifies a base model today. `sampled` reads up to 64 blocks of each tensor, and is
+    what older versions of jaxtune recorded; it is computed so that their records can still be compared.
+    """
 
     sampled: bytes  # SHA-256 over up to 64 evenly spaced blocks of 4 KiB of each tensor
     whole: bytes  # XXH3-128 over every byte of a tensor, or SHA-256 over the digests of several
 
     @classmethod
     def of(cls, name: str, array: np.ndarray) -> Digest:
-        """Computes both digests of a tensor in memory; its name is a part of what is digested."""
+        """Both digests of a tensor in host memory; its name is a part of what is digested."""
         what, data = f"{name} {array.dtype.name} {array.shape}", array.reshape(-1).view(np.uint8)
         whole = xxhash.xxh3_128(what.encode())
         whole.update(data)
@@ -64,7 +67,7 @@ class Digest:
         read: Callable[[int, int], np.ndarray],
         known: bytes | None = None,
     ) -> Digest:
-        """The digest of a tensor that is not in memory, which equals `of` for the same tensor.
+        """Both digests of a tensor that is not in memory, equal to those that `of` gives for the same tensor.
 
         Args:
           name: under which the tensor is digested.
@@ -72,7 +75,7 @@ class Digest:
           shape: of the tensor.
           size: its bytes.
           read: (start, stop) -> the tensor's bytes from start to before stop, uint8.
-          known: its `whole` digest, if it is cached; then only the sampled blocks are read.
+          known: its `whole` digest, if it is cached; then only the sampled blocks are read. None: every byte is read.
         """
         what = f"{name} {dtype.name} {shape}"
         if known is None:
@@ -84,7 +87,10 @@ class Digest:
 
     @classmethod
     def joined(cls, parts: Iterable[Digest]) -> Digest:
-        """The digest of several tensors, from their digests; another order gives another digest."""
+        """Both digests of several tensors, from their own digests in the given order.
+
+        Each is SHA-256 over the tensors' digests one after another, so that another order gives another digest.
+        """
         parts = list(parts)
         sampled, whole = (b"".join(getattr(part, key) for part in parts) for key in ("sampled", "whole"))
         return cls(hashlib.sha256(sampled).digest(), hashlib.sha256(whole).digest())
@@ -103,7 +109,10 @@ def _sampled(what: str, size: int, read: Callable[[int, int], np.ndarray]) -> by
 
 
 def base_digest(config: DecoderConfig, weights: bytes) -> str:
-    """The identity of a base model, 64 hexadecimal digits, from its config and the `whole` digest of its tensors."""
+    """The identity of a base model, 64 hexadecimal digits: SHA-256 over its config and `weights`.
+
+    weights: the `whole` digest of all its tensors, or what stands for it in a model with random weights.
+    """
     return hashlib.sha256(_said(config) + weights).hexdigest()
 
 
@@ -117,7 +126,7 @@ def random_digest(config: DecoderConfig, key: jax.Array, dtype: str) -> str | No
 
 
 def _said(config: DecoderConfig) -> bytes:
-    """A config as bytes for its digest.
+    """A config as JSON in bytes, a part of what `base_digest` digests.
 
     Fields that have their default value are left out, so that a field which a later version adds does not change the
     digest of a config that does not use it.

@@ -105,11 +105,11 @@ class MLP(nnx.Module):
         return sizes["gate"] + dropped + self._fitted(sizes).forward * sizes["layer_input"]
 
     def backward_bytes(self, sizes: Sizes) -> Scratch:
-        """The bytes of its backward in addition to the residuals, for the planner.
+        """The bytes of device memory that its backward takes in addition to the residuals, for the planner.
 
-        Its own are the gradient of the activation's output alone, if a kernel overwrites gate and up with their
-        gradients (`_in_place`); otherwise the activation's output, its gradient, the gradients of gate and up, and
-        values of the residual stream. The bytes around it are partial gradients of other segments, a multiple of the
+        `own` of the result is the gradient of the activation's output alone, if a kernel overwrites gate and up with
+        their gradients (`_in_place`); otherwise it is the activation's output, its gradient, the gradients of gate and
+        up, and values of the residual stream. `around` is the partial gradients of other segments, a multiple of the
         layer's input (models/fitted.py). sizes: the bytes of the layer's residuals by name.
         """
         gate, up, stream = sizes["gate"], sizes["up"], sizes["layer_input"]
@@ -121,12 +121,18 @@ class MLP(nnx.Module):
         return Scratch(2 * (gate + up) + fit.own * stream, around, covers_mixer=True)
 
     def _fitted(self, sizes: Sizes) -> MLPBytes:
-        """The numbers (models/fitted.py) of the implementation of the activation's gradient that these sizes get."""
+        """The fitted coefficients of this layer's scratch memory, for the planner.
+
+        They are an entry of MLP_BYTES (models/fitted.py), multiples of the bytes of the layer's input. They depend on
+        the device and on which implementation of the activation's gradient runs for these sizes: the kernel that works
+        in place, or the reference. sizes: the bytes of the layer's residuals by name, and the compute dtype, the tokens
+        of a row and the device.
+        """
         return MLP_BYTES.of("mosaic" if self._in_place(sizes) else "reference", sizes.device)
 
     def _in_place(self, sizes: Sizes) -> bool:
-        """Whether the kernel of pallas/gated writes the gradients of gate and up over gate and up: it supports these
-        sizes, and the device is a Hopper GPU."""
+        """Whether the kernel of pallas/gated, which writes the gradients of gate and up over gate and up, runs for
+        these sizes. It does if it supports them and the device is a Hopper GPU; otherwise the reference runs."""
         numbers = sizes.length * self.config.intermediate_size
         runs = mosaic.unsupported(sizes.dtype, numbers, self.config.activation) is None
         return runs and sizes.hopper and sizes["gate"] / sizes.dtype.itemsize < mosaic.MOST
@@ -149,13 +155,14 @@ def _down(activation: str, graph, trainable, frozen, gate, up, key):
 
 
 def _down_fwd(activation, graph, trainable, frozen, gate, up, key):
-    """(_down's output, what its backward reads: (trainable, frozen, gate, up, key))."""
+    """The forward rule of `_down`: (its output, the residuals (trainable, frozen, gate, up, key))."""
     return _down(activation, graph, trainable, frozen, gate, up, key), (trainable, frozen, gate, up, key)
 
 
 def _down_bwd(activation, graph, residuals, dout):
-    """Gradients of the trainable tensors, gate and up (None for frozen and key), from dout [B, T, hidden] and from
-    residuals, which _down_fwd returned."""
+    """The backward rule of `_down`: (gradients of trainable, None for frozen, gradients of gate and up, None for key).
+
+    residuals: from `_down_fwd`. dout: [B, T, hidden], the gradient of the output."""
     trainable, frozen, gate, up, key = residuals
 
     def linear(trainable, x):

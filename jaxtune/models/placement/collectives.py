@@ -63,8 +63,10 @@ def first_exchange(mesh: Mesh) -> Callable[[jax.Array], Any]:
 class CollectiveSchedule:
     """Gathers and scatters during the stages of a layer; the layer calls `start` and `finish` around each stage.
 
-    A stage is one segment that the layer runs, in its forward, its recomputation or its backward. Scatters come first,
-    because their inputs are large, and gathers last, because their outputs are.
+    A stage is one segment that the layer runs, in its forward, its recomputation or its backward. Scatters run during
+    the first half of the layer's time, because their inputs, whole gradients, are large and are free afterwards.
+    Gathers run during the second half, because their outputs, whole weights, are large; without scatters they have all
+    of the time.
 
     Args:
       gathers: Shards to be gathered.
@@ -88,8 +90,8 @@ class CollectiveSchedule:
         self.scattered: list[Shard] = []
 
     def start(self, stage: int, values: Any) -> Any:
-        """Starts the collectives of the stage of this index once `values` (any pytree), the stage's inputs, are there;
-        returns `values`, which the stage must use so that it does not start before."""
+        """Starts the collectives that begin with stage number `stage` once `values` (any pytree), the stage's inputs,
+        are computed. Returns `values`, which the stage must use, so that it does not start before the collectives."""
         if self._scatters and stage == self._scatter_window[0]:
             gradients, values = optimization_barrier(([gradient for _, gradient in self._scatters], values))
             self.scattered = [scatter(s, g) for (s, _), g in zip(self._scatters, gradients, strict=True)]
@@ -99,8 +101,8 @@ class CollectiveSchedule:
         return values
 
     def finish(self, stage: int, values: Any) -> Any:
-        """Makes the results `values` (any pytree) of the stage of this index wait for the collectives that end with it;
-        returns `values`, which later stages must use."""
+        """Makes `values` (any pytree), the results of stage number `stage`, wait for the collectives that end with this
+        stage. Returns `values`, which later stages must use."""
         if self._scatters and stage == self._scatter_window[1]:
             self.scattered, values = optimization_barrier((self.scattered, values))
         if self._gathers and stage == self._gather_window[1]:

@@ -30,14 +30,23 @@ def rows_of(variable: nnx.Variable, index: jax.Array, take: Callable[[jax.Array,
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _rows_of(take, shard: Shard, index: jax.Array) -> jax.Array:
-    """`rows_of` for a table (`shard`) that is divided along its first axis, with a derivative by collectives. take:
-    looks up rows of a part of the table; index: the row numbers that this device wants."""
+    """Looks up rows of a table that the devices divide along its first axis: the rows of `index`, whole on this device.
+
+    The derivative is written by hand, because it exchanges gradients between devices as the forward exchanges rows.
+
+    Args:
+      take: (part of the table, row numbers within it) -> those rows.
+      shard: this device's part of the table.
+      index: int32[...], numbers of the rows in the whole table that this device wants; other devices want others.
+    """
     return _rows_of_fwd(take, shard, index)[0]
 
 
 def _rows_of_fwd(take, shard: Shard, index: jax.Array):
-    """(the rows for this device's indices; what the backward needs: the pullback of `take` on this device's part of the
-    table, and which of all devices' indices that part has)."""
+    """The forward rule of `_rows_of`: (the rows for this device's indices, residuals).
+
+    The residuals are the pullback of `take` on this device's part of the table, and a bool array whose first axis is
+    the devices: which of every device's indices are rows of this part."""
     size = shard.array.shape[0]
     all_index = (
         jax.lax.all_gather(index, TENSORS) - jax.lax.axis_index(TENSORS) * size
@@ -50,7 +59,9 @@ def _rows_of_fwd(take, shard: Shard, index: jax.Array):
 
 
 def _rows_of_bwd(take, residuals, gradient):
-    """(this device's part of the table's gradient, as a Shard; None for the indices)."""
+    """The backward rule of `_rows_of`: (this device's part of the table's gradient, as a Shard; None for the indices).
+
+    gradient: that of the rows which this device looked up."""
     back, mine = residuals
     (gradients,) = back(jnp.where(mine, jax.lax.all_gather(gradient, TENSORS), 0))
     return Shard(gradients, 0, mine.shape[0]), None
@@ -76,7 +87,8 @@ def whole_beside(variable: nnx.Variable, x: jax.Array) -> tuple[jax.Array, jax.A
 
 @jax.custom_vjp
 def _gathered_beside(shard: Shard, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """whole_beside for a trained Shard: (its whole array, x), with the gradient of both."""
+    """`whole_beside` for a Shard that trains: (its whole array, x). Its hand-written derivative scatters the gradient
+    of the whole array before it passes on the gradient of x."""
     shard, x = optimization_barrier((shard, x))
     return gather(shard), x
 
@@ -98,7 +110,7 @@ _gathered.defvjp(lambda shard: (gather(shard), shard), lambda shard, gradient: (
 
 
 def gather(shard: Shard) -> jax.Array:
-    """The whole array of a Shard; call it inside `partition.divided`."""
+    """The whole array of a Shard, gathered from the devices along `fsdp`; call it inside `partition.divided`."""
     return jax.lax.all_gather(shard.array, TENSORS, axis=shard.axis, tiled=True)
 
 

@@ -69,7 +69,7 @@ class MeshShape(tuple[int, ...]):
 
     @property
     def parts(self) -> int:
-        """The number of devices that divide a tensor, each of which has one part of it."""
+        """The number of devices that divide a tensor, each of which has one part of it: the size of the axis `fsdp`."""
         return next(count for axis, count in zip(AXES, self, strict=True) if axis.name == TENSORS)
 
     @property
@@ -164,12 +164,10 @@ def compiling(mesh: Mesh) -> Iterator[None]:
 
 
 def put(tree: Any, where: Any) -> Any:
-    """jax.device_put of a tree of arrays that every process has whole, or that are on the mesh already.
+    """jax.device_put of a tree of arrays that every process has whole, or that are on the mesh already. With several
+    processes, device_put itself would let them compare the values first, in a collective.
 
-    With several processes, device_put would let them compare the values first, in a collective.
-
-    Args:
-      where: a sharding, or a tree of them; None: this process's default device.
+    where: a sharding, or a tree of them; None: this process's default device.
     """
     if jax.process_count() == 1 or where is None:
         return jax.device_put(tree, where)
@@ -195,10 +193,8 @@ def moved(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 def colocated(trained: Any, rest: Any) -> tuple[Any, Any]:
-    """(trained, rest), two trees of arrays, on the same devices, so that one computation can take the model of both.
-
-    If every process has each array whole, all arrays are placed on one device of this process, otherwise on the mesh.
-    """
+    """(trained, rest), two trees of arrays, on the same devices, so that one computation can take the model of both. If
+    every process has each array whole, all arrays are placed on one device of this process, otherwise on the mesh."""
     arrays = [leaf for leaf in jax.tree.leaves((trained, rest)) if isinstance(leaf, jax.Array)]
     elsewhere = [array for array in arrays if not array.is_fully_addressable]
     if all(array.is_fully_replicated for array in elsewhere):
@@ -210,7 +206,8 @@ def colocated(trained: Any, rest: Any) -> tuple[Any, Any]:
 
 
 def addressable(tree: Any) -> list[Any]:
-    """What this process can check of a tree alone: [tree] if it has all arrays, else its parts of the float arrays."""
+    """What this process can check of a tree alone (whether loaded weights are finite): [tree] if it has all of every
+    array, otherwise a list of the parts of floating-point arrays that are on its own devices."""
     leaves = jax.tree.leaves(tree)
     if all(leaf.is_fully_addressable for leaf in leaves):
         return [tree]
@@ -259,7 +256,6 @@ def part_of_rows() -> jax.Array | int:
 
 def total(sums: Any) -> Any:
     """Arrays that are sums over this device's rows, summed over all rows; Shards are summed over `fsdp` already.
-
     It serves values that are no sum over rows themselves, such as a product of two sums. The gradient of the total is
     that of this device's share; since every device computes the same from the total, the gradients add up to the whole
     once.
@@ -276,7 +272,8 @@ def largest(value: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _total(sums):
-    """`total` of a tree of sums inside of `divided`, with its derivative."""
+    """`total` inside of `divided`: adds each array up over all mesh axes that divide rows, and a Shard over all of
+    these but `fsdp`. The derivative passes the gradients on unchanged, for the reason that `total` gives."""
     axes = _row_axes()
 
     def one(leaf):
@@ -326,9 +323,7 @@ def _is_shard(leaf: Any) -> bool:
 
 def divide(tree: Any, mesh: Mesh | None) -> Any:
     """A tree of nnx variables whose arrays are marked as Shards where a device of the mesh has a part of them.
-
-    Quantised tensors are divided between blocks, with their scales. A tensor that cannot be divided evenly stays whole.
-    """
+    Quantised tensors are divided between blocks, with their scales. Tensors that cannot be divided evenly are whole."""
     return _divided(tree, 1 if mesh is None else MeshShape.of(mesh).parts)
 
 
@@ -357,8 +352,9 @@ def divided_sizes(tree: Any, parts: int) -> tuple[float, float]:
 
 
 def _divided(tree: Any, count: int) -> Any:
-    """Wraps the arrays that would be divided into `count` parts in a Shard each and leaves the others. No array is cut.
-    `divide` does so for a mesh; this takes the number of devices that divide tensors, for plans without a mesh."""
+    """Marks the arrays of a tree of nnx variables that would be divided into `count` parts: each of them is wrapped in
+    a Shard, without being cut; the others stay as they are. `divide` does this for a mesh. For plans that are made
+    without a mesh, this function takes the number of devices that divide tensors, the size of the mesh axis fsdp."""
     if count == 1:
         return tree
 
@@ -376,7 +372,8 @@ def _divided(tree: Any, count: int) -> Any:
 
 
 def _axes(variable: nnx.Variable, count: int) -> tuple[int | None, ...] | None:
-    """For each array of a variable's value the axis that is divided into `count` parts; None if nothing is divided."""
+    """For each array of a variable's value (a quantised one has codes and scales) the axis that is divided into `count`
+    parts, or None if the array stays whole. Returns None instead of the tuple if nothing is divided."""
     names = variable.get_metadata().get("axes", ())
     axis = next((index for index, name in enumerate(names) if name in _TENSORS.divides), None)
     if axis is None:
@@ -388,8 +385,8 @@ def _axes(variable: nnx.Variable, count: int) -> tuple[int | None, ...] | None:
 
 
 def declared_resident(frozen: Any, resident: int, layers: int) -> Any:
-    """A state of frozen variables in which those of the first `resident` of `layers` layers are declared whole on each
-    device. If these are all layers, embedding and head are declared so too (ResidualPlan.resident)."""
+    """The state `frozen` with empty `axes` in the metadata of the variables of the first `resident` of `layers` layers,
+    so that `divide` leaves them whole on every device. If these are all layers, embedding and head get them too."""
     if not resident:
         return frozen
 
@@ -426,14 +423,15 @@ def specs(tree: Any) -> Any:
 
 
 def unsummed_specs(tree: Any) -> Any:
-    """The PartitionSpecs of sums, a tree from `divide`, that are not added up over devices yet: a leading axis has one
-    entry for each device."""
+    """The PartitionSpecs of sums, a tree from `divide`, that are not added up over devices yet: a leading axis has an
+    entry for each device, or for Shards, whose parts are sums over `fsdp` already, for each position along `data`."""
     names = tuple(axis.name for axis in AXES)
     return _specs(tree, (names,), (tuple(name for name in names if name != TENSORS),))
 
 
 def _specs(tree: Any, front: tuple, front_of_shards: tuple) -> Any:
-    """The PartitionSpecs of a tree's arrays after leading axes: `front`, or for Shards `front_of_shards`."""
+    """`specs` for arrays that have further axes in front of those of the tree's arrays. front: how these axes are
+    divided, the first entries of each PartitionSpec; front_of_shards: the same for Shards."""
 
     def one(leaf):
         if not isinstance(leaf, Shard):

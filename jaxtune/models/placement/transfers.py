@@ -84,15 +84,17 @@ def join(pieces: Pieces) -> jax.Array:
 
 
 def windows(sizes: Sequence[int], stages: Sequence[float], late: bool = False) -> list[tuple[int, int]]:
-    """(first stage, last stage) of the window of each copy, such that the least time is waited for.
+    """Chooses the window of each copy, the stages during which it runs, such that the device waits least for copies.
 
-    Among equal choices, those are taken in which copies occupy memory in both places for the shortest time.
+    Among equal choices, those are taken in which copies occupy memory in both places for the shortest time. Returns
+    (index of the first stage, index of the last stage) for each copy.
 
     Args:
       sizes: bytes of the copies, in order.
       stages: durations of the stages, in multiplications that large products do in that time.
-      late: a copy's destination is occupied from the beginning of its window; otherwise its source until the window's
-        end.
+      late: whether the copies are to the device, where their destination is occupied from the beginning of the window,
+        so that late windows are better. False: they are to the host, and their source in device memory is occupied
+        until the end of the window, so that early windows are better.
     """
     count = len(sizes)
     needs = [size * _MULTIPLICATIONS_PER_BYTE * _ROOM for size in sizes]
@@ -154,8 +156,9 @@ class TransferSchedule:
             self._ending[last].append(index)
 
     def start(self, stage: int, values: Any) -> Any:
-        """Starts the copies of the stage of this index once `values` (any pytree), the stage's inputs, are there;
-        returns `values`, which the stage must use."""
+        """Starts the copies whose windows begin with stage number `stage` once `values` (any pytree), the stage's
+        inputs, are computed. Returns `values`, which the stage must use, so that it does not start before the
+        copies."""
         indices = self._starting[stage]
         if indices:
             sources, values = optimization_barrier(([self._arrays[i] for i in indices], values))
@@ -164,8 +167,8 @@ class TransferSchedule:
         return values
 
     def finish(self, stage: int, values: Any) -> Any:
-        """Makes the results `values` (any pytree) of the stage of this index wait for the copies that end with it;
-        returns `values`, which later stages must use."""
+        """Makes `values` (any pytree), the results of stage number `stage`, wait for the copies whose windows end with
+        this stage. Returns `values`, which later stages must use."""
         indices = self._ending[stage]
         if indices:
             copies, values = optimization_barrier(([self._arrays[i] for i in indices], values))

@@ -31,19 +31,24 @@ _GLOBAL = ("head_dim", "num_key_value_heads")  # keys of per_layer_config that a
 
 
 def _check_direction(key: str, value: Any) -> None:
-    """Tokens of images may see each other, which changes nothing in text."""
+    """Check of use_bidirectional_attention: raises ValueError unless it is "vision", with which the tokens of an image
+    see each other in both directions. That changes nothing in text, which is all that jaxtune trains."""
     if value != "vision":
         raise ValueError(f"{key} = {value!r} is not supported: only 'vision', which changes nothing in text, and null")
 
 
 def _check_absent(key: str, value: Any) -> None:
+    """Check of a key whose feature only the unsupported sizes of Gemma 4 have: raises ValueError for a value that turns
+    the feature on, that is, any value that is true in Python."""
     if value:
         raise ValueError(f"{key} = {value!r} is not supported: {_OTHER_SIZES}")
 
 
 def _check_layers(key: str, value: Any) -> None:
-    """{index of a layer: {key: its value there}}, as transformers 5.23 writes what earlier files say of global layers
-    in global_head_dim and num_global_key_value_heads."""
+    """Check of per_layer_config, {index of a layer: {key: its value in that layer}}, in which transformers 5.23 writes
+    the sizes of global layers; earlier files have them in the keys global_head_dim and num_global_key_value_heads.
+    Raises ValueError for an index that is no number, a key that is not in _GLOBAL, or a value that is no positive
+    integer."""
     values.mapping(key, value)
     for index, said in value.items():
         if not str(index).isdigit():
@@ -56,13 +61,20 @@ def _check_layers(key: str, value: Any) -> None:
 
 
 def _default_types(hf: Config) -> list[str]:
-    """Every sixth layer is global."""
+    """The types of all layers of a config.json without layer_types: every sixth is global, the others slide (for
+    LayerTypes.default)."""
     return [SLIDING if (index + 1) % 6 else FULL for index in range(hf["num_hidden_layers"])]
 
 
 def prepared(hf: Config) -> Fields:
-    """The last layer is global whatever layer_types says, and per_layer_config is read into the keys that mean the same
-    of all global layers."""
+    """The config.json `hf` rewritten so that its keys can be read one by one (for Family.prepare).
+
+    The last layer becomes global whatever layer_types says. The sizes in per_layer_config are moved to the keys that
+    give them for all global layers, and a number of global key and value heads that changes nothing becomes null.
+
+    Raises:
+      ValueError: a feature of sizes that are not supported, or a per_layer_config that these keys cannot express.
+    """
     for key in ("hidden_size_per_layer_input", "num_kv_shared_layers"):
         _check_absent(f"config.json: {key}", hf[key])  # of transformers' class, too, where the file does not say it
     types = [*list(hf["layer_types"] or _default_types(hf))[:-1], FULL]
@@ -74,7 +86,14 @@ def prepared(hf: Config) -> Fields:
 
 
 def _of_global_layers(hf: Config, types: Sequence[str]) -> Fields:
-    """What per_layer_config says, in the keys of earlier files."""
+    """The sizes of global layers from per_layer_config, {"global_head_dim": ..., "num_global_key_value_heads": ...},
+    the keys that earlier files have for all global layers.
+
+    types: the type of each layer.
+
+    Raises:
+      ValueError: layers of one type with different sizes, or sizes for layers that slide or do not exist.
+    """
     usual = {"head_dim": hf["head_dim"], "num_key_value_heads": hf["num_key_value_heads"]}
     own = {int(index): said for index, said in hf["per_layer_config"].items()}
     found = dict.fromkeys((FULL, SLIDING), usual)
@@ -95,11 +114,13 @@ def _of_global_layers(hf: Config, types: Sequence[str]) -> Fields:
 
 
 class _Rotary(RotaryByType):
-    """rope_parameters alone says them, as in transformers' class, and those of global layers rotate wider heads."""
+    """RotaryByType for Gemma 4: the rotary bases are in rope_parameters alone, as in transformers' class, and the base
+    of global layers rotates their wider heads."""
 
     keys = (Key("rope_parameters", (), check_parameters, None),)
 
     def given_to(self, layer_type: str, hf: Config) -> Fields:
+        """The rotary parameters of one type of layer as one flat dict; raises ValueError if there are none for it."""
         given = (hf["rope_parameters"] or _ROPE).get(layer_type)
         if not isinstance(given, Mapping):
             raise ValueError(
@@ -112,6 +133,7 @@ class _Rotary(RotaryByType):
         return given
 
     def read(self, hf: Config, fields: Config) -> Fields:
+        """{"rotary": a tuple with the RopeConfig of each of `types`, each with the head size of its layers}"""
         dims = {FULL: hf["global_head_dim"], SLIDING: hf["head_dim"]}
         found = (rope_config({**hf, "head_dim": dims[name]}, self.given_to(name, hf)) for name in self.types)
         return {
@@ -121,6 +143,7 @@ class _Rotary(RotaryByType):
         }
 
     def write(self, config: DecoderConfig) -> Fields:
+        """{"rope_parameters": {type of layer: its rotary parameters}}"""
         ropes = zip(self.types, config.rotary, strict=True)
         return {
             "rope_parameters": {
@@ -131,9 +154,10 @@ class _Rotary(RotaryByType):
 
 
 class _Layers(LayerTypes):
-    """Every layer's output is multiplied by its scalar."""
+    """LayerTypes for Gemma 4, in which the output of every layer is multiplied by a scalar of that layer."""
 
     def read(self, hf: Config, fields: Config) -> Fields:
+        """{"layers": LayerSpecs as LayerTypes reads them, with output_scale set}"""
         layers = super().read(hf, fields)["layers"]
         return {"layers": tuple(dataclasses.replace(layer, output_scale=True) for layer in layers)}
 
