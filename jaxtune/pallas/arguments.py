@@ -173,7 +173,8 @@ def _is_array(value: Any) -> bool:
 
 
 def _kind(value: Any) -> str:
-    """Any value in words, for messages: an array with dtype and shape, others by class and the first 60 characters."""
+    """Any value in words, for error messages: an array by dtype and shape, another value by its class and the first 60
+    characters of its text."""
     if _is_array(value):
         return f"an array {describe(value)}"
     return "None" if value is None else f"a {type(value).__name__} ({str(value)[:60]})"

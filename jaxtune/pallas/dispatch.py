@@ -35,7 +35,8 @@ record: dict[str, tuple[str, dict[str, str]]] = {}
 
 @functools.cache
 def _device_capability(platform: str) -> tuple[int, int] | None:
-    """(major, minor) of the machine's first GPU; None on other platforms."""
+    """The compute capability, (major, minor), of this machine's first GPU; None if `platform`, JAX's default backend,
+    is not "gpu", or if the GPU has none (it is not NVIDIA's)."""
     if platform != "gpu":
         return None
     text = getattr(jax.local_devices(backend="gpu")[0], "compute_capability", None)
@@ -50,8 +51,8 @@ _unsaid = False  # True within the context `unsaid`
 
 
 def compute_capability() -> tuple[int, int] | None:
-    """(major, minor) of the NVIDIA GPU to lower for: the machine's, unless `compile_for` sets another; None without a
-    GPU."""
+    """The compute capability, (major, minor), of the NVIDIA GPU to lower for: this machine's, unless `compile_for` sets
+    another; None without a GPU."""
     return _target if _target is not None else _device_capability(jax.default_backend())
 
 
@@ -207,8 +208,9 @@ def _sources() -> str:
 
 
 def _difference(compare: Callable[[], tuple[Sequence, Sequence]]) -> str | None:
-    """Runs `compare` of `first_use`, and returns the reason why the results differ from the reference or why the case
-    failed; None if each result's relative error in the norm is at most 2 %."""
+    """Runs `compare` (which returns the results of a kernel and those of the reference, as for `first_use`). Returns
+    None if each result's relative error in the norm is at most 2 %, else a text that says which result differs, or
+    which error was raised. It raises nothing itself."""
     try:
         errors = []
         with jax.enable_x64(False):  # with it, small cases would be float64

@@ -43,20 +43,22 @@ def mask(key: jax.Array, shape: tuple[int, int], rate: float, part: jax.Array | 
 
 
 def _hashes(key: jax.Array, shape: tuple[int, int], part: jax.Array | int) -> tuple[jax.Array, jax.Array]:
-    """Two uint32[shape] words for every element of `part` of an array: a hash of the element's number in the whole
-    array, row * width + column, which has 64 bits in two words. jax.random.bits is the xor of the two words."""
+    """Two arrays uint32[shape] with a hash of each element of `part` of an array that consists of parts of this shape,
+    along its rows. The hash is that of the element's number in the whole array, row * width + column, under the key, as
+    jax.random computes it; jax.random.bits is the xor of the two arrays."""
     rows = jnp.asarray(part, jnp.uint32) * jnp.uint32(shape[0]) + jnp.arange(shape[0], dtype=jnp.uint32)
     return hashes_of_rows(key, rows, shape[1])
 
 
 def hashes_of_rows(key: jax.Array, rows: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
-    """The two uint32[rows, width] words of each element of some rows of an array with `width` columns, for draws that
-    need single rows.
+    """Two arrays uint32[rows, width] with a hash of each element of some rows of an array with `width` columns, for
+    draws that need single rows. The hash is that of the element's number in the array, row * width + column, so it does
+    not depend on which other rows are asked for.
 
     Args:
       key: of jax.random, typed or uint32[2].
       rows: uint32[rows], the numbers of the rows in the whole array.
-      width: hashes of a row.
+      width: the number of hashes in a row.
     Raises:
       ValueError: 2^16 columns or more.
     """

@@ -19,8 +19,13 @@ class Fitted[Numbers]:
     rows: Mapping[tuple[str, str], tuple[Numbers, str]]
 
     def of(self, implementation: str, device: str) -> Numbers:
-        """The numbers for an implementation, such as "cudnn" or "xla", on a device with this name, such as "NVIDIA
-        H200" or "RTX 4090". The class says what a device or an implementation without a row gets."""
+        """The numbers for an implementation on a device.
+
+        Args:
+          implementation: such as "cudnn" or "xla". One without a row gets the numbers of the table's first row.
+          device: the device's name, such as "NVIDIA H200". One without a row of this implementation gets the numbers of
+            the implementation's first row.
+        """
         same = {known: numbers for (known, name), (numbers, _) in self.rows.items() if name == implementation}
         if not same:
             return next(iter(self.rows.values()))[0]

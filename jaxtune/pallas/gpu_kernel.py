@@ -80,8 +80,9 @@ _traced_once: dict[Hashable, Callable[..., Any]] = {}
 
 
 def _jitted(function, name: str) -> Callable[..., Any]:
-    """The function of arrays under an inlined jit with this name, traced without x64. The jit makes JAX trace and lower
-    the kernel once for the same shapes; inlining keeps the program as if there were none."""
+    """`function`, a Mosaic kernel as a function of arrays, under an inlined jit with this name, traced without x64. The
+    jit makes JAX trace and lower the kernel once for all calls with the same shapes; inlining keeps the program as if
+    there were no jit."""
 
     def call(*operands):
         with jax.enable_x64(False):  # with it, numbers created in a kernel would have 64 bits
@@ -116,7 +117,8 @@ def compile_beside(program: jax.stages.Lowered, device: Any, pool: Executor) -> 
 
 
 def _value(setting) -> Any:
-    """The value of an MLIR attribute of a kernel's custom call: bytes of a string, else a Python number or bool."""
+    """The Python value of one MLIR attribute in the backend_config of a kernel's custom call, so that the call can be
+    made again: bytes for a string, else a number or bool."""
     return setting.value_bytes if isinstance(setting, ir.StringAttr) else setting.value
 
 

@@ -4,7 +4,7 @@ and bulk copies to shared memory.
 A lane is one of the 32 threads of a warp; a warpgroup is four warps. Each function emits PTX through Pallas'
 `inline_mgpu`, from registers to registers (and from memory that Pallas cannot index by lane). All threads of a
 warpgroup call it, unless its docstring names others. Functions named ir_... are called within such PTX bodies, and take
-and return MLIR values. The interpreter cannot run them; the kernels have their meaning in jnp beside each call.
+and return MLIR values. Pallas' interpreter cannot run them, so the kernels do the same in jnp when interpreted.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtune.pallas import mosaic_types
 from jaxtune.system.private_mlir import arith, gpu, ir, llvm, nvvm, vector
 
-SCALAR = plgpu.Layout.WG_SPLAT(())
+SCALAR = plgpu.Layout.WG_SPLAT(())  # the layout of scalar arguments: every thread of the warpgroup has the value
 ROWS_OF_A_WARP = 16  # rows of the weight in a small product: the M of mma.m16n8k16
-_WARPS = 4
+_WARPS = 4  # of a warpgroup
 
 
 def ir_i32():
@@ -156,10 +156,10 @@ def _signed(word: int) -> int:
 
 def _entries(table: bytes, word):
     """The eight float32 entries (a list of MLIR values) that the eight 4-bit codes of a word select, from the lowest
-    bits up.
+    bits up. table: the bytes of float32[16].
 
-    `table` has the bytes of float32[16]. A byte permutation looks up four bytes at once in a table of eight; it is done
-    for each byte of an entry, without shared memory.
+    A byte permutation looks up four bytes at once in a table of eight; it is done for each byte of an entry, without
+    shared memory.
     """
     values = np.frombuffer(table, np.float32).view(np.uint32)
     planes = [[_signed(int(w)) for w in ((values >> 8 * byte) & 255).astype(np.uint8).view("<u4")] for byte in range(4)]
@@ -181,9 +181,9 @@ def _entries(table: bytes, word):
 
 
 def _shuffled_entries(lane_entry, word):
-    """What _entries returns, by warp shuffles, which all lanes of the warp must call. `lane_entry` is the lane's entry
-    of the table, entry i in lanes i and i + 16. A shuffle within each half of the warp reads only the low four bits of
-    an index, so codes need no mask."""
+    """The eight float32 entries that the codes of a word select, as `_entries` returns them, by warp shuffles, which
+    all lanes of the warp must call. `lane_entry` is the lane's entry of the table, entry i in lanes i and i + 16. A
+    shuffle within each half of the warp reads only the low four bits of an index, so codes need no mask."""
     shuffle = nvvm.ShflKind.idx
     return [
         nvvm.shfl_sync(ir_const(-1), lane_entry, ir_shift_right(word, 4 * n), ir_const(0x101F), shuffle)
@@ -422,12 +422,15 @@ def ir_products(words, rights, pair, name: str):
 
 
 def small_product(acc, codes, x, chunk, pairs_smem, scales_smem, layouts, dtype):
-    """acc plus one chunk's part of weight @ x^T, on the tensor cores (mma.m16n8k16), by one warpgroup.
+    """acc plus one chunk's part of weight @ x^T, on the tensor cores (mma.m16n8k16), by one warpgroup. The result is
+    still to be summed over warps and parts: `store_sums` does that.
 
     Args:
-      acc: float32[64 p, n], where p is 1 or 2 parts. Row (s, w, i, a, h) in [p, 4, 2, 8 / p, p] and column (e, h, t) in
-        [n / 8, p, 8 / p] have the sum of warp w over part h, for row (s 2 + i) 8 / p + a of the weight and token e 8 /
-        p + t.
+      acc: float32[64 p, n], the sums so far. p is the number of 64-byte parts of a row's codes that a warp takes in a
+        chunk: 2 reads whole memory lines, which is faster, but leaves 8 / p = 4 tokens in 8 columns; 1 is for more
+        tokens. mosaic._plan chooses it. The sum of warp w over part h for row (2 s + i) (8 / p) + a of the weight and
+        token e (8 / p) + t is at row (s, w, i, a, h) of the shape [p, 4, 2, 8 / p, p] and column (e, h, t) of [n / 8,
+        p, 8 / p]; entries whose two h differ are meaningless.
       codes: uint8[16, 256 p] in registers: of each of 16 rows 512 p elements, 128 p of them for each warp.
       x, chunk: from `x_fragments`, of width n with p parts; the number of the chunk in the row, int32[].
       pairs_smem: uint32[256, 32] in shared memory, from `fill_banks`: the two elements of each byte of codes.
@@ -435,11 +438,10 @@ def small_product(acc, codes, x, chunk, pairs_smem, scales_smem, layouts, dtype)
       layouts: (that of acc and the result, that of codes).
       dtype: of the elements, bfloat16 or float16.
 
-    A lane has 16 bytes of a row. Four neighbouring lanes, which the tensor cores treat as a row, have a part of 64
-    bytes: all bytes of the warp's share of the row, or (p = 2) half of a memory line of 128 bytes. With two parts, two
-    sets of four lanes are two "rows" of the product, and each finds its part of x in half of the columns; the other
-    half of its results is meaningless. Within a part, lanes exchange bytes, so that each product is within one block,
-    whose sum is then scaled. The order of a product's k does not matter, as long as x has the same order.
+    A lane has 16 bytes of a row, and four neighbouring lanes, which the tensor cores treat as a row, a part. With two
+    parts, two sets of four lanes are two "rows" of the product, and each finds its part of x in half of the columns;
+    the other half of its results is meaningless. Within a part, lanes exchange bytes, so that each product is within
+    one block, whose sum is then scaled. The order of a product's k does not matter, as long as x has the same order.
     """
     acc_layout, codes_layout = layouts
     parts = acc.shape[0] // 64
@@ -486,9 +488,8 @@ def small_product(acc, codes, x, chunk, pairs_smem, scales_smem, layouts, dtype)
             row = ir_add(arith.divui(group, ir_const(parts)), ir_const(8 // parts * rows))
             both = ir_load(scales_smem, ir_add(ir_mul(row, stride), block), f32, ir.VectorType.get((2,), f32))
             scales.append([ir_item(both, index) for index in range(2)])
-        sums = [
-            [ir_item(r, 0), ir_item(r, 1)] for r in acc.registers.flat
-        ]  # by 16 rows of products, 8 columns, half of the rows
+        # By 16 rows of products, 8 columns, half of the rows.
+        sums = [[ir_item(r, 0), ir_item(r, 1)] for r in acc.registers.flat]
         widths = acc.shape[1] // 8
         x_words = iter(ir_words(register, 4) for register in x.registers.flat)
         for block in range(2):
@@ -516,7 +517,7 @@ def small_product(acc, codes, x, chunk, pairs_smem, scales_smem, layouts, dtype)
 
 
 def store_sums(partial_smem, out_ref, first_row, dtype):
-    """Sets out_ref[token, first_row + row] (global memory, `dtype`), for 16 rows, to the sums of all warps.
+    """Sets out_ref[token, first_row + row] (global memory, `dtype`), for 16 rows, to the sums over all warps and parts.
     partial_smem is float32[warpgroups, 64 p, n] in shared memory, what small_product returned to each warpgroup; one
     warpgroup calls this, after a barrier at which all have stored."""
 
@@ -608,7 +609,6 @@ def copies_see_stores():
 
 
 # ---- bulk copies to shared memory, and barriers that they report to
-#
 # One lane starts the copies of all parts of a chunk, as plain bytes with 64-bit addresses.
 
 
@@ -619,7 +619,7 @@ def ir_chunk(ref, number, size: int, element):
 
 
 def _shared(ref, index, size: int):
-    """The 32-bit address, as PTX's instructions for shared memory take it, of the byte `index` times `size` of ref."""
+    """The 32-bit address in shared memory, as PTX's instructions take it, of the byte at offset index * size of ref."""
     return ir_add(llvm.ptrtoint(ir_i32(), utils.memref_ptr(ref)), ir_mul(index, size))
 
 

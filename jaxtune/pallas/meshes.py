@@ -57,8 +57,9 @@ def _mesh(arrays: list[Any]) -> AbstractMesh | None:
 
 
 def _as_first(first: Sequence[Any], shape: tuple[int, ...]) -> PartitionSpec:
-    """The partition spec for a result of this shape: that of the array in `first` (the types of at most one array),
-    along the leading axes in which both have the same size."""
+    """The partition spec for a result of this shape on a mesh with Explicit axes, for `on_any_mesh`: along its leading
+    axes that of the operation's first array, up to the first axis in which the sizes differ, and nothing after it.
+    first: the type of that array in a list, or an empty list, for which the result is whole on every device."""
     spec = []
     for array in first:
         for axis, size, other in zip(array.sharding.spec, array.shape, shape, strict=False):

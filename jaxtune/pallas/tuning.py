@@ -188,16 +188,17 @@ def _key(op: str, bucket: str, dtype) -> str:
 
 @functools.cache
 def _entries(kind: str, cache: str) -> dict[str, Any]:
-    """{key: entry} of all measurements for a kind of GPU, those packaged with jaxtune and those of the user's file
-    `cache`, which come first where both have a key."""
+    """{key: entry} of all measurements for a kind of GPU: those packaged with jaxtune and those of the user's file
+    `cache`, its path; where both have a key, the user's entry is used. Read once, until `_store` writes a file."""
     packaged = resources.files("jaxtune.pallas") / "tuned" / _file_name(kind)
     entries = json.loads(packaged.read_text(encoding="utf-8"))["entries"] if packaged.is_file() else {}
     return {**entries, **_own(Path(cache))}
 
 
 def _own(path: Path) -> dict[str, Any]:
-    """{key: entry} of a user's file, with the entries that were measured with this jaxlib; empty if the file does not
-    exist or is not one of jaxtune's, which a warning says."""
+    """{key: entry} of a user's file of measurements, if they were made with this jaxlib. Empty if they were not, if the
+    file does not exist, or if it cannot be read or is not one of jaxtune's; the last two cause a warning. Entries
+    without blocks are left out."""
     try:
         record = json.loads(read_plain(path))
     except FileNotFoundError:
@@ -217,8 +218,8 @@ def _own(path: Path) -> dict[str, Any]:
 
 
 def _is_entry(entry: Any) -> bool:
-    """Whether a value is an entry as `measure` makes them, with blocks whose values are integers, booleans or strings;
-    a user's file can contain anything."""
+    """Whether a value from a user's file, which can contain anything, is an entry as `measure` makes them: a dictionary
+    with "blocks", whose values are integers, booleans or strings."""
     blocks = entry.get("blocks") if isinstance(entry, dict) else None
     return isinstance(blocks, dict) and all(isinstance(value, int | str) for value in blocks.values())
 

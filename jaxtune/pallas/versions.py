@@ -33,7 +33,8 @@ def _loaded() -> list[str]:
 
 
 def _version(function: Callable[[], int]) -> int | str:
-    """What a library's version function returns, or the error's text if the library cannot be loaded."""
+    """The number that a library's version function returns, such as 91900, or the text of the error if the library
+    cannot be loaded; kernels that need it then fail with their own message."""
     try:
         return function()
     except RuntimeError as error:  # the library cannot be loaded: kernels that need it will say so

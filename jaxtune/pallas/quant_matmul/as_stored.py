@@ -16,9 +16,11 @@ import jax
 from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.quant_matmul import fp8_product
 
+# {value of model.compute: the module with the four functions}
 PRODUCTS: dict[str, ModuleType] = {"fp8": fp8_product}
 
 
 def product_of(weight: jax.Array | Stored) -> ModuleType | None:
-    """The module that multiplies by a weight as it is stored; None where products decode it."""
+    """The module of PRODUCTS that multiplies by this weight as it is stored, without decoding it; None for an array,
+    and for a format that products decode. Whether it is used at all is the caller's choice (fp8 of quant_matmul)."""
     return None if not isinstance(weight, Stored) or weight.compute is None else PRODUCTS[weight.compute]

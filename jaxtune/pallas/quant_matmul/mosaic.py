@@ -111,10 +111,10 @@ def dequantize(weight: Stored, dtype) -> jax.Array:
     return _dequantize(weight, jnp.dtype(dtype), gpu_kernel.interpreter())
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))  # so that a program compiles it once for all weights of a shape
+@functools.partial(jax.jit, static_argnums=(1, 2))
 def _dequantize(weight: Stored, dtype, interpret) -> jax.Array:
-    """dequantize, jitted so that a program compiles it once for all weights of a shape; interpret: the interpreter's
-    parameters, or None."""
+    """What `dequantize` does, as one jitted function, so that a program compiles it once for all weights of a shape.
+    dtype: of the result; interpret: the interpreter's parameters, or None on a GPU."""
     chunks = Chunks.of(weight, dtype, weight.size)
     values = _kernel(
         functools.partial(_dequantize_kernel, chunks=chunks),
@@ -163,9 +163,17 @@ def _plan(rows: int, columns: int, tokens: int) -> _Plan:
 
 
 def _written_out_product(acc, codes, pairs, scales, x, parts):
-    """What lanes.small_product returns, in jnp for the interpreter: acc plus the meaningful results, and 0 where the
-    kernel has numbers without meaning. pairs is `dtype`[256, 2], scales float32[16, blocks of the chunk], x [tokens,
-    columns of the chunk]; the others are as there."""
+    """What lanes.small_product computes, in jnp for the interpreter: acc plus one chunk's part of weight @ x^T, in the
+    order of acc, with 0 where the kernel has numbers without meaning.
+
+    Args:
+      acc: float32[64 parts, n].
+      codes: uint8[16, 256 parts], the codes of 16 rows.
+      pairs: `dtype`[256, 2], the two elements of each byte of codes.
+      scales: float32[16, blocks of the chunk].
+      x: [tokens, columns of the chunk].
+      parts: 1 or 2, the number of 64-byte parts of a row's codes that a warp takes.
+    """
     each = 8 // parts
     tokens = acc.shape[1] // parts
     values = pairs[codes.astype(jnp.int32)].astype(jnp.float32).reshape(parts, 2, each, 4, parts, 2, BLOCK)
@@ -177,8 +185,14 @@ def _written_out_product(acc, codes, pairs, scales, x, parts):
 
 
 def _written_out_sums(partial, tokens, parts):
-    """What lanes.store_sums stores, in jnp for the interpreter: float32[tokens, 16], from partial, the accumulators
-    float32[warpgroups, 64 parts, n]."""
+    """What lanes.store_sums stores, in jnp for the interpreter: the product of 16 rows of the weight, float32[tokens,
+    16], added up over warpgroups, warps and parts.
+
+    Args:
+      partial: float32[warpgroups, 64 parts, n], the accumulators of small_product.
+      tokens: the number of tokens; columns for more are dropped.
+      parts: 1 or 2, as in small_product.
+    """
     each = 8 // parts
     sums = partial.reshape(partial.shape[0], parts, 4, 2, each, parts, -1, parts, each)
     total = jnp.einsum("pswiahegt,hg->etsia", sums, jnp.eye(parts))
@@ -297,7 +311,8 @@ def _small_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, dtype, plan: _
 
 @functools.cache
 def _pairs(table: bytes, dtype) -> np.ndarray:
-    """`dtype`[256, 2]: the two table entries of each byte of codes."""
+    """`dtype`[256, 2]: the two elements that each byte of codes stands for, by the table of the format, so that a
+    kernel needs one look-up for two elements. The high nibble's comes first. table: the bytes of float32[16]."""
     entries = np.frombuffer(table, np.float32).astype(dtype)
     byte = np.arange(256)
     return np.stack([entries[byte >> 4], entries[byte & 15]], axis=1)

@@ -30,7 +30,7 @@ def refusal(weight: Stored, dtype) -> str | None:
 
 
 def dequantize(weight: Stored, dtype) -> jax.Array:
-    """The tensor in `dtype`."""
+    """The quantised weight, decoded in XLA to an array of its shape in `dtype`."""
     return weight.decode(dtype)
 
 
@@ -133,13 +133,16 @@ def _join(loras, dtype):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _products(x, source, weights, loras, biases, static):
-    """The outputs [tokens, out_i] of all weights, with a custom derivative that decodes weights again in place of
-    keeping them. Arguments are those of `_products_fwd`."""
+    """The outputs [tokens, out_i] of all weights, a tuple, with a custom derivative that decodes quantised weights
+    again in the backward in place of keeping them decoded. `_products_fwd` describes the arguments, of which `static`
+    is not differentiated."""
     return _products_fwd(x, source, weights, loras, biases, static)[0]
 
 
 def _products_fwd(x, source, weights, loras, biases, static):
-    """The forward rule: (outputs, residuals), of which the second are the arguments and the adapters' inner product.
+    """The forward rule of `_products`: (outputs, residuals). The outputs are a tuple of [tokens, out_i]. The residuals
+    are the arguments except `static`, and after them the product of the adapters' input with all A's, [tokens, sum of
+    ranks], or None without adapters.
 
     Args:
       x: [tokens, in].
@@ -173,8 +176,14 @@ def _products_fwd(x, source, weights, loras, biases, static):
 
 
 def _products_bwd(static, residuals, doutputs):
-    """The backward rule: gradients of x, the adapters' input, weights, adapters and biases, each None where there is no
-    such argument, or for a quantised weight. doutputs are the gradients of the outputs."""
+    """The backward rule of `_products`: the gradients of (x, source, weights, loras, biases). An entry is None where
+    there is no such argument, and for a quantised weight, which gets no gradient.
+
+    Args:
+      static: as for `_products_fwd`.
+      residuals: from `_products_fwd`.
+      doutputs: the gradients of the outputs, a tuple of [tokens, out_i].
+    """
     owners, scales, kernels, as_stored = static
     x, source, weights, loras, biases, inner = residuals
     dsource = more = None
@@ -224,16 +233,34 @@ _products.defvjp(_products_fwd, _products_bwd)
 
 
 def dropout(x, rate, key, part=0):
-    """Inverted dropout: zero with probability `rate`, the rest scaled by 1 / (1 - rate). The mask is `part` of one that
-    is drawn for an array of equal parts, each as large as x."""
+    """Inverted dropout of x [rows, columns]: zero with probability `rate`, the rest scaled by 1 / (1 - rate).
+
+    Args:
+      x: the adapters' input.
+      rate: from 0 to below 1, rounded to 2^-16.
+      key: of jax.random.
+      part: int32[], which of equal parts, each as large as x and in order along the rows, x is of the array that the
+        mask is drawn for. So the mask of a token does not depend on how tokens are divided over devices.
+    """
     keep = draws.mask(key, x.shape, rate, part)
     return jnp.where(keep, x.astype(jnp.float32) / (1.0 - rate), 0).astype(x.dtype)
 
 
 def matmul(x, weights, loras, biases, dropout_rate, dropout_key, dropout_part, kernels: ModuleType, as_stored: tuple):
-    """x [..., in] times each weight, with adapters and biases: a tuple of [..., out_i]. The arguments are those of
-    api.quant_matmul, with one entry a weight in loras and biases; `kernels` is described at the top of this file, and
-    `as_stored` is the last part of `static` in `_products_fwd`."""
+    """x [..., in] times each weight, with adapters and biases: a tuple of [..., out_i] in x's dtype. It is quant_matmul
+    after the checks of its arguments and the choice of an implementation.
+
+    Args:
+      x: [..., in].
+      weights: each [out_i, in], an array or quantised.
+      loras: a LoraWeights or None for each weight.
+      biases: [out_i] or None for each weight.
+      dropout_rate, dropout_key: dropout of the adapters' input; without a key there is none.
+      dropout_part: int32[], as `part` of `dropout`.
+      kernels: the module that decodes weights and multiplies a few tokens (see the top of this file).
+      as_stored: the requested implementation, or None, in a tuple of one, if weights with such a product are multiplied
+        as they are stored; else an empty tuple.
+    """
     flat = x.reshape(-1, x.shape[-1])
     owners = tuple(index for index, lora in enumerate(loras) if lora is not None)
     source = None

@@ -59,9 +59,10 @@ def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
 
 
 def _parts(weight: FourBit) -> tuple[list[jax.Array], int]:
-    """(the arrays of a weight in the form that the kernels take, 1 or 0: whether its absmax are quantised).
+    """(the arrays of a weight in the form that all kernels here take, 1 or 0: whether its absmax are quantised).
 
-    The arrays are codes, absmax, nested absmax, map, offset and table. Without double quantisation absmax takes the
+    The arrays are, in this order: codes uint8, absmax (uint8 if quantised, else float32), nested absmax float32, its
+    map float32[256], offset float32[], and the format's table float32[16]. Without double quantisation absmax takes the
     places of the three in the middle, which the kernels then do not read.
     """
     scales = [s for s in (weight.nested_absmax, weight.nested_map, weight.offset) if s is not None]

@@ -1,7 +1,9 @@
 """The bodies of the Triton kernels for weights in four bits; triton.py describes and calls them.
 
 The bytes are bitsandbytes' own (formats): 32 bytes of codes, two codes a byte, share an absmax. With NESTED an absmax
-is an index into a map, times a scale that 256 of them share, plus an offset, with a rounding in between.
+is an index into a map, times a scale that 256 of them share, plus an offset, with a rounding in between. All kernels
+take the weight as six arrays (triton._parts): codes uint8, absmax uint8 or float32, nested absmax, map float32[256],
+offset, and table float32[16], the numbers that codes stand for. The three in the middle are read only with NESTED.
 """
 
 import triton
@@ -10,8 +12,12 @@ import triton.language as tl
 
 @triton.jit
 def _decoded(stored, nested_absmax, nested_map, offset, blocks, COUNT: tl.constexpr, NESTED: tl.constexpr):
-    """float32 absmax of the blocks with these numbers, of COUNT in all, from `stored`, their values in memory:
-    themselves, or if NESTED indices of nested_map, which are scaled and shifted."""
+    """float32 absmax of some blocks of a weight.
+
+    stored: the blocks' values of the array absmax: the result itself, or if NESTED indices of nested_map, whose entries
+    are scaled by nested_absmax and shifted by offset. blocks: the blocks' numbers, of COUNT in the weight; those past
+    the end get a scale of 0 before the shift.
+    """
     if NESTED:
         steps = tl.load(nested_map + stored.to(tl.int32))
         nested = tl.load(nested_absmax + blocks // 256, mask=blocks < COUNT, other=0.0)
@@ -43,8 +49,8 @@ def dequantise_kernel(
     NESTED: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Decodes BLOCKS blocks of 64 of a tensor of SIZE elements into the flat array `out`. The arrays before it are
-    those of triton._parts. Grid: (ceil(SIZE / (64 BLOCKS)),)."""
+    """Decodes BLOCKS blocks of 64 of a tensor of SIZE elements into the flat array `out`, in out's dtype; the last
+    program may have fewer. The module describes the arrays from codes to table. Grid: (ceil(SIZE / (64 BLOCKS)),)."""
     first = tl.program_id(0).to(tl.int64) * BLOCKS
     left = tl.minimum(SIZE - first * 64, BLOCKS * 64).to(tl.int32)  # elements
     WHOLE: tl.constexpr = SIZE % (BLOCKS * 64) == 0  # without masks, loads and stores are wide
@@ -77,8 +83,9 @@ def _pair(words, DTYPE: tl.constexpr):
 
 @triton.jit
 def _tile(codes, absmax, rows, first, INNER: tl.constexpr, OUTER: tl.constexpr, BLOCKS: tl.constexpr):
-    """(codes [rows, BLOCKS, 32], absmax [rows, BLOCKS]) of some rows of W from block number `first` of a row on, as
-    stored; 0 past W's OUTER rows of INNER numbers."""
+    """(codes uint8[rows, BLOCKS, 32], absmax [rows, BLOCKS]) of some rows of W, as they are stored, loaded into
+    registers. rows: the numbers of the rows; first: the number of the first block of each row. Both are 0 past the
+    OUTER rows of W or past a row's INNER numbers."""
     per_row: tl.constexpr = INNER // 64
     blocks = first + tl.arange(0, BLOCKS)
     mask = (rows < OUTER)[:, None] & (blocks < per_row)[None, :]
@@ -105,9 +112,9 @@ def vector_kernel(
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """out [COUNT, OUTER] = x [COUNT, INNER] W^T on the ordinary cores, for one or two tokens; a program has ROWS rows
-    of W, and takes BLOCKS blocks of each at a time. The arrays from codes to table are those of triton._parts. Grid:
-    (tiles,)."""
+    """out [COUNT, OUTER] = x [COUNT, INNER] W^T on the ordinary cores, for one or two tokens (COUNT); a program has
+    ROWS rows of W, and takes BLOCKS blocks of each at a time, of which the next ones are loaded while it multiplies.
+    The module describes the arrays from codes to table, which are W. Grid: (ceil(OUTER / ROWS),)."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     words = x.to(tl.pointer_type(tl.uint32))
     per_row: tl.constexpr = INNER // 64  # blocks
@@ -151,8 +158,9 @@ def matrix_kernel(
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """out [COUNT, OUTER] = x [COUNT, INNER] W^T on the tensor cores, COUNT up to 16; a program has ROWS rows of W, and
-    takes BLOCKS blocks of each at a time. The arrays from codes to table are those of triton._parts. Grid: (tiles,)."""
+    """out [COUNT, OUTER] = x [COUNT, INNER] W^T on the tensor cores, for up to 16 tokens (COUNT); a program has ROWS
+    rows of W, and takes BLOCKS blocks of each at a time, of which the next ones are loaded while it multiplies. The
+    module describes the arrays from codes to table, which are W. Grid: (ceil(OUTER / ROWS),)."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tokens = tl.arange(0, 16)
     per_row: tl.constexpr = INNER // 64
