@@ -48,7 +48,9 @@ def _rows(weight: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def _rows_bwd(residuals, drows):
-    """(the table's gradient, summed in float32 and then cast; None for the tokens) from drows, that of the rows."""
+    """The backward rule of `_rows`: (the gradient of weight, summed in float32 and then cast; None for tokens).
+
+    drows: [B, T, hidden], the gradient of the rows that were looked up."""
     weight, tokens = residuals
     total = jnp.zeros(weight.shape, jnp.float32).at[tokens].add(drows.astype(jnp.float32))
     return total.astype(weight.dtype), None

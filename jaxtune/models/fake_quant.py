@@ -139,7 +139,8 @@ def adapter_gradients(out: jax.Array, x: jax.Array, a: jax.Array, b: jax.Array, 
 
 
 def _adapter_gradients_bwd(scale, residuals, dout):
-    """Gradients (of out: dout itself; of x: None; a; b), where a's and b's are those of `scale b a x`."""
+    """The backward rule of `adapter_gradients`: (dout itself for out, None for x, the gradients of a and b that the sum
+    `scale b a x` would give). residuals: (x, a, b)."""
     x, a, b = residuals
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     dy, x = dout.reshape(-1, dout.shape[-1]), x.reshape(-1, x.shape[-1])

@@ -253,7 +253,8 @@ def _format(load_in: str | None) -> str | None:
 
 
 def _loaded(pretrained: Pretrained, tokenizers: Sequence[Path]) -> tuple[Decoder, Any]:
-    """(the model, the tokenizer of the first of the folders `tokenizers` that has one, else None), both at once."""
+    """(the model, the tokenizer of the first of the folders `tokenizers` that has one, or None if none has). Both are
+    loaded at the same time, because importing transformers for the tokenizer takes seconds."""
 
     def first() -> Any:
         return next((found for folder in tokenizers if (found := load_tokenizer(folder)) is not None), None)
@@ -325,7 +326,7 @@ def hf_config_of(model: Decoder, tokenizer=None) -> dict[str, Any]:
 
 
 def _group(name: str, value: Any, make: Callable[[], Any], dtype: np.dtype, files) -> Group:
-    """How one tensor of a model is written to files.
+    """The Group (file_plan.py) that says as which tensors one tensor of a model is written to files.
 
     Args:
       name: Hugging Face's name of the tensor.

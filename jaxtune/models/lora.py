@@ -93,7 +93,7 @@ def pattern_values(key: str, patterns: Mapping[str, float], names: Sequence[str]
 
 
 def _ends(name: str) -> list[str]:
-    """The ends of a dotted name that patterns are matched with: the whole name, and what follows each of its dots."""
+    """The strings that a pattern for `name`, a dotted name, may match: the whole name, and what follows each dot."""
     parts = name.split(".")
     return [".".join(parts[start:]) for start in range(len(parts))]
 
@@ -358,16 +358,17 @@ def gives_adapter(model: Decoder, settings: Mapping[str, Any]) -> bool:
 
 
 def _saved(model: Decoder) -> list[str]:
-    """The names of the embedding and the head that are trained (modules_to_save); both if a tied one is trained."""
+    """Those of the names that `savable` gives, the embedding's and the head's, whose weight is trained: the value of
+    modules_to_save for the model. If the head is tied to a trained embedding, both names are in it."""
     holders = zip(savable(model), (model.embedding.weight, model.head_variable), strict=True)
     return [name for name, variable in holders if isinstance(variable, nnx.Param)]
 
 
 def _compress(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """A setting of all adapters as PEFT's config has it, one default and a pattern for the exceptions.
+    """A setting of all adapters, such as the rank, as PEFT's config has it: a default, and patterns for the exceptions.
 
-    values: {module's name: its value}. Returns (the most common value, {last part of a name, or whole name: value} of
-    the modules with other values).
+    values: {module's name: its value of the setting}. Returns (the most common value,
+    {last part of a name, or whole name: value} of the modules with other values).
     """
     default = Counter(values.values()).most_common(1)[0][0]
     by_part: dict[str, set] = {}

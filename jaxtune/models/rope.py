@@ -153,12 +153,13 @@ def _rotated(interleaved, x, cos, sin):
 
 
 def _rotated_fwd(interleaved, x, cos, sin):
-    """(the rotated x, the table (cos, sin), which is all that the backward reads)."""
+    """The forward rule of `_rotated`: (the rotated x, the residuals (cos, sin))."""
     return _rotated(interleaved, x, cos, sin), (cos, sin)
 
 
 def _rotated_bwd(interleaved, table, dout):
-    """dout rotated by the opposite angle, in one pass; jax.vjp would pad the gradients of slices and add them."""
+    """The backward rule of `_rotated`: (dout [B, T, heads, D] rotated by the opposite angle, None, None), in one pass
+    over memory; jax.vjp would pad the gradients of slices and add them."""
     cos, sin = table
     return _rotated(interleaved, dout, cos, -sin), None, None
 

@@ -102,14 +102,14 @@ def _differentiable(names, gradients) -> dict[str, jax.Array]:
 
 
 def _work(segments, block: Block, x: jax.Array, backward: bool = False) -> list[float]:
-    """The durations of segments for x [B, T, hidden], in multiplications of large products, for the schedules."""
+    """For the schedules: the durations of segments (backward: of their derivatives) for x [B, T, hidden], in
+    multiplications that large products do in that time."""
     rows, length = x.shape[:2]
     return [multiplications(segment, block, rows * length, length, backward) for segment in segments]
 
 
 def _contexts(block: Block, spec: LayerSpec, layout: PackedLayout, key) -> Callable[[Segment, Any], tuple]:
     """A function (segment, values) -> (the segment's context, the values); key: the layer's dropout key, or None.
-
     The dropout keys are the same however the layer is tiled and whichever auxiliary values it computes. A mask is drawn
     only when the values are there; otherwise XLA draws the masks of all layers at once, or keeps the forward's for the
     backward.
@@ -258,7 +258,7 @@ def layer_backward(
 
 
 def _block_of(graph: nnx.GraphDef, frozen, trainable) -> Block:
-    """nnx.merge(graph, trainable, frozen); trainable is last, so that functools.partial can bind the others."""
+    """The Block with these tensors; `trainable` is the last argument, so that functools.partial can bind the others."""
     return nnx.merge(graph, trainable, frozen)
 
 
@@ -301,8 +301,8 @@ def _total(values: list[dict[str, Any]]) -> dict[str, Any]:
 def _stack(static: _Static, trainables, frozens, x, layout, keys, sums):
     """Runs all layers without saving residuals: (last layer_output, {name: sum over the layers} of auxiliary values).
 
-    trainables, frozens, keys, sums: tuples with an entry for each layer, of its tensors, its dropout key and its sums
-    (run_stack's gradient_sums); keys and sums may be None."""
+    trainables, frozens, keys, sums: tuples with an entry for each layer: its tensors, its dropout key, and the sums to
+    which its gradients are added (run_stack's gradient_sums); keys and sums may be None."""
     aux = []
     gathered = _first_gathered(trainables, frozens)
     for index, layer in enumerate(static.layers):
@@ -314,7 +314,8 @@ def _stack(static: _Static, trainables, frozens, x, layout, keys, sums):
 
 
 def _stack_fwd(static: _Static, trainables, frozens, x, layout, keys, sums):
-    """_stack's forward, which keeps residuals by plan and copies a layer's to the host while the next layer runs."""
+    """The forward rule of `_stack`: (its results, residuals for `_stack_bwd`). Layers' residuals are kept by plan, and
+    the offloaded ones of a layer are copied to the host while the next layer runs."""
     kept, hosted, aux, whole = [], [], [], []
     names, to_host = (), ()  # residuals of the layer before, which are copied to the host while this layer computes
     last = len(static.layers) - 1
@@ -340,7 +341,8 @@ def _stack_fwd(static: _Static, trainables, frozens, x, layout, keys, sums):
 
 
 def _stack_bwd(static: _Static, residuals, gradient):
-    """_stack's backward, from the last layer to the first; each runs the copies and collectives of its neighbours."""
+    """The backward rule of `_stack`, from the last layer to the first; each also runs copies and collectives of its
+    neighbours. With sums, their gradient is the sums plus the gradients of trainables, and trainables get None."""
     dx, daux = gradient  # daux is of sums over the layers, so it is the gradient of each layer's value
     trainables, frozens, whole_weights, kept, hosted, layout, keys, sums = residuals
     gradients: list[Any] = [None] * len(kept)
@@ -413,7 +415,7 @@ def _not_differentiated(frozens):
 
 
 def _differentiated(frozens):
-    """Raises TypeError for a gradient by `Frozen` tensors: the stack computes none, and zeros would mislead."""
+    """The forward rule of `_not_differentiated`: raises TypeError: gradients are not computed, and zeros mislead."""
     leaves = jax.tree_util.tree_leaves_with_path(frozens)
     names = [f"layers{jax.tree_util.keystr(path)}" for path, leaf in leaves if leaf.perturbed]
     raise TypeError(

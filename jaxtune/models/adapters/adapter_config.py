@@ -117,8 +117,9 @@ def config_of(model: Decoder) -> dict[str, Any]:
 
 
 def _as_parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of adapter_settings that change where PEFT would take linears of these names for experts': such
-    linears are named in target_parameters, and the patterns get their parameters' names too.
+    """{name: new value} of the settings that change for families in which PEFT takes some linears for experts by their
+    names. These linears are moved from target_modules to target_parameters, as `NAME.weight`, and the rank and alpha
+    patterns with their names are added for `NAME.weight`.
 
     settings: from adapter_settings, of a model of a family in _TAKEN_FOR_EXPERTS.
     """

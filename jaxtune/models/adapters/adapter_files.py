@@ -89,12 +89,12 @@ class ExpertTensor:
         return (first, second * experts) if self.is_b else (experts * first, second)
 
     def get_value(self) -> jax.Array:
-        """The variable's value in the file's layout."""
+        """The variable's value rearranged to the layout of the file, whose shape is `shape`."""
         value = self.variable.get_value()
         return (value.transpose(1, 2, 0) if self.is_b else value).reshape(self.shape)
 
     def set_value(self, value: jax.Array) -> None:
-        """Sets the variable from a value in the file's layout."""
+        """Sets the variable, in the model's layout, from a value in the layout of the file, whose shape is `shape`."""
         experts, first, second = self.variable.shape
         if self.is_b:
             value = value.reshape(first, second, experts).transpose(2, 0, 1)

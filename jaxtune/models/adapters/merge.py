@@ -318,7 +318,7 @@ class _Merged(Stored):
         return None
 
     def cut(self, axis: int) -> int | None:
-        """None: it is not divided over devices or into pieces along any axis (see Stored.cut)."""
+        """None, which says that the matrix cannot be divided along any axis (see Stored.cut)."""
         return None
 
     @functools.partial(jax.jit, static_argnums=1)
@@ -392,8 +392,8 @@ def _check_logits(model: Decoder, merged: Weights, views: dict[int, _Merged], ch
 
 
 def _pairs(copy: Decoder, model: Decoder) -> dict[str, tuple[nnx.Variable, nnx.Variable]]:
-    """{Hugging Face name: (variable of the copy, variable of the model)} of all tensors, to set those of the copy by
-    what is known of the model's."""
+    """{Hugging Face name: (variable of `copy`, variable of `model`)} of all tensors, by which `_check_logits`
+    finds for each variable of the copy the merged matrix that is known for the model's variable."""
     copied, originals = tensors_of(copy), tensors_of(model)
     return {name: (copied[name], originals[name]) for name in originals}
 

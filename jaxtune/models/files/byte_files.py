@@ -84,7 +84,8 @@ class Writer:
         return Sums(len(data), futures)
 
     def _collect(self, raises: bool = True) -> None:
-        """Waits for the oldest write that has not been waited for, and raises its error if `raises`."""
+        """Waits for the oldest write that nobody has waited for yet. If it failed, its error is raised, unless `raises`
+        is False."""
         future = self._waiting.popleft()
         self._sizes.popleft()
         if raises:

@@ -121,7 +121,8 @@ def pieces_of(name: str, shape: tuple[int, ...], files: ExpertFiles) -> tuple[in
 
 
 def split_experts(name: str, value: jax.Array, dtype, files: ExpertFiles) -> tuple[Piece, ...]:
-    """How an expert matrix [E, rows, in] is written to files: one tensor per expert and matrix (gate, up or down).
+    """The Pieces (file_plan.py) as which an expert matrix [E, rows, in] is written to files: one for each expert and
+    matrix (gate, up or down), which is one tensor of the files.
 
     Args:
       name: Hugging Face's name of the matrix of all experts.

@@ -84,6 +84,7 @@ def one(name: str, shape: Iterable[int], dtype: Any, make: Callable[[], Any], of
 
 
 def size_bytes(planned: Planned) -> int:
-    """Bytes that the folder of a plan needs on disk: those of all tensors, and 16 MiB for config, tokenizer and
-    headers."""
+    """Bytes that the files of a plan need on disk: those of all tensors, and 16 MiB for config, tokenizer and headers.
+
+    planned: {name of a model's tensor: the Group of the file tensors that are computed from it}."""
     return sum(group.size_bytes for group in planned.values()) + (16 << 20)

@@ -26,7 +26,7 @@ def load_bytes(
     encoded: Mapping[str, str],
     decoded: Collection[str] = (),
 ) -> int:
-    """Bytes of a model's tensors on a device that has all of them.
+    """Bytes of device memory that all tensors of a model take; nothing is read.
 
     Args:
       shapes: {name: shape} of the tensors.

@@ -28,8 +28,8 @@ _THREADS = 8
 
 @jax.jit
 def _all_finite(tensor: jax.Array | Stored) -> jax.Array:
-    """bool[] on the tensor's device: whether all its numbers are finite; those of a quantised tensor are its scales,
-    and its codes if they are floats."""
+    """bool[] on the tensor's device: whether all its floating-point numbers are finite. Those of a quantised tensor are
+    its scales, and its codes if the format's codes are floats (FP8)."""
     leaves = [leaf for leaf in jax.tree.leaves(tensor) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all()
 
@@ -45,7 +45,7 @@ def read_tensors(
     """Reads tensors, casts, encodes or decodes them, places them on devices, and checks there that they are finite.
 
     Args:
-      dtype: to which tensors are cast that are neither kept quantised nor encoded.
+      entries: {name: entry in files}. dtype: of tensors that are neither kept quantised nor encoded, which are cast.
       encoded: {name: format} of tensors that are quantised on the device, one at a time.
       decoded: names of quantised tensors that are decoded; other quantised tensors stay as they are.
       cancelled: once it is set, the function raises CancelledError.

@@ -147,7 +147,7 @@ def read(entry: StoredEntry, dtype_name: str) -> tuple[Stored, Digest]:
 
 
 def group(name: str, weight: Stored, make: Callable[[], Stored], pieces: tuple[int, Iterable] | None) -> Group:
-    """The Group that describes how a quantised weight is written to files.
+    """The Group (file_plan.py) that says as which tensors a quantised weight is written to files.
 
     Args:
       name: of the weight's tensor.

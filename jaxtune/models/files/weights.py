@@ -56,7 +56,9 @@ class Weights:
     made: Mapping[str, Callable[[], Any]] = types.MappingProxyType({})
 
     def maker(self, name: str, variable: nnx.Variable) -> Callable[[], Any]:
-        """The function that gives a tensor of tensors_of(self.model), by its name and its variable."""
+        """The function that computes a tensor: the one in `made`, or one that returns the value of the variable.
+
+        name, variable: an item of tensors_of(self.model)."""
         return self.made.get(name, variable.get_value)
 
     def changed(self, changes: Mapping[str, Callable[[Any], Any]]) -> Weights:
@@ -101,5 +103,5 @@ class Weights:
 
 
 def _then(make: Callable[[], Any], change: Callable[[Any], Any]) -> Any:
-    """change(make()): the changed tensor, from the function that makes the old one; for functools.partial."""
+    """The changed tensor, change(make()): `make` computes the tensor before the change. For functools.partial."""
     return change(make())

@@ -383,7 +383,7 @@ class Sampler:
     # ---- memory
 
     def _bytes(self, slots: int, length: int) -> int:
-        """Bytes of the states of this many slots of `length` tokens, and of the values around a token's logits."""
+        """Device bytes of the states of `slots` slots of `length` tokens, and of the values around a step's logits."""
         states = device.states_shape(self._structure, self._shapes, slots, capacity_bucket(length))
         kept = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(states))
         return kept + 16 * slots * self.config.vocab_size
@@ -431,8 +431,8 @@ class Sampler:
         self._rounds.append(_Round(emitted, requests))
 
     def _changes(self) -> tuple[np.ndarray, device.Live]:
-        """The slots that the host changed since the last round and their values, copied because a dispatch may read
-        them later."""
+        """(bool[slots], whether the host changed the slot since the last round; the new values of these slots), copied
+        because the dispatched round may read them later."""
         changed, self._changed = self._changed, np.zeros_like(self._changed)
         return changed, device.Live(*(array.copy() for array in self._given))
 
@@ -457,7 +457,7 @@ class Sampler:
                 self._wait(request, first=True)
 
     def _finish(self, request: Request, ids: list[int], logprobs: list[float], reason: FinishReason) -> None:
-        """Ends a request with a last piece (tokens, log-probabilities, reason), and frees its slot or its place."""
+        """Ends a request with a last piece (tokens, log-probabilities, reason), and frees its slot or queue entry."""
         request.done = True
         del self._requests[request.number]
         self._pieces.append(Piece(request.number, ids, logprobs, reason))

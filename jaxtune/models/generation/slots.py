@@ -258,7 +258,8 @@ def _decode(
 
 
 def _split(model: Decoder) -> list[tuple]:
-    """(graph, trainable, frozen) of each layer, as _layer_step takes them; once for all steps of a program."""
+    """[(graph, trainable, frozen) of each layer], as `_layer_step` takes them. A program splits the layers only once,
+    and not in each of its steps."""
     return [nnx.split(layer, nnx.Param, ...) for layer in model.layers]
 
 
@@ -312,7 +313,8 @@ def _chosen(model: Decoder, kind: Kind, hidden, seen, live: Live, rows: Rows) ->
       seen: bool[N, V], tokens that each row contains; None without repetition penalties.
       live, rows: what decoding changes of the rows, and what it does not.
     Returns:
-      (the tokens int32[N], the log-probability of each under the model, without penalty and filters, float32[N])
+      (the tokens int32[N], the log-probability of each under the model, float32[N]: that of the logits divided by the
+        row's logprob_temperature, without penalty and filters)
     """
     logits = model.logits(model.norm(hidden))[:, 0, : model.config.vocab_size].astype(jnp.float32)
     numbers = rows.numbers

@@ -174,7 +174,8 @@ class Block(nnx.Module):
         return {s.outputs[0]: s for name in self.parts for s in self.part_segments(name) if s.aux}
 
     def part_segments(self, part: str) -> tuple[Segment, ...]:
-        """The segments of the part of that name as segments of the block, with its norms and its residual addition."""
+        """The segments of the part of that name as segments of the block: they include the norms around the part and
+        the addition to the residual stream, and their `run` takes the block."""
         (segments, names), (places, norms) = self._own_segments()[part], _layout(self.stages)
         place = places[part]
         made = tuple(new for s in segments for new in _in_block(s, part, place, names))
@@ -219,8 +220,8 @@ class Block(nnx.Module):
 
     @property
     def order(self) -> BackwardOrder:
-        """The order of the layer's backward (BackwardOrder), combined from its feed-forwards: what any of them needs
-        holds for the layer, and residuals have the block's names."""
+        """The order in which the stack computes the layer's backward, combined from the orders that its feed-forwards
+        declare: what any of them needs holds for the layer. Residuals have the block's names."""
         orders, shared, free = [], [], []
         for part, module in self.parts.items():
             if part not in self.mixers:
@@ -240,8 +241,8 @@ class Block(nnx.Module):
     def forward_bytes(self, sizes: Sizes) -> float:
         """Bytes at the end of the layer's forward in addition to the residuals: the largest need of a feed-forward.
 
-        A layer without a feed-forward needs its input, its output and the difference of the two. sizes: those of one
-        micro-batch on one device, by the block's names.
+        A layer without a feed-forward needs its input, its output and the difference of the two. sizes: the sizes of
+        the residuals of one micro-batch on one device, by the block's names.
         """
         found = [
             module.forward_bytes(self.sizes_of(part, sizes))
@@ -264,16 +265,18 @@ class Block(nnx.Module):
         return Scratch(found, 0.0, covers_mixer=False) if part in self.mixers else found
 
     def waiting_bytes(self, part: str, sizes: Sizes) -> float:
-        """Bytes of partial results of the mixer of that name that exist while the feed-forward's backward runs.
+        """Bytes of partial results of the mixer `part` that exist while the feed-forward's backward runs.
 
-        The planner adds them to that backward's need. sizes: those of one micro-batch on one device, by the block's
-        names.
+        The planner adds them to what that backward needs. sizes: the sizes of the residuals of one micro-batch on one
+        device, by the block's names.
         """
         return self.parts[part].waiting_bytes(self.sizes_of(part, sizes))
 
     def sizes_of(self, part: str, sizes: Sizes) -> Sizes:
-        """`sizes` with the residuals of the part also under the part's own names, the only ones that its formulas
-        know."""
+        """The Sizes of a layer, in which the residuals of one part also have the part's own names, because the part's
+        formulas read sizes by these.
+
+        part: the name of a mixer or feed-forward of the layer. sizes: by the block's names of residuals."""
         changed = {own: name for own, name in self._own_segments()[part][1].items() if own != name}
         if not changed:
             return sizes
@@ -416,7 +419,9 @@ def _in_block(segment: Segment, part: str, place: _Place, names: Mapping[str, st
 
 
 def _renamed(residuals: tuple[Residual, ...], names: Mapping[str, str]) -> tuple[Residual, ...]:
-    """The residuals with their names, and the names in `decided_with`, replaced by `names` ({old: new}, of all)."""
+    """Residuals of a part under the block's names, which also replace the names in `decided_with`.
+
+    names: {the part's name of a residual: the block's name of it}, for all residuals of the part."""
 
     def one(residual: Residual) -> Residual:
         decided_with = residual.decided_with and names[residual.decided_with]

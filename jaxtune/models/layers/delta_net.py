@@ -79,10 +79,11 @@ class DeltaNetShape:
         return DeltaNet(self, config, key, dtype)
 
     def derivative_bytes(self, sizes: Sizes) -> float:
-        """Bytes that the derivative of the recurrence keeps (Segment.derivative_bytes).
+        """Bytes that the derivative of the recurrence keeps from its recomputation until its gradient arrives, for the
+        planner (Segment.derivative_bytes).
 
         The kernels keep queries and keys after the convolution, the prediction errors, and two matrices and the state
-        of each chunk. The reference implementation keeps less.
+        of each chunk. The reference implementation keeps less. sizes: the bytes of the layer's residuals by name.
         """
         numbers = 2 * self.key_size + self.value_size + 2 * self.heads * CHUNK
         state = self.heads * self.key_dim * self.value_dim / CHUNK
@@ -214,9 +215,9 @@ class DeltaNet(nnx.Module):
         return (gated_delta_rule(*self.tokens(qkv, rates, context.layout), context.layout),)
 
     def tokens(self, qkv: jax.Array, rates: jax.Array, layout):
-        """(query, key, value, decay, beta) as gated_delta_rule takes them, from the values that `project` gives for
-        whole rows.
+        """(query, key, value, decay, beta) as gated_delta_rule takes them, with the shapes that `_split` states.
 
+        qkv, rates: from `project`, for whole rows; qkv passes the convolution here.
         layout: the document boundaries of the batch, which the convolution does not cross.
         """
         return self._split(short_convolution(qkv, self._taps(), layout), rates)

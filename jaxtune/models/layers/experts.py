@@ -156,8 +156,9 @@ class ExpertLinear(nnx.Module):
     def of_tokens(self, x: jax.Array, routing: Routing) -> jax.Array:
         """Multiplies each token x [T, in] by the matrices of its experts: [rows, out], rows sorted by expert.
 
-        The derivative is expected to follow at once, so a weight that is decoded serves both; see matmul_of_tokens.
-        routing: which expert each row belongs to, from `route`.
+        If a quantised weight must be decoded, the decoded weight is kept for the derivative, which is expected to be
+        computed right after (`derivative_follows` of grouped_matmul). routing: which expert each row belongs to, from
+        `route`.
         """
         options: dict[str, Any] = dict(transposed=self.transposed, derivative_follows=True, fp8=self.fp8)
         out = matmul_of_tokens(x, self.stored_weight, routing, self.adapter(), **options)

@@ -160,8 +160,8 @@ class BackwardOrder:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The sizes from which a layer computes the scratch bytes of one micro-batch on one device. sizes[name] is a
-    residual's."""
+    """The sizes from which a layer computes how many scratch bytes one micro-batch takes on one device. sizes[name]
+    gives the bytes of the residual of that name."""
 
     residuals: Mapping[str, float]  # bytes of each residual by name; for tiled segments, of one tile
     recomputed: frozenset[str]  # names of the residuals that are recomputed
@@ -211,9 +211,10 @@ class Mixer(LayerPart, Protocol):
         ...
 
     def waiting_bytes(self, sizes: Sizes) -> float:
-        """Bytes of the mixer's partial results that exist while the feed-forward's backward runs, for the planner.
+        """Bytes of the mixer's partial results that exist while the feed-forward's backward runs.
 
-        sizes: of one micro-batch on one device, by the mixer's own names of residuals.
+        The planner adds them to what that backward needs. sizes: of one micro-batch on one device, by the mixer's own
+        names of residuals.
         """
         ...
 
@@ -274,8 +275,8 @@ def matrix_of(module: nnx.Module, name: str) -> Any:
 
 
 def weights_per_token(segment: Segment, matrix: Any) -> int:
-    """How many numbers of a segment's matrix one token is multiplied by: of a matrix of experts, only the active
-    ones. matrix: a Linear or ExpertLinear."""
+    """How many numbers of a segment's matrix one token is multiplied by: all of a linear's weight, and of a matrix of
+    experts only the weights of the experts that the token is routed to. matrix: a Linear or ExpertLinear."""
     if not matrix.num_experts:
         return math.prod(matrix.sizes)
     return math.prod(matrix.sizes[1:]) * segment.experts_per_token

@@ -21,8 +21,8 @@ def tiled_residuals(segments: tuple[Segment, ...]) -> tuple[str, ...]:
 
 
 def _chains(segments: tuple[Segment, ...]) -> list[tuple[Segment, ...]]:
-    """The runs of consecutive tokenwise segments that can be tiled: at least two segments, one output at the end, and
-    no inner value that a segment outside the run reads."""
+    """The groups of consecutive tokenwise segments, among the segments of a layer, that can run over tiles. Each has at
+    least two segments and one output at the end, and no segment outside of the group reads a value inside it."""
     runs = [tuple(run) for tokenwise, run in itertools.groupby(segments, lambda s: s.tokenwise) if tokenwise]
 
     def closed(run: tuple[Segment, ...]) -> bool:
@@ -48,7 +48,10 @@ def in_tiles(module: nnx.Module, segments: tuple[Segment, ...], tile: int) -> tu
 def _joined(module: nnx.Module, chain: tuple[Segment, ...], tile: int) -> Segment:
     """One segment that runs a chain of tokenwise segments tile by tile; its backward computes each tile again.
 
-    Arguments as in in_tiles; `chain` is one of _chains.
+    Args:
+      module: the block of the segments, from whose matrices the duration of the new segment is computed.
+      chain: consecutive tokenwise segments, a group that `_chains` has found.
+      tile: tokens of each row in a tile.
     """
     made = {name for segment in chain for name in segment.outputs}
     reads = tuple(dict.fromkeys(name for segment in chain for name in segment.reads if name not in made))
