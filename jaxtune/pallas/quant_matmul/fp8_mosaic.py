@@ -101,12 +101,20 @@ def _kernel(
     rank: int,
     grouped: bool,
 ):
-    """out [M, N] = scaled(x [M, K] w[e] [N, K]^T) + u [M, R] l[e] [N, R]^T; w and l are [E, N, K] and [E, N, R], and e
-    is the expert of a tile of rows, or 0.
+    """The kernel's body: out [M, N] = scaled(x [M, K] w[e] [N, K]^T) + u [M, R] l[e] [N, R]^T, where w is [E, N, K], l
+    is [E, N, R], and e is the expert of a tile of rows, or 0. All these are in global memory. Two warpgroups compute,
+    and a third one loads.
 
-    x_scale is [M] and w_scale [E, N]; with `in_blocks` they are [K / 128, M] and [E, N / 128, K / 128]. `rest` has: if
-    rows are `grouped`, each tile's expert and its number of rows that are not empty; u and l if there is a rank; out;
-    scratch memory.
+    Args:
+      x_ref, w_ref: e4m3 codes.
+      x_scale_ref, w_scale_ref: float32[M] and [E, N]; with `in_blocks` [K / 128, M] and [E, N / 128, K / 128].
+      rest: if rows are `grouped`, each tile's expert and its number of rows that are not empty; u and l if there is a
+        rank; out; shared memory and barriers.
+      blocks: how the work is divided.
+      programs: the number of programs, of which each takes every n-th tile of the output.
+      in_blocks: whether scales are of 128 numbers each, inside the sum.
+      rank: R, 0 without an adapter.
+      grouped: whether rows are sorted by expert.
     """
     if grouped:
         expert_ref, sizes_ref, *rest = rest
@@ -122,13 +130,15 @@ def _kernel(
     mine = lax.div(row_tiles * column_tiles - program + (programs - 1), jnp.int32(programs))
 
     def corner(index):
-        """(first row, first column) of an item; the last rows overlap the ones before, and both store the same."""
+        """(first row, first column) of the tile of the output with this number among the program's; the last tile's
+        rows overlap the ones before, and both tiles store the same values there."""
         row, column = persistent.place(program + index * programs, row_tiles, column_tiles, blocks.band)
         return jnp.minimum(row * ROWS, all_rows - ROWS), column * columns
 
     def tile_of(index):
-        """(expert, rows that hold something) of an item, where rows are grouped: to read of an item early, for that
-        takes as long as a step; of any item where there is no such."""
+        """(expert, number of rows that are not empty) of the tile with this number among the program's, past whose end
+        the last one is read; () if rows are not grouped. It is called one tile ahead, because the read takes as long as
+        a step."""
         if not grouped:
             return ()
         item = program + jnp.minimum(index, mine - 1) * programs
@@ -136,7 +146,8 @@ def _kernel(
         return jnp.minimum(expert_ref[row], experts - 1), sizes_ref[row]
 
     def steps_of(tile, least: int | jax.Array = 0):
-        """Steps of a tile, if it has more than `least` rows that hold something."""
+        """The number of steps along K of a tile (from `tile_of`): 0 if rows are grouped and at most `least` rows of the
+        tile are not empty, so that there is nothing to multiply from that row on."""
         return jnp.where(tile[1] > least, all_steps, 0) if grouped else all_steps
 
     def expert_of(tile):
@@ -187,7 +198,8 @@ def _kernel(
         plgpu.wgmma(acc, u_smem.at[zero, own], l_smem.at[zero, pl.ds(first, count)].transpose((1, 0)))
 
     def pass_on(first, steps, at):
-        """The steps of a tile that this warpgroup has no rows in."""
+        """Frees the slots of steps `first` to before `steps` of a tile without multiplying, for a warpgroup whose rows
+        of the tile are all empty. at: the number of steps before this tile."""
 
         def one(number, _):
             plgpu.barrier_wait(full.at[slot_of(at + number)])
@@ -197,7 +209,8 @@ def _kernel(
             lax.fori_loop(first, steps, one, None)
 
     def by_rows(row, column, at, tile, steps, multiplied):
-        """[(first column, float32[own, stored])]"""
+        """Computes this warpgroup's rows of a tile with scales by rows, and yields (first column, float32[64, 64]) for
+        each 64 columns."""
 
         def accumulate(acc):
             def step(number, at):
@@ -298,8 +311,8 @@ def _kernel(
 
 
 def _smem(shape, dtype, row_bytes: int = 128):
-    """Swizzled shared memory of this shape and dtype, for TMA and tensor cores; row_bytes is the size of a row of the
-    swizzle."""
+    """Shared memory of this shape and dtype as an entry of scratch_types, swizzled as TMA writes it and tensor cores
+    read it; row_bytes (32, 64 or 128) is the size of a row of the swizzle."""
     return plgpu.SMEM(shape, dtype, transforms=mosaic_types.tiled(dtype, row_bytes))
 
 

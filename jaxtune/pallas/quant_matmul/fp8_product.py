@@ -36,8 +36,9 @@ More = tuple[jax.Array, jax.Array]
 
 
 def in_blocks(weight: FP8) -> bool:
-    """Whether a weight's scales are inside the sum of a product, because they belong to 128 x 128 numbers, and not to
-    rows or the whole matrix, whose scales are applied to the result."""
+    """Whether a weight has a scale for each 128 x 128 numbers. Such scales are inside the sum of a product, while those
+    of rows or of the whole matrix are applied to the result. It is also `kind` for as_stored.py: weights of one kind
+    share the rounded x, and one product of their gradients."""
     return weight.block == TILE
 
 
@@ -135,8 +136,8 @@ def backward(
 
 
 def _whole_blocks(array: jax.Array, axis: int) -> jax.Array:
-    """The array padded with zeros along an axis to a multiple of 128, so that each block of a weight starts at its own
-    first row."""
+    """The array with zeros appended along `axis` up to a multiple of 128, so that where several weights are
+    concatenated, each block of 128 numbers belongs to one of them."""
     short = -array.shape[axis] % BLOCK
     return jnp.pad(array, [(0, short if a == axis else 0) for a in range(array.ndim)]) if short else array
 
@@ -150,15 +151,16 @@ def multiply(
     blocks: bool,
     implementation: str | None,
 ) -> jax.Array:
-    """dtype[n, columns]: codes [n, k] times side, e4m3[columns, k], over k, with their scales, plus `more`.
+    """The product over k of two operands in e4m3 with their scales, plus `more`: dtype[n, columns], summed in float32.
+    The forward calls it with a weight as `side`, the backward with the transposed codes of several weights.
 
     Args:
-      coded: codes and scales, from `rounded`.
-      side: the other operand's codes.
-      side_scale: float32[columns] or None; with `blocks` float32[columns / 128, k / 128].
-      more: operands of a product that is added, or None.
+      coded: (codes e4m3[n, k], scales float32[n, 1], or with `blocks` [n, k / 128]), from `rounded`.
+      side: e4m3[columns, k], the other operand's codes.
+      side_scale: float32[columns], or None for no scale; with `blocks` float32[columns / 128, k / 128].
+      more: (u [n, r], side [columns, r]), whose product is added, or None.
       dtype: of the result.
-      blocks: whether scales are inside the sum.
+      blocks: whether scales belong to 128 numbers along k, and so are inside the sum.
       implementation: "mosaic", "triton", "reference", or None for the first that supports the call.
     """
     codes, scale = coded
@@ -187,7 +189,8 @@ def multiply(
 
 
 def _thin(u: jax.Array, side: jax.Array) -> jax.Array:
-    """The product of an adapter, u [n, r] side^T [r, columns] in u's dtype."""
+    """The product of an adapter, u [n, r] side^T [r, columns], as [n, columns] in u's dtype; float32 is multiplied in
+    full float32."""
     precision = jax.lax.Precision.HIGHEST if u.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     numbers = (((1,), (1,)), ((), ()))
     return jax.lax.dot_general(u, side.astype(u.dtype), numbers, precision=precision, preferred_element_type=u.dtype)
@@ -200,8 +203,13 @@ def _dot(codes: jax.Array, side: jax.Array, dtype) -> jax.Array:
 
 
 def _by_rows(codes, scale, side, side_scale, dtype):
-    """`multiply` in XLA, with scales by rows, which are outside of the sum: scale is float32[n, 1], side_scale
-    float32[columns] or None."""
+    """`multiply` in XLA for scales by rows, which are outside of the sum: [n, columns] in `dtype`.
+
+    Args:
+      codes, scale: e4m3[n, k] and float32[n, 1].
+      side, side_scale: e4m3[columns, k], and float32[columns] or None for no scale.
+      dtype: of the result.
+    """
     # The product's result is scaled in a separate pass, which takes half the time in bfloat16; another rounding is
     # negligible beside those to e4m3. float16 would overflow.
     out = _dot(codes, side, jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32).astype(jnp.float32) * scale
@@ -209,8 +217,14 @@ def _by_rows(codes, scale, side, side_scale, dtype):
 
 
 def _by_blocks(codes, scale, side, side_scale, dtype):
-    """`multiply` in XLA, with scales of 128 numbers, which are inside the sum: scale is float32[n, k / 128], side_scale
-    float32[columns / 128, k / 128]."""
+    """`multiply` in XLA for scales of 128 numbers, which are inside the sum: [n, columns] in `dtype`, added up in
+    float32 in a loop over blocks of 128 along k.
+
+    Args:
+      codes, scale: e4m3[n, k] and float32[n, k / 128].
+      side, side_scale: e4m3[columns, k] and float32[columns / 128, k / 128].
+      dtype: of the result.
+    """
     codes, side = _whole_blocks(codes, 1), _whole_blocks(side, 1)
     columns = side.shape[0]
     of_columns = jnp.repeat(side_scale, BLOCK, axis=0)[:columns]

@@ -55,11 +55,19 @@ def refusal(widths: Sequence[int], dtype) -> str | None:
 
 
 def _kernel(*refs, widths: tuple[int, ...], rows_each: int, scaled: bool, grouped: bool, gathered: bool):
-    """`refs` are: an array [rows, width] for each of `widths`; if `scaled`, factors float32[E, all widths]; if
-    `grouped`, each tile's expert; if `gathered`, each row's token, and the arrays are [T, width]; codes; scales.
+    """The kernel's body: rounds `rows_each` rows of the output, and stores their codes and scales. The last program's
+    rows may overlap with those of the one before, and the last piece of a row with the piece before it; both store the
+    same values.
 
-    A program has `rows_each` rows. The last program's rows may overlap with those of the one before, and the last piece
-    of a row with the piece before it; both store the same values.
+    Args:
+      refs: in global memory, in this order: an array [rows, width] for each of `widths`, or [T, width] if `gathered`;
+        if `scaled`, factors float32[E, all widths]; if `grouped`, int32 each tile's expert; if `gathered`, int32 each
+        row's token; codes e4m3[rows, all widths]; scales float32[rows].
+      widths: the columns of each array; a row consists of their rows side by side.
+      rows_each: rows of a program.
+      scaled: whether numbers are multiplied by factors before they are rounded.
+      grouped: whether the factors are those of the expert of each 128 rows; otherwise E is 1.
+      gathered: whether rows are gathered from tokens; token T stands for a row of zeros.
     """
     *given, codes_ref, scale_ref = refs
     arrays, others = given[: len(widths)], iter(given[len(widths) :])

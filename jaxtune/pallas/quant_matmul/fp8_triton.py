@@ -19,7 +19,7 @@ ROWS = 128  # rows of a tile
 _COLUMNS = (128, 64)  # columns of a tile; the first that divide the output's are taken
 _BLOCK = 128  # codes along K that share a scale, if rows do not
 _STEPS = (128, 64)  # codes along K at a time; the first that divide K are taken
-_WARPS, _STAGES, _BAND = 8, 3, 8
+_WARPS, _STAGES, _BAND = 8, 3, 8  # warps of a program, steps on their way, tiles of rows in a band
 
 
 def refusal(in_size: int, out_size: int, rank: int, dtype, in_blocks: bool) -> str | None:
@@ -43,8 +43,17 @@ def refusal(in_size: int, out_size: int, rank: int, dtype, in_blocks: bool) -> s
 
 
 def product(x, w, x_scale, w_scale, extra=None, tiles=None, *, dtype, in_blocks: bool):
-    """dtype[M, N]: the e4m3 codes x [M, K] times w [N, K]^T, scaled, plus u l^T of `extra`. Arguments are those of
-    fp8_mosaic.product; w, w_scale and l have a leading axis of experts if `tiles` is not None."""
+    """dtype[M, N]: the e4m3 codes x [M, K] times w [N, K]^T over K, scaled, plus the adapter's product u l^T.
+
+    Args:
+      x, w: e4m3 codes.
+      x_scale, w_scale: float32 [M] and [N]; with `in_blocks` [K / 128, M] and [N / 128, K / 128].
+      extra: bfloat16 (u [M, R], l [N, R]), or None; with scales by rows, in units of the two scales.
+      tiles: None, or int32[M / 128] both: for each 128 rows their expert, and the number of rows that are not empty.
+        Then w, w_scale and l have a leading axis of experts.
+      dtype: of the result.
+      in_blocks: whether scales are of 128 numbers each, inside the sum.
+    """
     from jaxtune.pallas.quant_matmul import fp8_triton_kernels
 
     (tokens, inner), outer = x.shape, w.shape[-2]

@@ -34,9 +34,12 @@ from jaxtune.system.private_mlir import arith, gpu, ir, llvm, nvvm
 
 
 def _fragment_row():
-    """The number of this lane's quad (four lanes that the tensor cores treat as a row) among eight neighbouring rows.
-    Rows are interleaved by twos, so that four quads, which an 8-byte read serves at a time, access different banks of a
-    swizzled tile."""
+    """The row, 0 to 7 of eight neighbouring rows of the weight, whose codes this lane multiplies; an MLIR int32. It
+    belongs to the lane's quad, four neighbouring lanes that the tensor cores treat as a row.
+
+    Quads 0 to 7 have rows 0, 2, 4, 6, 1, 3, 5, 7: so the four quads that an 8-byte read serves at a time access
+    different banks of a swizzled tile.
+    """
     group = ir_shift_right(arith.andi(ir_thread(), ir_const(31)), 2)
     return arith.ori(arith.andi(ir_mul(group, 2), ir_const(7)), ir_shift_right(group, 2))
 
@@ -114,10 +117,10 @@ def span_absmax(absmax_ref, nested_ref, first_row, first_line, rows: int, adjace
 
 def keep_span(share, offset, table_smem, scales_smem, rows: int):
     """Sets scales_smem[block of the span, position of the row] to the float32 absmax that `span_absmax` loaded, decoded
-    if it is quantised.
+    if it is quantised, so that `line_product` finds there the scales of its blocks.
 
-    Each warpgroup has its own scales_smem. Before, its threads must have finished reading the previous span; after,
-    they must pass a barrier of the warpgroup before `line_product` reads this one.
+    Each warpgroup has its own scales_smem. Before the call, its threads must have finished reading the previous span;
+    after it, they must pass a barrier of the warpgroup before `line_product` reads this one.
 
     Args:
       share: (absmax, nested absmax or None) from `span_absmax`.

@@ -66,7 +66,9 @@ def refusal(tile: Tile, rows: int, columns: int, tokens: int) -> str | None:
 
 
 def _smem_bytes(tile: Tile, tokens: int) -> int:
-    """Shared memory of a program, in bytes, that multiplies this number of tokens."""
+    """The bytes of shared memory of a program that multiplies this number of tokens: the table of pairs, the lines that
+    are loaded ahead (whose memory the sums reuse), the scales of a span for each warpgroup, and room for barriers and
+    alignment."""
     ring = tile.warpgroups * tile.stages * tile.lines * (tile.rows * LINE // 2 + tokens * LINE * 2)
     partial = tile.warpgroups * _WARPS * tokens * (tile.rows + 4) * 4
     scales = tile.warpgroups * 4 * _SPAN * (tile.rows + 2) * 4
@@ -78,7 +80,8 @@ def tiles(rows: int, columns: int, tokens: int, programs: int = 132) -> list[Til
     leave the fewest of `programs` multiprocessors idle, each with as many loads ahead as fit into shared memory."""
 
     def work(way: tuple[int, int]) -> float:
-        """Rows of the weight that the busiest multiprocessor has; a second round begins with an idle memory."""
+        """The time of the busiest multiprocessor for a way to divide the weight, (splits, groups), in rows of the
+        weight. A second round of programs counts 15 % more, because memory is idle when it begins."""
         splits, groups = way
         rounds = -(-(-(-rows // (16 * groups)) * splits) // programs)
         return rounds * 16 * groups / splits * (1 + 0.15 * (rounds - 1))
@@ -95,11 +98,16 @@ def tiles(rows: int, columns: int, tokens: int, programs: int = 132) -> list[Til
 
 
 def _written_out_sums(codes, x, scales, table, widths: int):
-    """What line_lanes.line_product adds for one line, in jnp for the interpreter: float32[512 groups widths] in its
-    order.
+    """What line_lanes.line_product adds to its accumulator for one line, in jnp for the interpreter: float32[512 groups
+    widths] in the accumulator's order, where groups is rows / 16.
 
-    codes is uint8[rows, 128], x [tokens, 256], scales float32[rows, 4], table `dtype`[256, 2]; widths times 8 tokens
-    are computed.
+    Args:
+      codes: uint8[rows, 128], the line's codes of each row.
+      x: [tokens, 256], the tokens' elements of the line.
+      scales: float32[rows, 4], the scales of the line's blocks.
+      table: `dtype`[256, 2], the two elements of each byte of codes.
+      widths: the number of columns of all products over 8; there are columns for 8 widths tokens, of which those past
+        the last token are 0.
     """
     rows = codes.shape[0]
     values = table[codes.astype(jnp.int32)].astype(jnp.float32).reshape(rows, _WARPS, BLOCK)
@@ -111,8 +119,14 @@ def _written_out_sums(codes, x, scales, table, widths: int):
 
 
 def _written_out_partial(acc, tokens: int, groups: int, widths: int):
-    """What line_lanes.keep_line_sums stores, in jnp for the interpreter: float32[4 warps, tokens, rows], from acc
-    float32[512 groups widths] in the order of line_product."""
+    """What line_lanes.keep_line_sums stores, in jnp for the interpreter: float32[4 warps, tokens, 16 groups rows].
+
+    Args:
+      acc: float32[512 groups widths], the sums of a warpgroup in the order of line_lanes.line_product.
+      tokens: the number of tokens, at most 8 widths.
+      groups: groups of 16 rows that the program has.
+      widths: the number of columns of all products over 8.
+    """
     sums = acc.reshape(groups, widths, _WARPS, 2, 4, 4, 2, 2)
     return sums.transpose(2, 1, 5, 7, 0, 6, 4, 3).reshape(_WARPS, 8 * widths, 16 * groups)[:, :tokens]
 

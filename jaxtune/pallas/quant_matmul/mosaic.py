@@ -89,8 +89,9 @@ def few_refusal(weight: Stored, dtype, tokens: int) -> str | None:
 
 
 def _kernel(body, name: str, interpret, **options):
-    """gpu_kernel.kernel for a body that has a keyword argument `interpreted`, which is set here; interpret has the
-    interpreter's parameters, or is None on a GPU."""
+    """gpu_kernel.kernel(body, name, interpret, **options), for a body that has a keyword argument `interpreted`: it is
+    set to whether `interpret` has the interpreter's parameters, or is None on a GPU. row_matmul and line_matmul get
+    this function as an argument."""
     return gpu_kernel.kernel(functools.partial(body, interpreted=interpret is not None), name, interpret, **options)
 
 
@@ -132,7 +133,8 @@ def _dequantize(weight: Stored, dtype, interpret) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """How the small product divides its work; `_plan` chooses it."""
+    """How the product of a few tokens with a weight divides its work: a program has every n-th tile of 16 rows, and its
+    warpgroups share the columns. `_plan` chooses it."""
 
     parts: int  # parts of 64 bytes that a warp takes of a row (see lanes.small_product)
     width: int  # columns of a product
@@ -319,8 +321,9 @@ def _pairs(table: bytes, dtype) -> np.ndarray:
 
 
 def small_bucket(weight: FourBit, tokens: int) -> str:
-    """The part of a small product's shape that its measurement in tuning.py is for: the weight's shape, and the tokens
-    rounded up to 1, 4, 8 or 16."""
+    """The key, in the table of measured tiles (tuning.py), of products of this number of tokens with a weight of this
+    shape, such as "4096 x 4096, tokens=4": tokens are rounded up to 1, 4, 8 or 16, so that four measurements for a
+    shape are enough."""
     rows, columns = weight.shape
     return f"{rows} x {columns}, tokens={next(n for n in (1, 4, 8, 16) if tokens <= n)}"
 

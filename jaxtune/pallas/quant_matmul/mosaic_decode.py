@@ -91,9 +91,9 @@ class Chunks:
         return plgpu.Layout.WG_STRIDED((self.numbers,), 8)
 
     def operands(self, weight: Stored) -> list[jax.Array]:
-        """The arrays that a kernel takes to decode a weight: codes uint8[count, .] and scales [count, .] by chunk, the
-        table float32[16], and, for quantised absmax, map, nested absmax and offset, or for e4m3 scales the number of
-        each byte, float32[256]."""
+        """The arrays that a kernel takes to decode a weight: codes uint8[count, .] and scales [count, .], both cut into
+        chunks; the table float32[16]; and what decodes the scales. That is (map, nested absmax, offset) for quantised
+        absmax, float32[256] with the factor for each byte for NVFP4's e4m3 scales, and otherwise nothing."""
         assert isinstance(weight, FourBit | MXFP4 | NVFP4)
         if isinstance(weight, FourBit):
             scales, *nested = absmax_operands(weight)

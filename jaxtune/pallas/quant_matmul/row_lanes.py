@@ -39,7 +39,8 @@ _ONE = plgpu.Layout.WG_STRIDED((128,), 1)
 
 
 def _warp(wg):
-    """The number of this thread's warp among the multiplying warps of its program; wg is the warpgroup's."""
+    """The number of this thread's warp among all multiplying warps of its program, an MLIR int32. wg: the number of its
+    warpgroup among those that multiply."""
     return ir_add(ir_mul(ir_scalar(wg), 4), ir_shift_right(ir_thread(), 5))
 
 
@@ -115,8 +116,9 @@ def own_nested(nested_ref, chunk, wg, pairs: int, slices: int, nested_block: int
 
 
 def multiply(x, nested, offset, place, slot, wg, refs, *, pairs: int, slices: int, dtype):
-    """Sets partial[place, warp] to the sums of a warp's two rows over its slice, by quads and rows, on the tensor
-    cores. It must come after wait_for_chunk for the slot, and after a barrier that follows the filling of table and
+    """Multiplies a chunk by the token, on the tensor cores: each warp sets partial[place, warp] to the sums of its pair
+    of rows over its slice, float32[8, 2] by quad (four neighbouring lanes) and row of the pair. `store_sums` adds them
+    up. The call must come after wait_for_chunk for the slot, and after a barrier that follows the filling of table and
     map.
 
     Args:
@@ -130,10 +132,10 @@ def multiply(x, nested, offset, place, slot, wg, refs, *, pairs: int, slices: in
       pairs, slices: pairs of rows in a chunk, and slices of a row.
       dtype: of the elements, bfloat16 or float16.
 
-    A quad of lanes has a block of each row, and a lane 8 bytes of it in each half of the slice. For the tensor cores
-    (m16n8k16) the eight quads are eight rows, each with its own k's; column g of the right side has x at those of quad
-    g. The result is therefore the diagonal of the products, and a lane needs x only at its own codes. Rows 8 to 15 are
-    the pair's other row.
+    A quad has a block of each row, and a lane 8 bytes of it in each half of the slice. For the tensor cores (m16n8k16)
+    the eight quads are eight rows, each with its own k's; column g of the right side has x at those of quad g. The
+    result is therefore the diagonal of the products, and a lane needs x only at its own codes. Rows 8 to 15 are the
+    pair's other row.
     """
     codes, absmax, table, *maps, partial = (ref for ref in refs if ref is not None)
     values = [] if nested is None else [nested, offset]

@@ -80,9 +80,15 @@ def plan(rows: int, columns: int, programs: int = PROGRAMS) -> Plan | None:
 
 
 def _written_out(codes, absmax, x, pairs_table, plan: Plan):
-    """What row_lanes.multiply leaves for a chunk, in jnp for the interpreter: float32[pairs x slices, 8, 2].
+    """What row_lanes.multiply stores for a chunk, in jnp for the interpreter: float32[pairs x slices, 8, 2], the sums
+    of each warp by quad of lanes (which has a block in each half of the slice) and row of its pair.
 
-    codes is uint8[chunk], absmax float32[blocks], x [columns], pairs_table `dtype`[256, 2].
+    Args:
+      codes: uint8[chunk], of the chunk's rows one after the next.
+      absmax: float32[blocks], decoded if they are quantised.
+      x: [columns], the token.
+      pairs_table: `dtype`[256, 2], the two elements of each byte of codes.
+      plan: how the weight is divided.
     """
     shape = (plan.pairs, 2, plan.slices, 2, 8)
     values = pairs_table[codes.astype(jnp.int32)].astype(jnp.float32).reshape(*shape, BLOCK)
