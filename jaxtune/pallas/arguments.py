@@ -17,7 +17,8 @@ INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uin
 
 
 class Parted(Protocol):
-    """A quantised weight that consists of several arrays."""
+    """A quantised weight that consists of several arrays, as the checks see it (formats.Stored is one). This file
+    imports no formats, because they import it."""
 
     def problem(self) -> str | None:
         """The reason why the parts do not belong to one tensor; None if they do."""

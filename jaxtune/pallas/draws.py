@@ -29,8 +29,14 @@ def uniform(key: jax.Array, shape: tuple[int, int], part: jax.Array | int = 0) -
 
 
 def mask(key: jax.Array, shape: tuple[int, int], rate: float, part: jax.Array | int = 0) -> jax.Array:
-    """bool[shape], False with probability `rate`, to the nearest multiple of 2^-16; `part` as in `uniform`.
+    """bool[shape], False with probability `rate`, for dropout: `part` of a mask that consists of parts of this shape,
+    in order, along its rows.
 
+    Args:
+      key: of jax.random, typed or uint32[2].
+      shape: (rows, columns) of a part.
+      rate: from 0 to below 1, rounded to the nearest multiple of 2^-16.
+      part: the number of the part, for example of the device that has these rows.
     Raises:
       ValueError: 2^18 columns or more.
     """

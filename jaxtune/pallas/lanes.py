@@ -263,7 +263,7 @@ def fill_banks(table_ref, table_smem, warpgroups: int):
 def absmax_share(absmax_ref, nested_ref, first_row, rows: int, warpgroups: int):
     """Loads a thread's share of the absmax of rows first_row to first_row + rows - 1 into registers, for `keep_scales`.
     They are separate, so that a tile's absmax are on their way while the tile before is multiplied. All threads of the
-    program call it, each for other groups of four; a group past the end repeats the last.
+    program call it, each for other groups of four neighbouring blocks; those past the last group load it again.
 
     Args:
       absmax_ref: uint8 or float32 [all rows, blocks of a row], in global memory.
@@ -352,12 +352,12 @@ def keep_scales(share, nested_refs, scales_smem, blocks: int, warpgroups: int):
 
 
 def x_fragments(chunk, x_ref, width: int, parts: int):
-    """Loads what a lane multiplies its codes by in `small_product`: uint32[128 x 2 width], two 16-bit elements in each.
+    """Loads what a lane multiplies its codes by in `small_product`: uint32[128 x 2 width], two 16-bit elements in each,
+    from chunk number `chunk` (int32[]) of the tokens, 512 * parts columns. x_ref is 16-bit [tokens, columns] in global
+    memory; `width` is the number of columns of all right sides, a multiple of 8 and at least tokens * parts.
 
     Of the eight columns of a tensor core's right side, the first 8 / parts are tokens over the first part of a warp's
     elements of a row, and the next ones are the same tokens over the second part. Missing tokens repeat the last one.
-    x_ref is 16-bit [tokens, columns] in global memory, `chunk` (int32[]) numbers chunks of 512 * parts columns, and
-    `width` is the number of columns of all right sides, a multiple of 8 and at least tokens * parts.
     """
     each = 8 // parts
     shape = (128 * 2 * width,)

@@ -33,8 +33,9 @@ from jaxtune.system.files import atomic_write, read_plain
 
 logger = logging.getLogger(__name__)
 
-_COMPILERS = 8
-_LARGEST_ERROR = 0.02
+_COMPILERS = 8  # threads that compile candidates
+_LARGEST_ERROR = 0.02  # the largest relative error, in the norm, of a candidate that is right
+# {operation: {field of its blocks: value}}, within `forced`
 _forced: contextvars.ContextVar[Mapping[str, Mapping[str, Any]]] = contextvars.ContextVar(
     "forced", default=MappingProxyType({})
 )
@@ -177,7 +178,8 @@ def cache_file(kind: str) -> Path:
 
 
 def _file_name(kind: str) -> str:
-    """The name of the JSON file for a kind of GPU, such as nvidia_h200.json."""
+    """The name of the JSON file with the measurements for a kind of GPU, such as nvidia_h200.json for "NVIDIA H200";
+    the user's file and the packaged one have the same."""
     return re.sub(r"[^a-z0-9]+", "_", kind.lower()) + ".json"
 
 
@@ -231,8 +233,9 @@ def _say_once(text: str) -> None:
 
 
 def _store(path: Path, kind: str, key: str, entry: dict[str, Any]) -> None:
-    """Adds an entry to the file of a kind of GPU, or replaces the one with this key. Entries of another jaxlib are
-    dropped."""
+    """Adds an entry to the file `path` of a kind of GPU, or replaces the one with this key. Entries that were measured
+    with another jaxlib are dropped, because its compiler may be faster with other blocks. Raises OSError if the file
+    cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     entries = {**_own(path), key: entry}
     record = {"device": kind, "jaxlib": metadata.version("jaxlib"), "entries": entries}

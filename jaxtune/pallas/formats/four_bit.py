@@ -85,7 +85,8 @@ class FourBit(Stored):
         return None
 
     def block_absmax(self) -> jax.Array:
-        """The absmax of each block, float32[ceil(n / 64)]."""
+        """The absmax of each block, float32[ceil(n / 64)]: those that are stored, or, with double quantisation, decoded
+        from their indices, nested absmax and offset, and rounded as bitsandbytes does."""
         if self.nested_absmax is None or self.nested_map is None or self.offset is None:
             return self.absmax
         values = jnp.asarray(self.nested_map).at[self.absmax].get(mode="promise_in_bounds")

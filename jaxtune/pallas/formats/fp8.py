@@ -128,7 +128,8 @@ class FP8(Stored):
 
     @functools.partial(jax.jit, static_argnums=1)
     def _decode(self, dtype) -> jax.Array:
-        """The decoded tensor in `dtype` (None: dtype_name): code times scale in float32, then cast."""
+        """The decoded tensor in `dtype` (None: the weight's own, dtype_name): each code times the scale of its block in
+        float32, then cast."""
         with jax.named_scope("dequantise"):
             return (self.codes.astype(jnp.float32) * self.scales_of_numbers()).astype(dtype or self.dtype)
 
@@ -203,15 +204,14 @@ class FP8Files(Layout):
     others = (".weight_scale_inv", ".weight_scale")
 
     def recognises(self, settings: Settings) -> bool:
-        """Whether a config.json's quantization_config says that the weights are stored in this layout."""
+        """Whether quantization_config of a config.json says that weights are stored in this layout: quant_method is
+        "fp8", or "compressed-tensors" with the format "float-quantized"."""
         method, kind = settings.get("quant_method"), settings.get("format")
         return method == "fp8" or (method == "compressed-tensors" and kind == "float-quantized")
 
     def check(self, settings: Settings) -> None:
-        """Raises ValueError for a setting of this layout's quantization_config that is not supported.
-
-        Only dynamic activation scales and the known blocks are supported.
-        """
+        """Raises ValueError, with key and value, if quantization_config has a setting that is not supported: only
+        dynamic activation scales, e4m3, the known blocks, and no quantised key/value cache are."""
         method = settings.get("quant_method")
         if method == "fp8":
             known = {"activation_scheme": ("dynamic", None), "fmt": ("e4m3", None)}

@@ -130,7 +130,8 @@ class LLMInt8(Layout):
     )
 
     def recognises(self, settings: Settings) -> bool:
-        """Whether a config.json's quantization_config says that the weights are stored in this layout."""
+        """Whether quantization_config of a config.json says that weights are stored in this layout: quant_method is
+        "bitsandbytes", and load_in_8bit (or _load_in_8bit) is set."""
         eight_bit = settings.get("load_in_8bit", settings.get("_load_in_8bit"))
         return settings.get("quant_method") == "bitsandbytes" and bool(eight_bit)
 

@@ -138,12 +138,14 @@ class Layout:
         return self.codes in tensors and tensors[self.codes].dtype == self.codes_dtype
 
     def describe(self, name: str, tensors: Headers, read: Read) -> Found:
-        """The weight that these tensors store.
+        """Describes the weight that a module's tensors store, before their content is read.
 
         Args:
           name: of the weight.
-          tensors: the headers that `claims` accepted.
+          tensors: {key: header}, which `claims` accepted.
           read: returns the bytes of a tensor by its key, for small tensors that describe the others.
+        Returns:
+          the weight's name, headers and shape, and in `details` whatever else `read` of the layout needs.
         Raises:
           ValueError: a tensor is missing, or does not fit the others.
         """
@@ -167,7 +169,9 @@ class Layout:
         return weight.decode(dtype)
 
     def joining(self, pieces: Sequence[Found], per_expert: int) -> str | None:
-        """The reason why experts' matrices cannot become one tensor [E, out, in] (Stored.joined), or None.
+        """The reason why the matrices of a layer's experts, which a checkpoint stores one by one, cannot become one
+        tensor [E, out, in] (Stored.joined), or None; by default they can. The loader then refuses the checkpoint with
+        this reason.
 
         Args:
           pieces: the matrices as `describe` found them, in order.

@@ -95,8 +95,9 @@ class MXFP4(Stored):
         return BLOCK if axis == self.ndim - 1 else 1
 
     def random_like(self, shape: tuple[int, ...], draw: np.random.Generator) -> MXFP4:
-        """A random tensor of this shape in MXFP4, on which a kernel is compared with its reference at its first use;
-        nothing of this tensor's content is used."""
+        """A weight of this shape with random codes and scales, on which a kernel that decodes MXFP4 is compared with
+        its reference at its first use. draw: numpy's generator, from which the numbers come. Of this weight itself
+        nothing is used."""
         codes = draw.integers(0, 256, (*shape[:-1], shape[-1] // 2))
         scales = draw.integers(120, 124, (*shape[:-1], shape[-1] // BLOCK))
         return MXFP4(jnp.asarray(codes, jnp.uint8), jnp.asarray(scales, jnp.uint8))
@@ -163,7 +164,8 @@ class Published(Layout):
     families = ("gpt_oss",)
 
     def recognises(self, settings: Settings) -> bool:
-        """Whether a config.json's quantization_config says that the weights are stored in this layout."""
+        """Whether quantization_config of a config.json says that weights are stored in this layout: quant_method is
+        "mxfp4"."""
         return settings.get("quant_method") == "mxfp4"
 
     def claims(self, tensors: Headers) -> bool:
@@ -205,14 +207,16 @@ class Published(Layout):
         return MXFP4.from_blocks(jnp.asarray(arrays["_blocks"]), jnp.asarray(arrays["_scales"]), dtype_name)
 
     def decoded(self, weight: Stored, dtype: str) -> jax.Array:
-        """The experts [E, in, out] of a weight that is stored as [E, out, in]; exact in dtypes that can represent the
+        """The experts' array that the model has, [E, in, out] in `dtype`, of a weight that is stored as [E, out, in].
+        No model keeps MXFP4, so the loader calls it for every weight. It is exact in dtypes that can represent the
         scales."""
         assert isinstance(weight, MXFP4)
         return _decoded(weight, dtype)
 
     def digested(self, found: Found) -> list[tuple[str, str]]:
-        """(label, key) of each tensor in the order in which the digest of the base model, which adapters record,
-        includes them."""
+        """(label, key) of blocks and scales, in the order in which the digest of the base model, by which adapters
+        recognise it, includes them. The label is the name that enters the digest: that of the experts' array, and
+        "scales"."""
         return [(found.name, "_blocks"), ("scales", "_scales")]
 
     def tensors(self, weight: Stored, number: float | None) -> dict[str, FileTensor]:

@@ -318,7 +318,8 @@ class CompressedTensors(_Files):
     scalar = (1,)
 
     def recognises(self, settings: Settings) -> bool:
-        """Whether a config.json's quantization_config says that the weights are stored in this layout."""
+        """Whether quantization_config of a config.json says that weights are stored in this layout: quant_method is
+        "compressed-tensors" and the format is "nvfp4-pack-quantized"."""
         return (settings.get("quant_method"), settings.get("format")) == ("compressed-tensors", "nvfp4-pack-quantized")
 
     def check(self, settings: Settings) -> None:
@@ -381,7 +382,8 @@ class ModelOpt(_Files):
     scalar = ()
 
     def recognises(self, settings: Settings) -> bool:
-        """Whether a config.json's quantization_config says that the weights are stored in this layout."""
+        """Whether quantization_config of a config.json says that weights are stored in this layout: quant_method is
+        "modelopt" and quant_algo is "NVFP4" or, if activations are not quantised, "W4A16_NVFP4"."""
         algorithms = ("NVFP4", "W4A16_NVFP4")
         return settings.get("quant_method") == "modelopt" and settings.get("quant_algo") in algorithms
 

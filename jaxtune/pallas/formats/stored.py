@@ -60,16 +60,18 @@ class Stored:
         raise NotImplementedError
 
     def cut(self, axis: int) -> int | None:
-        """The number of indices along an axis that must stay in one part when the tensor is divided over devices or
-        written in pieces, so that a block of quantisation stays whole; None: it cannot be divided along this axis."""
+        """The number of consecutive indices along `axis` that must stay in one part when the tensor is divided over
+        devices or written in pieces, so that no block of quantisation is cut. None means that the tensor cannot be
+        divided along this axis. `divided` and `piece` use it."""
         raise NotImplementedError
 
     def divided(self, axis: int, parts: int) -> tuple[int | None, ...] | None:
-        """The axis along which each array is divided if the tensor is divided into equal parts along `axis`, for the
-        sharding of a model's weights.
+        """The axis along which each leaf is divided if the tensor is divided into `parts` equal parts along `axis`, for
+        the sharding of a model's weights.
 
-        The entries are in the order of the leaves; None stands for an array that each part needs whole. None instead of
-        the tuple means that the tensor cannot be divided like this.
+        The entries are in the order of the leaves; an entry is None for an array that each part needs whole (`shared`).
+        None instead of the tuple means that the tensor cannot be divided like this: not along this axis, or not into
+        whole blocks.
         """
         whole_blocks = self.cut(axis)
         if whole_blocks is None or self.shape[axis] % (whole_blocks * parts):
@@ -148,7 +150,8 @@ class Stored:
         return self._decode(dtype)
 
     def _decode(self, dtype) -> jax.Array:
-        """`decode` without its checks, which each format implements; dtype None stands for that of `dtype_name`."""
+        """The decoded tensor in `dtype`, or in that of `dtype_name` if it is None: what `decode` does once it has
+        checked the arrays and the dtype. Each format implements it."""
         raise NotImplementedError
 
 

@@ -10,9 +10,14 @@ def product_kernel(x, w, x_scale, w_scale, u, side, tile_expert, tile_sizes, out
                    GROUPED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
                    STEP: tl.constexpr, BAND: tl.constexpr):  # fmt: skip
     """One tile of out [TOKENS, OUTER] = scaled(x [TOKENS, INNER] w[e] [OUTER, INNER]^T) + u [TOKENS, RANK] side[e]
-    [OUTER, RANK]^T; fp8_mosaic.product describes the arrays. RANK is 0 without an adapter. If GROUPED, e is the expert
-    of the tile's rows, from tile_expert and tile_sizes, else 0. BLOCK is the number of codes along INNER that share a
-    scale, which is a step, or 0 for scales by rows. Grid: (row tiles times column tiles,)."""
+    [OUTER, RANK]^T, where x and w are e4m3 codes. RANK is 0 without an adapter; u and side are then not read.
+
+    BLOCK is the number of codes along INNER that share a scale, which is a step, or 0 for scales by rows: x_scale is
+    float32[TOKENS] and w_scale [OUTER], or with BLOCK [INNER / BLOCK, TOKENS] and [OUTER / BLOCK, INNER / BLOCK]. If
+    GROUPED, w, side and w_scale have a leading axis of experts, e is the expert of the tile's rows, tile_expert[tile],
+    and a tile for which tile_sizes[tile] is 0 is empty; otherwise e is 0. BAND is the number of tiles of rows in a
+    band. Grid: (row tiles times column tiles,).
+    """
     ROW_TILES: tl.constexpr = (TOKENS + ROWS - 1) // ROWS
     COLUMN_TILES: tl.constexpr = OUTER // COLUMNS
     item = tl.program_id(0)

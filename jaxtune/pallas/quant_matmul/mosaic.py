@@ -107,8 +107,8 @@ def _dequantize_kernel(*refs, chunks: Chunks, interpreted: bool):
 
 
 def dequantize(weight: Stored, dtype) -> jax.Array:
-    """The tensor in bfloat16 or float16, bit for bit what weight.decode(dtype) gives; see `refusal`. For MXFP4, numbers
-    below 2^-126 are not rounded to zero."""
+    """The decoded weight in `dtype`, bfloat16 or float16, bit for bit what weight.decode(dtype) gives, except that
+    numbers of MXFP4 below 2^-126 are not rounded to zero. Call it only if `refusal` returns None."""
     return _dequantize(weight, jnp.dtype(dtype), gpu_kernel.interpreter())
 
 
@@ -359,7 +359,8 @@ def line_refusal(tile: line_matmul.Tile, weight: FourBit, dtype, tokens: int) ->
 
 @dispatch.exactly
 def _exact(x, weight: FourBit):
-    """The product x [tokens, in] weight^T in full float32, with which kernels are compared at their first use."""
+    """The product of x [tokens, in] and the decoded weight [out, in] in full float32, float32[tokens, out], with which
+    the kernels for a few tokens are compared at their first use."""
     return jnp.dot(x.astype(jnp.float32), weight.decode(jnp.float32).T, precision=lax.Precision.HIGHEST)
 
 

@@ -70,10 +70,11 @@ def _product(x, weight, contract, dtype=None):
 
 
 def decoded(weight, x, kernels: ModuleType):
-    """(weight as an array, x); weights in four bits are decoded to x's dtype.
+    """(weight as an array, x), for a product of the two. A quantised weight is decoded to x's dtype by `kernels`, a
+    module with `dequantize`; an array stays as it is.
 
-    Decoding is tied to x. Otherwise XLA would share it between forward and backward and keep the decoded weight in
-    between, or move it out of a loop over tokens.
+    Decoding is tied to x by a barrier. Otherwise XLA would share it between forward and backward and keep the decoded
+    weight in between, or move it out of a loop over tokens.
     """
     if isinstance(weight, Stored):
         weight, x = optimization_barrier((weight, x))
@@ -112,7 +113,8 @@ def _times(x, weight, contract, kernels: ModuleType, more=None, bias=None):
 
 
 def scaled(part, scale):
-    """part times a number, multiplied in float32, because in part's dtype the number would be rounded first."""
+    """`part`, an array, times the number `scale` (an adapter's), in part's dtype. It is multiplied in float32, because
+    in part's dtype the number would be rounded first."""
     return part if scale == 1.0 else (part.astype(jnp.float32) * scale).astype(part.dtype)
 
 

@@ -59,8 +59,9 @@ def _block(wg, slices: int):
 
 
 def own_x(x_ref, wg, slices: int):
-    """Loads the elements that a lane multiplies its codes by, uint32[128 x 16] with two 16-bit elements in each. They
-    are the same for every chunk, so they stay in registers.
+    """Loads the token's elements that a lane multiplies its codes by, uint32[128 x 16] with two 16-bit elements in
+    each: 16 neighbouring ones in each half of its warp's slice. They are the same for every chunk, so they stay in
+    registers.
 
     Args:
       x_ref: the token, 16-bit [columns], in global memory.

@@ -30,8 +30,8 @@ from jaxtune.pallas.quant_matmul.row_lanes import SLICE
 
 _WARPS = 20  # the most multiplying warps of a program, unless a row has more slices
 _MOST_WARPS = 28  # with the loading warpgroup these are a program's 1,024 threads
-_RING_BYTES = 72 * 1024
-_SMEM_BYTES = 227 * 1024
+_RING_BYTES = 72 * 1024  # the most codes of chunks that are loaded ahead
+_SMEM_BYTES = 227 * 1024  # the most shared memory of a program
 PROGRAMS = 132  # multiprocessors of an H100 or H200
 
 

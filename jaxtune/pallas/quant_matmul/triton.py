@@ -91,11 +91,12 @@ def few_refusal(weight: Stored, dtype, tokens: int) -> str | None:
 
 
 def few_matmul(x: jax.Array, weight: FourBit) -> jax.Array:
-    """x W^T for some dozen tokens: codes are decoded in registers, on their way to the tensor cores.
+    """x W^T for some dozen tokens: codes are decoded in registers, on their way to the tensor cores, so that W is never
+    written. Table entries are rounded to bfloat16, and again after the scale.
 
     Args:
-      x: [17 to 64, in] bfloat16. weight: [out, in]; see few_refusal. Table entries are rounded to bfloat16, and again
-        after the scale.
+      x: [17 to 64, in] bfloat16.
+      weight: [out, in] in NF4, for which `few_refusal` returned None.
     Returns:
       [tokens, out] in x's dtype; sums in float32.
     """
@@ -127,7 +128,8 @@ def few_matmul(x: jax.Array, weight: FourBit) -> jax.Array:
 
 
 def dequantize(weight: FourBit, dtype=None) -> jax.Array:
-    """FourBit.decode, bit for bit: the tensor in `dtype`, by default its original one."""
+    """The decoded weight in `dtype` (None: the weight's own, dtype_name), bit for bit what FourBit.decode gives. Call
+    it only if `refusal` returns None."""
     from jaxtune.pallas.quant_matmul import triton_kernels
 
     arrays, nested = _parts(weight)
