@@ -78,8 +78,9 @@ def noised(x: jax.Array, layout: PackedLayout, key: jax.Array, alpha: float) -> 
 
 
 def _on_any_mesh[**P, R](method: Callable[P, R]) -> Callable[P, R]:
-    """meshes.on_any_mesh for a method: its result is divided over devices as its first array argument is, not as a
-    weight is."""
+    """A decorator, meshes.on_any_mesh for a method of Decoder whose first argument is an array. With it the method can
+    be called with arrays on a mesh of several devices: its result is divided over the devices as the first argument is.
+    As `self` is an argument too, on_any_mesh alone would take a weight for the first array."""
 
     computed: Callable = method
 

@@ -383,5 +383,5 @@ def _compress(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def _number(value: float) -> int | float:
-    """A number as PEFT writes it to JSON: as an int if it is whole."""
+    """A rank or alpha as PEFT writes it to JSON: as an int if it is a whole number, otherwise as a float."""
     return int(value) if float(value).is_integer() else value

@@ -279,7 +279,7 @@ def _first_gathered(trainables, frozens) -> list[jax.Array]:
 
 
 def _with_gradients(trainable, gradients) -> list[tuple[Shard, jax.Array]]:
-    """The Shards in a layer's trainable tensors, each with the gradient of its whole tensor; gradients: a like tree."""
+    """The Shards in a layer's trainable tensors, each with its whole tensor's gradient, from the tree `gradients`."""
     pairs = jax.tree.map(
         lambda leaf, gradient: (leaf, gradient) if isinstance(leaf, Shard) else None,
         trainable,

@@ -89,7 +89,8 @@ def _merge_and_check(weight: jax.Array, lora: LoraWeights, probe: jax.Array, dty
 
 @functools.partial(jax.jit, static_argnums=3)
 def _merge_experts(weight: jax.Array, lora: GroupedLora, probe: jax.Array, transposed: bool):
-    """_merge_and_check of every expert of a matrix: (merged weights, whether all are finite, the largest error).
+    """Merges the adapters of an experts' matrix into the weight of each expert, and compares products, each as
+    `_merge_and_check` does: (merged weights, whether all are finite, the largest error over the error allowed).
 
     weight: [E, out, in], or [E, in, out] if `transposed`, decoded; the merged weights have its shape and dtype. lora:
     the adapters. probe: float32[rows, in], random.

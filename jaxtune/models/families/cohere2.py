@@ -20,7 +20,8 @@ def _prepare(hf: Config) -> Config:
 
 
 def _head_dim(config: DecoderConfig) -> int:
-    """The head_dim that is written; raises ValueError if it is not hidden_size / num_attention_heads."""
+    """The value of head_dim that is written to config.json (for Key.written); raises ValueError if it is not
+    hidden_size / num_attention_heads, which transformers would use instead of it."""
     if config.query_size != config.hidden_size:
         raise ValueError(f"Cohere2: head_dim = {config.head_dim} is not hidden_size / num_attention_heads")
     return config.head_dim

@@ -53,7 +53,8 @@ def divide(
 
 
 def stored_in(beside: Passthrough | None) -> set[str]:
-    """Names of the formats of the passthrough tensors that are quantised; empty for None."""
+    """Names of the formats, such as "fp8", in which quantised passthrough tensors are stored; an empty set if none of
+    them is quantised, or there are none (None)."""
     return {
         entry.format_name for entry in _gathered(beside.tensors if beside else ()) if isinstance(entry, StoredEntry)
     }
@@ -139,7 +140,8 @@ def _module(name: str) -> str:
 
 
 def _with_skipped(config: dict[str, Any], passthrough: Passthrough, name_of: Callable[[str], str]) -> dict[str, Any]:
-    """config.json whose quantization_config lists the passthrough modules as not quantised.
+    """The config.json of the whole model, `config`, in which quantization_config, if there is one, also lists the
+    modules of the passthrough tensors as not quantised, because they are saved in 16 bits.
 
     name_of: maps the module names that the lists already contain to names in the whole model. Readers interpret the
     lists differently: some match whole names of linears, some match prefixes, and compressed-tensors matches whole

@@ -1,4 +1,8 @@
-"""Generation: continues prompts of any lengths, by the sampler (sampler.py)."""
+"""Generation: continues prompts of any lengths, by the sampler (sampler.py).
+
+It also computes the log-probabilities of answers as training does, because those of the decoding steps differ by
+rounding.
+"""
 
 from __future__ import annotations
 

@@ -114,7 +114,8 @@ class Prefills:
         return next((batch for batch in reversed(self._batches) if request.key in batch.rows), None)
 
     def take(self, request: Request) -> int:
-        """The row of the request's prompt in its batch, from which the caller copies states before it takes another."""
+        """Registers that a request, whose prompt is ready, gets a slot and no longer waits. Returns the row of its
+        prompt in the batch; the caller copies the states of that row before the next program is dispatched."""
         batch = self.ready(request)
         assert batch is not None
         self.unwanted(request)
@@ -126,6 +127,8 @@ class Prefills:
 
     def advance(self, leaves: Sequence[jax.Array], nearest: Sequence[Request]) -> int:
         """Dispatches one program that prefills the prompt of the first of these requests, and of others if they fit.
+
+        If a long prompt is being prefilled in chunks, the program prefills its next chunk instead.
 
         Args:
           leaves: the model's arrays.

@@ -202,13 +202,14 @@ def _insert(states, staged, rows, slots) -> States:
 
 @functools.partial(jax.jit, static_argnums=1)
 def grown(state: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """One array of the states in a larger shape (another capacity), padded with zeros."""
+    """One array of the slots' states, padded with zeros to a larger shape: that of a larger capacity of the caches."""
     return jnp.pad(state, [(0, new - old) for old, new in zip(state.shape, shape, strict=True)])
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def mark_seen(seen, slot, tokens, length) -> jax.Array:
-    """bool[N, V] `seen` in which row `slot` marks exactly the first `length` of `tokens` int32[T]."""
+    """`seen` bool[N, V], the tokens that the row in each slot contains, with a new row in slot `slot`, which contains
+    the first `length` of `tokens` int32[T]. The repetition penalty reads it; `seen` is donated."""
     row = jnp.zeros(seen.shape[1], bool).at[tokens].max(jnp.arange(len(tokens)) < length)
     return seen.at[slot].set(row)
 

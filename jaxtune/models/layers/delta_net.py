@@ -217,7 +217,8 @@ class DeltaNet(nnx.Module):
     def tokens(self, qkv: jax.Array, rates: jax.Array, layout):
         """(query, key, value, decay, beta) as gated_delta_rule takes them, with the shapes that `_split` states.
 
-        qkv, rates: from `project`, for whole rows; qkv passes the convolution here.
+        qkv, rates: from `project`, for all tokens of each row (`step` does this for the next tokens in generation). The
+        convolution is applied to qkv here.
         layout: the document boundaries of the batch, which the convolution does not cross.
         """
         return self._split(short_convolution(qkv, self._taps(), layout), rates)

@@ -137,11 +137,12 @@ def make_mesh(*sizes: int) -> Mesh:
 
 
 def divided(function: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Callable:
-    """The function, run by every device of the mesh on its own part of the arrays; unchanged for one device or no mesh.
+    """jax.shard_map of the function, which every device of the mesh runs on its own part of the arrays. Returns the
+    function itself for a mesh of one device or no mesh.
 
-    The specs are those of jax.shard_map. That arrays are whole where they say so is not checked. Inside, jax.grad
-    differentiates a device's own share of a sum: a psum in the differentiated function would count each gradient once
-    per device (see `total`).
+    Nothing checks that arrays which the specs call whole are equal on all devices. Inside, jax.grad must be taken of
+    this device's own share of a sum over devices: if the differentiated function summed it by psum, each gradient would
+    be counted once for every device (see `total`).
     """
     if mesh is None or mesh.size == 1:
         return function
@@ -264,7 +265,8 @@ def total(sums: Any) -> Any:
 
 
 def largest(value: jax.Array) -> jax.Array:
-    """The largest over all devices of a value that is the largest over this device's rows. Without a gradient."""
+    """The maximum over the rows of all devices, from `value`, the maximum over this device's rows. It has no
+    gradient."""
     axes = _row_axes()
     value = jax.lax.stop_gradient(value)
     return jax.lax.pmax(value, axes) if axes else value

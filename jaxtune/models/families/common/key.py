@@ -23,7 +23,8 @@ FLOAT = Conversion(float, lambda ours: ours)
 
 
 class Entry(Protocol):
-    """An entry of a family's table: a Key, or an object that reads several keys.
+    """An entry of a family's table, which translates between keys of config.json and fields of DecoderConfig: a Key, or
+    an object that reads several keys.
 
     `fields` in `read` are the fields that earlier entries have set. `layers` is one of them, which several entries may
     change in turn.
@@ -36,7 +37,8 @@ class Entry(Protocol):
 
     @property
     def gives(self) -> tuple[str, ...]:
-        """The fields that only this entry may set; a family's entry replaces a common one that sets the same field."""
+        """Names of the fields of DecoderConfig that only this entry may set. An entry of a family replaces the common
+        entry (table.py) that sets the same field."""
         ...
 
     def read(self, hf: Config, fields: Config) -> Fields:
@@ -106,7 +108,8 @@ class Key:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """Several keys that describe one object, such as a MoEConfig or the shape of a mixer."""
+    """The Entry for several keys of config.json that describe one object, such as a MoEConfig or the shape of a
+    mixer."""
 
     make: type
     """The class of the object."""
@@ -119,7 +122,8 @@ class Record:
 
     @property
     def gives(self) -> tuple[str, ...]:
-        """The field that is set to the object, as a tuple; () if another entry uses it."""
+        """The field of DecoderConfig that is set to the object, as a tuple. It is empty if the Record sets no field,
+        because another Entry, such as LayerTypes for mixers, calls `made` and `described` itself."""
         return () if self.field is None else (self.field,)
 
     def made(self, hf: Config) -> Any:
@@ -134,11 +138,11 @@ class Record:
         return {name: value for key in self.keys for name, value in key.write(made).items()}
 
     def read(self, hf: Config, fields: Config) -> Fields:
-        """{field: the object}; {} if another entry uses it."""
+        """{field: the object}; {} if the Record sets no field."""
         return {} if self.field is None else {self.field: self.made(hf)}
 
     def write(self, config: Any) -> Fields:
-        """{key: value} of the object in a DecoderConfig's field; {} if another entry writes it."""
+        """{key: value} for the object in that field of a DecoderConfig; {} if the Record sets no field."""
         return {} if self.field is None else self.described(getattr(config, self.field))
 
 

@@ -114,7 +114,8 @@ def one_window(config: DecoderConfig, layers: Sequence[LayerSpec]) -> int | None
 
 @dataclasses.dataclass(frozen=True)
 class LayerTypes:
-    """The Entry for the key layer_types, which gives layers the window, rotary base and mixer of their type."""
+    """The Entry for the key layer_types: gives each LayerSpec in DecoderConfig.layers the window, rotary base and mixer
+    of the layer's type, and writes the types of layers back."""
 
     default: Callable[[Config], Sequence[str]]
     """Computes the types for a config.json without layer_types; it may read all keys of the family."""
@@ -186,7 +187,8 @@ class LayerTypes:
 
 
 class OneWindow:
-    """The Entry for a sliding_window that all layers have; null means that no layer has a window."""
+    """The Entry for a sliding_window that all layers have: sets it in each LayerSpec, and writes it back. Null in the
+    file means that no layer has a window."""
 
     keys = (SLIDING_WINDOW,)
     gives = ()
@@ -231,8 +233,8 @@ UPPER_WINDOWS = (
 
 
 class MLPLayers:
-    """The entry for mlp_only_layers and decoder_sparse_step: layers with an MLP in a model whose other layers have
-    experts."""
+    """The Entry for mlp_only_layers and decoder_sparse_step, which say which layers of a model with experts have an MLP
+    instead: replaces the feed-forward of these LayerSpecs, and writes mlp_only_layers back."""
 
     keys = (
         Key("mlp_only_layers", (), functools.partial(values.items, of=any_count), ()),

@@ -150,7 +150,8 @@ PARTIAL_ROTARY = Key(
 
 @dataclasses.dataclass(frozen=True)
 class Rotary:
-    """The Entry for a model with one rotary base, written so that transformers 4 and 5 both read it."""
+    """The Entry for a model with one rotary base: reads the keys of config.json about it into DecoderConfig.rotary, and
+    writes them back so that transformers 4 and 5 both read them."""
 
     default: Config = dataclasses.field(default_factory=dict)
     """The rope_parameters of a config.json that has neither rope_parameters nor rope_scaling."""
@@ -165,7 +166,7 @@ class Rotary:
     gives = ("rotary",)
 
     def given(self, hf: Config) -> Fields:
-        """The rotary parameters of a config.json as one flat dict, from `default` if it has none."""
+        """The rotary parameters of a config.json as one flat dict, or those of `default` if it has none."""
         says_nothing = not hf["rope_parameters"] and not hf["rope_scaling"]
         return rope_parameters({**hf, "rope_parameters": self.default} if says_nothing else hf)
 
@@ -181,7 +182,8 @@ class Rotary:
 
 @dataclasses.dataclass(frozen=True)
 class RotaryByType(Rotary):
-    """The Entry for a model with a rotary base for each type of layer, in rope_parameters one object for each."""
+    """The Entry for a model with a rotary base for each type of layer: reads rope_parameters, which has one object for
+    each type, into DecoderConfig.rotary, and writes it back."""
 
     types: tuple[str, ...] = (FULL, SLIDING)
     """The types, in the order of DecoderConfig.rotary, to which LayerSpec.rotary is an index."""
