@@ -42,7 +42,8 @@ _ONLY_WRITE = ("aten::copy_", "aten::fill_", "aten::zero_")
 
 @dataclasses.dataclass(slots=True)
 class _Call:
-    """A range on a CPU thread: an operator, a marked range, a Python function or a call of the CUDA API."""
+    """A range of time on a CPU thread: an operator, a range that the program marked, a Python function, or a call of
+    the CUDA API. The ranges around the call that launched a kernel tell the kernel's scope and work."""
 
     start: float  # microseconds, as the trace counts them
     end: float
@@ -83,8 +84,9 @@ def read_chrome(data: bytes, path: str) -> Trace:
 
 
 def _read(rows: list[dict], head: dict[str, Any], path: str) -> Trace:
-    """The Trace made of a file's event rows (`traceEvents`) and its other top-level entries (`head`). path: the file,
-    for messages."""
+    """Makes the Trace of a file from its events as JSON, `rows` (the entry `traceEvents`), and its other top-level
+    entries, `head`, such as the device's properties and versions. path: the file, for messages. Raises TraceError if
+    there are neither kernels nor operators."""
     device_rows, calls, launches = [], collections.defaultdict(list), {}
     for row in rows:
         if row.get("ph") != "X":
@@ -152,7 +154,8 @@ def _read(rows: list[dict], head: dict[str, Any], path: str) -> Trace:
 
 
 def _nest(thread: list[_Call]) -> None:
-    """Sets each call's `parent`; the calls of one thread are sorted in place."""
+    """Sets the `parent` of each call of one thread: the innermost call that contains it, None if none does. The list is
+    sorted in place."""
     thread.sort(key=lambda c: (c.start, -c.end))
     stack: list[_Call] = []
     for call in thread:
@@ -163,13 +166,10 @@ def _nest(thread: list[_Call]) -> None:
 
 
 def _operators_as_kernels(threads: dict[Any, list[_Call]]) -> tuple[list[dict], dict[Any, _Call]]:
-    """Stand-ins for kernels in a trace of a CPU program.
-
-    An operator counts as a kernel during the longest stretch in which no other operator runs inside it.
-
-    Returns:
-      (rows like those of kernels, {the row's correlation id: the operator's call})
-    """
+    """Stand-ins for kernels in a trace of a CPU program, in which operators compute and launch nothing: (rows like
+    kernels' trace events, {the correlation id in a row: the operator's call}). threads: {thread: its calls}, with
+    `parent` set. An operator counts as a kernel during the longest stretch in which no other operator runs inside
+    it."""
     rows, calls = [], {}
     for thread, all_calls in threads.items():
         operators = [call for call in all_calls if call.category == "cpu_op" and "::" in call.name]
@@ -239,7 +239,9 @@ class _Forward:
         }
 
     def _fits(self, thread: Any, node: _Call) -> bool:
-        """Whether the call with the node's sequence number on `thread` is an operator of the node's name."""
+        """Whether `thread` may be the one whose forward the node belongs to: whether its call with the node's sequence
+        number, or an operator around that call, has the name of the node's operator. A node is a call of a backward
+        operator by the autograd engine."""
         call = self._calls.get((thread, node.args["Sequence number"]))
         if call is None:
             return False
@@ -267,10 +269,10 @@ def _backward_call(call: _Call) -> _Call | None:
 
 
 def _step_finder(marks: Sequence[tuple[float, float]], optimizer_ends: Sequence[float]):
-    """A function from the time of a launch on the CPU (None: unknown) to its step number, -1 outside of all steps.
-
-    Steps are the `marks` (start, end) where there are any, else they end at `optimizer_ends`.
-    """
+    """Returns a function from the time at which a kernel was launched on the CPU, in microseconds or None if unknown,
+    to the number of its step, -1 if it is in none. Steps are `marks`, the (start, end) of ranges with which the program
+    marked them, if there are any. Otherwise a step ends at each of `optimizer_ends`, the times at which optimizer steps
+    ended; without these too, everything is step 0."""
     starts = [start for start, _ in marks]
 
     def find(moment: float | None) -> int:
@@ -289,8 +291,9 @@ def _step_finder(marks: Sequence[tuple[float, float]], optimizer_ends: Sequence[
 
 
 def _steps(events: list[Event]) -> list[tuple[float, float]]:
-    """(start_ns, end_ns) of each step on the device, from its first kernel to the first kernel of the next step or to
-    its own end. Renumbers the events' steps from 0."""
+    """(start_ns, end_ns) of each step on the device, in order: from its first kernel to the first kernel of the next
+    step, the last one to its last kernel's end. Renumbers the events' steps from 0; if no event has a step, all are
+    step 0."""
     numbers = sorted({e.step for e in events if e.step >= 0})
     if not numbers:
         for event in events:
@@ -374,11 +377,10 @@ def _category(event: Event, around: Sequence[_Call]) -> str:
 
 
 def _scope(call: _Call, forward: _Forward) -> tuple[str, str]:
-    """(scope, phase) of a kernel launch, from the marked ranges and modules around it, or, for a launch in the
-    backward, around its forward operator, which `forward` finds. The phase is "forward", "backward" or "recompute".
-
-    The scope is the operator's name if no forward operator is found.
-    """
+    """(scope, phase) of the kernel that a call launched; the phase is "forward", "backward" or "recompute". In the
+    forward, and in a forward that gradient checkpointing runs again in the backward ("recompute"), the scope is that of
+    the marked ranges and modules around the call. In the backward, it is that of the forward operator, which `forward`
+    finds; if it finds none, the name of the operator around the call."""
     node = _backward_call(call)
     if node is None:
         return _path(call), "forward"
@@ -401,8 +403,9 @@ def _names_a_place(call: _Call) -> bool:
 
 
 def _path(call: _Call, inside: _Call | None = None) -> str:
-    """The scope of a call: the marked ranges and modules around it, joined by slashes with the outermost first. Those
-    around the call `inside`, an autograd node, are left out. Without any, the outermost aten operator."""
+    """The scope of a call: the names of the marked ranges and modules around it, joined by slashes with the outermost
+    first. If there are none, the name of the outermost aten operator. inside: an autograd node around the call; it and
+    the ranges around it are left out, because they enclose the whole backward. None: all ranges count."""
     parts: list[str] = []
     for around in call.up():
         if around is inside:
@@ -432,11 +435,8 @@ def _operator(call: _Call) -> str:
 def _add_work(event: Event, operators: list[_Call]) -> None:
     """Sets a kernel's shapes, dtype, FLOPs and bytes from an operator around its launch: the innermost attention
     operator that recorded the shapes of its inputs, or else the innermost operator that did. Without one, the event is
-    left unchanged.
-
-    If an operator launches several kernels, only the longest has the operator's FLOPs and bytes; the others have 0.
-    operators: the CPU operators around the call that launched the kernel, the innermost first.
-    """
+    left unchanged. If an operator launches several kernels, only the longest has the operator's FLOPs and bytes; the
+    others have 0. operators: the CPU operators around the call that launched the kernel, the innermost first."""
     shaped = [c for c in operators if c.args.get("Input Dims")]
     attention = [c for c in shaped if c.name.startswith("aten::_scaled_dot_product_")]
     operator = next(iter(attention or shaped), None)

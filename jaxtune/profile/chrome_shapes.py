@@ -48,13 +48,13 @@ def in_words(dims: Sequence[int], kind: str) -> str:
 
 
 def attention_flops(name: str, dims: list[list[int]], args: dict[str, Any]) -> float:
-    """FLOPs of one attention operator on [B, H, T, D] tensors: 2 products forward and 5 backward, half of that if the
-    call is causal; 0 if the shapes are not of that form.
+    """FLOPs of one attention operator on [B, H, T, D] tensors: 2 products in the forward and 5 in the backward, half of
+    that if the call is causal; 0 if query or key has not four dimensions.
 
     Args:
-      name: the ATen operator's.
-      dims: the dimensions of its array arguments.
-      args: its other entries in the trace, with "Concrete Inputs".
+      name: the ATen operator's; that of a backward ends with "_backward".
+      dims: the dimensions of its array arguments: query, key and so on, in a backward after the output's gradient.
+      args: the other entries of the trace event, of which "Concrete Inputs" says whether the call is causal.
     """
     backward = name.endswith("_backward")
     query, key = (dims[1], dims[2]) if backward else (dims[0], dims[1])

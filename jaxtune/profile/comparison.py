@@ -87,18 +87,19 @@ def compare(a: Report | str | Path, b: Report | str | Path) -> Comparison:
 
 def region(scope: str) -> str:
     """The part of a model that a scope belongs to, such as "mlp" or "optimizer", under one name for every framework;
-    "elsewhere" if its name does not say it."""
+    "elsewhere" if the scope's name does not tell. Profiles whose scopes have different names are compared by it."""
     return next((name for name, pattern in _REGIONS if pattern.search(scope)), "elsewhere")
 
 
 def _change(name: str, phase: str, a: Sequence[float], b: Sequence[float], step_ms: float, detail: str = "") -> Change:
-    """The row of a comparison for one category, scope or kernel.
+    """The row of a comparison for one category, scope or kernel, with a verdict: "same" if the times differ by no more
+    than the steps of one profile do among themselves, or by a negligible share of the step.
 
     Args:
       name, phase: of the category, scope or kernel.
-      detail: the scope and shape of a kernel.
-      a, b: its ms in each step of the two profiles; empty: that profile does not have it.
-      step_ms: of A's step; a change below a small share of it counts as none.
+      a, b: its ms in each step of A and of B; empty: that profile does not have it.
+      step_ms: the ms of A's step.
+      detail: the scope and shape of a kernel, for display.
     """
     mean_a = sum(a) / len(a) if a else 0.0
     mean_b = sum(b) / len(b) if b else 0.0
@@ -115,14 +116,16 @@ def _change(name: str, phase: str, a: Sequence[float], b: Sequence[float], step_
 
 
 def _spread(values: Sequence[float], mean: float) -> float:
-    """Largest minus smallest of the per-step times `values`; an assumed share of `mean` where there is only one."""
+    """How far the ms of one profile's steps, `values`, lie apart: the largest minus the smallest. With one step this is
+    unknown, and a share of `mean` is assumed; without steps it is 0."""
     if not values:
         return 0.0
     return max(values) - min(values) if len(values) > 1 else _UNKNOWN_SPREAD * mean
 
 
 def _scaled(row: Share | KernelRow | None, scale: float) -> list[float]:
-    """A row's per-step times multiplied by `scale`; no times for a missing row."""
+    """The ms of each step that a row of categories, scopes or kernels has, multiplied by `scale`; an empty list for
+    None, a row that the profile does not have."""
     return [] if row is None else [ms * scale for ms in row.per_step_ms]
 
 
@@ -169,10 +172,11 @@ def _add(total: list[float] | None, values: list[float]) -> list[float]:
 
 
 def _kernels(a: ReportData, b: ReportData, scale: float) -> list[Change]:
-    """One row for each kernel of either side, kernels that do the same work paired, the largest difference first.
+    """One row for each kernel of either profile, the largest difference first. Kernels of A and B that do the same work
+    share a row.
 
-    Matrix products are paired by scope and shape, whatever kernel the library chose; other kernels by their name
-    without the number that the compiler appended. `scale` is the factor on B's times.
+    Matrix products and attention are paired by scope, phase and shape, whatever kernel the library chose; other kernels
+    also by their name, without the number that the compiler appended. `scale` is the factor on B's times.
     """
 
     def grouped(report: ReportData, factor: float):
@@ -204,7 +208,9 @@ def _without_number(name: str) -> str:
 
 
 def _identity(row: KernelRow) -> str:
-    """The name by which a kernel is paired across profiles; empty for products, which scope and shape identify."""
+    """The name under which a kernel is paired with the other profile's: that without the compiler's number. It is ""
+    for matrix products and attention of known shape, because libraries give kernels of the same work different
+    names."""
     return "" if row.category in ("GEMM", "attention") and row.shape and row.tflops else _without_number(row.name)
 
 

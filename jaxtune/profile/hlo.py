@@ -139,7 +139,7 @@ class Computation:
 
     @functools.cached_property
     def by_id(self) -> dict[int, Instruction]:
-        """The instructions by id."""
+        """{id: instruction} of this computation's instructions."""
         return {i.id: i for i in self.instructions}
 
     @functools.cached_property
@@ -199,7 +199,8 @@ class Module:
         return list(self._launches(self.entry, 0))
 
     def _launches(self, computation: Computation, depth: int) -> Iterator[Instruction]:
-        """The launches of one computation and of what it calls; `depth` bounds nesting."""
+        """Yields the launches of one computation and of those that it calls, a loop's as often as it runs. depth: how
+        many calls deep the computation is; deeper than 16, nothing is yielded."""
         for instruction in computation.instructions:
             opcode = instruction.opcode
             if opcode in SILENT or depth > 16:
@@ -233,8 +234,10 @@ class Module:
         return out
 
     def peak_buffers(self) -> list[tuple[int, Instruction | None, str]]:
-        """(bytes, instruction, kind) of each buffer that is live at the moment of the device's peak; kind is
-        "argument", "output", "temporary", "constant" or "fragmentation"."""
+        """(bytes, instruction, kind) of each buffer that is live when the program needs the most device memory; kind is
+        "argument", "output", "temporary", "constant" or "fragmentation". The instruction is the one whose result is in
+        the buffer; None for the unused rest of a place ("fragmentation") and for smaller values that share a place with
+        a listed one."""
         return _peak_buffers(self._buffers, self)
 
     @functools.cached_property
@@ -244,7 +247,7 @@ class Module:
 
 
 def trip_count(loop: Instruction) -> int:
-    """How often a while loop runs, where the compiler knows it; else 1."""
+    """How often a while loop runs, if the compiler has noted it in the instruction's config; else 1."""
     try:
         return int(json.loads(loop.config)["known_trip_count"]["n"])
     except (ValueError, KeyError, TypeError):
@@ -329,7 +332,7 @@ def flops(instruction: Instruction) -> int:
 
 
 def _first(shape: Shape) -> Shape:
-    """The first part of a tuple; an array as it is."""
+    """The shape of a call's first result: the first part of a tuple's shape; an array's as it is."""
     return shape.parts[0] if shape.parts else shape
 
 
@@ -344,7 +347,8 @@ def _dot_flops(out: Shape, operands: list[Shape], contracting: tuple[int, ...]) 
 
 
 def _cublas_contracting(instruction: Instruction) -> tuple[int, ...]:
-    """Contracting dimensions of a cuBLAS call's left side, from its config; none where the config does not say."""
+    """The dimensions of a cuBLAS call's left operand that are summed over, from the call's config; () if the config
+    does not tell."""
     try:
         numbers = json.loads(instruction.config)["gemm_backend_config"]["dot_dimension_numbers"]
         return tuple(int(i) for i in numbers["lhs_contracting_dimensions"])
@@ -353,8 +357,9 @@ def _cublas_contracting(instruction: Instruction) -> tuple[int, ...]:
 
 
 def _attention_flops(instruction: Instruction, operands: list[Shape]) -> int:
-    """FLOPs of a cuDNN attention call on [B, T, heads, D] operands; half of the dense count where its mask is
-    causal."""
+    """FLOPs of a cuDNN attention call, 2 products in the forward and 5 in the backward, half of that if its mask is
+    causal; 0 if query or key has not four dimensions. operands: the shapes of the call's operands, the first two of
+    which are query and key, [B, T, heads, D]."""
     query, key = operands[0].dims, operands[1].dims
     if len(query) != 4 or len(key) != 4:
         return 0
@@ -451,12 +456,8 @@ def _peak_buffers(assignment: Any, module: Module) -> list[tuple[int, Instructio
 
 
 def _fullest(events: list[tuple[int, int, int]], sizes: dict[int, int]) -> list[int]:
-    """Ids of the buffers that are live at the peak of a trace.
-
-    Args:
-      events: (kind, buffer, the buffer it shares memory with); kind 0 allocates, 1 frees, 2 shares.
-      sizes: bytes by buffer.
-    """
+    """Ids of the buffers that are live at the peak of a trace. `sizes` has the bytes of each buffer, and `events` are
+    (kind, buffer, the buffer it shares memory with); kind 0 allocates, 1 frees, 2 shares."""
     live: dict[int, int] = {}
     canonical: dict[int, int] = {}
     total = best_total = 0

@@ -130,8 +130,9 @@ class _Classes:
 
 
 def _satellite(name: str) -> bool | None:
-    """None for the name of a main kernel; for that of a helper kernel, which a library launches beside its main one,
-    such as the reduction of a split product (_SATELLITES), whether its main kernel comes after it."""
+    """Whether a kernel's name is that of a helper kernel, which a library launches beside its main one, such as the
+    reduction of a split product (_SATELLITES): True if its main kernel comes after it, False if before, and None if it
+    is no helper but a main kernel."""
     for pattern, before in _SATELLITES:
         if pattern.search(name):
             return before
@@ -164,14 +165,16 @@ def _class_of_launch(launch: Launch, known, kernel_owner, classes: _Classes) -> 
 
 
 def _guesses(wanted, seen, size: int) -> Iterator[tuple[int, dict[int, int]]]:
-    """Candidates for the number of executions, and how the launches would be placed.
+    """Guesses how often the program ran within the trace, and which instruction each launch belongs to, from the
+    numbers of launches of each class (a key of instructions that may launch the same kernel, see _Classes).
 
     Args:
-      wanted: {class: its positions in the schedule}.
-      seen: {class: indices of its launches in the trace}.
-      size: instructions in the schedule.
+      wanted: {class: the positions of its instructions in the schedule, ascending}.
+      seen: {class: indices of its launches in the trace, ascending}.
+      size: the number of instructions in the schedule.
     Yields:
-      (executions, the cut ones included; {index of a launch: its position}) for the classes whose counts match.
+      (the number of executions, with those that the trace cuts; {index of a launch: position in the schedule repeated
+        for each execution}), the second for those classes whose launches it explains exactly.
     """
     votes: collections.Counter[int] = collections.Counter()
     for key, indices in seen.items():
@@ -191,8 +194,9 @@ def _guesses(wanted, seen, size: int) -> Iterator[tuple[int, dict[int, int]]]:
 
 
 def _first_place(lacks: dict[Hashable, int], order: list[Hashable], seen: dict[Hashable, list[int]]) -> int:
-    """The position in the schedule at which the trace probably begins, judged by the classes that occur once in the
-    schedule; 0 if there is none. `lacks` and `order` are as for _cuts, `seen` as for _guesses."""
+    """The position among the launches of one execution at which the trace probably begins, by a vote of the classes
+    that occur once in the schedule; 0 if there is none. `lacks` and `order` are as for _cuts, `seen` as for
+    _guesses."""
     launched = {index: rank for rank, index in enumerate(sorted(index for key in lacks for index in seen[key]))}
     often = collections.Counter(order)
     votes = collections.Counter(
@@ -202,15 +206,15 @@ def _first_place(lacks: dict[Hashable, int], order: list[Hashable], seen: dict[H
 
 
 def _cuts(lacks: dict[Hashable, int], order: list[Hashable], first: int) -> Iterator[tuple[_Counts, _Counts]]:
-    """How many launches of each class may be missing at the beginning and at the end of the trace.
+    """Where the trace may have cut the first and the last execution, from how many launches of each class are missing.
 
     Args:
       lacks: {class: how many of its launches are missing in all}.
-      order: the classes in the order of the schedule.
-      first: the position at which the trace may begin.
+      order: the class of each instruction, in the order of the schedule.
+      first: the position in `order` at which the trace may begin; stretches near it are tried first.
     Yields:
-      (missing at the beginning, missing at the end): first the case of nothing missing, then the stretches of the
-        schedule that explain `lacks` best.
+      ({class: launches missing at the beginning}, {class: missing at the end}): first the case of nothing missing, then
+        the stretches of the schedule that explain `lacks` best.
     """
     total, size = sum(lacks.values()), len(order)
     yield collections.Counter(), collections.Counter()
@@ -232,8 +236,8 @@ def _cuts(lacks: dict[Hashable, int], order: list[Hashable], first: int) -> Iter
 
 
 def _in_order(position: dict[int, int]) -> list[int]:
-    """The launches, ascending, of a longest subsequence whose positions increase. `position` has the position in the
-    schedule of each launch (by index) that has one."""
+    """The indices, ascending, of those launches that form a longest sequence in which positions increase too, as they
+    do if the launches ran in the order of the schedule. position: {index of a launch: its position in the schedule}."""
     tails: list[int] = []
     tail_index: list[int] = []
     before: dict[int, int] = {}

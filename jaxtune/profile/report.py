@@ -90,8 +90,8 @@ def make_report(trace: Trace) -> Report:
 
 
 def _own_notes(trace: Trace, ceilings: Ceilings | None) -> list[str]:
-    """Remarks for the reader of the report, in addition to the trace's: on kernels that were not found in the HLO, and
-    on unknown ceilings."""
+    """Remarks that the report adds to the trace's own: that a noticeable part of the kernel time was not found in the
+    HLO, and that no ceilings are known for the device (`ceilings` is None)."""
     notes = []
     busy = sum(e.duration_ns for e in trace.events) or 1.0
     if trace.unmatched_ns > 0.02 * busy:
@@ -219,8 +219,8 @@ def _idle(events: Sequence[Event], steps: Sequence[tuple[float, float]]) -> Idle
 
 
 def _wait_words(idle: Idle) -> str:
-    """Words on the longest wait of the device for the host, for the sentence on idle time; "" if it is below 0.05
-    ms."""
+    """Words on the longest wait of the device for its next launch, in parentheses, to be put into the sentence on idle
+    time; "" if it is shorter than 0.05 ms."""
     if not idle.longest or idle.longest[0]["ms"] < 0.05:
         return ""
     wait = idle.longest[0]

@@ -108,8 +108,9 @@ _PRODUCTS = {"GEMM": "The large matrix products take", "attention": "Attention t
 
 
 def _kind(event: Event, ceilings: Ceilings) -> str:
-    """The name of the loss that an event's time counts in, such as "GEMM", "thin products" (bound by memory) or
-    "recompute"; passes over memory are named by the first two parts of their scope."""
+    """The name of the loss in which an event's time counts: "recompute", the event's category for transfers, attention
+    and experts, "GEMM" or "thin products" (products that are bound by memory), "the loss", "the optimizer" or
+    "dequantising". For all other events, which pass over memory, it is the first two parts of their scope."""
     if event.phase == "recompute":
         return "recompute"
     if event.category in TRANSFER_CATEGORIES or event.category in ("attention", "MoE"):
@@ -126,8 +127,8 @@ def _kind(event: Event, ceilings: Ceilings) -> str:
 
 
 def _slow_products(kind: str, events: Sequence[Event], ms: float, per_step: float, ceilings: Ceilings) -> Loss:
-    """The Loss of matrix products, attention or experts: the time per step that would be saved if these kernels ran at
-    the device's ceiling; 0 if the ceiling or the FLOPs are not known.
+    """The Loss of matrix products, attention or experts, with its sentence: the ms per step that would be saved if
+    these kernels ran at the device's ceiling, 0 if the ceiling or their FLOPs are not known.
 
     Args:
       kind: "GEMM", "attention" or "MoE".

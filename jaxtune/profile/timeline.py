@@ -50,7 +50,8 @@ def length(intervals: Sequence[tuple[float, float]]) -> float:
 
 
 def _overlap(start: float, end: float, busy: list[tuple[float, float]], starts: list[float]) -> float:
-    """How much of [start, end] the disjoint intervals `busy` cover; `starts` are their starts."""
+    """How many ns of the interval from `start` to `end` are covered by the intervals `busy`, (start, end) each,
+    disjoint and in order; `starts` are their starts, for a binary search."""
     total, index = 0.0, max(0, bisect.bisect_right(starts, start) - 1)
     while index < len(busy) and busy[index][0] < end:
         total += max(0.0, min(end, busy[index][1]) - max(start, busy[index][0]))
@@ -59,7 +60,8 @@ def _overlap(start: float, end: float, busy: list[tuple[float, float]], starts: 
 
 
 def gaps(events: Sequence[Event], start: float, end: float) -> list[tuple[float, float]]:
-    """Intervals of [start, end] in which nothing ran on the device."""
+    """The intervals (start, end) within `start` to `end` in which none of the events ran, in ns and in order: the
+    device's idle time."""
     busy = union(
         [(max(e.start_ns, start), min(e.end_ns, end)) for e in events if e.end_ns > start and e.start_ns < end]
     )

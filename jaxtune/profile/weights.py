@@ -55,8 +55,9 @@ def linear_of(product: Instruction) -> str:
 
 
 def _names(instruction: Instruction, depth: int) -> list[str]:
-    """Names of the linears whose parameters `instruction` is computed from; none if anything else goes into it. `depth`
-    counts the instructions between it and the product."""
+    """The names of the linears whose weights an instruction's result is computed from, such as ["up_proj"]; [] if
+    anything but weights goes into it, or if the way to them is too long or leads through an instruction that does more
+    than move or convert numbers. depth: how many instructions lie between it and the product."""
     if instruction.opcode == "parameter":
         if len(instruction.shape.dims) < 2 or instruction.shape.dtype in _INDICES:
             return []

@@ -204,14 +204,15 @@ def _kind(raw: _Raw) -> str:
 
 
 def _events(raw: list[_Raw], modules: dict[str, Module], origin: float):
-    """The trace's events with scope, category and work, from the raw ones in order of their starts.
+    """Joins the events of the profile with the HLO of their programs.
 
     Args:
-      raw: the events as the profile has them.
-      modules: {program's name: its HLO}, which gives scopes and work.
-      origin: the time from which events count.
+      raw: the events as the profile has them, in order of their starts.
+      modules: {program id, or else name: its HLO}, which gives scopes and work.
+      origin: the time in ns from which the resulting events count.
     Returns:
-      (events; runs, each (start_ns, program, the program's function); ns of kernels not found in the HLO)
+      (the Events with scope, category and work; the runs of programs, each (start_ns, program id or name, name of its
+        HLO module, which is the jitted function's); the ns of kernels that were not found in the HLO)
     """
     # A function compiled for several shapes is several programs of one name, which differ in their numbers.
     programs = [
@@ -328,14 +329,15 @@ class _WorkCache:
 
 
 def _steps(events: list[Event], runs, marks, notes: list[str]) -> list[tuple[float, float]]:
-    """(start_ns, end_ns) of each step, from the period with which programs run, or with which functions run where
-    programs change with their shapes. Work before the first program belongs to no step.
+    """(start_ns, end_ns) of each step, in order. A step is a period of the sequence in which programs run; if there is
+    none, because programs change with their shapes, a period of the functions' names. Work before the first program of
+    a step belongs to no step.
 
     Args:
-      events: get their step number.
-      runs: the programs' runs, as `_events` gives them.
-      marks: the steps that the program annotated.
-      notes: gets remarks on how steps were found.
+      events: of the trace; their field `step` is set.
+      runs: the programs' runs, as `_events` returns them.
+      marks: (start in ns, number) of each step that the program annotated.
+      notes: a list to which remarks on how steps were found are appended.
     """
     busy: dict[str, float] = collections.defaultdict(float)
     for event in events:
@@ -411,7 +413,8 @@ def _buffers(modules: list[Module]) -> list[Buffer]:
 
 
 def _what(instruction: Instruction | None, kind: str) -> str:
-    """Words on a buffer: its argument's path, or the scope and shape of the instruction whose value it is."""
+    """Words on what is in a buffer: an argument's path, or the scope and shape of the instruction whose result it is.
+    The instruction is None where the compiler's record does not name one; the words then depend on `kind`."""
     if instruction is None:
         return "between buffers" if kind == "fragmentation" else "smaller values in the same place"
     if instruction.opcode == "parameter" and instruction.scope:

@@ -50,11 +50,13 @@ _LAYOUT = plgpu.Layout.TILED(Tiling(((4, 128), (4,))), warp_dims=(-3,), lane_dim
 
 @functools.cache
 def cells(signed: bool) -> np.ndarray:
-    """int32: the table with which `adam_lanes.places` finds codes, of the signed or the unsigned dynamic map.
+    """The table, int32, with which `adam_lanes.places` encodes a number of a moment in one read: for the signed or the
+    unsigned dynamic map, whose codes are the indices of its 256 values.
 
-    It has an entry for each cell of numbers with equal upper bits, from the first cell to that of 1: the number of
-    codes below it, shifted, plus the value whose sum with the lower bits of a magnitude above the cell's bound
-    overflows.
+    A cell is a range of magnitudes whose float32 bits are equal except the lowest 17 (signed) or 16. The entry of a
+    cell is the number of codes below it, shifted by that many bits, plus a number to which the lower bits of a
+    magnitude are added: the sum overflows into the code exactly if the magnitude is above the bound between two codes
+    that is within the cell. Entries go from the cell of the smallest values to that of 1.
 
     Raises:
       AssertionError: a cell has more than one bound between codes, so one entry is not enough.
@@ -154,8 +156,13 @@ def _check(op, gradient, m, m_absmax, v, v_absmax, betas, eps) -> None:
 
 
 def _written_out_places(x, table, signed: bool):
-    """The result of adam_lanes.places in jnp, for the interpreter: uint8 codes of float32 x. table is int32, from
-    `cells(signed)`."""
+    """The same codes as adam_lanes.places, uint8, but in jnp, because Pallas' interpreter cannot run PTX.
+
+    Args:
+      x: float32 in [-1, 1], or [0, 1] if not `signed`.
+      table: int32, `cells(signed)`.
+      signed: whether the codes are those of the signed map.
+    """
     shift, first = _SHIFT[signed], _FIRST[signed]
     bits = lax.bitcast_convert_type(x, jnp.int32)
     magnitude = jnp.clip(bits & 0x7FFFFFFF, first << shift, 0x3F800000)

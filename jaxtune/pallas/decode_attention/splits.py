@@ -15,11 +15,12 @@ MASKED = -1e30  # score of a key that is not visible
 
 
 def live_tiles(lengths, capacity: int, window: int | None, step: int):
-    """The tiles that each split must read: (first, count), both int32[B, splits]. A split has a run of tiles of `step`
-    keys; it reads those from the first to the last that contains a key which the row's newest token sees.
+    """Which tiles of keys each split of a row must read: (first, count), both int32[B, splits]. A split is SPLIT
+    consecutive entries of the cache and consists of tiles of `step` keys. It reads the tiles from the first to the last
+    that contain a key which the row's newest token sees.
 
-    `first` is the number of the first of them, counted from the start of the cache; `count` is how many there are, 0
-    for a split without visible keys.
+    `first` is the number of the first of these tiles, counted from the start of the cache; `count` is how many there
+    are, 0 for a split without visible keys, whose `first` means nothing.
 
     Args:
       lengths: int32[B], tokens of each row.
@@ -42,8 +43,8 @@ def live_tiles(lengths, capacity: int, window: int | None, step: int):
 
 
 def seen_of(lengths, window: int | None):
-    """int32[B]: how many keys a row's newest token sees, of the `lengths` tokens of its row; more than the cache has if
-    the row is longer than the capacity. window: the sliding window, or None."""
+    """int32[B]: how many tokens each row's newest token may see, itself included: all of `lengths`, int32[B], or the
+    last `window`. It is not limited to the capacity, so a row longer than its cache gets more than the cache has."""
     return lengths if window is None else jnp.minimum(lengths, window)
 
 

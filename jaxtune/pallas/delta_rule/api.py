@@ -24,7 +24,8 @@ def implementations(key, value) -> dispatch.Table:
 
 
 def _check_layout(check: Arguments, layout) -> None:
-    """Checks the class of `layout`, and the shapes and dtypes of its document bounds.
+    """Checks that `layout` is a PackedLayout, and that its document bounds have the rows and tokens of the call's
+    arrays, which `check` has seen before.
 
     Raises:
       TypeError, ValueError: it is not as PackedLayout describes it.

@@ -96,14 +96,15 @@ def _run(query, key, value, decay, beta, doc_start, first=None):
 
 
 def _group(precision, state, group):
-    """The rule over the chunks of a group: (state after it, float32 out [B, chunks, chunk, heads, V]), the body of a
-    scan.
+    """The rule over the chunks of one group, the body of `_run`'s scan over groups: (the state after the group, the
+    group's output, float32[B, chunks, chunk, heads, V]). It is recomputed in the backward, so that one state per group
+    is stored.
 
     Args:
       precision: of matrix products.
-      state: float32[B, key_heads, heads of each, K, V], before the group.
-      group: int32[chunks], the first token of each chunk; then query, key, value, decay, beta and doc_start of `_run`,
-        each [B, chunks, chunk, ...].
+      state: float32[B, key_heads, value heads of a key head, K, V], before the group.
+      group: a tuple: int32[chunks], the index of the first token of each chunk; then query, key, value, decay, beta and
+        doc_start of `_run`, each [B, chunks, chunk, ...].
     """
     firsts, query, key, value, decay, beta, doc_start = group
     chunk, key_heads, key_dim = key.shape[2:]
@@ -170,13 +171,14 @@ def unit_lower_inverse(lower: jax.Array, precision) -> jax.Array:
 
 
 def _inverse_fwd(lower, precision):
-    """The forward rule of the inverse: (inverse, residual)."""
+    """The forward rule of `unit_lower_inverse`: (the inverse, the residual), which are the same array."""
     inverse = unit_lower_inverse(lower, precision)
     return inverse, inverse
 
 
 def _inverse_bwd(precision, inverse, gradient):
-    """The backward rule of the inverse: minus its transpose times the gradient times its transpose."""
+    """The backward rule of `unit_lower_inverse`: a tuple of one, the gradient of `lower`, which is -inverse^T gradient
+    inverse^T. `gradient` is that of the inverse; all are float32[..., n, n]."""
     turned = jnp.swapaxes(inverse, -1, -2)
     return (-jnp.matmul(jnp.matmul(turned, gradient, precision=precision), turned, precision=precision),)
 

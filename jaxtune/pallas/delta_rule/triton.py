@@ -48,8 +48,8 @@ _ROOMY = ((8, 0), (8, 7), (9, 0))  # compute capabilities whose shared memory ha
 
 
 def _tile(kernel: str) -> tuple[int, int, int]:
-    """(warps, columns at a time, steps that are loaded ahead): the entry of _TILES for a kernel, adapted to the GPU in
-    use."""
+    """(warps of a program, columns of a head dim that it takes at a time, steps of its loop that are loaded ahead) for
+    one of the kernels: its entry of _TILES, adapted to the GPU in use, as most have shared memory for one step only."""
     capability = dispatch.compute_capability()
     if kernel == "reverse" and capability == (9, 0):
         return 8, DIM, 3  # 210 KB
@@ -109,21 +109,24 @@ def forward(query, key, value, decay, beta, layout: PackedLayout):
 
 @jax.custom_vjp
 def _rule(query, key, value, decay, beta, layout):
-    """`forward` with a custom derivative: the output [B, T, heads, V]. Arguments are those of `forward`."""
+    """`forward` with a custom derivative: the output [B, T, heads, V]. Without a derivative neither errors nor states
+    are stored. Arguments are those of `forward`."""
     made = _by_rows(_chunks, 6)(query, key, decay, beta, value, layout)
     return _by_rows(functools.partial(_states, save=False), 4)(query, key, value, made)[0]
 
 
 def _rule_fwd(query, key, value, decay, beta, layout):
-    """The forward rule: (out, residuals). The residuals are query, key, layout, and what `_chunks` and `_states` made;
-    value, decay and beta are not kept."""
+    """The forward rule of `_rule`: (out [B, T, heads, V], residuals). The residuals are (query, key, layout, made,
+    error, states): what `_chunks` made, and the errors and the states before each chunk, from `_states`. value, decay
+    and beta are not kept, because the backward needs them only in these forms."""
     made = _by_rows(_chunks, 6)(query, key, decay, beta, value, layout)
     out, error, states = _by_rows(functools.partial(_states, save=True), 4)(query, key, value, made)
     return out, (query, key, layout, made, error, states)
 
 
 def _rule_bwd(residuals, dout):
-    """The backward rule: gradients of query, key, value, decay and beta, and None for the layout."""
+    """The backward rule of `_rule`, from dout [B, T, heads, V]: (gradients of query, key, value, decay and beta, None
+    for the layout). dout is set to zero at padding first, where it may be anything, even NaN."""
     query, key, layout, made, error, states = residuals
     if not layout.full:  # padding may have any gradient, even NaN
         dout = jnp.where((jnp.arange(dout.shape[1]) < layout.doc_end)[..., None, None], dout, 0)
@@ -134,8 +137,8 @@ _rule.defvjp(_rule_fwd, _rule_bwd)
 
 
 def _by_rows(function, rows: int):
-    """Returns `function` of arrays such that each device of a mesh runs it on its own rows; `rows` is the number of its
-    first arguments that have rows as leading axis."""
+    """Returns `function` such that each device of a mesh runs it on its own rows, because XLA cannot divide a kernel;
+    all its results have rows as leading axis. `rows` is the number of its first arguments that do."""
     return meshes.on_each_device(function, rows=rows)
 
 
@@ -192,8 +195,9 @@ class Made(NamedTuple):
 
 
 def _chunks(query, key, decay, beta, value, layout) -> Made:
-    """The values of chunks that do not depend on a state, by the first two kernels, which process all chunks in
-    parallel; of value, only the shape is used."""
+    """Runs the first two kernels, "numbers" and "chunk", which process all chunks in parallel, and returns what they
+    compute: the factors of tokens and the matrices of chunks, which do not depend on a state. query, key, decay and
+    beta are those of `forward`; of value, only the shape is used."""
     rows, length, heads = value.shape[:3]
     chunks = math.ceil(length / CHUNK)
     numbers = jax.ShapeDtypeStruct((rows, heads, chunks * CHUNK), jnp.float32)
@@ -221,8 +225,12 @@ def _chunks(query, key, decay, beta, value, layout) -> Made:
 
 
 def _states(query, key, value, made: Made, *, save: bool):
-    """(out [B, T, heads, V], errors of value's shape and dtype, states [B, heads, chunks, V, K] before each chunk) by
-    the third kernel; the last two are meaningless unless `save`, which only a forward with a backward asks for."""
+    """Runs the third kernel, which walks along the rows: (out [B, T, heads, V], the errors z that tokens write, of
+    value's shape and dtype, and the states before each chunk, [B, heads, chunks, V, K] in key's dtype).
+
+    The backward needs the last two; without `save`, when no derivative is taken, they are arrays of B numbers without a
+    meaning. made: what `_chunks` returned.
+    """
     rows, length, heads, value_dim = value.shape
     chunks = math.ceil(length / CHUNK)
     like_value = jax.ShapeDtypeStruct(value.shape, value.dtype)
@@ -240,8 +248,9 @@ def _states(query, key, value, made: Made, *, save: bool):
 
 
 def _reverse(query, key, dout, made: Made):
-    """(dvalue, gradients of the states after the chunks [B, heads, chunks, V, K]), by the kernel that walks back along
-    the rows; dout is the gradient of the output, 0 at padding."""
+    """Runs the kernel that walks back along the rows: (dvalue [B, T, heads, V], the gradients of the states after each
+    chunk, [B, heads, chunks, V, K] in key's dtype). dout is the gradient of the output, 0 at padding; made: what
+    `_chunks` returned."""
     rows, length, heads, value_dim = dout.shape
     states = (rows, heads, math.ceil(length / CHUNK), value_dim, key.shape[-1])
     return _call(
@@ -255,8 +264,16 @@ def _reverse(query, key, dout, made: Made):
 
 
 def _backward(query, key, dout, error, states, layout, made: Made):
-    """(dquery, dkey, dvalue, ddecay, dbeta), in the shapes of the arguments of `forward`. error and states are from
-    `_states`, made from `_chunks`, and dout is the gradient of the output, 0 at padding."""
+    """Runs the five kernels of the backward: (dquery, dkey, dvalue, ddecay, dbeta), in the shapes of the arguments of
+    `forward`.
+
+    Args:
+      query, key: those of `forward`.
+      dout: the gradient of the output, 0 at padding.
+      error, states: the errors and the states before each chunk, which `_states` stored.
+      layout: document bounds.
+      made: what `_chunks` returned.
+    """
     dvalue, dstates = _reverse(query, key, dout, made)
     bounds = layout.doc_start, layout.doc_end
     matrices = jax.ShapeDtypeStruct(made.inverse.shape, made.inverse.dtype)

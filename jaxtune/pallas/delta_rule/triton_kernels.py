@@ -48,7 +48,8 @@ def _piece_turned(
     CHUNK: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    """PIECE columns of _tokens_turned, [DIM, PIECE], from column `begin` on."""
+    """PIECE neighbouring columns, that is tokens, of the transpose [DIM, CHUNK] that _tokens_turned loads: [DIM,
+    PIECE], from column `begin` of the chunk on. The other arguments are those of _tokens."""
     rows = begin + tl.arange(0, PIECE)
     pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[None, :] * STRIDE + tl.arange(0, DIM)[:, None]
     if LENGTH % CHUNK == 0:
@@ -159,15 +160,17 @@ def _after(sums, start, places, is_last):
 
 @triton.jit
 def _sum_from_begin(before, before_begins, token, begins):
-    """The operator of a scan over (number, flag) of tokens, which combines two neighbouring runs: sums since the start
-    of a token's document, restarting where the flag `begins` marks a document's first token."""
+    """Combines two neighbouring runs of tokens in a scan that sums a number from the start of each token's document to
+    the token. A run is (sum, flag): the sum restarts where the flag marks a document's first token, so a sum to the
+    left of one is dropped. Returns the combined run."""
     return tl.where(begins != 0, token, before + token), before_begins | begins
 
 
 @triton.jit
 def _sum_to_end(after, after_ends, token, ends):
-    """The operator of a scan over (number, flag) of tokens from the last one back: sums from a token to the end of its
-    document, restarting where the flag `ends` marks a document's last token."""
+    """Combines two neighbouring runs of tokens in a scan from the last token back, which sums a number from each token
+    to the end of its document. A run is (sum, flag): the sum restarts where the flag marks a document's last token, so
+    a sum to the right of one is dropped. Returns the combined run."""
     return tl.where(ends != 0, token, token + after), after_ends | ends
 
 
@@ -289,9 +292,10 @@ def _walk(
     VALUE_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """For a program that walks along a row with WIDTH columns of a value head: (its first column of values, the offset
-    of its keys, that of its values, the number of its first chunk among those of all rows and heads). Grid: (parts of
-    values, heads, B)."""
+    """Where a program's data is that walks along a row with WIDTH columns of a value head (Grid: (parts of values,
+    heads, B)): (its first column of the values, the offset of its key head's first token in query and key, that of its
+    columns' first token in value and out, the number of its first chunk among those of all rows and heads). Offsets
+    count numbers of an array."""
     part = tl.program_id(0) * WIDTH
     head = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)

@@ -54,7 +54,8 @@ def _sigmoid(z):
 
 
 def _share(x, activation: str):
-    """(s, its derivative) at float32 x in registers, for an activation of the form x s(x): "silu" or "gelu_tanh"."""
+    """(s(x), its derivative s'(x)) at float32 x in registers, for an activation of the form x s(x): s is the sigmoid
+    for "silu", and the tanh approximation of the normal distribution function for "gelu_tanh"."""
     if activation == "silu":
         share = _sigmoid(x)
         return share, share * (1.0 - share)

@@ -41,8 +41,8 @@ _MOSAIC = ("mosaic", _AHEAD)  # their kernels also multiply by an adapter's A an
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GroupedLora:
-    """A low-rank addition to each expert's weight [E, out, in], scale * b a, which a product with rows applies as two
-    thin products."""
+    """A low-rank addition to each expert's weight [E, out, in], scale * b a, which is not added to the weight: rows are
+    multiplied by `a` and the result, of r columns, by `b`."""
 
     a: jax.Array  # [E, r, in]; cast to x's dtype on use
     b: jax.Array  # [E, out, r]; cast to x's dtype on use
@@ -52,8 +52,8 @@ class GroupedLora:
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """The static settings of a call, hashable, so that they can be an argument that a custom derivative is specialised
-    on."""
+    """The static settings of a call of grouped_matmul, which `prepared` makes. They are hashable, because the functions
+    with a custom derivative take them as a static argument."""
 
     transposed: bool  # weights are [E, in, out]
     scale: float  # the adapter's
@@ -135,17 +135,26 @@ def _product(x, weight, groups, contract, extra, static: Static, tokens):
 
 
 def _thin(x, weight, groups, contract, implementation, tokens):
-    """The product of sorted rows (or of x [T, K] at `tokens`) with an adapter's A or B, [E, n, K] (contract = 2) or [E,
-    K, n] (contract = 1): [rows, n], or with more columns than n, which are zero, if one of our kernels computes it."""
+    """The product of sorted rows (or of x [T, K] at `tokens`) with an adapter's A or B, in x's dtype: [rows, n] for A
+    or B [E, n, K] (contract = 2) or [E, K, n] (contract = 1). If the Mosaic kernel computes it, n is padded with zero
+    columns to a multiple of 64, as the kernel's next product wants it."""
     if implementation in _MOSAIC:
         return mosaic.thin(x, weight, groups, contract, tokens)
     return reference.thin(x, weight, groups, contract)
 
 
 def _contracted(thin, wide, groups, rank, implementation, tokens):
-    """The gradient of an adapter's A or B: thin [rows, at least rank], wide [rows, n] -> float32[E, rank, n],
-    contracted over the rows of each expert. `tokens` is int32[rows] if wide is [T, n] and its rows are to be
-    gathered."""
+    """The gradient of an adapter's A, or of B transposed: float32[E, rank, n], thin^T wide summed over the rows of each
+    expert, by the Mosaic kernel if `implementation` is one and the GPU passes its check, else by the reference.
+
+    Args:
+      thin: [rows, at least rank]; columns from `rank` on are padding.
+      wide: [rows, n], or [T, n] with `tokens`.
+      groups: the experts of the sorted rows.
+      rank: the adapter's.
+      implementation: that of the call.
+      tokens: int32[rows], the row of `wide` for each sorted row; None: `wide` is sorted.
+    """
     if implementation in _MOSAIC and mosaic_contract.refusal(wide.dtype) is None:
         return mosaic_contract.contract_rows(thin, wide, groups, rank, tokens)
     sums = mosaic_sums.per_expert if implementation in _MOSAIC else reference.per_expert
@@ -160,9 +169,14 @@ def _grouped(x, weight, lora, groups, static: Static):
 
 
 def forward(x, weight, lora, groups, static: Static, tokens=None):
-    """(out [rows, out], residuals for `backward`) of arguments as `prepared` returns them; lora is (a, b) or None.
-    `tokens` is int32[rows] if x is [T, in] and the implementation `gathers` its rows; T for empty rows.
-    jaxtune.pallas.routing calls it for rows that are gathered from tokens."""
+    """The product with its residuals, of arguments in the form in which `prepared` returns them: (out [rows, out],
+    residuals for `backward`). The residuals are (x, weight, lora, groups, inner), inner being x times the adapter's A,
+    or None without an adapter.
+
+    jaxtune.pallas.routing calls it for rows that are gathered from tokens: `tokens` is then int32[rows], the row of x
+    [T, in] for each sorted row, T for an empty one; the implementation must be one that `gathers`. lora: (a, b) or
+    None.
+    """
     contract = 1 if static.transposed else 2
     inner = extra = None
     if lora is not None:
@@ -174,14 +188,16 @@ def forward(x, weight, lora, groups, static: Static, tokens=None):
 
 
 def backward(static: Static, residuals, dout, x_tokens=None, dout_tokens=None):
-    """(gradient of the sorted rows, of the weight or None if it is quantised, of (a, b) or None).
+    """The gradients of `forward`: (that of the sorted rows [rows, in], that of the weight or None if it is quantised,
+    those of (a, b) or None without an adapter).
 
     Args:
       static: the settings of the call, as in the forward.
       residuals: from `forward`.
-      dout: the gradient of its result, [rows, out].
-      x_tokens: int32[rows] if the residuals have x [T, in] in place of the sorted rows.
-      dout_tokens: int32[rows] if dout is [T, out] and the implementation `gathers` its rows.
+      dout: the gradient of its result, [rows, out], or [T, out] with `dout_tokens`.
+      x_tokens: int32[rows], the row of the residuals' x [T, in] for each sorted row; None: x is sorted.
+      dout_tokens: int32[rows], the row of dout for each sorted row, for an implementation that `gathers`; None: dout is
+        sorted.
     """
     x, weight, lora, groups, inner = residuals
     contract = 2 if static.transposed else 1
@@ -209,12 +225,13 @@ def backward(static: Static, residuals, dout, x_tokens=None, dout_tokens=None):
 
 
 def _grouped_fwd(x, weight, lora, groups, static):
-    """The forward rule of grouped_matmul: (out, residuals)."""
+    """The forward rule of `_grouped`: (out [rows, out], residuals), both from `forward`."""
     return forward(x, weight, lora, groups, static)
 
 
 def _grouped_bwd(static, residuals, dout):
-    """The backward rule of grouped_matmul: gradients of rows, weight, adapter, and None for the groups."""
+    """The backward rule of `_grouped`, from dout [rows, out]: (gradient of the rows, of the weight or None if it is
+    quantised, of the adapter's (a, b) or None, None for the groups)."""
     return *backward(static, residuals, dout), None
 
 
@@ -233,13 +250,14 @@ def check_groups(check: Arguments, groups: Groups, name: str = "groups") -> None
 
 
 def checked(op: str, name: str, x, shape: str, weight, groups: Groups, lora, transposed: bool, routing=None) -> None:
-    """Checks the arguments of a product.
+    """Checks the arguments of a product that takes sorted rows or tokens: grouped_matmul, and routing's
+    matmul_of_tokens and matmul_to_tokens.
 
     Args:
       op: the operation, for messages.
-      name, shape: x's name and shape in words (see Arguments), whose last axis is "in".
+      name, shape: the name of x and its shape in words, such as "rows in" or "T in" (Arguments.array).
       x, weight, groups, lora, transposed: the arguments, which must be as grouped_matmul describes them.
-      routing: the Routing with the groups, if that is what was given.
+      routing: the Routing that has the groups, if the caller was given one; None if it was given the groups.
     Raises:
       TypeError, ValueError: an argument is not as described there.
     """
@@ -340,18 +358,20 @@ def grouped_bias(rows: jax.Array, bias: jax.Array, groups: Groups) -> jax.Array:
 
 @jax.custom_vjp
 def _biased(rows, bias, groups):
-    """grouped_bias with a custom derivative, whose sums over an expert's rows have a fixed order."""
+    """grouped_bias with a custom derivative, in which the bias's gradient is summed over an expert's rows in a fixed
+    order: [rows, out] in rows' dtype."""
     added = reference.per_tile(bias, groups)[:, None].astype(jnp.float32)
     return (reference.tiled(rows, groups).astype(jnp.float32) + added).reshape(rows.shape).astype(rows.dtype)
 
 
 def _bias_fwd(rows, bias, groups):
-    """The forward rule of grouped_bias: (out, residuals)."""
+    """The forward rule of `_biased`: (the rows plus biases [rows, out], the residuals (bias, groups))."""
     return _biased(rows, bias, groups), (bias, groups)
 
 
 def _bias_bwd(residuals, drows):
-    """The backward rule of grouped_bias: gradients of rows and bias, and None for the groups."""
+    """The backward rule of `_biased`: (the gradient of rows, which is drows [rows, out] itself; that of the bias [E,
+    out], its sums over each expert's rows; None for the groups)."""
     bias, groups = residuals
     wide = reference.tiled(drows, groups).astype(jnp.float32)
     return drows, reference.per_expert(wide.sum(1), groups).astype(bias.dtype), None

@@ -73,9 +73,14 @@ def product(
 
 
 def _scales(weight: FP8, contract: int) -> tuple[jax.Array | None, jax.Array | None]:
-    """(factors [E, K] of the rows, scales of the sum's results), each float32 or None: what the scales of a weight are
-    in a product that sums over its axis `contract`. With scales of 128 x 128 the second are [E, n / 128, K / 128],
-    inside the sum; with scales by rows [E, n]."""
+    """How the scales of a weight [E, A, B] enter a product that sums over its axis `contract`: (factors float32[E, K]
+    by which rows of x are multiplied before they are rounded, or None; scales float32 that the kernel applies to sums,
+    or None).
+
+    Scales that belong to rows of the weight are one of the two: if the sum is along B (contract = 2), factors of its
+    results, [E, n]; if it is along A, factors of the rows. Scales of 128 x 128 are always the second, [E, n / 128, K /
+    128], and are applied within the sum.
+    """
     scales = weight.scales.astype(jnp.float32)
     if fp8_product.in_blocks(weight):
         return None, scales if contract == 2 else scales.mT
@@ -84,9 +89,15 @@ def _scales(weight: FP8, contract: int) -> tuple[jax.Array | None, jax.Array | N
 
 
 def _rounded(x, factors, groups: Groups, tokens, blocks: bool) -> tuple[jax.Array, jax.Array]:
-    """The rows of x as FP8: (e4m3[rows, K], float32 scales [rows, 1], or [rows, K / 128] with `blocks`).
+    """Rounds rows of x to FP8, by XLA: (e4m3[rows, K], float32 scales by which they are multiplied again, [rows, 1], or
+    [rows, K / 128] with `blocks`).
 
-    The rows are gathered by `tokens` and multiplied by `factors` of their expert first, unless these are None.
+    Args:
+      x: the sorted rows [rows, K], or [T, K] with `tokens`.
+      factors: float32[E, K], by which rows of each expert are multiplied first; None: by nothing.
+      groups: the experts of the sorted rows.
+      tokens: int32[rows], the row of x for each sorted row; None: x is sorted.
+      blocks: whether each 128 numbers of a row have a scale of their own.
     """
     rows = reference.rows_of(x, tokens)
     if factors is not None:
@@ -96,8 +107,9 @@ def _rounded(x, factors, groups: Groups, tokens, blocks: bool) -> tuple[jax.Arra
 
 
 def _by_reference(x, weight: FP8, groups: Groups, contract: int, extra, tokens, plain: Callable = reference.product):
-    """`product` in 16 bits of the rounded rows' and the codes' values, which gives the kernels' values without their
-    speed."""
+    """`product` where no FP8 kernel runs, and what such a kernel is compared with: rows are rounded to FP8 all the
+    same, and their values are multiplied by the weight's values in x's dtype with `plain`, so that results are those of
+    the kernels, without their speed. The arguments are those of `product`."""
     blocks, (factors, _) = fp8_product.in_blocks(weight), _scales(weight, contract)
     with jax.named_scope("to_fp8"):
         codes, scale = _rounded(x, factors, groups, tokens, blocks)
@@ -122,7 +134,9 @@ _exact = jax.jit(
 
 
 def _by_kernel(x, weight: FP8, groups: Groups, contract: int, extra, tokens, name: str):
-    """`product` by the kernel `name`, "mosaic" or "triton", with the rows rounded for it."""
+    """`product` by the FP8 kernel `name`, "mosaic" or "triton": [rows, n] in x's dtype. It rounds the rows first, and
+    copies the codes transposed if contract is 1, because the kernels sum over the last axis. The other arguments are
+    those of `product`."""
     blocks, (factors, scales) = fp8_product.in_blocks(weight), _scales(weight, contract)
     with jax.named_scope("to_fp8"):
         if blocks or name != "mosaic":

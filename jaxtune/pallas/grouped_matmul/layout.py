@@ -43,7 +43,8 @@ class Groups:
         return self.tiles * self.tile_rows
 
     def starts(self) -> jax.Array:
-        """int32[E]: the first row of each expert."""
+        """int32[E]: the index of each expert's first row in the sorted buffer; an expert without rows has that of the
+        next expert."""
         return _first_tiles(self.sizes, self.tile_rows) * self.tile_rows
 
 
@@ -60,13 +61,15 @@ def divided(numbers: jax.Array, by: int) -> jax.Array:
 
 
 def _tiles(sizes, tile_rows):
-    """int32[E]: the number of tiles of `tile_rows` rows that groups of these sizes, int32[E], take."""
+    """int32[E]: how many tiles of `tile_rows` rows each expert takes, for groups of these sizes, int32[E]: sizes /
+    tile_rows, rounded up."""
     return divided(sizes + (tile_rows - 1), tile_rows)
 
 
 def _ends(counts):
-    """int32[E]: the cumulative sum of one count per expert, by comparisons, which take XLA a third of the operations of
-    a windowed sum, and one kernel."""
+    """int32[E]: for each expert the number of tiles of all experts up to and with it, which is the number of the tile
+    after its last, from the experts' numbers of tiles, int32[E]. It is a cumulative sum by comparisons, which take XLA
+    a third of the operations of a windowed sum, and one kernel."""
     index = jnp.arange(counts.shape[0], dtype=jnp.int32)
     return jnp.where(index[:, None] >= index, counts, 0).sum(1, dtype=jnp.int32)
 
@@ -79,8 +82,14 @@ def _first_tiles(sizes, tile_rows):
 
 
 def groups_of(sizes: jax.Array, max_rows: int, tile_rows: int = TILE_ROWS) -> Groups:
-    """The layout of groups of these sizes, int32[E], whose sum is at most max_rows, a static bound from which the
-    number of tiles follows."""
+    """Makes the layout of rows that are sorted by expert, from the numbers of rows that experts have.
+
+    Args:
+      sizes: int32[E], the rows of each expert.
+      max_rows: a static upper bound of their sum, from which the number of tiles follows, as shapes must not depend on
+        sizes.
+      tile_rows: rows of a tile.
+    """
     experts = sizes.shape[0]
     # The largest possible sum of ceil(size / tile_rows).
     tiles = min((max_rows + experts * (tile_rows - 1)) // tile_rows, max_rows)

@@ -322,8 +322,8 @@ def _smem(shape, dtype):
 
 
 def _filled(array, axis: int):
-    """The array padded with zeros along an axis to a multiple of 64, a step along K; zeros do not change the
-    product."""
+    """An array padded with zeros along the axis of an adapter's rank to a multiple of 64, which is the step in which
+    the kernel sums over it. Zeros do not change the product."""
     widths = [(0, 0)] * array.ndim
     widths[axis] = (0, -array.shape[axis] % _STEP)
     return jnp.pad(array, widths)

@@ -74,12 +74,14 @@ class Decoder:
 
     @property
     def share(self) -> int:
-        """The number of chunks of an expert."""
+        """The number of chunks into which each expert's weight is divided for decoding, dealt to the programs in
+        turn."""
         return self.chunks.count // self.experts
 
     def semaphores(self):
-        """A reference to the semaphores that all programs share, one for each expert: the number of programs that have
-        decoded their share of it. It can be called in a kernel only."""
+        """The semaphores by which programs tell each other that weights are decoded, a reference in global memory with
+        one for each expert: it counts the programs that have decoded their chunks of this expert's weight. It can be
+        called in a kernel only."""
         return pl.get_global(plgpu.SemaphoreType.REGULAR((self.experts,)))
 
     def decode(self, operands, weight_ref, ready, program, programs: int):

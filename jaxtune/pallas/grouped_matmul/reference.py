@@ -36,7 +36,8 @@ def tiled(rows: jax.Array, groups: Groups) -> jax.Array:
 
 
 def per_tile(values: jax.Array, groups: Groups) -> jax.Array:
-    """values [E, ...] -> [tiles, ...]: the value of each tile's expert; that of any expert for empty tiles."""
+    """values [E, ...] -> [tiles, ...]: for each tile of rows the value of its expert. Empty tiles, which have no
+    expert, get the last expert's; their rows are zero."""
     return values.at[groups.tile_expert].get(mode="clip")
 
 

@@ -156,8 +156,8 @@ def _check_routing(op: str, routing: Routing) -> Arguments:
 
 
 def _spread(x, routing, implementation):
-    """Copies each pair's token, x [T, H], to its row: [rows, H] with zeros in empty rows, by the implementation of this
-    name, or by the first that supports the call for None."""
+    """Copies each token x [T, H] to the rows of its pairs: [rows, H], with zeros in empty rows. `implementation` is a
+    name, or None for the first that supports the call."""
     table = implementations(x.dtype, x.shape[1], routing.slots.shape[1])
     name = dispatch.choose("routing spread", table, implementation)
     return IMPLEMENTATIONS[name].spread(x, routing.slots, routing.source)
@@ -165,18 +165,19 @@ def _spread(x, routing, implementation):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _permute(x, routing, implementation):
-    """permute with a custom derivative."""
+    """permute with a custom derivative, because that of a gather would be a scatter, which adds in no fixed order:
+    [rows, H]."""
     return _spread(x, routing, implementation)
 
 
 def _permute_fwd(x, routing, implementation):
-    """The forward rule of permute: (result, residuals)."""
+    """The forward rule of `_permute`: (the tokens in their rows [rows, H], the routing as residual)."""
     return _permute(x, routing, implementation), routing
 
 
 def _permute_bwd(implementation, routing, drows):
-    """The backward rule of permute: (the gradient of x [T, H], the sum over each token's rows of drows [rows, H]; None
-    for the routing)."""
+    """The backward rule of `_permute`, from drows [rows, H], the gradient of the rows: (the gradient of x [T, H], in
+    which each token has the sum of its rows' gradients; None for the routing)."""
     del implementation
     return reference.summed(drows, routing.slots), None
 
@@ -202,19 +203,19 @@ def permute(x: jax.Array, routing: Routing, *, implementation: str | None = None
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _unpermute(rows, routing, implementation):
-    """unpermute with a custom derivative."""
+    """unpermute with a custom derivative, which copies gradients to rows as `permute` copies tokens: [T, H]."""
     del implementation
     return reference.summed(rows, routing.slots)
 
 
 def _unpermute_fwd(rows, routing, implementation):
-    """The forward rule of unpermute: (result, residuals)."""
+    """The forward rule of `_unpermute`: (the sums of each token's rows [T, H], the routing as residual)."""
     return _unpermute(rows, routing, implementation), routing
 
 
 def _unpermute_bwd(implementation, routing, dx):
-    """The backward rule of unpermute: (the gradient of rows [rows, H], which has each token's gradient, from dx [T, H],
-    in every row of that token, and zeros in empty rows; None for the routing)."""
+    """The backward rule of `_unpermute`, from dx [T, H], the gradient of the sums: (the gradient of the rows [rows, H],
+    in which every row of a token has the token's gradient and empty rows have zeros; None for the routing)."""
     return _spread(dx, routing, implementation), None
 
 
@@ -239,14 +240,15 @@ def unpermute(rows: jax.Array, routing: Routing, *, implementation: str | None =
 
 
 def _row_tokens(routing):
-    """int32[rows]: the token of each row; T for empty rows. Products that gather rows while they multiply take it."""
+    """int32[rows]: the token of each row of the sorted buffer; T for empty rows. Products that gather their rows from
+    the tokens while they multiply take it."""
     return divided(routing.source, routing.slots.shape[1])
 
 
 def _as_rows(x, routing, static):
-    """(x [T, n], int32[rows] with the token of each row) for a product that gathers rows while it multiplies; otherwise
-    (the sorted rows [rows, n], None). static: the settings of the product (grouped_matmul.api.Static), which name its
-    implementation."""
+    """Tokens x [T, n] in the form in which a product takes sorted rows: (x itself, int32[rows] with the token of each
+    row) if its implementation gathers rows while it multiplies, else (the sorted rows [rows, n], None). static: the
+    settings of the product (grouped_matmul.api.Static), which name its implementation."""
     if grouped.gathers(static.implementation):
         return x, _row_tokens(routing)
     return _spread(x, routing, None), None
@@ -260,15 +262,18 @@ def _of_tokens(x, weight, lora, routing, static):
 
 
 def _of_tokens_fwd(x, weight, lora, routing, static):
-    """The forward rule of matmul_of_tokens: (result, residuals)."""
+    """The forward rule of `_of_tokens`: (out [rows, out], residuals). The residuals are (those of
+    grouped_matmul.api.forward, but with x [T, in] in place of the sorted rows, which are more than k times as large;
+    the routing)."""
     rows, tokens = _as_rows(x, routing, static)
     out, (_, *residuals) = grouped.forward(rows, weight, lora, routing.groups, static, tokens)
     return out, ((x, *residuals), routing)
 
 
 def _of_tokens_bwd(static, residuals, dout):
-    """The backward rule of matmul_of_tokens, from dout [rows, out]: gradients of x [T, in], the weight (None if it is
-    quantised) and the adapter, and None for the routing."""
+    """The backward rule of `_of_tokens`, from dout [rows, out]: (the gradient of x [T, in], in which each token has the
+    sum of its rows' gradients; that of the weight, None if it is quantised; those of the adapter's (a, b), or None;
+    None for the routing)."""
     residuals, routing = residuals
     drows, *others = grouped.backward(static, residuals, dout, _row_tokens(routing))
     return reference.summed(drows, routing.slots), *others, None
@@ -317,14 +322,15 @@ def _to_tokens(rows, weight, lora, routing, static):
 
 
 def _to_tokens_fwd(rows, weight, lora, routing, static):
-    """The forward rule of matmul_to_tokens: (result, residuals)."""
+    """The forward rule of `_to_tokens`: (out [T, out], residuals). The residuals are (those of
+    grouped_matmul.api.forward, the routing); the product [rows, out] is not among them."""
     out, residuals = grouped.forward(rows, weight, lora, routing.groups, static)
     return reference.summed(out, routing.slots), (residuals, routing)
 
 
 def _to_tokens_bwd(static, residuals, dout):
-    """The backward rule of matmul_to_tokens, from dout [T, out]: gradients of rows [rows, in], the weight (None if it
-    is quantised) and the adapter, and None for the routing."""
+    """The backward rule of `_to_tokens`, from dout [T, out]: (the gradient of the rows [rows, in]; that of the weight,
+    None if it is quantised; those of the adapter's (a, b), or None; None for the routing)."""
     residuals, routing = residuals
     dout, tokens = _as_rows(dout, routing, static)
     return *grouped.backward(static, residuals, dout, dout_tokens=tokens), None
@@ -387,7 +393,8 @@ def token_bias(out: jax.Array, weights: jax.Array, bias: jax.Array, choice: jax.
 
 @jax.custom_vjp
 def _with_bias(out, weights, bias, choice):
-    """token_bias with a custom derivative, whose sums have a fixed order."""
+    """token_bias with a custom derivative, whose sums over tokens have a fixed order: [T, n] in out's dtype. The
+    arguments are those of token_bias."""
     total = out.astype(jnp.float32)
     for weight, expert in zip(weights.T, choice.T, strict=True):
         total += weight[:, None] * bias.at[expert].get(mode="clip").astype(jnp.float32)
@@ -395,12 +402,13 @@ def _with_bias(out, weights, bias, choice):
 
 
 def _token_bias_fwd(out, weights, bias, choice):
-    """The forward rule of token_bias: (result, residuals)."""
+    """The forward rule of `_with_bias`: (out plus the biases [T, n], the residuals (weights, bias, choice))."""
     return _with_bias(out, weights, bias, choice), (weights, bias, choice)
 
 
 def _token_bias_bwd(residuals, dout):
-    """The backward rule of token_bias: gradients of out, weights and bias, and None for the choice."""
+    """The backward rule of `_with_bias`, from dout [T, n]: (the gradient of out, which is dout itself; of the weights,
+    float32[T, k]; of the bias [E, n]; None for the choice)."""
     weights, bias, choice = residuals
     exact: Any = dict(precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
     dweights = reference.chosen(jnp.einsum("tn,en->te", dout, bias.astype(dout.dtype), **exact), choice)
@@ -426,18 +434,18 @@ def row_weights(weights: jax.Array, routing: Routing) -> jax.Array:
 
 @jax.custom_vjp
 def _row_weights(weights, routing):
-    """row_weights with a custom derivative, which is a gather."""
+    """row_weights with a custom derivative, which is a gather and not a scatter: [rows]."""
     return reference.rows_of(weights.reshape(-1), routing.source)
 
 
 def _row_weights_fwd(weights, routing):
-    """The forward rule of row_weights: (result, residuals)."""
+    """The forward rule of `_row_weights`: (the weight of each row [rows], the routing as residual)."""
     return _row_weights(weights, routing), routing
 
 
 def _row_weights_bwd(routing, drows):
-    """The backward rule of row_weights: (the gradient of weights [T, k], each pair's from its row of drows [rows]; None
-    for the routing)."""
+    """The backward rule of `_row_weights`, from drows [rows]: (the gradient of the weights [T, k], in which each pair
+    has that of its row, and 0 without a row; None for the routing)."""
     return reference.rows_of(drows, routing.slots), None
 
 

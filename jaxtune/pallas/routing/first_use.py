@@ -15,8 +15,9 @@ _TOKENS, _K, _HIDDEN = 203, 3, 192
 
 
 def refusal(name: str, kernels: ModuleType) -> str | None:
-    """The reason why this GPU must not run the `spread` of the module `kernels`, or None, from comparing a small case
-    with the reference. name: the implementation."""
+    """The reason why this GPU must not copy tokens to rows by `spread` of the module `kernels`, or None, from comparing
+    it with the reference's on a small case, in which some pairs have no expert and some rows are empty. name: the
+    implementation's name."""
 
     def compare():
         draw = np.random.default_rng(0)
@@ -39,8 +40,13 @@ def refusal(name: str, kernels: ModuleType) -> str | None:
 
 
 def sort_refusal(name: str, passes: reference.Passes) -> str | None:
-    """The reason why this GPU must not sort by these passes, or None, from comparing a small case with the reference.
-    Their results are exact integers, so any difference counts. name: the implementation."""
+    """The reason why this GPU must not sort pairs by these kernels, or None, from comparing the sort of a small case
+    with one by the reference's passes. The results are integers, so any difference counts.
+
+    Args:
+      name: the name of the implementation.
+      passes: its kernels.
+    """
 
     def compare():
         expert = jnp.asarray(np.random.default_rng(0).integers(0, 97, 900), jnp.int32)  # 96: no expert

@@ -18,8 +18,8 @@ BLOCK = 256
 
 
 class Passes(NamedTuple):
-    """The two passes of a sort over all pairs, and the block size that they use: those of this file, or the kernels of
-    mosaic_sort.py."""
+    """The two passes of a counting sort over all pairs (a token with one of its experts), and the size of the blocks
+    into which pairs are divided for them. `sort_pairs` takes those of this file, or the kernels of mosaic_sort.py."""
 
     block: int  # number of pairs of a block
     # (blocks, num_experts) -> the number of pairs of each block and expert, as the function histogram
@@ -29,8 +29,9 @@ class Passes(NamedTuple):
 
 
 def chosen(values: jax.Array, choice: jax.Array) -> jax.Array:
-    """values [T, E] at choice [T, k], experts of each token: [T, k], 0 for indices past the end. Its gradient is a
-    comparison, not a scatter, whose order of additions would not be fixed."""
+    """values [T, E] at the experts of each token, choice [T, k]: [T, k], and 0 where choice is E or more (no expert).
+    It compares each choice with all experts instead of gathering, because the derivative of a gather is a scatter,
+    which adds in no fixed order."""
     index = jnp.arange(values.shape[1], dtype=jnp.int32)
     return jnp.where(index == choice[:, :, None], values[:, None], 0).sum(-1)
 
@@ -43,7 +44,8 @@ def chosen_by(values: jax.Array, choice: jax.Array, num_experts: int) -> jax.Arr
 
 
 def expert_counts(choice: jax.Array, num_experts: int, mask: jax.Array) -> jax.Array:
-    """float32[E] for E = num_experts: the sum of mask [N] over the pairs of choice [N, k] that go to each expert."""
+    """float32[E] for E = num_experts: how many pairs of choice [N, k] go to each expert, each counted as its token's
+    entry of mask, float32[N], which is 0 for tokens that are not to count."""
     index = jnp.arange(num_experts, dtype=jnp.int32)
     columns = [jnp.where(column[:, None] == index, mask[:, None], 0.0).sum(0) for column in choice.T]
     return jnp.stack(columns).sum(0)
@@ -120,7 +122,8 @@ def rows_of(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _gathered(x, index):
-    """x[index], zero where index, which is never negative, is past the end."""
+    """Elements or rows of x at index, of any shape: [*index.shape, ...], zero where index is past the end. index is
+    never negative, which spares the tests that jnp's own filling gather makes."""
     # The same as jnp's mode "fill" with a quarter of the instructions, because no index is negative. A layer of experts
     # has eight of these, and XLA compiles each separately.
     there = index < x.shape[0]
@@ -128,7 +131,8 @@ def _gathered(x, index):
 
 
 def _row(x, index):
-    """x at index, at its last row if index is past the end: a gather, which XLA clamps by itself."""
+    """Elements or rows of x at index; past the end, the last one, because XLA's gather limits indices to the array by
+    itself."""
     return x.at[index].get(mode="clip", wrap_negative_indices=False)
 
 
