@@ -165,8 +165,8 @@ def scale_of(largest: jax.Array, scale: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _encode(array: jax.Array, block: Block) -> FP8:
-    """FP8.encode without its checks of arguments, jitted: the array [..., out, in], quantised with a scale for each
-    `block`."""
+    """Quantises an array [..., out, in] with a scale for each `block`: what FP8.encode does once it has checked its
+    arguments, as one jitted function."""
     wide = array.astype(jnp.float32)
     wide = jnp.where(jnp.abs(wide) < LEAST_SCALE, jnp.copysign(jnp.zeros_like(wide), wide), wide)
     rows, columns = (whole if size is None else size for whole, size in zip(wide.shape[-2:], block, strict=True))

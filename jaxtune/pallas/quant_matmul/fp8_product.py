@@ -273,10 +273,16 @@ def by_kernel(codes, scale, u, add, side, side_scale, dtype, blocks, name: str, 
 
 
 def _first_use(name: str, blocks: bool, dtype, rank: int, whole: bool) -> str | None:
-    """The reason why this GPU must not run the kernel `name`, or None, from comparing a small case with the reference.
-    Its rows overlap, and its adapter is padded to the same number of columns as one of this rank. Another number of
-    columns, or a summed axis that 128 does not divide (not `whole`), is another swizzle, and is checked separately.
-    blocks: whether scales are inside the sum."""
+    """The reason why this GPU must not run the kernel `name`, or None, from comparing a small case with the reference,
+    in which rows overlap.
+
+    Args:
+      name: "mosaic" or "triton".
+      blocks: whether scales are inside the sum.
+      dtype: of the result.
+      rank: of the adapter, 0 without one. Ranks that are padded to the same number of columns share a check.
+      whole: whether 128 divides the summed axis. If it does not, the kernel has another swizzle, and another check.
+    """
     filled, width = fp8_mosaic.filled_rank(rank) if rank else 0, 1024 if whole else 960
 
     def compare():

@@ -125,14 +125,15 @@ def rounded(
     experts: jax.Array | None = None,
     tokens: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """arrays [rows, width each] side by side, times factors float32[all widths] -> (e4m3[rows, all widths],
-    float32[rows]); see `refusal`.
+    """Rounds rows to e4m3: (codes e4m3[rows, all widths], scales float32[rows]), where a row is the arrays' rows side
+    by side, multiplied by factors. Call it only if `refusal` returns None.
 
     Args:
-      arrays: of 16 bits.
-      factors: or None.
-      experts: int32[rows / 128], for each 128 rows; factors are then [E, all widths].
-      tokens: int32[rows], if the arrays are [T, width each] and their rows are gathered; T for rows of zeros.
+      arrays: 16-bit [rows, width] each, or [T, width] with `tokens`.
+      factors: float32[all widths], or with `experts` [E, all widths]; None: rows are not multiplied.
+      experts: int32[rows / 128], the expert of each 128 rows, whose factors they get; None: all rows have the same.
+      tokens: int32[rows], the row of the arrays that each row is gathered from; T stands for a row of zeros. None: rows
+        are not gathered.
     """
     widths = tuple(array.shape[1] for array in arrays)
     rows = arrays[0].shape[0] if tokens is None else tokens.shape[0]

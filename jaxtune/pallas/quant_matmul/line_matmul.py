@@ -81,7 +81,7 @@ def tiles(rows: int, columns: int, tokens: int, programs: int = 132) -> list[Til
 
     def work(way: tuple[int, int]) -> float:
         """The time of the busiest multiprocessor for a way to divide the weight, (splits, groups), in rows of the
-        weight. A second round of programs counts 15 % more, because memory is idle when it begins."""
+        weight. Each round of programs after the first adds 15 % to the whole, because memory is idle when it begins."""
         splits, groups = way
         rounds = -(-(-(-rows // (16 * groups)) * splits) // programs)
         return rounds * 16 * groups / splits * (1 + 0.15 * (rounds - 1))

@@ -255,7 +255,8 @@ def _small_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, dtype, plan: _
         return lax.rem(step, steps) * warpgroups + wg
 
     def load_codes(step):
-        """Of one step of all that this warpgroup makes."""
+        """Loads the codes that this warpgroup multiplies in a step, uint8[16, chunk / 2]; step is the number among all
+        steps that it makes, over all tiles of the program."""
         return plgpu.load(
             codes_ref.at[
                 pl.ds(row_of(lax.div(step, steps)), _ROWS), pl.ds(chunk_of(step) * (chunk_size // 2), chunk_size // 2)
