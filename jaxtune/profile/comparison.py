@@ -48,7 +48,8 @@ class Comparison(ComparisonData):
 
 
 def compare(a: Report | str | Path, b: Report | str | Path) -> Comparison:
-    """Compares two reports, or the profiles in two folders or files; A is the base.
+    """Compares two reports, or the profiles in two folders or files; A is the base. If the steps of both have known,
+    but different numbers of tokens, B's times are scaled to A's number.
 
     Raises:
       TraceError: one of them cannot be read.
@@ -167,7 +168,8 @@ def _scopes(a: ReportData, b: ReportData, scale: float, by_scope: bool) -> list[
 
 
 def _add(total: list[float] | None, values: list[float]) -> list[float]:
-    """Element-wise sum of two lists of per-step times; `total` None counts as zero."""
+    """The sums, step by step, of two lists of ms for each step of one profile; `total` is None for the first list to be
+    summed, and `values` is then returned."""
     return values if total is None else [x + y for x, y in zip(total, values, strict=True)]
 
 

@@ -61,9 +61,10 @@ _TOO_OLD = (
 
 def data_sheet(device: str) -> DataSheet | None:
     """The data sheet of a device, by its name (jax.Device.device_kind, or a card's name such as "RTX 4090"); None if
-    unknown.
+    there is none for it.
 
-    A laptop's chip has the name of a larger one, and a slice of a GPU has only a part of its rates: both are unknown.
+    A laptop's chip has the name of a larger one, and a slice of a GPU (MIG) has only a part of its rates, so both give
+    None.
     """
     name = _name_in(device, DATA_SHEETS)
     return None if name is None or re.search(r"\b(Laptop|MIG)\b", device, re.IGNORECASE) else DATA_SHEETS[name]
@@ -85,8 +86,8 @@ def known_devices() -> tuple[str, ...]:
 
 
 def _name_in(device: str, names) -> str | None:
-    """The longest of `names`, an iterable of cards' names, that occurs in a device's name as a whole word; None if none
-    does."""
+    """The longest of `names`, an iterable of cards' names, that occurs in a device's name as a whole word, so that
+    "GH200" is not taken for "H200"; None if none occurs."""
     # "H200" is in "GH200" too: the longest name that the device bears is the right one.
     found = [n for n in names if re.search(rf"(?<![A-Z0-9]){re.escape(n)}(?![0-9])", device, re.IGNORECASE)]
     return max(found, key=len) if found else None

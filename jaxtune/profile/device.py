@@ -127,10 +127,11 @@ def _seconds(run, *, repeats: int = 5) -> float:
 
 
 def _gemm_tflops(device, dtype, size: int, *, sample_power: bool = False) -> tuple[float, dict[str, str]]:
-    """Measures consecutive products of two size x size matrices of this dtype on a jax.Device.
+    """Measures how fast a jax.Device multiplies two size x size matrices of this dtype, in products that are launched
+    one behind another.
 
     Returns:
-      (TFLOP/s, nvidia-smi's readings of power and clocks while they run; empty without sample_power).
+      (TFLOP/s; nvidia-smi's readings of power and clocks while such products run, or {} without sample_power)
     """
     import jax
     import jax.numpy as jnp
@@ -157,7 +158,8 @@ def _gemm_tflops(device, dtype, size: int, *, sample_power: bool = False) -> tup
 
 
 def _copy_tbps(device, num_bytes: int) -> float:
-    """TB/s, read plus written, of a pass over `num_bytes` of device memory."""
+    """The bandwidth of a jax.Device's memory in TB/s, bytes read plus bytes written, measured with programs that read
+    an array of `num_bytes` bytes and write one of the same size."""
     import jax
     import jax.numpy as jnp
 
@@ -189,8 +191,8 @@ def _host_link_gbps(devices, num_bytes: int) -> tuple[float, float]:
 
 
 def _launch_us(device) -> float:
-    """Measures the time between the starts of tiny dependent programs that are launched one behind another on a
-    jax.Device, in microseconds."""
+    """How many microseconds pass from the start of one program to the start of the next if programs are so small that
+    only their launches take time, and each waits for the one before. It is measured on a jax.Device."""
     import jax
     import jax.numpy as jnp
 

@@ -233,7 +233,8 @@ def _changes(title: str, rows: Sequence[Change], id: str) -> str:
 
 
 def _transfers(report: ReportData) -> str:
-    """The table of transfers, and a sentence on idle time."""
+    """The HTML section "Waits": a sentence on idle time, and the table of copies over the host link and collectives, if
+    there are any."""
     idle = report.idle
     text = (
         f"<p>Idle {idle.ms:.2f} ms a step: {idle.launch_gaps:.0f} launch gaps of {idle.launch_gap_ms:.2f} ms in all, "

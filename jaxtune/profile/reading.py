@@ -58,8 +58,13 @@ def _parse(file: Path, data: bytes) -> Trace:
 
 
 def _find(path: Path) -> Path:
-    """The file of the newest trace in a folder, or the path itself if it is a file; raises TraceError if there is none.
-    Of several kinds of traces the one that says most is taken."""
+    """The file to read: the path itself if it is a file, else a trace in this folder. A folder that `capture` wrote has
+    one; in others it is the newest file of the first kind that occurs, the kinds being tried from the one that says
+    most.
+
+    Raises:
+      TraceError: the path does not exist, or there is no trace in the folder.
+    """
     if path.is_file():
         return path
     if not path.exists():
@@ -77,10 +82,10 @@ def _find(path: Path) -> Path:
 
 
 def _bytes(file: Path) -> bytes:
-    """The unpacked bytes of a file.
+    """The bytes of a file, unpacked if it is compressed by gzip.
 
     Raises:
-      TraceError: it is damaged, or it expands further than any trace.
+      TraceError: it is damaged, or it unpacks to much more than a trace of its size could, and might fill the memory.
     """
     with file.open("rb") as source:
         packed = source.read(2) == b"\x1f\x8b"

@@ -19,7 +19,7 @@ LAUNCH_GAP_NS = 20_000
 
 @dataclasses.dataclass
 class Loss:
-    """One reason why a step takes longer than it could."""
+    """One reason why a step takes longer than it could, as `losses` finds them and the report lists them."""
 
     what: str  # the loss's short name
     won_ms: float  # milliseconds a step that would be saved without it

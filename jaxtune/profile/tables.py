@@ -64,7 +64,8 @@ class Transfer:
 
 @dataclasses.dataclass
 class Idle:
-    """Time in which nothing ran on the device, per step."""
+    """Time in which nothing ran on the device, as means per step. It is either a launch gap, shorter than a fixed
+    limit, or a wait for the host."""
 
     ms: float
     launch_gaps: float  # number of short gaps between launches

@@ -291,7 +291,8 @@ class _WorkCache:
         self._linears: dict[int, str] = {}
 
     def linear(self, instruction: Instruction) -> str:
-        """The linear whose weight a product multiplies by; "" for any other instruction."""
+        """The name of the linear layer whose weight a product multiplies by (weights.linear_of), such as "up_proj"; ""
+        for any other instruction, and if no operand is known to be a weight."""
         if id(instruction) not in self._linears:
             product = instruction.is_gemm or (instruction.opcode == "fusion" and self.of(instruction)[0] > 0)
             self._linears[id(instruction)] = linear_of(instruction) if product else ""

@@ -30,16 +30,18 @@ from jaxtune.system.private_mlir import arith, ir, llvm
 
 
 def _elementwise(arrays, refs, layout, dtype, function):
-    """Applies a scalar function in PTX to each element of `arrays`.
+    """Applies a function of PTX instructions to each element of arrays in registers, for operations that Pallas does
+    not have.
 
     Args:
       arrays: in registers, all of one shape and of `layout`.
       refs: arrays in memory that the function may read.
       layout: of the arrays and of the result.
       dtype: of the result.
-      function: takes the elements at one place, a list of MLIR scalars, and `refs`, and returns an MLIR scalar.
+      function: called with the list of the arrays' elements at one place, as MLIR scalars, and `refs`; it returns the
+        result's element, an MLIR scalar.
     Returns:
-      an array of the shape and layout of the first.
+      an array of `dtype` with the shape and the layout of the first of `arrays`.
     """
 
     @mosaic_types.inline_mgpu(

@@ -91,10 +91,11 @@ def refusal(gradient, m_codes) -> str | None:
 
 
 def _small_case(dtype):
-    """The case on which the kernel is checked at its first use: (the kernel's results, XLA's results), lists of arrays.
+    """Runs the case with which the kernel is checked at its first use: (the kernel's results, XLA's results), each a
+    list of the decoded moments, and of the direction where the step is taken.
 
-    It is a second step with gradients in `dtype`, once taken and once skipped, by one program whose warpgroups have
-    three chunks or four; XLA computes the elements after the last chunk.
+    The case is a second step of Adam with gradients in `dtype`, once taken and once skipped (`finite` is false). One
+    program runs it, whose warpgroups have three chunks or four; XLA computes the elements after the last chunk.
     """
     betas, eps, size = (0.9, 0.95), 1e-8, (3 * WARPGROUPS + 2) * _CHUNK + 300
 
@@ -124,8 +125,8 @@ def _small_case(dtype):
 
 def plain_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, scale, finite, *, betas, eps):
     """`adam_update` in plain jnp, on any machine, divided by XLA over any mesh: the fallback if the kernel refuses a
-    tensor, and the reference with which it is compared. Arguments (without `divided`), results and errors are those of
-    `adam_update`."""
+    tensor, and the reference with which the kernel is compared. Arguments (without `divided`), results and errors are
+    those of `adam_update`; correction1 and correction2 are 1 - beta^t, float32."""
     _check("plain_update", gradient, m, m_absmax, v, v_absmax, betas, eps)
     (beta1, beta2), shape, old = betas, gradient.shape, (m, m_absmax, v, v_absmax)
     g = in_blocks(gradient) * scale

@@ -129,8 +129,10 @@ def cudnn_refusal(query, kv_heads: int | None, layout: PackedLayout, window: int
 
 
 def _documents(rows: int, length: int, most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The documents of cuDNN's case, (row, start, tokens), each int[documents]: `most` documents in the first row, one
-    or two fewer in others, spread over the whole row of `length` tokens."""
+    """The documents of the case with which cuDNN is checked, as (row, first token, length in tokens), int[documents]
+    each. The first row has `most` documents and others have one or two fewer, because cuDNN has been wrong for one
+    number of documents only. They are spread over the `length` tokens of each of `rows` rows, with padding between
+    them."""
     most = min(most, length)
     part = length // most
     sizes = [part - part // 10] if most == 1 else [min(part, tokens) for tokens in _DOCUMENT_LENGTHS]

@@ -208,8 +208,10 @@ def forward_kernel(
 def _to_query(acc, query, dout, key, value, stat, delta, rows, lower, begin, end,
               LENGTH: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
               KEYS: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """Adds to dq / SCALE, which is acc [QUERIES, DIM], what comes through the keys begin .. end - 1, and returns it.
-    stat and delta [QUERIES] are the lse in log2 and the sum of out * dout; the others are as in _attend."""
+    """Adds to dq / SCALE of a tile of queries the part that comes from the keys begin .. end - 1, in blocks of KEYS:
+    returns the updated acc [QUERIES, DIM], which is the sum so far. query and dout [QUERIES, DIM] are loaded already;
+    stat and delta [QUERIES] are each query's log-sum-exp in units of log2 and its sum of out * dout. The other
+    arguments are as in _attend."""
     UNIT: tl.constexpr = (CAP if CAP > 0.0 else SCALE) * _LOG2E
     for first in range(begin, end, KEYS):
         k = _block(key, first, LENGTH, STRIDE, DIM, KEYS, MASKED)
@@ -273,9 +275,13 @@ def query_kernel(query, key, value, out, dout, lse, starts, ends, dquery, delta,
 def _to_key(dk, dv, query, dout, k, v, lse, delta, columns, upper, begin, end,
             LENGTH: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
             QUERIES: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """Adds to dk / SCALE and dv [KEYS, DIM] what comes from the queries begin .. end - 1, and returns both. Scores have
-    keys in rows; columns and upper [KEYS] are the keys' positions and the ends of the queries that see them. MASKED: as
-    in _attend."""
+    """Adds to dk / SCALE and dv of a tile of keys the parts that come from the queries begin .. end - 1 of one head, in
+    blocks of QUERIES: returns the updated (dk, dv), [KEYS, DIM] each, which are the sums so far.
+
+    k and v [KEYS, DIM] are loaded already, and query, dout, lse and delta point to the head's first token. Scores have
+    keys in rows. columns and upper [KEYS] are the positions of the keys, and for each the query after the last that
+    sees it. MASKED: as in _attend.
+    """
     UNIT: tl.constexpr = (CAP if CAP > 0.0 else SCALE) * _LOG2E
     for first in range(begin, end, QUERIES):
         rows = first + tl.arange(0, QUERIES)

@@ -54,7 +54,8 @@ HEURISTIC = {64: Blocks(64, 4, 3), 96: Blocks(64, 3, 3), 128: Blocks(64, 3, 2), 
 
 
 def blocks_of(dim: int, dtype) -> Blocks:
-    """The tuned blocks for a head dim of HEURISTIC and a dtype, or else those of HEURISTIC."""
+    """How the kernel over splits divides its work for a head dim (a key of HEURISTIC) and a dtype: as the tuner
+    measured it on this GPU, or else as HEURISTIC says."""
     found = tuning.tuned("decode attention", f"head_dim={dim}", dtype, Blocks)
     return Blocks(**found) if found else HEURISTIC[dim]
 
@@ -79,8 +80,9 @@ def refusal(query, keys) -> str | None:
 
 
 def variant(query) -> str:
-    """A phrase that differs between calls whose kernels are compiled with other blocks, so that these are checked
-    separately at their first use. Of query [B, heads, D], only the head dim and the dtype matter."""
+    """The blocks of the kernel for such a query, as a string. It becomes a part of the name of the check at first use,
+    because a kernel with other blocks is compiled anew and must be checked again. Of query [B, heads, D], only the head
+    dim and the dtype matter."""
     return str(blocks_of(query.shape[-1], query.dtype).as_dict())
 
 
@@ -117,17 +119,18 @@ def _smem(shape, dtype):
 
 
 def _split(query, keys, values, table, lines, blocks: Blocks, scale, soft_cap):
-    """Runs the kernel over splits.
+    """Runs the kernel over splits, the first of the two: attention over each split of the keys alone.
 
     Args:
-      query: [B, kv_heads, padded heads, D].
-      keys, values: the caches.
+      query: [B, kv_heads, padded heads, D], the query heads of each KV head, with rows of zeros behind them.
+      keys, values: the caches, [B, kv_heads, capacity, D].
       table, lines: from work_of.
       blocks: how the work is divided.
       scale, soft_cap: of the attention.
     Returns:
-      (float32[B, kv_heads, splits, padded heads, D] normalised over each split, their log-sum-exp in units of log2
-        without the last axis). Splits without visible keys are not written.
+      (float32[B, kv_heads, splits, padded heads, D], each split's output, normalised by the split's own sum of weights;
+        float32[B, kv_heads, splits, padded heads], the log-sum-exps in units of log2). The memory of splits without
+        visible keys is not written.
     """
     rows, kv_heads, heads, dim = query.shape
     splits = -(-keys.shape[2] // SPLIT)
@@ -159,13 +162,14 @@ def _split(query, keys, values, table, lines, blocks: Blocks, scale, soft_cap):
 
 
 def _combine(parts, lse, order, count, sinks, group: int, dtype):
-    """Runs the kernel that combines the splits: [B, kv_heads, group, D] in dtype.
+    """Runs the kernel that combines the splits, the second of the two: the output of the attention, [B, kv_heads,
+    group, D] in dtype.
 
     Args:
-      parts, lse: from _split.
-      order, count: from work_of.
-      sinks: float32[kv_heads, padded heads], in units of log2, MASKED for none.
-      group: query heads of a KV head.
+      parts, lse: the outputs and log-sum-exps of splits, from _split.
+      order, count: which splits have visible keys, from work_of.
+      sinks: float32[kv_heads, padded heads], in units of log2; MASKED for none.
+      group: the number of query heads of a KV head.
       dtype: of the result.
     """
     rows, kv_heads, splits, padded, dim = parts.shape

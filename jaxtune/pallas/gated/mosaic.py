@@ -66,8 +66,9 @@ def _share(x, activation: str):
 
 
 def _results(values, activation: str):
-    """float32 (activation(gate) * up, dgate, dup) from `values`, (gate, up, dgated), in registers. activation: "silu"
-    or "gelu_tanh"."""
+    """(gated, dgate, dup), float32 in registers, of one chunk: gated is activation(gate) * up, and the others are the
+    gradients of gate and up. values: (gate, up, dgated) in registers, dgated being the gradient of gated. activation:
+    "silu" or "gelu_tanh"."""
     gate, up, dgated = (each.astype(jnp.float32) for each in values)
     share, slope = _share(gate, activation)
     active = gate * share

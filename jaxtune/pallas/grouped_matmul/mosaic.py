@@ -41,8 +41,8 @@ class _Registers:
 
     @staticmethod
     def of(gathered: bool, decoding: bool) -> _Registers:
-        """The registers for a kernel that gathers rows of tokens (which takes registers of the loading warpgroup), or
-        that has a warpgroup which decodes weights."""
+        """How the registers are divided in a kernel: if it gathers rows of tokens (`gathered`), the loading warpgroup
+        computes addresses and needs more of them; if it is `decoding`, a fourth warpgroup takes a part."""
         if decoding:
             return _Registers(40, 184, 96)
         return _Registers(72, 216) if gathered else _Registers(40, 232)
@@ -70,8 +70,9 @@ CANDIDATES = (*BLOCKS[:3], Blocks(192, 4, 8), Blocks(256, 3, 8), Blocks(192, 4, 
 
 
 def refusal(dtype, in_size: int, out_size: int, tile_rows: int) -> str | None:
-    """The reason why this kernel cannot multiply rows of this dtype in tiles of tile_rows rows by weights of these two
-    sizes, in either direction, or None."""
+    """The reason why this kernel cannot multiply rows of this dtype, in tiles of tile_rows rows, by weights [out, in]
+    of these sizes, or None. Both sizes must fit, because the forward sums over one and the gradient of the rows over
+    the other."""
     from jaxtune.pallas.dispatch import compute_capability
 
     if gpu_kernel.interpreter() is None and compute_capability() != (9, 0):
@@ -95,8 +96,9 @@ def candidates(out_size: int, ahead: bool) -> list[Blocks]:
 
 
 def bucket(in_size: int, out_size: int, contract: int, ahead: bool) -> str:
-    """The part of a call that its blocks depend on, by which tuning.py stores measurements. in_size is K; contract and
-    `ahead` are those of `blocks_for`."""
+    """The name under which tuning.py stores the blocks measured for a product: of a call, the sizes and options on
+    which the fastest blocks depend. in_size is K, out_size the number of columns of the result; contract and `ahead`
+    are those of `blocks_for`."""
     return f"in={in_size}, out={out_size}, contract={contract}" + (", decoding" if ahead else "")
 
 

@@ -38,7 +38,8 @@ def _kernel(values_ref, bounds_ref, out_ref, *, run: int):
 
 
 def _sums(values: jax.Array, groups: Groups, run: int) -> jax.Array:
-    """values float32[tiles, n] -> float32[E, n], by the kernel with `run` numbers of n in a program; run divides n."""
+    """values float32[tiles, n] -> float32[E, n]: the sums over each expert's tiles, by the kernel. run: how many of the
+    n columns a program sums; it divides n."""
     experts = groups.num_experts
     ends = jnp.arange(experts + 1, dtype=jnp.int32)
     bounds = (groups.tile_expert < ends[:, None]).sum(1, dtype=jnp.int32)
@@ -55,7 +56,8 @@ def _sums(values: jax.Array, groups: Groups, run: int) -> jax.Array:
 
 
 def refusal() -> str | None:
-    """The reason why this GPU must not run the kernel, or None; it is compared with the reference at its first use."""
+    """The reason why this GPU must not run the kernel, or None: it is no Hopper, or the kernel's sums differ from the
+    reference's on a small case, which is compared at the first call."""
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
 
@@ -69,8 +71,8 @@ def refusal() -> str | None:
 
 
 def per_expert(values: jax.Array, groups: Groups) -> jax.Array:
-    """values float32[tiles, ...] -> float32[E, ...]: sums over each expert's tiles, by the kernel where it supports the
-    call, else by reference.per_expert."""
+    """values float32[tiles, ...] -> float32[E, ...]: the sums over each expert's tiles, by the kernel if this GPU runs
+    it and the size of a tile's values divides into its runs, else by reference.per_expert."""
     size = math.prod(values.shape[1:])
     run = next((run for run in _RUNS if size % run == 0), None)
     if run is None or refusal() is not None:

@@ -42,7 +42,8 @@ def refusal(dtype, hidden: int, k: int) -> str | None:
 
 
 def _kernel(body, name: str, **options):
-    """gpu_kernel.kernel of a body, interpreted within gpu_kernel.interpreted."""
+    """Returns the Pallas kernel of `body` as a function of arrays, as gpu_kernel.kernel does with these options. Within
+    gpu_kernel.interpreted, Pallas' interpreter runs it."""
     return gpu_kernel.kernel(body, name, gpu_kernel.interpreter(), **options)
 
 

@@ -35,7 +35,8 @@ def refusal() -> str | None:
 
 
 def _kernel(body, name: str, blocks: int, out_shape):
-    """A kernel with one program per block of 128 pairs, whose result is int32[out_shape]."""
+    """Returns the Pallas kernel of `body` as a function of arrays, with one program for each of `blocks` blocks of 128
+    pairs; its result is int32 of the shape out_shape. name: the kernel's, as profiles show it."""
     return gpu_kernel.kernel(
         body,
         name,
