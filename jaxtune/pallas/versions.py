@@ -1,5 +1,8 @@
-"""The versions of all software that compiles or runs kernels. With another version, a kernel that was right may be
-wrong."""
+"""The versions of all software that compiles or runs kernels: installed packages, NVIDIA libraries and the driver.
+
+A check of a kernel that passed is stored under these versions (dispatch.first_use), so that the kernel is checked
+again when one of them changes, because a kernel that was right with one version may be wrong with another.
+"""
 
 from __future__ import annotations
 

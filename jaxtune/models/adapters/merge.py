@@ -299,7 +299,11 @@ class _Merged(Stored):
 
     @staticmethod
     def of(linear: Linear | ExpertLinear, dtype: str) -> _Merged:
-        """The merged view of a linear or of experts; dtype: to which a quantised weight is decoded."""
+        """The view of a linear or of experts that stands for its merged weight while the logits of a merge are verified
+        (_check_logits). Decoding it merges the adapter, if there is one, and rounds to the grid of QAT, if there is
+        one.
+
+        dtype: the dtype to which a quantised weight is decoded."""
         weight, lora = linear.stored_weight, linear.lora
         magnitude = None if lora is None or lora.magnitude is None else lora.magnitude[...]
         return _Merged(

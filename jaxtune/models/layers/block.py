@@ -265,11 +265,12 @@ class Block(nnx.Module):
         return Scratch(found, 0.0, covers_mixer=False) if part in self.mixers else found
 
     def waiting_bytes(self, part: str, sizes: Sizes) -> float:
-        """Bytes of partial results of the mixer `part` that exist while the feed-forward's backward runs.
+        """An estimate of the bytes of results of the mixer `part` that are in device memory while the backward of a
+        later feed-forward of the layer runs, although the mixer's own backward comes after it.
 
-        The planner adds them to what that backward needs. sizes: the sizes of the residuals of one micro-batch on one
-        device, by the block's names.
-        """
+        It is a multiple of one of the mixer's residuals, fitted to compiled programs. The planner adds it to the memory
+        of that backward if the feed-forward's scratch memory covers the mixer (Scratch.covers_mixer). sizes: the sizes
+        of the residuals of one micro-batch on one device, by the block's names."""
         return self.parts[part].waiting_bytes(self.sizes_of(part, sizes))
 
     def sizes_of(self, part: str, sizes: Sizes) -> Sizes:

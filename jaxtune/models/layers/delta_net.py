@@ -211,7 +211,12 @@ class DeltaNet(nnx.Module):
         )
 
     def _recur(self, context: Context, qkv: jax.Array, rates: jax.Array):
-        """`run` of the segment `remember`: (the recurrence's output [B, T, heads, value_dim],) from qkv and rates."""
+        """Computes the segment `remember`, whose function it is: the short convolution of qkv, decay and beta from
+        rates, and the gated delta rule. Returns a tuple of one array, the rule's output [B, T, heads, value_dim].
+
+        context: has the document boundaries (`layout`). qkv: [B, T, 2 key_size + value_size], queries, keys and values
+        from `project`, before the convolution. rates: [B, T, 2 heads], b and a from `project`.
+        """
         return (gated_delta_rule(*self.tokens(qkv, rates, context.layout), context.layout),)
 
     def tokens(self, qkv: jax.Array, rates: jax.Array, layout):

@@ -134,8 +134,9 @@ class Turns:
         pl.when(self.wg == 1)(self.swap)
 
     def end(self):
-        """Balances `begin` after the last step, because a barrier must not end with an arrival that was not waited
-        for."""
+        """Makes the first warpgroup swap once more after the last step. `begin` made the second one swap once more
+        before the first step, so that both have arrived at the barrier equally often; without this the second one would
+        wait forever in its last swap."""
         pl.when(self.wg == 0)(self.swap)
 
 

@@ -362,8 +362,8 @@ def gathered_bytes(parts: StepCost, whole_weights: int, resident: int = 0) -> tu
 
 
 def _all_resident(parts: StepCost, resident: int) -> bool:
-    """Whether the frozen weights of all layers, and not only of the first `resident`, are whole on each device for the
-    whole run."""
+    """Whether the plan keeps the frozen weights of all layers whole on each device; it does so for `resident` layers.
+    The frozen embedding and head are then whole as well, and need not be gathered."""
     return resident == parts.num_layers
 
 

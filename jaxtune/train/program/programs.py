@@ -144,8 +144,9 @@ class Engine:
         return self.planner
 
     def _facts(self, planner: Planner, config: TrainConfig) -> list[Any]:
-        """Everything that the programs of this run depend on, except the plan, the device and the compilers'
-        versions."""
+        """The JSON values that identify this run's programs for KnownFailures, which records the plans that needed too
+        much memory. They are all that the programs depend on except the plan, which each record names, and the device
+        and the versions, which KnownFailures adds."""
         asked = config_to_dict(config)
         program, cost = self.program, planner.cost
         sizes = {f.name: getattr(cost, f.name) for f in dataclasses.fields(cost) if f.name not in ("segments", "kinds")}
