@@ -453,9 +453,12 @@ def next_commands(config: TrainConfig, output: Path) -> list[tuple[str, str]]:
         question, raw = "...", ""
         with contextlib.suppress(OSError, ValueError, StopIteration):  # the example question may be missing
             scored = config.evaluation.exact_match_rows
-            sources = open_sources(config.data.train, columns=config.data.columns)
-            row = None if scored else next(read_rows(sources, config.data.format))
-            example = answered(config, 1)[0] if row is None else normalize(row.value or {}, row.format)
+            if scored:
+                example = answered(config, 1)[0]
+            else:
+                sources = open_sources(config.data.train, columns=config.data.columns)
+                row = next(read_rows(sources, config.data.format))
+                example = normalize(row.value or {}, row.format)
             if config.data.template is None and (example.prompt is not None or example.text is not None):
                 raw = " --raw"  # without a template, as in training
             if scored:

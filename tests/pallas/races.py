@@ -6,6 +6,10 @@ needs none: what a thread has read is in its registers when it arrives at the ba
 CUTLASS' pipelines release their slots the same way. So a copy is compared here with earlier reads by barriers alone,
 and with earlier writes by barriers and fences.
 
+The interpreter notes copies out of shared memory in the order in which they end, but hardware waits for them in the
+order in which they began, and copies may overtake each other. So waiting for all but n of them is taken here as waiting
+for all.
+
 Only shared memory is searched. In global memory tiles that overlap store the same numbers on purpose, where their size
 does not divide an array's.
 """
@@ -73,6 +77,9 @@ def detected() -> Iterator[list[object]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_callbacks, "GPURaceDetectionState", recorded)
         patch.setattr(gpu_callbacks.AsyncCopyGmemToSmemTask, "post_read", _copied)
+        interpreted = gpu_callbacks.memory.GPUSharedMemory
+        wait = interpreted.wait_smem_to_gmem
+        patch.setattr(interpreted, "wait_smem_to_gmem", lambda memory, thread, n, read: wait(memory, thread, 0, read))
         params = functools.partial(plgpu.InterpretGPUParams, detect_races=True)
         patch.setattr(gpu_kernel.plgpu, "InterpretGPUParams", params)
         yield found

@@ -221,9 +221,11 @@ def start(self, *arguments):
     planned.update({p.name: p.device_bytes for p in phases.phases_of(model.prepared, model.trainable, *of_plan)})
     return real(self, *arguments)
 Trainer._start = start
-threading.Thread(target=sampling, daemon=True).start()
+sampler = threading.Thread(target=sampling, daemon=True)
+sampler.start()
 code = cli.main(sys.argv[1:])
 ended.set()
+sampler.join()  # a thread that is within JAX while Python ends can block the end
 print(json.dumps(dict(code=code, peaks=peaks, planned=planned)))
 """
 

@@ -60,16 +60,17 @@ def get(port: int, path: str, host: str | None = None, **headers: str) -> tuple[
     return answer.status, answer.read().decode()
 
 
-def test_the_page_follows_the_runs(runs, port):
+def test_the_figures_follow_the_runs(runs, port):
     status, text = get(port, "/runs")
-    assert status == 200 and text.count("<section>") == 3 and text.count("<figure") == 8
-    assert "4.0000, 0.8000" in text and "This run has not started" in text and HOSTILE not in text
+    first, second, later = json.loads(text)["runs"]
+    assert status == 200 and len(first["charts"]) == len(second["charts"]) == 4
+    assert ["training loss", "4.0000 to 0.8000"] in second["facts"] and "This run has not started" in later["error"]
     with (runs[1] / "metrics.jsonl").open("a") as file:
         file.write(line(6))
-    assert "4.0000, 0.6667" in get(port, "/runs")[1]
+    assert ["training loss", "4.0000 to 0.6667"] in json.loads(get(port, "/runs")[1])["runs"][1]["facts"]
     runs[2].mkdir()
     (runs[2] / "metrics.jsonl").write_text(line(1))
-    assert "has not begun" not in get(port, "/runs")[1]
+    assert "error" not in json.loads(get(port, "/runs")[1])["runs"][2]
 
 
 def test_only_this_machine_is_answered(port):
@@ -84,7 +85,7 @@ def test_a_port_that_is_taken_is_said(runs, port, capsys):
     assert f"--port {port} is not available" in capsys.readouterr().err
 
 
-def test_a_browser_shows_the_runs_side_by_side(port, tmp_path):
+def test_a_browser_shows_the_runs_over_each_other(port, tmp_path):
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if browser is None:
         pytest.skip("no chromium, chromium-browser or google-chrome on this machine")
@@ -99,5 +100,6 @@ def test_a_browser_shows_the_runs_side_by_side(port, tmp_path):
         f"http://127.0.0.1:{port}/",
     ]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
-    assert "<title>jaxtune watch</title>" in dom and dom.count("<section>") == 3 and dom.count("<figure") == 8
-    assert all(f"plan of the {name}" in dom for name in ("first", "second"))
+    assert "<title>watch - jaxtune</title>" in dom  # the script in the settings did not run
+    assert dom.count('<section class="run">') == 3 and dom.count("<figure") == 4 and dom.count('class="curve"') == 8
+    assert all(f"plan of the {name}" in dom for name in ("first", "second")) and "This run has not started" in dom
