@@ -66,12 +66,12 @@ class DeltaNetShape:
 
     @property
     def key_size(self) -> int:
-        """Numbers of a token's queries, and of its keys, over all heads."""
+        """The size of a token's queries, and of its keys, summed over all heads."""
         return self.key_heads * self.key_dim
 
     @property
     def value_size(self) -> int:
-        """Numbers of a token's values over all heads."""
+        """The size of a token's values, summed over all heads."""
         return self.heads * self.value_dim
 
     def make(self, config: DecoderConfig, key: jax.Array, dtype) -> DeltaNet:

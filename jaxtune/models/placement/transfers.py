@@ -41,10 +41,11 @@ IN_FLIGHT = {"xla_gpu_experimental_parallel_async_compute_limit": 64}
 
 
 def copies_start_at_once() -> contextlib.AbstractContextManager:
-    """Context in which traced kernels count as a microsecond for XLA's scheduler, so that copies start at once.
+    """Returns a context in which XLA's scheduler takes every traced kernel to last a microsecond, so that it starts
+    copies at once.
 
-    All layers use it, with copies or without: XLA chooses a product's algorithm by its instruction's text, which
-    contains this setting, and the results of different plans should be equal bit for bit.
+    Layers without copies use it as well. XLA chooses the algorithm of a matrix product by the text of its instruction,
+    and this setting is part of that text. With the same text everywhere, different plans give the same bits.
     """
     return set_xla_metadata(latency_metadata="1000")
 

@@ -144,9 +144,9 @@ class Engine:
         return self.planner
 
     def _facts(self, planner: Planner, config: TrainConfig) -> list[Any]:
-        """The JSON values that identify this run's programs for KnownFailures, which records the plans that needed too
-        much memory. They are all that the programs depend on except the plan, which each record names, and the device
-        and the versions, which KnownFailures adds."""
+        """Returns the JSON values that identify this run's programs in KnownFailures, the record of plans that needed
+        too much memory. The values cover all settings that the programs depend on, except three: each record names its
+        plan, and KnownFailures itself adds the device and the versions."""
         asked = config_to_dict(config)
         program, cost = self.program, planner.cost
         sizes = {f.name: getattr(cost, f.name) for f in dataclasses.fields(cost) if f.name not in ("segments", "kinds")}

@@ -114,8 +114,8 @@ def _of_global_layers(hf: Config, types: Sequence[str]) -> Fields:
 
 
 class _Rotary(RotaryByType):
-    """RotaryByType for Gemma 4: the rotary bases are in rope_parameters alone, as in transformers' class, and the base
-    of global layers rotates their wider heads."""
+    """Reads and writes Gemma 4's rotary bases, one for each type of layer. The key rope_parameters alone has them.
+    The base of global layers rotates heads of global_head_dim, which are wider than those of sliding layers."""
 
     keys = (Key("rope_parameters", (), check_parameters, None),)
 
