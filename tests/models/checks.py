@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -55,3 +56,27 @@ def gradients(model, tokens) -> dict[str, np.ndarray]:
 def greedy(model, tokens, new_tokens: int) -> np.ndarray:
     """Greedy continuation with the key/value cache; no token ends it."""
     return np.asarray(generate(model, tokens.tolist(), max_new_tokens=new_tokens, eos_token_ids=()), np.int32)
+
+
+def of_a_checkpoint(linear: Callable[[str], np.ndarray], matrix: str, experts: int) -> np.ndarray:
+    """A matrix of a model as a checkpoint that names each linear has it.
+
+    Args:
+        linear: Gives the float32 weight [out, in] of a linear by its name in the checkpoint.
+        matrix: The name of the matrix in the model. Those of experts are stacked there [experts, out, in], and gate and
+            up are one.
+        experts: How many experts there are.
+    """
+    if ".experts." not in matrix:
+        return linear(matrix)
+    prefix, name = matrix.rsplit(".", 1)
+    parts = ("gate_proj", "up_proj") if name == "gate_up_proj" else ("down_proj",)
+    return np.stack([np.concatenate([linear(f"{prefix}.{e}.{part}") for part in parts]) for e in range(experts)])
+
+
+def assert_same_bytes(written: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
+    """Asserts that two checkpoints have the same tensors: names, dtypes, shapes and bytes."""
+    assert written.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert (written[name].dtype, written[name].shape) == (tensor.dtype, tensor.shape), name
+        assert written[name].tobytes() == tensor.tobytes(), name

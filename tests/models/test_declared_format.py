@@ -19,6 +19,7 @@ from tiny_models import adapted_model, shaken
 from toy_format import FORMAT
 
 import jaxtune
+from jaxtune.export import api
 from jaxtune.models.files.quant import dequantize, quantize, stored_in
 from jaxtune.models.files.shards import read_header
 from jaxtune.models.files.weights import Weights
@@ -97,6 +98,47 @@ def test_an_adapter_trains_over_it_as_over_the_decoded_weights(tmp_path, word):
         losses.append([line["loss"] for line in trainer.history])
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
     np.testing.assert_allclose(losses[0], losses[2], rtol=1e-4)
+
+
+@pytest.mark.parametrize("word", [*WORDS, "nvfp4"])
+def test_an_adapters_gradients_are_those_over_the_decoded_weights(word):
+    packed = adapted_model(quantize(made(HF), word), r=2)
+    plain, tokens = dequantize(packed), jnp.arange(24, dtype=jnp.int32).reshape(2, 12)
+
+    def gradients(model):
+        graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
+
+        def loss(trainable):
+            return jnp.sin(nnx.merge(graph, trainable, frozen)(tokens)).sum()
+
+        return jax.jit(jax.value_and_grad(loss))(trainable)
+
+    (loss, got), (want_loss, want) = gradients(packed), gradients(plain)
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert np.linalg.norm(one - other) <= 1e-5 * np.linalg.norm(other) and np.asarray(one).any()
+
+
+@pytest.mark.parametrize(("word", "largest_error"), [("int8", 0.01), ("nvfp4", 0.12)])
+def test_16_bit_weights_are_quantised_on_the_way_and_exported(tmp_path, word, largest_error):
+    """The export is read back as the model that load_in makes, and exported as it is; an adapter over it is merged
+    before it."""
+    save_pretrained(made(HF, "bfloat16"), tmp_path / "plain")
+    model, _ = from_pretrained(tmp_path / "plain", load_in=word)
+    plain, _ = from_pretrained(tmp_path / "plain")
+    done = api.export_model(plain, tmp_path / "out", word)
+    again, _ = from_pretrained(done.folder)
+    assert_same(model, again, word)
+    for (_, one), (_, other) in zip(matrices(model), matrices(plain), strict=True):
+        packed, whole = (formats.dense(m.stored_weight, "float32").astype("float32") for m in (one, other))
+        assert 0 < float(jnp.linalg.norm(packed - whole) / jnp.linalg.norm(whole)) < largest_error
+    api.export_model(again, tmp_path / "twice", word)
+    assert (tmp_path / "twice/model.safetensors").read_bytes() == (done.folder / "model.safetensors").read_bytes()
+    adapted = adapted_model(again, r=2)
+    merged = jaxtune.merge_adapter(adapted)
+    assert stored_in(merged) is None
+    both = [api.export_model(m, tmp_path / f"of {m is merged}", word).folder for m in (adapted, merged)]
+    assert len({(folder / "model.safetensors").read_bytes() for folder in both}) == 1
 
 
 @pytest.mark.parametrize("word", WORDS)

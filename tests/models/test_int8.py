@@ -1,5 +1,5 @@
-"""Models in int8 by rows: checkpoints of bitsandbytes' LLM.int8() in and out byte for byte, gradients of adapters, and
-exports. What every format does is shown in test_declared_format.py."""
+"""Models in int8 by rows: checkpoints of bitsandbytes' LLM.int8() in and out byte for byte. What every format does is
+shown in test_declared_format.py."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import assert_same_bytes, of_a_checkpoint
 from flax import nnx
 from tiny import CONFIGS
-from tiny_models import adapted_model
 
-import jaxtune
 from jaxtune.export import api
 from jaxtune.models.files import shards
-from jaxtune.models.files.quant import dequantize, quantize, stored_in
+from jaxtune.models.files.quant import quantize, stored_in
 from jaxtune.models.hf import from_pretrained, model_from_config, save_pretrained
 from jaxtune.models.lora import matrices
 from jaxtune.pallas.formats import dense
@@ -90,65 +89,16 @@ def test_a_checkpoint_is_read_and_written_bit_for_bit(tmp_path, hf, with_order):
     assert stored_in(model) == "int8" and not jax.tree.leaves(nnx.state(model, nnx.Param))
     for name, matrix in matrices(model):
         found = np.asarray(dense(matrix.stored_weight, "float32"))
-        if ".experts." in name:
-            prefix, matrix_name = name.rsplit(".", 1)
-            parts = ("gate_proj", "up_proj") if matrix_name == "gate_up_proj" else ("down_proj",)
-            pieces = [[wide(tensors, f"{prefix}.{e}.{part}") for part in parts] for e in range(len(found))]
-            want = np.stack([np.concatenate(each) for each in pieces])
-        else:
-            want = wide(tensors, name)
+        want = of_a_checkpoint(lambda module: wide(tensors, module), name, len(found))
         np.testing.assert_array_equal(found, want, err_msg=name)
     save_pretrained(model, tmp_path / "again")
-    written = load_file(tmp_path / "again" / "model.safetensors")
     if not with_order:
         tensors |= {f"{name}_format": np.zeros((), np.uint8) for name in tensors if name.endswith("_proj.weight")}
-    assert written.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert (written[name].dtype, written[name].shape) == (tensor.dtype, tensor.shape), name
-        assert written[name].tobytes() == tensor.tobytes(), name
+    assert_same_bytes(load_file(tmp_path / "again" / "model.safetensors"), tensors)
     said = json.loads((tmp_path / "again" / "config.json").read_text())["quantization_config"]
     assert said.items() <= (SAYS | {"llm_int8_skip_modules": said["llm_int8_skip_modules"]}).items()
     assert "lm_head" in said["llm_int8_skip_modules"]
     assert (from_pretrained(tmp_path / "again")[0].base_digest == model.base_digest) == with_order
-
-
-def test_an_adapters_gradients_are_those_over_the_decoded_weights():
-    packed = adapted_model(quantize(made(LINEARS, "float32"), "int8"), r=2)
-    plain = dequantize(packed)
-
-    def gradients(model):
-        graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
-
-        def loss(trainable):
-            return jnp.sin(nnx.merge(graph, trainable, frozen)(TOKENS)).sum()
-
-        return jax.jit(jax.value_and_grad(loss))(trainable)
-
-    (loss, got), (want_loss, want) = gradients(packed), gradients(plain)
-    np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert np.linalg.norm(one - other) <= 1e-5 * np.linalg.norm(other) and np.asarray(one).any()
-
-
-def test_16_bit_weights_are_quantised_on_the_way_and_exported(tmp_path):
-    """The export is read back as the model that load_in makes; an adapter over it is merged before it."""
-    save_pretrained(made(LINEARS), tmp_path / "plain")
-    model, _ = from_pretrained(tmp_path / "plain", load_in="int8")
-    plain, _ = from_pretrained(tmp_path / "plain")
-    done = api.export_model(plain, tmp_path / "out", "int8")
-    again, _ = from_pretrained(done.folder)
-    for (_, one), (_, other) in zip(matrices(model), matrices(again), strict=True):
-        jax.tree.map(np.testing.assert_array_equal, one.stored_weight, other.stored_weight)
-    for (_, one), (_, other) in zip(matrices(model), matrices(plain), strict=True):
-        packed, whole = (dense(m.stored_weight, "float32").astype("float32") for m in (one, other))
-        assert 0 < float(jnp.linalg.norm(packed - whole) / jnp.linalg.norm(whole)) < 0.01
-    api.export_model(again, tmp_path / "twice", "int8")
-    assert (tmp_path / "twice/model.safetensors").read_bytes() == (done.folder / "model.safetensors").read_bytes()
-    adapted = adapted_model(again, r=2)
-    merged = jaxtune.merge_adapter(adapted)
-    assert stored_in(merged) is None
-    both = [api.export_model(m, tmp_path / f"of {m is merged}", "int8").folder for m in (adapted, merged)]
-    assert len({(folder / "model.safetensors").read_bytes() for folder in both}) == 1
 
 
 def test_experts_are_not_exported_because_transformers_would_not_load_them(tmp_path):

@@ -1,5 +1,5 @@
-"""Models in NVFP4: checkpoints of compressed-tensors and of nvidia-modelopt in and out byte for byte, experts, adapters
-and their gradients, exports, a mesh."""
+"""Models in NVFP4: checkpoints of compressed-tensors and of nvidia-modelopt in and out byte for byte, experts, a
+mesh. Gradients of adapters and exports are shown in test_declared_format.py."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from checks import assert_same_bytes, of_a_checkpoint
 from flax import nnx
 from tiny import CONFIGS
-from tiny_models import adapted_model, shaken
+from tiny_models import shaken
 
-import jaxtune
-from jaxtune.export import api
 from jaxtune.models.files import shards
 from jaxtune.models.files.quant import dequantize, quantize, stored_in
 from jaxtune.models.hf import from_pretrained, model_from_config, save_pretrained
@@ -116,43 +115,15 @@ def test_a_checkpoint_is_read_and_written_bit_for_bit(tmp_path, kind, hf, inputs
     assert stored_in(model) == "nvfp4" and not jax.tree.leaves(nnx.state(model, nnx.Param))
     for name, matrix in matrices(model):
         found = np.asarray(dense(matrix.stored_weight, "float32"))
-        if ".experts." in name:
-            prefix, matrix_name = name.rsplit(".", 1)
-            parts = ("gate_proj", "up_proj") if matrix_name == "gate_up_proj" else ("down_proj",)
-            pieces = [[wide(tensors, f"{prefix}.{e}.{part}", kind) for part in parts] for e in range(len(found))]
-            want = np.stack([np.concatenate(each) for each in pieces])
-        else:
-            want = wide(tensors, name, kind)
+        want = of_a_checkpoint(lambda module: wide(tensors, module, kind), name, len(found))
         np.testing.assert_array_equal(found, want, err_msg=name)
         assert np.signbit(found).tobytes() == np.signbit(want).tobytes()
     save_pretrained(model, tmp_path / "again")
-    written = load_file(tmp_path / "again" / "model.safetensors")
-    assert written.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert (written[name].dtype, written[name].shape) == (tensor.dtype, tensor.shape), name
-        assert written[name].tobytes() == tensor.tobytes(), name
+    assert_same_bytes(load_file(tmp_path / "again" / "model.safetensors"), tensors)
     said = json.loads((tmp_path / "again" / "config.json").read_text())["quantization_config"]
     assert said["quant_method"] == KINDS[kind][-1]["quant_method"] and "lm_head" in said["ignore"]
     assert (said["config_groups"]["group_0"].get("input_activations") is not None) == inputs
     assert from_pretrained(tmp_path / "again")[0].base_digest == model.base_digest
-
-
-def test_an_adapters_gradients_are_those_over_the_decoded_weights():
-    packed = adapted_model(quantize(made(LINEARS, "float32"), "nvfp4"), r=2)
-    plain = dequantize(packed)
-
-    def gradients(model):
-        graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
-
-        def loss(trainable):
-            return jnp.sin(nnx.merge(graph, trainable, frozen)(TOKENS)).sum()
-
-        return jax.jit(jax.value_and_grad(loss))(trainable)
-
-    (loss, got), (want_loss, want) = gradients(packed), gradients(plain)
-    np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert np.linalg.norm(one - other) <= 1e-5 * np.linalg.norm(other) and np.asarray(one).any()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -167,24 +138,6 @@ def test_an_adapter_trains_over_experts_and_over_a_mesh(tmp_path, kind):
         losses.append([line["loss"] for line in trainer.history])
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
     np.testing.assert_allclose(losses[0], losses[2], rtol=1e-4)
-
-
-def test_16_bit_weights_are_quantised_on_the_way_and_exported(tmp_path):
-    """The export is read back as the model that load_in makes; a model of a checkpoint is exported as it is."""
-    save_pretrained(made(LINEARS), tmp_path / "plain")
-    model, _ = from_pretrained(tmp_path / "plain", load_in="nvfp4")
-    plain, _ = from_pretrained(tmp_path / "plain")
-    done = api.export_model(plain, tmp_path / "out", "nvfp4")
-    again, _ = from_pretrained(done.folder)
-    for (_, one), (_, other) in zip(matrices(model), matrices(again), strict=True):
-        jax.tree.map(np.testing.assert_array_equal, one.stored_weight, other.stored_weight)
-    for (_, one), (_, other) in zip(matrices(model), matrices(plain), strict=True):
-        packed, whole = (dense(m.stored_weight, "float32").astype("float32") for m in (one, other))
-        assert 0 < float(jnp.linalg.norm(packed - whole) / jnp.linalg.norm(whole)) < 0.12
-    api.export_model(again, tmp_path / "twice", "nvfp4")
-    assert (tmp_path / "twice/model.safetensors").read_bytes() == (done.folder / "model.safetensors").read_bytes()
-    merged = jaxtune.merge_adapter(adapted_model(again, r=2))
-    assert stored_in(merged) is None
 
 
 def test_a_mistake_in_a_checkpoint_is_named(tmp_path):
