@@ -72,7 +72,7 @@ class PartConfig(Protocol):
         ...
 
     def make(self, config: DecoderConfig, key: Any, dtype: Any) -> nnx.Module:
-        """Builds the module, with random weights drawn by `key` in `dtype`."""
+        """Builds the module. config: of the whole decoder. key: draws the random weights. dtype: of the weights."""
         ...
 
 

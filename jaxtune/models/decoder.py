@@ -48,9 +48,9 @@ def _rows(weight: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def _rows_bwd(residuals, drows):
-    """The backward rule of `_rows`: (the gradient of weight, summed in float32 and then cast; None for tokens).
-
-    drows: [B, T, hidden], the gradient of the rows that were looked up."""
+    """The backward rule of `_rows`: (the gradient of weight, summed in float32 and then cast to weight's dtype; None
+    for tokens). residuals: (weight, tokens) of the forward. drows: [B, T, hidden], the gradient of the rows that were
+    looked up."""
     weight, tokens = residuals
     total = jnp.zeros(weight.shape, jnp.float32).at[tokens].add(drows.astype(jnp.float32))
     return total.astype(weight.dtype), None

@@ -41,7 +41,8 @@ ATTENTION_TIME = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class AttentionStage:
-    """The duration of attention over whole rows, by which the stack spreads copies over a layer's segments."""
+    """The duration of attention over whole rows, relative to products. The stack (stack.py) needs it to distribute
+    copies of residuals to and from the host over a layer's segments in proportion to how long each segment computes."""
 
     slower: float  # its duration for long rows over that of products with as many multiplications
     half_tokens: float  # tokens of a row at which it takes twice as long per multiplication as for long rows

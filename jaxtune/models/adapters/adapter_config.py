@@ -1,4 +1,6 @@
-"""adapter_config.json of PEFT's LoRA adapters: writes it for a model's adapter, and checks one that is loaded."""
+"""adapter_config.json of PEFT's LoRA adapters: makes its content for a model's adapter (config_of), and reads and
+checks the file of an adapter that is loaded (read_adapter_config). A setting that would make PEFT compute something
+else than jaxtune is refused with its file, key and value."""
 
 from __future__ import annotations
 
@@ -80,7 +82,9 @@ def is_nested(model: Decoder) -> bool:
 
 
 def config_of(model: Decoder) -> dict[str, Any]:
-    """The content of adapter_config.json for a model's adapter.
+    """The content of adapter_config.json for a model's adapter, {PEFT's setting: value}, all of it JSON. It has the
+    rank, scale and target modules of the adapter under the names that PEFT matches, the path of the base, and what
+    PEFT needs to load the adapter as jaxtune computes it.
 
     Raises:
       ValueError: a model without an adapter, or with settings that PEFT's config cannot express.
@@ -142,13 +146,15 @@ def _as_parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _names(key: str, value: Any) -> None:
-    """Check of a regular expression or a list of names, as in models/values.py: raises ValueError for another value."""
+    """Raises ValueError unless `value` is a string (a regular expression) or a list of strings (names of modules). It
+    has the signature of the checks in models/values.py; key: the file and setting, for the error."""
     if not isinstance(value, str):
         values.texts(key, value)
 
 
 def _layers(key: str, value: Any) -> None:
-    """Check of layers_to_transform, a layer's number or a list of them; raises ValueError for another value."""
+    """Raises ValueError unless `value`, of the setting layers_to_transform, is a layer's number (a whole number from
+    0) or a list of them. key: the file and setting, for the error."""
     if isinstance(value, list):
         values.items(key, value, functools.partial(values.whole, least=0))
     else:
@@ -156,14 +162,17 @@ def _layers(key: str, value: Any) -> None:
 
 
 def _dropout(key: str, value: Any) -> None:
-    """Check of a dropout rate, from 0 to below 1; raises ValueError for another value."""
+    """Raises ValueError unless `value` is a dropout rate, a number from 0 to below 1. key: the file and setting, for
+    the error."""
     values.not_negative(key, value)
     if value >= 1:
         raise ValueError(f"{key} = {value!r}: must be below 1")
 
 
 def _patterns(of: Callable[[str, Any], None], key: str, value: Any) -> None:
-    """Check of {pattern: value} whose values pass the check `of`; raises ValueError for another value."""
+    """Raises ValueError unless `value` is a mapping whose every value passes the check `of`, as in rank_pattern,
+    {pattern of names: rank}. of: a check called with (text for the error, value). key: the file and setting, for the
+    error."""
     values.mapping(key, value)
     for pattern, setting in value.items():
         of(f"{key}: {pattern!r}", setting)

@@ -118,7 +118,10 @@ def _expert_tensors(model: Decoder) -> dict[str, ExpertTensor]:
 
 
 def adapter_tensors(model: Decoder) -> dict[str, nnx.Variable | ExpertTensor]:
-    """{PEFT's key: variable} of everything that an adapter file contains; a tied head is there under both its names."""
+    """{PEFT's key: variable} of everything that an adapter file contains: A and B of each adapted linear (and DoRA's
+    magnitude), those of experts as ExpertTensor, and an embedding and head that are trained whole. A trained head that
+    is tied to the embedding is there under both names. The keys have the model's own names of modules; see peft_name
+    for those of a base with a vision tower."""
     tensors: dict[str, nnx.Variable | ExpertTensor] = {}
     for name, linear in linears(model):
         if linear.lora is None:
@@ -156,7 +159,9 @@ def save_adapter(model: Decoder, path: str | os.PathLike, tokenizer: Any = None)
 def write_adapter(
     folder: Path, config: Mapping[str, Any], arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]
 ) -> None:
-    """Writes an adapter's two files into a folder; config, arrays and metadata are the fields of AdapterContent."""
+    """Writes an adapter's two files, adapter_config.json and adapter_model.safetensors, into a folder that exists.
+    config, arrays and metadata are the fields of AdapterContent. The files are not flushed to the disk: the caller
+    publishes the folder as a whole."""
     tensors = [(name, array.shape, array.dtype) for name, array in sorted(arrays.items())]
     shards.write_file(folder / WEIGHTS_NAME, tensors, arrays.__getitem__, metadata)
     atomic_write(folder / CONFIG_NAME, json.dumps(config, indent=2, sort_keys=True) + "\n", durable=False)
@@ -423,8 +428,9 @@ def _check_base(folder: Path, metadata: Mapping[str, str], model: Decoder) -> No
 
 
 def _modules_to_save(config: Mapping[str, Any]) -> list[str]:
-    """The argument modules_to_save of get_peft_model for an adapter's config: the last parts of its names; of a score
-    model without "classifier", which PEFT adds."""
+    """The argument modules_to_save of get_peft_model for the content of an adapter's adapter_config.json: the sorted
+    last parts of the names in the config's own modules_to_save, such as ["embed_tokens", "lm_head"]. For a model that
+    scores texts "classifier" is left out, because PEFT lists every name that a head may have."""
     names = {name.rsplit(".", 1)[-1] for name in config.get("modules_to_save") or ()}
     # PEFT lists every name that a head may have.
     return sorted(names if head_of_task(config.get("task_type")).is_text else names - {"classifier"})

@@ -328,7 +328,8 @@ class _Merged(Stored):
 
     @functools.partial(jax.jit, static_argnums=1)
     def _decode(self, dtype) -> jax.Array:
-        """The merged weight, rounded to the dtype that it will be stored in and then cast to `dtype`."""
+        """The matrix with its adapter merged, in `dtype` (None: dtype_name). It is rounded first to the dtype in which
+        the merged weight will be stored, so that the values are those of the merged model."""
         weight = dense(self.base, self.dtype_name)
         if self.a is not None and self.b is not None:
             if weight.ndim == 3:

@@ -108,9 +108,9 @@ def _from_record(where: str, record: Any) -> TrainedOver:
 
 
 def of_run(folder: Path) -> TrainedOver | None:
-    """What the run that wrote a folder (an adapter's or a whole model's) trained over, from the run's recorded config.
-
-    None for any other folder.
+    """What the run that wrote a folder (an adapter's or a whole model's) trained over, from the config in its
+    jaxtune_run.json: the format, compute dtype, precision and QAT grid. Older versions recorded these facts only
+    there. None for any other folder.
 
     Raises:
       ValueError: a recorded format, compute dtype, precision or QAT grid that is not supported, with file and key.
@@ -139,10 +139,9 @@ def _one_of(where: str, value: Any, known: Sequence[str]) -> None:
 
 
 def difference(over: TrainedOver, base: Decoder) -> str | None:
-    """How a base's weights differ from those that an adapter was trained over, as a phrase for a warning.
-
-    None if they are in the same format.
-    """
+    """How a base's weights differ from those that an adapter was trained over, as a phrase for a warning. None if both
+    are quantised in the same format or both are not; also None if the record names no format and the base's own files
+    store it quantised."""
     found = stored_in(base)
     if found == over.load_in or (over.load_in is None and _stored_so(base)):
         return None

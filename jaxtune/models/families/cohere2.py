@@ -1,6 +1,8 @@
 """Command R7B and Command A: attention and MLP in parallel, LayerNorm without bias, scaled logits.
 
 Three of four layers have a window and interleaved rotary positions; the others have neither.
+
+FAMILY declares how their config.json is checked, read and written, and how checkpoints name their tensors.
 """
 
 from __future__ import annotations

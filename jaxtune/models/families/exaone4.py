@@ -1,6 +1,8 @@
 """EXAONE 4: norms on the outputs of attention and MLP, and on each head's queries and keys.
 
 If some layers have a window, the others have no position encoding.
+
+FAMILY declares how their config.json is checked, read and written, and how checkpoints name their tensors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Gemma 2: norms before and after attention and MLP, soft caps, windows in every other layer, a scaled embedding."""
+"""Gemma 2: norms before and after attention and MLP, soft caps, windows in every other layer, a scaled embedding.
+
+FAMILY declares how their config.json is checked, read and written, and how checkpoints name their tensors.
+"""
 
 from jaxtune.models import values
 from jaxtune.models.config import PRE_AND_POST_NORM

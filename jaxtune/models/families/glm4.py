@@ -1,5 +1,8 @@
 """GLM-4-0414: norms before and after attention and MLP, gate and up as one matrix, interleaved rotation of half a
-head."""
+head.
+
+FAMILY declares how their config.json is checked, read and written, and how checkpoints name their tensors.
+"""
 
 from jaxtune.models import values
 from jaxtune.models.config import PRE_AND_POST_NORM

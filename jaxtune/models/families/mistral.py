@@ -1,4 +1,7 @@
-"""Mistral 7B and similar models: Llama with a sliding window in every layer."""
+"""Mistral 7B and similar models: Llama with a sliding window in every layer.
+
+FAMILY declares how their config.json is checked, read and written, and how checkpoints name their tensors.
+"""
 
 from jaxtune.models.families.common import Family, OneWindow
 

@@ -1,5 +1,7 @@
-"""Phi-3, Phi-3.5 and Phi-4: fused q/k/v and gate/up matrices, longrope, and optionally a part of each head
-unrotated."""
+"""Phi-3, Phi-3.5 and Phi-4: fused q/k/v and gate/up matrices, longrope, and optionally a part of each head unrotated.
+
+FAMILY declares how their config.json is checked, read and written, and how checkpoints name their tensors.
+"""
 
 from __future__ import annotations
 

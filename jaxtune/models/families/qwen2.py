@@ -1,4 +1,7 @@
-"""Qwen2 and Qwen2.5: biases on q, k and v; optionally a sliding window in the upper layers."""
+"""Qwen2 and Qwen2.5: biases on q, k and v; optionally a sliding window in the upper layers.
+
+FAMILY declares how their config.json is checked, read and written, and how checkpoints name their tensors.
+"""
 
 from jaxtune.models.families.common import Family
 from jaxtune.models.families.common.layers import UPPER_WINDOWS, switched_window

@@ -1,4 +1,7 @@
-"""Qwen3-Next: gated delta nets, gated attention in every fourth layer, and experts with a shared expert."""
+"""Qwen3-Next: gated delta nets, gated attention in every fourth layer, and experts with a shared expert.
+
+FAMILY declares how their config.json is checked, read and written, and how checkpoints name their tensors.
+"""
 
 from jaxtune.models.families.common import Family, MLPLayers
 from jaxtune.models.families.common.names import QWEN_EXPERTS, ROUTED_NORMS

@@ -1,4 +1,7 @@
-"""Seed-OSS: Llama with biases on q, k and v."""
+"""Seed-OSS: Llama with biases on q, k and v.
+
+FAMILY declares how their config.json is checked, read and written, and how checkpoints name their tensors.
+"""
 
 from jaxtune.models import values
 from jaxtune.models.families.common import Family, Key

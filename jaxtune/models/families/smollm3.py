@@ -1,4 +1,7 @@
-"""SmolLM3: Llama in which every fourth layer has no position encoding."""
+"""SmolLM3: Llama in which every fourth layer has no position encoding.
+
+FAMILY declares how their config.json is checked, read and written, and how checkpoints name their tensors.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,9 @@ _bit = functools.partial(values.whole, least=0, most=1)
 
 
 def _rotates(hf: Config) -> list[int]:
-    """For each layer 1 if it has rotary positions, which, despite its name, is what the key no_rope_layers contains."""
+    """For each layer 1 if it has rotary positions, otherwise 0. Despite its name, that is what the key no_rope_layers
+    of the config.json `hf` contains; without the key it follows from no_rope_layer_interval. Raises ValueError for
+    another number of entries than layers."""
     count, every = hf["num_hidden_layers"], hf["no_rope_layer_interval"]
     rotates = hf["no_rope_layers"] or [int((index + 1) % every != 0) for index in range(count)]
     if len(rotates) != count:

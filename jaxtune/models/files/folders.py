@@ -46,12 +46,14 @@ def require_space(folder: Path, need_bytes: int) -> None:
 def new_folder(path: str | os.PathLike, what: str) -> Iterator[Path]:
     """Context manager that yields a temporary folder beside `path`, which is renamed to `path` if the block succeeds.
 
-    If the block fails, the temporary folder is removed. Temporary folders of the same `path` that killed processes left
-    are removed first.
+    Its content is flushed to the disk before the rename, and missing parents of `path` are created. If the block
+    fails, the temporary folder is removed. Temporary folders of the same `path` that killed processes left are removed
+    first.
 
     Args:
       path: a folder that does not exist or is empty.
       what: the caller, for errors.
+
     Raises:
       ValueError: `path` is a file, a folder that is not empty, or a mount point.
     """

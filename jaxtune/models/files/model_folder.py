@@ -161,7 +161,9 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def find_config(path: str | os.PathLike) -> dict[str, Any]:
-    """The parsed config.json of a model whose weights are not needed: from a folder or file, PUBLISHED, or the hub.
+    """The parsed config.json of a model whose weights are not needed, for example to plan memory. `path` is a folder,
+    a JSON file, the name of a published model whose config this package contains (PUBLISHED, published.py), or another
+    name on the Hugging Face hub, from which the file is then fetched.
 
     Raises:
       ValueError: it is found in none of them.
@@ -237,17 +239,15 @@ def read_generation_config(folder: Path) -> str | None:
 
 
 def _token(key: str, value: Any) -> None:
-    """Check of a special token in a tokenizer's config: a string, or an object; raises ValueError for another value."""
+    """Raises ValueError unless `value`, a special token in a tokenizer's config, is a string or an object. key: the
+    file and setting, for the error."""
     if not isinstance(value, str | dict):
         raise ValueError(f"{key} = {value!r}: must be a token's text, or an object with its content")
 
 
 def _templates(key: str, value: Any) -> None:
-    """Check of chat_template in a tokenizer's config: a string, or a list of objects with name and template.
-
-    Raises:
-      ValueError: another value.
-    """
+    """Raises ValueError unless `value`, the chat_template in a tokenizer's config, is a string or a list of objects
+    with name and template. key: the file and setting, for the error."""
     if isinstance(value, str):
         return
     values.items(key, value, values.mapping)

@@ -103,13 +103,15 @@ def with_passthrough(planned: Planned, passthrough: Passthrough | None) -> Plann
 def whole_config(
     hf: Mapping[str, Any], own: Mapping[str, Any], config: DecoderConfig, passthrough: Passthrough | None
 ) -> dict[str, Any]:
-    """config.json of a saved model that includes passthrough tensors.
+    """config.json of a saved model that includes passthrough tensors. It is that of the folder from which the model
+    was loaded, with what was changed since: the text part's config, dtypes, and quantisation, which lists the
+    passthrough tensors as not quantised.
 
     Args:
       hf: config.json of the text part, as it would be saved alone.
       own: config.json that the family writes for `config`.
       config: of the text part.
-      passthrough: None returns `hf`.
+      passthrough: the tensors, with the folder's config.json if the text part is nested in it; None returns `hf`.
     """
     if passthrough is None:
         return dict(hf)
