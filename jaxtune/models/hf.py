@@ -391,8 +391,9 @@ def save_weights(
 
 
 def checkpoint_tensors(weights: Weights) -> Planned:
-    """The plan of all tensors that a checkpoint of the model contains, by Hugging Face's names of the model's tensors;
-    no tensor is computed yet.
+    """The plan of all tensors that a checkpoint of the model contains, passthrough tensors included: {Hugging Face's
+    name of a model's tensor: the Group of the file tensors that are computed from it}, in the order of the files. No
+    tensor is computed yet.
 
     Raises:
       ValueError: adapters that are not merged; 4-bit experts that no checkpoint could store.

@@ -171,14 +171,18 @@ class Linear(nnx.Module):
         return self.fake_quant.round(weight if lora is None else merged_weight(weight, lora))
 
     def __call__(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        """x [..., in] -> [..., out] in x's dtype; `key` draws the adapter's dropout mask."""
+        """x [..., in] -> [..., out] in x's dtype: the product with the weight, plus adapter and bias where there are
+        any. `key` draws the adapter's dropout mask; None: no dropout."""
         return apply_fused(x, (self,), key)[0]
 
 
 def apply_fused(x: jax.Array, linears: tuple[Linear, ...], key: jax.Array | None = None) -> tuple[jax.Array, ...]:
-    """Applies several linears to the same x [..., in], in one quant_matmul; one output [..., out] for each.
+    """Applies several linears to the same x [..., in], in one quant_matmul: a tuple with one output [..., out] for
+    each, in x's dtype, adapters and biases included. Projections that share an input, such as query, key and value,
+    are computed so, because one operation reads x once.
 
-    `key` draws the dropout mask of their adapters, which share one.
+    `key` draws the dropout mask of their adapters, which share one; None: no dropout. Weights that QAT rounds
+    (fake_quant) are rounded with their adapters merged in.
     """
     rates = [linear.lora.rate for linear in linears if linear.lora is not None]
     weights, loras = [], []

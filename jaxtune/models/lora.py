@@ -31,19 +31,20 @@ def savable(model: Decoder) -> tuple[str, str]:
 
 
 def linears(model: Decoder) -> Iterator[tuple[str, Linear]]:
-    """(Hugging Face module name, linear) of all linears in the layers in order, such as
-    model.layers.0.self_attn.q_proj."""
+    """Yields (Hugging Face module name, linear) of all linears in the layers in order, such as
+    model.layers.0.self_attn.q_proj. Matrices of experts, embedding and head are not among them."""
     yield from ((name, matrix) for name, matrix in _in_layers(model) if not matrix.num_experts)
 
 
 def experts(model: Decoder) -> Iterator[tuple[str, ExpertLinear]]:
-    """(Hugging Face parameter name, matrix of all experts), in order, such as
+    """Yields (Hugging Face parameter name, ExpertLinear, the matrix of all experts of a layer) in order, such as
     model.layers.0.mlp.experts.gate_up_proj."""
     yield from ((name, matrix) for name, matrix in _in_layers(model) if matrix.num_experts)
 
 
 def _in_layers(model: Decoder) -> Iterator[tuple[str, Any]]:
-    """(Hugging Face name, Linear or ExpertLinear) of every matrix in the layers, layer by layer."""
+    """Yields (Hugging Face name, Linear or ExpertLinear) of every matrix in the layers that can have an adapter, layer
+    by layer."""
     for index, (layer, spec) in enumerate(zip(model.layers, model.config.layers, strict=True)):
         names = spec.hf_names
         for part, name, matrix in layer.matrices():
@@ -51,7 +52,8 @@ def _in_layers(model: Decoder) -> Iterator[tuple[str, Any]]:
 
 
 def matrices(model: Decoder) -> Iterator[tuple[str, Linear | ExpertLinear]]:
-    """(name, matrix) of everything that can have an adapter and be quantised: all linears, then all expert matrices."""
+    """Yields (Hugging Face name, Linear or ExpertLinear) of everything that can have an adapter and be quantised: all
+    linears in the layers, then all expert matrices."""
     yield from linears(model)
     yield from experts(model)
 
@@ -69,7 +71,8 @@ def copy_structure(model):
 
 
 def name_matches(name: str, target: str) -> bool:
-    """PEFT's rule for lists of names: `target` is the whole name or its last parts."""
+    """Whether `target`, an entry of a list such as target_modules, selects the module of this dotted name by PEFT's
+    rule: it is the whole name, or its last part or parts ("q_proj" or "self_attn.q_proj")."""
     return name == target or name.endswith("." + target)
 
 

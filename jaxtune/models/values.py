@@ -16,14 +16,16 @@ MOST_LAYERS = 4096  # ten times as many as any published model has
 
 
 def whole(key: str, value: Any, least: int = 1, most: int = LARGEST) -> None:
-    """Raises ValueError unless the value is an integer from `least` to `most`."""
+    """Raises ValueError unless the value is an integer (not a bool) from `least` to `most`. key: what the error calls
+    the value."""
     if not isinstance(value, Integral) or isinstance(value, bool) or not least <= int(value) <= most:
         bounds = f"from {least} to {most}" if most != LARGEST else f"of at least {least}"
         raise ValueError(f"{key} = {_shown(value)}: must be an integer {bounds}")
 
 
 def number(key: str, value: Any, above: float | None = None, least: float | None = None) -> None:
-    """Raises ValueError unless the value is a finite number, greater than `above` and not less than `least`."""
+    """Raises ValueError unless the value is a finite number (not a bool), greater than `above` and not less than
+    `least`, where these are given. key: what the error calls the value."""
     fits = isinstance(value, Real) and not isinstance(value, bool) and _finite(value)
     if not fits or (above is not None and value <= above) or (least is not None and value < least):
         bounds = "" if above is None else f" above {above:g}"
@@ -40,36 +42,36 @@ def _finite(value: Real) -> bool:
 
 
 def positive(key: str, value: Any) -> None:
-    """Raises ValueError unless the value is a finite number above 0."""
+    """Raises ValueError unless the value is a finite number above 0. key: what the error calls the value."""
     number(key, value, above=0)
 
 
 def not_negative(key: str, value: Any) -> None:
-    """Raises ValueError unless the value is a finite number of at least 0."""
+    """Raises ValueError unless the value is a finite number of at least 0. key: what the error calls the value."""
     number(key, value, least=0)
 
 
 def boolean(key: str, value: Any) -> None:
-    """Raises ValueError unless the value is a bool."""
+    """Raises ValueError unless the value is a bool. key: what the error calls the value."""
     if not isinstance(value, bool):
         raise ValueError(f"{key} = {_shown(value)}: must be true or false")
 
 
 def text(key: str, value: Any) -> None:
-    """Raises ValueError unless the value is a string."""
+    """Raises ValueError unless the value is a string. key: what the error calls the value."""
     if not isinstance(value, str):
         raise ValueError(f"{key} = {_shown(value)}: must be a string")
 
 
 def mapping(key: str, value: Any) -> None:
-    """Raises ValueError unless the value is a mapping (an object in JSON)."""
+    """Raises ValueError unless the value is a mapping (an object in JSON). key: what the error calls the value."""
     if not isinstance(value, Mapping):
         raise ValueError(f"{key} = {_shown(value)}: must be an object with keys of its own")
 
 
 def items(key: str, value: Any, of: Callable[[str, Any], None]) -> None:
-    """Raises ValueError unless the value is a list of which every item passes the check `of`, a function of key and
-    item that raises; errors name the item `key[index]`."""
+    """Raises ValueError unless the value is a list or tuple of which every item passes the check `of`, a function of
+    key and item that raises. key: what the error calls the value; it calls an item `key[index]`."""
     if not isinstance(value, list | tuple):
         raise ValueError(f"{key} = {_shown(value)}: must be a list")
     for index, item in enumerate(value):
@@ -77,12 +79,13 @@ def items(key: str, value: Any, of: Callable[[str, Any], None]) -> None:
 
 
 def texts(key: str, value: Any) -> None:
-    """Raises ValueError unless the value is a list of strings."""
+    """Raises ValueError unless the value is a list or tuple of strings. key: what the error calls the value."""
     items(key, value, text)
 
 
 def token_ids(key: str, value: Any) -> None:
-    """Raises ValueError unless the value is a token id or a list of token ids."""
+    """Raises ValueError unless the value is a token id (an integer from 0) or a list of token ids. key: what the error
+    calls the value."""
     if isinstance(value, list | tuple):
         items(key, value, token_ids)
     else:

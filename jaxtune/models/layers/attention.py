@@ -188,8 +188,9 @@ class Attention(nnx.Module):
         return self._query(query, rotary), self._key(key_, rotary), value, *others
 
     def _projections(self, x: jax.Array, key: jax.Array | None):
-        """(query, key, value, gates) of `project` before norms and rotation; there is no value where values are keys,
-        and no gates without attention_gate."""
+        """(query, key, value, gates) of `project` before norms and rotation, each [B, T, heads or kv_heads, D]. There
+        is no value where values are keys, and no gates without attention_gate. x: [B, T, hidden]. key: draws the
+        adapters' dropout masks; None: no dropout."""
         config = self.config
         if config.fused_qkv:
             both = self.qkv_proj(x, key)

@@ -324,7 +324,9 @@ class MoE(nnx.Module):
         return linear.to_tokens(inner, lora, routing, choice, weights).reshape(x.shape)
 
     def _activated(self, gate_up: jax.Array) -> jax.Array:
-        """gate_up [rows, 2 * expert_size] -> the activation of gate times up, float32[rows, expert_size]."""
+        """gate_up [rows, 2 * expert_size] -> float32[rows, expert_size], the input of the down projection:
+        activation(gate) * up, or with swiglu_limit gpt-oss's clipped form (MoEConfig.swiglu_limit). Gate and up are
+        the halves of gate_up's columns, or its even and odd columns if `interleaved`."""
         if self.moe.interleaved:
             gate, up = gate_up[:, 0::2], gate_up[:, 1::2]
         else:

@@ -1,1 +1,3 @@
-"""Where arrays are: divided over a mesh, summed by collectives, moved to and from host memory."""
+"""Where arrays are: tensors and rows that are divided over the devices of a mesh (partition.py), gathered and
+scattered (gathers.py), and the schedules that run these collectives (collectives.py) and copies to and from host
+memory (transfers.py) while a layer computes."""
