@@ -72,6 +72,7 @@ def matching(key: str, pattern: str, names: Sequence[str]) -> list[str]:
 
 
 def _is_quick(pattern: str) -> bool:
-    """Whether an expression cannot backtrack for long, so that it may be matched in this process."""
+    """Whether a regular expression (`pattern`) cannot backtrack for long, so that it may be matched in this process:
+    it has few repeats and groups, and no group is repeated."""
     repeats = sum(map(pattern.count, "*+?{"))
     return repeats <= _FEW and pattern.count("(") <= _FEW and not _REPEATED_GROUP.search(pattern)

@@ -44,8 +44,8 @@ def int4_scales(groups: jax.Array, dtype: str) -> jax.Array:
 
 
 def int4_codes(groups: jax.Array, scale: jax.Array) -> jax.Array:
-    """The int4 codes of groups float32[out, n, group] with scales float32[out, n, 1]: float32[out, n, group], whole
-    numbers from -8 to 7."""
+    """The int4 codes of groups float32[out, n, group] with `scale` float32[out, n, 1] (int4_scales): float32[out, n,
+    group], whole numbers from -8 to 7. code * scale is the rounded weight."""
     return jnp.clip(jnp.round(groups / jnp.where(scale == 0, 1, scale)), -8, 7)
 
 
@@ -79,7 +79,8 @@ class FakeQuant:
 
     @classmethod
     def of_record(cls, where: str, record: Any) -> FakeQuant:
-        """The grid that a file records as an object with format, group_size and dtype.
+        """The grid that a file records as an object with format, group_size and dtype. record: that object, as JSON
+        has it.
 
         where: the file and key, for errors.
 

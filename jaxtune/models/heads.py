@@ -45,7 +45,7 @@ HEADS = [TEXT, SCORE]
 
 
 def head_of_class(architecture: str) -> Head:
-    """The head of a model class of the transformers library, by the class's name, such as
+    """The head of a model class of the transformers library, by the class's name `architecture`, such as
     "LlamaForSequenceClassification"; the language model's head if no other fits."""
     return next((head for head in HEADS if architecture.endswith(head.architecture)), TEXT)
 

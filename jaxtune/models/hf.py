@@ -58,6 +58,7 @@ _DTYPE = "bfloat16"  # the default
 
 def _abstract(config: DecoderConfig, dtype: str):
     """The structure of a Decoder without its arrays, by which a checkpoint is checked before any tensor is read.
+    config: of the decoder.
 
     dtype: of weights and compute, by its name.
 
@@ -253,8 +254,9 @@ def _format(load_in: str | None) -> str | None:
 
 
 def _loaded(pretrained: Pretrained, tokenizers: Sequence[Path]) -> tuple[Decoder, Any]:
-    """(the model, the tokenizer of the first of the folders `tokenizers` that has one, or None if none has). Both are
-    loaded at the same time, because importing transformers for the tokenizer takes seconds."""
+    """(the model of a checkpoint `pretrained`, the tokenizer of the first of the folders `tokenizers` that has one, or
+    None if none has). Both are loaded at the same time, because importing transformers for the tokenizer takes
+    seconds."""
 
     def first() -> Any:
         return next((found for folder in tokenizers if (found := load_tokenizer(folder)) is not None), None)
@@ -379,10 +381,8 @@ def save_pretrained(
 def save_weights(
     weights: Weights, path: str | os.PathLike, tokenizer=None, max_shard_bytes: int = 5_000_000_000
 ) -> None:
-    """save_pretrained for a model whose tensors are computed one at a time, such as a merged one (merged_weights).
-
-    path, tokenizer, max_shard_bytes and the errors are those of save_pretrained.
-    """
+    """Writes a model whose tensors are computed one at a time (`weights`), such as a merged one (merged_weights), as
+    save_pretrained does. path, tokenizer, max_shard_bytes and the errors are those of save_pretrained."""
     planned = checkpoint_tensors(weights)
     require_space(require_new(path, "save_pretrained").parent, file_plan.size_bytes(planned))
     with new_folder(path, "save_pretrained") as folder:
@@ -393,7 +393,7 @@ def save_weights(
 def checkpoint_tensors(weights: Weights) -> Planned:
     """The plan of all tensors that a checkpoint of the model contains, passthrough tensors included: {Hugging Face's
     name of a model's tensor: the Group of the file tensors that are computed from it}, in the order of the files. No
-    tensor is computed yet.
+    tensor is computed yet. weights: the model, of which some tensors may be computed when they are written.
 
     Raises:
       ValueError: adapters that are not merged; 4-bit experts that no checkpoint could store.

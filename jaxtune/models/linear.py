@@ -106,7 +106,7 @@ def row_norm(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax
 
 
 def merged_weight(weight: jax.Array, lora: LoraWeights) -> jax.Array:
-    """The weight [out, in] with its adapter merged into it, row_scale * (weight + scale b a), float32[out, in];
+    """The weight [out, in] with its adapter `lora` merged into it, row_scale * (weight + scale b a), float32[out, in];
     row_scale is DoRA's, and left out for other adapters."""
     update = jnp.einsum(
         "or,ri->oi", lora.b.astype(jnp.float32), lora.a.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST

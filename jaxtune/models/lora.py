@@ -25,8 +25,8 @@ from jaxtune.pallas.formats import dense
 
 
 def savable(model: Decoder) -> tuple[str, str]:
-    """The names that modules_to_save, the matrices that are trained whole beside adapters, may contain: the embedding's
-    and the head's."""
+    """The names that modules_to_save, the matrices that are trained whole beside adapters, may contain for this model:
+    "embed_tokens", and the head's, such as "lm_head"."""
     return "embed_tokens", model.config.head.name
 
 
@@ -171,7 +171,8 @@ def freeze(model: Decoder) -> Decoder:
 def _chosen(
     model: Decoder, r, lora_alpha, target_modules, target_parameters, rank_pattern, alpha_pattern
 ) -> dict[str, tuple[int, float]]:
-    """{name of a matrix that gets an adapter: (rank, alpha)}, from the arguments of get_peft_model with these names.
+    """{name of a matrix of the model that gets an adapter: (rank, alpha)}. The arguments are those of get_peft_model:
+    r, lora_alpha, target_modules, target_parameters, rank_pattern and alpha_pattern.
 
     Raises:
       ValueError: a target or pattern that matches nothing, or a rank or alpha out of range.
@@ -386,5 +387,5 @@ def _compress(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def _number(value: float) -> int | float:
-    """A rank or alpha as PEFT writes it to JSON: as an int if it is a whole number, otherwise as a float."""
+    """A rank or alpha (`value`) as PEFT writes it to JSON: as an int if it is a whole number, otherwise as a float."""
     return int(value) if float(value).is_integer() else value

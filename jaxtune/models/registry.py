@@ -126,12 +126,14 @@ def text_tensor_name(name: str) -> str | None:
 
 
 def is_passthrough(name: str, model_type: str) -> bool:
-    """Whether a tensor of a checkpoint is not loaded but saved again with the model; model_type is the text part's."""
+    """Whether the tensor of this name in a checkpoint is not loaded but saved again with the model, such as a vision
+    tower's. model_type: the text part's."""
     return name.startswith(family(model_type).passthrough_tensors)
 
 
 def tower_modules(model_type: str) -> tuple[str, ...]:
-    """Names of the modules beside the text model, such as a vision tower, in a model of which this is the text part.
+    """Names of the modules beside the text model, such as a vision tower, in a model whose text part has this
+    model_type.
 
     An adapter's config excludes them, because their linears can have the names of the text model's.
     """
@@ -171,7 +173,7 @@ def family(model_type: str | None) -> Family:
 
 
 def weights_stored_in(hf: dict) -> str | None:
-    """The name of the format of a checkpoint's linears by its parsed config.json, such as "nf4".
+    """The name of the format of a checkpoint's linears by its parsed config.json (`hf`), such as "nf4".
 
     None: weights of 16 bits or more, or gpt-oss's MXFP4, which is decoded on loading.
 
@@ -198,7 +200,7 @@ def weights_stored_in(hf: dict) -> str | None:
 
 
 def config_from_hf(hf: dict) -> DecoderConfig:
-    """The DecoderConfig of a parsed config.json; of a model with a vision tower, that of its text part.
+    """The DecoderConfig of a parsed config.json (`hf`); of a model with a vision tower, that of its text part.
 
     Raises:
       ValueError: a feature that is not supported or a value that cannot be right, with its key and value.

@@ -125,7 +125,8 @@ class ResidualPlan:
 
 
 def residuals_of(layers: Iterable) -> tuple[Residual, ...]:
-    """All residuals of these Blocks, each name once, in the order in which they are computed."""
+    """All residuals of these `layers` (Blocks), each name once, in the order in which they are computed: the names
+    that a plan may contain."""
     found: dict[str, Residual] = {}
     for layer in layers:
         for residual in layer.residuals():

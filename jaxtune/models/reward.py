@@ -18,7 +18,7 @@ def reward_model(model: Decoder, seed: int = 0) -> Decoder:
     """The model with a head that scores texts: `score` [1, hidden], Hugging Face's ForSequenceClassification with one
     label.
 
-    `Decoder.logits` gives the scores. Arguments, errors and what the new model shares are those of with_head.
+    `Decoder.logits` gives the scores. model, seed, errors and what the new model shares are those of with_head.
     """
     return with_head(model, SCORE, seed)
 

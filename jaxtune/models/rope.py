@@ -153,13 +153,15 @@ def _rotated(interleaved, x, cos, sin):
 
 
 def _rotated_fwd(interleaved, x, cos, sin):
-    """The forward rule of `_rotated`: (the rotated x, the residuals (cos, sin))."""
+    """The forward rule of `_rotated`, with its arguments: (the rotated x, the residuals (cos, sin)). interleaved is
+    static."""
     return _rotated(interleaved, x, cos, sin), (cos, sin)
 
 
 def _rotated_bwd(interleaved, table, dout):
     """The backward rule of `_rotated`: (dout [B, T, heads, D] rotated by the opposite angle, None, None), in one pass
-    over memory; jax.vjp would pad the gradients of slices and add them."""
+    over memory; jax.vjp would pad the gradients of slices and add them. table: (cos, sin) of the forward. interleaved:
+    as in the forward."""
     cos, sin = table
     return _rotated(interleaved, dout, cos, -sin), None, None
 
@@ -169,7 +171,7 @@ _rotated.defvjp(_rotated_fwd, _rotated_bwd)
 
 def rotary_tables(config: DecoderConfig, positions: jax.Array, lengths: jax.Array | None = None):
     """A tuple with a table, as from rotary_table, for each of the decoder's rotary bases (LayerSpec.rotary is an index
-    to them).
+    to them). config: of the decoder.
 
     positions: int32[B, T]; lengths: int32 that broadcasts to [B, T], the length of each token's document, or None if
     each row is one document.

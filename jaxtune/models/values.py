@@ -34,7 +34,7 @@ def number(key: str, value: Any, above: float | None = None, least: float | None
 
 
 def _finite(value: Real) -> bool:
-    """Whether a number is finite when it is converted to a float."""
+    """Whether `value` is finite when it is converted to a float; False for an integer that is too large for one."""
     try:
         return math.isfinite(value)
     except OverflowError:  # an integer that is too large for a float

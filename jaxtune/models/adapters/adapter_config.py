@@ -222,7 +222,8 @@ def base_of(folder: str | os.PathLike) -> str | None:
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """The content of a LoRA adapter's adapter_config.json, with every value checked and null entries left out.
+    """The content of a LoRA adapter's adapter_config.json, with every value checked and null entries left out. folder:
+    the adapter's.
 
     Raises:
       ValueError: no such file; not LoRA; a setting that is not supported, with file, key and value.

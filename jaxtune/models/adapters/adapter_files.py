@@ -412,8 +412,9 @@ def _current_experts(folder: Path, config, variables, arrays: Mapping[str, np.nd
 
 
 def _check_base(folder: Path, metadata: Mapping[str, str], model: Decoder) -> None:
-    """Raises ValueError for an adapter that was trained over another base than `model`, by the strictest identification
-    that both have; metadata: of the adapter's safetensors file. If they have none in common, nothing is compared."""
+    """Raises ValueError for an adapter that was trained over another base than `model`, by the strictest
+    identification that both have; metadata: of the adapter's safetensors file. If they have none in common, nothing is
+    compared. folder: for the error."""
     for key, attribute in _BASE.items():
         recorded, own = metadata.get(key), getattr(model, attribute)
         if recorded is None or own is None:
@@ -438,7 +439,7 @@ def _modules_to_save(config: Mapping[str, Any]) -> list[str]:
 
 def _check_tied(folder: Path, model: Decoder, arrays: Mapping[str, np.ndarray]) -> None:
     """Raises ValueError for an adapter whose embedding and head differ although the model ties them, which PEFT can
-    write; arrays: {PEFT's key: array} of the adapter's file."""
+    write. arrays: {PEFT's key: array} of the adapter's file; folder: for the error."""
     if model.head is not None:
         return
     embedding, head = (arrays.get(f"{_PREFIX}{name}.weight") for name in ("model.embed_tokens", "lm_head"))
@@ -453,7 +454,8 @@ def _check_tied(folder: Path, model: Decoder, arrays: Mapping[str, np.ndarray]) 
 
 def _check_tensors(folder: Path, shapes: Mapping[str, tuple], arrays: Mapping[str, np.ndarray]) -> None:
     """Raises ValueError for tensors of an adapter's file that are missing, unexpected, misshaped or not finite, all in
-    one message; shapes: {PEFT's key: shape} that the model's adapter has."""
+    one message. shapes: {PEFT's key: shape} that the model's adapter has; arrays: {PEFT's key: array} of the file;
+    folder: for the error."""
     problems = []
     missing = [key for key in shapes if key not in arrays]
     unexpected = [key for key in arrays if key not in shapes]

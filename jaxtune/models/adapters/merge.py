@@ -146,7 +146,8 @@ def _merged_matrix(name: str, linear: Linear | ExpertLinear, index: int, dtype: 
 
 
 def _trained_whole(name: str, weight: jax.Array, dtype: Any) -> jax.Array:
-    """An embedding or head that was trained beside the adapter, cast to the dtype of the base; name: for errors.
+    """The weight of an embedding or head that was trained beside the adapter, cast to `dtype`, that of the base; name:
+    for errors.
 
     Raises:
       ArithmeticError: it is not finite in that dtype.
@@ -158,8 +159,8 @@ def _trained_whole(name: str, weight: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _plain_matrix(linear: Linear | ExpertLinear, dtype: str) -> jax.Array:
-    """The weight of a matrix without an adapter, as the merged model has it: decoded to `dtype` if it is quantised, and
-    rounded to its grid in a model that is prepared for QAT."""
+    """The weight of a matrix without an adapter (`linear`), as the merged model has it: decoded to `dtype` if it is
+    quantised, and rounded to its grid in a model that is prepared for QAT."""
     weight = dense(linear.stored_weight, dtype)
     spec = linear.fake_quant if isinstance(linear, Linear) else None
     return weight if spec is None else round_to_grid(weight, spec)

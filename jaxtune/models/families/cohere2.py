@@ -16,8 +16,8 @@ from jaxtune.models.families.common.table import ATTENTION_BIAS, WINDOW_PATTERN
 
 
 def _prepare(hf: Config) -> Config:
-    """The config.json with the head_dim that follows from its other keys, as in transformers, which ignores the file's
-    (for Family.prepare)."""
+    """The config.json `hf` with the head_dim that follows from its other keys, hidden_size / num_attention_heads,
+    because transformers ignores the file's. FAMILY calls it before it reads the keys (Family.prepare)."""
     return {**hf, "head_dim": hf["hidden_size"] // hf["num_attention_heads"]}
 
 

@@ -16,8 +16,8 @@ from jaxtune.models.families.common.table import WINDOW_PATTERN
 
 
 def _default_types(hf: Config) -> list[str]:
-    """The types of all layers by sliding_window_pattern, or full attention everywhere if there is no window (for
-    LayerTypes.default)."""
+    """The type of each layer by sliding_window_pattern of the config.json `hf`, or full attention everywhere if there
+    is no window. It is the LayerTypes.default of FAMILY, for a file without layer_types."""
     return by_pattern(hf) if hf["sliding_window"] is not None else [FULL] * hf["num_hidden_layers"]
 
 
@@ -25,12 +25,15 @@ class _Layers(LayerTypes):
     """LayerTypes in which, without a window in config.json, all layers have full attention and rotary positions."""
 
     def read(self, hf: Config, fields: Config) -> Fields:
-        """{"layers": LayerSpecs by the types}; {} without a window, which leaves the layers as they were set before."""
+        """{"layers": LayerSpecs by the types} of the config.json `hf`; {} without a window, which leaves the layers as
+        they were set before. fields: those set so far."""
         read = super().read(hf, fields)
         return read if hf["sliding_window"] is not None else {}
 
     def write(self, config: DecoderConfig) -> Fields:
-        """layer_types and sliding_window; null for the window if every layer has full attention and positions."""
+        """{"layer_types": ..., "sliding_window": ...} for the config.json of `config`. The window is null if every
+        layer has full attention and rotary positions, because `read` takes full layers beside a window for layers
+        without positions."""
         if all(layer.window is None and layer.rotary == 0 for layer in config.layers):
             return {"sliding_window": None, "layer_types": [FULL] * config.num_layers}
         return super().write(config)

@@ -20,14 +20,15 @@ class _Rotary(RotaryByType):
     keys = (*RotaryByType.keys, Key("rope_local_base_freq", (), above_one, 10_000.0))
 
     def given_to(self, layer_type: str, hf: Config) -> Fields:
-        """The rotary parameters of one type of layer as one flat dict; those of sliding layers have their own key."""
+        """The rotary parameters of one type of layer as one flat dict; those of sliding layers have a key of their own
+        in older files, rope_local_base_freq. layer_type: the type's name. hf: the config.json."""
         if layer_type == SLIDING:
             hf = {"rope_theta": hf["rope_local_base_freq"], "rope_parameters": hf["rope_parameters"]}
         return rope_parameters(hf, layer_type)
 
     def write(self, config: DecoderConfig) -> Fields:
-        """The keys of full layers' rotary base, and rope_local_base_freq; raises ValueError if the base of sliding
-        layers has an extension, which that key cannot express."""
+        """rope_theta, rope_scaling (of full layers) and rope_local_base_freq (of sliding ones) for the config.json of
+        `config`; raises ValueError if the base of sliding layers has an extension, which that key cannot express."""
         sliding = config.rotary[1]
         if sliding.kind != "default":
             raise ValueError(

@@ -29,7 +29,8 @@ class _Rotary(Rotary):
     """Rotary with the factor on queries (RopeConfig.llama_4_scaling_beta), whose keys are required."""
 
     def read(self, hf: Config, fields: Config) -> Fields:
-        """{"rotary": a tuple with the one RopeConfig}; raises ValueError if a key of the queries' factor is missing."""
+        """{"rotary": a tuple with the one RopeConfig} of the config.json `hf`; raises ValueError if a key of the
+        queries' factor is missing. `fields` is not used."""
         given = self.given(hf)
         for key in _GROWTH:
             if given.get(key) is None:
@@ -38,7 +39,7 @@ class _Rotary(Rotary):
         return {"rotary": (rope,)}
 
     def write(self, config: DecoderConfig) -> Fields:
-        """rope_theta, and rope_scaling with the keys of the queries' factor."""
+        """rope_theta, and rope_scaling with the keys of the queries' factor, for the config.json of `config`."""
         [rope] = config.rotary
         scaling = rope_to_hf(rope) or {"rope_type": "default"}
         return {"rope_theta": rope.theta, "rope_scaling": scaling | {key: getattr(rope, key) for key in _GROWTH}}

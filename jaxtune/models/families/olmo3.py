@@ -17,7 +17,8 @@ class _Rotary(RotaryByType):
     """RotaryByType in which an extension that a file gives for all layers applies to full layers only."""
 
     def given_to(self, layer_type: str, hf: Config) -> Fields:
-        """The rotary parameters of one type of layer as one flat dict."""
+        """The rotary parameters of one type of layer as one flat dict. Sliding layers get the base alone, without an
+        extension, unless rope_parameters has an object for them. layer_type: the type's name. hf: the config.json."""
         given = super().given_to(layer_type, hf)
         if layer_type == SLIDING and not isinstance((hf["rope_parameters"] or {}).get(SLIDING), dict):
             # The file has one object for all layers, whose extension applies to full layers only.

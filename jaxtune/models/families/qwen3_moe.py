@@ -15,8 +15,8 @@ from jaxtune.models.families.common.table import ATTENTION_BIAS, EXPERT_SIZE, NO
 
 
 def _check_step(key: str, value: Any) -> None:
-    """Check that decoder_sparse_step is 1, so that every layer has experts, the only arrangement that is supported;
-    otherwise it raises ValueError."""
+    """Raises ValueError unless decoder_sparse_step (`value`) is 1, so that every layer has experts, the only
+    arrangement that is supported. key: what the error calls the value."""
     values.whole(key, value)
     if value != 1:
         raise ValueError(f"{key} = {value}: only 1 is supported")

@@ -30,8 +30,8 @@ def _rotates(hf: Config) -> list[int]:
 
 
 def _default_types(hf: Config) -> list[str]:
-    """The types of all layers where, with use_sliding_window, those without rotary positions slide (for
-    LayerTypes.default)."""
+    """The type of each layer where, with use_sliding_window, those without rotary positions slide, by the config.json
+    `hf`. It is the LayerTypes.default of FAMILY, for a file without layer_types."""
     slides = hf["use_sliding_window"] and hf["sliding_window"] is not None
     return [SLIDING if slides and not rotates else FULL for rotates in _rotates(hf)]
 
@@ -40,12 +40,13 @@ class _Layers(LayerTypes):
     """LayerTypes in which no_rope_layers, and not the type, decides which layers have rotary positions."""
 
     def read(self, hf: Config, fields: Config) -> Fields:
-        """{"layers": LayerSpecs by the types, without a rotary base where no_rope_layers has a 0}"""
+        """{"layers": LayerSpecs by the types of the config.json `hf`, without a rotary base where no_rope_layers has a
+        0}. fields: those set so far."""
         layers = zip(super().read(hf, fields)["layers"], _rotates(hf), strict=True)
         return {"layers": tuple(dataclasses.replace(one, rotary=0 if rotates else None) for one, rotates in layers)}
 
     def write(self, config: DecoderConfig) -> Fields:
-        """layer_types and sliding_window; another entry writes no_rope_layers."""
+        """layer_types and sliding_window for the config.json of `config`; another entry writes no_rope_layers."""
         layers = tuple(dataclasses.replace(layer, rotary=0) for layer in config.layers)
         return super().write(dataclasses.replace(config, layers=layers))
 

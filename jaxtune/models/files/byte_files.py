@@ -110,10 +110,9 @@ class Writer:
 
 
 def is_as_written(file: Path, offset: int, sums: Sums, advanced: Callable[[int], Any] = lambda _: None) -> bool:
-    """Whether a file has, from `offset` on, the bytes that were written, by their checksums.
-
-    advanced: called with the number of bytes that were read.
-    """
+    """Whether a file has, from the byte `offset` on, the bytes that were written, by their checksums. sums: those that
+    Writer.append returned for these bytes. advanced: called with the number of bytes that were read, for a progress
+    bar."""
     size, found = sums.size_bytes, []
     data = np.empty(min(size, CHUNK_BYTES), np.uint8)  # filling it with zeros would take as long as reading
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
@@ -134,6 +133,7 @@ def is_as_written(file: Path, offset: int, sums: Sums, advanced: Callable[[int],
 
 
 def all_of[Item, Result](check: Callable[[Item], Result], items: list[Item]) -> list[Result]:
-    """[check(item) for each item], computed by several threads; a folder's written tensors are verified so."""
+    """[check(item) for item in items], computed by several threads at a time. With it the tensors of a written folder
+    are read back and verified."""
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxtune-read") as pool:
         return list(pool.map(check, items))

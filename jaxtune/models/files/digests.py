@@ -51,7 +51,7 @@ class Digest:
 
     @classmethod
     def of(cls, name: str, array: np.ndarray) -> Digest:
-        """Both digests of a tensor in host memory; its name is a part of what is digested."""
+        """Both digests of a tensor in host memory (`array`). Its name, dtype and shape are a part of what is digested."""
         what, data = f"{name} {array.dtype.name} {array.shape}", array.reshape(-1).view(np.uint8)
         whole = xxhash.xxh3_128(what.encode())
         whole.update(data)
@@ -87,7 +87,7 @@ class Digest:
 
     @classmethod
     def joined(cls, parts: Iterable[Digest]) -> Digest:
-        """Both digests of several tensors, from their own digests in the given order.
+        """Both digests of several tensors, from their own digests `parts` in the given order.
 
         Each is SHA-256 over the tensors' digests one after another, so that another order gives another digest.
         """
@@ -117,8 +117,8 @@ def base_digest(config: DecoderConfig, weights: bytes) -> str:
 
 
 def random_digest(config: DecoderConfig, key: jax.Array, dtype: str) -> str | None:
-    """The identity of a base model with random weights drawn by `key` in `dtype`, for which no tensor is read; None if
-    the key is traced and has no value."""
+    """The identity of a base model of this config with random weights drawn by `key` in `dtype`, from which the
+    weights follow, so that no tensor is read; None if the key is traced and has no value."""
     if isinstance(key, Tracer):
         return None
     drawn = np.asarray(jax.random.key_data(key)).tolist()
@@ -181,13 +181,14 @@ class DigestCache:
         return [[path, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, s.st_dev] for path, s in found]
 
     def get(self, name: str) -> bytes | None:
-        """The cached digest over every byte of a tensor (`Digest.whole`), or None if none is cached or the files have
-        changed since."""
+        """The cached digest over every byte of the tensor of this name (`Digest.whole`), or None if none is cached or
+        the files have changed since it was."""
         known = self._known.get(name)
         return None if known is None else bytes.fromhex(known)
 
     def put(self, name: str, whole: bytes) -> None:
-        """Adds the digest over every byte of a tensor (`Digest.whole`), to be written by `save`."""
+        """Adds the digest over every byte of the tensor of this name, `whole` (`Digest.whole`), to be written by
+        `save`."""
         self._known[name] = whole.hex()
 
     def save(self) -> None:

@@ -41,7 +41,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def write_json(file: Path, value: Mapping[str, Any]) -> None:
-    """Writes a JSON object to a file, which has its old content or the new one, never a part."""
+    """Writes a JSON object (`value`) to a file, which always has its old content or the new one, never a part of it."""
     atomic_write(file, json.dumps(value, indent=2, ensure_ascii=False) + "\n", durable=False)
 
 
@@ -72,7 +72,8 @@ def save_companions(folder: Path, files: Iterable[tuple[str, bytes]], tokenizer:
 
 
 def _complete(folder: Path) -> bool:
-    """Whether a snapshot in the hub's cache has a config and every shard of its weights, and needs no download."""
+    """Whether a folder, a snapshot in the hub's cache, has a config and every shard of its weights, so that it needs
+    no download."""
     if not (folder / "config.json").exists():
         return False
     if (folder / WEIGHTS).exists():
@@ -224,7 +225,7 @@ def weight_entries(folder: Path) -> dict[str, shards.TensorEntry]:
 
 
 def read_generation_config(folder: Path) -> str | None:
-    """The text of generation_config.json; None where there is none.
+    """The text of a folder's generation_config.json; None if it has none.
 
     Raises:
       ValueError: it is not a JSON object, or its eos_token_id is neither a token id nor a list of them.

@@ -53,8 +53,8 @@ def divide(
 
 
 def stored_in(beside: Passthrough | None) -> set[str]:
-    """Names of the formats, such as "fp8", in which quantised passthrough tensors are stored; an empty set if none of
-    them is quantised, or there are none (None)."""
+    """Names of the formats, such as "fp8", in which the quantised ones of the passthrough tensors `beside` are stored;
+    an empty set if none is quantised, or for None, a model without such tensors."""
     return {
         entry.format_name for entry in _gathered(beside.tensors if beside else ()) if isinstance(entry, StoredEntry)
     }
@@ -66,14 +66,14 @@ def _gathered(tensors: tuple[shards.TensorEntry, ...]) -> Iterable[shards.Tensor
 
 
 def _in_16_bits(entry: StoredEntry) -> jax.Array:
-    """A quantised passthrough tensor, read and decoded to bfloat16, in which it is saved."""
+    """The quantised passthrough tensor of this entry, read and decoded to bfloat16, in which it is saved."""
     weight, _ = stored_weights.read(entry, "bfloat16")
     return jax.tree.map(jnp.asarray, weight).decode("bfloat16")
 
 
 def with_passthrough(planned: Planned, passthrough: Passthrough | None) -> Planned:
-    """A text model's plan of tensors to write, extended by the passthrough tensors and renamed to the whole model's
-    names; unchanged for None.
+    """A text model's plan of tensors to write (`planned`), extended by the passthrough tensors, with the text model's
+    tensors renamed to their names in the whole model; a copy of `planned` if `passthrough` is None.
 
     Raises:
       ValueError: a passthrough tensor that is no longer in the file that the model was loaded from.

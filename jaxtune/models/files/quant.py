@@ -27,7 +27,8 @@ def check_load_in(name: str | None) -> None:
 
 
 def encode(array: jax.Array, load_in: str) -> Stored:
-    """Quantises a weight [..., out, in] to the format of this name (a value of model.load_in)."""
+    """Quantises a weight, `array` [..., out, in], to the format that `load_in` names (a value of model.load_in, such
+    as "nf4")."""
     return FORMATS[load_in].encode(array)
 
 
@@ -288,7 +289,8 @@ def check_stored(folder: Path, hf: dict, stored: Set[str], load_in: str | None, 
 
 
 def quantization_config(model: Decoder) -> Config | None:
-    """The entry "quantization_config" of config.json, as transformers reads it; None where no weight is quantised."""
+    """The entry "quantization_config" of config.json for a model, as transformers reads it: the format of its
+    quantised weights, and the names of the linears that are not quantised. None where no weight is quantised."""
     stored = _stored(model)
     if not stored:
         return None

@@ -89,7 +89,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
 
 
 def _entry(name: str, item: Mapping[str, Any], file: Path, start: int) -> TensorEntry:
-    """The TensorEntry of one item of a file's header, as the JSON has it.
+    """The TensorEntry of one item of a file's header, as the JSON has it. name: of the tensor.
 
     start: the byte of the file at which the tensors begin.
 
@@ -106,8 +106,8 @@ def _entry(name: str, item: Mapping[str, Any], file: Path, start: int) -> Tensor
 
 
 def check_entry(entry: TensorEntry) -> None:
-    """Raises ValueError for a tensor that is not quantised and whose dtype is not one of DTYPES (16- or 32-bit floats),
-    or whose size does not fit its shape."""
+    """Raises ValueError unless a tensor's entry can be read as an unquantised weight: its dtype is one of DTYPES (16-
+    or 32-bit floats), and its size fits its shape."""
     if entry.dtype not in DTYPES:
         raise ValueError(
             f"{entry.file}: {entry.name} is stored as {entry.dtype}; supported: {', '.join(DTYPES)} "
@@ -117,7 +117,8 @@ def check_entry(entry: TensorEntry) -> None:
 
 
 def check_size(entry: TensorEntry) -> None:
-    """Raises ValueError for a tensor of any kind whose size does not fit its shape, or whose dtype cannot be read."""
+    """Raises ValueError for a tensor's entry, of any kind, whose size in bytes does not fit its shape, or whose dtype
+    cannot be read."""
     if entry.dtype not in _STORED:
         raise ValueError(f"{entry.file}: {entry.name} is stored as {entry.dtype}, which is not supported")
     want = math.prod(entry.shape) * _STORED[entry.dtype].itemsize
@@ -128,7 +129,8 @@ def check_size(entry: TensorEntry) -> None:
 
 
 def read_bytes(entry: TensorEntry, start: int = 0, stop: int | None = None) -> np.ndarray:
-    """The bytes of a tensor from `start` to before `stop` (None: to its end), uint8[n], whatever its dtype.
+    """The bytes of a tensor from `start` to before `stop` (None: to its end), uint8[n], whatever its dtype. entry:
+    where the tensor is.
 
     Raises:
       ValueError: the file ends early.
@@ -149,16 +151,17 @@ def read_bytes(entry: TensorEntry, start: int = 0, stop: int | None = None) -> n
 
 
 def read_tensor(entry: TensorEntry) -> np.ndarray:
-    """Reads a tensor of a file: a numpy array in its stored dtype, with memory of its own."""
+    """Reads the tensor of an entry from its file: a numpy array in its stored dtype, with memory of its own."""
     return read_bytes(entry).view(_STORED[entry.dtype]).reshape(entry.shape)
 
 
 def entry_digest(
     name: str, entry: TensorEntry, read: Callable[[int, int], np.ndarray], known: bytes | None = None
 ) -> Digest:
-    """The digest of a tensor in a file, under `name`.
+    """The digest of the tensor of a file that `entry` describes, under `name`.
 
-    read: (start, stop) -> the tensor's bytes from start to before stop. known: its `whole` digest, if it is cached.
+    read: (start, stop) -> the tensor's bytes from start to before stop. known: its `whole` digest, if it is cached;
+    then only samples are read.
     """
     return Digest.read(name, _STORED[entry.dtype], entry.shape, entry.size_bytes, read, known)
 
@@ -166,10 +169,11 @@ def entry_digest(
 def over_devices(
     entry: TensorEntry, sharding: jax.sharding.Sharding, read: Callable[[int, int], np.ndarray]
 ) -> jax.Array:
-    """A tensor in its stored dtype, divided over devices along its first axis.
+    """The tensor of an entry in its stored dtype, divided over devices as `sharding` says: along its first axis, and
+    possibly others.
 
-    Each part is read separately, and only once, even if several devices of this process have it. read: (start, stop) ->
-    the tensor's bytes from start to before stop, uint8.
+    Each part along the first axis is read separately, and only once, even if several devices of this process have it.
+    read: (start, stop) -> the tensor's bytes from start to before stop, uint8.
     """
     parts: dict[tuple[int, int], np.ndarray] = {}
     row = entry.size_bytes // entry.shape[0]

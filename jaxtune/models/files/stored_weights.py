@@ -63,8 +63,8 @@ def gather(entries: Mapping[str, shards.TensorEntry]) -> dict[str, shards.Tensor
 
 
 def _require_owned(name: str, entry: shards.TensorEntry) -> None:
-    """Raises ValueError for a scale, or another tensor that only accompanies the codes of a quantised weight, that is
-    left over without codes."""
+    """Raises ValueError if the tensor of this name (`entry`) is a scale, or another tensor that only accompanies the
+    codes of a quantised weight: it is left over without codes."""
     kinds = [each for each in layouts() if (found := each.key_of(name)) is not None and found[1] in each.others]
     if kinds:
         codes = " or ".join(dict.fromkeys(each.codes_dtype for each in kinds))
@@ -113,7 +113,8 @@ def stacked(name: str, parts: Sequence[shards.TensorEntry], shape: tuple[int, ..
 
 
 def require_alike(parts: Sequence[shards.TensorEntry]) -> None:
-    """Raises ValueError unless all entries, pieces of an expert matrix, are matrices of the same shape and dtype."""
+    """Raises ValueError unless all entries in `parts`, pieces of an expert matrix, are matrices of the same shape and
+    dtype."""
     first = parts[0]
     for part in parts:
         if (part.shape, part.dtype) != (first.shape, first.dtype) or len(part.shape) != 2:
@@ -124,7 +125,8 @@ def require_alike(parts: Sequence[shards.TensorEntry]) -> None:
 
 
 def read(entry: StoredEntry, dtype_name: str) -> tuple[Stored, Digest]:
-    """(the quantised weight with numpy arrays as leaves, the digest of all its tensors).
+    """Reads a quantised weight from files: (the weight of this entry with numpy arrays as leaves, the digest of all
+    its tensors).
 
     dtype_name: the dtype that the model computes in, to which the weight is decoded if its file names no other.
 

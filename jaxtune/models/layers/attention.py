@@ -205,16 +205,17 @@ class Attention(nnx.Module):
         return *heads, *gates
 
     def _query(self, x: jax.Array, rotary) -> jax.Array:
-        """A projected query [B, T, heads, D], normed, and rotated by the rotary table (None: not rotated), whose third
-        array, if it has one, scales the query by its position."""
+        """x, a projected query [B, T, heads, D], normed, and rotated by the rotary table (None: not rotated), whose
+        third array, if it has one, scales the query by its position."""
         return scaled_by_position(rotate(self._normed("q_norm", x), rotary, self.config.interleaved_rotary), rotary)
 
     def _key(self, x: jax.Array, rotary) -> jax.Array:
-        """A projected key [B, T, kv_heads, D], normed, and rotated by the rotary table (None: not rotated)."""
+        """x, a projected key [B, T, kv_heads, D], normed, and rotated by the rotary table (None: not rotated)."""
         return rotate(self._normed("k_norm", x), rotary, self.config.interleaved_rotary)
 
     def _value(self, x: jax.Array) -> jax.Array:
-        """A projected value [B, T, kv_heads, D], normed in float32 where values are normed."""
+        """x, a projected value [B, T, kv_heads, D]; where values are normed (value_norm), divided by each head's root
+        mean square, computed in float32."""
         if not self.config.value_norm:
             return x
         wide = x.astype(jnp.float32)
@@ -229,7 +230,7 @@ class Attention(nnx.Module):
         return getattr(self, norm)(x.reshape(shape)).reshape(x.shape)
 
     def output(self, out: jax.Array, gate: jax.Array | None = None, key: jax.Array | None = None) -> jax.Array:
-        """o_proj of the heads' outputs: [B, T, heads, D] -> [B, T, hidden].
+        """o_proj of the heads' outputs, `out`: [B, T, heads, D] -> [B, T, hidden].
 
         gate: [B, T, heads, D], whose sigmoid multiplies the outputs first; None: no gate. key: draws the adapter's
         dropout mask; None: no dropout.
@@ -239,7 +240,8 @@ class Attention(nnx.Module):
         return self.o_proj(out.reshape(*out.shape[:2], -1), key)
 
     def _project(self, context: Context, x: jax.Array):
-        """`run` of the segment `project`: (query, key, value, gates), of which some may be missing (_projections).
+        """`run` of the segment `project`: (query, key, value, gates) from the layer's normed input x [B, T, hidden];
+        some may be missing (_projections). context: has the rotary tables and the dropout key.
 
         Queries and keys are normed and rotated here only where nothing is normed; otherwise `attended` does it.
         """
@@ -249,14 +251,15 @@ class Attention(nnx.Module):
 
     def attended(self, context: Context, query: jax.Array, key: jax.Array, *value: jax.Array) -> tuple[jax.Array, ...]:
         """(query, key, value) in the form in which attention reads them, normed and rotated, from the residuals of the
-        segment `project`. value: empty where values are keys."""
+        segment `project`. value: empty where values are keys. context: has the rotary tables."""
         if not self._normed_late:
             return query, key, *value
         [value_] = value or (key,)
         return self._query(query, context.rotary), self._key(key, context.rotary), self._value(value_)
 
     def _attend(self, context: Context, *residuals: jax.Array):
-        """`run` of the segment `attend`: (output [B, T, heads, D], the log-sum-exp of each query's scores).
+        """`run` of the segment `attend`: (output [B, T, heads, D], the log-sum-exp of each query's scores). context:
+        has the document boundaries and the window.
 
         residuals: query, key and, unless values are keys, value, as the segment `project` gives them.
         """
@@ -264,8 +267,8 @@ class Attention(nnx.Module):
         return attention_forward(query, key, value, context.layout, **self.options(context.spec.window))
 
     def _mix(self, context: Context, out: jax.Array, *gates: jax.Array):
-        """`run` of the segment `mix`: (`output` [B, T, hidden],) from the heads' outputs, and their gates if there are
-        any."""
+        """`run` of the segment `mix`: (`output` [B, T, hidden],) from the heads' outputs `out` [B, T, heads, D], and
+        their gates if there are any. context: has the dropout key."""
         return (self.output(out, *gates, key=context.key),)
 
     # ---- generation

@@ -432,7 +432,8 @@ def _renamed(residuals: tuple[Residual, ...], names: Mapping[str, str]) -> tuple
 
 
 def _sum_norm_segment(norm: _SumNorm, tokenwise: bool) -> Segment:
-    """The segment of the block that norms the sum of a stage's outputs and adds it to the residual stream.
+    """The segment of the block that norms the sum of a stage's outputs and adds it to the residual stream. norm: which
+    norm, and the names of the sum and of the stream's values.
 
     tokenwise: whether it may run over tiles of tokens with the segment before it (Segment.tokenwise).
     """

@@ -233,7 +233,8 @@ class DeltaNet(nnx.Module):
         return self.conv1d.weight[...][:, 0]
 
     def _split(self, qkv: jax.Array, rates: jax.Array):
-        """(query, key, value, decay, beta) of the recurrence, from values after the convolution and from the rates.
+        """(query, key, value, decay, beta) of the recurrence, from qkv [B, T, 2 key_size + value_size] after the
+        convolution and from the rates [B, T, 2 heads].
 
         Query and key are [B, T, key_heads, key_dim], value is [B, T, heads, value_dim]; decay (the logarithm of a
         head's decay) and beta are float32[B, T, heads].
@@ -247,7 +248,7 @@ class DeltaNet(nnx.Module):
         return query, key, value.reshape(*value.shape[:2], -1, shape.value_dim), decay, jax.nn.sigmoid(b)
 
     def output(self, out: jax.Array, gate: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        """The recurrence's output [B, T, heads, value_dim], normed and gated -> out_proj of it, [B, T, hidden].
+        """`out`, the recurrence's output [B, T, heads, value_dim], normed and gated -> out_proj of it, [B, T, hidden].
 
         The gate [B, T, heads, value_dim] multiplies the normed output by its SiLU. `key` draws the adapter's dropout
         mask; None: no dropout.

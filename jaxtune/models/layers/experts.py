@@ -282,7 +282,8 @@ class MoE(nnx.Module):
 
     @jax.named_scope("router")
     def choose(self, x: jax.Array, real: jax.Array | None = None) -> jax.Array:
-        """The numbers of each token's k experts, those with the largest logits of the router: int32[B * T, k].
+        """The numbers of each token's k experts, those with the largest logits of the router: int32[B * T, k]. x: [B,
+        T, hidden], the part's input.
 
         real: bool[B, T], False for padding, which gets the number E and is routed nowhere; None: all tokens are real.
         """
@@ -403,7 +404,7 @@ class MoE(nnx.Module):
 
     def _contract(self, context: Context, gate_up, choice, x, shared_gate=None, shared_up=None):
         """`run` of the segment `contract`: ([B, T, hidden],), the experts' output plus that of the shared expert, if
-        there is one, times the sigmoid of its gate.
+        there is one, times the sigmoid of its gate. context: has the dropout key.
 
         gate_up, choice, shared_gate and shared_up are the residuals of the other segments, x is the part's input.
         """
@@ -414,7 +415,8 @@ class MoE(nnx.Module):
         return (out,)
 
     def _route(self, context: Context, x: jax.Array):
-        """`run` of the segment `route`: (int32[B * T, k],), the chosen experts of each token; padding gets none."""
+        """`run` of the segment `route`: (int32[B * T, k],), the chosen experts of each token of the part's input x [B,
+        T, hidden]. context: its layout says which tokens are padding, which gets no expert."""
         layout = context.layout
         real = None if layout.full else jnp.arange(layout.doc_end.shape[1]) < layout.doc_end
         # The barrier makes it an array of its own: otherwise XLA keeps the whole sort that it is a part of.

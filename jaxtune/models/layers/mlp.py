@@ -156,14 +156,17 @@ def _down(activation: str, graph, trainable, frozen, gate, up, key):
 
 
 def _down_fwd(activation, graph, trainable, frozen, gate, up, key):
-    """The forward rule of `_down`: (its output, the residuals (trainable, frozen, gate, up, key))."""
+    """The forward rule of `_down`, with its arguments, of which activation and graph are static: (its output, the
+    residuals (trainable, frozen, gate, up, key))."""
     return _down(activation, graph, trainable, frozen, gate, up, key), (trainable, frozen, gate, up, key)
 
 
 def _down_bwd(activation, graph, residuals, dout):
     """The backward rule of `_down`: (gradients of trainable, None for frozen, gradients of gate and up, None for key).
+    activation, graph: as in `_down`.
 
-    residuals: from `_down_fwd`. dout: [B, T, hidden], the gradient of the output."""
+    residuals: from `_down_fwd`. dout: [B, T, hidden], the gradient of the output.
+    """
     trainable, frozen, gate, up, key = residuals
 
     def linear(trainable, x):

@@ -44,7 +44,8 @@ def compiler_options() -> dict[str, Any]:
 
 
 def first_exchange(mesh: Mesh) -> Callable[[jax.Array], Any]:
-    """A compiled program that sums a number over each group of devices between which the step's collectives run.
+    """A compiled program for a mesh that sums a number over each group of devices between which the step's collectives
+    run.
 
     Calling it with a float32[] that every device has makes NCCL connect the devices of each group before the first
     step, so that this time is measured apart from it. Nothing reads the sums.

@@ -43,10 +43,11 @@ def _rows_of(take, shard: Shard, index: jax.Array) -> jax.Array:
 
 
 def _rows_of_fwd(take, shard: Shard, index: jax.Array):
-    """The forward rule of `_rows_of`: (the rows for this device's indices, residuals).
+    """The forward rule of `_rows_of`, with its arguments: (the rows for this device's `index`, residuals).
 
-    The residuals are the pullback of `take` on this device's part of the table, and a bool array whose first axis is
-    the devices: which of every device's indices are rows of this part."""
+    The residuals are the pullback of `take` on this device's part of the table, `shard`, and a bool array whose first
+    axis is the devices: which of every device's indices are rows of this part.
+    """
     size = shard.array.shape[0]
     all_index = (
         jax.lax.all_gather(index, TENSORS) - jax.lax.axis_index(TENSORS) * size
@@ -60,8 +61,7 @@ def _rows_of_fwd(take, shard: Shard, index: jax.Array):
 
 def _rows_of_bwd(take, residuals, gradient):
     """The backward rule of `_rows_of`: (this device's part of the table's gradient, as a Shard; None for the indices).
-
-    gradient: that of the rows which this device looked up."""
+    residuals: from `_rows_of_fwd`; `take` is not needed. gradient: that of the rows which this device looked up."""
     back, mine = residuals
     (gradients,) = back(jnp.where(mine, jax.lax.all_gather(gradient, TENSORS), 0))
     return Shard(gradients, 0, mine.shape[0]), None
@@ -87,8 +87,8 @@ def whole_beside(variable: nnx.Variable, x: jax.Array) -> tuple[jax.Array, jax.A
 
 @jax.custom_vjp
 def _gathered_beside(shard: Shard, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`whole_beside` for a Shard that trains: (its whole array, x). Its hand-written derivative scatters the gradient
-    of the whole array before it passes on the gradient of x."""
+    """`whole_beside` for a Shard that trains: (the whole array of `shard`, x). Its hand-written derivative scatters
+    the gradient of the whole array before it passes on the gradient of x."""
     shard, x = optimization_barrier((shard, x))
     return gather(shard), x
 
@@ -101,7 +101,7 @@ _gathered_beside.defvjp(
 
 @jax.custom_vjp
 def _gathered(shard: Shard) -> jax.Array:
-    """The whole array of a Shard; its gradient is this device's part of the sum of all devices' gradients
+    """The whole array of a Shard (`shard`); its gradient is this device's part of the sum of all devices' gradients
     (`scatter`)."""
     return gather(shard)
 
@@ -110,7 +110,8 @@ _gathered.defvjp(lambda shard: (gather(shard), shard), lambda shard, gradient: (
 
 
 def gather(shard: Shard) -> jax.Array:
-    """The whole array of a Shard, gathered from the devices along `fsdp`; call it inside `partition.divided`."""
+    """The whole array of a Shard (`shard`), gathered from the devices along `fsdp`; call it inside
+    `partition.divided`."""
     return jax.lax.all_gather(shard.array, TENSORS, axis=shard.axis, tiled=True)
 
 

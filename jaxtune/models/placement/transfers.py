@@ -60,7 +60,8 @@ class Pieces:
 
 
 def cut(arrays: Sequence[jax.Array], stages: Sequence[float]) -> tuple[Pieces, ...]:
-    """Cuts each array into pieces that are copied during a layer, so that each copy fits under a stage.
+    """Cuts each array into pieces that are copied during a layer, so that each copy fits under a stage. arrays: on the
+    device; the result has a Pieces for each.
 
     Arrays are cut along the first axis, or along the second if the first has size 1. No piece is smaller than what the
     longest stage can hide.

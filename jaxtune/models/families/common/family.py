@@ -63,7 +63,7 @@ class Family:
         return tuple(key for entry in self.entries for key in entry.keys)
 
     def from_hf(self, hf: Config) -> DecoderConfig:
-        """The DecoderConfig of a parsed config.json, as transformers 4 or 5 writes it.
+        """The DecoderConfig of a parsed config.json, as transformers 4 or 5 writes it. hf: the config.json.
 
         Raises:
           ValueError: a value that its key does not allow, a missing key, or an unsupported feature.

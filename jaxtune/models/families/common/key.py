@@ -42,7 +42,8 @@ class Entry(Protocol):
         ...
 
     def read(self, hf: Config, fields: Config) -> Fields:
-        """{field: value} from a config.json in which every declared key has a value. fields: those set so far."""
+        """{field: value} from a config.json in which every declared key has a value. fields: those set so far. hf:
+        that config.json."""
         ...
 
     def write(self, config: Any) -> Fields:
@@ -87,7 +88,8 @@ class Key:
         return (self.field,) if isinstance(self.field, str) else self.field
 
     def read(self, hf: Config, fields: Config) -> Fields:
-        """{field: the key's value, converted} for each field that it sets; `fields` is not used."""
+        """{field: the key's value, converted} for each field that it sets. hf: a config.json in which the key has a
+        value; `fields` is not used, but all Entries take it."""
         value = hf[self.name]
         if self.conversion is not None and value is not None:
             value = self.conversion.read(value)
@@ -127,7 +129,7 @@ class Record:
         return () if self.field is None else (self.field,)
 
     def made(self, hf: Config) -> Any:
-        """The object, of the class `make`, that a config.json describes."""
+        """The object, of the class `make`, that a config.json (`hf`) describes."""
         arguments = dict(self.fixed)
         for key in self.keys:
             arguments |= key.read(hf, {})
@@ -138,17 +140,18 @@ class Record:
         return {name: value for key in self.keys for name, value in key.write(made).items()}
 
     def read(self, hf: Config, fields: Config) -> Fields:
-        """{field: the object}; {} if the Record sets no field."""
+        """{field: the object} that the config.json `hf` describes; {} if the Record sets no field. `fields` is not
+        used, but all Entries take it."""
         return {} if self.field is None else {self.field: self.made(hf)}
 
     def write(self, config: Any) -> Fields:
-        """{key: value} for the object in that field of a DecoderConfig; {} if the Record sets no field."""
+        """{key: value} for the object in that field of a DecoderConfig, `config`; {} if the Record sets no field."""
         return {} if self.field is None else self.described(getattr(config, self.field))
 
 
 def checked(hf: Config, keys: Iterable[Key]) -> None:
-    """Raises ValueError for a value of a config.json that its key does not allow, with key and value; null is always
-    allowed, and so is a key that is missing."""
+    """Raises ValueError for a value of a config.json (`hf`) that its key does not allow, with key and value. keys:
+    those that are checked; null is always allowed, and so is a key that is missing."""
     for key in keys:
         if hf.get(key.name) is not None:
             key.check(f"config.json: {key.name}", hf[key.name])

@@ -44,13 +44,14 @@ SLIDING = LayerType(rope.SLIDING, window=True)
 
 
 def alternating(hf: Config) -> list[str]:
-    """The types of all layers where sliding and full attention alternate, beginning with sliding (for
-    LayerTypes.default)."""
+    """The type of each layer ("sliding_attention" or "full_attention") where sliding and full attention alternate,
+    beginning with sliding. It is a LayerTypes.default, for a config.json (`hf`) without layer_types."""
     return [(rope.SLIDING, rope.FULL)[index % 2] for index in range(hf["num_hidden_layers"])]
 
 
 def by_pattern(hf: Config) -> list[str]:
-    """The types of all layers by the key sliding_window_pattern (for LayerTypes.default).
+    """The type of each layer ("sliding_attention" or "full_attention") by the key sliding_window_pattern of the
+    config.json `hf`; a LayerTypes.default.
 
     A number n stands for n - 1 sliding layers before each full one; letters such as LLLG (local, global) are repeated.
     """
@@ -61,15 +62,16 @@ def by_pattern(hf: Config) -> list[str]:
 
 
 def from_max_window_layers(hf: Config) -> list[str]:
-    """The types of all layers where those from the index max_window_layers on slide, if there is a window (for
-    LayerTypes.default)."""
+    """The type of each layer ("sliding_attention" or "full_attention") where those from the index max_window_layers on
+    slide, if the config.json `hf` has a window; a LayerTypes.default."""
     slides = hf["sliding_window"] is not None
     indices = range(hf["num_hidden_layers"])
     return [rope.SLIDING if slides and index >= hf["max_window_layers"] else rope.FULL for index in indices]
 
 
 def layer_types(hf: Config, default: Callable[[Config], Sequence[str]], known: Sequence[str]) -> list[str]:
-    """The name of each layer's type, from the key layer_types, or from `default` if the config.json has none.
+    """The name of each layer's type, from the key layer_types, or from `default` if the config.json has none. hf: the
+    config.json.
 
     known: the names that the family has.
 
@@ -85,7 +87,7 @@ def layer_types(hf: Config, default: Callable[[Config], Sequence[str]], known: S
 
 
 def window_of(hf: Config) -> int | None:
-    """The window in tokens from the key sliding_window of a config.json.
+    """The window in tokens from the key sliding_window of a config.json. hf: the config.json.
 
     None if it is as long as the context, for which full attention is the same and faster.
 
@@ -133,7 +135,9 @@ class LayerTypes:
         return (SLIDING_WINDOW, LAYER_TYPES, *mixers)
 
     def read(self, hf: Config, fields: Config) -> Fields:
-        """{"layers": the LayerSpecs of `fields`, each with the window, rotary base and mixer of its type}"""
+        """{"layers": the LayerSpecs of `fields`, each with the window, rotary base and mixer of its type} by the
+        config.json `hf`. fields: those set so far. Raises ValueError for types that the family does not have, or a
+        window that is missing."""
         types = {kind.name: kind for kind in self.types}
         names = layer_types(hf, self.default, tuple(types))
         mixers = {kind.name: kind.mixer.made(hf) for kind in self.types if kind.mixer is not None}
@@ -171,7 +175,7 @@ class LayerTypes:
         return written
 
     def _type_of(self, index: int, config: DecoderConfig) -> LayerType:
-        """The first type that fits the layer of this index.
+        """The first type that fits the layer of this index in `config`, by which the layer is written to config.json.
 
         Raises:
           ValueError: none fits it.
@@ -199,7 +203,7 @@ class OneWindow:
         return {"layers": tuple(dataclasses.replace(layer, window=window) for layer in fields["layers"])}
 
     def write(self, config: DecoderConfig) -> Fields:
-        """{"sliding_window": the window of all layers}; raises ValueError if they differ."""
+        """{"sliding_window": the window of all layers of `config`, or None}; raises ValueError if they differ."""
         return {"sliding_window": one_window(config, config.layers)}
 
 
@@ -214,13 +218,13 @@ WINDOW_SWITCH = Key(
 
 
 def switched_window(hf: Config) -> Fields:
-    """The config.json without its sliding_window unless use_sliding_window is true; a Family.prepare."""
+    """The config.json `hf` without its sliding_window unless use_sliding_window is true; a Family.prepare."""
     return {**hf, "sliding_window": hf["sliding_window"] if hf["use_sliding_window"] else None}
 
 
 def _first_window(config: DecoderConfig) -> int:
-    """The value of max_window_layers that is written: the index of the first layer with a window, or the number of
-    layers."""
+    """The value of max_window_layers that is written for `config`: the index of the first layer with a window, or the
+    number of layers if none has one."""
     return next((i for i, layer in enumerate(config.layers) if layer.window is not None), config.num_layers)
 
 
@@ -244,7 +248,7 @@ class MLPLayers:
 
     def read(self, hf: Config, fields: Config) -> Fields:
         """{"layers": the LayerSpecs of `fields`, with an MLP of the width intermediate_size in the layers that have no
-        experts}"""
+        experts by the config.json `hf`}: those in mlp_only_layers, and all but every decoder_sparse_step-th."""
         mlp: PartConfig = MLPShape(hf["intermediate_size"])
         layers = (
             layer.replaced(mlp=mlp)
@@ -255,6 +259,6 @@ class MLPLayers:
         return {"layers": tuple(layers)}
 
     def write(self, config: DecoderConfig) -> Fields:
-        """mlp_only_layers with every layer that has an MLP; decoder_sparse_step is then 1."""
+        """{"mlp_only_layers": the indices of all layers of `config` that have an MLP, "decoder_sparse_step": 1}"""
         listed = [index for index, layer in enumerate(config.layers) if layer.config_of("mlp") is not None]
         return {"mlp_only_layers": listed, "decoder_sparse_step": 1}

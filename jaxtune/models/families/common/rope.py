@@ -51,7 +51,7 @@ def check_parameters(key: str, value: Any) -> None:
 
 
 def rope_parameters(hf: Config, layer_type: str | None = None) -> Fields:
-    """The rotary parameters of a config.json as one flat dict, from either version's keys.
+    """The rotary parameters of a config.json as one flat dict, from either version's keys. hf: the config.json.
 
     If both are there, rope_scaling takes precedence, as in transformers.
 
@@ -124,7 +124,8 @@ def rope_config(hf: Config, given: Config) -> RopeConfig:
 
 
 def rope_to_hf(rope: RopeConfig) -> Fields | None:
-    """The value of rope_scaling in config.json for a RopeConfig; None for the default kind, which needs none."""
+    """The value of rope_scaling in config.json for a RopeConfig (`rope`), a dict; None for the default kind, which
+    needs none. theta is not in it, because it is the key rope_theta."""
     if rope.kind == "default":
         return None
     scaling: Fields = {"rope_type": rope.kind, "factor": rope.factor}
@@ -166,16 +167,17 @@ class Rotary:
     gives = ("rotary",)
 
     def given(self, hf: Config) -> Fields:
-        """The rotary parameters of a config.json as one flat dict, or those of `default` if it has none."""
+        """The rotary parameters of a config.json (`hf`) as one flat dict, or those of `default` if it has none."""
         says_nothing = not hf["rope_parameters"] and not hf["rope_scaling"]
         return rope_parameters({**hf, "rope_parameters": self.default} if says_nothing else hf)
 
     def read(self, hf: Config, fields: Config) -> Fields:
-        """{"rotary": a tuple with the one RopeConfig}"""
+        """{"rotary": a tuple with the one RopeConfig} of the config.json `hf`. `fields` is not used, but all Entries
+        take it."""
         return {"rotary": (rope_config(hf, self.given(hf)),)}
 
     def write(self, config: DecoderConfig) -> Fields:
-        """rope_theta and rope_scaling of the first rotary base."""
+        """{"rope_theta": ..., "rope_scaling": ...} for config.json, of the first rotary base of `config`."""
         rope = config.rotary[0]
         return {"rope_theta": rope.theta, "rope_scaling": rope_to_hf(rope)}
 
@@ -189,15 +191,18 @@ class RotaryByType(Rotary):
     """The types, in the order of DecoderConfig.rotary, to which LayerSpec.rotary is an index."""
 
     def given_to(self, layer_type: str, hf: Config) -> Fields:
-        """The rotary parameters of one type of layer (a name in layer_types) as one flat dict; families override it."""
+        """The rotary parameters of the layers of one type as one flat dict; families override it. layer_type: a name
+        in the key layer_types. hf: the config.json."""
         return rope_parameters(hf, layer_type)
 
     def read(self, hf: Config, fields: Config) -> Fields:
-        """{"rotary": a tuple with the RopeConfig of each of `types`}"""
+        """{"rotary": a tuple with the RopeConfig of each of `types`} by the config.json `hf`. `fields` is not used,
+        but all Entries take it."""
         return {"rotary": tuple(rope_config(hf, self.given_to(name, hf)) for name in self.types)}
 
     def write(self, config: DecoderConfig) -> Fields:
-        """rope_theta, rope_scaling, and rope_parameters with an object for each of `types`."""
+        """rope_theta, rope_scaling, and rope_parameters with an object for each of `types`, for the config.json of
+        `config`. transformers 4 reads the first two, transformers 5 the third."""
         # In addition to rope_scaling, which transformers 4 reads; transformers 5 would read a wrong base of sliding
         # layers from that alone.
         parameters = {

@@ -18,18 +18,16 @@ _ACTIVATION = Conversion(ACTIVATIONS.__getitem__, _HF_ACTIVATIONS.__getitem__)
 
 
 def check_activation(key: str, value: Any) -> None:
-    """Check of the name of an activation; raises ValueError for one that is not supported."""
+    """Raises ValueError unless `value` is the name of a supported activation (ACTIVATIONS). key: what the error calls
+    the value."""
     values.text(key, value)
     if value not in ACTIVATIONS:
         raise ValueError(f"{key} {value!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
 
 
 def check_window_pattern(key: str, value: Any) -> None:
-    """Check of a sliding_window_pattern: a number of layers, or a letter for each layer, as in EXAONE 4 ("LLLG").
-
-    Raises:
-      ValueError: another value.
-    """
+    """Raises ValueError unless `value` is a sliding_window_pattern: a number of layers, or a string with a letter L or
+    G for each layer, as in EXAONE 4 ("LLLG"). key: what the error calls the value."""
     if not isinstance(value, str):
         values.whole(key, value)
     elif not value or set(value) - set("LG"):
@@ -37,7 +35,8 @@ def check_window_pattern(key: str, value: Any) -> None:
 
 
 def _token(name: str) -> Key:
-    """The Key of a special token's id, which is checked and written as null, and not part of DecoderConfig."""
+    """The Key of a special token's id, named `name` in config.json (such as "eos_token_id"). It is checked and written
+    as null, and no field of DecoderConfig has it."""
     # Null is written, because without the key the Hugging Face class has a default that may exceed the vocabulary.
     return Key(name, (), values.token_ids, None, written=lambda config: None)
 
@@ -140,15 +139,16 @@ def shared_experts(*keys: Key, **fixed) -> Record:
 
 
 def _check_silu(key: str, value: Any) -> None:
-    """Check that the activation is silu, the only one that a gated delta net's convolution supports;
-    otherwise it raises ValueError."""
+    """Raises ValueError unless the activation (`value`) is "silu", the only one that a gated delta net's convolution
+    supports. key: what the error calls the value."""
     values.text(key, value)
     if value != "silu":
         raise ValueError(f"{key} {value!r}: a gated delta net's convolution ends in silu")
 
 
 def _check_gate(key: str, value: Any) -> None:
-    """Check that attn_output_gate is true, as in every known model of the family; otherwise it raises ValueError."""
+    """Raises ValueError unless attn_output_gate (`value`) is true, as in every known model of the family. key: what
+    the error calls the value."""
     values.boolean(key, value)
     if not value:
         raise ValueError(
@@ -158,8 +158,8 @@ def _check_gate(key: str, value: Any) -> None:
 
 
 def _every_fourth_full(hf) -> list[str]:
-    """The types of all layers where each full_attention_interval-th layer has full attention and the others delta nets
-    (for LayerTypes.default)."""
+    """The type of each layer where each full_attention_interval-th layer has full attention and the others delta nets,
+    by the config.json `hf`; a LayerTypes.default."""
     every = hf["full_attention_interval"]
     return [rope.LINEAR if (index + 1) % every else rope.FULL for index in range(hf["num_hidden_layers"])]
 
