@@ -72,14 +72,14 @@ def _scope(segment: Segment) -> contextlib.AbstractContextManager:
 
 
 def _run(segment: Segment, block: Block, context: Context, values) -> tuple:
-    """Runs a segment of the block within its scope on `values`, one for each of its reads: (one result per output)."""
+    """One result for each output of a segment of the block, run in its scope on `values`, one for each of its reads."""
     with _scope(segment):
         return segment.run(block, context, *values)
 
 
 def _pullback(block_of, trainable, segment: Segment, context: Context, inputs) -> tuple[tuple, Callable]:
-    """Runs a segment of the block that block_of(trainable) builds, for its derivative: (outputs, the function that
-    maps the outputs' gradients to those of the trainable tensors and of each input)."""
+    """Runs a segment of the block that block_of(trainable) builds on `inputs` with this context, for its derivative:
+    (outputs, the function that maps the outputs' gradients to those of the trainable tensors and of each input)."""
 
     def run(trainable, *values):
         return tuple(_run(segment, block_of(trainable), context, values))
@@ -96,24 +96,23 @@ def _barrier(order, saved_inputs, doutputs, total):
 
 
 def _differentiable(names, gradients) -> dict[str, jax.Array]:
-    """{name: gradient} of a segment's inputs, without those of integers, whose gradients are float0."""
+    """{name: gradient} from these names and gradients of inputs, without those of integers, which are float0."""
     named = zip(names, gradients, strict=True)
     return {name: value for name, value in named if value.dtype != jax.dtypes.float0}
 
 
 def _work(segments, block: Block, x: jax.Array, backward: bool = False) -> list[float]:
-    """For the schedules: the durations of segments (backward: of their derivatives) for x [B, T, hidden], in
-    multiplications that large products do in that time."""
+    """For the schedules: the durations of segments of the block (backward: of their derivatives) for x [B, T, hidden],
+    in multiplications that large products do in that time."""
     rows, length = x.shape[:2]
     return [multiplications(segment, block, rows * length, length, backward) for segment in segments]
 
 
 def _contexts(block: Block, spec: LayerSpec, layout: PackedLayout, key) -> Callable[[Segment, Any], tuple]:
-    """A function (segment, values) -> (the segment's context, the values); key: the layer's dropout key, or None.
-    The dropout keys are the same however the layer is tiled and whichever auxiliary values it computes. A mask is drawn
-    only when the values are there; otherwise XLA draws the masks of all layers at once, or keeps the forward's for the
-    backward.
-    """
+    """A function (segment, values) -> (the segment's context, the values) for a layer; key: its dropout key, or
+    None. The dropout keys are the same however the layer is tiled and whichever auxiliary values it computes. A
+    mask is drawn only when the values are there; otherwise XLA draws the masks of all layers at once, or keeps the
+    forward's."""
     names = [segment.name for segment in block.segments()]
     keys = {} if key is None else dict(zip(names, jax.random.split(key, len(names)), strict=True))
 
@@ -258,7 +257,7 @@ def layer_backward(
 
 
 def _block_of(graph: nnx.GraphDef, frozen, trainable) -> Block:
-    """The Block with these tensors; `trainable` is the last argument, so that functools.partial can bind the others."""
+    """nnx.merge(graph, trainable, frozen); `trainable` is last, so that functools.partial can bind the others."""
     return nnx.merge(graph, trainable, frozen)
 
 
@@ -274,7 +273,7 @@ def _shards_of(trainables, frozens, index: int) -> list[Shard]:
 
 
 def _first_gathered(trainables, frozens) -> list[jax.Array]:
-    """The whole arrays of the first layer's Shards, which no earlier layer can gather."""
+    """The whole arrays of the Shards in trainables[0] and frozens[0], which no earlier layer can gather."""
     return [gather(shard) for shard in _shards_of(trainables, frozens, 0)]
 
 
@@ -290,7 +289,7 @@ def _with_gradients(trainable, gradients) -> list[tuple[Shard, jax.Array]]:
 
 
 def _total(values: list[dict[str, Any]]) -> dict[str, Any]:
-    """{name: sum over the layers} from each layer's {name: auxiliary value}, for the names that any has."""
+    """{name: sum over the layers} from `values`, each layer's {name: auxiliary value}, for the names that any has."""
     total: dict[str, Any] = {}
     for name in dict.fromkeys(name for one in values for name in one):
         total[name] = functools.reduce(operator.add, [one[name] for one in values if name in one])
@@ -314,8 +313,8 @@ def _stack(static: _Static, trainables, frozens, x, layout, keys, sums):
 
 
 def _stack_fwd(static: _Static, trainables, frozens, x, layout, keys, sums):
-    """The forward rule of `_stack`: (its results, residuals for `_stack_bwd`). Layers' residuals are kept by plan, and
-    the offloaded ones of a layer are copied to the host while the next layer runs."""
+    """The forward rule of `_stack`, with its arguments: (its results, residuals for `_stack_bwd`). Residuals are kept
+    by plan, and the offloaded ones of a layer are copied to the host while the next layer runs."""
     kept, hosted, aux, whole = [], [], [], []
     names, to_host = (), ()  # residuals of the layer before, which are copied to the host while this layer computes
     last = len(static.layers) - 1
@@ -341,8 +340,9 @@ def _stack_fwd(static: _Static, trainables, frozens, x, layout, keys, sums):
 
 
 def _stack_bwd(static: _Static, residuals, gradient):
-    """The backward rule of `_stack`, from the last layer to the first; each also runs copies and collectives of its
-    neighbours. With sums, their gradient is the sums plus the gradients of trainables, and trainables get None."""
+    """The backward rule of `_stack`, from the last layer to the first, each beside copies and collectives of its
+    neighbours. gradient: of both results. With sums, the gradient of these is the sums plus the gradients of
+    trainables, which get None."""
     dx, daux = gradient  # daux is of sums over the layers, so it is the gradient of each layer's value
     trainables, frozens, whole_weights, kept, hosted, layout, keys, sums = residuals
     gradients: list[Any] = [None] * len(kept)

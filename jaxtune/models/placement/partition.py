@@ -137,13 +137,11 @@ def make_mesh(*sizes: int) -> Mesh:
 
 
 def divided(function: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Callable:
-    """jax.shard_map of the function, which every device of the mesh runs on its own part of the arrays. Returns the
-    function itself for a mesh of one device or no mesh.
-
-    Nothing checks that arrays which the specs call whole are equal on all devices. Inside, jax.grad must be taken of
-    this device's own share of a sum over devices: if the differentiated function summed it by psum, each gradient would
-    be counted once for every device (see `total`).
-    """
+    """jax.shard_map of the function with these specs: every device of the mesh runs it on its own part of the
+    arrays. Returns the function itself for a mesh of one device or no mesh. Nothing checks that arrays which the
+    specs call whole are equal on all devices. Inside, jax.grad must be taken of this device's own share of a sum
+    over devices: if the differentiated function summed it by psum, each gradient would be counted once for every
+    device (see `total`)."""
     if mesh is None or mesh.size == 1:
         return function
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -176,7 +174,7 @@ def put(tree: Any, where: Any) -> Any:
 
 
 def _put(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    """`put` of one array where there are several processes: each places the parts of its own devices."""
+    """`put` of one array with several processes: each places the sharding's parts that are on its own devices."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         return array if array.sharding == sharding else _moves(sharding)(array)
     if isinstance(array, jax.Array) and sharding.is_fully_replicated:  # does not copy on a device that has it
@@ -274,8 +272,8 @@ def largest(value: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _total(sums):
-    """`total` inside of `divided`: adds each array up over all mesh axes that divide rows, and a Shard over all of
-    these but `fsdp`. The derivative passes the gradients on unchanged, for the reason that `total` gives."""
+    """`total` inside of `divided`: adds each array of `sums` up over all mesh axes that divide rows, and a Shard over
+    all of these but `fsdp`. The derivative passes the gradients on unchanged, for the reason that `total` gives."""
     axes = _row_axes()
 
     def one(leaf):
@@ -319,7 +317,7 @@ class Shard:
 
 
 def _is_shard(leaf: Any) -> bool:
-    """`is_leaf` of jax.tree functions that must see whole Shards."""
+    """Whether a leaf is a Shard: the `is_leaf` of jax.tree functions that must see Shards and not their arrays."""
     return isinstance(leaf, Shard)
 
 
@@ -460,11 +458,9 @@ def require_undivided(states: Any, what: str) -> None:
 
 
 def states_shardings(opt_state: Any, trainable: Any, mesh: Mesh) -> Any:
-    """The NamedShardings of an optimizer's states, which are placed with the trained tensors that they belong to.
-
-    A state with a tensor's shape is divided along the same axis, another one (blocks of 8-bit states, factors) along
-    its first. The update computes the same for every sharding.
-    """
+    """The NamedShardings on a mesh of an optimizer's states, which are placed as the `trainable` tensors they belong
+    to. A state with a tensor's shape is divided along the same axis, another one (blocks of 8-bit states, factors)
+    along its first. The update computes the same for every sharding."""
     structure = jax.tree.structure(trainable)
     tensors = jax.tree.leaves(divide(trainable, mesh), is_leaf=_is_shard)
     everywhere = NamedSharding(mesh, WHOLE)
