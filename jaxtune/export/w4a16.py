@@ -53,7 +53,11 @@ def write(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) 
     model = weights.model
     exact, group = model.qat is not None, GROUP if model.qat is None else model.qat.group_size
     planned = hf.checkpoint_tensors(weights)
-    dense = [name for name, _ in linears(model) if not any(name_matches(name, kept) for kept in SERVED_IN_16_BITS)]
+    dense = [
+        name
+        for name, linear in linears(model)
+        if linear.quantizable and not any(name_matches(name, kept) for kept in SERVED_IN_16_BITS)
+    ]
     names = [f"{name}.weight" for name in dense] + [name for name, _ in experts(model)]
     packed, left = [], []
     for name in names:

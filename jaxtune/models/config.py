@@ -189,6 +189,9 @@ class MoEConfig:
     router_aux_loss_coef: float = 0.001  # factor on the load-balancing loss, from Hugging Face's config
     # whether training adds the load-balancing loss by default, from Hugging Face's config
     output_router_logits: bool = False
+    # the router reads the residual stream through a norm and a scale of its own, and multiplies each expert's weight by
+    # a number that it learns (Gemma 4)
+    scaled_router: bool = False
 
     def __post_init__(self):
         for key in ("num_experts", "experts_per_token", "expert_size"):
@@ -201,6 +204,8 @@ class MoEConfig:
         values.not_negative("router_aux_loss_coef", self.router_aux_loss_coef)
         if self.experts_per_token > self.num_experts:
             raise ValueError(f"num_experts_per_tok {self.experts_per_token} of {self.num_experts} experts")
+        if self.scaled_router and (self.router_bias or self.shared_size is not None or not self.renormalize):
+            raise ValueError("scaled_router: it has no bias, no shared expert, and the weights of a token sum to one")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,7 +251,8 @@ class DecoderConfig:
     attention_gate: bool = False
     # each head has a learned logit that takes part in its softmax and has no value (gpt-oss)
     attention_sinks: bool = False
-    moe: MoEConfig | None = None  # experts instead of the MLP, in every layer
+    # the experts of the layers; they replace the MLP unless the layers' stages say otherwise. None: there are none
+    moe: MoEConfig | None = None
     head: Head = TEXT  # what the model computes for a token: logits, or a number such as a reward (models/heads.py)
     initializer_range: float = 0.02  # standard deviation of random initial weights
 

@@ -43,13 +43,13 @@ from jaxtune.models.files.reading import read_tensors
 from jaxtune.models.files.stored_weights import StoredEntry
 from jaxtune.models.files.tensor_entries import dtype_name, is_kept_packed, listed, match, weight_name
 from jaxtune.models.files.weights import Weights, tensors_of
-from jaxtune.models.lora import experts, freeze, linears
+from jaxtune.models.lora import freeze, matrices
 from jaxtune.models.placement import partition
 from jaxtune.models.registry import config_from_hf, family, is_nested, text_config, text_tensor_name
 from jaxtune.pallas.formats import Stored
 from jaxtune.system import terminal
 
-_ROUTER = ".mlp.gate.weight"
+_ROUTERS = (".mlp.gate.weight", ".router.proj.weight")  # endings of the names of routers that files may quantise
 _DTYPE = "bfloat16"  # the default
 
 
@@ -63,12 +63,11 @@ def _abstract(config: DecoderConfig, dtype: str):
     dtype: of weights and compute, by its name.
 
     Returns:
-      (graph, [(path, variable with only a shape)], names of all linears and expert matrices)
+      (graph, [(path, variable with only a shape)], names of all linears and expert matrices that may be quantised)
     """
     model = nnx.eval_shape(lambda: Decoder(config, jax.random.key(0), dtype))
     graph, state = nnx.split(model)
-    matrices = [name for found in (linears(model), experts(model)) for name, _ in found]
-    return graph, list(nnx.to_flat_state(state)), matrices
+    return graph, list(nnx.to_flat_state(state)), [name for name, matrix in matrices(model) if matrix.quantizable]
 
 
 class Pretrained:
@@ -133,8 +132,9 @@ class Pretrained:
         self._entries = entries = match(wanted, entries, config.tie_embeddings, folder)
         self._quantizable = quantizable = {weight_name(name) for name in modules}
         packed = {name for name, entry in entries.items() if is_kept_packed(entry)}
-        self._decoded = frozenset(name for name in packed if config.moe is not None and name.endswith(_ROUTER))
-        packed -= self._decoded  # linears in transformers 4; here small arrays
+        # Linears in transformers 4 (the first) or also in 5; here they are small arrays that stay in 16 bits.
+        self._decoded = frozenset(name for name in packed if config.moe is not None and name.endswith(_ROUTERS))
+        packed -= self._decoded
         if packed - quantizable:
             raise ValueError(f"{folder}: {listed(packed - quantizable)} is quantised; only linears of layers can be")
         self.packed = bool(packed)

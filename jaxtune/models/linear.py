@@ -132,6 +132,7 @@ class Linear(nnx.Module):
     """
 
     num_experts = 0  # as ExpertLinear has, for code that handles both
+    quantizable = True  # whether `quantize` and loading in a format of few bits encode it; a router's is not
     original: nnx.Variable | None = None
 
     def __init__(self, in_size: int, out_size: int, *, bias: bool, std: float, key: jax.Array, dtype):

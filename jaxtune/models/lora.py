@@ -129,7 +129,8 @@ def select_targets(names: Sequence[str], target_modules: str | Sequence[str], ex
             whole = ("embed_tokens", *(head.name for head in heads.HEADS))
             hint = " (put it in modules_to_save to train it whole)" if target in whole else ""
             if experts:
-                hint = " (experts are named in target_parameters: mlp.experts.gate_up_proj, mlp.experts.down_proj)"
+                named = dict.fromkeys(name.split(".", 3)[3] for name in experts)
+                hint = f" (experts are named in target_parameters: {', '.join(named)})"
             raise ValueError(
                 f"target_modules: {target!r} matches no linear of this model; there are: {', '.join(known)}{hint}"
             )
@@ -216,7 +217,7 @@ def get_peft_model(
       lora_alpha: the adapters' output is multiplied by alpha / r, or alpha / sqrt(r) with use_rslora.
       target_modules: linears: "all-linear", every linear in the layers; a regular expression over whole names; or a
         list of names or last parts of names. It may be empty if target_parameters is given.
-      target_parameters: expert matrices, such as ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]; each expert
+      target_parameters: expert matrices, such as ["experts.gate_up_proj", "experts.down_proj"]; each expert
         gets rank r. Without dropout or DoRA, as in PEFT.
       lora_dropout: rate of dropout on the adapters' input; linears with the same input share one mask.
       use_rslora: see lora_alpha (arXiv 2312.03732).

@@ -49,6 +49,7 @@ GOLDEN_CASES = {
 # Live, also: every family with every linear adapted.
 _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 _EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+_BESIDE_MLP = ["experts.gate_up_proj", "experts.down_proj"]
 
 
 # Of Qwen3-Next, PEFT takes the shared expert's up_proj for one of the experts', which are one matrix for it.
@@ -61,7 +62,9 @@ _BESIDE_ROUTER = {
 
 
 def _linears(name):
-    """For PEFT "all-linear" includes the router, which has no adapter here."""
+    """For PEFT "all-linear" includes a router that is a linear; only Gemma 4's has an adapter here."""
+    if name == "gemma4_experts":
+        return "all-linear"
     if name in _BESIDE_ROUTER:
         return _BESIDE_ROUTER[name]
     return _ATTENTION if {"num_experts", "num_local_experts"} & set(CONFIGS[name]) else "all-linear"
@@ -86,6 +89,12 @@ LIVE_CASES = (
     | {
         f"{name}_experts": (name, dict(r=4, lora_alpha=8, target_modules=_ATTENTION, target_parameters=_EXPERTS))
         for name in ("mixtral", "qwen3_moe", "gpt_oss", "qwen3_next")
+    }
+    | {
+        "gemma4_router_and_experts": (
+            "gemma4_experts",
+            dict(r=4, target_modules=["q_proj", "router.proj"], target_parameters=_BESIDE_MLP),
+        )
     }
     | {f"{name}_lora": (name, dict(r=4, lora_alpha=8, target_modules=_linears(name))) for name in CONFIGS}
     | {f"{name}_dora": (name, dict(r=4, target_modules="all-linear", use_dora=True)) for name in ("phi3", "gemma2")}

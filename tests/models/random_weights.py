@@ -13,10 +13,10 @@ from jaxtune.models.files import shards
 
 
 def random_tensor(name: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
-    """float32: matrices normal with 1 / sqrt(columns), biases and sinks with 0.3, norms around 1."""
+    """float32: matrices normal with 1 / sqrt(columns), biases and sinks with 0.3, norms and scales around 1."""
     generator = np.random.default_rng([seed, zlib.crc32(name.encode())])
     normal = generator.standard_normal(shape, np.float32)
-    if name.endswith("norm.weight"):
+    if name.endswith(("norm.weight", "norm_1.weight", "norm_2.weight", "router.scale", "per_expert_scale")):
         return (0.2 * normal + 1).astype(np.float32)
     if name.endswith((".bias", "_bias", ".sinks")):
         return 0.3 * normal

@@ -33,6 +33,7 @@ from tests.train.tiny_runs import dataset, documents, make_config
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 SEGMENTS = np.array([[1] * 5 + [2] * 7, [1] + [2] * 8 + [0] * 3], np.int32)
 EXPERTS = ExpertsShape(MoEConfig(4, 2, 8), hf_name="")
+SCALED = ExpertsShape(MoEConfig(4, 2, 8, scaled_router=True), hf_name="")
 WIDE = AttentionShape(4, 2, 8, 0.25, qk_norm="head", hf_name="wide_attn")
 # {what: (a layer, what it computes of x; `block` has the modules, `of` runs one)}
 LAYERS = {
@@ -60,11 +61,11 @@ LAYERS = {
             block, of, x + of(block.mixer, block.mixer_norm(x)) + of(block.wide, block.wide_norm(x))
         ),
     ),
-    "experts beside the MLP, with norms of their own and of the sum, and a scale": (
+    "experts beside the MLP, with norms of their own and of the sum, a scaled router, and a scale": (
         LayerSpec(
             stages=(
                 Stage((Part("mixer", post_norm=True),)),
-                Stage((Part("mlp", post_norm=True), Part("experts", EXPERTS, post_norm=True)), post_norm=True),
+                Stage((Part("mlp", post_norm=True), Part("experts", SCALED, post_norm=True)), post_norm=True),
             ),
             output_scale=True,
         ),
@@ -79,14 +80,14 @@ def mlp_after(block, of, x):
 
 def beside_experts(block, of, x):
     dense = block.mlp_post_norm(of(block.mlp, block.mlp_norm(x)))
-    sparse = block.experts_post_norm(of(block.experts, block.experts_norm(x)))
+    sparse = block.experts_post_norm(dense_experts(block.experts, block.experts_norm(x), x))
     return (x + block.mlp_sum_norm(dense + sparse)) * block.layer_scalar[...]
 
 
 def make(name: str):
     model = tiny_model(layers=(LAYERS[name][0],) * 2)
     for path, variable in nnx.to_flat_state(nnx.state(model)):
-        if path[-1] == "layer_scalar" or "norm" in str(path[-2]):  # ones at the start
+        if "scal" in str(path[-1]) or "norm" in str(path[-2]):  # ones at the start
             draw = jax.random.uniform(jax.random.key(len(path)), variable.shape, minval=0.5, maxval=1.5)
             variable.set_value(draw)
     return model
@@ -116,11 +117,17 @@ def plainly(name: str, model, tokens):
     return model.norm(x)
 
 
-def dense_experts(moe, x):
-    """Every expert of every token, times the weights of the chosen ones."""
-    logits = jnp.einsum("btd,ed->bte", x, moe.router.weight[...], precision="highest")
-    top, choice = jax.lax.top_k(logits, moe.moe.experts_per_token)
-    weights = jax.nn.softmax(top, -1)
+def dense_experts(moe, x, stream=None):
+    """Every expert of every token, times the weights of the chosen ones; a scaled router reads the stream."""
+    router, scales = moe.router, None
+    if stream is not None:
+        normed = stream * jax.lax.rsqrt(jnp.mean(stream * stream, -1, keepdims=True) + router.eps)
+        seen, matrix = normed * router.scale[...] / jnp.sqrt(stream.shape[-1]), router.proj.weight[...]
+        scales = router.per_expert_scale[...]
+    else:
+        seen, matrix = x, router.weight[...]
+    top, choice = jax.lax.top_k(jnp.einsum("btd,ed->bte", seen, matrix, precision="highest"), 2)
+    weights = jax.nn.softmax(top, -1) * (1.0 if scales is None else scales[choice])
     gate_up = jnp.einsum("btd,efd->btef", x, moe.experts.gate_up_proj.weight[...], precision="highest")
     gate, up = jnp.split(gate_up, 2, -1)
     out = jnp.einsum("btef,edf->bted", jax.nn.silu(gate) * up, moe.experts.down_proj.weight[...], precision="highest")
@@ -188,7 +195,7 @@ def test_names_of_residuals_and_matrices():
     assert names[:6] == ["layer_input", "query", "key", "value", "attention_out", "lse"]
     assert names[6:13] == ["mid", "wide_query", "wide_key", "wide_value", "wide_attention_out", "wide_lse", "mid_2"]
     assert len(set(names)) == len(names)
-    model = make("experts beside the MLP, with norms of their own and of the sum, and a scale")
+    model = make("experts beside the MLP, with norms of their own and of the sum, a scaled router, and a scale")
     found = [name for name, _ in matrices(model)]
     assert {"model.layers.0.mlp.down_proj", "model.layers.1.experts.gate_up_proj"} <= set(found)
     assert declared_losses(model).names == ("router_aux_loss", "router_z_loss")

@@ -164,6 +164,27 @@ CONFIGS = {
         hidden_size_per_layer_input=0,
         tie_word_embeddings=True,
     ),
+    # Experts beside the MLP, as the 26B-A4B has them.
+    "gemma4_experts": _config(
+        "gemma4_text",
+        "Gemma4ForCausalLM",
+        hidden_activation="gelu_pytorch_tanh",
+        num_hidden_layers=2,
+        rms_norm_eps=1e-6,
+        head_dim=32,
+        global_head_dim=64,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        final_logit_softcapping=5.0,
+        sliding_window=6,
+        layer_types=["sliding_attention", "full_attention"],
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=8,
+        top_k_experts=3,
+        moe_intermediate_size=48,
+        tie_word_embeddings=True,
+    ),
     # In transformers 5.23's spelling, and with values of their own everywhere.
     "gemma4_unified": _config(
         "gemma4_unified_text",

@@ -87,6 +87,8 @@ OURS = {
         ),
     ),
     "values_are_keys": ("gemma4", dict(r=4)),
+    # Every linear, which is PEFT's answer: the router's is one.
+    "router": ("gemma4_experts", dict(r=4, target_parameters=["experts.gate_up_proj", "experts.down_proj"])),
     "saved_tied": ("gemma3", dict(r=2, modules_to_save=["lm_head"])),
     "saved_untied": ("olmo2", dict(r=2, modules_to_save=["embed_tokens", "lm_head"])),
 }

@@ -1,11 +1,11 @@
-"""Gemma 4, the text model: dense layers, of which every sixth sees all tokens with wider heads (31B).
+"""Gemma 4, the text model: every sixth layer sees all tokens, with wider heads (31B), and layers may have experts
+beside the MLP (26B-A4B).
 
-Configs whose layers share keys and values (E2B, E4B), have embeddings of their own or experts (26B) are refused.
+Configs whose layers share keys and values, or have embeddings of their own (E2B, E4B), are refused.
 """
 
 from jaxtune.models.config import PRE_AND_POST_NORM
 from jaxtune.models.families.common import Family, gemma4
-from jaxtune.models.families.common.names import GEMMA_NORMS
 
 FAMILY = Family(
     "gemma4_text",
@@ -15,7 +15,7 @@ FAMILY = Family(
     fields=gemma4.FIELDS,
     prepare=gemma4.prepared,
     stages=PRE_AND_POST_NORM,
-    norms=GEMMA_NORMS,
+    norms=gemma4.NORMS,
     text_of=("gemma4",),
     passthrough_tensors=("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
 )

@@ -2,7 +2,6 @@
 
 from jaxtune.models.config import PRE_AND_POST_NORM
 from jaxtune.models.families.common import Family, gemma4
-from jaxtune.models.families.common.names import GEMMA_NORMS
 
 FAMILY = Family(
     "gemma4_unified_text",
@@ -13,7 +12,7 @@ FAMILY = Family(
     fields=gemma4.FIELDS,
     prepare=gemma4.prepared,
     stages=PRE_AND_POST_NORM,
-    norms=GEMMA_NORMS,
+    norms=gemma4.NORMS,
     text_of=("gemma4_unified",),
     passthrough_tensors=("model.vision_embedder.", "model.embed_vision.", "model.embed_audio."),
 )

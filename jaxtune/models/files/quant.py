@@ -51,7 +51,7 @@ def quantize(model: Decoder, load_in: str = "nf4", skip_modules: Sequence[str] =
         raise ValueError("quantize: this model has adapters: quantise the base, then add them")
     model = freeze(model)
     model.qat = None  # its weights are no longer rounded to that grid
-    modules = dict(matrices(model))
+    modules = {name: matrix for name, matrix in matrices(model) if matrix.quantizable}
     for skipped in skip_modules:
         if not any(name_matches(name, skipped) for name in modules):
             raise ValueError(f"quantize: skip_modules: {skipped!r} matches no linear, such as {next(iter(modules))}")

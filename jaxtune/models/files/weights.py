@@ -91,13 +91,13 @@ class Weights:
         return self.changed({name: decode for name in found if chosen(name)})
 
     def quantized(self, load_in: str) -> Weights:
-        """These weights with all linears and experts in the format `load_in`; those in another format are decoded
-        first."""
+        """These weights with all linears and experts in the format `load_in`, except routers; those in another format
+        are decoded first."""
         if quant.stored_in(self.model) == load_in:
             return self
         plain = self.dequantized()
         encode = functools.partial(quant.encode, load_in=load_in)
-        found = plain.changed({name: encode for name, _ in matrices(plain.model)})
+        found = plain.changed({name: encode for name, matrix in matrices(plain.model) if matrix.quantizable})
         found.model.qat = None  # its weights are no longer rounded to that grid
         return found
 

@@ -18,9 +18,11 @@ from jax.lax import optimization_barrier
 from jaxtune.models.config import DecoderConfig, MoEConfig
 from jaxtune.models.fitted import EXPERTS_BYTES
 from jaxtune.models.layers.mlp import MLP
+from jaxtune.models.layers.routers import Router, ScaledRouter
 from jaxtune.models.layers.segment import (
     INPUT,
     OUTPUT,
+    STREAM,
     AuxLoss,
     BackwardOrder,
     Context,
@@ -37,7 +39,6 @@ from jaxtune.pallas.routing import (
     RouterSums,
     Routing,
     choose_experts,
-    expert_weights,
     matmul_of_tokens,
     matmul_to_tokens,
     route,
@@ -111,6 +112,8 @@ class ExpertLinear(nnx.Module):
       key: draws them.
       dtype: of weight and biases.
     """
+
+    quantizable = True  # as Linear has, for code that handles both
 
     def __init__(
         self, experts: int, in_size: int, out_size: int, *, transposed: bool, bias: bool, std: float, key, dtype
@@ -201,29 +204,6 @@ class Experts(nnx.Module):
         self.down_proj = ExpertLinear(moe.num_experts, inner, hidden, key=keys[1], **options)
 
 
-class Router(nnx.Module):
-    """The matrix that gives each token's logits over the experts: weight [E, hidden], optional bias [E].
-
-    Args:
-      config: gives the hidden size and the range of initial weights.
-      moe: gives the number of experts, and whether there is a bias.
-      key: draws the initial weight.
-      dtype: of the weight.
-    """
-
-    def __init__(self, config: DecoderConfig, moe: MoEConfig, key, dtype):
-        shape = (moe.num_experts, config.hidden_size)
-        self.weight = nnx.Param((jax.random.normal(key, shape, jnp.float32) * config.initializer_range).astype(dtype))
-        self.bias = nnx.Param(jnp.zeros((moe.num_experts,), dtype)) if moe.router_bias else None
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """x [T, hidden] -> logits float32[T, E]."""
-        precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-        weight = self.weight[...].astype(x.dtype)
-        logits = jnp.einsum("td,ed->te", x, weight, preferred_element_type=jnp.float32, precision=precision)
-        return logits if self.bias is None else logits + self.bias[...].astype(jnp.float32)
-
-
 @jax.custom_vjp
 def _gradients_at_once(values):
     """The values (any pytree) unchanged. In the backward, whatever reads the gradient of one of them waits for the
@@ -255,6 +235,8 @@ class MoE(nnx.Module):
 
     In its methods x is [B, T, hidden], and choice int32[B * T, k] as from `choose`. Norm and router run in each segment
     that reads them, because they are cheap; `choice` is computed only once, because it must be the same everywhere.
+    A scaled router, which may have an adapter with dropout, is a segment of its own. Then x stands for its logits
+    [B, T, E] in the methods that read x for the router's sake.
 
     Args:
       config: of the decoder, whose `moe` describes the experts.
@@ -271,7 +253,7 @@ class MoE(nnx.Module):
         self.config = config
         self.moe = config.moe
         keys = jax.random.split(key)
-        self.router = Router(config, self.moe, keys[0], dtype)
+        self.router = (ScaledRouter if self.moe.scaled_router else Router)(config, self.moe, keys[0], dtype)
         self.experts = Experts(config, self.moe, keys[1], dtype)
         if self.moe.shared_size is not None:
             keys = jax.random.split(jax.random.fold_in(key, 0))
@@ -280,6 +262,12 @@ class MoE(nnx.Module):
             std = config.initializer_range
             self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False, std=std, key=keys[1], dtype=dtype)
 
+    def _logits(self, x: jax.Array) -> jax.Array:
+        """The router's logits [B * T, E] of its input x [B, T, hidden], or of the logits [B, T, E] of a scaled
+        router."""
+        x = x.reshape(-1, x.shape[-1])
+        return self.router(x) if isinstance(self.router, Router) else x
+
     @jax.named_scope("router")
     def choose(self, x: jax.Array, real: jax.Array | None = None) -> jax.Array:
         """The numbers of each token's k experts, those with the largest logits of the router: int32[B * T, k]. x: [B,
@@ -287,8 +275,7 @@ class MoE(nnx.Module):
 
         real: bool[B, T], False for padding, which gets the number E and is routed nowhere; None: all tokens are real.
         """
-        logits = self.router(x.reshape(-1, x.shape[-1]))
-        return choose_experts(logits, self.moe.experts_per_token, None if real is None else real.reshape(-1))
+        return choose_experts(self._logits(x), self.moe.experts_per_token, None if real is None else real.reshape(-1))
 
     @jax.named_scope("router")
     def router_sums(self, x: jax.Array, choice: jax.Array) -> RouterSums:
@@ -297,7 +284,7 @@ class MoE(nnx.Module):
 
         x: [B, T, hidden], the part's input. choice: int32[B * T, k], each token's experts.
         """
-        return router_sums(self.router(x.reshape(-1, x.shape[-1])), choice)
+        return router_sums(self._logits(x), choice)
 
     @jax.named_scope("experts")
     def gate_up(self, x: jax.Array, choice: jax.Array) -> jax.Array:
@@ -317,12 +304,12 @@ class MoE(nnx.Module):
           choice: int32[B * T, k], each token's experts.
           x: [B, T, hidden], the part's input, from which the router's weights are computed again.
         """
-        weights = expert_weights(self.router(x.reshape(-1, x.shape[-1])), choice, renormalize=self.moe.renormalize)
+        weights = self.router.weights(self._logits(x), choice)
         routing = route(choice, self.moe.num_experts)
         linear = self.experts.down_proj
         gate_up, lora = _gradients_at_once((gate_up, linear.adapter()))
         inner = (self._activated(gate_up) * row_weights(weights, routing)[:, None]).astype(x.dtype)
-        return linear.to_tokens(inner, lora, routing, choice, weights).reshape(x.shape)
+        return linear.to_tokens(inner, lora, routing, choice, weights).reshape(*x.shape[:-1], -1)
 
     def _activated(self, gate_up: jax.Array) -> jax.Array:
         """gate_up [rows, 2 * expert_size] -> float32[rows, expert_size], the input of the down projection:
@@ -342,8 +329,9 @@ class MoE(nnx.Module):
         return (up + 1) * gate * jax.nn.sigmoid(self.moe.swiglu_alpha * gate)
 
     def segments(self) -> tuple[Segment, ...]:
-        """Its segments: `route` (to `choice`), `balance` (the sums for the router's losses), `expand` (gate_up),
-        `expand_shared` (with a shared expert) and `contract` (activation and down projection)."""
+        """Its segments: `score` (a scaled router's logits), `route` (to `choice`), `balance` (the sums for the router's
+        losses), `expand` (gate_up), `expand_shared` (with a shared expert) and `contract` (activation and down
+        projection)."""
         active, hidden = self.moe.experts_per_token, self.config.hidden_size
         choice = Residual("choice", recomputable=False, small=True)
 
@@ -361,14 +349,28 @@ class MoE(nnx.Module):
                 ),
             )
 
+        scores, routed_by = (), INPUT
+        if self.moe.scaled_router:
+            routed_by = "router_logits"
+            scores = (
+                Segment(
+                    "score",
+                    (STREAM,),
+                    (Residual(routed_by),),
+                    lambda moe, context, x: (moe.router(x, context.key),),
+                    matrices=("router.proj",),
+                ),
+            )
+
         def router_alone(tokens: int, length: int, backward: bool) -> float:
             return float(tokens * hidden)
 
         return (
-            Segment("route", (INPUT,), (choice,), MoE._route, differentiable=False, multiplications=router_alone),
+            *scores,
+            Segment("route", (routed_by,), (choice,), MoE._route, differentiable=False, multiplications=router_alone),
             Segment(
                 "balance",
-                (INPUT, "choice"),
+                (routed_by, "choice"),
                 (Residual("router_sums"),),
                 lambda moe, context, x, choice: (moe.router_sums(x, choice),),
                 aux=(
@@ -394,7 +396,7 @@ class MoE(nnx.Module):
             *shared,
             Segment(
                 "contract",
-                ("gate_up", "choice", INPUT, *(name for segment in shared for name in segment.outputs)),
+                ("gate_up", "choice", routed_by, *(name for segment in shared for name in segment.outputs)),
                 (Residual(OUTPUT),),
                 MoE._contract,
                 matrices=("experts.down_proj", *(("shared_expert.down_proj", "shared_expert_gate") if shared else ())),
@@ -406,7 +408,8 @@ class MoE(nnx.Module):
         """`run` of the segment `contract`: ([B, T, hidden],), the experts' output plus that of the shared expert, if
         there is one, times the sigmoid of its gate. context: has the dropout key.
 
-        gate_up, choice, shared_gate and shared_up are the residuals of the other segments, x is the part's input.
+        gate_up, choice, shared_gate and shared_up are the residuals of the other segments, x is what the router's
+        weights are computed from: the part's input, or a scaled router's logits.
         """
         out = self.down(gate_up, choice, x)
         if shared_gate is not None and shared_up is not None:

@@ -1,5 +1,5 @@
 """Keys of the two families of Gemma 4, whose text models are the same: five sliding layers to one global one, whose
-heads are wider and whose values may be their keys."""
+heads are wider and whose values may be their keys; experts beside the MLP where enable_moe_block is true."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtune.models import values
-from jaxtune.models.config import DecoderConfig
+from jaxtune.models.config import DecoderConfig, MoEConfig, Part, Stage
 from jaxtune.models.families.common.key import Config, Entry, Fields, Key, Record
 from jaxtune.models.families.common.layers import LayerType, LayerTypes, any_count
+from jaxtune.models.families.common.names import GEMMA_NORMS
 from jaxtune.models.families.common.rope import (
     FULL,
     SLIDING,
@@ -19,14 +20,16 @@ from jaxtune.models.families.common.rope import (
     rope_config,
     rope_to_hf,
 )
-from jaxtune.models.families.common.table import ATTENTION_BIAS, GEMMA_ACTIVATION, SOFT_CAP
+from jaxtune.models.families.common.table import ATTENTION_BIAS, EXPERT_SIZE, GEMMA_ACTIVATION, SOFT_CAP
 from jaxtune.models.layers.attention import AttentionShape
+from jaxtune.models.layers.experts import ExpertsShape
+from jaxtune.models.layers.mlp import MLPShape
 
 _ROPE: Config = {
     FULL: {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25},
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
 }
-_OTHER_SIZES = "of Gemma 4, jaxtune trains the dense models without them (12B and 31B)"
+_OTHER_SIZES = "of Gemma 4, jaxtune trains the models without it (12B, 26B-A4B and 31B)"
 _GLOBAL = ("head_dim", "num_key_value_heads")  # keys of per_layer_config that are known
 
 
@@ -162,6 +165,60 @@ class _Layers(LayerTypes):
         return {"layers": tuple(dataclasses.replace(layer, output_scale=True) for layer in layers)}
 
 
+class _Experts:
+    """The Entry for experts in parallel with the MLP, which all layers have if enable_moe_block is true: sets
+    DecoderConfig.moe and the stages of the layers. MLP and experts each have a norm before and after them, and their
+    sum has one more."""
+
+    gives = ("moe",)
+    record = Record(
+        MoEConfig,
+        (
+            Key("num_experts", "num_experts", values.whole, None, null=None),
+            Key("top_k_experts", "experts_per_token", values.whole, None, null=None),
+            dataclasses.replace(EXPERT_SIZE, default=None, null=None),
+        ),
+        {"scaled_router": True},
+    )
+    keys = (Key("enable_moe_block", (), values.boolean, False), *record.keys)
+
+    def read(self, hf: Config, fields: Config) -> Fields:
+        """{"moe": the experts, "layers": LayerSpecs that have them}; {} for a dense model.
+
+        Raises:
+          ValueError: enable_moe_block is true, and a size of the experts is missing.
+        """
+        if not hf["enable_moe_block"]:
+            return {}
+        for key in self.record.keys:
+            if hf[key.name] is None:
+                raise ValueError(f"config.json: {key.name} is missing, and enable_moe_block = True needs it")
+        moe = self.record.made(hf)
+        dense = Part("dense", MLPShape(hf["intermediate_size"]), post_norm=True)
+        beside = Part("experts", ExpertsShape(moe, hf_name=""), post_norm=True)
+        stages = (Stage((Part("mixer", post_norm=True),)), Stage((dense, beside), post_norm=True))
+        # The config of an attention of another shape than the decoder's stays the layer's.
+        layers = (
+            dataclasses.replace(layer, stages=stages).replaced(mixer=layer.config_of("mixer"))
+            for layer in fields["layers"]
+        )
+        return {"moe": moe, "layers": tuple(layers)}
+
+    def write(self, config: DecoderConfig) -> Fields:
+        """enable_moe_block, and the sizes of the experts, which are null in a dense model."""
+        sizes: Fields = dict.fromkeys((key.name for key in self.record.keys), None)
+        if config.moe is not None:
+            sizes = self.record.described(config.moe)
+        return {"enable_moe_block": config.moe is not None} | sizes
+
+
+NORMS = GEMMA_NORMS | {
+    "dense_norm": "pre_feedforward_layernorm",
+    "dense_post_norm": "post_feedforward_layernorm_1",
+    "experts_norm": "pre_feedforward_layernorm_2",
+    "experts_post_norm": "post_feedforward_layernorm_2",
+    "dense_sum_norm": "post_feedforward_layernorm",
+}
 _ATTENTION = Record(
     AttentionShape,
     (
@@ -178,8 +235,8 @@ KEYS: tuple[Entry, ...] = (
     Key("use_bidirectional_attention", (), _check_direction, None),
     Key("hidden_size_per_layer_input", (), any_count, 256, null=0, written=lambda config: 0),
     Key("num_kv_shared_layers", (), any_count, 0, written=lambda config: 0),
-    Key("enable_moe_block", (), _check_absent, False),
     _Layers(_default_types, (LayerType(FULL, mixer=_ATTENTION), LayerType(SLIDING, window=True, rotary=1))),
+    _Experts(),
     _Rotary(),
 )
 DEFAULTS = {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True}

@@ -1,0 +1,78 @@
+"""Routers, the part of a mixture of experts that gives each token its logits over the experts."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtune.models.config import DecoderConfig, MoEConfig
+from jaxtune.models.linear import Linear
+from jaxtune.pallas.routing import expert_weights
+
+
+class Router(nnx.Module):
+    """The matrix that gives each token's logits over the experts: weight [E, hidden], optional bias [E].
+
+    Args:
+      config: gives the hidden size and the range of initial weights.
+      moe: gives the number of experts, whether there is a bias, and whether the weights of a token's experts sum to
+        one.
+      key: draws the initial weight.
+      dtype: of the weight.
+    """
+
+    def __init__(self, config: DecoderConfig, moe: MoEConfig, key, dtype):
+        shape = (moe.num_experts, config.hidden_size)
+        self.renormalize = moe.renormalize
+        self.weight = nnx.Param((jax.random.normal(key, shape, jnp.float32) * config.initializer_range).astype(dtype))
+        self.bias = nnx.Param(jnp.zeros((moe.num_experts,), dtype)) if moe.router_bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [T, hidden] -> logits float32[T, E]."""
+        precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+        weight = self.weight[...].astype(x.dtype)
+        logits = jnp.einsum("td,ed->te", x, weight, preferred_element_type=jnp.float32, precision=precision)
+        return logits if self.bias is None else logits + self.bias[...].astype(jnp.float32)
+
+    def weights(self, logits: jax.Array, choice: jax.Array) -> jax.Array:
+        """float32[T, k]: the weights of each token's experts choice int32[T, k], from its logits [T, E]."""
+        return expert_weights(logits, choice, renormalize=self.renormalize)
+
+
+class ScaledRouter(nnx.Module):
+    """Gemma 4's router. It reads the residual stream x, and not the experts' normed input:
+
+        logits = proj(rms_norm(x) * scale / sqrt(hidden))
+        weight of a chosen expert e = softmax over the chosen logits * per_expert_scale[e]
+
+    proj is a linear [E, hidden], which adapters can adapt as PEFT does; scale is [hidden] and per_expert_scale [E]. The
+    norm has no weight.
+
+    Args:
+      config: gives the hidden size, the norm's eps and the range of initial weights.
+      moe: gives the number of experts.
+      key: draws the initial weight of proj; both scales start at one.
+      dtype: of the weights.
+    """
+
+    def __init__(self, config: DecoderConfig, moe: MoEConfig, key, dtype):
+        self.eps = config.norm_eps
+        size, std = (config.hidden_size, moe.num_experts), config.initializer_range
+        self.proj = Linear(*size, bias=False, std=std, key=key, dtype=dtype)
+        self.proj.quantizable = False
+        self.scale = nnx.Param(jnp.ones((config.hidden_size,), dtype))
+        self.per_expert_scale = nnx.Param(jnp.ones((moe.num_experts,), dtype))
+
+    def __call__(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        """x [B, T, hidden] -> logits [B, T, E] in x's dtype. `key` draws the adapter's dropout mask."""
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        scaled = wide.astype(x.dtype) * self.scale[...].astype(x.dtype)
+        return self.proj((scaled.astype(jnp.float32) * x.shape[-1] ** -0.5).astype(x.dtype), key)
+
+    def weights(self, logits: jax.Array, choice: jax.Array) -> jax.Array:
+        """float32[T, k]: the weights of each token's experts choice int32[T, k], from its logits [T, E]; 0 where it has
+        no expert."""
+        scale = self.per_expert_scale[...].astype(jnp.float32).at[choice].get(mode="clip")
+        return expert_weights(logits, choice, renormalize=True) * scale
