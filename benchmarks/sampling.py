@@ -23,21 +23,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
-import subprocess
 import sys
-import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks import figures
+from benchmarks.figures import ROOT
+
 _PROMPT, _NEW = 200, 512
-_QWEN3_06B = {
+QWEN3_06B = {
     "model_type": "qwen3",
     "architectures": ["Qwen3ForCausalLM"],
     "vocab_size": 151936,
@@ -53,8 +51,8 @@ _QWEN3_06B = {
     "rope_theta": 1000000,
     "tie_word_embeddings": True,
 }
-_TINY = _QWEN3_06B | {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-_TINY |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+TINY = QWEN3_06B | {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+TINY |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,13 +70,13 @@ class Case:
 CASES = {
     "8b": Case("llama-3.1-8b", (64, 128, 256), others=("lognormal", "one_row")),
     "8b_nf4": Case("llama-3.1-8b", (64, 128), "nf4"),
-    "0.6b": Case(_QWEN3_06B, (64, 256)),
+    "0.6b": Case(QWEN3_06B, (64, 256)),
     "30b_a3b": Case("qwen3-30b-a3b", (64, 256)),
     "8b_adapter": Case("llama-3.1-8b", (64,), adapter=True),
     "mismatch": Case({}),
     "first_cold": Case("llama-3.1-8b", others=("first_answer",)),
     "first_cached": Case("llama-3.1-8b", others=("first_answer",)),
-    "tiny": Case(_TINY, (4, 8), adapter=True, others=("lognormal", "one_row", "first_answer")),
+    "tiny": Case(TINY, (4, 8), adapter=True, others=("lognormal", "one_row", "first_answer")),
 }
 
 
@@ -277,54 +275,18 @@ def measure(name: str, options: argparse.Namespace, say: Callable[[str, Any], No
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)} (default: all but tiny)")
-    parser.add_argument("--output", required=True)
-    parser.add_argument("--seconds", type=float, default=480, help="after which no case begins, and one that runs ends")
+    parser = figures.arguments(str(__doc__), list(CASES), "tiny", 480)
     parser.add_argument("--bandwidth", type=float, default=4.8e12, help="bytes per second of the device's memory")
     parser.add_argument("--flops", type=float, default=650e12, help="of dense 16-bit products")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        measure(options.child, options, lambda figure, value: print("FIGURE", json.dumps([figure, value]), flush=True))
+        measure(options.child, options, figures.say)
         return
-    from benchmarks.record import write
-
     unknown = set(options.cases) - set(CASES)
     if unknown:
         parser.error(f"unknown cases: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
     names = options.cases or [name for name in CASES if name != "tiny"]
-    ends = time.monotonic() + options.seconds
-    # This process leaves the device's memory to its children.
-    probe = "import json; from benchmarks.record import environment; print(json.dumps(environment()))"
-    told = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, check=True)
-    record: dict[str, Any] = json.loads(told.stdout.splitlines()[-1]) | {"cases": {}}
-    with tempfile.TemporaryDirectory() as cache:
-        for name in names:
-            found = record["cases"][name] = {}
-            left = ends - time.monotonic()
-            if left < 20:
-                found["failed"] = "no time was left"
-                continue
-            surroundings = os.environ | {"STARTED": str(time.time()), "JAX_COMPILATION_CACHE_DIR": cache}
-            surroundings.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
-            command = [sys.executable, __file__, "--child", name, "--output", options.output]
-            command += ["--bandwidth", str(options.bandwidth), "--flops", str(options.flops)]
-            with subprocess.Popen(command, cwd=ROOT, env=surroundings, stdout=subprocess.PIPE, text=True) as process:
-                killer = threading.Timer(left, process.kill)
-                killer.start()
-                for line in process.stdout or ():
-                    if line.startswith("FIGURE "):
-                        figure, value = json.loads(line.removeprefix("FIGURE "))
-                        found[figure] = value
-                        print(name, figure, json.dumps(value), flush=True)
-                        write(options.output, record)
-                code = process.wait()
-            killer.cancel()
-            if code:
-                found["failed"] = f"exit code {code}"
-                print(name, "failed:", code, flush=True)
-            write(options.output, record)
+    figures.run(__file__, options, names, ["--bandwidth", str(options.bandwidth), "--flops", str(options.flops)])
 
 
 if __name__ == "__main__":

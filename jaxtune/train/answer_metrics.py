@@ -16,9 +16,9 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.end_tokens import turn_end
+from jaxtune.train.objectives.packed_answers import Prompt
 from jaxtune.train.objectives.prompts import end_tokens, read_prompts
 from jaxtune.train.objectives.reward_functions import RewardFunctions, Sampled, text_of
-from jaxtune.train.objectives.rollouts import Prompt
 
 KEY = "evaluation.generate"  # the config key that names the functions, for messages
 SAMPLES = "eval_samples"  # the key of the samples in a line of metrics.jsonl

@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxtune import compat
 from jaxtune.compat import arguments
-from jaxtune.train.objectives.rollouts import REFERENCE_LOGPS, SAMPLED_LOGPS
+from jaxtune.train.objectives.packed_answers import REFERENCE_LOGPS, SAMPLED_LOGPS
 from tests.docs.test_moved_scripts import run_script
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")

@@ -21,10 +21,11 @@ from jaxtune.train.config.file import load_config
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.objectives.grpo import Answers, PolicyLoss, grpo_loss, rloo_loss
 from jaxtune.train.objectives.named import objective_of
+from jaxtune.train.objectives.packed_answers import OLD_LOGPS, SAMPLED_LOGPS, Answer, Prompt
 from jaxtune.train.objectives.policy import GRPO, RLOO
 from jaxtune.train.objectives.prompts import read_prompts
 from jaxtune.train.objectives.reward_functions import RewardFunctions
-from jaxtune.train.objectives.rollouts import OLD_LOGPS, SAMPLED_LOGPS, Answer, Prompt, SampledAnswers
+from jaxtune.train.objectives.rollouts import SampledAnswers
 from jaxtune.train.program.loss import Forward
 from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer
@@ -61,7 +62,8 @@ def some_answers(source: SampledAnswers, count: int = 8) -> list[Answer]:
         logps = (-draw.exponential(3.0, size)).astype(np.float32).tolist()
         reason = "length" if size == LONGEST else "stop"
         ids = tuple(draw.integers(3, VOCAB, size).tolist())
-        made.append(Answer(index % len(source.prompts), ids, tuple(logps), reason, float(draw.standard_normal())))
+        prompt, value = index % len(source.prompts), float(draw.standard_normal())
+        made.append(Answer(prompt, source.prompts[prompt].ids, ids, tuple(logps), reason, advantage=value))
     return made
 
 
@@ -123,7 +125,7 @@ def test_packed_answers_have_the_loss_and_gradients_of_answers_alone(name, lengt
     model = adapted_model(tiny_model(), r=2)
     source = source_of(objective, length=length)
     answers = some_answers(source)
-    batch = source._packed(answers, sum(source._counted(answer) for answer in answers))
+    batch = source.rows.packed(answers, sum(source.rows.counted(answer) for answer in answers))
     graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
 
     def packed(trainable):
@@ -153,10 +155,10 @@ def test_answers_are_packed_whole_each_once():
     objective = CASES["dapo"]
     source = source_of(objective, length=33)
     answers = some_answers(source)
-    batch = source._packed(answers, 8.0)
+    batch = source.rows.packed(answers, 8.0)
     found = []
     for row in range(source.rows_per_step):
-        for place in range(source.places):
+        for place in range(source.rows.places):
             count, start = batch.extra["answer_lengths"][row, place], batch.extra["answer_starts"][row, place]
             if count:
                 ids = batch.targets[row, start : start + count]

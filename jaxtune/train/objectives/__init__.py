@@ -4,6 +4,6 @@ The training loop, the step, the planner and the checkpoints work with an object
 what they mean. `objective.py` defines the interface, and `sft.py` is the smallest objective. `preference.py` has DPO,
 ORPO and SimPO, `kto.py` KTO, and `reward.py` reward models; `references.py` computes the log-probabilities of a
 reference model before training. `policy.py` has GRPO and RLOO, with the losses of `grpo.py`, the prompts of
-`prompts.py`, the sampled answers of `rollouts.py` and the rewards of `reward_functions.py`. `named.py` makes the
-objective that a config names.
+`prompts.py`, the batch source of `rollouts.py`, the packing of `packed_answers.py`, the rewards of
+`reward_functions.py` and the metrics of `answer_report.py`. `named.py` makes the objective that a config names.
 """

@@ -1,7 +1,8 @@
 """Objectives that learn from the rewards of sampled answers: GRPO with its variants, and RLOO.
 
-The rows of a batch are prompts with sampled answers, packed (rollouts.py); one forward pass computes a row. The losses
-are those of grpo.py. Log-probabilities are those of the sampling distribution: logits are divided by the temperature.
+The rows of a batch are prompts with sampled answers, packed (packed_answers.py); one forward pass computes a row. The
+losses are those of grpo.py. Log-probabilities are those of the sampling distribution: logits are divided by the
+temperature.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from jaxtune.models.heads import TEXT, Head
 from jaxtune.models.lora import without_adapter
 from jaxtune.train.config import ConfigError, DataConfig
 from jaxtune.train.data import Batch, TokenDataset
-from jaxtune.train.objectives import grpo, rollouts
+from jaxtune.train.objectives import grpo, packed_answers
 from jaxtune.train.objectives.grpo import Answers, Correction, PolicyLoss, group_advantages, rloo_advantages
 from jaxtune.train.objectives.preference import require_fixed_base
 from jaxtune.train.program.loss import Forward
@@ -36,10 +37,10 @@ class GRPO:
     """The objective (`objective.Objective`) of group-relative policy optimisation (arXiv 2402.03300) and its variants.
 
     The reference of the KL divergence is the model with its adapter off, unless the batches have the reference's
-    log-probabilities (rollouts.REFERENCE_LOGPS).
+    log-probabilities (packed_answers.REFERENCE_LOGPS).
     """
 
-    settings: rollouts.Settings = dataclasses.field(default_factory=rollouts.Settings)
+    settings: packed_answers.Settings = dataclasses.field(default_factory=packed_answers.Settings)
     """How answers are sampled."""
 
     losses: PolicyLoss = dataclasses.field(default_factory=PolicyLoss)
@@ -166,15 +167,15 @@ class GRPO:
         logps, entropies = forward.log_probs(
             model, forward(model, batch), batch, temperature=temperature, entropy_gradient=entropy_gradient
         )
-        reference = batch.extra.get(rollouts.REFERENCE_LOGPS)
+        reference = batch.extra.get(packed_answers.REFERENCE_LOGPS)
         if reference is None and self.reference_runs:
             base = without_adapter(model)
             reference, _ = forward.log_probs(base, forward.frozen(base, batch), batch, temperature=temperature)
             reference = jax.lax.stop_gradient(reference)
         with jax.named_scope("loss"):
             cut = AnswerCuts(batch, self.settings.max_completion_length)
-            sampled, own = cut(batch.extra[rollouts.SAMPLED_LOGPS]), cut(logps)
-            old = cut(batch.extra[rollouts.OLD_LOGPS]) if rollouts.OLD_LOGPS in batch.extra else None
+            sampled, own = cut(batch.extra[packed_answers.SAMPLED_LOGPS]), cut(logps)
+            old = cut(batch.extra[packed_answers.OLD_LOGPS]) if packed_answers.OLD_LOGPS in batch.extra else None
             then = jax.lax.stop_gradient(own) if old is None else old
             answers = Answers(
                 own,
@@ -188,7 +189,7 @@ class GRPO:
             )
             loss, count, sums = self._sums(answers)
             if self.over_generation:
-                count = batch.extra[rollouts.SHARE].sum()
+                count = batch.extra[packed_answers.SHARE].sum()
             sums |= {"answers": cut.present.sum(), _MISMATCH: (jnp.abs(then - sampled) * cut.mask).sum()}
             if answers.ratio is not None:
                 ratio = jnp.broadcast_to(answers.ratio, cut.mask.shape)
@@ -238,7 +239,9 @@ class RLOO(GRPO):
     sum of log p - log p_ref over its tokens, under the model that sampled it.
     """
 
-    settings: rollouts.Settings = dataclasses.field(default_factory=lambda: rollouts.Settings(num_generations=2))
+    settings: packed_answers.Settings = dataclasses.field(
+        default_factory=lambda: packed_answers.Settings(num_generations=2)
+    )
 
     losses: PolicyLoss = dataclasses.field(default_factory=lambda: PolicyLoss(beta=0.05))
 
@@ -305,12 +308,12 @@ class AnswerCuts:
     """
 
     def __init__(self, batch: Batch, tokens: int):
-        starts, lengths = batch.extra[rollouts.STARTS], batch.extra[rollouts.LENGTHS]
+        starts, lengths = batch.extra[packed_answers.STARTS], batch.extra[packed_answers.LENGTHS]
         within = jnp.arange(min(tokens, batch.tokens.shape[1]))
         self._slots = jnp.minimum(starts[..., None] + within, batch.tokens.shape[1] - 1)
         self._there = (within < lengths[..., None]).reshape(-1, len(within))
         self.present = (lengths > 0).reshape(-1).astype(jnp.float32)
-        self.advantages = batch.extra[rollouts.ADVANTAGES].reshape(-1)
+        self.advantages = batch.extra[packed_answers.ADVANTAGES].reshape(-1)
         self.mask = self(batch.weights)
 
     def __call__(self, values: jax.Array) -> jax.Array:

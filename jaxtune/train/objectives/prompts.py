@@ -16,9 +16,10 @@ from jaxtune.train.data.formats import Example, detect_format, normalize, refuse
 from jaxtune.train.data.reading import open_sources
 from jaxtune.train.data.row_errors import RowError
 from jaxtune.train.data.templates import RowEncoder
+from jaxtune.train.objectives.packed_answers import Prompt
 from jaxtune.train.objectives.policy import GRPO, log_probs_of, reference_log_probs
 from jaxtune.train.objectives.reward_functions import RewardFunctions, Turns
-from jaxtune.train.objectives.rollouts import Prompt, SampledAnswers, Score
+from jaxtune.train.objectives.rollouts import SampledAnswers, Score
 
 ANSWER = "answer"  # the column in which reward functions get a row's own answer
 

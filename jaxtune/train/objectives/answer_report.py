@@ -1,0 +1,85 @@
+"""What a run that learns from rewards says about a generation of answers: metrics, a sample, and warnings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxtune.train.objectives.grpo import total_rewards
+from jaxtune.train.objectives.packed_answers import Answer, Settings
+from jaxtune.train.objectives.reward_functions import RewardFunctions, Sampled, Turns
+
+_SHOWN = 160  # characters of a prompt or an answer on the screen
+_CUT_OFF, _EQUAL = 0.5, 0.8  # shares of answers cut off, and of groups with equal rewards, above which it warns
+
+
+def measured(
+    answers: Sequence[Answer], table: np.ndarray, rewards: RewardFunctions, settings: Settings
+) -> dict[str, float]:
+    """The metrics of a generation, by TRL's names. Lengths count the tokens that were sampled.
+
+    Args:
+      answers: the answers, prompt by prompt.
+      table: float32[answers, functions], the rewards, NaN where a function does not apply.
+      rewards: the reward functions.
+      settings: how answers were sampled.
+    """
+    lengths = np.array([answer.length for answer in answers])
+    cut = np.array([answer.finish_reason == "length" for answer in answers])
+    total = total_rewards(table, np.array(rewards.weights)).reshape(-1, settings.num_generations)
+    scored = total[~np.isnan(total)]
+    found = {
+        "reward": float(scored.mean()) if scored.size else 0.0,
+        "reward_std": float(scored.std(ddof=1)) if scored.size > 1 else 0.0,
+        "frac_reward_zero_std": float(np.mean(_equal_groups(total))),
+        "completions/mean_length": float(lengths.mean()),
+        "completions/min_length": float(lengths.min()),
+        "completions/max_length": float(lengths.max()),
+        "completions/clipped_ratio": float(cut.mean()),
+    }
+    for column, name in enumerate(rewards.names):
+        values = table[:, column][~np.isnan(table[:, column])]
+        found[f"rewards/{name}/mean"] = float(values.mean()) if values.size else 0.0
+        found[f"rewards/{name}/std"] = float(values.std(ddof=1)) if values.size > 1 else 0.0
+    return found
+
+
+def screen_lines(
+    sampled: Sampled, table: np.ndarray, answers: Sequence[Answer], rewards: RewardFunctions, settings: Settings
+) -> list[str]:
+    """Lines for the screen: the best answer of a generation, and warnings. The arguments are those of `measured`, and
+    sampled: the answers as reward functions got them."""
+    total = total_rewards(table, np.array(rewards.weights))
+    best = int(np.nanargmax(np.where(np.isnan(total), -np.inf, total)))
+    found = [
+        f"a sample of reward {total[best]:.3f}: {_line(sampled.prompts[best])} -> {_line(sampled.completions[best])}"
+    ]
+    cut = np.mean([answer.finish_reason == "length" for answer in answers])
+    if cut > _CUT_OFF:
+        found.append(
+            f"warning: {cut:.0%} of answers reach objective.max_completion_length = "
+            f"{settings.max_completion_length}; raise it, ask for shorter answers, or set "
+            "objective.mask_truncated_completions"
+        )
+    equal = np.mean(_equal_groups(total.reshape(-1, settings.num_generations)))
+    if equal > _EQUAL:
+        found.append(
+            f"warning: all rewards of a group are equal in {equal:.0%} of groups, which teach nothing; check the "
+            "reward functions, take prompts that are neither too easy nor too hard, or raise "
+            "objective.num_generations"
+        )
+    return found
+
+
+def _equal_groups(total: np.ndarray) -> np.ndarray:
+    """bool[groups]: whether all rewards of a group are equal, or missing. total: float32[groups, answers]."""
+    low, high = np.where(np.isnan(total), np.inf, total).min(1), np.where(np.isnan(total), -np.inf, total).max(1)
+    return ~(high - low > 1e-8)
+
+
+def _line(value: Turns) -> str:
+    """The text of a prompt's last turn, or of an answer, on one line, cut after `_SHOWN` characters."""
+    text = value if isinstance(value, str) else value[-1].get("content", "")
+    text = " ".join(str(text).split())
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
