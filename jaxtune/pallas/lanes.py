@@ -95,9 +95,9 @@ def ir_load(ref, index, element, result=None):
     return llvm.load(result or element, ir_address(ref, index, element))
 
 
-def ir_product(a, b):
-    """float32 a * b, in PTX so that a following addition is not fused with it; quantised formats round in between."""
-    return utils.inline_ptx("mul.rn.f32 $0, $1, $2;", a, b, result_types=ir.F32Type.get())
+def ir_product(a, b, operation: str = "mul"):
+    """float32 a * b, or a / b with "div", in PTX: correctly rounded, and not fused with a following addition."""
+    return utils.inline_ptx(f"{operation}.rn.f32 $0, $1, $2;", a, b, result_types=ir.F32Type.get())
 
 
 def ir_narrow(low, high, dtype):
@@ -106,25 +106,26 @@ def ir_narrow(low, high, dtype):
     return utils.inline_ptx(f"cvt.rn.{name}x2.f32 $0, $1, $2;", high, low, result_types=ir_i32())
 
 
-def block_scales(codes, nested, offset, map_ref, layout):
-    """The scales of blocks whose codes are looked up in a table: float32 map[codes] * nested + offset, each step
-    rounded as bitsandbytes does. codes are uint8, one in each register; nested and offset are float32 scalars, map_ref
-    is float32[256] in global or shared memory, and `layout` is that of codes and of the result."""
+def block_scales(codes, factor, map_ref, layout, offset=None, divides: bool = False):
+    """The scales of blocks whose codes are looked up in a table: float32 map[codes] * factor + offset as bitsandbytes
+    rounds it, or map[codes] / factor. codes are uint8, one in each register; factor and offset are float32 scalars,
+    map_ref is float32[256] in global or shared memory, and `layout` is that of codes and of the result."""
+    scalars = [factor] if offset is None else [factor, offset]
 
     @mosaic_types.inline_mgpu(
-        arg_types=(layout, SCALAR, SCALAR, plgpu.RefType()),
+        arg_types=(layout, plgpu.RefType(), *[SCALAR] * len(scalars)),
         return_type=plgpu.ShapeDtypeStruct(codes.shape, jnp.float32, layout),
     )
-    def scales(_, codes, nested, offset, map_ref):
-        f32 = ir.F32Type.get()
-        nested, offset = ir_scalar(nested), ir_scalar(offset)
+    def scales(_, codes, map_ref, *scalars):
+        f32, (factor, *offset) = ir.F32Type.get(), map(ir_scalar, scalars)
         found = np.empty_like(codes.registers)
         for place, register in np.ndenumerate(codes.registers):
-            code = arith.extui(ir_i32(), ir_item(register, 0))
-            found[place] = ir_vector([arith.addf(ir_product(ir_load(map_ref, code, f32), nested), offset)])
+            value = ir_load(map_ref, arith.extui(ir_i32(), ir_item(register, 0)), f32)
+            value = ir_product(value, factor, "div" if divides else "mul")
+            found[place] = ir_vector([arith.addf(value, *offset) if offset else value])
         return mgpu.FragmentedArray(_registers=found, _layout=codes.layout, _is_signed=None)
 
-    return scales(codes, nested, offset, map_ref)
+    return scales(codes, map_ref, *scalars)
 
 
 def powers_of_two(codes, layout):
@@ -158,8 +159,7 @@ def _entries(table: bytes, word):
     """The eight float32 entries (a list of MLIR values) that the eight 4-bit codes of a word select, from the lowest
     bits up. table: the bytes of float32[16].
 
-    A byte permutation looks up four bytes at once in a table of eight; it is done for each byte of an entry, without
-    shared memory.
+    A byte permutation, done for each byte of an entry, looks up four bytes at once in a table of eight.
     """
     values = np.frombuffer(table, np.float32).view(np.uint32)
     planes = [[_signed(int(w)) for w in ((values >> 8 * byte) & 255).astype(np.uint8).view("<u4")] for byte in range(4)]

@@ -38,6 +38,8 @@ from jaxtune.pallas.meshes import on_any_mesh
 
 BLOCK = 16  # numbers that share a scale
 _LARGEST, _LARGEST_SCALE = 6.0, 448.0  # of e2m1 and of e4m3
+# The number of each byte in e4m3, for kernels that look up a block's scale by its stored byte.
+E4M3_VALUES = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)
 _SCALE_OF_ZEROS = 0.125  # the scale of a block whose scale would round to zero, as in compressed-tensors
 
 
@@ -162,12 +164,6 @@ class NVFP4(Stored):
     def block_scales(self) -> jax.Array:
         """float32[..., out, in / 16]: the factor of each block's numbers, from the block's and the tensor's scale."""
         return _times_tensor_scale(self.scales.astype(jnp.float32), self.tensor_scale, self.divides)
-
-    def scale_table(self) -> jax.Array:
-        """float32[256], for kernels that look up a block's scale by its stored byte: entry b is the factor of the
-        numbers of a block whose e4m3 scale is the byte b. The tensor must have one tensor_scale."""
-        values = jnp.asarray(np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32))
-        return _times_tensor_scale(values, self.tensor_scale.reshape(()), self.divides)
 
     @functools.partial(jax.jit, static_argnums=1)
     def _decode(self, dtype) -> jax.Array:

@@ -19,7 +19,7 @@ from jaxtune.pallas import lanes
 from jaxtune.pallas.formats import Stored, mxfp4
 from jaxtune.pallas.formats.four_bit import NESTED_BLOCK, FourBit
 from jaxtune.pallas.formats.mxfp4 import MXFP4
-from jaxtune.pallas.formats.nvfp4 import NVFP4
+from jaxtune.pallas.formats.nvfp4 import E4M3_VALUES, NVFP4
 
 _LINE = 512  # bytes of codes that a warpgroup takes at once, four per lane
 SMALLEST = 2 * _LINE  # numbers of a chunk of one line
@@ -50,9 +50,9 @@ class Chunks:
     count: int  # number of chunks
     table: bytes  # float32[16], as bytes
     # "absmax" of four bits, MXFP4's "powers" of two, or NVFP4's "bytes": e4m3 numbers, which are looked up in a table
-    # that contains the tensor's scale.
     scales: str
     dtype: np.dtype  # of the result, bfloat16 or float16
+    divides: bool = False  # whether NVFP4's scales are divided by the tensor's scale, or multiplied by it
 
     @staticmethod
     def decodes(weight: Stored) -> bool:
@@ -68,7 +68,8 @@ class Chunks:
         assert isinstance(weight, FourBit | MXFP4 | NVFP4)
         scales = "absmax" if isinstance(weight, FourBit) else "powers" if isinstance(weight, MXFP4) else "bytes"
         table = (weight.table if isinstance(weight, FourBit) else mxfp4.TABLE).tobytes()
-        return Chunks(lines, weight.size // (lines * SMALLEST), table, scales, jnp.dtype(dtype))
+        divides = isinstance(weight, NVFP4) and weight.divides
+        return Chunks(lines, weight.size // (lines * SMALLEST), table, scales, jnp.dtype(dtype), divides)
 
     @property
     def scales_layout(self):
@@ -93,14 +94,16 @@ class Chunks:
     def operands(self, weight: Stored) -> list[jax.Array]:
         """The arrays that a kernel takes to decode a weight: codes uint8[count, .] and scales [count, .], both cut into
         chunks; the table float32[16]; and what decodes the scales. That is (map, nested absmax, offset) for quantised
-        absmax, float32[256] with the factor for each byte for NVFP4's e4m3 scales, and otherwise nothing."""
+        absmax; for NVFP4 (float32[256] with the number of each byte in e4m3, the tensor's scale float32[1]); otherwise
+        nothing."""
         assert isinstance(weight, FourBit | MXFP4 | NVFP4)
         if isinstance(weight, FourBit):
             scales, *nested = absmax_operands(weight)
         elif isinstance(weight, MXFP4):
             scales, nested = weight.scales, []
         else:
-            scales, nested = lax.bitcast_convert_type(weight.scales, jnp.uint8), [weight.scale_table()]
+            scales = lax.bitcast_convert_type(weight.scales, jnp.uint8)
+            nested = [jnp.asarray(E4M3_VALUES), weight.tensor_scale.reshape(1)]
         table = jnp.asarray(np.frombuffer(self.table, np.float32))
         return [weight.codes.reshape(self.count, -1), scales.reshape(self.count, -1), table, *nested]
 
@@ -131,17 +134,20 @@ class Chunks:
             scales = lax.bitcast_convert_type(scales.astype(jnp.int32) << 23, jnp.float32)
         elif self.scales == "powers":
             scales = lanes.powers_of_two(scales, scales_layout)
-        elif self.scales == "bytes" and interpreted:
-            scales = nested_refs[0][...][scales]
         elif self.scales == "bytes":
-            scales = lanes.block_scales(scales, jnp.float32(1.0), jnp.float32(0.0), nested_refs[0], scales_layout)
+            values_ref, whole = nested_refs[0], nested_refs[1][0]
+            if interpreted:
+                found = values_ref[...][scales]
+                scales = found / whole if self.divides else found * whole
+            else:
+                scales = lanes.block_scales(scales, whole, values_ref, scales_layout, divides=self.divides)
         elif nested_refs:
             map_ref, nested_ref, offset_ref = nested_refs
             nested, offset = nested_ref[lax.div(at * scales.shape[0], jnp.int32(NESTED_BLOCK))], offset_ref[0]
             if interpreted:
                 scales = map_ref[...][scales] * nested + offset
             else:
-                scales = lanes.block_scales(scales, nested, offset, map_ref, scales_layout)
+                scales = lanes.block_scales(scales, nested, map_ref, scales_layout, offset)
         if interpreted:
             halves = [codes & 15, codes >> 4] if self.low_first else [codes >> 4, codes & 15]
             nibbles = jnp.stack(halves, axis=1).reshape(-1)
