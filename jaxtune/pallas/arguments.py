@@ -69,11 +69,11 @@ class Arguments:
         self._fit(name, value, shape.split())
 
     def _fit(self, name: str, value: Any, words: list[str]) -> None:
-        """Checks a value's shape against the words of a shape (see the class), and binds words that have no size yet.
+        """Checks the shape of the argument `name`, `value`, against the words of a shape (see the class), and binds
+        words that have no size yet.
 
         Raises:
-          ValueError: the shape differs; the message names the sizes of the words, and the argument that each comes
-            from.
+          ValueError: the shape differs; the message names the sizes of the words, and the argument that each comes from.
         """
         sizes = tuple(value.shape)
         if words[:1] == ["..."]:
@@ -92,7 +92,8 @@ class Arguments:
                 self.sizes.setdefault(word, (size, f" (as {name} has)"))
 
     def is_a(self, name: str, value: Any, kind: type | tuple[type, ...], hint: str) -> None:
-        """Checks a value's class; `hint` says in words what it must be.
+        """Checks that the argument `name`, `value`, is an instance of `kind`, a class or a tuple of them; `hint` says
+        in words what it must be.
 
         Raises:
           TypeError: it has another class.
@@ -101,7 +102,8 @@ class Arguments:
             raise TypeError(f"{self.op}: {name} is {_kind(value)}; it must be {hint}")
 
     def sequence(self, name: str, value: Any, of: str, count: int | None = None) -> None:
-        """Checks a list or tuple of `count` entries (None: at least one); `of` says in words what the entries are.
+        """Checks that the argument `name`, `value`, is a list or tuple of `count` entries (None: at least one); `of`
+        says in words what the entries are, which are not checked.
 
         Raises:
           TypeError: it is neither a list nor a tuple.
@@ -150,7 +152,7 @@ class Arguments:
             raise ValueError(f"{self.op}: {name} = {value}: must be {wanted or 'finite'}")
 
     def choice(self, name: str, value: Any, choices: Sequence[str]) -> None:
-        """Checks that a value is one of `choices`.
+        """Checks that the argument `name`, `value`, is one of the strings `choices`.
 
         Raises:
           TypeError: it is not a string.
@@ -163,7 +165,7 @@ class Arguments:
 
 
 def describe(value: Any) -> str:
-    """An array in words, such as float32[2, 24]; a quantised weight by its class."""
+    """An array (`value`) in words, such as float32[2, 24], for messages; a quantised weight by its class and shape."""
     kind = str(value.dtype) if _is_array(value) else type(value).__name__
     return f"{kind}[{', '.join(map(str, value.shape))}]"
 
@@ -182,7 +184,8 @@ def _kind(value: Any) -> str:
 
 
 def _either(words: Sequence[str]) -> str:
-    """Words joined by commas and "or", for messages; the list of all integer dtypes as "an integer dtype"."""
+    """The words joined by commas and "or", for messages; the list of all integer dtypes (INTEGERS) as "an integer
+    dtype"."""
     if tuple(words) == INTEGERS:
         return "an integer dtype"
     return " or ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]

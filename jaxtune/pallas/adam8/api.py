@@ -125,8 +125,12 @@ def _small_case(dtype):
 
 def plain_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, scale, finite, *, betas, eps):
     """`adam_update` in plain jnp, on any machine, divided by XLA over any mesh: the fallback if the kernel refuses a
-    tensor, and the reference with which the kernel is compared. Arguments (without `divided`), results and errors are
-    those of `adam_update`; correction1 and correction2 are 1 - beta^t, float32."""
+    tensor, and the reference with which the kernel is compared.
+
+    Arguments (without `divided`), results and errors are those of `adam_update`: the gradient, the moments m and v
+    with their m_absmax and v_absmax, correction1 and correction2 (1 - beta^t, float32), scale, finite, betas and eps.
+    It returns (direction, m, m_absmax, v, v_absmax).
+    """
     _check("plain_update", gradient, m, m_absmax, v, v_absmax, betas, eps)
     (beta1, beta2), shape, old = betas, gradient.shape, (m, m_absmax, v, v_absmax)
     g = in_blocks(gradient) * scale
@@ -139,7 +143,8 @@ def plain_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, s
 
 
 def _check(op, gradient, m, m_absmax, v, v_absmax, betas, eps) -> None:
-    """Checks the arguments of an update, which are described at `adam_update`; `op` names the function in messages.
+    """Checks the arguments of an update: gradient, m, m_absmax, v, v_absmax, betas and eps, which are described at
+    `adam_update`; `op` names the function in messages.
 
     Raises:
       TypeError, ValueError: an argument is not as described there.
@@ -312,8 +317,13 @@ def adam_update(
 def _adam_update(
     gradient, m, m_absmax, v, v_absmax, correction1, correction2, scale, finite, *, betas, eps, programs, interpret
 ):
-    """adam_update on one device, with at most `programs` programs (the check at first use has one program process all
-    chunks). interpret: parameters of Pallas' interpreter, or None on a GPU. The results are those of adam_update."""
+    """adam_update on one device by the kernel, with at most `programs` programs (the check at first use has one
+    program process all chunks). interpret: parameters of Pallas' interpreter, or None on a GPU. The elements after the
+    last whole chunk of 2,048 are updated by XLA.
+
+    The other arguments and the results are those of adam_update: gradient, m, m_absmax, v, v_absmax, correction1,
+    correction2, scale, finite, betas and eps; (direction, m, m_absmax, v, v_absmax).
+    """
     size = gradient.size
     whole = size // _CHUNK * _CHUNK  # elements that the kernel takes; XLA takes the rest
     flat = gradient.reshape(size)

@@ -112,8 +112,8 @@ def work_of(lengths, capacity: int, window: int | None, step: int):
 
 
 def _smem(shape, dtype):
-    """A shared-memory buffer of this shape for TMA and tensor cores, swizzled; rows of 96 numbers are three swizzled
-    pieces of 64 bytes."""
+    """A shared-memory buffer of this shape and dtype for TMA and tensor cores, swizzled as tensor cores read it: in
+    pieces of 128 bytes if a row consists of such pieces, otherwise (rows of 96 numbers) of 64 bytes."""
     row_bytes = 128 if shape[-1] * jnp.dtype(dtype).itemsize % 128 == 0 else 64
     return plgpu.SMEM(shape, dtype, transforms=mosaic_types.tiled(dtype, row_bytes))
 
@@ -189,8 +189,9 @@ def _combine(parts, lse, order, count, sinks, group: int, dtype):
 
 
 def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, sinks=None):
-    """The Mosaic implementation of api.decode_attention, which explains the options: query [B, heads, D] of the newest
-    tokens, the caches keys and values [B, kv_heads, capacity, D] and lengths int32[B] -> [B, heads, D]."""
+    """The Mosaic implementation of api.decode_attention: query [B, heads, D] of the newest tokens, the caches keys and
+    values [B, kv_heads, capacity, D] and lengths int32[B] -> [B, heads, D]. scale, window, soft_cap and sinks are
+    those of decode_attention, which explains them."""
     rows, heads, dim = query.shape
     kv_heads, capacity = keys.shape[1:3]
     group = heads // kv_heads

@@ -147,8 +147,9 @@ def split_kernel(
 
 
 def product(left, right, shape, interpreted):
-    """left @ right in a float32 array of `shape` in registers, with `left` in registers and right in shared memory, by
-    the calling warpgroup; by jnp for the interpreter, which does not support this wgmma."""
+    """left @ right in a float32 array of `shape` in registers, with `left` in registers and `right` in shared memory,
+    by the calling warpgroup. interpreted: computes it by jnp for Pallas' interpreter, which does not support this
+    wgmma."""
     if interpreted:
         return lax.dot(left, right[...], preferred_element_type=jnp.float32)
 

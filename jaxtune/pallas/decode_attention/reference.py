@@ -14,8 +14,9 @@ _MASKED = -1e30  # finite, so that a row without keys does not compute inf - inf
 
 
 def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, sinks=None):
-    """The reference implementation of api.decode_attention, which explains the options: query [B, heads, D] of the
-    newest tokens, the caches keys and values [B, kv_heads, capacity, D] and lengths int32[B] -> [B, heads, D]."""
+    """The reference implementation of api.decode_attention: query [B, heads, D] of the newest tokens, the caches keys
+    and values [B, kv_heads, capacity, D] and lengths int32[B] -> [B, heads, D]. scale, window, soft_cap and sinks are
+    those of decode_attention, which explains them."""
     rows, heads, dim = query.shape
     kv_heads, capacity = keys.shape[1:3]
     precision = jax.lax.Precision.HIGHEST if query.dtype == jnp.float32 else jax.lax.Precision.DEFAULT

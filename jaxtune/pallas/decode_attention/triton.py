@@ -62,8 +62,9 @@ def variant(query) -> str:
 
 
 def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, sinks=None):
-    """The Triton implementation of api.decode_attention, which explains the options: query [B, heads, D] of the newest
-    tokens, the caches keys and values [B, kv_heads, capacity, D] and lengths int32[B] -> [B, heads, D]."""
+    """The Triton implementation of api.decode_attention: query [B, heads, D] of the newest tokens, the caches keys and
+    values [B, kv_heads, capacity, D] and lengths int32[B] -> [B, heads, D]. scale, window, soft_cap and sinks are
+    those of decode_attention, which explains them."""
     from jaxtune.pallas.decode_attention import triton_kernels
 
     rows, heads, dim = query.shape

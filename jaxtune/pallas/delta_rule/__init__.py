@@ -1,4 +1,5 @@
-"""The gated delta rule over packed rows, and the short convolution before it."""
+"""The gated delta rule (linear attention with a decaying state) over packed rows, and the short convolution before it,
+each for whole rows in training and for the next tokens in generation."""
 
 from jaxtune.pallas.delta_rule.api import (
     delta_rule_chunk,

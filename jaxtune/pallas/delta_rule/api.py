@@ -36,7 +36,8 @@ def _check_layout(check: Arguments, layout) -> None:
 
 
 def _check_tokens(check: Arguments, key, value, decay, beta) -> None:
-    """Checks the arrays of tokens, which gated_delta_rule describes.
+    """Checks the arrays of tokens, key, value, decay and beta, which gated_delta_rule describes. check: the checker of
+    the call (Arguments).
 
     Raises:
       TypeError, ValueError: an array is not as described there.
