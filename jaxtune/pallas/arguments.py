@@ -73,7 +73,7 @@ class Arguments:
         words that have no size yet.
 
         Raises:
-          ValueError: the shape differs; the message names the sizes of the words, and the argument that each comes from.
+          ValueError: the shape differs; the message names the sizes of the words, and the argument each is from.
         """
         sizes = tuple(value.shape)
         if words[:1] == ["..."]:

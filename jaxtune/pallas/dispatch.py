@@ -165,7 +165,8 @@ def _failed(checks: list[Future[str | None]]) -> bool:
 
 def _check(check: Future[str | None], op: str, name: str, call: str, compare: Callable) -> None:
     """Runs a check and sets the result of `check`, its future: None or the reason against the kernel, as `_checked`
-    returns it, or the exception. The other arguments are those of `first_use`. It runs in a thread of `_checkers`."""
+    returns it, or the exception. It runs in a thread of `_checkers`. op, name, call and compare are those of
+    `first_use`."""
     try:
         check.set_result(_checked(op, name, call, compare))
     except BaseException as error:  # raised again where the check is waited for
@@ -173,8 +174,9 @@ def _check(check: Future[str | None], op: str, name: str, call: str, compare: Ca
 
 
 def _checked(op: str, name: str, call: str, compare: Callable[[], tuple[Sequence, Sequence]]) -> str | None:
-    """Compares a kernel with the reference, as `first_use` describes it. Returns None if they agree, or have agreed
-    before (a file in the cache says so), else the reason, which is also logged."""
+    """Compares a kernel with the reference; op, name, call and compare are those of `first_use`, which describes it.
+    Returns None if they agree, or have agreed before (a file in the cache says so), else the reason, which is also
+    logged."""
     passed = _pass(op, name, call)
     if passed.is_file():
         return None
@@ -189,8 +191,9 @@ def _checked(op: str, name: str, call: str, compare: Callable[[], tuple[Sequence
 
 
 def _pass(op: str, name: str, call: str) -> Path:
-    """The path of the empty file whose existence records that this check passed with this kind of GPU, these kernels,
-    and all software that compiles and runs them. The environment variable JAXTUNE_CACHE moves its folder."""
+    """The path of the empty file whose existence records that a check (op, name, call of `first_use`) passed with this
+    kind of GPU, these kernels, and all software that compiles and runs them. The environment variable JAXTUNE_CACHE
+    moves its folder."""
     device = jax.local_devices()[0]
     made_with = (device.device_kind, device.client.platform_version, *versions.of_kernels(), _sources())
     root = os.environ.get("JAXTUNE_CACHE") or Path.home() / ".cache" / "jaxtune"
@@ -279,8 +282,8 @@ def unsaid():
 
 @functools.cache
 def _say_once(op: str, name: str, refused: tuple[tuple[str, str], ...]) -> None:
-    """Logs a warning, once for the same arguments, that an operation runs on implementation `name`, and why faster ones
-    refuse the call: `refused` has pairs (implementation, reason)."""
+    """Logs a warning, once for the same arguments, that the operation `op` runs on implementation `name`, and why
+    faster ones refuse the call: `refused` has pairs (implementation, reason)."""
     reasons = "; ".join(f"{other}: {reason}" for other, reason in refused)
     logger.warning("%s runs on %s (%s)", op, name, reasons)
 

@@ -171,14 +171,15 @@ def unit_lower_inverse(lower: jax.Array, precision) -> jax.Array:
 
 
 def _inverse_fwd(lower, precision):
-    """The forward rule of `unit_lower_inverse`: (the inverse, the residual), which are the same array."""
+    """The forward rule of `unit_lower_inverse`, with its arguments lower and precision: (the inverse, the residual),
+    which are the same array."""
     inverse = unit_lower_inverse(lower, precision)
     return inverse, inverse
 
 
 def _inverse_bwd(precision, inverse, gradient):
     """The backward rule of `unit_lower_inverse`: a tuple of one, the gradient of `lower`, which is -inverse^T gradient
-    inverse^T. `gradient` is that of the inverse; all are float32[..., n, n]."""
+    inverse^T. `gradient` is that of the inverse; all are float32[..., n, n]. precision: of matrix products."""
     turned = jnp.swapaxes(inverse, -1, -2)
     return (-jnp.matmul(jnp.matmul(turned, gradient, precision=precision), turned, precision=precision),)
 

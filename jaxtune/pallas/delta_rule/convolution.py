@@ -12,7 +12,8 @@ import jax.numpy as jnp
 @jax.checkpoint
 def forward(x, weight, layout):
     """silu of the causal convolution of each channel of x [B, T, C] along its document, with weight [C, k]; see
-    api.short_convolution. The derivative stores x and recomputes the float32 sums, which are twice as large."""
+    api.short_convolution. layout: the document bounds, which the convolution does not cross. The derivative stores x
+    and recomputes the float32 sums, which are twice as large."""
     length, taps = x.shape[1], weight.shape[1]
     index = jnp.arange(length)
     total = jnp.zeros(x.shape, jnp.float32)

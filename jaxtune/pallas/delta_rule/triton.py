@@ -49,7 +49,8 @@ _ROOMY = ((8, 0), (8, 7), (9, 0))  # compute capabilities whose shared memory ha
 
 def _tile(kernel: str) -> tuple[int, int, int]:
     """(warps of a program, columns of a head dim that it takes at a time, steps of its loop that are loaded ahead) for
-    one of the kernels: its entry of _TILES, adapted to the GPU in use, as most have shared memory for one step only."""
+    the kernel of this name: its entry of _TILES, adapted to the GPU in use, as most have shared memory for one step
+    only."""
     capability = dispatch.compute_capability()
     if kernel == "reverse" and capability == (9, 0):
         return 8, DIM, 3  # 210 KB
@@ -110,7 +111,7 @@ def forward(query, key, value, decay, beta, layout: PackedLayout):
 @jax.custom_vjp
 def _rule(query, key, value, decay, beta, layout):
     """`forward` with a custom derivative: the output [B, T, heads, V]. Without a derivative neither errors nor states
-    are stored. Arguments are those of `forward`."""
+    are stored. The arguments query, key, value, decay, beta and layout are those of `forward`."""
     made = _by_rows(_chunks, 6)(query, key, decay, beta, value, layout)
     return _by_rows(functools.partial(_states, save=False), 4)(query, key, value, made)[0]
 
@@ -125,8 +126,9 @@ def _rule_fwd(query, key, value, decay, beta, layout):
 
 
 def _rule_bwd(residuals, dout):
-    """The backward rule of `_rule`, from dout [B, T, heads, V]: (gradients of query, key, value, decay and beta, None
-    for the layout). dout is set to zero at padding first, where it may be anything, even NaN."""
+    """The backward rule of `_rule`, from dout [B, T, heads, V] and the residuals of `_rule_fwd`: (gradients of query,
+    key, value, decay and beta, None for the layout). dout is set to zero at padding first, where it may be anything,
+    even NaN."""
     query, key, layout, made, error, states = residuals
     if not layout.full:  # padding may have any gradient, even NaN
         dout = jnp.where((jnp.arange(dout.shape[1]) < layout.doc_end)[..., None, None], dout, 0)
@@ -197,7 +199,7 @@ class Made(NamedTuple):
 def _chunks(query, key, decay, beta, value, layout) -> Made:
     """Runs the first two kernels, "numbers" and "chunk", which process all chunks in parallel, and returns what they
     compute: the factors of tokens and the matrices of chunks, which do not depend on a state. query, key, decay and
-    beta are those of `forward`; of value, only the shape is used."""
+    beta are those of `forward`; of value, only the shape is used. layout: document bounds."""
     rows, length, heads = value.shape[:3]
     chunks = math.ceil(length / CHUNK)
     numbers = jax.ShapeDtypeStruct((rows, heads, chunks * CHUNK), jnp.float32)
@@ -226,10 +228,11 @@ def _chunks(query, key, decay, beta, value, layout) -> Made:
 
 def _states(query, key, value, made: Made, *, save: bool):
     """Runs the third kernel, which walks along the rows: (out [B, T, heads, V], the errors z that tokens write, of
-    value's shape and dtype, and the states before each chunk, [B, heads, chunks, V, K] in key's dtype).
+    value's shape and dtype, and the states before each chunk, [B, heads, chunks, V, K] in key's dtype). query, key,
+    value: those of `forward`.
 
-    The backward needs the last two; without `save`, when no derivative is taken, they are arrays of B numbers without a
-    meaning. made: what `_chunks` returned.
+    The backward needs the last two; without `save`, when no derivative is taken, they are arrays of B numbers without
+    a meaning. made: what `_chunks` returned.
     """
     rows, length, heads, value_dim = value.shape
     chunks = math.ceil(length / CHUNK)
@@ -249,8 +252,8 @@ def _states(query, key, value, made: Made, *, save: bool):
 
 def _reverse(query, key, dout, made: Made):
     """Runs the kernel that walks back along the rows: (dvalue [B, T, heads, V], the gradients of the states after each
-    chunk, [B, heads, chunks, V, K] in key's dtype). dout is the gradient of the output, 0 at padding; made: what
-    `_chunks` returned."""
+    chunk, [B, heads, chunks, V, K] in key's dtype). query and key are those of `forward`; dout is the gradient of the
+    output, 0 at padding; made: what `_chunks` returned."""
     rows, length, heads, value_dim = dout.shape
     states = (rows, heads, math.ceil(length / CHUNK), value_dim, key.shape[-1])
     return _call(

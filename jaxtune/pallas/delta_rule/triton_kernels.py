@@ -27,8 +27,9 @@ def _tokens(array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.co
 
 @triton.jit
 def _tokens_turned(array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr):
-    """The transpose of _tokens, [DIM, CHUNK], loaded in that layout, because a transposed result cannot be an operand
-    (see the top of this file)."""
+    """The transpose of what _tokens loads from `array` at the token `first`, [DIM, CHUNK], loaded in that layout,
+    because a transposed result cannot be an operand (see the top of this file). STRIDE and LENGTH are those of
+    _tokens."""
     rows = tl.arange(0, CHUNK)
     pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[None, :] * STRIDE + tl.arange(0, DIM)[:, None]
     if LENGTH % CHUNK == 0:
@@ -49,7 +50,7 @@ def _piece_turned(
     PIECE: tl.constexpr,
 ):
     """PIECE neighbouring columns, that is tokens, of the transpose [DIM, CHUNK] that _tokens_turned loads: [DIM,
-    PIECE], from column `begin` of the chunk on. The other arguments are those of _tokens."""
+    PIECE], from column `begin` of the chunk on. array, first, STRIDE and LENGTH are those of _tokens."""
     rows = begin + tl.arange(0, PIECE)
     pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[None, :] * STRIDE + tl.arange(0, DIM)[:, None]
     if LENGTH % CHUNK == 0:
@@ -62,8 +63,8 @@ def _piece_turned(
 def _put_tokens(
     array, values, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Stores values [CHUNK, DIM] as the tokens from `first` on, without those past the row; the arguments are those of
-    _tokens."""
+    """Stores values [CHUNK, DIM] as the tokens from `first` on, without those past the row, in the dtype of `array`;
+    array, STRIDE and LENGTH are those of _tokens."""
     rows = tl.arange(0, CHUNK)
     pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[:, None] * STRIDE + tl.arange(0, DIM)[None, :]
     values = values.to(array.dtype.element_ty)
@@ -77,8 +78,8 @@ def _put_tokens(
 def _put_tokens_turned(
     array, values, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Stores the transpose of values [DIM, CHUNK] as the tokens from `first` on, without those past the row; the
-    arguments are those of _tokens."""
+    """Stores the transpose of values [DIM, CHUNK] as the tokens from `first` on, without those past the row, in the
+    dtype of `array`; array, STRIDE and LENGTH are those of _tokens."""
     rows = tl.arange(0, CHUNK)
     pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[None, :] * STRIDE + tl.arange(0, DIM)[:, None]
     values = values.to(array.dtype.element_ty)
@@ -91,14 +92,14 @@ def _put_tokens_turned(
 @triton.jit
 def _along(sums, array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr):
     """float32[CHUNK]: the inner product of each row of `sums` [CHUNK, DIM] with its token, which is loaded again,
-    because keeping it would take registers. The other arguments are those of _tokens."""
+    because keeping it would take registers. array, first, STRIDE and LENGTH are those of _tokens."""
     return tl.sum(sums * _tokens(array, first, STRIDE, DIM, LENGTH, CHUNK).to(tl.float32), 1)
 
 
 @triton.jit
 def _inverse_length(array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr):
-    """float32[CHUNK]: 1 over the length of each token's vector, a query or a key. The arguments are those of
-    _tokens."""
+    """float32[CHUNK]: 1 over the length of each token's vector, a query or a key of DIM numbers. array, first, STRIDE
+    and LENGTH are those of _tokens."""
     wide = _tokens(array, first, STRIDE, DIM, LENGTH, CHUNK).to(tl.float32)
     return tl.rsqrt(tl.sum(wide * wide, 1) + _EPS)
 
@@ -125,8 +126,9 @@ def _put_matrix(array, values, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _bounds(starts, ends, first, LENGTH: tl.constexpr, CHUNK: tl.constexpr):
-    """(int32[CHUNK] first token of each token's document, bool[CHUNK] whether it is a real token) for the tokens from
-    `first` on; tokens past the row are padding. starts and ends point to the row's document bounds, int32[T]."""
+    """(int32[CHUNK] first token of each token's document, bool[CHUNK] whether it is a real token) for the tokens
+    from `first` on; tokens past the row's LENGTH are padding. starts and ends point to the row's document bounds,
+    int32[T]."""
     places = first + tl.arange(0, CHUNK)
     start = tl.load(starts + places, mask=places < LENGTH, other=0)
     end = tl.load(ends + places, mask=places < LENGTH, other=0)
@@ -161,16 +163,16 @@ def _after(sums, start, places, is_last):
 @triton.jit
 def _sum_from_begin(before, before_begins, token, begins):
     """Combines two neighbouring runs of tokens in a scan that sums a number from the start of each token's document to
-    the token. A run is (sum, flag): the sum restarts where the flag marks a document's first token, so a sum to the
-    left of one is dropped. Returns the combined run."""
+    the token. A run is (sum, flag): (before, before_begins), then (token, begins). The sum restarts where the flag
+    marks a document's first token, so a sum to the left of one is dropped. Returns the combined run."""
     return tl.where(begins != 0, token, before + token), before_begins | begins
 
 
 @triton.jit
 def _sum_to_end(after, after_ends, token, ends):
     """Combines two neighbouring runs of tokens in a scan from the last token back, which sums a number from each token
-    to the end of its document. A run is (sum, flag): the sum restarts where the flag marks a document's last token, so
-    a sum to the right of one is dropped. Returns the combined run."""
+    to the end of its document. A run is (sum, flag): (after, after_ends), then (token, ends). The sum restarts where
+    the flag marks a document's last token, so a sum to the right of one is dropped. Returns the combined run."""
     return tl.where(ends != 0, token, token + after), after_ends | ends
 
 
@@ -180,11 +182,13 @@ def numbers_kernel(query, key, decay, beta, starts, ends,
                    LENGTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr,
                    HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
                    WIDTH: tl.constexpr):  # fmt: skip
-    """The numbers of a chunk's tokens, the fields total to faded of triton.Made, for all value heads of a key head.
-    Grid: (key_heads, chunks, B).
+    """The numbers of a chunk's tokens, the fields total to faded of triton.Made (total, share, unit_q, unit_k, kept,
+    read, written, reach, faded), for all value heads of a key head. Grid: (key_heads, chunks, B).
 
     They have a kernel of their own, because a kernel with matrix products has layouts in which a thread would compute
-    each number 16 times.
+    each number 16 times. query, key, decay and beta are those of the rule, starts and ends the document bounds,
+    int32[B, T]. The compile-time constants are the sizes: LENGTH tokens of a row in CHUNKS chunks of CHUNK, KEY_HEADS
+    of KEY_DIM, HEADS of VALUE_DIM; SCALE multiplies queries; WIDTH is not used.
     """
     key_head = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -259,8 +263,12 @@ def chunk_kernel(
     SCALE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """The two matrices of a chunk of a value head, the fields inverse and weights of triton.Made, from the numbers of
-    its tokens. Grid: (heads, chunks, B)."""
+    """The two matrices of a chunk of a value head, the fields inverse and weights of triton.Made, from query, key, the
+    document bounds starts and ends, and numbers_kernel's total, share, unit_q and unit_k. Grid: (heads, chunks, B).
+
+    The compile-time constants are the sizes: LENGTH tokens of a row in CHUNKS chunks of CHUNK, KEY_HEADS of KEY_DIM,
+    HEADS of VALUE_DIM; SCALE and WIDTH are not used.
+    """
     head = tl.program_id(0)
     chunk = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
@@ -293,9 +301,10 @@ def _walk(
     WIDTH: tl.constexpr,
 ):
     """Where a program's data is that walks along a row with WIDTH columns of a value head (Grid: (parts of values,
-    heads, B)): (its first column of the values, the offset of its key head's first token in query and key, that of its
-    columns' first token in value and out, the number of its first chunk among those of all rows and heads). Offsets
-    count numbers of an array."""
+    heads, B)): (its first column of the values, the offset of its key head's first token in query and key, that of
+    its columns' first token in value and out, the number of its first chunk among those of all rows and heads).
+    Offsets count numbers of an array. LENGTH, CHUNKS, KEY_HEADS, HEADS, KEY_DIM and VALUE_DIM are the sizes of
+    forward_kernel."""
     part = tl.program_id(0) * WIDTH
     head = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
@@ -308,9 +317,14 @@ def forward_kernel(query, key, value, inverse, weights, kept, read, written, fad
                    LENGTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr,
                    HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
                    WIDTH: tl.constexpr, SAVE: tl.constexpr):  # fmt: skip
-    """The states of a value head along a row, WIDTH of their columns, and the outputs read from them. Everything is
-    transposed: the state is always the left operand of its products, and stays in registers. If SAVE, it also stores
-    `error` (z) and `states`, those before each chunk, for the backward. Grid: (parts of values, heads, B)."""
+    """The states of a value head along a row, WIDTH of their columns, and the outputs `out` read from them. Everything
+    is transposed: the state is always the left operand of its products, and stays in registers. If SAVE, it also
+    stores `error` (z) and `states`, those before each chunk, for the backward. Grid: (parts of values, heads, B).
+
+    query, key and value are those of the rule; inverse, weights, kept, read, written and faded the fields of
+    triton.Made. The compile-time constants are the sizes: LENGTH tokens of a row in CHUNKS chunks of CHUNK, KEY_HEADS
+    of KEY_DIM, HEADS of VALUE_DIM; SCALE is not used.
+    """
     part, keys, values, line = _walk(LENGTH, CHUNKS, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, WIDTH)
     state = tl.zeros([WIDTH, KEY_DIM], tl.float32)
     for chunk in range(CHUNKS):
@@ -345,8 +359,13 @@ def reverse_kernel(query, key, dout, inverse, weights, kept, read, written, fade
                    LENGTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr,
                    HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
                    WIDTH: tl.constexpr):  # fmt: skip
-    """The gradients of a value head's states from the row's end, and dvalue, with forward_kernel's structure. dstates
-    are the gradients of the states after each chunk. Grid: (parts of values, heads, B)."""
+    """The gradients of a value head's states from the row's end, and dvalue, with forward_kernel's structure and
+    arguments. dout is the gradient of the output; dstates are the gradients of the states after each chunk. Grid:
+    (parts of values, heads, B).
+
+    inverse, weights, kept, read, written and faded are the fields of triton.Made. The compile-time constants are the
+    sizes: LENGTH tokens of a row in CHUNKS chunks of CHUNK, KEY_HEADS of KEY_DIM, HEADS of VALUE_DIM.
+    """
     part, keys, values, line = _walk(LENGTH, CHUNKS, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, WIDTH)
     dstate = tl.zeros([WIDTH, KEY_DIM], tl.float32)
     for step in range(CHUNKS):
@@ -381,7 +400,10 @@ def pairs_kernel(query, key, starts, ends, error, dvalue, dout, total, share, un
     their part of the decays' and beta's gradients. Grid: (heads, chunks, B).
 
     It stores to_weights and to_system, matrices by which dquery and dkey follow from keys and queries, and for each
-    token flow and dbeta, the parts of ddecay (before its sum over later tokens) and dbeta.
+    token flow and dbeta, the parts of ddecay (before its sum over later tokens) and dbeta. It reads query, key, the
+    document bounds (starts, ends), forward_kernel's error, dvalue, dout, and the numbers total, share, unit_q and
+    unit_k of triton.Made. The compile-time constants are the sizes: LENGTH tokens of a row in CHUNKS chunks of CHUNK,
+    KEY_HEADS of KEY_DIM, HEADS of VALUE_DIM; WIDTH columns are read at a time.
     """
     head = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -450,7 +472,10 @@ def dquery_kernel(
     """dquery of a chunk, from all value heads of a key head. `asked` is, for each value head, the part of the gradient
     from reading states, which also enters the decays' gradients. Grid: (key_heads, chunks, B).
 
-    Factors per token are applied to rows of a product's result, so that its operands can be used as they are in memory.
+    Factors per token are applied to rows of a product's result, so that its operands can be used as they are in
+    memory. It reads query, key, dout, forward_kernel's states, `read` of triton.Made, and pairs_kernel's to_weights.
+    The compile-time constants are the sizes: LENGTH tokens of a row in CHUNKS chunks of CHUNK, KEY_HEADS of KEY_DIM,
+    HEADS of VALUE_DIM; WIDTH columns are read at a time.
     """
     key_head = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -494,8 +519,11 @@ def dkey_kernel(query, key, error, dvalue, states, dstates, kept, written, to_we
     One loop runs over all value heads, and within each over WIDTH columns of their states and an equal part of the
     chunk's tokens. The operands of all products are prefetched, also from one value head to the next.
 
-    Parts of the decays' gradients are stored for each value head: `lost` and `gained`, the products of keys with dvalue
-    and with the error through the states, and `fading`, the product of the state before the chunk with dstates.
+    Parts of the decays' gradients are stored for each value head: `lost` and `gained`, the products of keys with
+    dvalue and with the error through the states, and `fading`, the product of the state before the chunk with dstates.
+    It reads query, key, error, dvalue, states, dstates, the numbers kept and written of triton.Made, and
+    pairs_kernel's to_weights and to_system. The compile-time constants are the sizes: LENGTH tokens of a row in CHUNKS
+    chunks of CHUNK, KEY_HEADS of KEY_DIM, HEADS of VALUE_DIM.
     """
     key_head = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -556,10 +584,13 @@ def rates_kernel(share, starts, ends, kept, faded, reach, flow, dbeta_of_pairs, 
                  LENGTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr,
                  HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
                  WIDTH: tl.constexpr):  # fmt: skip
-    """ddecay and dbeta of a chunk of a value head. Grid: (heads, chunks, B).
+    """ddecay and dbeta of a chunk of a value head, float32[B, T, heads]. Grid: (heads, chunks, B).
 
     A decay's gradient is a sum over the later tokens: the reading queries' and keys' inner products with their own
-    gradients, minus those of the writing keys.
+    gradients, minus those of the writing keys. It reads share, kept, faded and reach of triton.Made, the document
+    bounds (starts, ends), and what the kernels before it stored: flow and dbeta_of_pairs, asked, lost, gained and
+    fading. The compile-time constants are the sizes: LENGTH tokens of a row in CHUNKS chunks of CHUNK, KEY_HEADS of
+    KEY_DIM, HEADS of VALUE_DIM.
     """
     head = tl.program_id(0)
     chunk = tl.program_id(1)

@@ -21,12 +21,14 @@ FORMATS: dict[str, Format] = {
 
 
 def layouts() -> list[Layout]:
-    """The layouts of all formats, in the order in which they are asked whether they store a checkpoint's tensors."""
+    """The layouts of all formats, in the order in which they are asked whether they store a checkpoint's tensors. A
+    layout describes how files store a format's weights."""
     return [layout for each in FORMATS.values() for layout in each.layouts]
 
 
 def load_in() -> list[str]:
-    """The values that model.load_in accepts."""
+    """The values that model.load_in accepts: names of the formats to which weights are quantised on loading, such as
+    "nf4"."""
     return [name for name in FORMATS if name not in format_names.READ]
 
 
