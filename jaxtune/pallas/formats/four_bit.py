@@ -100,7 +100,8 @@ class FourBit(Stored):
         return type(self).__name__ + (", float32 absmax" if self.nested_absmax is None else "")
 
     def random_like(self, shape: tuple[int, ...], draw: np.random.Generator) -> FourBit:
-        """Random numbers of this shape in the same format, for the check of a kernel at its first use."""
+        """Random numbers of this shape, drawn by `draw`, in the same format, for the check of a kernel at its first
+        use."""
         like = NF4.encode(jnp.asarray(draw.standard_normal(shape), jnp.bfloat16), self.nested_absmax is not None)
         # FP4 has other entries for the same codes.
         return type(self)(*(getattr(like, field.name) for field in dataclasses.fields(like)))
@@ -321,7 +322,7 @@ class BitsAndBytes(Layout):
     )
 
     def recognises(self, settings: Settings) -> bool:
-        """Whether a config.json's quantization_config says that the weights are stored in this layout."""
+        """Whether `settings`, a config.json's quantization_config, says that the weights are stored in this layout."""
         four_bit = settings.get("load_in_4bit", settings.get("_load_in_4bit"))
         return settings.get("quant_method") == "bitsandbytes" and bool(four_bit)
 
@@ -423,14 +424,14 @@ class BitsAndBytes(Layout):
         return None
 
     def digested(self, found: Found) -> list[tuple[str, str]]:
-        """(label, key) of each tensor in the order in which the digest of the base model, which adapters record,
-        includes them: the codes by the weight's name, the others by their key, in alphabetical order."""
+        """(label, key) of each tensor of `found` in the order in which the digest of the base model, which adapters
+        record, includes them: the codes by the weight's name, the others by their key, in alphabetical order."""
         others = sorted(key for key in found.tensors if key != self.codes)
         return [(found.name, self.codes), *((key.removeprefix(".weight."), key) for key in others)]
 
     def splitting(self, weight: Stored, rows: int) -> str | None:
-        """The reason why experts [E, out, in] cannot be written in pieces of `rows` rows, or None: pieces must be whole
-        blocks of 64."""
+        """The reason why `weight`, experts [E, out, in], cannot be written in pieces of `rows` rows, or None: pieces
+        must be whole blocks of 64."""
         if rows * weight.shape[2] % BLOCK == 0:
             return None
         return f"is in four bits, and its pieces of {rows} x {weight.shape[2]} are not whole blocks of {BLOCK}"

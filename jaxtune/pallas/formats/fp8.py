@@ -204,14 +204,14 @@ class FP8Files(Layout):
     others = (".weight_scale_inv", ".weight_scale")
 
     def recognises(self, settings: Settings) -> bool:
-        """Whether quantization_config of a config.json says that weights are stored in this layout: quant_method is
-        "fp8", or "compressed-tensors" with the format "float-quantized"."""
+        """Whether `settings`, the quantization_config of a config.json, says that weights are stored in this layout:
+        quant_method is "fp8", or "compressed-tensors" with the format "float-quantized"."""
         method, kind = settings.get("quant_method"), settings.get("format")
         return method == "fp8" or (method == "compressed-tensors" and kind == "float-quantized")
 
     def check(self, settings: Settings) -> None:
-        """Raises ValueError, with key and value, if quantization_config has a setting that is not supported: only
-        dynamic activation scales, e4m3, the known blocks, and no quantised key/value cache are."""
+        """Raises ValueError, with key and value, if `settings`, a quantization_config, has a setting that is not
+        supported: only dynamic activation scales, e4m3, the known blocks, and no quantised key/value cache are."""
         method = settings.get("quant_method")
         if method == "fp8":
             known = {"activation_scheme": ("dynamic", None), "fmt": ("e4m3", None)}
@@ -335,8 +335,8 @@ class FP8Files(Layout):
 
 
 def _check_group(where: str, group: Any) -> None:
-    """Refuses an entry of compressed-tensors' config_groups unless it has e4m3 weights in supported blocks and dynamic
-    activation scales. where: its path in quantization_config, for the message.
+    """Refuses `group`, an entry of compressed-tensors' config_groups, unless it has e4m3 weights in supported blocks
+    and dynamic activation scales. where: its path in quantization_config, for the message.
 
     Raises:
       ValueError: a setting is not supported.

@@ -104,7 +104,7 @@ def _encode(array: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _as_float16(x: jax.Array) -> jax.Array:
-    """float32 numbers, rounded to those of float16.
+    """x, float32 numbers, rounded to those of float16 but still float32.
 
     XLA may leave out a conversion to float16 and back, and reduce_precision turns float16's subnormal numbers, which
     are multiples of 2^-24, into zeros.
@@ -130,8 +130,8 @@ class LLMInt8(Layout):
     )
 
     def recognises(self, settings: Settings) -> bool:
-        """Whether quantization_config of a config.json says that weights are stored in this layout: quant_method is
-        "bitsandbytes", and load_in_8bit (or _load_in_8bit) is set."""
+        """Whether `settings`, the quantization_config of a config.json, says that weights are stored in this layout:
+        quant_method is "bitsandbytes", and load_in_8bit (or _load_in_8bit) is set."""
         eight_bit = settings.get("load_in_8bit", settings.get("_load_in_8bit"))
         return settings.get("quant_method") == "bitsandbytes" and bool(eight_bit)
 

@@ -66,8 +66,8 @@ class FileTensor(NamedTuple):
 
 
 def file_tensor(like: jax.Array | np.ndarray | None, of: Of) -> FileTensor:
-    """The FileTensor whose shape and dtype are those of an array, or of its jax.ShapeDtypeStruct. of: takes the weight
-    and returns the array that is written."""
+    """The FileTensor whose shape and dtype are those of `like`, an array or its jax.ShapeDtypeStruct. of: takes the
+    weight and returns the array that is written."""
     assert like is not None
     return FileTensor(tuple(like.shape), np.dtype(like.dtype), of)
 
@@ -117,12 +117,13 @@ class Layout:
     # ---- reading
 
     def recognises(self, settings: Settings) -> bool:
-        """Whether quantization_config of a config.json says that the weights are stored in this layout."""
+        """Whether `settings`, the quantization_config of a config.json, says that the weights are stored in this
+        layout."""
         raise NotImplementedError
 
     def check(self, settings: Settings) -> None:
-        """Raises ValueError, with key and value, if a quantization_config that `recognises` accepts has an unsupported
-        setting.
+        """Raises ValueError, with key and value, if a quantization_config (`settings`) that `recognises` accepts has
+        an unsupported setting.
 
         By default every setting is accepted.
         """
@@ -181,8 +182,8 @@ class Layout:
         return None
 
     def digested(self, found: Found) -> list[tuple[str, str]]:
-        """(label, key) of each tensor of a weight, in the order in which the digest of the base model includes them.
-        The label is the name that enters the digest beside the tensor's content.
+        """(label, key) of each tensor of the weight `found`, in the order in which the digest of the base model
+        includes them. The label is the name that enters the digest beside the tensor's content.
 
         Adapters record that digest to recognise their base, so a layout must never change it.
         """
@@ -198,8 +199,8 @@ class Layout:
         return True
 
     def splitting(self, weight: Stored, rows: int) -> str | None:
-        """The reason why experts [E, out, in] cannot be written as separate matrices of `rows` rows each, which
-        Stored.piece would cut from it, or None. By default they can."""
+        """The reason why `weight`, experts [E, out, in], cannot be written as separate matrices of `rows` rows each,
+        which Stored.piece would cut from it, or None. By default they can."""
         del weight, rows
         return None
 
@@ -261,7 +262,7 @@ class Format:
     export: Export | None = None  # how it is exported; None: it is not
 
     def encode(self, array: jax.Array) -> Stored:
-        """Quantises a weight [..., out, in] to this format."""
+        """Quantises a weight, `array` [..., out, in], to this format: a Stored of the first of `kinds`."""
         return self.kinds[0].encode(array)
 
     def layout(self, weight: Stored) -> Layout:

@@ -48,7 +48,8 @@ class MXFP4(Stored):
 
     @staticmethod
     def from_blocks(blocks: jax.Array, scales: jax.Array, dtype_name: str = "bfloat16") -> MXFP4:
-        """The tensor of a checkpoint's blocks uint8[..., n / 32, 16] and scales uint8[..., n / 32].
+        """The tensor of a checkpoint's blocks uint8[..., n / 32, 16] and scales uint8[..., n / 32]. dtype_name: the
+        dtype that its `decode` gives by default.
 
         Raises:
           TypeError, ValueError: other dtypes, or shapes that do not fit each other.
@@ -164,8 +165,8 @@ class Published(Layout):
     families = ("gpt_oss",)
 
     def recognises(self, settings: Settings) -> bool:
-        """Whether quantization_config of a config.json says that weights are stored in this layout: quant_method is
-        "mxfp4"."""
+        """Whether `settings`, the quantization_config of a config.json, says that weights are stored in this layout:
+        quant_method is "mxfp4"."""
         return settings.get("quant_method") == "mxfp4"
 
     def claims(self, tensors: Headers) -> bool:
@@ -214,9 +215,9 @@ class Published(Layout):
         return _decoded(weight, dtype)
 
     def digested(self, found: Found) -> list[tuple[str, str]]:
-        """(label, key) of blocks and scales, in the order in which the digest of the base model, by which adapters
-        recognise it, includes them. The label is the name that enters the digest: that of the experts' array, and
-        "scales"."""
+        """(label, key) of blocks and scales of `found`, in the order in which the digest of the base model, by which
+        adapters recognise it, includes them. The label is the name that enters the digest: that of the experts' array,
+        and "scales"."""
         return [(found.name, "_blocks"), ("scales", "_scales")]
 
     def tensors(self, weight: Stored, number: float | None) -> dict[str, FileTensor]:
@@ -231,7 +232,8 @@ class Published(Layout):
         }
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
-        """The entry quantization_config of config.json, that of the published gpt-oss, whatever the arguments are."""
+        """The entry quantization_config of config.json, that of the published gpt-oss, whatever weights, plain and
+        dtype are."""
         kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
         return {"quant_method": "mxfp4", "modules_to_not_convert": kept}
 

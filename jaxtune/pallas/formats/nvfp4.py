@@ -156,7 +156,8 @@ class NVFP4(Stored):
         return dataclasses.replace(part, tensor_scale=part.tensor_scale[:1], input_scale=whole)
 
     def random_like(self, shape: tuple[int, ...], draw: np.random.Generator) -> NVFP4:
-        """Random numbers of this shape in the same format, for the check of a kernel at its first use."""
+        """Random numbers of this shape, drawn by `draw`, in the same format, for the check of a kernel at its first
+        use."""
         found = NVFP4.encode(jnp.asarray(draw.standard_normal(shape), jnp.bfloat16))
         scale = found.tensor_scale if self.divides else 1.0 / found.tensor_scale
         return dataclasses.replace(found, tensor_scale=scale, divides=self.divides)
@@ -178,7 +179,7 @@ class NVFP4(Stored):
 
 def _times_tensor_scale(scales: jax.Array, tensor_scale: jax.Array, divides: bool) -> jax.Array:
     """The factor of each block's numbers, float32[..., out, in / 16]: float32 block scales of this shape, divided by
-    the tensor's scale [..., 1 or out, 1] if `divides` (compressed-tensors), else multiplied by it (nvidia-modelopt)."""
+    tensor_scale [..., 1 or out, 1] if `divides` (compressed-tensors), else multiplied by it (nvidia-modelopt)."""
     whole = jnp.broadcast_to(tensor_scale, scales.shape)
     return divide(scales, whole) if divides else scales * whole
 
@@ -314,13 +315,13 @@ class CompressedTensors(_Files):
     scalar = (1,)
 
     def recognises(self, settings: Settings) -> bool:
-        """Whether quantization_config of a config.json says that weights are stored in this layout: quant_method is
-        "compressed-tensors" and the format is "nvfp4-pack-quantized"."""
+        """Whether `settings`, the quantization_config of a config.json, says that weights are stored in this layout:
+        quant_method is "compressed-tensors" and the format is "nvfp4-pack-quantized"."""
         return (settings.get("quant_method"), settings.get("format")) == ("compressed-tensors", "nvfp4-pack-quantized")
 
     def check(self, settings: Settings) -> None:
-        """Raises ValueError, with key and value, if quantization_config has a setting that is not supported: weights
-        other than symmetric 4-bit floats in groups of 16, or a quantised key/value cache."""
+        """Raises ValueError, with key and value, if `settings`, a quantization_config, has a setting that is not
+        supported: weights other than symmetric 4-bit floats in groups of 16, or a quantised key/value cache."""
         for name, group in (settings.get("config_groups") or {}).items():
             weights = group.get("weights") or {}
             for key, value in {"num_bits": 4, "type": "float", "group_size": BLOCK, "symmetric": True}.items():
@@ -378,8 +379,8 @@ class ModelOpt(_Files):
     scalar = ()
 
     def recognises(self, settings: Settings) -> bool:
-        """Whether quantization_config of a config.json says that weights are stored in this layout: quant_method is
-        "modelopt" and quant_algo is "NVFP4" or, if activations are not quantised, "W4A16_NVFP4"."""
+        """Whether `settings`, the quantization_config of a config.json, says that weights are stored in this layout:
+        quant_method is "modelopt" and quant_algo is "NVFP4" or, if activations are not quantised, "W4A16_NVFP4"."""
         algorithms = ("NVFP4", "W4A16_NVFP4")
         return settings.get("quant_method") == "modelopt" and settings.get("quant_algo") in algorithms
 
