@@ -96,11 +96,12 @@ _TARGET = "mosaic_gpu_v2"
 
 
 def compile_beside(program: jax.stages.Lowered, device: Any, pool: Executor) -> list[Future[None]]:
-    """Starts to compile the Mosaic kernels of a lowered program for a jax.Device, each in a thread of `pool`, and
-    returns their futures, which have no result but raise what a compilation raised.
+    """Starts to compile the Mosaic kernels of a lowered program for `device`, a jax.Device, each in a thread of
+    `pool`, and returns their futures, which have no result but raise what a compilation raised.
 
-    XLA would compile them one by one at the end of a program, and also those of a program that it takes from its cache.
-    A kernel that the process has compiled before, in any program, is not compiled again, so that XLA finds these done.
+    XLA would compile them one by one at the end of a program, and also those of a program that it takes from its
+    cache. A kernel that the process has compiled before, in any program, is not compiled again, so that XLA finds
+    these done.
     """
     module: Any = program.compiler_ir()
     kernels: dict[bytes, dict[str, Any]] = {}
@@ -117,14 +118,14 @@ def compile_beside(program: jax.stages.Lowered, device: Any, pool: Executor) -> 
 
 
 def _value(setting) -> Any:
-    """The Python value of one MLIR attribute in the backend_config of a kernel's custom call, so that the call can be
-    made again: bytes for a string, else a number or bool."""
+    """The Python value of `setting`, one MLIR attribute in the backend_config of a kernel's custom call, so that the
+    call can be made again: bytes for a string, else a number or bool."""
     return setting.value_bytes if isinstance(setting, ir.StringAttr) else setting.value
 
 
 def _compile(kernel: dict[str, Any], device: Any) -> None:
-    """Compiles a kernel for a jax.Device, in a program that never runs, so its arguments do not matter. `kernel` has
-    the settings of its custom call, {name: value}."""
+    """Compiles a kernel for `device`, a jax.Device, in a program that never runs, so its arguments do not matter.
+    `kernel` has the settings of its custom call, {name: value}."""
     call = jax.ffi.ffi_call(_TARGET, jax.ShapeDtypeStruct((), jnp.int32), has_side_effect=True)
     given = jax.ShapeDtypeStruct((), jnp.int32, sharding=SingleDeviceSharding(device))
     jax.jit(lambda given: call(given, **kernel)).lower(given).compile()

@@ -430,8 +430,8 @@ class BitsAndBytes(Layout):
         return [(found.name, self.codes), *((key.removeprefix(".weight."), key) for key in others)]
 
     def splitting(self, weight: Stored, rows: int) -> str | None:
-        """The reason why `weight`, experts [E, out, in], cannot be written in pieces of `rows` rows, or None: pieces
-        must be whole blocks of 64."""
+        """The reason why experts (weight [E, out, in]) cannot be written in pieces of `rows` rows, or None: whole
+        blocks."""
         if rows * weight.shape[2] % BLOCK == 0:
             return None
         return f"is in four bits, and its pieces of {rows} x {weight.shape[2]} are not whole blocks of {BLOCK}"

@@ -1,4 +1,5 @@
-"""The backward of an MLP's gated activation, computed in place if the kernel supports the call."""
+"""The backward of an MLP's gated activation, activation(gate) * up: gated_backward, which a kernel computes over the
+memory of its arguments if it supports the call; and ACTIVATIONS, the activations by name."""
 
 from jaxtune.pallas.gated.api import gated_backward
 from jaxtune.pallas.gated.reference import ACTIVATIONS

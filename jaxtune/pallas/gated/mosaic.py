@@ -35,8 +35,9 @@ def refusal(dtype, size: int, activation: str) -> str | None:
 
 
 def unsupported(dtype, size: int, activation: str) -> str | None:
-    """The reason why the kernel cannot serve arrays of this dtype and number of elements on any GPU, or None; the limit
-    on the size is not tested. The planner, which forecasts memory for a GPU that may not be there, asks this."""
+    """The reason why the kernel cannot serve arrays of this dtype and number of elements (`size`) on any GPU, or None;
+    the limit on the size is not tested. activation: its name, such as "silu". The planner, which forecasts memory for
+    a GPU that may not be there, asks this."""
     if activation not in ("silu", "gelu_tanh"):
         return f"activation {activation}: Mosaic has no erf"
     if dtype != jnp.bfloat16:
@@ -76,8 +77,8 @@ def _results(values, activation: str):
 
 
 def _kernel(gate_ref, up_ref, dgated_ref, *, activation):
-    """Replaces gate, up and dgated, bfloat16[chunks, CHUNK] in global memory, by gated, dgate and dup; a program, which
-    is one warpgroup, has one chunk."""
+    """Replaces gate_ref, up_ref and dgated_ref, bfloat16[chunks, CHUNK] in global memory, by gated, dgate and dup; a
+    program, which is one warpgroup, has one chunk. activation: "silu" or "gelu_tanh", as in _results."""
     refs = (gate_ref, up_ref, dgated_ref)
     layout = plgpu.Layout.WG_STRIDED((CHUNK,), _VECTOR)
     number = lax.axis_index("chunk")

@@ -135,9 +135,10 @@ def _product(x, weight, groups, contract, extra, static: Static, tokens):
 
 
 def _thin(x, weight, groups, contract, implementation, tokens):
-    """The product of sorted rows (or of x [T, K] at `tokens`) with an adapter's A or B, in x's dtype: [rows, n] for A
-    or B [E, n, K] (contract = 2) or [E, K, n] (contract = 1). If the Mosaic kernel computes it, n is padded with zero
-    columns to a multiple of 64, as the kernel's next product wants it."""
+    """The product of sorted rows (or of x [T, K] at `tokens`) with an adapter's A or B (`weight`), in x's dtype:
+    [rows, n] for A or B [E, n, K] (contract = 2) or [E, K, n] (contract = 1). groups: the experts of the sorted rows.
+    If `implementation` is a Mosaic one, its kernel computes it, and n is padded with zero columns to a multiple of 64,
+    as the kernel's next product wants it."""
     if implementation in _MOSAIC:
         return mosaic.thin(x, weight, groups, contract, tokens)
     return reference.thin(x, weight, groups, contract)
@@ -163,15 +164,15 @@ def _contracted(thin, wide, groups, rank, implementation, tokens):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _grouped(x, weight, lora, groups, static: Static):
-    """grouped_matmul with a custom derivative, of arguments that `prepared` has returned: [rows, out]. lora: (a, b), or
-    None."""
+    """grouped_matmul with a custom derivative, of x, weight, lora ((a, b) or None), groups and static as `prepared`
+    returns them: [rows, out]."""
     return forward(x, weight, lora, groups, static)[0]
 
 
 def forward(x, weight, lora, groups, static: Static, tokens=None):
     """The product with its residuals, of arguments in the form in which `prepared` returns them: (out [rows, out],
     residuals for `backward`). The residuals are (x, weight, lora, groups, inner), inner being x times the adapter's A,
-    or None without an adapter.
+    or None without an adapter. static: the settings of the call.
 
     jaxtune.pallas.routing calls it for rows that are gathered from tokens: `tokens` is then int32[rows], the row of x
     [T, in] for each sorted row, T for an empty one; the implementation must be one that `gathers`. lora: (a, b) or
@@ -225,13 +226,14 @@ def backward(static: Static, residuals, dout, x_tokens=None, dout_tokens=None):
 
 
 def _grouped_fwd(x, weight, lora, groups, static):
-    """The forward rule of `_grouped`: (out [rows, out], residuals), both from `forward`."""
+    """The forward rule of `_grouped`, with its arguments x, weight, lora, groups and static: (out [rows, out],
+    residuals), both from `forward`."""
     return forward(x, weight, lora, groups, static)
 
 
 def _grouped_bwd(static, residuals, dout):
-    """The backward rule of `_grouped`, from dout [rows, out]: (gradient of the rows, of the weight or None if it is
-    quantised, of the adapter's (a, b) or None, None for the groups)."""
+    """The backward rule of `_grouped`, from its static argument, the residuals and dout [rows, out]: (gradient of the
+    rows, of the weight or None if it is quantised, of the adapter's (a, b) or None, None for the groups)."""
     return *backward(static, residuals, dout), None
 
 
@@ -239,7 +241,8 @@ _grouped.defvjp(_grouped_fwd, _grouped_bwd)
 
 
 def check_groups(check: Arguments, groups: Groups, name: str = "groups") -> None:
-    """Checks the class, dtypes and shapes of a layout of sorted rows; `name` is the argument's, for messages.
+    """Checks the class, dtypes and shapes of a layout of sorted rows; check: the checker of the call (Arguments);
+    `name` is the argument's, for messages.
 
     Raises:
       TypeError, ValueError: `groups` is not as `Groups` describes it.
@@ -286,9 +289,9 @@ def prepared(
     fp8: bool,
     implementation: str | None,
 ):
-    """(x, weight, (a, b) or None, static) in the form that `forward` takes, with the implementation chosen; the
-    arguments are grouped_matmul's. If the derivative follows, a weight that has to be decoded is decoded here, once for
-    the forward and the gradient of x."""
+    """(x, weight, (a, b) or None, static) in the form that `forward` takes, with the implementation chosen. The
+    arguments x, weight, groups, lora, transposed, derivative_follows, fp8 and implementation are grouped_matmul's. If
+    derivative_follows, a weight that has to be decoded is decoded here, once for the forward and the gradient of x."""
     in_size, out_size = weight.shape[1:] if transposed else weight.shape[:0:-1]
     as_stored = fp8 and isinstance(weight, Stored) and weight.compute in AS_STORED
     packed = weight if isinstance(weight, Stored) and not as_stored else None
@@ -343,7 +346,8 @@ def grouped_matmul(
 
 @meshes.on_any_mesh
 def grouped_bias(rows: jax.Array, bias: jax.Array, groups: Groups) -> jax.Array:
-    """rows [rows, out] plus the bias of each row's expert, bias [E, out]; in rows' dtype.
+    """rows [rows, out] plus the bias of each row's expert, bias [E, out]; in rows' dtype. groups: which expert each
+    row belongs to.
 
     Raises:
       TypeError, ValueError: an argument is not as described here.
@@ -358,8 +362,8 @@ def grouped_bias(rows: jax.Array, bias: jax.Array, groups: Groups) -> jax.Array:
 
 @jax.custom_vjp
 def _biased(rows, bias, groups):
-    """grouped_bias with a custom derivative, in which the bias's gradient is summed over an expert's rows in a fixed
-    order: [rows, out] in rows' dtype."""
+    """grouped_bias of rows, bias and groups with a custom derivative, in which the bias's gradient is summed over an
+    expert's rows in a fixed order: [rows, out] in rows' dtype."""
     added = reference.per_tile(bias, groups)[:, None].astype(jnp.float32)
     return (reference.tiled(rows, groups).astype(jnp.float32) + added).reshape(rows.shape).astype(rows.dtype)
 
@@ -370,8 +374,8 @@ def _bias_fwd(rows, bias, groups):
 
 
 def _bias_bwd(residuals, drows):
-    """The backward rule of `_biased`: (the gradient of rows, which is drows [rows, out] itself; that of the bias [E,
-    out], its sums over each expert's rows; None for the groups)."""
+    """The backward rule of `_biased`, from its residuals (bias, groups): (the gradient of rows, which is drows [rows,
+    out] itself; that of the bias [E, out], its sums over each expert's rows; None for the groups)."""
     bias, groups = residuals
     wide = reference.tiled(drows, groups).astype(jnp.float32)
     return drows, reference.per_expert(wide.sum(1), groups).astype(bias.dtype), None

@@ -108,8 +108,8 @@ def _rounded(x, factors, groups: Groups, tokens, blocks: bool) -> tuple[jax.Arra
 
 def _by_reference(x, weight: FP8, groups: Groups, contract: int, extra, tokens, plain: Callable = reference.product):
     """`product` where no FP8 kernel runs, and what such a kernel is compared with: rows are rounded to FP8 all the
-    same, and their values are multiplied by the weight's values in x's dtype with `plain`, so that results are those of
-    the kernels, without their speed. The arguments are those of `product`."""
+    same, and their values are multiplied by the weight's values in x's dtype with `plain`, so that results are those
+    of the kernels, without their speed. x, weight, groups, contract, extra and tokens are those of `product`."""
     blocks, (factors, _) = fp8_product.in_blocks(weight), _scales(weight, contract)
     with jax.named_scope("to_fp8"):
         codes, scale = _rounded(x, factors, groups, tokens, blocks)
@@ -135,8 +135,8 @@ _exact = jax.jit(
 
 def _by_kernel(x, weight: FP8, groups: Groups, contract: int, extra, tokens, name: str):
     """`product` by the FP8 kernel `name`, "mosaic" or "triton": [rows, n] in x's dtype. It rounds the rows first, and
-    copies the codes transposed if contract is 1, because the kernels sum over the last axis. The other arguments are
-    those of `product`."""
+    copies the codes transposed if contract is 1, because the kernels sum over the last axis. x, weight, groups,
+    contract, extra and tokens are those of `product`."""
     blocks, (factors, scales) = fp8_product.in_blocks(weight), _scales(weight, contract)
     with jax.named_scope("to_fp8"):
         if blocks or name != "mosaic":

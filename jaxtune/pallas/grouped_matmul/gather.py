@@ -133,16 +133,17 @@ def barriers(slots: int):
 
 
 def _barrier(barriers_ref, slot):
-    """The 32-bit address in shared memory of a slot's barrier, as PTX takes it; slot is an MLIR int32."""
+    """The 32-bit address in shared memory of a slot's barrier, as PTX takes it; barriers_ref: the array of `barriers`;
+    slot: an MLIR int32."""
     pointer = ir_address(barriers_ref, slot, ir.IntegerType.get_signless(64))
     return arith.trunci(ir_i32(), llvm.ptrtoint(ir.IntegerType.get_signless(64), pointer))
 
 
 def begin(barriers_ref, interpreted: bool):
-    """Initialises the barriers, each for the arrivals of 128 lanes. All lanes of the loading warpgroup call it, before
-    everything else, and arrive afterwards at a barrier of Pallas for which the multiplying warpgroups wait before their
-    first `wait`. interpreted: whether Pallas' interpreter runs it, whose copies are synchronous; nothing is done then.
-    """
+    """Initialises the barriers in barriers_ref (`barriers`), each for the arrivals of 128 lanes. All lanes of the
+    loading warpgroup call it, before everything else, and arrive afterwards at a barrier of Pallas for which the
+    multiplying warpgroups wait before their first `wait`. interpreted: whether Pallas' interpreter runs it, whose
+    copies are synchronous; nothing is done then."""
     if interpreted:  # the interpreter's copies are synchronous
         return
 
@@ -160,9 +161,9 @@ def begin(barriers_ref, interpreted: bool):
 
 
 def tell(barriers_ref, slot, interpreted: bool):
-    """Makes each lane of the loading warpgroup arrive at the slot's barrier as soon as everything that this lane has
-    copied so far (`bring`) has arrived. It returns at once. slot: int32[]. interpreted: whether Pallas' interpreter
-    runs it; nothing is done then."""
+    """Makes each lane of the loading warpgroup arrive at the slot's barrier in barriers_ref as soon as everything that
+    this lane has copied so far (`bring`) has arrived. It returns at once. slot: int32[]. interpreted: whether Pallas'
+    interpreter runs it; nothing is done then."""
     if interpreted:
         return
 
@@ -177,7 +178,8 @@ def tell(barriers_ref, slot, interpreted: bool):
 def wait(barriers_ref, slot, parity, interpreted: bool):
     """Makes the calling (multiplying) warpgroup wait until everything announced for the slot by `tell` has arrived and
     is visible to wgmma: the first, third, ... time with parity 0, the second, fourth, ... with 1. It must come after a
-    barrier at which the loading warpgroup arrives after it called `begin`. slot, parity: int32[]."""
+    barrier at which the loading warpgroup arrives after it called `begin`. barriers_ref: the array of `barriers`.
+    slot, parity: int32[]. interpreted: whether Pallas' interpreter runs it, where there is nothing to wait for."""
     if interpreted:
         plgpu.commit_smem()  # the fence below
         return

@@ -68,8 +68,8 @@ def _tiles(sizes, tile_rows):
 
 def _ends(counts):
     """int32[E]: for each expert the number of tiles of all experts up to and with it, which is the number of the tile
-    after its last, from the experts' numbers of tiles, int32[E]. It is a cumulative sum by comparisons, which take XLA
-    a third of the operations of a windowed sum, and one kernel."""
+    after its last. counts: int32[E], the experts' numbers of tiles. It is a cumulative sum by comparisons, which take
+    XLA a third of the operations of a windowed sum, and one kernel."""
     index = jnp.arange(counts.shape[0], dtype=jnp.int32)
     return jnp.where(index[:, None] >= index, counts, 0).sum(1, dtype=jnp.int32)
 

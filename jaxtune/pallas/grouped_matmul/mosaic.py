@@ -70,9 +70,9 @@ CANDIDATES = (*BLOCKS[:3], Blocks(192, 4, 8), Blocks(256, 3, 8), Blocks(192, 4, 
 
 
 def refusal(dtype, in_size: int, out_size: int, tile_rows: int) -> str | None:
-    """The reason why this kernel cannot multiply rows of this dtype, in tiles of tile_rows rows, by weights [out, in]
-    of these sizes, or None. Both sizes must fit, because the forward sums over one and the gradient of the rows over
-    the other."""
+    """The reason why this kernel cannot multiply rows of this dtype, in tiles of tile_rows rows, by weights [out_size,
+    in_size], or None. Both sizes must fit, because the forward sums over one and the gradient of the rows over the
+    other."""
     from jaxtune.pallas.dispatch import compute_capability
 
     if gpu_kernel.interpreter() is None and compute_capability() != (9, 0):
@@ -137,10 +137,14 @@ def _kernel(
     decoder: Decoder | None,
     packed: int,
 ):
-    """out [rows, N] = x [rows, K] W[expert of each tile] + u [rows, R] L[expert]; W and L are [E, N, K] or [E, K, N].
+    """The kernel's body: out [rows, N] = x [rows, K] W[expert of each tile] + u [rows, R] L[expert]; W and L are [E,
+    N, K] (`contract` 2) or [E, K, N] (1). Each of `programs` programs takes every n-th tile of the output.
 
-    `rest` has: the rows' tokens if x is `gathered` from [T, K]; u and L if `with_extra`; W, or the `packed` operands
-    from which `decoder` computes it; out, and for a decoder the buffer for W; scratch memory.
+    Args:
+      x_ref: the sorted rows, or [T, K] if they are `gathered`.
+      expert_ref, sizes_ref, count_ref: tile_expert, tile_sizes and count of the Groups.
+      rest: the rows' tokens if `gathered`; u and L if `with_extra`; W, or the `packed` operands from which `decoder` computes it; out, and for a decoder the buffer for W; scratch memory.
+      blocks: how the work is divided.
     """
     if gathered:
         tokens_ref, *rest = rest
@@ -333,7 +337,8 @@ def _filled(array, axis: int):
 
 def thin(x, weight, groups: Groups, contract: int, tokens=None):
     """x [rows, K] times each expert's thin weight [E, n, K] (contract = 2) or [E, K, n] (contract = 1) -> [rows, n],
-    padded with zero columns to whole steps of 64, so that `product` can take it as the u of `extra`.
+    padded with zero columns to whole steps of 64, so that `product` can take it as the u of `extra`. groups: the
+    experts of the rows.
 
     It reads x once, without the empty tiles, and copies no weight for each of its tiles. tokens: as in `product`.
     """

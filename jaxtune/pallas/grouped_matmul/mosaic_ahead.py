@@ -120,7 +120,7 @@ class Decoder:
 
     def written_out(self, operands, weight_ref):
         """The result of `decode` in all programs, the whole weight in weight_ref, for the interpreter, which has no
-        semaphores."""
+        semaphores. operands: those of `chunks`, in global memory."""
         chunks = [jnp.int32(chunk) for chunk in range(self.chunks.count)]
         values = [self.chunks.values(operands, at, self.chunks.load(operands, at), interpreted=True) for at in chunks]
         weight_ref[...] = jnp.concatenate(values).reshape(weight_ref.shape)

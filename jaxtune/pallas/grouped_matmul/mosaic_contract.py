@@ -32,8 +32,9 @@ _TRANSFORMS = mosaic_types.tiled(jnp.bfloat16)  # for any 16-bit dtype
 
 
 def _kernel(thin_ref, wide_ref, bounds_ref, *rest, programs: int, gathered: bool):
-    """out [E, r, n] = thin [rows, R]^T wide [rows, n] over the tiles from bounds[e] to before bounds[e + 1], all in
-    global memory; r is R without a part of its padding.
+    """The kernel's body: out [E, r, n] = thin_ref [rows, R]^T wide_ref [rows, n] over the tiles from bounds_ref[e] to
+    before bounds_ref[e + 1], all in global memory; r is R without a part of its padding. Each of `programs` programs
+    takes every n-th item.
 
     `rest` has: the rows' tokens if they are `gathered` from wide [T, n]; out, float32; shared memory and barriers.
     Warpgroup 0 multiplies, warpgroup 1 loads.
@@ -146,7 +147,8 @@ def _smem(shape, dtype):
 
 
 def contract_rows(thin: jax.Array, wide: jax.Array, groups: Groups, rank: int, tokens=None) -> jax.Array:
-    """thin [rows, R], wide [rows, n] -> float32[E, rank, n]: thin_e^T wide_e over the rows of each expert.
+    """thin [rows, R], wide [rows, n] -> float32[E, rank, n]: thin_e^T wide_e over the rows of each expert. groups: the
+    experts of the rows.
 
     R and n are multiples of 64. Columns of thin from `rank` on are not used; they must be zero or finite. `tokens` is
     int32[rows] if wide is [T, n] and its rows are gathered; T for zeros.
