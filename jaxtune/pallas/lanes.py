@@ -31,12 +31,12 @@ def ir_i32():
 
 
 def ir_const(value: int):
-    """A 32-bit integer constant."""
+    """A 32-bit integer constant with this value, in MLIR."""
     return arith.constant(ir_i32(), ir.IntegerAttr.get(ir_i32(), value))
 
 
 def ir_add(*values):
-    """The sum of 32-bit integers."""
+    """The sum of two or more 32-bit integers, MLIR values."""
     total = values[0]
     for value in values[1:]:
         total = arith.addi(total, value)
@@ -44,22 +44,22 @@ def ir_add(*values):
 
 
 def ir_mul(a, b: int):
-    """A 32-bit integer times a constant."""
+    """a, a 32-bit integer in MLIR, times the Python constant b."""
     return arith.muli(a, ir_const(b))
 
 
 def ir_shift_right(value, amount: int):
-    """A logical shift to the right."""
+    """A 32-bit integer (`value`, in MLIR) shifted by `amount` bits to the right, with zeros on the left."""
     return arith.shrui(value, ir_const(amount)) if amount else value
 
 
 def ir_item(value, index: int):
-    """Element `index` of a vector register, an MLIR scalar."""
+    """Element `index` of a vector register (`value`), an MLIR scalar."""
     return vector.extract(value, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([index]))
 
 
 def ir_vector(values):
-    """A vector register of these MLIR scalars, all of one type."""
+    """A vector register of the MLIR scalars in `values`, all of one type."""
     result = llvm.mlir_undef(ir.VectorType.get((len(values),), values[0].type))
     for index, value in enumerate(values):
         result = vector.insert(value, result, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([index]))
@@ -67,7 +67,7 @@ def ir_vector(values):
 
 
 def ir_words(value, count: int):
-    """The bits of a vector register as a list of `count` 32-bit integers, the lowest first."""
+    """The bits of a vector register (`value`) as a list of `count` 32-bit integers, the lowest first."""
     both = vector.bitcast(ir.VectorType.get((count,), ir_i32()), value)
     return [ir_item(both, index) for index in range(count)]
 
@@ -78,7 +78,7 @@ def ir_thread():
 
 
 def ir_scalar(array):
-    """The MLIR value of a FragmentedArray that has one element, as `SCALAR` arguments are passed."""
+    """The MLIR value of a FragmentedArray (`array`) that has one element, as `SCALAR` arguments are passed."""
     value = array.registers.flat[0]
     return ir_item(value, 0) if isinstance(value.type, ir.VectorType) else value
 
@@ -90,8 +90,8 @@ def ir_address(ref, index, element):
 
 
 def ir_load(ref, index, element, result=None):
-    """Loads what `ir_address` points to, as MLIR type `result` (a vector of neighbouring elements, for example); None:
-    `element`."""
+    """Loads the element that `ir_address(ref, index, element)` points to, as MLIR type `result` (a vector of
+    neighbouring elements, for example); None: `element`."""
     return llvm.load(result or element, ir_address(ref, index, element))
 
 
@@ -101,7 +101,8 @@ def ir_product(a, b, operation: str = "mul"):
 
 
 def ir_narrow(low, high, dtype):
-    """Two float32 rounded to `dtype` (bfloat16 or float16), as one 32-bit integer with `low` in the lower half."""
+    """Two float32, `low` and `high`, rounded to `dtype` (bfloat16 or float16), as one 32-bit integer with `low` in the
+    lower half."""
     name = "bf16" if dtype == jnp.bfloat16 else "f16"
     return utils.inline_ptx(f"cvt.rn.{name}x2.f32 $0, $1, $2;", high, low, result_types=ir_i32())
 
@@ -151,7 +152,7 @@ def ir_permute(low, high, selector):
 
 
 def _signed(word: int) -> int:
-    """An unsigned 32-bit number as the signed one with the same bits."""
+    """An unsigned 32-bit number, `word`, as the signed one with the same bits, which MLIR's constants take."""
     return word - (1 << 32) if word >> 31 else word
 
 
@@ -555,8 +556,8 @@ def store_sums(partial_smem, out_ref, first_row, dtype):
 
 
 def fill_table(table_ref, table_smem):
-    """Copies a one-dimensional array of 32-bit values from global to shared memory, of the same size, by one warpgroup.
-    Other warpgroups see it after a barrier."""
+    """Copies a one-dimensional array of 32-bit values from table_ref (global memory) to table_smem (shared memory), of
+    the same size, by one warpgroup. Other warpgroups see it after a barrier."""
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def fill(_, table_ref, table_smem):
@@ -685,7 +686,8 @@ def copy_chunk(sources, slots, sizes, full_smem, number, slot):
 
 def wait_for_chunk(full_smem, slot, parity):
     """Makes each calling thread wait until the copy that `copy_chunk` started to `slot` has arrived, and can be read.
-    parity: 0 for the first, third, ... copy to the slot, 1 for the second, fourth, ... Both are int32[]."""
+    full_smem: the barriers that copy_chunk got. parity: 0 for the first, third, ... copy to the slot, 1 for the
+    second, fourth, ... slot and parity are int32[]."""
 
     @mosaic_types.inline_mgpu(arg_types=(SCALAR, SCALAR, plgpu.RefType()))
     def wait(_, slot, parity, full_smem):

@@ -19,10 +19,12 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 
 def on_any_mesh[**Parameters, Result](function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Runs an operation on the mesh of its arrays, or on the current mesh, with all axes left to XLA.
+    """A decorator: the operation `function`, run on the mesh of its arrays, or on the current mesh, with all axes left
+    to XLA.
 
-    If axes of that mesh are Explicit, a result is divided as the operation's first jax.Array is, along the leading axes
-    in which both have the same size. Its other axes, and all axes if there is no such array, are whole on every device.
+    If axes of that mesh are Explicit, a result is divided as the operation's first jax.Array is, along the leading
+    axes in which both have the same size. Its other axes, and all axes if there is no such array, are whole on every
+    device.
     """
 
     @functools.wraps(function)

@@ -10,7 +10,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 def inline_mgpu(*, arg_types=(), return_type=None) -> Callable[[Callable], Callable]:
     """plgpu.inline_mgpu, a decorator for functions that emit PTX, typed as what it returns: a function of the arrays
-    alone. The decorated body has one argument more, the launch context, which comes first and which Pallas passes."""
+    alone. arg_types and return_type are the layouts (or types) of its arguments and result, as plgpu takes them. The
+    decorated body has one argument more, the launch context, which comes first and which Pallas passes."""
     return plgpu.inline_mgpu(arg_types=arg_types, return_type=return_type)
 
 

@@ -143,7 +143,8 @@ def _kernel(
     Args:
       x_ref: the sorted rows, or [T, K] if they are `gathered`.
       expert_ref, sizes_ref, count_ref: tile_expert, tile_sizes and count of the Groups.
-      rest: the rows' tokens if `gathered`; u and L if `with_extra`; W, or the `packed` operands from which `decoder` computes it; out, and for a decoder the buffer for W; scratch memory.
+      rest: the rows' tokens if `gathered`; u and L if `with_extra`; W, or the `packed` operands from which `decoder`
+        computes it; out, and for a decoder the buffer for W; scratch memory.
       blocks: how the work is divided.
     """
     if gathered:

@@ -24,8 +24,9 @@ _RUNS = (1024, 512)  # numbers of a program: two 16-byte loads of each thread, o
 
 
 def _kernel(values_ref, bounds_ref, out_ref, *, run: int):
-    """out [E, n] = values [tiles, n] summed over the tiles from bounds[e] to before bounds[e + 1], all float32 or int32
-    in global memory. A program, which is one warpgroup, has one expert and `run` numbers of n."""
+    """The kernel's body: out_ref [E, n] = values_ref [tiles, n] summed over the tiles from bounds_ref[e] to before
+    bounds_ref[e + 1], all float32 or int32 in global memory. A program, which is one warpgroup, has one expert and
+    `run` numbers of n."""
     expert = lax.axis_index("expert")
     here = pl.ds(lax.axis_index("run") * run, run)
     layout = plgpu.Layout.WG_STRIDED((run,), 4)
@@ -38,8 +39,8 @@ def _kernel(values_ref, bounds_ref, out_ref, *, run: int):
 
 
 def _sums(values: jax.Array, groups: Groups, run: int) -> jax.Array:
-    """values float32[tiles, n] -> float32[E, n]: the sums over each expert's tiles, by the kernel. run: how many of the
-    n columns a program sums; it divides n."""
+    """values float32[tiles, n] -> float32[E, n]: the sums over each expert's tiles, by the kernel. groups: which
+    expert each tile belongs to. run: how many of the n columns a program sums; it divides n."""
     experts = groups.num_experts
     ends = jnp.arange(experts + 1, dtype=jnp.int32)
     bounds = (groups.tile_expert < ends[:, None]).sum(1, dtype=jnp.int32)
@@ -71,8 +72,9 @@ def refusal() -> str | None:
 
 
 def per_expert(values: jax.Array, groups: Groups) -> jax.Array:
-    """values float32[tiles, ...] -> float32[E, ...]: the sums over each expert's tiles, by the kernel if this GPU runs
-    it and the size of a tile's values divides into its runs, else by reference.per_expert."""
+    """values float32[tiles, ...] -> float32[E, ...]: the sums over each expert's tiles (groups: whose they are), by
+    the kernel if this GPU runs it and the size of a tile's values divides into its runs, else by
+    reference.per_expert."""
     size = math.prod(values.shape[1:])
     run = next((run for run in _RUNS if size % run == 0), None)
     if run is None or refusal() is not None:

@@ -18,7 +18,7 @@ _THIN = 256  # up to this width, results per tile are stored and then summed by 
 
 
 def _precision(dtype):
-    """The precision of products: exact for float32."""
+    """The precision of matrix products of operands in this dtype: full float32 for float32, XLA's default otherwise."""
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
@@ -36,23 +36,23 @@ def tiled(rows: jax.Array, groups: Groups) -> jax.Array:
 
 
 def per_tile(values: jax.Array, groups: Groups) -> jax.Array:
-    """values [E, ...] -> [tiles, ...]: for each tile of rows the value of its expert. Empty tiles, which have no
-    expert, get the last expert's; their rows are zero."""
+    """values [E, ...] -> [tiles, ...]: for each tile of rows of `groups` the value of its expert. Empty tiles, which
+    have no expert, get the last expert's; their rows are zero."""
     return values.at[groups.tile_expert].get(mode="clip")
 
 
 def per_expert(values: jax.Array, groups: Groups) -> jax.Array:
-    """values float32[tiles, ...] -> float32[E, ...]: sums over each expert's tiles, as a matrix product, which has a
-    fixed order."""
+    """values float32[tiles, ...] -> float32[E, ...]: sums over each expert's tiles in `groups`, as a matrix product,
+    which has a fixed order."""
     experts = jnp.arange(groups.num_experts, dtype=jnp.int32)
     member = (groups.tile_expert == experts[:, None]).astype(jnp.float32)
     return jnp.tensordot(member, values, 1, precision=jax.lax.Precision.HIGHEST)
 
 
 def thin(x: jax.Array, weight: jax.Array, groups: Groups, contract: int) -> jax.Array:
-    """The product of sorted rows with thin weights, such as an adapter's A or B: x [rows, K] times each expert's weight
-    [E, n, K] (contract = 2) or [E, K, n] (contract = 1) -> [rows, n] in x's dtype. It is one batched product over the
-    tiles, for which each tile gets a copy of its expert's weight."""
+    """The product of rows x [rows, K], sorted as `groups` says, with thin weights, such as an adapter's A or B: each
+    expert's weight is [E, n, K] (contract = 2) or [E, K, n] (contract = 1) -> [rows, n] in x's dtype. It is one
+    batched product over the tiles, for which each tile gets a copy of its expert's weight."""
     weight = per_tile(weight.astype(x.dtype), groups)
     out = jax.lax.dot_general(
         tiled(x, groups),
@@ -94,8 +94,8 @@ def product(x: jax.Array, weight: jax.Array, groups: Groups, contract: int, extr
 
 
 def contract_rows(left: jax.Array, right: jax.Array, groups: Groups, dtype, sums: Callable = per_expert) -> jax.Array:
-    """left [rows, p], right [rows, q] -> [E, p, q] in `dtype`: left_e^T right_e over the rows of each expert, the
-    gradient of a weight or an adapter.
+    """left [rows, p], right [rows, q] -> [E, p, q] in `dtype`: left_e^T right_e over the rows of each expert of
+    `groups`, the gradient of a weight or an adapter.
 
     Empty rows must be zero on one side and finite on the other. If a side is thin, products of tiles are stored and
     `sums` adds them by expert, as `per_expert` does.

@@ -60,9 +60,13 @@ def product_kernel(
     STEP: tl.constexpr,
     BAND: tl.constexpr,
 ):
-    """One tile of out [rows, OUTER] = x [rows, INNER] W[expert] + u [rows, RANK] side[expert]; the sides are [E, OUTER,
-    .] if FAST, else [E, ., OUTER]. RANK is 0 without an adapter; `count` is the number of tiles of Groups that are not
-    empty, each of which has GROUP_TILES tiles of ROWS rows. Grid: (ROW_TILES column tiles,)."""
+    """One tile of out [rows, OUTER] = x [rows, INNER] weight[expert] + u [rows, RANK] side[expert]; weight and side
+    are [E, OUTER, .] if FAST, else [E, ., OUTER]. tile_expert: the expert of each tile of Groups; `count`: the number
+    of those that are not empty, each of which has GROUP_TILES tiles of ROWS rows. RANK is 0 without an adapter.
+
+    A tile has ROWS rows and COLUMNS columns, and sums over STEP numbers at a time, over RANK_STEP for the adapter.
+    Tiles are ordered in bands of BAND tiles of rows. Grid: (ROW_TILES column tiles,).
+    """
     COLUMN_TILES: tl.constexpr = (OUTER + COLUMNS - 1) // COLUMNS
     item = tl.program_id(0)
     band = item // (BAND * COLUMN_TILES)

@@ -1,4 +1,5 @@
-"""Cross entropy and log-probabilities from hidden states and a vocabulary head, without storing all logits."""
+"""Losses (linear_cross_entropy, linear_token_losses) and log-probabilities (linear_log_probs) from hidden states and a
+vocabulary head, without storing the logits of all tokens, which would be the largest array of a training step."""
 
 from jaxtune.pallas.linear_cross_entropy.api import (
     chunk_length,

@@ -18,23 +18,24 @@ CHUNK_LOGITS = 1 << 27  # the number of logits that exist at a time by default
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _loss(hidden, head, targets, weights, static):
     """The sum of weights * losses over all tokens, float32[], with a custom derivative whose forward rule computes the
-    gradients, because the logits exist only there. The arrays are those of linear_cross_entropy; static holds its
-    options as `_checked` returns them."""
+    gradients, because the logits exist only there. hidden, head, targets and weights are those of
+    linear_cross_entropy; static holds its options as `_checked` returns them."""
     # One sum over all tokens, so that it does not depend on the chunks.
     return (weights * reference.forward(hidden, head, targets, weights, **dict(static), gradients=False).losses).sum()
 
 
 def _loss_fwd(hidden, head, targets, weights, static):
-    """The forward rule of `_loss`: (loss, residuals). The residuals are (dhidden, dhead, losses): the gradients of the
-    loss with respect to hidden and head (dhead is None if the head is frozen), and float32[B, T], the losses of the
-    tokens without their weights, which are the gradient of the weights. So the backward computes no logits."""
+    """The forward rule of `_loss`, with its arguments: (loss, residuals). The residuals are (dhidden, dhead, losses):
+    the gradients of the loss with respect to hidden and head (dhead is None if the head is frozen), and float32[B, T],
+    the losses of the tokens without their weights, which are the gradient of the weights. So the backward computes no
+    logits."""
     losses, _, dhidden, dhead = reference.forward(hidden, head, targets, weights, **dict(static), gradients=True)
     return (weights * losses).sum(), (dhidden, dhead, losses)
 
 
 def _loss_bwd(static, residuals, dloss):
     """The backward rule of `_loss`: (gradients of hidden, of head, None for the targets, of weights). Each is what
-    `_loss_fwd` stored, times dloss float32[], the incoming gradient of the sum."""
+    `_loss_fwd` stored as its residuals, times dloss float32[], the incoming gradient of the sum. static is not used."""
     *gradients, losses = residuals
     dhidden, dhead = jax.tree.map(lambda each: (each.astype(jnp.float32) * dloss).astype(each.dtype), gradients)
     return dhidden, dhead, None, losses * dloss
@@ -45,13 +46,14 @@ _loss.defvjp(_loss_fwd, _loss_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _token_losses(hidden, head, targets, weights, static):
-    """The weighted loss of each token, float32[B, T], with a custom derivative. The arrays are those of
-    linear_token_losses; static holds its options as `_checked` returns them."""
+    """The weighted loss of each token, float32[B, T], with a custom derivative. hidden, head, targets and weights are
+    those of linear_token_losses; static holds its options as `_checked` returns them."""
     return weights * reference.forward(hidden, head, targets, weights, **dict(static), gradients=False).losses
 
 
 def _token_losses_fwd(hidden, head, targets, weights, static):
-    """The forward rule of `_token_losses`: (weighted losses float32[B, T], residuals), in two cases.
+    """The forward rule of `_token_losses`: (weighted losses float32[B, T], residuals), in two cases. Its arguments are
+    those of `_token_losses`.
 
     If the head is frozen, the residuals are the gradient of each token's weighted loss with respect to its own hidden
     state, [B, T, D], which the backward only multiplies by the token's incoming gradient, and the losses without their
@@ -68,10 +70,10 @@ def _token_losses_fwd(hidden, head, targets, weights, static):
 
 
 def _token_losses_bwd(static, residuals, dlosses):
-    """The backward rule of `_token_losses`: (gradients of hidden, of head, None for the targets, of weights), from
-    dlosses float32[B, T]. If the head is frozen, it has None for a gradient, and that of hidden is the stored one times
-    dlosses. If it trains, the logits are computed again, because the tokens' factors in the head's gradient are known
-    only here."""
+    """The backward rule of `_token_losses`, from its static options, the residuals of `_token_losses_fwd` and dlosses
+    float32[B, T]: (gradients of hidden, of head, None for the targets, of weights). If the head is frozen, it has None
+    for a gradient, and that of hidden is the stored one times dlosses. If it trains, the logits are computed again,
+    because the tokens' factors in the head's gradient are known only here."""
     if dict(static)["head_gradient"]:
         hidden, head, targets, weights = residuals
         shares = weights * dlosses
@@ -86,21 +88,23 @@ _token_losses.defvjp(_token_losses_fwd, _token_losses_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _log_probs(hidden, head, targets, static):
-    """(log-probabilities of the targets, entropies in nats), float32[B, T] each, with a custom derivative of the first;
-    a gradient of the entropies is ignored. static: the options of linear_log_probs as `_checked` returns them."""
+    """(log-probabilities of the targets, entropies in nats), float32[B, T] each, with a custom derivative of the
+    first; a gradient of the entropies is ignored. hidden, head and targets are those of linear_log_probs; static: its
+    options as `_checked` returns them."""
     ones = jnp.ones(targets.shape, jnp.float32)
     results = reference.forward(hidden, head, targets, ones, **dict(static), gradients=False, entropies=True)
     return -results.losses, results.entropies
 
 
 def _log_probs_fwd(hidden, head, targets, static):
-    """The forward rule of `_log_probs`: ((log-probabilities, entropies), residuals), in two cases.
+    """The forward rule of `_log_probs`: ((log-probabilities, entropies), residuals), in two cases. Its arguments are
+    those of `_log_probs`.
 
-    If the head is frozen, the residual is the gradient of each token's loss (its negative log-probability) with respect
-    to its hidden state, [B, T, D], which the backward only multiplies by the token's negated incoming gradient. If the
-    head trains, the residuals are the arguments (hidden, head, targets), and the backward computes the logits again:
-    the head's gradient is a sum over tokens, in which each token has its incoming gradient as a factor, and these are
-    not known yet.
+    If the head is frozen, the residual is the gradient of each token's loss (its negative log-probability) with
+    respect to its hidden state, [B, T, D], which the backward only multiplies by the token's negated incoming
+    gradient. If the head trains, the residuals are the arguments (hidden, head, targets), and the backward computes
+    the logits again: the head's gradient is a sum over tokens, in which each token has its incoming gradient as a
+    factor, and these are not known yet.
     """
     # The factors of the tokens in the head's gradient are known in the backward only.
     if dict(static)["head_gradient"]:
@@ -111,10 +115,10 @@ def _log_probs_fwd(hidden, head, targets, static):
 
 
 def _log_probs_bwd(static, residuals, gradients):
-    """The backward rule of `_log_probs`: (gradients of hidden, of head, None for the targets). `gradients` is the pair
-    of the incoming gradients of log-probabilities and entropies, float32[B, T] each; the second is ignored. If the head
-    is frozen, it has None for a gradient, and that of hidden is the stored one, scaled for each token. If it trains,
-    the logits are computed again."""
+    """The backward rule of `_log_probs`, from its static options and the residuals of `_log_probs_fwd`: (gradients of
+    hidden, of head, None for the targets). `gradients` is the pair of the incoming gradients of log-probabilities and
+    entropies, float32[B, T] each; the second is ignored. If the head is frozen, it has None for a gradient, and that
+    of hidden is the stored one, scaled for each token. If it trains, the logits are computed again."""
     dlogps, _ = gradients
     if dict(static)["head_gradient"]:
         hidden, head, targets = residuals
@@ -137,8 +141,9 @@ def _log_probs_and_entropies(hidden, head, targets, static):
 
 def _log_probs_and_entropies_bwd(static, residuals, gradients):
     """The backward rule of `_log_probs_and_entropies`: (gradients of hidden, of head, None for the targets).
-    `gradients` is the pair of the incoming gradients of log-probabilities and entropies, float32[B, T] each. The logits
-    are computed again, also for a frozen head: a token's gradient mixes both factors, which are known only here."""
+    residuals: (hidden, head, targets); static: the options. `gradients` is the pair of the incoming gradients of
+    log-probabilities and entropies, float32[B, T] each. The logits are computed again, also for a frozen head: a
+    token's gradient mixes both factors, which are known only here."""
     (hidden, head, targets), (dlogps, dentropies) = residuals, gradients
     more = dict(gradients=True, entropies=True, entropy_weights=dentropies)
     results = reference.forward(hidden, head, targets, -dlogps, **dict(static), **more)
@@ -207,12 +212,14 @@ def linear_token_losses(
     exist.
 
     -linear_token_losses(...) with weights of 1 gives the log-probabilities of the targets. The sum over all tokens is
-    the loss of linear_cross_entropy, which explains the options. With a frozen head, hidden's gradient is computed in
-    the forward; with a trained head the backward computes the logits once more.
+    the loss of linear_cross_entropy, which explains the options soft_cap, logit_scale, label_smoothing, z_loss,
+    head_gradient and chunk_tokens. With a frozen head, hidden's gradient is computed in the forward; with a trained
+    head the backward computes the logits once more.
 
     Args:
       hidden: [B, T, D] bfloat16, float16 or float32; head: [V, D], of these, cast to hidden's dtype for the product.
       targets: int[B, T] in [0, V); weights: float32[B, T] (or 16 bits), the factors of the losses.
+
     Raises:
       TypeError, ValueError: an argument is not as described here.
     """
@@ -276,10 +283,12 @@ def _checked(
     temperature=1.0,
 ):
     """Checks the arguments of a call of linear_cross_entropy, linear_token_losses or linear_log_probs, whose name is
-    `name`, and returns the options for reference.forward as a tuple of pairs (keyword, value).
+    `name`, and returns the options for reference.forward as a tuple of pairs (keyword, value): soft_cap, logit_scale,
+    temperature, label_smoothing, z_loss, head_gradient and chunk_length.
 
     The tuple is hashable, as a static argument of a custom derivative must be. In place of chunk_tokens it has
-    chunk_length, the number of tokens of each row whose logits exist at a time. weights is None for linear_log_probs.
+    chunk_length, the number of tokens of each row whose logits exist at a time. hidden, head and targets are only
+    checked; weights is None for linear_log_probs.
 
     Raises:
       TypeError, ValueError: an argument is not as described there.
