@@ -101,8 +101,7 @@ def ir_product(a, b, operation: str = "mul"):
 
 
 def ir_narrow(low, high, dtype):
-    """Two float32, `low` and `high`, rounded to `dtype` (bfloat16 or float16), as one 32-bit integer with `low` in the
-    lower half."""
+    """float32 `low` and `high` in 16 bits (`dtype`), as one 32-bit integer with `low` in the lower half."""
     name = "bf16" if dtype == jnp.bfloat16 else "f16"
     return utils.inline_ptx(f"cvt.rn.{name}x2.f32 $0, $1, $2;", high, low, result_types=ir_i32())
 
@@ -556,8 +555,8 @@ def store_sums(partial_smem, out_ref, first_row, dtype):
 
 
 def fill_table(table_ref, table_smem):
-    """Copies a one-dimensional array of 32-bit values from table_ref (global memory) to table_smem (shared memory), of
-    the same size, by one warpgroup. Other warpgroups see it after a barrier."""
+    """Copies a one-dimensional array of 32-bit values, table_ref in global memory, to table_smem in shared memory, of
+    the same size, by one warpgroup. Others see it after a barrier."""
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def fill(_, table_ref, table_smem):
@@ -685,9 +684,8 @@ def copy_chunk(sources, slots, sizes, full_smem, number, slot):
 
 
 def wait_for_chunk(full_smem, slot, parity):
-    """Makes each calling thread wait until the copy that `copy_chunk` started to `slot` has arrived, and can be read.
-    full_smem: the barriers that copy_chunk got. parity: 0 for the first, third, ... copy to the slot, 1 for the
-    second, fourth, ... slot and parity are int32[]."""
+    """Makes each calling thread wait until the copy that `copy_chunk` started to `slot` has arrived, with its
+    full_smem. parity: 0 for the first, third, ... copy to the slot, 1 for the second, fourth, ... Both are int32[]."""
 
     @mosaic_types.inline_mgpu(arg_types=(SCALAR, SCALAR, plgpu.RefType()))
     def wait(_, slot, parity, full_smem):

@@ -184,7 +184,7 @@ def _file_name(kind: str) -> str:
 
 
 def _key(op: str, bucket: str, dtype) -> str:
-    """The key of an entry in a file, such as "attention forward, head_dim=128, bfloat16"."""
+    """The key of an entry in a file from op, bucket and dtype, such as "attention forward, head_dim=128, bfloat16"."""
     return f"{op}, {bucket}, {jax.numpy.dtype(dtype).name}"
 
 
@@ -198,9 +198,9 @@ def _entries(kind: str, cache: str) -> dict[str, Any]:
 
 
 def _own(path: Path) -> dict[str, Any]:
-    """{key: entry} of a user's file of measurements, if they were made with this jaxlib. Empty if they were not, if the
-    file does not exist, or if it cannot be read or is not one of jaxtune's; the last two cause a warning. Entries
-    without blocks are left out."""
+    """{key: entry} of the user's file of measurements at `path`, if they were made with this jaxlib. Empty if they
+    were not, if the file does not exist, or if it cannot be read or is not one of jaxtune's; the last two cause a
+    warning. Entries without blocks are left out."""
     try:
         record = json.loads(read_plain(path))
     except FileNotFoundError:

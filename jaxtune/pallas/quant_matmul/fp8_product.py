@@ -95,9 +95,9 @@ def operand(x: jax.Array, blocks: bool, implementation: str | None = None) -> tu
 def forward(
     coded: tuple[jax.Array, jax.Array], weight: FP8, more: More | None, dtype, implementation: str | None = None
 ) -> jax.Array:
-    """x W^T in `dtype`, for x as `rounded` returns it and a weight [out, in], plus the product of `more` (u [n, r],
-    side [out, r]), the adapter's, if it is not None. A row of x that is not finite makes only its own result not
-    finite."""
+    """x W^T in `dtype`, for x as `rounded` returns it (`coded`) and a weight [out, in], plus the product of `more` (u
+    [n, r], side [out, r]), the adapter's, if it is not None. A row of x that is not finite makes only its own result
+    not finite. implementation: "mosaic", "triton", "reference", or None for the first that supports the call."""
     scales = weight.scales.astype(jnp.float32)
     if not in_blocks(weight):
         scales = jnp.broadcast_to(scales.reshape(-1), weight.shape[:1])

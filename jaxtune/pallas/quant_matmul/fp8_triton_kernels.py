@@ -10,7 +10,8 @@ def product_kernel(x, w, x_scale, w_scale, u, side, tile_expert, tile_sizes, out
                    GROUPED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
                    STEP: tl.constexpr, BAND: tl.constexpr):  # fmt: skip
     """One tile of out [TOKENS, OUTER] = scaled(x [TOKENS, INNER] w[e] [OUTER, INNER]^T) + u [TOKENS, RANK] side[e]
-    [OUTER, RANK]^T, where x and w are e4m3 codes. RANK is 0 without an adapter; u and side are then not read.
+    [OUTER, RANK]^T, where x and w are e4m3 codes. RANK is 0 without an adapter; u and side are then not read. A tile
+    has ROWS rows and COLUMNS columns, and sums over STEP codes at a time.
 
     BLOCK is the number of codes along INNER that share a scale, which is a step, or 0 for scales by rows: x_scale is
     float32[TOKENS] and w_scale [OUTER], or with BLOCK [INNER / BLOCK, TOKENS] and [OUTER / BLOCK, INNER / BLOCK]. If

@@ -66,9 +66,9 @@ def refusal(tile: Tile, rows: int, columns: int, tokens: int) -> str | None:
 
 
 def _smem_bytes(tile: Tile, tokens: int) -> int:
-    """The bytes of shared memory of a program that multiplies this number of tokens: the table of pairs, the lines that
-    are loaded ahead (whose memory the sums reuse), the scales of a span for each warpgroup, and room for barriers and
-    alignment."""
+    """The bytes of shared memory of a program with this tile that multiplies this number of tokens: the table of
+    pairs, the lines that are loaded ahead (whose memory the sums reuse), the scales of a span for each warpgroup, and
+    room for barriers and alignment."""
     ring = tile.warpgroups * tile.stages * tile.lines * (tile.rows * LINE // 2 + tokens * LINE * 2)
     partial = tile.warpgroups * _WARPS * tokens * (tile.rows + 4) * 4
     scales = tile.warpgroups * 4 * _SPAN * (tile.rows + 2) * 4

@@ -44,8 +44,8 @@ def refusal(weight: Stored, dtype) -> str | None:
 
 
 def _first_use(weight: Stored, dtype) -> str | None:
-    """The reason why this GPU must not run the kernel that decodes weights of this kind (Stored.kind) to `dtype`, or
-    None, from comparing a small case with the reference."""
+    """The reason why this GPU must not run the kernel that decodes weights of the kind of `weight` (Stored.kind) to
+    `dtype`, or None, from comparing a small case with the reference."""
 
     def compare():
         draw = np.random.default_rng(0)
@@ -69,8 +69,8 @@ def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
 
 
 def few_refusal(weight: Stored, dtype, tokens: int) -> str | None:
-    """The reason why this number of tokens, more than 16, cannot be multiplied in `dtype` by codes that Triton decodes
-    in registers (triton.few_matmul), or None; on a GPU, its first use is checked."""
+    """The reason why this number of tokens, more than 16, cannot be multiplied in `dtype` by the codes of `weight`,
+    which Triton decodes in registers (triton.few_matmul), or None; on a GPU, its first use is checked."""
     reason = triton.few_refusal(weight, dtype, tokens)
     if reason is not None:
         return reason
@@ -100,7 +100,8 @@ def _kernel(body, name: str, interpret, **options):
 
 def _dequantize_kernel(*refs, chunks: Chunks, interpreted: bool):
     """The kernel's body: a program, which is one warpgroup, decodes a chunk. `refs` are the operands of `chunks` and
-    the output, `dtype`[chunks, numbers of a chunk], in global memory."""
+    the output, `dtype`[chunks, numbers of a chunk], in global memory. interpreted: whether Pallas' interpreter runs
+    it."""
     *operands, out_ref = refs
     at = lax.axis_index("chunk")
     out_ref.at[at][...] = chunks.values(operands, at, chunks.load(operands, at), interpreted)
@@ -114,8 +115,8 @@ def dequantize(weight: Stored, dtype) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _dequantize(weight: Stored, dtype, interpret) -> jax.Array:
-    """What `dequantize` does, as one jitted function, so that a program compiles it once for all weights of a shape.
-    dtype: of the result; interpret: the interpreter's parameters, or None on a GPU."""
+    """What `dequantize` does with a weight, as one jitted function, so that a program compiles it once for all weights
+    of a shape. dtype: of the result; interpret: the interpreter's parameters, or None on a GPU."""
     chunks = Chunks.of(weight, dtype, weight.size)
     values = _kernel(
         functools.partial(_dequantize_kernel, chunks=chunks),
@@ -330,8 +331,8 @@ def small_bucket(weight: FourBit, tokens: int) -> str:
 
 
 def line_tile(weight: FourBit, dtype, tokens: int) -> line_matmul.Tile | None:
-    """The tile of line_matmul that was measured to be the fastest for a product of this number of tokens in `dtype`;
-    None if nothing was measured, or the tile is refused."""
+    """The tile of line_matmul that was measured to be the fastest for a product of this number of tokens in `dtype`
+    with a weight of this shape; None if nothing was measured, or the tile is refused."""
     found = tuning.tuned("small_matmul", small_bucket(weight, tokens), dtype, line_matmul.Tile)
     if not found or line_refusal(tile := line_matmul.Tile(**found), weight, dtype, tokens) is not None:
         return None
@@ -366,8 +367,8 @@ def _exact(x, weight: FourBit):
 
 
 def row_refusal(weight: FourBit, dtype) -> str | None:
-    """The reason why `small_matmul` of one token in `dtype` cannot use row_matmul, or None; on a GPU its first use is
-    checked."""
+    """The reason why `small_matmul` of one token in `dtype` with this weight cannot use row_matmul, or None; on a GPU
+    its first use is checked."""
     rows, columns = weight.shape if len(weight.shape) == 2 else (0, 0)
     cut = row_matmul.plan(rows, columns)
     if cut is None:
@@ -409,8 +410,9 @@ def small_matmul(x: jax.Array, weight: FourBit, tile: line_matmul.Tile | None = 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _row_matmul(x: jax.Array, weight: FourBit, programs: int, interpret) -> jax.Array:
-    """small_matmul of one token, x [1, in], by row_matmul with at most `programs` programs; interpret: the
-    interpreter's parameters, or None. It is jitted, so that a program compiles it once for all weights of a shape."""
+    """small_matmul of one token, x [1, in], with a weight [out, in], by row_matmul with at most `programs` programs;
+    interpret: the interpreter's parameters, or None. It is jitted, so that a program compiles it once for all weights
+    of a shape."""
     pairs = _pairs(weight.table.tobytes(), jnp.dtype(x.dtype))
     absmax, *nested = absmax_operands(weight)
     return row_matmul.matmul(x, weight.codes, absmax, nested, pairs, weight.shape[0], _kernel, interpret, programs)
@@ -418,8 +420,9 @@ def _row_matmul(x: jax.Array, weight: FourBit, programs: int, interpret) -> jax.
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _small_matmul(x: jax.Array, weight: FourBit, tile: line_matmul.Tile | None, interpret) -> jax.Array:
-    """small_matmul by this module's kernel, or by line_matmul with a tile; interpret: the interpreter's parameters, or
-    None. It is jitted, so that a program compiles it once for all weights of a shape."""
+    """small_matmul of x [tokens, in] and a weight [out, in] by this module's kernel, or by line_matmul with a tile;
+    interpret: the interpreter's parameters, or None. It is jitted, so that a program compiles it once for all weights
+    of a shape."""
     tokens, columns = x.shape
     rows = weight.shape[0]
     plan = _plan(rows, columns, tokens)

@@ -24,7 +24,7 @@ from jaxtune.pallas.quant_matmul.as_stored import product_of
 
 
 def refusal(weight: Stored, dtype) -> str | None:
-    """The reason why `dequantize` cannot serve this call, or None; this one serves all."""
+    """The reason why `dequantize` cannot decode a weight to dtype, or None; this one serves all."""
     del weight, dtype
     return None
 
@@ -35,8 +35,8 @@ def dequantize(weight: Stored, dtype) -> jax.Array:
 
 
 def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
-    """The reason why `small_matmul` cannot serve this call, or None; this module has none, and decodes the weight for
-    the vendor's GEMM."""
+    """The reason why `small_matmul` cannot multiply this number of tokens in dtype by a weight: this module has no
+    such product, and decodes the weight for the vendor's GEMM, so it refuses every call."""
     del weight, dtype, tokens
     return "a decoded weight and the vendor's GEMM"
 
@@ -119,8 +119,8 @@ def scaled(part, scale):
 
 
 def _parts(joined, loras):
-    """Splits [tokens, sum of ranks] into one [tokens, r] for each of the adapters' pairs (a [r, in], b); a
-    generator."""
+    """Splits `joined` [tokens, sum of ranks] into one [tokens, r] for each of the adapters' pairs (a [r, in], b) in
+    `loras`; a generator."""
     at = 0
     for a, _ in loras:
         yield joined[:, at : at + a.shape[0]]
@@ -128,16 +128,16 @@ def _parts(joined, loras):
 
 
 def _join(loras, dtype):
-    """The A's of all adapters' pairs (a, b) in one thin matrix [sum of ranks, in] of `dtype`. Its product is bound by
-    reading x, so one pass serves all adapters."""
+    """The A's of all adapters' pairs (a, b) in `loras`, in one thin matrix [sum of ranks, in] of `dtype`. Its product
+    is bound by reading x, so one pass serves all adapters."""
     return jnp.concatenate([a.astype(dtype) for a, _ in loras], axis=0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _products(x, source, weights, loras, biases, static):
     """The outputs [tokens, out_i] of all weights, a tuple, with a custom derivative that decodes quantised weights
-    again in the backward in place of keeping them decoded. `_products_fwd` describes the arguments, of which `static`
-    is not differentiated."""
+    again in the backward in place of keeping them decoded. `_products_fwd` describes the arguments x, source, weights,
+    loras, biases and `static`, which is not differentiated."""
     return _products_fwd(x, source, weights, loras, biases, static)[0]
 
 

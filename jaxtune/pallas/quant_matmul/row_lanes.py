@@ -45,13 +45,14 @@ def _warp(wg):
 
 
 def _lane():
-    """The number of the lane within its warp."""
+    """The number of the lane (thread) within its warp, 0 to 31, an MLIR int32."""
     return arith.andi(ir_thread(), ir_const(31))
 
 
 def _block(wg, slices: int):
     """The number, within a chunk, of the block whose scale this lane decodes: its warp has two rows with `slices`
-    slices each, and a slice has 16 blocks; lane 16 i + j has block j of row i."""
+    slices each, and a slice has 16 blocks; lane 16 i + j has block j of row i. wg: the number of the multiplying
+    warpgroup."""
     warp, lane = _warp(wg), _lane()
     pair, part = arith.divui(warp, ir_const(slices)), arith.remui(warp, ir_const(slices))
     row = ir_add(ir_mul(pair, 2), ir_shift_right(lane, 4))

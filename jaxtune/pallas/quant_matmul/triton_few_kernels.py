@@ -63,8 +63,9 @@ def few_kernel(
 ):
     """out [SPLITS, COUNT, OUTER]: x W^T over each of SPLITS parts of the columns, which the caller adds. A program has
     ROWS rows of W and all COUNT tokens, padded to TOKENS, with STAGES blocks on their way. x [2, COUNT, INNER / 2] has
-    its even columns, then its odd ones, as a byte of codes has them in its high and its low nibble. The arrays from
-    codes to table are W, as triton_kernels.py describes them. Grid: (OUTER / ROWS, SPLITS)."""
+    its even columns, then its odd ones, as a byte of codes has them in its high and its low nibble. W is given by
+    codes, absmax, nested_absmax, nested_map, offset and table, as triton_kernels.py describes them; NESTED: whether
+    absmax is quantised. Grid: (OUTER / ROWS, SPLITS)."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tokens = tl.arange(0, TOKENS)
     split = tl.program_id(1)

@@ -50,7 +50,8 @@ def dequantise_kernel(
     BLOCKS: tl.constexpr,
 ):
     """Decodes BLOCKS blocks of 64 of a tensor of SIZE elements into the flat array `out`, in out's dtype; the last
-    program may have fewer. The module describes the arrays from codes to table. Grid: (ceil(SIZE / (64 BLOCKS)),)."""
+    program may have fewer. The tensor is given by codes, absmax, nested_absmax, nested_map, offset and table, which
+    the module describes; NESTED: whether absmax is quantised. Grid: (ceil(SIZE / (64 BLOCKS)),)."""
     first = tl.program_id(0).to(tl.int64) * BLOCKS
     left = tl.minimum(SIZE - first * 64, BLOCKS * 64).to(tl.int32)  # elements
     WHOLE: tl.constexpr = SIZE % (BLOCKS * 64) == 0  # without masks, loads and stores are wide
@@ -75,7 +76,7 @@ def dequantise_kernel(
 
 @triton.jit
 def _pair(words, DTYPE: tl.constexpr):
-    """(even, odd): the two 16-bit floats of type DTYPE in each 32-bit word, in the order of memory."""
+    """(even, odd): the two 16-bit floats of type DTYPE in each 32-bit word of `words`, in the order of memory."""
     even = (words & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True)
     odd = (words >> 16).to(tl.uint16).to(DTYPE, bitcast=True)
     return even, odd
@@ -113,8 +114,9 @@ def vector_kernel(
     BLOCKS: tl.constexpr,
 ):
     """out [COUNT, OUTER] = x [COUNT, INNER] W^T on the ordinary cores, for one or two tokens (COUNT); a program has
-    ROWS rows of W, and takes BLOCKS blocks of each at a time, of which the next ones are loaded while it multiplies.
-    The module describes the arrays from codes to table, which are W. Grid: (ceil(OUTER / ROWS),)."""
+    ROWS rows of W, and takes BLOCKS blocks of each at a time, of which the next ones are loaded while it multiplies. W
+    is given by codes, absmax, nested_absmax, nested_map, offset and table, which the module describes; NESTED: whether
+    absmax is quantised. Grid: (ceil(OUTER / ROWS),)."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     words = x.to(tl.pointer_type(tl.uint32))
     per_row: tl.constexpr = INNER // 64  # blocks
@@ -159,8 +161,9 @@ def matrix_kernel(
     BLOCKS: tl.constexpr,
 ):
     """out [COUNT, OUTER] = x [COUNT, INNER] W^T on the tensor cores, for up to 16 tokens (COUNT); a program has ROWS
-    rows of W, and takes BLOCKS blocks of each at a time, of which the next ones are loaded while it multiplies. The
-    module describes the arrays from codes to table, which are W. Grid: (ceil(OUTER / ROWS),)."""
+    rows of W, and takes BLOCKS blocks of each at a time, of which the next ones are loaded while it multiplies. W is
+    given by codes, absmax, nested_absmax, nested_map, offset and table, which the module describes; NESTED: whether
+    absmax is quantised. Grid: (ceil(OUTER / ROWS),)."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tokens = tl.arange(0, 16)
     per_row: tl.constexpr = INNER // 64

@@ -1,5 +1,6 @@
-"""Routing of tokens to experts: choosing experts, sorting tokens into groups, undoing the sort, and the losses that
-balance the choice."""
+"""Routing of tokens to experts in a mixture of experts: choosing experts and their weights, sorting tokens into groups
+of rows by expert, products with experts of rows that are gathered from tokens or summed back to them, undoing the
+sort, and the sums for the losses that balance the choice."""
 
 from jaxtune.pallas.routing.api import (
     Routing,

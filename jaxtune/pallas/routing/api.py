@@ -128,9 +128,9 @@ def implementations(dtype, hidden: int, k: int) -> dispatch.Table:
 
 
 def sort_implementations(num_experts: int, implementation: str | None = None) -> dispatch.Table:
-    """The implementations of the sort in `route`, in the order in which they are tried, each with a function that
-    returns why it refuses the call; `implementation` is the name that the caller requests, or None. Ours is first only
-    for many experts, where it was measured to be faster."""
+    """The implementations of the sort in `route` for this number of experts, in the order in which they are tried,
+    each with a function that returns why it refuses the call; `implementation` is the name that the caller requests,
+    or None. Ours is first only for many experts, where it was measured to be faster."""
 
     def refusal():
         return mosaic_sort.refusal() or first_use.sort_refusal("mosaic", _SORTS["mosaic"])
@@ -156,8 +156,8 @@ def _check_routing(op: str, routing: Routing) -> Arguments:
 
 
 def _spread(x, routing, implementation):
-    """Copies each token x [T, H] to the rows of its pairs: [rows, H], with zeros in empty rows. `implementation` is a
-    name, or None for the first that supports the call."""
+    """Copies each token x [T, H] to the rows of its pairs by the routing: [rows, H], with zeros in empty rows.
+    `implementation` is a name, or None for the first that supports the call."""
     table = implementations(x.dtype, x.shape[1], routing.slots.shape[1])
     name = dispatch.choose("routing spread", table, implementation)
     return IMPLEMENTATIONS[name].spread(x, routing.slots, routing.source)
@@ -165,19 +165,20 @@ def _spread(x, routing, implementation):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _permute(x, routing, implementation):
-    """permute with a custom derivative, because that of a gather would be a scatter, which adds in no fixed order:
-    [rows, H]."""
+    """permute(x, routing, implementation) with a custom derivative, because that of a gather would be a scatter, which
+    adds in no fixed order: [rows, H]."""
     return _spread(x, routing, implementation)
 
 
 def _permute_fwd(x, routing, implementation):
-    """The forward rule of `_permute`: (the tokens in their rows [rows, H], the routing as residual)."""
+    """The forward rule of `_permute`, with its arguments x, routing and implementation: (the tokens in their rows
+    [rows, H], the routing as residual)."""
     return _permute(x, routing, implementation), routing
 
 
 def _permute_bwd(implementation, routing, drows):
     """The backward rule of `_permute`, from drows [rows, H], the gradient of the rows: (the gradient of x [T, H], in
-    which each token has the sum of its rows' gradients; None for the routing)."""
+    which each token has the sum of its rows' gradients; None for the routing). implementation is not used."""
     del implementation
     return reference.summed(drows, routing.slots), None
 
@@ -203,19 +204,22 @@ def permute(x: jax.Array, routing: Routing, *, implementation: str | None = None
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _unpermute(rows, routing, implementation):
-    """unpermute with a custom derivative, which copies gradients to rows as `permute` copies tokens: [T, H]."""
+    """unpermute(rows, routing, implementation) with a custom derivative, which copies gradients to rows as `permute`
+    copies tokens: [T, H]."""
     del implementation
     return reference.summed(rows, routing.slots)
 
 
 def _unpermute_fwd(rows, routing, implementation):
-    """The forward rule of `_unpermute`: (the sums of each token's rows [T, H], the routing as residual)."""
+    """The forward rule of `_unpermute`, with its arguments rows, routing and implementation: (the sums of each token's
+    rows [T, H], the routing as residual)."""
     return _unpermute(rows, routing, implementation), routing
 
 
 def _unpermute_bwd(implementation, routing, dx):
-    """The backward rule of `_unpermute`, from dx [T, H], the gradient of the sums: (the gradient of the rows [rows, H],
-    in which every row of a token has the token's gradient and empty rows have zeros; None for the routing)."""
+    """The backward rule of `_unpermute`, from dx [T, H], the gradient of the sums: (the gradient of the rows [rows,
+    H], in which every row of a token has the token's gradient and empty rows have zeros; None for the routing).
+    implementation: of the copy."""
     return _spread(dx, routing, implementation), None
 
 
@@ -240,15 +244,16 @@ def unpermute(rows: jax.Array, routing: Routing, *, implementation: str | None =
 
 
 def _row_tokens(routing):
-    """int32[rows]: the token of each row of the sorted buffer; T for empty rows. Products that gather their rows from
-    the tokens while they multiply take it."""
+    """int32[rows]: the token of each row of the routing's sorted buffer; T for empty rows. Products that gather their
+    rows from the tokens while they multiply take it."""
     return divided(routing.source, routing.slots.shape[1])
 
 
 def _as_rows(x, routing, static):
     """Tokens x [T, n] in the form in which a product takes sorted rows: (x itself, int32[rows] with the token of each
     row) if its implementation gathers rows while it multiplies, else (the sorted rows [rows, n], None). static: the
-    settings of the product (grouped_matmul.api.Static), which name its implementation."""
+    settings of the product (grouped_matmul.api.Static), which name its implementation. routing: which rows each token
+    has."""
     if grouped.gathers(static.implementation):
         return x, _row_tokens(routing)
     return _spread(x, routing, None), None
@@ -256,24 +261,24 @@ def _as_rows(x, routing, static):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _of_tokens(x, weight, lora, routing, static):
-    """matmul_of_tokens with a custom derivative, of arguments that grouped_matmul.api.prepared has returned: [rows,
-    out]. lora: (a, b), or None. static: the settings of the product (grouped_matmul.api.Static)."""
+    """matmul_of_tokens with a custom derivative, of x, weight, lora ((a, b), or None), routing and static, the
+    settings of the product (grouped_matmul.api.Static), as grouped_matmul.api.prepared returns them: [rows, out]."""
     return _of_tokens_fwd(x, weight, lora, routing, static)[0]
 
 
 def _of_tokens_fwd(x, weight, lora, routing, static):
-    """The forward rule of `_of_tokens`: (out [rows, out], residuals). The residuals are (those of
-    grouped_matmul.api.forward, but with x [T, in] in place of the sorted rows, which are more than k times as large;
-    the routing)."""
+    """The forward rule of `_of_tokens`, with its arguments x, weight, lora, routing and static: (out [rows, out],
+    residuals). The residuals are (those of grouped_matmul.api.forward, but with x [T, in] in place of the sorted rows,
+    which are more than k times as large; the routing)."""
     rows, tokens = _as_rows(x, routing, static)
     out, (_, *residuals) = grouped.forward(rows, weight, lora, routing.groups, static, tokens)
     return out, ((x, *residuals), routing)
 
 
 def _of_tokens_bwd(static, residuals, dout):
-    """The backward rule of `_of_tokens`, from dout [rows, out]: (the gradient of x [T, in], in which each token has the
-    sum of its rows' gradients; that of the weight, None if it is quantised; those of the adapter's (a, b), or None;
-    None for the routing)."""
+    """The backward rule of `_of_tokens`, from its static settings, its residuals and dout [rows, out]: (the gradient
+    of x [T, in], in which each token has the sum of its rows' gradients; that of the weight, None if it is quantised;
+    those of the adapter's (a, b), or None; None for the routing)."""
     residuals, routing = residuals
     drows, *others = grouped.backward(static, residuals, dout, _row_tokens(routing))
     return reference.summed(drows, routing.slots), *others, None
@@ -316,21 +321,23 @@ def matmul_of_tokens(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _to_tokens(rows, weight, lora, routing, static):
-    """matmul_to_tokens with a custom derivative, of arguments that grouped_matmul.api.prepared has returned: [T, out].
-    lora: (a, b), or None. static: the settings of the product (grouped_matmul.api.Static)."""
+    """matmul_to_tokens with a custom derivative, of rows, weight, lora ((a, b), or None), routing and static, the
+    settings of the product (grouped_matmul.api.Static), as grouped_matmul.api.prepared returns them: [T, out]."""
     return _to_tokens_fwd(rows, weight, lora, routing, static)[0]
 
 
 def _to_tokens_fwd(rows, weight, lora, routing, static):
-    """The forward rule of `_to_tokens`: (out [T, out], residuals). The residuals are (those of
-    grouped_matmul.api.forward, the routing); the product [rows, out] is not among them."""
+    """The forward rule of `_to_tokens`, with its arguments rows, weight, lora, routing and static: (out [T, out],
+    residuals). The residuals are (those of grouped_matmul.api.forward, the routing); the product [rows, out] is not
+    among them."""
     out, residuals = grouped.forward(rows, weight, lora, routing.groups, static)
     return reference.summed(out, routing.slots), (residuals, routing)
 
 
 def _to_tokens_bwd(static, residuals, dout):
-    """The backward rule of `_to_tokens`, from dout [T, out]: (the gradient of the rows [rows, in]; that of the weight,
-    None if it is quantised; those of the adapter's (a, b), or None; None for the routing)."""
+    """The backward rule of `_to_tokens`, from its static settings, its residuals and dout [T, out]: (the gradient of
+    the rows [rows, in]; that of the weight, None if it is quantised; those of the adapter's (a, b), or None; None for
+    the routing)."""
     residuals, routing = residuals
     dout, tokens = _as_rows(dout, routing, static)
     return *grouped.backward(static, residuals, dout, dout_tokens=tokens), None
@@ -393,8 +400,8 @@ def token_bias(out: jax.Array, weights: jax.Array, bias: jax.Array, choice: jax.
 
 @jax.custom_vjp
 def _with_bias(out, weights, bias, choice):
-    """token_bias with a custom derivative, whose sums over tokens have a fixed order: [T, n] in out's dtype. The
-    arguments are those of token_bias."""
+    """token_bias(out, weights, bias, choice) with a custom derivative, whose sums over tokens have a fixed order: [T,
+    n] in out's dtype."""
     total = out.astype(jnp.float32)
     for weight, expert in zip(weights.T, choice.T, strict=True):
         total += weight[:, None] * bias.at[expert].get(mode="clip").astype(jnp.float32)
@@ -407,8 +414,8 @@ def _token_bias_fwd(out, weights, bias, choice):
 
 
 def _token_bias_bwd(residuals, dout):
-    """The backward rule of `_with_bias`, from dout [T, n]: (the gradient of out, which is dout itself; of the weights,
-    float32[T, k]; of the bias [E, n]; None for the choice)."""
+    """The backward rule of `_with_bias`, from its residuals (weights, bias, choice) and dout [T, n]: (the gradient of
+    out, which is dout itself; of the weights, float32[T, k]; of the bias [E, n]; None for the choice)."""
     weights, bias, choice = residuals
     exact: Any = dict(precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
     dweights = reference.chosen(jnp.einsum("tn,en->te", dout, bias.astype(dout.dtype), **exact), choice)
@@ -423,7 +430,7 @@ _with_bias.defvjp(_token_bias_fwd, _token_bias_bwd)
 
 @meshes.on_any_mesh
 def row_weights(weights: jax.Array, routing: Routing) -> jax.Array:
-    """weights [T, k] -> [rows]: each pair's weight in its row; 0 in empty rows.
+    """weights [T, k] -> [rows]: each pair's weight in its row of the routing; 0 in empty rows.
 
     Raises:
       TypeError, ValueError: an argument is not as described here.
@@ -434,12 +441,13 @@ def row_weights(weights: jax.Array, routing: Routing) -> jax.Array:
 
 @jax.custom_vjp
 def _row_weights(weights, routing):
-    """row_weights with a custom derivative, which is a gather and not a scatter: [rows]."""
+    """row_weights(weights, routing) with a custom derivative, which is a gather and not a scatter: [rows]."""
     return reference.rows_of(weights.reshape(-1), routing.source)
 
 
 def _row_weights_fwd(weights, routing):
-    """The forward rule of `_row_weights`: (the weight of each row [rows], the routing as residual)."""
+    """The forward rule of `_row_weights`, with its arguments weights and routing: (the weight of each row [rows], the
+    routing as residual)."""
     return _row_weights(weights, routing), routing
 
 

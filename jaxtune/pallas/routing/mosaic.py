@@ -42,8 +42,8 @@ def refusal(dtype, hidden: int, k: int) -> str | None:
 
 
 def _kernel(body, name: str, **options):
-    """Returns the Pallas kernel of `body` as a function of arrays, as gpu_kernel.kernel does with these options. Within
-    gpu_kernel.interpreted, Pallas' interpreter runs it."""
+    """Returns the Pallas kernel of `body` as a function of arrays, as gpu_kernel.kernel does with these options. name:
+    the kernel's, as profiles show it. Within gpu_kernel.interpreted, Pallas' interpreter runs it."""
     return gpu_kernel.kernel(body, name, gpu_kernel.interpreter(), **options)
 
 

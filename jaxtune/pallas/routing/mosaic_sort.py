@@ -48,12 +48,12 @@ def _kernel(body, name: str, blocks: int, out_shape):
 
 
 def _down(values, columns: int):
-    """A column vector, [rows] in registers, broadcast over `columns` columns."""
+    """A column vector, `values` [rows] in registers, broadcast over `columns` columns."""
     return lax.broadcast_in_dim(values, (values.shape[0], columns), (0,))
 
 
 def _across(values, rows: int):
-    """A row vector, [columns] in registers, broadcast over `rows` rows."""
+    """A row vector, `values` [columns] in registers, broadcast over `rows` rows."""
     return lax.broadcast_in_dim(values, (rows, values.shape[0]), (1,))
 
 
@@ -63,8 +63,8 @@ def _number(rows: int, columns: int, axis: int):
 
 
 def _histogram_kernel(expert_ref, out_ref):
-    """out[block, e], int32: the number of pairs of this program's block that go to expert e; expert_ref has each pair's
-    expert, int32[pairs]. Both are in global memory."""
+    """The kernel's body: out_ref[block, e], int32, is the number of pairs of this program's block that go to expert e;
+    expert_ref has each pair's expert, int32[pairs]. Both are in global memory."""
     block = lax.axis_index("block")
     pairs = plgpu.load(expert_ref.at[pl.ds(block * BLOCK, BLOCK)], layout=_COLUMNS, optimized=False)
     for first in range(0, out_ref.shape[1], _EXPERTS):
@@ -73,8 +73,9 @@ def _histogram_kernel(expert_ref, out_ref):
 
 
 def _slot_kernel(expert_ref, firsts_ref, out_ref):
-    """out[pair], int32[pairs]: the row of the first pair of its block and expert, firsts_ref int32[blocks, E], plus the
-    number of those pairs before it; expert_ref has each pair's expert, int32[pairs]. All are in global memory."""
+    """The kernel's body: out_ref[pair], int32[pairs], is the row of the first pair of its block and expert, firsts_ref
+    int32[blocks, E], plus the number of those pairs before it; expert_ref has each pair's expert, int32[pairs]. All
+    are in global memory."""
     block = lax.axis_index("block")
     here = pl.ds(block * BLOCK, BLOCK)
     pairs = plgpu.load(expert_ref.at[here], layout=_ROWS, optimized=False)
@@ -92,8 +93,8 @@ def _slot_kernel(expert_ref, firsts_ref, out_ref):
 
 
 def histogram(blocks: jax.Array, num_experts: int) -> jax.Array:
-    """int32[n, E]: the number of pairs of each block that go to each expert; blocks has the pairs' experts, int32[n,
-    128]."""
+    """int32[n, E] for E = num_experts: the number of pairs of each block that go to each expert; blocks has the pairs'
+    experts, int32[n, 128]."""
     padded = num_experts + -num_experts % _EXPERTS
     count = _kernel(_histogram_kernel, "expert_histograms", len(blocks), (len(blocks), padded))
     return count(blocks.reshape(-1))[:, :num_experts]

@@ -52,8 +52,8 @@ def expert_counts(choice: jax.Array, num_experts: int, mask: jax.Array) -> jax.A
 
 
 def histogram(blocks: jax.Array, num_experts: int) -> jax.Array:
-    """int32[n, E]: the number of pairs of each block that go to each expert; blocks has the pairs' experts, int32[n,
-    pairs of a block]."""
+    """int32[n, E] for E = num_experts: the number of pairs of each block that go to each expert; blocks has the pairs'
+    experts, int32[n, pairs of a block]."""
     return (blocks[:, :, None] == jnp.arange(num_experts, dtype=jnp.int32)).sum(1, dtype=jnp.int32)
 
 
