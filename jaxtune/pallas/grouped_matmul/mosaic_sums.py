@@ -72,7 +72,7 @@ def refusal() -> str | None:
 
 
 def per_expert(values: jax.Array, groups: Groups) -> jax.Array:
-    """values float32[tiles, ...] -> float32[E, ...]: the sums over each expert's tiles (groups: whose they are), by
+    """values float32[tiles, ...] -> float32[E, ...]: the sums over each expert's tiles (groups: which expert each tile belongs to), by
     the kernel if this GPU runs it and the size of a tile's values divides into its runs, else by
     reference.per_expert."""
     size = math.prod(values.shape[1:])
