@@ -72,9 +72,9 @@ def refusal() -> str | None:
 
 
 def per_expert(values: jax.Array, groups: Groups) -> jax.Array:
-    """values float32[tiles, ...] -> float32[E, ...]: the sums over each expert's tiles (groups: which expert each tile belongs to), by
-    the kernel if this GPU runs it and the size of a tile's values divides into its runs, else by
-    reference.per_expert."""
+    """values float32[tiles, ...] -> float32[E, ...]: the sums over each expert's tiles, by the kernel if this GPU runs
+    it and the size of a tile's values divides into its runs, else by reference.per_expert. groups: which expert each
+    tile belongs to."""
     size = math.prod(values.shape[1:])
     run = next((run for run in _RUNS if size % run == 0), None)
     if run is None or refusal() is not None:
