@@ -110,6 +110,10 @@ class Decoder(nnx.Module):
       dtype: of weights and compute: bfloat16, float16 or float32.
     """
 
+    # A frozen model that this one is trained to imitate (train/objectives/teachers.py); it is no part of this model's
+    # outputs and files.
+    teacher: Decoder | None = None
+
     def __init__(self, config: DecoderConfig, key: jax.Array, dtype="bfloat16"):
         self.config = config
         self.dtype = jnp.dtype(dtype).name

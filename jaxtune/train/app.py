@@ -41,6 +41,7 @@ from jaxtune.train.folder.results import holds, require_own, require_replaceable
 from jaxtune.train.folder.run_folder import ADAPTER, MERGED, RESULTS
 from jaxtune.train.folder.saving import TrainingInterrupted
 from jaxtune.train.loading import loading
+from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.planning import choice, cost, devices, fitting, search
 from jaxtune.train.planning.meshes import mesh_of
 from jaxtune.train.planning.phases import Sampled, phase, questions_at_a_time
@@ -170,7 +171,7 @@ def run(config: TrainConfig, check: bool = False, plan: bool = False, console: C
         with loading(config) as (weights, tokenizer, model):
             trainer = Trainer(model, tokenizer, config, keeps_model=False, weights=weights, trains=plan)
             if check:
-                report.check(model, trainer.data_summary(), trainer.batches, trainer.tokenizer, console)
+                report.check(trainer.model.given, trainer.data_summary(), trainer.batches, trainer.tokenizer, console)
             else:
                 show_memory(trainer, console)
         return 0
@@ -207,7 +208,7 @@ def _train(config: TrainConfig, console: Console, stop: StopSignal) -> int:
     that is in force; a signal raises TrainingInterrupted or Interrupted."""
     with loading(config) as (weights, tokenizer, model):
         trainer = Trainer(model, tokenizer, config, keeps_model=False, weights=weights)
-        console.print(report.trained_table(model))
+        console.print(report.trained_table(trainer.model.given))
         console.print(fitted(trainer.data_summary(), console))
         if note := report.cpu_note(model):
             console.print(note, markup=False, highlight=False)
@@ -432,12 +433,13 @@ def show_plan(config: TrainConfig, console: Console) -> None:
     device = devices.find_device(name, limit, config.plan.host_gb)
     budget_bytes = devices.budget(config, device)
     assert budget_bytes is not None  # a device with a data sheet has a memory
-    parts = cost.step_cost(cost.abstract_model(shape, config), config)
+    runs = objective_of(config).reference_runs
+    parts = cost.step_cost(cost.abstract_model(shape, config), config, reference_runs=runs)
     room = search.Room(budget_bytes, devices.limit(config, device))
     try:
         forecast, _ = search.next_plan(parts, config, device, room)
     except choice.PlanError as error:
-        fixes = fitting.fitting_settings(shape, config, device, budget_bytes)
+        fixes = fitting.fitting_settings(shape, config, device, budget_bytes, reference_runs=runs)
         raise choice.PlanError(error.smallest, budget_bytes, fixes) from None
     longest = fitting.longest_row(parts, config, device, budget_bytes)
     report.plan_elsewhere(forecast, parts, device, budget_bytes, longest, console)

@@ -20,10 +20,10 @@ from jaxtune.models.hf import Pretrained, model_from_config
 from jaxtune.models.lora import get_peft_model
 from jaxtune.models.placement import partition
 from jaxtune.models.reward import with_head
-from jaxtune.train.config import TrainConfig
+from jaxtune.train.config import COMPUTE_DTYPES, TrainConfig
 from jaxtune.train.objectives.named import objective_of
+from jaxtune.train.objectives.teachers import load_teacher, open_teacher, with_teacher
 from jaxtune.train.planning import cost
-from jaxtune.train.planning.cost import COMPUTE_DTYPES
 from jaxtune.train.planning.meshes import mesh_of
 
 
@@ -38,31 +38,39 @@ def load_model(config: TrainConfig) -> tuple[Decoder, Any]:
 def loading(config: TrainConfig) -> Iterator[tuple[Future[Decoder] | None, Any, Decoder]]:
     """A context that loads the model with its adapter, and the tokenizer, that a config asks for.
 
-    It gives (weights, tokenizer, model). A thread loads the weights while rows are tokenised and programs compiled:
+    It gives (weights, tokenizer, model), a model with the teacher of a distillation attached. A thread loads the
+    weights while rows are tokenised and programs compiled:
     `weights` is the future of the model, and `model` has shapes instead of arrays. `weights` is None, and `model` has
-    its arrays, if the model is made from a config, if its adapter comes from a file, or if the checkpoint is in four
-    bits, whose shapes only its bytes show. Leaving the context cancels the loading. A missing tokenizer raises
-    ValueError on entering.
+    its arrays, if the model is made from a config, if its adapter comes from a file, or if the checkpoint or the
+    teacher's is in four bits, whose shapes only its bytes show. Leaving the context cancels the loading. A missing
+    tokenizer raises ValueError on entering.
     """
-    wanted = config.model
+    wanted, teacher = config.model, open_teacher(config)
     if wanted.from_config is not None:
         key = jax.random.key(config.seed)
-        yield None, _tokenizer(config, None), adapted(model_from_config(wanted.from_config, key, "float32"), config)
+        made = adapted(model_from_config(wanted.from_config, key, "float32"), config)
+        yield None, _tokenizer(config, None), with_teacher(made, load_teacher(teacher))
         return
     assert wanted.path is not None
     pretrained = Pretrained(wanted.path, COMPUTE_DTYPES[config.precision], wanted.load_in)
     stored = replace(config, model=replace(wanted, load_in=wanted.load_in or pretrained.stored_in))
     chosen, _ = mesh_of(config, lambda: cost.abstract_model(pretrained.config, stored))
     mesh = None if chosen.divides_tensors is None else partition.make_mesh(*chosen.sizes)
-    if pretrained.packed or (config.adapter is not None and config.adapter.path is not None):
-        yield None, _tokenizer(config, pretrained.folder), adapted(pretrained.load(mesh=mesh), config)
-        return
     cancelled = threading.Event()
+
+    def load() -> Decoder:
+        """The model with its weights, its adapter and its teacher."""
+        return with_teacher(adapted(pretrained.load(cancelled, mesh), config), load_teacher(teacher, cancelled, mesh))
+
+    packed = pretrained.packed or (teacher is not None and teacher.packed)
+    if packed or (config.adapter is not None and config.adapter.path is not None):
+        yield None, _tokenizer(config, pretrained.folder), load()
+        return
     with ThreadPoolExecutor(1, "weights") as pool:
         try:
             # Loading starts first. No variable here refers to the model, so that the trainer can free what it copies.
             yield (
-                pool.submit(lambda: adapted(pretrained.load(cancelled, mesh), config)),
+                pool.submit(load),
                 _tokenizer(config, pretrained.folder),
                 cost.abstract_model(pretrained.config, config),
             )

@@ -29,7 +29,7 @@ from jaxtune.system.terminal import outliving, say
 from jaxtune.train import own_parts, setup
 from jaxtune.train.answer_metrics import answer_metrics
 from jaxtune.train.callbacks import Callback
-from jaxtune.train.config import TrainConfig
+from jaxtune.train.config import COMPUTE_DTYPES, TrainConfig
 from jaxtune.train.config.file import config_to_dict
 from jaxtune.train.data import Batches, TokenDataset
 from jaxtune.train.data.pairs import PairDataset
@@ -55,12 +55,11 @@ from jaxtune.train.folder.run_folder import CHECKPOINTS, CONFIG
 from jaxtune.train.folder.run_rows import Reader, own_lanes, run_rows, source_of
 from jaxtune.train.folder.run_state import recorded_state
 from jaxtune.train.folder.saving import Saver, TrainingInterrupted
-from jaxtune.train.objectives import references
+from jaxtune.train.objectives import references, teachers
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.objective import Objective
 from jaxtune.train.objectives.policy import GRPO
 from jaxtune.train.objectives.prompts import end_tokens
-from jaxtune.train.planning.cost import COMPUTE_DTYPES
 from jaxtune.train.planning.devices import device_peak_flops, host_memory_bytes
 from jaxtune.train.planning.forward import ForwardPlanner
 from jaxtune.train.planning.phases import Sampled, phase, phase_lines, phases_of
@@ -341,9 +340,10 @@ class Trainer:
     # ---- descriptions of the run
 
     def data_summary(self):
-        """The counts of rows, documents, tokens and steps, and warnings about the rows, as lines of text (str)."""
+        """The teacher, the counts of rows, documents, tokens and steps, and warnings, as lines of text (str)."""
         steps = (self.total_steps, self.config.schedule.warmup_steps, self.model.given.config.context_length)
-        return report.data_summary(self.train_data, self.eval_data, self.batches, *steps)
+        about = report.data_summary(self.train_data, self.eval_data, self.batches, *steps)
+        return "\n".join([*teachers.described(self.model.prepared, self.objective), about])
 
     def memory_notes(self) -> list[str]:
         """Lines about the memory that each phase of the run takes, and about what will not fit; empty on a CPU, where
@@ -429,6 +429,7 @@ class Trainer:
             trainable=dict(zip(self.names, jax.tree.leaves(self.model.trainable), strict=True)),
             storage=self.storage(),
             base=self.model.given,
+            teacher=self.model.teacher_digest,
             data=self.batches.identity(),
             total_steps=self.total_steps,
             own=self.own,

@@ -27,7 +27,8 @@ from jaxtune.models.hf import Pretrained, from_pretrained, model_from_config, sa
 from jaxtune.models.lora import get_peft_model, matrices
 from jaxtune.pallas import formats
 from jaxtune.train.config import AdapterConfig, MeshConfig
-from jaxtune.train.planning.cost import packed_slack, step_cost
+from jaxtune.train.planning.cost import step_cost
+from jaxtune.train.planning.sizes import packed_slack
 from jaxtune.train.trainer import Trainer
 from tests.train.tiny_runs import dataset, documents, make_config
 

@@ -1,5 +1,6 @@
-"""Losses (linear_cross_entropy, linear_token_losses) and log-probabilities (linear_log_probs) from hidden states and a
-vocabulary head, without storing the logits of all tokens, which would be the largest array of a training step."""
+"""Losses (linear_cross_entropy, linear_token_losses), log-probabilities (linear_log_probs) and divergences between two
+models (linear_divergence) from hidden states and a vocabulary head, without storing the logits of all tokens, which
+would be the largest array of a training step."""
 
 from jaxtune.pallas.linear_cross_entropy.api import (
     chunk_length,
@@ -7,6 +8,15 @@ from jaxtune.pallas.linear_cross_entropy.api import (
     linear_log_probs,
     linear_token_losses,
 )
+from jaxtune.pallas.linear_cross_entropy.divergence import linear_divergence
 from jaxtune.pallas.linear_cross_entropy.reference import filled_up, fills_up
 
-__all__ = ["chunk_length", "filled_up", "fills_up", "linear_cross_entropy", "linear_log_probs", "linear_token_losses"]
+__all__ = [
+    "chunk_length",
+    "filled_up",
+    "fills_up",
+    "linear_cross_entropy",
+    "linear_divergence",
+    "linear_log_probs",
+    "linear_token_losses",
+]

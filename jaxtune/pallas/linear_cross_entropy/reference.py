@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -36,6 +37,35 @@ class Results(NamedTuple):
     dhidden: jax.Array | None
     # [V, D], the head's gradient, or None: float32 for a chunk, in the head's dtype for all tokens.
     dhead: jax.Array | None
+
+
+def precision_of(hidden: jax.Array) -> jax.lax.Precision:
+    """The precision of products with the head: the highest for hidden states in float32, else the default."""
+    return jax.lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+
+
+def logits_of(hidden, head, logit_scale, soft_cap, temperature) -> tuple[jax.Array, jax.Array | float]:
+    """The logits of one chunk of tokens, and their derivative by the product of hidden states and head.
+
+    Args:
+      hidden: [B, t, D], the hidden states after the final norm.
+      head: [V, D] in hidden's dtype.
+      logit_scale: multiplies the product.
+      soft_cap: limits the logits after that, to soft_cap * tanh(logits / soft_cap); None: no limit.
+      temperature: divides them after that.
+    Returns:
+      (logits float32[B, t, V]; the derivative, a float or, with a soft cap, float32[B, t, V])
+    """
+    logits = jnp.einsum("btd,vd->btv", hidden, head, preferred_element_type=jnp.float32, precision=precision_of(hidden))
+    if logit_scale != 1.0:
+        logits = logits * logit_scale
+    slope = logit_scale
+    if soft_cap is not None:
+        capped = jnp.tanh(logits / soft_cap)
+        logits, slope = capped * soft_cap, logit_scale * (1.0 - capped * capped)
+    if temperature != 1.0:
+        logits, slope = logits / temperature, slope / temperature
+    return logits, slope
 
 
 def _chunk(
@@ -73,16 +103,8 @@ def _chunk(
       z_loss: the factor of the squared log-sum-exp of the logits, which is added to the loss.
       head_gradient: whether dhead is computed, if gradients are.
     """
-    precision = jax.lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-    logits = jnp.einsum("btd,vd->btv", hidden, head, preferred_element_type=jnp.float32, precision=precision)
-    if logit_scale != 1.0:
-        logits = logits * logit_scale
-    slope = logit_scale
-    if soft_cap is not None:
-        capped = jnp.tanh(logits / soft_cap)
-        logits, slope = capped * soft_cap, logit_scale * (1.0 - capped * capped)
-    if temperature != 1.0:
-        logits, slope = logits / temperature, slope / temperature
+    precision = precision_of(hidden)
+    logits, slope = logits_of(hidden, head, logit_scale, soft_cap, temperature)
     real = None if len(head) == size else jnp.arange(len(head)) < size
     if real is not None:
         logits = jnp.where(real, logits, -jnp.inf)
@@ -130,33 +152,45 @@ def forward(
       entropy_weights: float32[B, T], the factors of the entropies in that sum; None: they have no gradient.
       options: the other options, from logit_scale to head_gradient, which `_chunk` explains.
     """
-    rows, length, _ = hidden.shape
     size = len(head)
     cast = filled_up(head.astype(hidden.dtype))
     options |= dict(size=size, gradients=gradients, entropies=entropies)
 
-    def finished(results: Results) -> Results:
-        return results._replace(dhead=None if results.dhead is None else results.dhead[:size].astype(head.dtype))
+    def one(h, *others) -> Results:
+        return _chunk(h, cast, *others, **options)
 
+    dhead = jnp.zeros(cast.shape, jnp.float32) if gradients and options["head_gradient"] else None
+    results = in_chunks(one, (hidden, targets, weights, entropy_weights), chunk_length, dhead)
+    return results._replace(dhead=None if results.dhead is None else results.dhead[:size].astype(head.dtype))
+
+
+def in_chunks(compute: Callable[..., Results], arrays: tuple, chunk_length: int, dhead: jax.Array | None) -> Results:
+    """The results of all tokens, computed chunk by chunk.
+
+    Args:
+      compute: gives the results of one chunk from the parts [B, t, ...] of the arrays.
+      arrays: [B, T, ...] each, or None; the last chunk is filled up with zeros.
+      chunk_length: t, the number of tokens of each row in a chunk.
+      dhead: zeros to which the chunks' gradients of the head are added in order; None: there are none.
+    """
+    rows, length = arrays[0].shape[:2]
     if chunk_length >= length:
-        return finished(_chunk(hidden, cast, targets, weights, entropy_weights, **options))
+        return compute(*arrays)
     count = -(-length // chunk_length)
 
     def padded(array):
         return jnp.pad(array, ((0, 0), (0, count * chunk_length - length), (0, 0))[: array.ndim])
 
-    arrays = jax.tree.map(padded, (hidden, targets, weights, entropy_weights))
+    arrays = jax.tree.map(padded, arrays)
 
     def one(dhead, index):
         at = index * chunk_length
-        h, *others = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, at, chunk_length, 1), arrays)
-        results = _chunk(h, cast, *others, **options)
+        results = compute(*jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, at, chunk_length, 1), arrays))
         return None if dhead is None else dhead + results.dhead, results._replace(dhead=None)
 
     def whole(chunks):  # [count, B, t, ...] -> [B, T, ...]
         chunks = jnp.moveaxis(chunks, 0, 1)
         return chunks.reshape(rows, -1, *chunks.shape[3:])[:, :length]
 
-    dhead = jnp.zeros(cast.shape, jnp.float32) if gradients and options["head_gradient"] else None
     dhead, results = jax.lax.scan(one, dhead, jnp.arange(count))
-    return finished(jax.tree.map(whole, results)._replace(dhead=dhead))
+    return jax.tree.map(whole, results)._replace(dhead=dhead)

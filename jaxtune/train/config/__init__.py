@@ -19,9 +19,10 @@ from jaxtune.train.config.sections import (
     QatConfig,
     ScheduleConfig,
 )
-from jaxtune.train.config.train_config import DEFAULT_OUTPUT, SHORTHANDS, TrainConfig
+from jaxtune.train.config.train_config import COMPUTE_DTYPES, DEFAULT_OUTPUT, SHORTHANDS, TrainConfig
 
 __all__ = [
+    "COMPUTE_DTYPES",
     "DEFAULT_OUTPUT",
     "ROW_OPTIONS",
     "SHORTHANDS",

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict
 
 from jaxtune.train.config.checks import fraction, not_negative, positive, require
+from jaxtune.train.config.model import LoadIn
 
 # The options of each objective; setting any other one is an error.
 _OPTIONS = {
@@ -18,6 +19,7 @@ _OPTIONS = {
     "kto": ("beta", "desirable_weight", "undesirable_weight", "precompute_ref_log_probs"),
     "simpo": ("beta", "simpo_gamma", "label_smoothing"),
     "reward": ("center_rewards_coefficient",),
+    "distill": ("teacher", "teacher_load_in", "beta", "temperature"),
 }
 # The options that all objectives over rewards of sampled answers share; their defaults are in train/objectives.
 _REWARDED = ("reward_funcs", "reward_weights", "reward_timeout", "reward_errors")
@@ -71,13 +73,14 @@ class ObjectiveConfig:
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     name: Annotated[
-        Literal["sft", "dpo", "orpo", "kto", "simpo", "reward", "grpo", "rloo"],
+        Literal["sft", "dpo", "orpo", "kto", "simpo", "reward", "grpo", "rloo", "distill"],
         "sft; a preference objective over pairs of answers; reward: a model that scores texts; grpo or rloo: learning "
-        "from rewards of sampled answers.",
+        "from rewards of sampled answers; distill: learning from a teacher's distributions.",
     ] = "sft"
     beta: Annotated[
         float | None,
-        "Scale of the rewards (dpo, orpo, kto: 0.1; simpo: 2.0); factor of the divergence (grpo: 0; rloo: 0.05).",
+        "Scale of the rewards (dpo, orpo, kto: 0.1; simpo: 2.0); factor of the divergence (grpo: 0; rloo: 0.05); which "
+        "divergence: 0 forward KL, 1 reverse KL, between them Jensen-Shannon (distill: 1).",
     ] = None
     loss_type: Annotated[
         Literal["sigmoid", "ipo", "hinge", "grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo"],
@@ -94,6 +97,14 @@ class ObjectiveConfig:
     center_rewards_coefficient: Annotated[
         float | None, "Weight of the square of a pair's summed scores, which centres them (reward); 0.01 is usual."
     ] = None
+
+    teacher: Annotated[
+        str | None,
+        "The teacher's folder or hub name, or base: the model itself with its adapter off (distill).",
+    ] = None
+    teacher_load_in: Annotated[LoadIn | None, "The format of the teacher's weights, such as nf4 or fp8 (16 bits)."] = (
+        None
+    )
 
     reward_funcs: Annotated[
         tuple[str, ...] | None, "Reward functions: file.py:function, or exact_number, exact_match, tagged_format, ..."
@@ -150,7 +161,10 @@ class ObjectiveConfig:
     normalize_advantages: Annotated[bool | None, "Scale advantages over a generation (rloo: false)."] = None
 
     def __post_init__(self) -> None:
-        if self.name not in ("grpo", "rloo"):
+        if self.name == "distill":
+            fraction("objective.beta", self.beta)
+            positive("objective.temperature", self.temperature)
+        elif self.name not in ("grpo", "rloo"):
             positive("objective.beta", self.beta)
         fraction("objective.label_smoothing", self.label_smoothing, below_one=True)
         not_negative("objective.simpo_gamma", self.simpo_gamma)
@@ -179,6 +193,18 @@ class ObjectiveConfig:
             "objective.reward_funcs",
             self.reward_funcs,
             f"{self.name} needs at least one, as in [rewards.py:is_right]",
+        )
+        require(
+            self.name != "distill" or bool(self.teacher),
+            "objective.teacher",
+            self.teacher,
+            "distill needs one: a model's folder or hub name, or base for the model with its adapter off",
+        )
+        require(
+            self.teacher_load_in is None or self.teacher != "base",
+            "objective.teacher_load_in",
+            self.teacher_load_in,
+            "the base is loaded as the model is (model.load_in); leave it out",
         )
         require(
             self.loss_type == "sigmoid" or not self.label_smoothing,

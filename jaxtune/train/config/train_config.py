@@ -36,6 +36,8 @@ from jaxtune.train.config.sections import (
 )
 
 DEFAULT_OUTPUT = "runs/{recipe}"
+# The dtype in which a model computes, by the config's key `precision`.
+COMPUTE_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
 # Sections that can be given as a single string, and the key that it sets: `qat: int4` sets qat.format.
 SHORTHANDS = {"qat": "format", "objective": "name"}
 

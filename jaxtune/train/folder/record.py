@@ -40,6 +40,7 @@ _INCOMPATIBLE = (
     "data",
     "base_digest",
     "base_fingerprint",
+    "teacher_digest",
     *(
         f"config.{key}"
         for key in (
@@ -80,6 +81,7 @@ def record_of(
     trainable: Mapping[str, jax.Array],
     storage: Mapping[str, str],
     base: Decoder,
+    teacher: str | None,
     data: Mapping[str, Any],
     total_steps: int,
     own: Mapping[str, Any],
@@ -93,6 +95,7 @@ def record_of(
       trainable: {name: array or shape}.
       storage: how "weights" and the "optimizer"'s state are stored.
       base: the model as it was given.
+      teacher: the digest of the weights of the teacher of a distillation, or None.
       data: values that identify the rows.
       total_steps: of the run.
       own: {part: values that identify it} for parts that the user's code gave (own_parts.py).
@@ -104,6 +107,7 @@ def record_of(
         "storage": dict(storage),
         "base_digest": base.base_digest,
         "base_fingerprint": base.base_fingerprint,
+        **({} if teacher is None else {"teacher_digest": teacher}),
         "data": dict(data),
         "total_steps": total_steps,
         **({"own": dict(own)} if own else {}),

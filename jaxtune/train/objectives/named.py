@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxtune.train.config import TrainConfig
+from jaxtune.train.objectives.distillation import Distill
 from jaxtune.train.objectives.kto import KTO
 from jaxtune.train.objectives.objective import Objective
 from jaxtune.train.objectives.policy import GRPO, RLOO
@@ -25,6 +26,8 @@ def objective_of(config: TrainConfig) -> Objective:
     wanted = config.objective
     if wanted.name == "sft":
         return SUPERVISED
+    if wanted.name == Distill.name:
+        return Distill(**{name: value for name, value in wanted.options.items() if name != "teacher_load_in"})
     if wanted.name in SAMPLING:
         options = {name: value for name, value in wanted.options.items() if not name.startswith("reward_")}
         return SAMPLING[wanted.name].of(**options)

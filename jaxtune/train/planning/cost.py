@@ -30,18 +30,20 @@ from jaxtune.models.rope import rotary_tables
 from jaxtune.models.stack import layer_forward
 from jaxtune.pallas import dispatch
 from jaxtune.pallas.attention import PackedLayout, packed_layout
-from jaxtune.pallas.formats import Stored, format_of
+from jaxtune.pallas.formats import Stored
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS
 from jaxtune.pallas.linear_cross_entropy import fills_up
-from jaxtune.train.config import MeshConfig, TrainConfig
+from jaxtune.train.config import COMPUTE_DTYPES, MeshConfig, TrainConfig
 from jaxtune.train.objectives.named import objective_of
+from jaxtune.train.objectives.teachers import teacher_shapes, with_teacher
 from jaxtune.train.optimizer import optimizer_offload
 from jaxtune.train.optimizer.optim import make_optimizer, weight_storage
 from jaxtune.train.optimizer.schedule import learning_rate_schedule
+from jaxtune.train.planning.sizes import nbytes, weight_bytes
 
-COMPUTE_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
 _PROBE_TOKENS = 128
 _ADAM8_STATES = 2 + 8 / 256  # bytes for an element
+TEACHER = "teacher's weights"  # the name of their bytes in StepCost.fixed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +162,7 @@ class StepCost:
     update_bytes: float = 0.0  # taken by the update in addition to `fixed`
     less_sums: float = 0.0  # the part of `fixed` that a step of one micro-batch does not need
     reference_runs: int = 0  # forward passes of a frozen model in each micro-batch
+    teacher: StepCost | None = None  # of the forward passes of the teacher, if the frozen model is one
     exchange: Exchange = Exchange()  # bytes that this device receives from other devices in a step
     # experts' adapters in the kernels' layout, which XLA makes once for forward and backward if every residual is kept
     shared_bytes: float = 0.0
@@ -170,6 +173,11 @@ class StepCost:
     frozen_layer_bytes: float = 0.0  # the part of `whole_layer_bytes` that does not train
     resident_layer_bytes: float = 0.0  # added by each layer whose frozen weights are whole for the whole run
     resident_around_bytes: float = 0.0  # added by frozen embedding and head that are whole for the whole run
+
+    @property
+    def frozen_bytes(self) -> float:
+        """Bytes on a device of the weights that do not train: the model's and its teacher's."""
+        return self.fixed["frozen weights"] + self.fixed.get(TEACHER, 0.0)
 
     def fixed_bytes(self, micro_batches: int, resident: int = 0) -> float:
         """Device bytes in memory during the whole step: weights, optimizer states and gradient sums. `resident` is the
@@ -212,9 +220,9 @@ def step_cost(
     on_host = float(optimizer_offload.hosted_bytes(states)) if config.optim.offload else 0.0
     divided = partition.mesh_shape(*(config.mesh or MeshConfig()).sizes)
     parts, trained_bytes = divided.parts, nbytes(masters)
-    share = partition.bytes_per_device(masters, parts) / trained_bytes  # the part of the trained weights on one device
+    share = partition.bytes_per_device(masters, parts) / max(trained_bytes, 1.0)  # of one device; a teacher trains none
     fixed = {
-        "frozen weights": partition.bytes_per_device(frozen, parts) + packed_slack(frozen) / parts,
+        **_frozen_parts(frozen, parts),
         **({"the model as it was given": nbytes(trainable)} if keeps_model else {}),
         f"trained parameters ({storage})": share * nbytes(kept),
         "optimizer states": share * nbytes(states) - on_host,
@@ -255,6 +263,7 @@ def step_cost(
         hosted_bytes=on_host,
         update_bytes=share * _update_bytes(masters, config),
         reference_runs=reference_runs,
+        teacher=None if model.teacher is None else step_cost(model.teacher, config, length, optimizer=optax.identity()),
         less_sums=0.0 if config.micro_batches == 1 else share * float(nbytes(masters) - nbytes(kept)),
         shared_bytes=sum(_adapter_bytes(layer, dtype) for layer in model.layers),
         dropout_bytes=max(_masked_sizes(model), default=0) * (1.0 + dtype.itemsize),
@@ -290,16 +299,11 @@ def _whole_layer_bytes(trees, layers: int, parts: int) -> float:
     return max(sum(partition.divided_sizes(tree, parts)[0] for tree in layer) for layer in by_layer)
 
 
-def packed_slack(frozen) -> float:
-    """Device bytes that the allocator loses on a model's quantised weights, because the 16-bit originals, which are
-    freed after encoding, leave gaps of other sizes. `frozen` is the nnx.State of the weights that do not train."""
-    stored = [leaf for leaf in jax.tree.leaves(frozen, is_leaf=_is_stored) if isinstance(leaf, Stored)]
-    return sum(format_of(leaf).slack.of("xla", _device_here()) * nbytes(leaf) for leaf in stored)
-
-
-def _device_here() -> str:
-    """The kind of this process's first device, by which fitted numbers are looked up."""
-    return dispatch.device_kind() or ""
+def _frozen_parts(frozen: nnx.State, parts: int) -> dict[str, float]:
+    """{what: bytes} on each device of the weights that do not train: the model's own and its teacher's. parts: the
+    number of devices that divide them."""
+    every, of_teacher = weight_bytes(frozen, parts), weight_bytes(frozen.get("teacher", {}), parts)
+    return {"frozen weights": every - of_teacher, **({TEACHER: of_teacher} if of_teacher else {})}
 
 
 def _exchange(trained, frozen, shape: partition.MeshShape) -> Exchange:
@@ -381,7 +385,7 @@ def _update_bytes(masters, config: TrainConfig) -> float:
     `masters` are the float32 shapes of the trained weights."""
     if config.adapter is not None:
         return 0.0
-    size = max(leaf.size for leaf in jax.tree.leaves(masters))
+    size = max((leaf.size for leaf in jax.tree.leaves(masters)), default=0)
     if config.optim.name == "adamw_8bit":
         # The update direction and, if the update is computed twice (step.py), first moments. With states on the host:
         # one tensor's states, and one moment of the next tensor.
@@ -389,11 +393,6 @@ def _update_bytes(masters, config: TrainConfig) -> float:
         return size * (4.0 + beside * _ADAM8_STATES)
     # Moments before and after the update, with the gaps that the compiler leaves between large buffers.
     return size * 24.0 if config.optim.offload else 0.0
-
-
-def _is_stored(leaf) -> bool:
-    """Whether a leaf is a quantised weight."""
-    return isinstance(leaf, Stored)
 
 
 def abstract_model(shape, config: TrainConfig) -> Decoder:
@@ -411,15 +410,10 @@ def abstract_model(shape, config: TrainConfig) -> Decoder:
             model = get_peft_model(model, **config.adapter.settings, seed=config.seed)
         return model
 
-    return nnx.eval_shape(make)
+    return with_teacher(nnx.eval_shape(make), teacher_shapes(config))
 
 
 # ---- a layer
-
-
-def nbytes(tree) -> float:
-    """Bytes of the arrays of a tree, which may be abstract."""
-    return float(sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree)))
 
 
 def _trained_matrix_bytes(layer: Block, dtype) -> float:
@@ -458,7 +452,7 @@ def _segment_work(segment: Segment, block: Block, residuals, seen_keys: float, h
     """The work of one segment of a layer (`block`), FLOPs and bytes for each token. `residuals` has bytes per token by
     name, `seen_keys` is the mean number of keys that a token attends to, `hidden` the hidden size, `dtype` the compute
     dtype."""
-    device = _device_here()
+    device = dispatch.device_kind() or ""
     sums = dict.fromkeys((f.name for f in dataclasses.fields(Work)), 0.0)
     for name in segment.matrices:
         matrix = matrix_of(block, name)

@@ -377,9 +377,7 @@ def head_forecast(parts: StepCost, chunk_tokens: int, tokens: float, device: Dev
     rows = max(round(tokens / parts.length), 1)
     chunk = rows * chunk_length(rows, parts.length, int(chunk_tokens))
     hidden = tokens * parts.hidden_size * parts.dtype.itemsize
-    logits = (
-        (chunk + -chunk % 8) * parts.vocab_size * (4.0 + parts.dtype.itemsize)
-    )  # XLA pads products to a multiple of 8
+    logits = (chunk + -chunk % 8) * parts.vocab_size * (4.0 + parts.dtype.itemsize)  # XLA pads to a multiple of 8
     products = 3 if parts.head_trains else 2
     flops = 2.0 * products * parts.vocab_size * parts.hidden_size * tokens
     fit = _step_time(device)
@@ -391,11 +389,12 @@ def head_forecast(parts: StepCost, chunk_tokens: int, tokens: float, device: Dev
     return logits + around + parts.head_bytes, seconds
 
 
-def _reference_seconds(parts: StepCost, tokens: float, head_seconds: float, device: Device) -> float:
-    """Seconds of one forward pass of a frozen reference over `tokens` tokens, and of its head, which needs one of the
-    two or three products that the head needs in training (`head_seconds`)."""
-    layer = layer_forecast(parts, KEEP, tokens, device)
-    return layer.forward * parts.num_layers + head_seconds / (3 if parts.head_trains else 2)
+def _reference_forecast(parts: StepCost, plan: StepPlan, tokens: float, device: Device) -> tuple[float, float]:
+    """(seconds, device bytes in a layer) of a forward pass of a frozen reference or teacher, whose costs are `parts`,
+    with its head, which needs one of the two or three products that it needs in training."""
+    layer, head = layer_forecast(parts, KEEP, tokens, device), head_forecast(parts, plan.chunk_tokens, tokens, device)
+    seconds = layer.forward * parts.num_layers + head[1] / (3 if parts.head_trains else 2)
+    return seconds, layer.kept + layer.work_forward
 
 
 def state_seconds(parts: StepCost, device: Device) -> float:
@@ -434,7 +433,11 @@ def _forecast(parts: StepCost, plan, groups: list[tuple[LayerForecast, int]], he
       tokens: tokens of a micro-batch on one device.
       device: the device.
     """
-    head_bytes, head_seconds = head
+    (head_bytes, head_seconds), reference = head, (0.0, 0.0)
+    if parts.reference_runs:
+        reference = _reference_forecast(parts.teacher or parts, plan, tokens, device)
+    if parts.teacher:
+        head_bytes += tokens * parts.teacher.hidden_size * parts.dtype.itemsize
     kept = sum(layer.kept * count for layer, count in groups)
     # The last layer's residuals are not offloaded, because the backward starts with them.
     last, before = groups[-1][0], groups[-1 if groups[-1][1] > 1 else max(len(groups) - 2, 0)][0]
@@ -445,6 +448,8 @@ def _forecast(parts: StepCost, plan, groups: list[tuple[LayerForecast, int]], he
         ("the loss: logits of a chunk, hidden states", kept, head_bytes + last.hosted, gathered[0]),
         ("the forward of a layer", kept, last.hosted + last.work_forward + leaving, gathered[1]),
     ]
+    if parts.teacher:
+        moments.append(("the forward of the teacher", kept, last.hosted + reference[1], gathered[1]))
     below = arriving = 0.0
     for layer, count in groups:
         below += layer.kept * count
@@ -474,8 +479,7 @@ def _forecast(parts: StepCost, plan, groups: list[tuple[LayerForecast, int]], he
     backward = sum(layer.backward * count for layer, count in groups)
     collective, exposed = _collective_seconds(parts, plan, forward, backward, device)
     step = forward + backward + head_seconds
-    if parts.reference_runs:
-        step += parts.reference_runs * _reference_seconds(parts, tokens, head_seconds, device)
+    step += parts.reference_runs * reference[0]
     update = max(parts.trained_here * 4.0 * 9 / device.copy, state_seconds(parts, device))
     return Forecast(
         plan=plan,

@@ -16,9 +16,10 @@ from jaxtune.system import processes
 from jaxtune.train.config import MeshConfig, TrainConfig
 from jaxtune.train.planning import devices
 from jaxtune.train.planning.choice import CHUNK_LOGITS, splits
-from jaxtune.train.planning.cost import StepCost, packed_slack, step_cost
+from jaxtune.train.planning.cost import StepCost, step_cost
 from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.plan import StepPlan
+from jaxtune.train.planning.sizes import packed_slack
 
 
 def forward_bytes(parts: StepCost, tokens: float, chunk_tokens: int, device: Device) -> float:

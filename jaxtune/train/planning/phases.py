@@ -95,7 +95,7 @@ def questions_at_a_time(
     )  # generate pads lengths to powers of two
     sampled = Sampled(most, prompt, answer)
     while sampled.rows > 1 and budget_bytes is not None:
-        if parts.fixed["frozen weights"] + trained_bytes(parts) + sampled.bytes(parts, device) <= budget_bytes:
+        if parts.frozen_bytes + trained_bytes(parts) + sampled.bytes(parts, device) <= budget_bytes:
             break
         sampled = dataclasses.replace(sampled, rows=sampled.rows // 2)
     return sampled
@@ -124,7 +124,7 @@ def phases_of(
       sampled: how questions are answered; None: none are.
     """
     plan, fixed = forecast.plan, parts.fixed
-    weights = fixed["frozen weights"] + parts.resident_bytes(plan.residuals.resident)
+    weights = parts.frozen_bytes + parts.resident_bytes(plan.residuals.resident)
     trained, states = trained_bytes(parts), fixed["optimizer states"]
     start = partition.bytes_per_device(given, weight_parts)
     saved = saved_bytes(parts)

@@ -24,7 +24,12 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.layers.segment import AuxLoss
 from jaxtune.models.placement import gathers, partition
 from jaxtune.models.residual_plan import ResidualPlan
-from jaxtune.pallas.linear_cross_entropy import linear_cross_entropy, linear_log_probs, linear_token_losses
+from jaxtune.pallas.linear_cross_entropy import (
+    linear_cross_entropy,
+    linear_divergence,
+    linear_log_probs,
+    linear_token_losses,
+)
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.data.batches import Batch
 
@@ -209,6 +214,53 @@ class Forward:
                 head_gradient=isinstance(head, nnx.Param),
                 chunk_tokens=self._chunk_tokens,
             )
+
+    def divergence(
+        self,
+        model: Decoder,
+        hidden: jax.Array,
+        teacher: Decoder,
+        teacher_hidden: jax.Array,
+        weights: jax.Array,
+        *,
+        beta: float,
+        temperature: float,
+    ) -> tuple[jax.Array, jax.Array]:
+        """The divergence of the model's next-token distributions from a teacher's, without logits that exist as a
+        whole. Gradients are the model's alone.
+
+        Args:
+          model, teacher: whose heads are used.
+          hidden: the model's hidden states, as a call returns them.
+          teacher_hidden: the teacher's, as `frozen` returns them.
+          weights: float32[rows, length], the factors of the tokens.
+          beta: 0 for the forward divergence, 1 for the reverse one; see linear_divergence.
+          temperature: divides the logits of both.
+        Returns:
+          (sum of weights * divergence, sum of weights * entropy of the model's distribution), float32 scalars, of which
+            the first is differentiable.
+        """
+        own, others = model.config, teacher.config
+        with jax.named_scope("loss"):
+            weight, hidden = gathers.whole_beside(model.head_variable, hidden)
+            teacher_weight, teacher_hidden = gathers.whole_beside(teacher.head_variable, teacher_hidden)
+            loss, _, entropies = linear_divergence(
+                hidden,
+                weight,
+                teacher_hidden,
+                teacher_weight,
+                weights,
+                beta=beta,
+                temperature=temperature,
+                soft_cap=own.final_soft_cap,
+                logit_scale=own.logit_scale,
+                teacher_soft_cap=others.final_soft_cap,
+                teacher_logit_scale=others.logit_scale,
+                head_gradient=isinstance(model.head_variable, nnx.Param),
+                # The logits of two models exist for a token.
+                chunk_tokens=None if self._chunk_tokens is None else max(1, self._chunk_tokens // 2),
+            )
+            return loss, (entropies * weights).sum()
 
     def _of_head(self, function: Callable[..., Any], model: Decoder, hidden: jax.Array, batch: Batch) -> Any:
         """Calls a loss function with the hidden states, the model's head and the batch's targets and weights."""

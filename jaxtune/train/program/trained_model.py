@@ -14,8 +14,8 @@ from jaxtune.models.files.quant import convert_qat, prepare_qat, qat_spec, unrou
 from jaxtune.models.lora import has_adapter, matrices
 from jaxtune.models.placement import partition
 from jaxtune.system import processes
-from jaxtune.train.config import TrainConfig
-from jaxtune.train.planning.cost import COMPUTE_DTYPES
+from jaxtune.train.config import COMPUTE_DTYPES, TrainConfig
+from jaxtune.train.objectives.teachers import without_teacher
 from jaxtune.train.program.programs import Engine
 from jaxtune.train.program.step import Sums, TrainState
 
@@ -36,8 +36,8 @@ class TrainedModel:
       weights: the model with its weights, while they are being loaded in a thread; None: `model` has them.
 
     Attributes:
-      given: the caller's model, or its shapes while its weights are being loaded.
-      prepared: the model that computes: in the compute dtype, and with rounded weights under QAT.
+      given: the caller's model without its teacher, or its shapes while its weights are being loaded.
+      prepared: the model that computes: in the compute dtype, with rounded weights under QAT, and with its teacher.
       keeps_model: whether the caller keeps the model.
       graph: graph definition of `prepared`.
       plain_graph: the same without QAT.
@@ -54,13 +54,16 @@ class TrainedModel:
     def _hold(self, model: Decoder) -> None:
         """Sets the attributes that describe `model`, which the caller gave or whose weights have been loaded; raises
         ValueError if the model's dtype cannot hold the weights that QAT rounds."""
-        self.given, config = model, self._config
+        self.given, config = without_teacher(model), self._config
         model = unrounded(model)  # only config.qat decides whether weights are rounded
         model.dtype = COMPUTE_DTYPES[config.precision]
+        if model.teacher is not None:
+            model.teacher.dtype = model.dtype
         self.plain_graph, self.trainable, self.frozen = nnx.split(model, nnx.Param, ...)
         if config.qat is not None:
             model = prepare_qat(model, config.qat.format, config.qat.group_size)
         self.graph, self.qat = nnx.graphdef(model), qat_spec(model)
+        self._graph_alone = nnx.graphdef(without_teacher(model))
         if self.qat is not None and not self.qat.represented_by(self.given.dtype):
             raise ValueError(
                 f"qat: precision = {config.precision} rounds weights in {self.qat.dtype}, which a model loaded in "
@@ -137,7 +140,8 @@ class TrainedModel:
                 arrays[index] = jax.block_until_ready(partition.moved(arrays[index], sharding))
         finally:
             self.frozen = jax.tree.unflatten(structure, arrays)
-            self.given = nnx.merge(graph, trainable, self.frozen)
+            own = nnx.State({key: value for key, value in self.frozen.items() if key != "teacher"})
+            self.given = nnx.merge(graph, trainable, own)
         return jax.tree.unflatten(as_declared, arrays)
 
     def _declared(self, engine: Engine) -> Any:
@@ -182,6 +186,13 @@ class TrainedModel:
         if not self.keeps_model:
             self.release()
 
+    @property
+    def teacher_digest(self) -> str | None:
+        """The digest of the teacher's weights, as `Decoder.base_digest` is of the model's; None without a teacher or
+        while weights are being loaded."""
+        teacher = self.prepared.teacher
+        return None if teacher is None else teacher.base_digest
+
     def release(self) -> None:
         """Replaces the given model's trained tensors by their shapes, which frees them; first_state cannot be called
         again."""
@@ -200,7 +211,7 @@ class TrainedModel:
         """
         _, _, frozen = nnx.split(self.given, nnx.Param, ...)
         trained, frozen = partition.colocated(trainable, frozen)
-        model = nnx.merge(self.graph, trained, frozen)
+        model = nnx.merge(self._graph_alone, trained, frozen)
         if not has_adapter(model):
             # The weights changed, so adapters trained over the old base do not belong to them.
             model.base_digest = model.base_fingerprint = None

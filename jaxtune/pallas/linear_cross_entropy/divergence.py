@@ -1,0 +1,194 @@
+"""Divergences between the next-token distributions of two models, from their hidden states and heads.
+
+Whole logits never exist, of neither model: the forward goes over chunks of tokens, has both models' logits of one chunk
+at a time, and computes the student's gradients there. The divergence is the generalised Jensen-Shannon divergence of
+arXiv 2306.13649, with TRL's `beta`: 0 is the forward Kullback-Leibler divergence KL(teacher || student), 1 the reverse
+one, and between them beta KL(teacher || m) + (1 - beta) KL(student || m) with m = beta teacher + (1 - beta) student.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtune.pallas.arguments import FLOATS, Arguments
+from jaxtune.pallas.linear_cross_entropy.api import CHUNK_LOGITS, chunk_length
+from jaxtune.pallas.linear_cross_entropy.reference import Results, filled_up, in_chunks, logits_of, precision_of
+from jaxtune.pallas.meshes import on_any_mesh
+
+_NOTHING = -1e30  # the logit of rows that fill up a head; its probability is 0, and it is finite, as differences need
+
+
+def divergence_of(log_student: jax.Array, log_teacher: jax.Array, beta: float) -> tuple[jax.Array, jax.Array]:
+    """The divergences of distributions, and their gradients by the student's logits.
+
+    Args:
+      log_student, log_teacher: float32[..., V], log-probabilities, finite.
+      beta: from 0 to 1; see the module.
+    Returns:
+      (float32[...], float32[..., V])
+    """
+    student, teacher = jnp.exp(log_student), jnp.exp(log_teacher)
+    if beta == 0:
+        return (teacher * (log_teacher - log_student)).sum(-1), student - teacher
+    if beta == 1:
+        gap = log_student - log_teacher
+        value = (student * gap).sum(-1)
+        return value, student * (gap - value[..., None])
+    mixture = jnp.logaddexp(log_student + np.float32(np.log1p(-beta)), log_teacher + np.float32(np.log(beta)))
+    gap = log_student - mixture
+    of_student = (student * gap).sum(-1)
+    value = beta * (teacher * (log_teacher - mixture)).sum(-1) + (1.0 - beta) * of_student
+    return value, (1.0 - beta) * student * (gap - of_student[..., None])
+
+
+def _chunk(
+    hidden, teacher_hidden, weights, *, heads, own, others, size, beta, temperature, gradients, head_gradient
+) -> Results:
+    """The results of one chunk of tokens; losses are the divergences.
+
+    Args:
+      hidden, teacher_hidden: [B, t, D], of each model's own width.
+      weights: float32[B, t], the factors of the divergences in the sum whose gradients are computed.
+      heads: (the student's, the teacher's), [V, D] each in the dtype of its hidden states, perhaps filled up.
+      own, others: (logit scale, soft cap) of the student, of the teacher.
+      size: the vocabulary's, which heads may exceed.
+    """
+    head, teacher_head = heads
+    logits, slope = logits_of(hidden, head, own[0], own[1], temperature)
+    teacher_logits, _ = logits_of(teacher_hidden, teacher_head, others[0], others[1], temperature)
+
+    def log_probs(logits):
+        if logits.shape[-1] != size:
+            logits = jnp.where(jnp.arange(logits.shape[-1]) < size, logits, _NOTHING)
+        return logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+
+    width = max(len(head), len(teacher_head))  # heads of two dtypes may be filled up differently
+    log_student, log_teacher = (
+        log_probs(jnp.pad(each, ((0, 0), (0, 0), (0, width - each.shape[-1]))) if each.shape[-1] < width else each)
+        for each in (logits, teacher_logits)
+    )
+    losses, dlogits = divergence_of(log_student, log_teacher, beta)
+    entropies = -(jnp.exp(log_student) * log_student).sum(-1)
+    if not gradients:
+        return Results(losses, entropies, None, None)
+    dlogits = dlogits[..., : len(head)] * weights[..., None] * slope
+    dlogits, precision = dlogits.astype(hidden.dtype), precision_of(hidden)
+    dhidden = jnp.einsum("btv,vd->btd", dlogits, head, precision=precision)
+    dhead = None
+    if head_gradient:
+        dhead = jnp.einsum("btv,btd->vd", dlogits, hidden, preferred_element_type=jnp.float32, precision=precision)
+    return Results(losses, entropies, dhidden, dhead)
+
+
+def _forward(hidden, head, teacher_hidden, teacher_head, weights, *, gradients, chunk_length, **options) -> Results:
+    """The results of all tokens, chunk by chunk. The arguments are those of linear_divergence; `options` are those of
+    `_chunk`."""
+    size = len(head)
+    heads = filled_up(head.astype(hidden.dtype)), filled_up(teacher_head.astype(teacher_hidden.dtype))
+    compute = functools.partial(_chunk, heads=heads, gradients=gradients, **options)
+    dhead = jnp.zeros(heads[0].shape, jnp.float32) if gradients and options["head_gradient"] else None
+    results = in_chunks(compute, (hidden, teacher_hidden, weights), chunk_length, dhead)
+    return results._replace(dhead=None if results.dhead is None else results.dhead[:size].astype(head.dtype))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _divergence(hidden, head, teacher_hidden, teacher_head, weights, static):
+    """(sum of weights * divergences, divergences, entropies), with a custom derivative of the first by hidden, head and
+    weights, whose forward rule computes the gradients, because the logits exist only there. static: the options of
+    `_forward` as a tuple of pairs."""
+    results = _forward(hidden, head, teacher_hidden, teacher_head, weights, gradients=False, **dict(static))
+    return (weights * results.losses).sum(), results.losses, results.entropies
+
+
+def _divergence_fwd(hidden, head, teacher_hidden, teacher_head, weights, static):
+    """The forward rule of `_divergence`: (its results, residuals). The residuals are the gradients of the sum with
+    respect to hidden, head (None if it is frozen) and weights."""
+    results = _forward(hidden, head, teacher_hidden, teacher_head, weights, gradients=True, **dict(static))
+    sums = (weights * results.losses).sum(), results.losses, results.entropies
+    return sums, (results.dhidden, results.dhead, results.losses)
+
+
+def _divergence_bwd(static, residuals, gradients):
+    """The backward rule of `_divergence`: the gradients of its five arrays; those of the teacher are None. `gradients`
+    are those of its results, of which only the first, float32[], is used."""
+    *own, losses = residuals
+    scale = gradients[0]
+    dhidden, dhead = jax.tree.map(lambda each: (each.astype(jnp.float32) * scale).astype(each.dtype), own)
+    return dhidden, dhead, None, None, losses * scale
+
+
+_divergence.defvjp(_divergence_fwd, _divergence_bwd)
+
+
+@on_any_mesh
+def linear_divergence(
+    hidden: jax.Array,
+    head: jax.Array,
+    teacher_hidden: jax.Array,
+    teacher_head: jax.Array,
+    weights: jax.Array,
+    *,
+    beta: float = 1.0,
+    temperature: float = 1.0,
+    soft_cap: float | None = None,
+    logit_scale: float = 1.0,
+    teacher_soft_cap: float | None = None,
+    teacher_logit_scale: float = 1.0,
+    head_gradient: bool = True,
+    chunk_tokens: int | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Sum of weighted divergences between a student's and a teacher's next-token distributions; [B, T, V] logits exist
+    of neither model, and gradients are the student's alone, computed chunk by chunk in the forward.
+
+    Each model's logits are hidden head^T * logit_scale, limited to soft_cap * tanh(logits / soft_cap) and divided by
+    the temperature; all softmax arithmetic is fp32. The divergence is that of the module, in nats; it is not multiplied
+    by the squared temperature.
+
+    Args:
+      hidden: [B, T, D] bfloat16, float16 or float32. head: [V, D] of these, cast to hidden's dtype for the product.
+      teacher_hidden: [B, T, E]; teacher_head: [V, E], with the same V. Both get no gradient.
+      weights: float32[B, T] (or 16 bits), 0 where a token does not count, whose hidden states must be finite all the
+        same.
+      beta: from 0 (forward KL) to 1 (reverse KL).
+      temperature: above 0.
+      head_gradient: False for a frozen head of the student, whose gradient is then neither computed nor kept.
+      chunk_tokens: tokens whose logits exist at a time, those of both models; None: as many as have 2^26 logits.
+    Returns:
+      (sum of weights * divergence, float32[]; divergences, float32[B, T], without weights; the entropies of the
+        student's distributions, float32[B, T]). Only the first is differentiable.
+    Raises:
+      TypeError, ValueError: an argument is not as described here.
+    """
+    check = Arguments("linear_divergence")
+    check.array("hidden", hidden, "B T D", FLOATS)
+    check.array("head", head, "V D", FLOATS)
+    check.array("teacher_hidden", teacher_hidden, "B T E", FLOATS)
+    check.array("teacher_head", teacher_head, "V E", FLOATS)
+    check.array("weights", weights, "B T", FLOATS)
+    check.number("beta", beta, least=0)
+    if beta > 1:
+        raise ValueError(f"linear_divergence: beta = {beta}: must be from 0 to 1")
+    check.number("temperature", temperature, above=0)
+    for name, cap in (("soft_cap", soft_cap), ("teacher_soft_cap", teacher_soft_cap)):
+        check.number(name, cap, above=0, optional=True)
+    for name, scale in (("logit_scale", logit_scale), ("teacher_logit_scale", teacher_logit_scale)):
+        check.number(name, scale)
+    check.number("chunk_tokens", chunk_tokens, whole=True, least=1, optional=True)
+    rows, length, _ = hidden.shape
+    if chunk_tokens is None:
+        chunk_tokens = max(1, CHUNK_LOGITS // 2 // len(head))
+    static = (
+        ("own", (logit_scale, soft_cap)),
+        ("others", (teacher_logit_scale, teacher_soft_cap)),
+        ("size", len(head)),
+        ("beta", float(beta)),
+        ("temperature", temperature),
+        ("head_gradient", head_gradient),
+        ("chunk_length", chunk_length(rows, length, chunk_tokens)),
+    )
+    weights = weights.astype(jnp.float32)
+    return _divergence(hidden, head, teacher_hidden, teacher_head, weights, static)

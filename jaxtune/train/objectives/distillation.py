@@ -1,0 +1,127 @@
+"""Distillation: a student learns the next-token distributions of a teacher.
+
+The loss is the generalised Jensen-Shannon divergence of arXiv 2306.13649 at each trained token, with TRL's names and
+conventions (GKDTrainer and DistillationTrainer): `beta` chooses the divergence, and the temperature divides the logits
+of both models without a factor for its square.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.lora import has_adapter, without_adapter
+from jaxtune.train.data import Batch
+from jaxtune.train.objectives.preference import require_fixed_base
+from jaxtune.train.objectives.sft import SFT
+from jaxtune.train.objectives.teachers import BASE
+from jaxtune.train.program.loss import Forward
+
+
+def generalized_jsd(
+    student_logits: jax.Array, teacher_logits: jax.Array, *, beta: float = 1.0, temperature: float = 1.0
+) -> jax.Array:
+    """The generalised Jensen-Shannon divergence of each token's distributions, in nats, by its definition. Gradients
+    are the student's alone.
+
+    With m = beta teacher + (1 - beta) student it is beta KL(teacher || m) + (1 - beta) KL(student || m). At beta = 0 it
+    is defined as the forward divergence KL(teacher || student), at beta = 1 as the reverse one, KL(student || teacher).
+    A run computes the same with linear_divergence (jaxtune.pallas.linear_cross_entropy), which needs no whole logits.
+
+    ```python
+    losses = generalized_jsd(student_logits, teacher_logits, beta=0.5)  # [rows, length]
+    loss = (losses * weights).sum() / weights.sum()
+    ```
+
+    Args:
+      student_logits, teacher_logits: float[..., vocab].
+      beta: from 0 to 1.
+      temperature: above 0; divides both logits.
+    Returns:
+      float32[...]
+    Raises:
+      ValueError: an option is out of its range.
+    """
+    Distill(beta=beta, temperature=temperature)  # checks the options
+    student = jax.nn.log_softmax(student_logits.astype(jnp.float32) / temperature)
+    teacher = jax.nn.log_softmax(jax.lax.stop_gradient(teacher_logits).astype(jnp.float32) / temperature)
+
+    def kl(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
+        return (jnp.exp(log_p) * (log_p - log_q)).sum(-1)
+
+    if beta == 0:
+        return kl(teacher, student)
+    if beta == 1:
+        return kl(student, teacher)
+    mixture = jnp.logaddexp(teacher + jnp.log(beta), student + jnp.log1p(-beta))
+    return beta * kl(teacher, mixture) + (1.0 - beta) * kl(student, mixture)
+
+
+@dataclasses.dataclass(frozen=True)
+class Distill(SFT):
+    """The objective (`objective.Objective`) of distillation: the mean divergence of a student's next-token
+    distributions from a teacher's, over the trained tokens of rows for supervised fine-tuning.
+
+    The teacher is attached to the model that trains (teachers.with_teacher); without one, the model with its adapter
+    off is the teacher.
+    """
+
+    teacher: str | None = None
+    """The teacher's folder or hub name, or "base" for the model with its adapter off. It only has to be given where a
+    config names the teacher."""
+
+    beta: float = 1.0
+    """Which divergence: 0 is the forward Kullback-Leibler divergence, KL(teacher || student), 1 the reverse one, and
+    values between them are Jensen-Shannon divergences."""
+
+    temperature: float = 1.0
+    """Divides the logits of both models."""
+
+    name: ClassVar[str] = "distill"
+    sums: ClassVar[tuple[str, ...]] = ("entropy",)
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.beta <= 1.0:
+            raise ValueError(f"beta = {self.beta}: must be from 0 to 1")
+        if self.temperature <= 0:
+            raise ValueError(f"temperature = {self.temperature}: must be above 0")
+
+    @property
+    def reference_runs(self) -> int:
+        """The number of forward passes of a frozen model in each loss: 1, the teacher's."""
+        return 1
+
+    def check(self, model: Decoder) -> None:
+        """Raises ValueError if the model has no teacher attached and cannot be its own."""
+        if model.teacher is not None:
+            return
+        if self.teacher not in (None, BASE):
+            raise ValueError(
+                f"objective.teacher = {self.teacher!r}: the model has no teacher attached; the train command loads and "
+                "attaches it, and in Python with_teacher(model, teacher) does (jaxtune.train.objectives.teachers)"
+            )
+        if not has_adapter(model):
+            raise ValueError(
+                f"objective.teacher = {self.teacher!r}: the teacher is the model with its adapter off, and this one "
+                "has no adapter: set adapter: {}, or name a teacher's folder"
+            )
+        require_fixed_base(self.name, model)
+
+    def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        """The loss of a micro-batch: (the sum of the divergences at trained targets, in nats; their number; {"entropy":
+        the sum of the student's entropies there}), float32 scalars."""
+        teacher = without_adapter(model) if model.teacher is None else model.teacher
+        hidden, of_teacher = forward(model, batch), forward.frozen(teacher, batch)
+        loss, entropy = forward.divergence(
+            model, hidden, teacher, of_teacher, batch.weights, beta=self.beta, temperature=self.temperature
+        )
+        return loss, batch.weights.sum(), {"entropy": entropy}
+
+    def metrics(self, sums: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """{"entropy": the mean entropy of the student's distributions at the temperature, in nats}."""
+        return {"entropy": sums["entropy"] / (sums["count"] + (sums["count"] == 0))}

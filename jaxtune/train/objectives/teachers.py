@@ -1,0 +1,127 @@
+"""The teacher of a distillation: a second, frozen model that is attached to the one that trains.
+
+A `Decoder` with a teacher has it as its attribute `teacher`. So its weights are loaded, placed on the devices, counted
+by the planner and given to the step's programs as the frozen weights of the model itself are.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+
+import jax
+from flax import nnx
+
+from jaxtune.models.adapters.adapter_config import base_of
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.files.model_folder import find_config
+from jaxtune.models.files.quant import parameters, quantize, stored_in
+from jaxtune.models.hf import Pretrained
+from jaxtune.models.lora import copy_structure, freeze
+from jaxtune.models.registry import config_from_hf, weights_stored_in
+from jaxtune.train.config import COMPUTE_DTYPES, ConfigError, TrainConfig
+
+BASE = "base"  # objective.teacher: the model itself with its adapter off
+
+
+def with_teacher(student: Decoder, teacher: Decoder | None) -> Decoder:
+    """A new model over the arrays of `student`, with a frozen copy of the structure of `teacher` attached; `student`
+    itself without a teacher (None). The arrays may be `jax.ShapeDtypeStruct`s.
+
+    ```python
+    student, tokenizer = jaxtune.from_pretrained("meta-llama/Llama-3.2-1B-Instruct")
+    teacher, _ = jaxtune.from_pretrained("meta-llama/Llama-3.1-8B-Instruct", load_in="nf4")
+    trainer = Trainer(with_teacher(jaxtune.get_peft_model(student), teacher), tokenizer, config, objective=Distill())
+    ```
+
+    Raises:
+      ValueError: the vocabularies differ in size, or the teacher is a model of scores.
+    """
+    if teacher is None:
+        return student
+    own, others = student.config, teacher.config
+    if not others.head.is_text:
+        raise ValueError("the teacher gives scores and no next-token distributions; take a language model")
+    if own.vocab_size != others.vocab_size:
+        raise ValueError(
+            f"the student's vocabulary has {own.vocab_size:,} entries and the teacher's {others.vocab_size:,}; "
+            "distillation compares distributions over the same tokens: take a teacher of the student's vocabulary"
+        )
+    model = copy_structure(student)
+    model.teacher = freeze(without_teacher(teacher))
+    return model
+
+
+def without_teacher(model: Decoder) -> Decoder:
+    """The model over the same arrays without its teacher; the model itself if it has none."""
+    if model.teacher is None:
+        return model
+    model = copy_structure(model)
+    model.teacher = None
+    return model
+
+
+def teacher_of(config: TrainConfig) -> str | None:
+    """The folder or hub name of the teacher that a config asks for; None if the objective has no teacher, or the model
+    is its own.
+
+    Raises:
+      ConfigError: it is the folder of an adapter.
+    """
+    path = config.objective.teacher
+    if path is None or path == BASE:
+        return None
+    if base_of(path) is not None:
+        raise ConfigError(f"objective.teacher = {path!r}: it is an adapter; export it merged with its base first")
+    return path
+
+
+def teacher_shapes(config: TrainConfig) -> Decoder | None:
+    """The teacher that a config asks for with shapes in place of its arrays, from its config.json alone; None if it
+    asks for none."""
+    path = teacher_of(config)
+    return None if path is None else _shapes(path, COMPUTE_DTYPES[config.precision], config.objective.teacher_load_in)
+
+
+@functools.lru_cache(4)
+def _shapes(path: str, dtype: str, load_in: str | None) -> Decoder:
+    """`teacher_shapes` of a folder or hub name, with weights of this dtype, or quantised to `load_in`."""
+    hf = find_config(path)
+    shape, load_in = config_from_hf(hf), load_in or weights_stored_in(hf)
+
+    def make() -> Decoder:
+        model = Decoder(shape, jax.random.key(0), dtype)
+        return freeze(model if load_in is None else quantize(model, load_in))
+
+    return nnx.eval_shape(make)
+
+
+def open_teacher(config: TrainConfig) -> Pretrained | None:
+    """The teacher's folder that a config asks for, checked but not loaded; None if it asks for none."""
+    path = teacher_of(config)
+    if path is None:
+        return None
+    return Pretrained(path, COMPUTE_DTYPES[config.precision], config.objective.teacher_load_in)
+
+
+def load_teacher(
+    pretrained: Pretrained | None, cancelled: threading.Event | None = None, mesh: jax.sharding.Mesh | None = None
+) -> Decoder | None:
+    """The teacher with its arrays, frozen; None if there is none to load. `cancelled` and `mesh` are those of
+    Pretrained.load."""
+    return None if pretrained is None else freeze(pretrained.load(cancelled, mesh))
+
+
+def described(model: Decoder, objective: object) -> list[str]:
+    """A line for the screen about the teacher of a run, with its size in parameters and in memory; [] without one."""
+    teacher = model.teacher
+    if teacher is None:
+        own = getattr(objective, "teacher", None) == BASE
+        return ["teacher: the model itself with its adapter off"] if own else []
+    state = nnx.state(teacher)
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    how = stored_in(teacher) or teacher.dtype
+    return [
+        f"teacher: {teacher.name_or_path or 'as it was given'}, {teacher.config.family}, "
+        f"{parameters(state) / 1e9:.2f} B parameters in {how}, {size / 1e9:.2f} GB beside the student"
+    ]

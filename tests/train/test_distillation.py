@@ -1,0 +1,252 @@
+"""Distillation: the loss over packed rows, the teacher beside the student, and whole runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tiny_models import adapted_model, tiny_config, tiny_model
+
+from jaxtune.models.config import LayerSpec
+from jaxtune.models.files.quant import quantize
+from jaxtune.models.hf import save_pretrained
+from jaxtune.models.lora import freeze, get_peft_model, without_adapter
+from jaxtune.train.callbacks import Callback
+from jaxtune.train.config import CheckpointConfig, ConfigError, EvaluationConfig, MeshConfig, OptimConfig
+from jaxtune.train.config.objective import ObjectiveConfig
+from jaxtune.train.folder.checkpoint import CheckpointError
+from jaxtune.train.loading import loading
+from jaxtune.train.objectives.distillation import Distill, generalized_jsd
+from jaxtune.train.objectives.named import objective_of
+from jaxtune.train.objectives.teachers import with_teacher, without_teacher
+from jaxtune.train.planning.choice import choose
+from jaxtune.train.planning.cost import TEACHER, abstract_model, step_cost
+from jaxtune.train.planning.devices import find_device
+from jaxtune.train.planning.forecasts import forecast
+from jaxtune.train.program.loss import Forward
+from jaxtune.train.trainer import Trainer
+from tests.train.data.conftest import make_tokenizer
+from tests.train.tiny_runs import dataset, documents, make_config
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+CAPPED = dict(final_soft_cap=5.0, logit_scale=0.7)
+
+
+def teacher_model(seed: int = 7, **changes):
+    return tiny_model(seed=seed, layers=(LayerSpec(),), **(dict(hidden_size=32, intermediate_size=40) | changes))
+
+
+def student_model(**changes):
+    return tiny_model(layers=(LayerSpec(),), **changes)
+
+
+# ---- the loss
+
+
+@pytest.mark.parametrize("name", ["a teacher", "the base"])
+def test_packed_rows_have_the_loss_and_gradients_of_rows_alone(name):
+    made = documents(4, longest=9)
+    objective = Distill(beta=0.3, temperature=1.4)
+    model = adapted_model(student_model(**CAPPED), r=2)
+    teacher = teacher_model() if name == "a teacher" else without_adapter(model)
+    model = with_teacher(model, teacher) if name == "a teacher" else model
+    rows = dataset(made, length=30)
+    batch = rows.batches(len(rows.rows), shuffle=False).batch_at(0)
+    assert int(batch.segment_ids.max()) > 1  # packed
+    graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
+
+    def packed(trainable):
+        loss, count, sums = objective.loss(nnx.merge(graph, trainable, frozen), batch, Forward(chunk_tokens=20))
+        return loss / count, objective.metrics(sums | {"count": count})["entropy"]
+
+    def alone(trainable):
+        student, total, count = nnx.merge(graph, trainable, frozen), 0.0, 0
+        entropy = 0.0
+        for document in made:
+            tokens, counted = document.tokens[None], jnp.asarray(document.mask[1:])
+            own = student(tokens)[0, :-1]
+            losses = generalized_jsd(own, teacher(tokens)[0, :-1], beta=0.3, temperature=1.4)
+            log_probs = jax.nn.log_softmax(own / 1.4)
+            entropy -= ((jnp.exp(log_probs) * log_probs).sum(-1) * counted).sum()
+            total, count = total + (losses * counted).sum(), count + counted.sum()
+        return total / count, entropy / count
+
+    (got, entropy), gradients = jax.jit(jax.value_and_grad(packed, has_aux=True))(trainable)
+    (want, want_entropy), want_gradients = jax.jit(jax.value_and_grad(alone, has_aux=True))(trainable)
+    np.testing.assert_allclose(got, want, rtol=2e-5)
+    np.testing.assert_allclose(entropy, want_entropy, rtol=2e-5)
+    for one, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(want_gradients), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+# ---- runs
+
+
+def trainer_of(folder, model=None, teacher=None, **changes) -> Trainer:
+    settings = dict(
+        steps=10,
+        rows_per_step=8,
+        optim=OptimConfig(learning_rate=2e-2, weight_decay=0.0),
+        objective=ObjectiveConfig("distill", teacher="given", beta=0.5),
+        evaluation=EvaluationConfig(at_start=True),
+        data=dataclasses.replace(make_config(folder).data, eval="held out"),
+        checkpoint=CheckpointConfig(every_steps=4, every_minutes=None),
+    )
+    config = make_config(folder, **(settings | changes))
+    model = with_teacher(model or student_model(), teacher or teacher_model())
+    return Trainer(model, None, config, dataset(documents(64)), dataset(documents(24, seed=1)))
+
+
+def of_metric(trainer: Trainer, name: str) -> list[float]:
+    return [line[name] for line in trainer.history if name in line]
+
+
+def same_bits(one, other):
+    for a, b in zip(*(jax.tree.leaves(nnx.state(model)) for model in (one, other)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+class Cut(Callback):
+    def between(self, moment):
+        if moment.step == 6:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    trainer = trainer_of(tmp_path_factory.mktemp("distill"))
+    return trainer, trainer.train()
+
+
+def test_a_student_comes_closer_to_its_teacher_on_held_out_rows(run):
+    trainer, trained = run
+    before, after = of_metric(trainer, "eval_loss")
+    assert after < 0.7 * before
+    assert trained.teacher is None and without_teacher(trained) is trained
+    assert all(line["entropy"] > 0 for line in trainer.history if "entropy" in line)
+    shown = trainer.data_summary().splitlines()[0]
+    assert re.fullmatch(r"teacher: as it was given, llama, 0.00 B parameters in float32, .* beside the student", shown)
+
+
+def test_an_interrupted_run_goes_on_to_the_same_bits(run, tmp_path):
+    cut = trainer_of(tmp_path)
+    cut.callbacks = (Cut(),)
+    with pytest.raises(KeyboardInterrupt):
+        cut.train()
+    again = trainer_of(tmp_path)
+    same_bits(again.train(), run[1])
+    assert of_metric(again, "loss") == of_metric(run[0], "loss")[4:]
+
+
+def test_another_teacher_is_another_run(tmp_path):
+    teachers = [teacher_model(seed) for seed in (7, 8)]
+    for index, teacher in enumerate(teachers):
+        teacher.base_digest = f"{index:064x}"
+    trainer_of(tmp_path, teacher=teachers[0], steps=4).train()
+    with pytest.raises(CheckpointError, match="teacher_digest"):
+        trainer_of(tmp_path, teacher=teachers[1], steps=4).train()
+
+
+@pytest.mark.parametrize("mesh", [(2, 1), (1, 2)], ids=["rows divided", "weights divided"])
+def test_a_mesh_leads_where_one_device_leads(run, mesh, tmp_path):
+    off = dict(evaluation=EvaluationConfig(at_end=False), checkpoint=CheckpointConfig(every_minutes=None))
+    trained = trainer_of(tmp_path, mesh=MeshConfig(*mesh), **off).train()
+    begun = nnx.state(student_model(), nnx.Param)
+    states = [jax.tree.leaves(jax.device_get(nnx.state(model, nnx.Param))) for model in (run[1], trained)]
+
+    def distance(ours, theirs):
+        return np.sqrt(sum(((a - b) ** 2).sum() for a, b in zip(ours, theirs, strict=True)))
+
+    assert distance(*states) < 1e-3 * distance(states[0], jax.tree.leaves(begun))
+
+
+def test_an_adapter_learns_from_a_quantised_teacher_and_from_its_base(tmp_path):
+    wide = dict(hidden_size=64, intermediate_size=128, num_heads=2, num_kv_heads=2, head_dim=32)
+    student = get_peft_model(student_model(**wide), r=4)
+    trainer = trainer_of(tmp_path, student, quantize(teacher_model(**wide), "nf4"), steps=4)
+    trainer.train()
+    before, after = of_metric(trainer, "eval_loss")
+    assert after < before and "in nf4" in trainer.data_summary()
+    base = ObjectiveConfig("distill", teacher="base")
+    config = make_config(tmp_path / "base", objective=base, steps=1)
+    trainer = Trainer(student, None, config, dataset(documents(16)))
+    trainer.train()
+    assert of_metric(trainer, "loss") == [pytest.approx(0.0, abs=1e-6)]  # the adapter does nothing yet
+    assert trainer.data_summary().splitlines()[0] == "teacher: the model itself with its adapter off"
+
+
+# ---- from a config
+
+
+def folder_of(model, path):
+    save_pretrained(model, path, make_tokenizer())
+    return str(path)
+
+
+@pytest.mark.parametrize("load_in", [None, "nf4"])
+def test_the_command_loads_a_teacher_as_the_planner_expects_it(load_in, tmp_path):
+    tokenizer = make_tokenizer()
+    wide = dict(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_heads=2, num_kv_heads=2, head_dim=32
+    )
+    folders = [folder_of(make(**wide), tmp_path / name) for name, make in (("s", student_model), ("t", teacher_model))]
+    config = make_config(
+        tmp_path / "out",
+        model=dataclasses.replace(make_config("x").model, path=folders[0]),
+        objective=ObjectiveConfig("distill", teacher=folders[1], teacher_load_in=load_in),
+    )
+    assert objective_of(config) == Distill(teacher=folders[1])
+    with loading(config) as (weights, _, model):
+        loaded = weights.result()
+    ahead, there = (nnx.split(each, nnx.Param, ...) for each in (model, loaded))
+    for expected, found in zip(jax.tree.leaves(ahead[1:]), jax.tree.leaves(there[1:]), strict=True):
+        assert (expected.shape, expected.dtype) == (found.shape, found.dtype)
+    assert loaded.teacher.name_or_path == folders[1] and loaded.teacher.base_digest
+    assert not jax.tree.leaves(nnx.state(loaded.teacher, nnx.Param))
+
+
+def test_the_plan_counts_the_teacher(tmp_path):
+    config = make_config(tmp_path, objective=ObjectiveConfig("distill", teacher="base"))
+    alone = abstract_model(tiny_config(), config)
+    teacher = nnx.eval_shape(lambda: freeze(teacher_model()))
+    plain, taught = (step_cost(model, config, 64, reference_runs=1) for model in (alone, with_teacher(alone, teacher)))
+    size = sum(leaf.size * 4 for leaf in jax.tree.leaves(nnx.state(teacher)))
+    assert taught.fixed[TEACHER] == size and TEACHER not in plain.fixed
+    assert taught.fixed["frozen weights"] == plain.fixed["frozen weights"]
+    assert taught.frozen_bytes == plain.frozen_bytes + size
+    card = find_device("RTX 4090")
+    plan = choose(plain, config, card, None).plan
+    one, other = (forecast(parts, plan, card) for parts in (plain, taught))
+    assert other.peak_bytes > one.peak_bytes + size
+    assert other.step_seconds != one.step_seconds
+
+
+@pytest.mark.parametrize(
+    "changes, told",
+    [
+        (dict(), "objective.teacher"),
+        (dict(teacher="t", beta=1.5), "objective.beta = 1.5"),
+        (dict(teacher="t", temperature=0.0), "objective.temperature = 0.0"),
+        (dict(teacher="base", teacher_load_in="nf4"), "objective.teacher_load_in"),
+        (dict(teacher="t", loss_type="ipo"), "objective.loss_type"),
+    ],
+)
+def test_settings_that_cannot_be_are_named(changes, told):
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        ObjectiveConfig("distill", **changes)
+
+
+def test_a_teacher_that_does_not_fit_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="the student's vocabulary has 48 entries and the teacher's 50"):
+        with_teacher(student_model(), teacher_model(vocab_size=50))
+    config = make_config(tmp_path, objective=ObjectiveConfig("distill", teacher="t"))
+    with pytest.raises(ValueError, match="objective.teacher = 't': the model has no teacher attached"):
+        Trainer(student_model(), None, config, dataset(documents(8)))
+    config = make_config(tmp_path, objective=ObjectiveConfig("distill", teacher="base"))
+    with pytest.raises(ValueError, match="has no adapter"):
+        Trainer(student_model(), None, config, dataset(documents(8)))
