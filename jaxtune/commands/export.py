@@ -23,7 +23,9 @@ def run(arguments: Sequence[str]) -> None:
         f"{', '.join(name for name in LOADED if name != 'nf4')}: the layers in that format, for vLLM; w4a16: in int4, "
         "for vLLM; mxfp4: gpt-oss as it is published",
     )
-    parser.add_argument("--outtype", help="for gguf: f32, f16, bf16, q8_0 or q4_0 (default: the weights' dtype)")
+    parser.add_argument(
+        "--outtype", help="for gguf: f32, f16, bf16, q8_0, q6_k, q4_k_m or q4_0 (default: the weights' dtype)"
+    )
     common.add_numbers(parser)
     parser.add_argument("--max-shard-gb", type=float, default=5.0, help="size of a safetensors shard (default: 5)")
     parser.add_argument("--push", metavar="OWNER/NAME", help="upload the folder to this model repository afterwards")

@@ -239,18 +239,17 @@ class CompatModel(ModelMethods):
         quantization_method: str | Sequence[str] = "fast_quantized",
         **others: Any,
     ) -> None:
-        """Saves a GGUF file for llama.cpp in each of the methods named (f32, f16, bf16, q8_0 or q4_0), each in its own
-        folder below save_directory."""
+        """Saves a GGUF file for llama.cpp in each of the methods named (f32, f16, bf16, q8_0, q6_k, q4_k_m or q4_0),
+        each in its own folder below save_directory."""
         where = "save_pretrained_gguf"
         settle(where, others, SAVE)
         methods = [quantization_method] if isinstance(quantization_method, str) else list(quantization_method)
         for method in methods:
             if isinstance(method, str) and method not in GGUF and LLAMA_CPPS.fullmatch(method):
-                type_name = "Q4_K_M" if method == "quantized" else method.upper()
                 raise ValueError(
                     f"{where}: quantization_method = {method!r} is not supported: it is llama.cpp's to make. Instead: "
                     f"quantization_method='f16', then llama-quantize {Path(save_directory) / 'f16'}/*.gguf OUT.gguf "
-                    f"{type_name}; 'q8_0' and 'q4_0' are written here"
+                    f"{method.upper()}; 'q8_0', 'q6_k', 'q4_k_m' and 'q4_0' are written here"
                 )
         for outtype in dict.fromkeys(choose(where, "quantization_method", method, GGUF) for method in methods):
             folder = Path(save_directory) / outtype

@@ -64,18 +64,21 @@ SCHEDULES = {
 }
 # The order of an epoch's rows by train_sampling_strategy; see jaxtune.train.data.batches.
 ORDERS = {"random": "torch", "sequential": "given"}
-# Unsloth's names of GGUF types. Its further quantised types (q4_k_m, ...) have to be made by llama.cpp.
+# Unsloth's names of GGUF types. Its further quantised types (q5_k_m, ...) have to be made by llama.cpp.
 GGUF = {
     "fast_quantized": "q8_0",
     "q8_0": "q8_0",
+    "quantized": "q4_k_m",
+    "q4_k_m": "q4_k_m",
+    "q6_k": "q6_k",
     "q4_0": "q4_0",
     "not_quantized": "f16",
     "f16": "f16",
     "bf16": "bf16",
     "f32": "f32",
 }
-# Types that llama.cpp makes from an f16 file; "quantized" is Unsloth's name for q4_k_m.
-LLAMA_CPPS = re.compile(r"quantized|i?q\d_\w+")
+# Types that llama.cpp makes from an f16 file.
+LLAMA_CPPS = re.compile(r"i?q\d_\w+")
 # Collators that pad rows of one batch to one length, and do nothing else.
 PADDING_COLLATORS = (
     "DataCollatorForLanguageModeling",

@@ -13,6 +13,7 @@ from typing import Any
 from jaxtune.export import adapters, folders, gguf_file, gguf_tensors, grids, w4a16
 from jaxtune.export.architectures import architecture, hyperparameters
 from jaxtune.export.gguf_tokenizer import strips_as_phi3, tokenizer_fields
+from jaxtune.export.gguf_types import OUTTYPES, is_short, stored_types
 from jaxtune.models.adapters.merge import merged_weights
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.folders import new_folder, require_new, require_space
@@ -53,7 +54,7 @@ def export_model(
       path: a folder that does not exist or is empty.
       to: one of FORMATS. An adapter is merged first, except in formats that contain the adapter alone.
       tokenizer: written with the model; gguf needs it.
-      outtype: for gguf: f32, f16, bf16, q8_0 or q4_0; None: the model's own dtype.
+      outtype: for gguf: f32, f16, bf16, q8_0, q6_k, q4_k_m or q4_0; None: the model's own dtype.
       name: general.name of a GGUF file; None: the folder's name.
       max_shard_bytes: for safetensors folders: weights above this size are divided into shards.
     Returns:
@@ -67,8 +68,8 @@ def export_model(
         raise ValueError(f"export: to = {to!r} is unknown; it can be {', '.join(FORMATS)}")
     if outtype is not None and not to.startswith("gguf"):
         raise ValueError(f"export: outtype = {outtype!r} is an option of gguf; {to} has none")
-    if outtype is not None and outtype not in gguf_file.OUTTYPES:
-        raise ValueError(f"export: outtype = {outtype!r} is unknown; it can be {', '.join(gguf_file.OUTTYPES)}")
+    if outtype is not None and outtype not in OUTTYPES:
+        raise ValueError(f"export: outtype = {outtype!r} is unknown; it can be {', '.join(OUTTYPES)}")
     job = _Job(require_new(path, "export"), tokenizer, outtype, name or Path(path).name, max_shard_bytes)
     if to.startswith("gguf") and not model.config.head.is_text:
         raise ValueError(f"export: to = {to!r}: {model.config.head.what}, for which GGUF has no place; take merged")
@@ -112,16 +113,19 @@ def _gguf(model: Decoder, job: _Job) -> Exported:
     fields = {
         "general.type": "model",
         "general.name": name,
-        "general.file_type": gguf_file.OUTTYPES[outtype][1],
+        "general.file_type": OUTTYPES[outtype][1],
         "general.quantization_version": 2,
         **{f"{arch.name}.{key}": value for key, value in keys.items()},
         **tokens,
     }
     sources = gguf_tensors.of_model(_whole(model), arch)
     tensors = gguf_tensors.all_tensors(sources)
-    short = [tensor for tensor in tensors if not tensor.plain and gguf_file.stored_type(tensor, outtype) == "F16"]
-    if short and outtype.startswith("q"):
-        notes.append(f"{len(short)} tensors are kept in f16: their rows are not whole blocks of {outtype}")
+    kinds = stored_types(tensors, outtype, arch.name, fields)
+    if short := [kinds[tensor.name] for tensor in tensors if is_short(tensor, outtype)]:
+        notes.append(
+            f"{len(short)} tensors have rows that are not whole blocks of {outtype}: they are stored in "
+            f"{', '.join(sorted(set(short)))}"
+        )
     return _write_gguf(job, f"model-{outtype}.gguf", arch.name, fields, sources, outtype, notes)
 
 
@@ -159,7 +163,8 @@ def _write_gguf(job: _Job, file: str, arch: str, fields, sources, outtype: str, 
       outtype: the type of the weights, one of OUTTYPES.
       notes: for the user.
     """
-    size = gguf_file.size_bytes(gguf_tensors.all_tensors(sources), outtype)
+    tensors = gguf_tensors.all_tensors(sources)
+    size = gguf_file.size_bytes(tensors, stored_types(tensors, outtype, arch, fields))
     require_space(job.path.parent, size + _METADATA_BYTES)
     with new_folder(job.path, "export") as folder:
         written = gguf_file.write(folder / file, arch, fields, sources, outtype)

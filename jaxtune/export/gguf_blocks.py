@@ -1,12 +1,11 @@
-"""Encoders for the number types of GGUF files, which run and check themselves on the tensor's device.
+"""Writes tensors in the number types of GGUF files; encoders run and check themselves on the tensor's device.
 
-Their bytes equal those of the gguf package's quantize, which computes the same in numpy with one float32 array for each
-operation. F32, F16 and BF16 are plain numbers. In Q8_0 and Q4_0 each 32 numbers of a row share a scale in f16; such a
-block has 34 or 18 bytes.
+F32, F16 and BF16 are plain numbers. The quantised types, which BLOCK_TYPES lists, code the numbers of a row in blocks.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,16 +15,54 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxtune.export import gguf_codes, gguf_k_codes
 from jaxtune.models.placement import partition
-from jaxtune.pallas.formats.division import divide
 
-BLOCK = 32  # numbers of a row that share a scale in q8_0 and q4_0
+
+@dataclasses.dataclass(frozen=True)
+class BlockType:
+    """A quantised type, in which rows are coded in blocks of neighbouring numbers."""
+
+    numbers: int  # in a block
+    encode: Callable[[jax.Array], jax.Array]  # float32[n, numbers] -> uint8[n, bytes of a block]
+    decode: Callable[[jax.Array], jax.Array]  # uint8[n, bytes of a block] -> float32[n, numbers]
+    # (blocks float32[n, numbers], numpy or jax.numpy) -> the largest error of each that rounding explains, [n, 1]
+    allowed: Callable[[Any, Any], Any]
+
+
+def _of_32(encode: Callable, decode: Callable, steps: int, worst: float) -> BlockType:
+    """A type with blocks of 32; steps and worst: see gguf_codes.allowed."""
+    bound = functools.partial(gguf_codes.allowed, steps=steps, worst=worst)
+    return BlockType(gguf_codes.NUMBERS, encode, decode, bound)
+
+
+def _of_256(bits: int) -> BlockType:
+    """A type with blocks of 256 and codes of this many bits."""
+    bound = functools.partial(gguf_k_codes.allowed, bits=bits)
+    return BlockType(gguf_k_codes.NUMBERS, gguf_k_codes.encoder(bits), gguf_k_codes.decoder(bits), bound)
+
+
+BLOCK_TYPES = {  # by gguf's names
+    "Q8_0": _of_32(gguf_codes.encode_q8_0, gguf_codes.decode_q8_0, 127, 0.5),
+    "Q4_0": _of_32(gguf_codes.encode_q4_0, gguf_codes.decode_q4_0, 8, 1.0),
+    "Q5_0": _of_32(gguf_codes.encode_q5_0, gguf_codes.decode_q5_0, 16, 1.0),
+    "Q5_1": _of_32(gguf_codes.encode_q5_1, gguf_codes.decode_q5_1, 31, 1.0),
+    "Q4_K": _of_256(4),
+    "Q5_K": _of_256(5),
+    "Q6_K": _of_256(6),
+}
+_PLAIN_ROW = 32  # numbers of a row in which the values of a plain type are handled
 LARGEST_F16 = 65504.0
 # Sizes of the runs that are encoded at a time. The encoders are compiled for these sizes only, whatever the tensors'
 # shapes.
 _RUNS = (1 << 24, 1 << 22, 1 << 16)
-_SAMPLED_BLOCKS = 2048  # blocks of a run that are also decoded with gguf's own reader
+_SAMPLED = 1 << 16  # numbers of a run that are also decoded with gguf's own reader
 _PART = 1 << 30  # a larger tensor is divided into parts of this size, because positions are 32-bit integers
+
+
+def block_size(kind: str) -> int:
+    """Numbers of a row that are encoded together in a type, gguf's name of it."""
+    return BLOCK_TYPES[kind].numbers if kind in BLOCK_TYPES else _PLAIN_ROW
 
 
 def encode(name: str, array: Any, kind: str) -> Iterator[Callable[[], np.ndarray]]:
@@ -44,13 +81,13 @@ def encode(name: str, array: Any, kind: str) -> Iterator[Callable[[], np.ndarray
       ArithmeticError: by that function: values that are not finite, too large for f16, or further off than the type's
         rounding explains.
     """
-    array = jnp.asarray(array)
+    array, block = jnp.asarray(array), block_size(kind)
     for part in _parts(array):
         for at, size, own in _runs(part.size):
-            blocks = _cut(part, at, size, own)
+            blocks = _cut(part, at, size, own, block)
             coded = _encoded(blocks, kind)
             answers = _checked(blocks, coded, kind)
-            places = np.linspace(0, -(-own // BLOCK) - 1, min(_SAMPLED_BLOCKS, size // BLOCK)).astype(np.int32)
+            places = np.linspace(0, -(-own // block) - 1, min(_SAMPLED, size) // block).astype(np.int32)
             yield functools.partial(_fetched, name, kind, coded, own, answers, _sampled(blocks, coded, places))
             del blocks, coded
 
@@ -79,12 +116,12 @@ def _runs(numbers: int) -> Iterator[tuple[int, int, int]]:
         at += own
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _cut(array: jax.Array, at: int, size: int, own: int) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _cut(array: jax.Array, at: int, size: int, own: int, block: int) -> jax.Array:
     """Cuts a run out of an array: its `own` numbers from position `at` of the flat array, padded with zeros to `size`
-    numbers so that few sizes are compiled, as [size / BLOCK, BLOCK]."""
+    numbers so that few sizes are compiled, as [size / block, block]."""
     run = lax.dynamic_slice(array.reshape(-1), (at,), (own,))
-    return jnp.pad(run, (0, size - own)).reshape(-1, BLOCK)
+    return jnp.pad(run, (0, size - own)).reshape(-1, block)
 
 
 @jax.jit
@@ -118,13 +155,13 @@ def _fetched(
     if not near or not _reader_agrees(wide.astype(np.float32), np.ascontiguousarray(read), kind):
         raise ArithmeticError(f"gguf: {name}: in {kind} its values are further off than that type's rounding explains")
     found = np.ascontiguousarray(partition.on_host(coded)).reshape(-1).view(np.uint8)
-    return found[: found.size * own // (len(coded) * BLOCK)]
+    return found[: found.size * own // (len(coded) * block_size(kind))]
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _encoded(array: jax.Array, kind: str) -> jax.Array:
-    """Encodes an array [rows, columns] of floats in the GGUF type `kind` (F32, F16, BF16, Q8_0 or Q4_0): an array of
-    that dtype, or uint8[rows, bytes] for a quantised type."""
+    """Encodes an array of floats, a block a row, in the GGUF type `kind`: an array of that dtype, or uint8[rows, bytes
+    of a block] for a quantised type."""
     if kind == "BF16":
         return array.astype(jnp.bfloat16)
     wide = array.astype(jnp.float32)
@@ -132,82 +169,39 @@ def _encoded(array: jax.Array, kind: str) -> jax.Array:
         return wide
     if kind == "F16":
         return wide.astype(jnp.float16)
-    blocks = wide.reshape(len(wide), -1, BLOCK)
-    scales, codes = _q8_0(blocks) if kind == "Q8_0" else _q4_0(blocks)
-    scales = lax.bitcast_convert_type(scales.astype(jnp.float16), jnp.uint8)
-    return jnp.concatenate([scales, codes], -1).reshape(len(wide), -1)
-
-
-def _inverse(scales: jax.Array) -> jax.Array:
-    """1 / scales, and 0 where a scale is 0."""
-    return jnp.where(scales == 0, 0, divide(jnp.ones_like(scales), jnp.where(scales == 0, 1, scales)))
-
-
-def _q8_0(blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(scales float32[rows, n], codes uint8[rows, n, 32]) of blocks [rows, n, 32]. The codes are the bits of the int8
-    numbers of Q8_0, -127 to 127, as bytes to be written."""
-    largest = jnp.abs(blocks).max(-1)
-    scales = divide(largest, jnp.full_like(largest, 127))
-    numbers = blocks * _inverse(scales)[..., None]
-    size = jnp.abs(numbers)
-    whole = jnp.floor(size)
-    rounded = jnp.sign(numbers) * (whole + jnp.floor(2 * (size - whole)))  # halves away from zero
-    return scales, lax.bitcast_convert_type(rounded.astype(jnp.int8), jnp.uint8)
-
-
-def _q4_0(blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(scales float32[rows, n], codes uint8[rows, n, 16]) of blocks [rows, n, 32]; a byte contains two codes."""
-    at = jnp.abs(blocks).argmax(-1, keepdims=True)
-    scales = jnp.take_along_axis(blocks, at, -1)[..., 0] / -8
-    # The barrier prevents a fused multiply-add, because gguf rounds between product and sum.
-    numbers = lax.optimization_barrier(blocks * _inverse(scales)[..., None]) + jnp.float32(8.5)
-    codes = jnp.clip(jnp.trunc(numbers), 0, 15).astype(jnp.uint8)
-    return scales, codes[..., :16] | (codes[..., 16:] << 4)
+    return BLOCK_TYPES[kind].encode(wide)
 
 
 @functools.partial(jax.jit, static_argnums=2)
 def _checked(array: jax.Array, coded: jax.Array, kind: str) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Compares an array [rows, columns] with what `coded`, its encoded form in the GGUF type `kind`, decodes to, on the
-    device.
+    """Compares an array of floats, a block a row, with what `coded`, its encoded form in the GGUF type `kind`, decodes
+    to, on the device.
 
     Returns:
       (all values are finite, all fit into the type, all decode to within the type's rounding), boolean scalars.
     """
     wide = array.astype(jnp.float32)
-    if kind.startswith("Q"):
-        blocks = coded.reshape(len(wide), wide.shape[1] // BLOCK, -1)
-        scales = lax.bitcast_convert_type(blocks[..., :2], jnp.float16).astype(jnp.float32)[..., None]
-        if kind == "Q8_0":
-            codes = lax.bitcast_convert_type(blocks[..., 2:], jnp.int8)
-        else:
-            codes = jnp.concatenate([blocks[..., 2:] & 15, blocks[..., 2:] >> 4], -1).astype(jnp.int8) - 8
-        found = (codes.astype(jnp.float32) * scales).reshape(wide.shape)
-    else:
-        found = coded.astype(jnp.float32)
+    found = BLOCK_TYPES[kind].decode(coded) if kind in BLOCK_TYPES else coded.astype(jnp.float32)
     fits = (jnp.abs(wide) <= LARGEST_F16).all() if kind == "F16" else jnp.array(True)
     return jnp.isfinite(wide).all(), fits, (jnp.abs(found - wide) <= _allowed(wide, kind, jnp)).all()
 
 
 def _reader_agrees(wide: np.ndarray, coded: np.ndarray, kind: str) -> bool:
     """Whether the gguf package decodes `coded`, values encoded in the GGUF type `kind`, to `wide`, the float32[rows,
-    columns] they were made from, within the type's rounding: an independent check of the encoders."""
+    block] they were made from, within the type's rounding: an independent check of the encoders."""
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    found = dequantize(coded.view(np.uint8) if kind in ("BF16", "Q8_0", "Q4_0") else coded, GGMLQuantizationType[kind])
+    as_bytes = kind == "BF16" or kind in BLOCK_TYPES
+    found = dequantize(coded.view(np.uint8) if as_bytes else coded, GGMLQuantizationType[kind])
     return bool((np.abs(found.reshape(wide.shape) - wide) <= _allowed(wide, kind, np)).all())
 
 
 def _allowed(wide: Any, kind: str, numpy: Any) -> Any:
-    """The largest error that rounding to the GGUF type `kind` explains, for each value of `wide`, float32[rows,
-    columns]. `numpy` is numpy or jax.numpy."""
+    """The largest error that rounding to the GGUF type `kind` explains, for each value or row of `wide`, float32[rows,
+    block]. `numpy` is numpy or jax.numpy."""
+    if kind in BLOCK_TYPES:
+        return BLOCK_TYPES[kind].allowed(wide, numpy)
     if kind == "F32":
         return numpy.zeros_like(wide)
-    if kind in ("F16", "BF16"):
-        return numpy.abs(wide) * np.float32(2.0**-11 if kind == "F16" else 2.0**-8) + np.float32(2.0**-25)
-    # A block's scale is its largest value over 127 (q8_0) or over 8 (q4_0), in f16. Codes of q4_0 end at 7, so the
-    # negative of the largest value is clipped by a whole step.
-    largest = numpy.abs(wide).reshape(len(wide), -1, BLOCK).max(-1, keepdims=True)
-    steps, worst = (127, 0.5) if kind == "Q8_0" else (8, 1.0)
-    bound = largest * np.float32(worst * 1.001 / steps + 2.0**-11) + np.float32(steps * 2.0**-25)
-    return numpy.broadcast_to(bound, (*bound.shape[:-1], BLOCK)).reshape(wide.shape)
+    return numpy.abs(wide) * np.float32(2.0**-11 if kind == "F16" else 2.0**-8) + np.float32(2.0**-25)

@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 
 from jaxtune.export import gguf_blocks
-from jaxtune.export.gguf_tensors import HEADS, Source, Tensor, all_tensors
+from jaxtune.export.gguf_tensors import Source, Tensor, all_tensors
+from jaxtune.export.gguf_types import stored_types
 from jaxtune.models.files import byte_files
 from jaxtune.system import terminal
 from jaxtune.system.files import writing
 
-# {outtype: (gguf's name of the type, the number of general.file_type)}
-OUTTYPES = {"f32": ("F32", 0), "f16": ("F16", 1), "bf16": ("BF16", 32), "q8_0": ("Q8_0", 7), "q4_0": ("Q4_0", 2)}
 _ALIGNMENT = 32  # a tensor begins at a multiple of this, in bytes
 _FETCHED_AHEAD = 3  # runs that are copied to the host while the device makes and encodes the next
 
@@ -42,23 +41,10 @@ def require_gguf() -> None:
         raise ValueError("gguf: the gguf package is missing: pip install gguf") from None
 
 
-def stored_type(tensor: Tensor, outtype: str) -> str:
-    """The name, as the gguf package has it, of the type in which a tensor is stored in a file of type `outtype`.
-
-    A tensor whose rows are not whole blocks is stored in f16. Embedding and head are stored in q8_0 where the others
-    are in q4_0: they are read once a token, and their errors reach the logits undamped.
-    """
-    if tensor.plain:
-        return "F32"
-    if outtype.startswith("q") and tensor.shape[-1] % gguf_blocks.BLOCK:
-        return "F16"
-    return OUTTYPES["q8_0" if outtype == "q4_0" and tensor.name in HEADS else outtype][0]
-
-
-def size_bytes(tensors: Sequence[Tensor], outtype: str) -> int:
-    """Bytes of the tensors' data in a file of type `outtype` (a key of OUTTYPES, such as "q8_0"), with the padding
-    between them. The disk must have room for them."""
-    return sum(_tensor_bytes(tensor, stored_type(tensor, outtype)) + _ALIGNMENT for tensor in tensors)
+def size_bytes(tensors: Sequence[Tensor], kinds: Mapping[str, str]) -> int:
+    """Bytes of the tensors' data, each in the type that `kinds` (`gguf_types.stored_types`) has for its name, with the
+    padding between them. The disk must have room for them."""
+    return sum(_tensor_bytes(tensor, kinds[tensor.name]) + _ALIGNMENT for tensor in tensors)
 
 
 def _tensor_bytes(tensor: Tensor, kind: str) -> int:
@@ -80,19 +66,20 @@ def write(
       architecture: general.architecture.
       fields: metadata; an int is stored as uint32, a float as float32, a list as an array of its elements' type.
       sources: make the tensors, in the order of the file.
-      outtype: one of OUTTYPES.
+      outtype: the type of the weights, one of gguf_types.OUTTYPES.
     Returns:
       what was written, by tensor, for `verify`.
     """
     tensors = all_tensors(sources)
-    kinds = {tensor.name: stored_type(tensor, outtype) for tensor in tensors}
+    kinds = stored_types(tensors, outtype, architecture, fields)
+    total = size_bytes(tensors, kinds)
     header = _header(file, architecture, fields, tensors, kinds)
     offsets: dict[str, int] = {}
     sums: dict[str, list[byte_files.Sums]] = {}
     waiting: deque[tuple[str, Future[np.ndarray]]] = deque()  # in the order of the file
     with (
-        writing(file, size_bytes(tensors, outtype)),
-        terminal.progress(f"writing {file.name}", size_bytes(tensors, outtype)) as advanced,
+        writing(file, total),
+        terminal.progress(f"writing {file.name}", total) as advanced,
         byte_files.Writer(file, advanced) as out,
         ThreadPoolExecutor(_FETCHED_AHEAD, thread_name_prefix="jaxtune-fetch") as pool,
     ):

@@ -31,7 +31,7 @@ def require_held(model: Decoder, to: str, outtype: str | None) -> None:
     if grid is None or to in ("adapter", "gguf-adapter"):
         return
     what = f"{to} in {outtype}" if outtype else to
-    if to in exports() or outtype in ("q8_0", "q4_0"):
+    if to in exports() or (outtype and outtype not in _GGUF_DTYPES):
         raise ValueError(
             f"export: to = {what!r} rounds weights to a grid of its own, and quantisation-aware training rounded this "
             f"model's to another ({grid}): take w4a16, which stores that grid, or merged, or gguf in bf16 or f32"

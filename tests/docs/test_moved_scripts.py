@@ -245,7 +245,7 @@ def test_saving_in_four_bits_and_to_the_hub(workplace, monkeypatch):
     model.save_pretrained_merged("four_bits", tokenizer, save_method="merged_4bit")
     stored = json.loads((workplace / "four_bits/config.json").read_text())["quantization_config"]
     assert stored["bnb_4bit_quant_type"] == "nf4"
-    for method, theirs in (("q4_k_m", "Q4_K_M"), ("quantized", "Q4_K_M"), ("iq2_xxs", "IQ2_XXS")):
+    for method, theirs in (("q5_k_m", "Q5_K_M"), ("iq2_xxs", "IQ2_XXS")):
         with pytest.raises(
             ValueError, match=rf"{method}.*llama.cpp's to make(.|\n)*llama-quantize gguf/f16.*{theirs};"
         ):
@@ -258,9 +258,10 @@ def test_gguf_is_written_by_unsloths_names(workplace, monkeypatch):
     calls = []
     monkeypatch.setattr("jaxtune.compat.model.export_model", lambda *a, **options: calls.append((a[1:], options)))
     model, tokenizer = load()
-    model.save_pretrained_gguf("gguf", tokenizer, quantization_method=["fast_quantized", "q8_0", "f16"])
+    model.save_pretrained_gguf("gguf", tokenizer, quantization_method=["fast_quantized", "quantized", "q8_0", "f16"])
     assert calls == [
-        ((workplace.__class__("gguf") / t,), dict(to="gguf", tokenizer=tokenizer, outtype=t)) for t in ("q8_0", "f16")
+        ((workplace.__class__("gguf") / t,), dict(to="gguf", tokenizer=tokenizer, outtype=t))
+        for t in ("q8_0", "q4_k_m", "f16")
     ]
 
 

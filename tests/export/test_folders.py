@@ -211,7 +211,10 @@ def test_no_room(to, tmp_path, monkeypatch):
             "to = .onnx. is unknown; it can be merged, bnb-4bit, fp8, nvfp4, int8, w4a16, mxfp4, adapter, gguf",
         ),
         (dict(to="merged", outtype="q8_0"), "outtype = 'q8_0' is an option of gguf; merged has none"),
-        (dict(to="gguf", outtype="q3"), "outtype = 'q3' is unknown; it can be f32, f16, bf16, q8_0, q4_0"),
+        (
+            dict(to="gguf", outtype="q3"),
+            "outtype = 'q3' is unknown; it can be f32, f16, bf16, q8_0, q6_k, q4_k_m, q4_0",
+        ),
         (dict(to="mxfp4"), "only gpt-oss can be written, and this model is of the family 'qwen2'"),
     ],
 )

@@ -16,7 +16,7 @@ from tiny_models import adapted_model, named, tiny_model
 
 gguf = pytest.importorskip("gguf")
 
-from jaxtune.export import api, gguf_blocks, gguf_file, gguf_tensors  # noqa: E402
+from jaxtune.export import api, gguf_blocks, gguf_file, gguf_tensors, gguf_types  # noqa: E402
 from jaxtune.export.architectures import architecture, hyperparameters  # noqa: E402
 from jaxtune.models.adapters.merge import merge_adapter  # noqa: E402
 from jaxtune.models.files import byte_files  # noqa: E402
@@ -240,14 +240,16 @@ def test_an_unknown_family_is_refused():
         architecture(tiny_model(family="toy").config)
 
 
-@pytest.mark.parametrize("outtype", gguf_file.OUTTYPES)
+@pytest.mark.parametrize("outtype", gguf_types.OUTTYPES)
 def test_types(outtype, tmp_path):
     """Rows of 64 are whole blocks, of 80 are not; embedding and vectors have types of their own."""
     reader, _ = written(made("llama", intermediate_size=80, vocab_size=64), tmp_path, outtype)
     types = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
-    assert types["blk.0.attn_q.weight"] == outtype.upper()
+    shorter = {"q6_k": "Q8_0", "q4_k_m": "Q5_0"}  # of types with 256 numbers a block
+    assert types["blk.0.attn_q.weight"] == shorter.get(outtype, outtype.upper())
     assert types["blk.0.ffn_down.weight"] == ("F16" if outtype.startswith("q") else outtype.upper())
-    assert types["token_embd.weight"] == ("Q8_0" if outtype == "q4_0" else outtype.upper())
+    # It is the head too.
+    assert types["token_embd.weight"] == ("Q8_0" if outtype in ("q4_0", *shorter) else outtype.upper())
     assert types["blk.0.attn_norm.weight"] == types["blk.0.attn_q.bias"] == types["rope_freqs.weight"] == "F32"
 
 
@@ -267,20 +269,20 @@ def encoded(array, kind) -> np.ndarray:
     return np.concatenate([fetch() for fetch in gguf_blocks.encode("x", array, kind)])
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "F16", "BF16"])
+@pytest.mark.parametrize("kind", [*gguf_blocks.BLOCK_TYPES, "F16", "BF16"])
 def test_an_encoder_that_errs_is_caught(kind, monkeypatch):
     """By what its bytes stand for, and by what gguf's reader says that they do."""
     right = gguf_blocks._encoded
-    wrong = 1.5 if kind == "Q4_0" else 1.02  # a whole step of Q4_0 is an eighth
+    wrong = 1.02 if kind in ("Q8_0", "F16", "BF16") else 1.5  # a whole step of Q4_0 is an eighth
     monkeypatch.setattr(gguf_blocks, "_encoded", lambda array, kind: right(wrong * array, kind))
-    array = np.random.default_rng(0).standard_normal((8, 64)).astype(np.float32)
+    array = np.random.default_rng(0).standard_normal((8, 256)).astype(np.float32)
     for checked in (gguf_blocks._checked, lambda *_: (True, True, True)):
         monkeypatch.setattr(gguf_blocks, "_checked", checked)
         with pytest.raises(ArithmeticError, match=f"in {kind} its values are further off than that type's rounding"):
             encoded(array, kind)
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q5_0", "Q5_1"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_bytes_are_those_of_gguf(kind, dtype):
     """Of numbers of any size, of halves between two codes, of zeros and of equal numbers."""

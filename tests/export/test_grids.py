@@ -85,6 +85,7 @@ def test_a_folder_of_an_older_version_names_its_grid_without_a_dtype(tmp_path):
         (["--to", "fp8"], r"\(int4 in groups of 32, bfloat16\): take w4a16, which stores that grid"),
         (["--to", "gguf", "--outtype", "q4_0"], "'gguf in q4_0' rounds weights"),
         (["--to", "gguf", "--outtype", "q8_0"], "'gguf in q8_0' rounds weights"),
+        (["--to", "gguf", "--outtype", "q4_k_m"], "'gguf in q4_k_m' rounds weights"),
         (["--to", "gguf", "--outtype", "f16"], "in float16 cannot represent weights .*: take bfloat16"),
         (["--to", "gguf", "--dtype", "float16"], "in float16 cannot represent weights .*: take bfloat16"),
         (["--to", "w4a16", "--dtype", "float16"], "cannot represent weights .*: take bfloat16"),

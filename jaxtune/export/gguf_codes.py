@@ -1,0 +1,138 @@
+"""Encoders of GGUF's types with blocks of 32 numbers: Q8_0, Q4_0, Q5_0 and Q5_1.
+
+The numbers of a block, which are neighbours in a row, share a scale d in f16; in Q5_1 also a least value m:
+
+| type | bytes | a number is |
+|---|---|---|
+| Q8_0 | 34 | d * code, code an int8 |
+| Q4_0 | 18 | d * (code - 8), code of 4 bits |
+| Q5_0 | 22 | d * (code - 16), code of 5 bits |
+| Q5_1 | 24 | d * code + m, code of 5 bits |
+
+The bytes equal those of the gguf package's quantize, which computes the same in numpy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxtune.pallas.formats.division import divide
+
+NUMBERS = 32  # numbers of a row in a block
+
+
+def _inverse(scales: jax.Array) -> jax.Array:
+    """1 / scales, and 0 where a scale is 0."""
+    return jnp.where(scales == 0, 0, divide(jnp.ones_like(scales), jnp.where(scales == 0, 1, scales)))
+
+
+def _bytes_of(scales: jax.Array) -> jax.Array:
+    """The bytes of scales [n, 1] as f16, uint8[n, 2]."""
+    return lax.bitcast_convert_type(scales[:, 0].astype(jnp.float16), jnp.uint8)
+
+
+def _f16_of(pair: jax.Array) -> jax.Array:
+    """float32[n, 1] of the f16 numbers whose bytes are uint8[n, 2]."""
+    return lax.bitcast_convert_type(pair, jnp.float16).astype(jnp.float32)[:, None]
+
+
+def encode_q8_0(blocks: jax.Array) -> jax.Array:
+    """Encodes blocks float32[n, 32] in Q8_0: uint8[n, 34]. Codes are -127 to 127."""
+    largest = jnp.abs(blocks).max(-1, keepdims=True)
+    scales = divide(largest, jnp.full_like(largest, 127))
+    numbers = blocks * _inverse(scales)
+    size = jnp.abs(numbers)
+    whole = jnp.floor(size)
+    rounded = jnp.sign(numbers) * (whole + jnp.floor(2 * (size - whole)))  # halves away from zero
+    codes = lax.bitcast_convert_type(rounded.astype(jnp.int8), jnp.uint8)
+    return jnp.concatenate([_bytes_of(scales), codes], -1)
+
+
+def decode_q8_0(coded: jax.Array) -> jax.Array:
+    """Decodes blocks of Q8_0, uint8[n, 34], to float32[n, 32]."""
+    return _f16_of(coded[:, :2]) * lax.bitcast_convert_type(coded[:, 2:], jnp.int8).astype(jnp.float32)
+
+
+def _signed_codes(blocks: jax.Array, middle: int) -> tuple[jax.Array, jax.Array]:
+    """(scales float32[n, 1], codes uint8[n, 32]) of blocks float32[n, 32], where the number of the largest magnitude
+    has the code 0, and zero the code `middle`."""
+    at = jnp.abs(blocks).argmax(-1, keepdims=True)
+    scales = jnp.take_along_axis(blocks, at, -1) / -middle
+    # The barrier prevents a fused multiply-add, because gguf rounds between product and sum.
+    numbers = lax.optimization_barrier(blocks * _inverse(scales)) + jnp.float32(middle + 0.5)
+    return scales, jnp.clip(jnp.trunc(numbers), 0, 2 * middle - 1).astype(jnp.uint8)
+
+
+def _halves(codes: jax.Array) -> jax.Array:
+    """The low four bits of codes uint8[n, 32], packed in uint8[n, 16]: a byte has those of a number of the first half
+    and of one of the second."""
+    return (codes[:, :16] & 15) | (codes[:, 16:] << 4)
+
+
+def _fifth_bits(codes: jax.Array) -> jax.Array:
+    """The fifth bits of codes uint8[n, 32], packed in uint8[n, 4] in the order of the numbers, from each lowest bit
+    up."""
+    places = jnp.arange(8, dtype=jnp.uint8)
+    return (codes.reshape(-1, 4, 8) >> 4 << places).sum(-1, dtype=jnp.uint8)
+
+
+def _five_bits(high: jax.Array, low: jax.Array) -> jax.Array:
+    """The codes, float32[n, 32], of which `_fifth_bits` packed `high`, uint8[n, 4], and `_halves` packed `low`,
+    uint8[n, 16]."""
+    fifth = (high[..., None] >> jnp.arange(8, dtype=jnp.uint8) & 1).reshape(-1, NUMBERS)
+    return (jnp.concatenate([low & 15, low >> 4], -1) | (fifth << 4)).astype(jnp.float32)
+
+
+def encode_q4_0(blocks: jax.Array) -> jax.Array:
+    """Encodes blocks float32[n, 32] in Q4_0: uint8[n, 18]."""
+    scales, codes = _signed_codes(blocks, 8)
+    return jnp.concatenate([_bytes_of(scales), _halves(codes)], -1)
+
+
+def decode_q4_0(coded: jax.Array) -> jax.Array:
+    """Decodes blocks of Q4_0, uint8[n, 18], to float32[n, 32]."""
+    codes = jnp.concatenate([coded[:, 2:] & 15, coded[:, 2:] >> 4], -1)
+    return _f16_of(coded[:, :2]) * (codes.astype(jnp.float32) - 8)
+
+
+def encode_q5_0(blocks: jax.Array) -> jax.Array:
+    """Encodes blocks float32[n, 32] in Q5_0: uint8[n, 22]."""
+    scales, codes = _signed_codes(blocks, 16)
+    return jnp.concatenate([_bytes_of(scales), _fifth_bits(codes), _halves(codes)], -1)
+
+
+def decode_q5_0(coded: jax.Array) -> jax.Array:
+    """Decodes blocks of Q5_0, uint8[n, 22], to float32[n, 32]."""
+    return _f16_of(coded[:, :2]) * (_five_bits(coded[:, 2:6], coded[:, 6:]) - 16)
+
+
+def encode_q5_1(blocks: jax.Array) -> jax.Array:
+    """Encodes blocks float32[n, 32] in Q5_1: uint8[n, 24]."""
+    least, most = blocks.min(-1, keepdims=True), blocks.max(-1, keepdims=True)
+    scales = divide(most - least, jnp.full_like(most, 31))
+    numbers = lax.optimization_barrier((blocks - least) * _inverse(scales)) + jnp.float32(0.5)
+    codes = jnp.clip(jnp.trunc(numbers), 0, 31).astype(jnp.uint8)
+    return jnp.concatenate([_bytes_of(scales), _bytes_of(least), _fifth_bits(codes), _halves(codes)], -1)
+
+
+def decode_q5_1(coded: jax.Array) -> jax.Array:
+    """Decodes blocks of Q5_1, uint8[n, 24], to float32[n, 32]."""
+    return _f16_of(coded[:, :2]) * _five_bits(coded[:, 4:8], coded[:, 8:]) + _f16_of(coded[:, 2:4])
+
+
+def allowed(blocks: Any, numpy: Any, *, steps: int, worst: float) -> Any:
+    """The largest error that rounding explains, for each block of float32[n, 32], as [n, 1].
+
+    Args:
+      blocks: the values.
+      numpy: numpy or jax.numpy.
+      steps: the largest magnitude is this many times the scale; of Q5_1, the range, which is at most twice as large.
+      worst: steps by which a value can be off: half of one, or a whole one where codes end one step before the negative
+        of the largest value.
+    """
+    largest = numpy.abs(blocks).max(-1, keepdims=True)
+    return largest * numpy.float32(worst * 1.001 / steps + 2.0**-11) + numpy.float32(steps * 2.0**-25)

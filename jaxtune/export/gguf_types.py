@@ -1,0 +1,98 @@
+"""The type in which each tensor of a GGUF file is stored."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxtune.export import gguf_blocks
+from jaxtune.export.gguf_tensors import HEADS, Tensor
+
+# {outtype: (gguf's name of the type, the number of general.file_type)}
+OUTTYPES = {
+    "f32": ("F32", 0),
+    "f16": ("F16", 1),
+    "bf16": ("BF16", 32),
+    "q8_0": ("Q8_0", 7),
+    "q6_k": ("Q6_K", 18),
+    "q4_k_m": ("Q4_K", 15),
+    "q4_0": ("Q4_0", 2),
+}
+# Types of 32 numbers a block that take the place of those of 256 where rows are no multiple of 256.
+_SHORTER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+_LAYER = re.compile(r"blk\.(\d+)\.(.*)")
+
+
+def stored_types(
+    tensors: Sequence[Tensor], outtype: str, architecture: str, fields: Mapping[str, Any]
+) -> dict[str, str]:
+    """The type in which each tensor is stored in a file of type `outtype`, as {tensor's name: gguf's name of the type}.
+
+    In q4_0, embedding and head are stored in Q8_0: they are read once a token, and their errors reach the logits
+    undamped. In q4_k_m and q6_k, the types are those that llama-quantize of llama.cpp gives to the same tensors. A
+    tensor whose rows are not whole blocks gets a type of smaller blocks, or f16 if its rows are no multiple of 32
+    either.
+
+    Args:
+      tensors: all tensors of the file.
+      outtype: one of OUTTYPES.
+      architecture: general.architecture of the file.
+      fields: the file's metadata.
+    """
+    kind = OUTTYPES[outtype][0]
+    by_name = _k_type(tensors, kind, architecture, fields) if outtype in ("q4_k_m", "q6_k") else lambda _: kind
+    found = {}
+    for tensor in tensors:
+        wanted = "Q8_0" if outtype == "q4_0" and tensor.name in HEADS else by_name(tensor.name)
+        found[tensor.name] = "F32" if tensor.plain else _of_rows(wanted, tensor.shape[-1])
+    return found
+
+
+def is_short(tensor: Tensor, outtype: str) -> bool:
+    """Whether a tensor cannot be stored in the type of the file, because its rows are not whole blocks of it."""
+    block = gguf_blocks.BLOCK_TYPES.get(OUTTYPES[outtype][0])
+    return block is not None and not tensor.plain and tensor.shape[-1] % block.numbers != 0
+
+
+def _of_rows(kind: str, columns: int) -> str:
+    """The type `kind`, or what takes its place for rows of this many columns if they are not whole blocks of it."""
+    if kind in gguf_blocks.BLOCK_TYPES and columns % gguf_blocks.block_size(kind):
+        return _of_rows(_SHORTER[kind], columns) if kind in _SHORTER else "F16"
+    return kind
+
+
+def _k_type(tensors: Sequence[Tensor], kind: str, architecture: str, fields: Mapping[str, Any]) -> Callable[[str], str]:
+    """llama.cpp's rule for files whose default type is `kind`, Q4_K (q4_k_m) or Q6_K: a function from a tensor's name
+    to its type, for rows of any length. The other arguments are those of `stored_types`.
+
+    The head has Q6_K, and so has the embedding where it is the head. In q4_k_m the matrices of v, or q/k/v in one, and
+    down have Q6_K in the first and last eighth of the layers and every third between. In the 70B models, whose v is
+    small, v has at least Q5_K. In models of eight experts k and v have Q8_0, and in q4_k_m the attention's output has
+    Q5_K.
+    """
+
+    def number(key: str) -> int:
+        return fields.get(f"{architecture}.{key}", 0)
+
+    layers, eight = number("block_count"), number("expert_count") == 8
+    grouped = number("attention.head_count") != number("attention.head_count_kv")
+    large = layers == 80 and not eight and (architecture == "qwen2" or (architecture == "llama" and grouped))
+    head = HEADS[1] if any(tensor.name == HEADS[1] for tensor in tensors) else HEADS[0]
+
+    def of(name: str) -> str:
+        layer = _LAYER.fullmatch(name)
+        if layer is None:
+            return "Q6_K" if name == head else kind
+        at, part = int(layer[1]), layer[2]
+        sensitive = at < layers // 8 or at >= 7 * layers // 8 or (at - layers // 8) % 3 == 2
+        more = "Q6_K" if sensitive else kind
+        if part in ("attn_v.weight", "attn_qkv.weight"):
+            return "Q8_0" if eight else "Q5_K" if large and more == "Q4_K" else more
+        if part == "attn_k.weight" and eight:
+            return "Q8_0"
+        if part == "attn_output.weight" and eight and kind == "Q4_K":
+            return "Q5_K"
+        return more if part.startswith("ffn_down") else kind
+
+    return of
