@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -18,6 +19,8 @@ from jax import lax
 from jaxtune.export import gguf_codes, gguf_k_codes
 from jaxtune.models.placement import partition
 
+Floats = jax.Array | np.ndarray
+
 
 @dataclasses.dataclass(frozen=True)
 class BlockType:
@@ -27,7 +30,7 @@ class BlockType:
     encode: Callable[[jax.Array], jax.Array]  # float32[n, numbers] -> uint8[n, bytes of a block]
     decode: Callable[[jax.Array], jax.Array]  # uint8[n, bytes of a block] -> float32[n, numbers]
     # (blocks float32[n, numbers], numpy or jax.numpy) -> the largest error of each that rounding explains, [n, 1]
-    allowed: Callable[[Any, Any], Any]
+    allowed: Callable[[Floats, ModuleType], Floats]
 
 
 def _of_32(encode: Callable, decode: Callable, steps: int, worst: float) -> BlockType:
@@ -61,7 +64,7 @@ _PART = 1 << 30  # a larger tensor is divided into parts of this size, because p
 
 
 def block_size(kind: str) -> int:
-    """Numbers of a row that are encoded together in a type, gguf's name of it."""
+    """Numbers of a row that a block of a type has; `kind` is gguf's name of it."""
     return BLOCK_TYPES[kind].numbers if kind in BLOCK_TYPES else _PLAIN_ROW
 
 
@@ -197,7 +200,7 @@ def _reader_agrees(wide: np.ndarray, coded: np.ndarray, kind: str) -> bool:
     return bool((np.abs(found.reshape(wide.shape) - wide) <= _allowed(wide, kind, np)).all())
 
 
-def _allowed(wide: Any, kind: str, numpy: Any) -> Any:
+def _allowed(wide: Floats, kind: str, numpy: ModuleType) -> Floats:
     """The largest error that rounding to the GGUF type `kind` explains, for each value or row of `wide`, float32[rows,
     block]. `numpy` is numpy or jax.numpy."""
     if kind in BLOCK_TYPES:

@@ -14,10 +14,11 @@ The bytes equal those of the gguf package's quantize, which computes the same in
 
 from __future__ import annotations
 
-from typing import Any
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxtune.pallas.formats.division import divide
@@ -124,7 +125,7 @@ def decode_q5_1(coded: jax.Array) -> jax.Array:
     return _f16_of(coded[:, :2]) * _five_bits(coded[:, 4:8], coded[:, 8:]) + _f16_of(coded[:, 2:4])
 
 
-def allowed(blocks: Any, numpy: Any, *, steps: int, worst: float) -> Any:
+def allowed(blocks: jax.Array | np.ndarray, numpy: ModuleType, *, steps: int, worst: float) -> jax.Array | np.ndarray:
     """The largest error that rounding explains, for each block of float32[n, 32], as [n, 1].
 
     Args:

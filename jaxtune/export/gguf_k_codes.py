@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 NUMBERS = 256  # numbers of a row in a block
@@ -51,7 +52,7 @@ def decoder(bits: int) -> Callable[[jax.Array], jax.Array]:
     return _decoded_signed if bits == 6 else functools.partial(_decoded_with_least, bits=bits)
 
 
-def allowed(blocks: Any, numpy: Any, *, bits: int) -> Any:
+def allowed(blocks: jax.Array | np.ndarray, numpy: ModuleType, *, bits: int) -> jax.Array | np.ndarray:
     """The largest error that rounding to the type explains, for each block of float32[n, 256], as [n, 1].
 
     It is one and a half steps of the part with the largest range: half a step by rounding to a code, and one because

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from jaxtune.export import gguf_blocks
 from jaxtune.export.gguf_tensors import HEADS, Tensor
@@ -25,7 +24,7 @@ _LAYER = re.compile(r"blk\.(\d+)\.(.*)")
 
 
 def stored_types(
-    tensors: Sequence[Tensor], outtype: str, architecture: str, fields: Mapping[str, Any]
+    tensors: Sequence[Tensor], outtype: str, architecture: str, fields: Mapping[str, object]
 ) -> dict[str, str]:
     """The type in which each tensor is stored in a file of type `outtype`, as {tensor's name: gguf's name of the type}.
 
@@ -62,7 +61,9 @@ def _of_rows(kind: str, columns: int) -> str:
     return kind
 
 
-def _k_type(tensors: Sequence[Tensor], kind: str, architecture: str, fields: Mapping[str, Any]) -> Callable[[str], str]:
+def _k_type(
+    tensors: Sequence[Tensor], kind: str, architecture: str, fields: Mapping[str, object]
+) -> Callable[[str], str]:
     """llama.cpp's rule for files whose default type is `kind`, Q4_K (q4_k_m) or Q6_K: a function from a tensor's name
     to its type, for rows of any length. The other arguments are those of `stored_types`.
 
@@ -73,7 +74,8 @@ def _k_type(tensors: Sequence[Tensor], kind: str, architecture: str, fields: Map
     """
 
     def number(key: str) -> int:
-        return fields.get(f"{architecture}.{key}", 0)
+        found = fields.get(f"{architecture}.{key}")
+        return found if isinstance(found, int) else 0
 
     layers, eight = number("block_count"), number("expert_count") == 8
     grouped = number("attention.head_count") != number("attention.head_count_kv")
