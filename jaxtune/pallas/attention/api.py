@@ -68,7 +68,10 @@ def implementations(
 
 
 def _checked(op, query, key, value, layout, scale, window, soft_cap, sinks) -> Arguments:
-    """Returns a checker with the arrays and options of a call of `op` checked; they are described at attention_forward.
+    """Checks the arrays and options of a call and returns the checker, with which the caller can check further arrays
+    against the same sizes. query, key, value, layout, scale, window, soft_cap and sinks are those of the public
+    functions, and must be as attention_forward describes them; op is the name of the function that messages begin
+    with.
 
     Raises:
       TypeError, ValueError: an argument is not as described there.
@@ -85,11 +88,13 @@ def _checked(op, query, key, value, layout, scale, window, soft_cap, sinks) -> A
 
 
 def _check_features(check: Arguments, query, key, scale, window, soft_cap, sinks) -> None:
-    """Checks the arguments that all functions here share besides arrays of tokens; query and key have their shapes.
+    """Checks the arguments that the functions here share besides arrays of tokens: scale must be a number, window None
+    or a whole number from 1 on, soft_cap None or above 0, and sinks None or float[heads]. query [B, T, heads, D] and
+    key [B, T, kv_heads, D] are checked already but for their numbers of heads; check is the checker that knows their
+    sizes and the name of the call.
 
     Raises:
-      TypeError, ValueError: heads are no multiple of key/value heads, or an option is not as attention_forward
-        describes it.
+      TypeError, ValueError: heads are no multiple of key/value heads, or an option is not as described above.
     """
     if query.shape[2] % key.shape[2]:
         raise ValueError(
@@ -104,8 +109,9 @@ def _check_features(check: Arguments, query, key, scale, window, soft_cap, sinks
 
 def _pick(query, key, value, layout, implementation, **options):
     """Chooses the implementation of a call and returns its module, which has the functions `forward` and `backward`:
-    the one named `implementation`, or for None the first that supports the call. options: window, soft_cap and sinks,
-    as `implementations` takes them."""
+    the one named `implementation`, or for None the first of `implementations` that supports the call. query, key,
+    value and layout are those of attention_forward, of which only shapes, dtypes and the layout's kind matter; options
+    are window, soft_cap and sinks."""
     table = implementations(query, layout, kv_heads=key.shape[2], **options)
     return IMPLEMENTATIONS[dispatch.choose("attention", table, implementation)]
 
@@ -193,24 +199,27 @@ def attention_backward(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
 def _attention(query, key, value, sinks, layout, static, implementation, backward_implementation):
-    """`attention` with a custom derivative, whose backward may run another implementation. `static` has the keyword
-    arguments scale, window and soft_cap as a tuple of pairs (name, value), because a static argument must be
-    hashable."""
+    """Returns attention [B, T, heads, D] with a custom derivative, whose backward may run another implementation.
+    query, key, value, sinks (or None) and layout are those of `attention`, and so are the names `implementation` and
+    `backward_implementation`. `static` has the keyword arguments scale, window and soft_cap as a tuple of pairs (name,
+    value), because a static argument must be hashable."""
     return _attention_fwd(query, key, value, sinks, layout, static, implementation, backward_implementation)[0]
 
 
 def _attention_fwd(query, key, value, sinks, layout, static, implementation, backward_implementation):
-    """The forward rule of `_attention`: (out [B, T, heads, D], residuals). The residuals are (query, key, value, sinks,
-    layout, out, lse), lse being the log-sum-exp float32[B, heads, T]; the weights [T, T] are computed again in the
-    backward."""
+    """The forward rule of `_attention`, with the same arguments: (out [B, T, heads, D], residuals).
+    backward_implementation has no effect here, because JAX hands all arguments to both rules. The residuals are
+    (query, key, value, sinks, layout, out, lse), lse being the log-sum-exp float32[B, heads, T]; the weights [T, T]
+    are computed again in the backward."""
     out, lse = attention_forward(query, key, value, layout, sinks=sinks, implementation=implementation, **dict(static))
     return out, (query, key, value, sinks, layout, out, lse)
 
 
 def _attention_bwd(static, implementation, backward_implementation, residuals, dout):
-    """The backward rule of `_attention`, from dout [B, T, heads, D]: (gradients of query, key and value, of sinks or
-    None without them, None for the layout). dout is set to zero at padding first, where it may be anything, even
-    NaN."""
+    """The backward rule of `_attention`: (gradients of query, key and value, of sinks or None without them, None for
+    the layout). static, implementation (not used) and backward_implementation are the static arguments of the call,
+    residuals what _attention_fwd saved, and dout the gradient of out, [B, T, heads, D]. dout is set to zero at padding
+    first, where it may be anything, even NaN."""
     query, key, value, sinks, layout, out, lse = residuals
     if not layout.full:  # padding may have any gradient, even NaN
         dout = jnp.where((jnp.arange(dout.shape[1]) < layout.doc_end)[:, :, None, None], dout, 0)

@@ -61,7 +61,7 @@ def _slots(layout: PackedLayout) -> int:
 def _documents(layout: PackedLayout):
     """Where the documents of each row lie, in the format of cuDNN's THD path: (int32[B, M] their lengths in tokens,
     int32[B, M + 1] the indices of their first tokens in the row). M is that of `_slots`; unused entries, and the last
-    column of the second, are -1."""
+    column of the second, are -1. layout: the document bounds of the batch's rows."""
     rows, length = layout.doc_start.shape
     count = _slots(layout)
     index = jnp.arange(length, dtype=jnp.int32)
@@ -76,12 +76,10 @@ def _documents(layout: PackedLayout):
 
 
 def _stat_index(layout: PackedLayout):
-    """Where cuDNN stores each token's log-sum-exp, two int32[B, T]: (the token's document, its index within the
-    document). In cuDNN's statistics [B * M, heads, T] they index the first and the last axis.
-
-    JAX passes the documents of all rows to cuDNN in one list without the unused entries, so documents are numbered from
-    row 0 on, through all rows.
-    """
+    """Where cuDNN stores each token's log-sum-exp in a batch of this layout, two int32[B, T]: (the token's document,
+    its index within the document). In cuDNN's statistics [B * M, heads, T] they index the first and the last axis. JAX
+    passes the documents of all rows to cuDNN in one list without the unused entries, so documents are numbered from
+    row 0 on, through all rows. At padding the numbers mean nothing."""
     index = jnp.arange(layout.doc_start.shape[1], dtype=jnp.int32)
     first = (layout.doc_start == index) & (layout.doc_end > index)
     number = jnp.cumsum(first.reshape(-1)).reshape(first.shape) - 1
@@ -90,7 +88,8 @@ def _stat_index(layout: PackedLayout):
 
 def _call_arguments(layout, query, scale, window):
     """(arrays, static arguments) that JAX's call of cuDNN takes after query, key and value: the documents' lengths and
-    offsets if rows are packed, and empty arrays for features that are not used."""
+    offsets if rows of `layout` are packed, and empty arrays for features that are not used. scale and window are those
+    of the attention; of query only the dtype is used."""
     unused = jnp.zeros(0, query.dtype)
     if layout.max_documents == 1:
         mask, arrays = cudnn.MaskType.CAUSAL, (unused, unused, unused, unused)
@@ -110,8 +109,8 @@ def _call_arguments(layout, query, scale, window):
 
 
 def _real(layout, array):
-    """The array [B, T, heads, D], out or a gradient of cuDNN, with zeros at padding, where cuDNN leaves the memory
-    unwritten."""
+    """`array` [B, T, heads, D], which is out, dout or a gradient of cuDNN, with zeros at the padding of `layout`,
+    where cuDNN leaves the memory unwritten."""
     if layout.full:
         return array
     real = jnp.arange(array.shape[1]) < layout.doc_end
@@ -120,8 +119,9 @@ def _real(layout, array):
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
     """(out [B, T, heads, D], lse float32[B, heads, T]) of packed causal attention, computed by cuDNN: query [B, T,
-    heads, D], key and value [B, T, kv_heads, D], within the documents of `layout`. The options (factor on scores,
-    sliding window, soft cap, sinks) are those of api.attention_forward."""
+    heads, D], key and value [B, T, kv_heads, D], within the documents of `layout`. scale multiplies the scores; window
+    (keys that a query sees), soft_cap and sinks float[heads] are those of api.attention_forward, and None where there
+    is none. soft_cap and sinks must be None, because cuDNN has neither."""
     arrays, static = _call_arguments(layout, query, scale, window)
     out, stats = cudnn._dot_product_attention_fwd_p_wrapper.bind(query, key, value, *arrays, **static, is_training=True)
     if layout.max_documents == 1:
@@ -132,9 +132,10 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
 
 
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """(dquery, dkey, dvalue, dsinks or None) of packed causal attention from its operands, its saved out and lse, and
-    dout, the gradient of out, computed by cuDNN. The options are those of the forward; api.attention_backward explains
-    all arguments."""
+    """(dquery, dkey, dvalue, dsinks or None) of packed causal attention, computed by cuDNN: the gradients of its
+    operands query, key, value (and sinks), from its saved results out and lse and from dout, the gradient of out [B,
+    T, heads, D]. layout, scale, window, soft_cap and sinks are those of the forward, which explains them. soft_cap and
+    sinks must be None, because cuDNN has neither."""
     arrays, static = _call_arguments(layout, query, scale, window)
     if layout.max_documents == 1:
         stats = lse

@@ -17,14 +17,15 @@ _MASKED = -1e30  # finite, so that a row without visible keys stays free of inf 
 
 
 def _precision(dtype):
-    """The precision of a product's factors, for jnp: exact for float32, which a GPU would otherwise round to TF32; the
-    default for 16 bits."""
+    """The precision of a product whose factors have this dtype, for jnp: exact for float32, which a GPU would
+    otherwise round to TF32; the default for 16 bits."""
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
 def _scores(query, key, scale, soft_cap):
     """(scores, derivative of the soft cap at them), both float32[B, K, G, Q, T]; the second is None without a cap.
-    query is [B, Q, K, G, D], of K key/value heads with G query heads each, and key [B, T, K, D]."""
+    query is [B, Q, K, G, D], of K key/value heads with G query heads each, and key [B, T, K, D]. Scores are the
+    products times `scale`, then s -> soft_cap * tanh(s / soft_cap) unless soft_cap is None."""
     scores = jnp.einsum(
         "bqkgd,btkd->bkgqt", query, key, preferred_element_type=jnp.float32, precision=_precision(query.dtype)
     )
@@ -57,7 +58,8 @@ def _chunked(length, per_query):
 
 
 def _split(array, chunk, padded):
-    """[B, T, ...] -> [n, B, chunk, ...], after padding T with zeros to `padded`, n chunks: for a scan over chunks."""
+    """`array` [B, T, ...] -> [n, B, chunk, ...], n chunks of T, which is padded with zeros to `padded` first: the form
+    in which lax.scan goes through chunks."""
     pad = [(0, 0)] * array.ndim
     pad[1] = (0, padded - array.shape[1])
     array = jnp.pad(array, pad)
@@ -65,15 +67,16 @@ def _split(array, chunk, padded):
 
 
 def _join(array, length):
-    """[n, B, chunk, ...] -> [B, T, ...] with the first `length` tokens: the inverse of _split."""
+    """`array` [n, B, chunk, ...] -> [B, length, ...]: joins the chunks of _split again, and drops what it padded."""
     array = jnp.moveaxis(array, 0, 1)
     return array.reshape(array.shape[0], -1, *array.shape[3:])[:, :length]
 
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
     """(out [B, T, heads, D], lse float32[B, heads, T]) of packed causal attention, computed by plain jnp, in chunks of
-    queries: query [B, T, heads, D], key and value [B, T, kv_heads, D], within the documents of `layout`. The options
-    (factor on scores, sliding window, soft cap, sinks) are those of api.attention_forward."""
+    queries: query [B, T, heads, D], key and value [B, T, kv_heads, D], within the documents of `layout`. scale
+    multiplies the scores; window (keys that a query sees), soft_cap and sinks float[heads] are those of
+    api.attention_forward, and None where there is none."""
     rows, length, heads, dim = query.shape
     kv_heads = key.shape[2]
     grouped = query.reshape(rows, length, kv_heads, heads // kv_heads, dim)
@@ -119,9 +122,10 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
 
 
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """(dquery, dkey, dvalue, dsinks or None) of packed causal attention from its operands, its saved out and lse, and
-    dout, the gradient of out, computed by plain jnp, in chunks of queries. The options are those of the forward;
-    api.attention_backward explains all arguments."""
+    """(dquery, dkey, dvalue, dsinks or None) of packed causal attention, computed by plain jnp, in chunks of queries:
+    the gradients of its operands query, key, value (and sinks), from its saved results out and lse and from dout, the
+    gradient of out [B, T, heads, D]. layout, scale, window, soft_cap and sinks are those of the forward, which
+    explains them."""
     rows, length, heads, dim = query.shape
     kv_heads = key.shape[2]
     group = heads // kv_heads

@@ -38,7 +38,8 @@ class Case:
 
 def log_normal_segments(rows: int, length: int, mean: float, sigma: float, seed: int = SEED) -> np.ndarray:
     """int32[rows, length]: segment ids of rows filled with documents of log-normal lengths, as in instruction data,
-    without padding. mean: the mean length in tokens; sigma: the standard deviation of a length's logarithm."""
+    without padding. mean: the mean length in tokens; sigma: the standard deviation of a length's logarithm. seed: of
+    the random numbers."""
     rng = np.random.default_rng(seed)
     segments = np.zeros((rows, length), np.int32)
     for row in range(rows):

@@ -68,8 +68,10 @@ def tiles(dim: int) -> Tiles:
 
 
 def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | None:
-    """The reason why these kernels cannot serve this call, or None. query is [B, T, heads, D]; only its dtype and head
-    dim matter, because the kernels support all layouts, windows, soft caps and sinks."""
+    """The reason why these kernels cannot serve a call here (no Triton, a dtype other than 16 bits, a head dim without
+    tiles), or None. query is [B, T, heads, D], of which only dtype and head dim matter. layout, window, soft_cap and
+    sinks have no effect, because the kernels support all of them; they are taken because other implementations need
+    them."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -119,8 +121,9 @@ def _call(kernel, tile: Tile, own: int, grid_heads: int, arguments, out_types, k
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
     """(out [B, T, heads, D], lse float32[B, heads, T]) of packed causal attention, computed by the Triton kernels:
-    query [B, T, heads, D], key and value [B, T, kv_heads, D], within the documents of `layout`. The options (factor on
-    scores, sliding window, soft cap, sinks) are those of api.attention_forward."""
+    query [B, T, heads, D], key and value [B, T, kv_heads, D], within the documents of `layout`. scale multiplies the
+    scores; window (keys that a query sees), soft_cap and sinks float[heads] are those of api.attention_forward, and
+    None where there is none. scale must be above 0."""
     from jaxtune.pallas.attention import triton_kernels
 
     rows, length, heads, dim = query.shape
@@ -142,9 +145,9 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
 
 
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """(dquery, dkey, dvalue, dsinks or None) of packed causal attention from its operands, its saved out and lse, and
-    dout, the gradient of out, computed by the Triton kernels. The options are those of the forward;
-    api.attention_backward explains all arguments."""
+    """(dquery, dkey, dvalue, dsinks or None) of packed causal attention, computed by the Triton kernels: the gradients
+    of its operands query, key, value (and sinks), from its saved results out and lse and from dout, the gradient of
+    out [B, T, heads, D]. layout, scale, window, soft_cap and sinks are those of the forward, which explains them."""
     from jaxtune.pallas.attention import triton_kernels
 
     heads, dim = query.shape[2:]

@@ -27,7 +27,8 @@ def _block(
 
 @triton.jit
 def _store(array, values, first, LENGTH: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr):
-    """Stores [ROWS, DIM] as rows of one head from `first` on, without those past the end; the arguments are those of
+    """Stores values [ROWS, DIM] as rows of one head from row `first` on, in the dtype of `array`, without those from
+    LENGTH on, the row's end. array points to the head's first row and has STRIDE numbers from row to row, as in
     _block."""
     rows = tl.arange(0, ROWS)
     pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[:, None] * STRIDE + tl.arange(0, DIM)[None, :]
@@ -41,8 +42,8 @@ def _store(array, values, first, LENGTH: tl.constexpr, STRIDE: tl.constexpr, DIM
 @triton.jit
 def _lower(starts, ends, queries, LENGTH: tl.constexpr, WINDOW: tl.constexpr):
     """int32: the first key that each of these queries (positions in the row) sees, of LENGTH tokens; a query sees the
-    keys from it to itself. Padding, and positions past the row, see nothing and have query + 1, so that it rises along
-    the row. starts and ends point to the row's document bounds."""
+    keys from it to itself, and at most WINDOW of them if that is not 0. Padding, and positions past the row, see
+    nothing and have query + 1, so that it rises along the row. starts and ends point to the row's document bounds."""
     lower = tl.load(starts + queries, mask=queries < LENGTH, other=0)
     end = tl.load(ends + queries, mask=queries < LENGTH, other=0)
     if WINDOW > 0:
@@ -53,8 +54,9 @@ def _lower(starts, ends, queries, LENGTH: tl.constexpr, WINDOW: tl.constexpr):
 @triton.jit
 def _upper(ends, keys, LENGTH: tl.constexpr, WINDOW: tl.constexpr):
     """int32: the query after the last that sees each of these keys (positions in the row), of LENGTH tokens; a key is
-    seen by the queries from itself to before it. Padding is seen by none and has its own position, so that it rises
-    along the row. ends points to the row's document bounds."""
+    seen by the queries from itself to before it, and by at most WINDOW of them if that is not 0. Padding is seen by
+    none and has its own position, so that it rises along the row; positions past the row have 0, or keys below it with
+    a WINDOW. ends points to the row's document bounds."""
     upper = tl.load(ends + keys, mask=keys < LENGTH, other=0)
     if WINDOW > 0:
         upper = tl.minimum(upper, keys + WINDOW)
@@ -63,8 +65,9 @@ def _upper(ends, keys, LENGTH: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def _capped(scores, SCALE: tl.constexpr, CAP: tl.constexpr):
-    """(x, slope) of raw products of queries and keys: the score in log2 is x * UNIT, where UNIT is (CAP, or SCALE
-    without a cap) * log2(e); slope is the cap's derivative."""
+    """(x, slope) of scores, the raw products of queries and keys before the factor SCALE: the final score in log2 is x
+    * UNIT, where UNIT is (CAP, or SCALE without a cap) * log2(e). slope is the derivative of the soft cap CAP, 1
+    without one (CAP = 0)."""
     if CAP > 0.0:
         # tanh(y) = 1 - 2 / (1 + exp(2 y)), which has the right limits.
         tanh = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * SCALE / CAP * _LOG2E)))
@@ -97,8 +100,10 @@ def _attend(
     top, total).
 
     acc [QUERIES, DIM] is the weighted sum of values so far, top and total [QUERIES] the maximum (in log2) and the sum
-    of weights. rows and lower are the queries' positions and the first keys that they see. MASKED: a bound may cross
-    the blocks, so scores are masked; otherwise all keys are seen by all queries.
+    of weights. query [QUERIES, DIM] is loaded; key and value point to their head's first row, of LENGTH rows that are
+    STRIDE numbers apart. rows and lower are the queries' positions and the first keys that they see. SCALE and CAP are
+    the factor on scores and the soft cap (0: none). MASKED: a bound may cross the blocks, so scores are masked;
+    otherwise all keys are seen by all queries.
     """
     UNIT: tl.constexpr = (CAP if CAP > 0.0 else SCALE) * _LOG2E
     for first in range(begin, end, KEYS):
@@ -142,8 +147,13 @@ def forward_kernel(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """out, and lse in the natural logarithm, of one tile of QUERIES queries of one head; 0 at padding. sinks is
-    float32[HEADS], -inf without sinks. Grid: (heads, tiles, B)."""
+    """Writes out [B, LENGTH, HEADS, DIM] and lse float32[B, HEADS, LENGTH] (natural logarithm) of one tile of QUERIES
+    queries of one head, visiting keys in blocks of KEYS; both are 0 at padding.
+
+    query is as out, and key and value are [B, LENGTH, KV_HEADS, DIM]. starts and ends int32[B, LENGTH] are the
+    document bounds of each token; sinks is float32[HEADS], -inf without sinks. SCALE is the factor on scores, CAP the
+    soft cap and WINDOW how many keys a query sees at most. Grid: (heads, tiles, B).
+    """
     head = tl.program_id(0)
     # Late tiles see most: they go first, so that no long one is left for the end.
     base = (tl.num_programs(1) - 1 - tl.program_id(1)) * QUERIES
@@ -210,8 +220,8 @@ def _to_query(acc, query, dout, key, value, stat, delta, rows, lower, begin, end
               KEYS: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     """Adds to dq / SCALE of a tile of queries the part that comes from the keys begin .. end - 1, in blocks of KEYS:
     returns the updated acc [QUERIES, DIM], which is the sum so far. query and dout [QUERIES, DIM] are loaded already;
-    stat and delta [QUERIES] are each query's log-sum-exp in units of log2 and its sum of out * dout. The other
-    arguments are as in _attend."""
+    stat and delta [QUERIES] are each query's log-sum-exp in units of log2 and its sum of out * dout. key, value, rows,
+    lower, LENGTH, STRIDE, SCALE, CAP and MASKED are as in _attend."""
     UNIT: tl.constexpr = (CAP if CAP > 0.0 else SCALE) * _LOG2E
     for first in range(begin, end, KEYS):
         k = _block(key, first, LENGTH, STRIDE, DIM, KEYS, MASKED)
@@ -235,8 +245,10 @@ def query_kernel(query, key, value, out, dout, lse, starts, ends, dquery, delta,
                  LENGTH: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
                  SCALE: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr,
                  QUERIES: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
-    """dq of one tile of queries of one head, walking the keys as the forward does, and delta float32[B, heads, T], the
-    sum of out * dout over a head, which key_kernel needs. Grid: (heads, tiles, B)."""
+    """Writes dquery of one tile of QUERIES queries of one head, walking the keys in blocks of KEYS as the forward
+    does, and delta float32[B, HEADS, LENGTH], the sum of out * dout over a head, which key_kernel needs. query, key,
+    value, starts, ends, out and lse are those of forward_kernel, and so are SCALE, CAP and WINDOW; dout and dquery,
+    the gradients of out and query, have their shape [B, LENGTH, HEADS, DIM]. Grid: (heads, tiles, B)."""
     head = tl.program_id(0)
     base = (tl.num_programs(1) - 1 - tl.program_id(1)) * QUERIES
     batch = tl.program_id(2).to(tl.int64)
@@ -275,12 +287,12 @@ def query_kernel(query, key, value, out, dout, lse, starts, ends, dquery, delta,
 def _to_key(dk, dv, query, dout, k, v, lse, delta, columns, upper, begin, end,
             LENGTH: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
             QUERIES: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """Adds to dk / SCALE and dv of a tile of keys the parts that come from the queries begin .. end - 1 of one head, in
-    blocks of QUERIES: returns the updated (dk, dv), [KEYS, DIM] each, which are the sums so far.
+    """Adds to dk / SCALE and dv of a tile of keys the parts that come from the queries begin .. end - 1 of one head,
+    in blocks of QUERIES: returns the updated (dk, dv), [KEYS, DIM] each, which are the sums so far.
 
-    k and v [KEYS, DIM] are loaded already, and query, dout, lse and delta point to the head's first token. Scores have
-    keys in rows. columns and upper [KEYS] are the positions of the keys, and for each the query after the last that
-    sees it. MASKED: as in _attend.
+    k and v [KEYS, DIM] are loaded already; query, dout (rows STRIDE numbers apart), lse and delta point to the head's
+    first token, of LENGTH. columns and upper [KEYS] are the positions of the keys, and for each the query after the
+    last that sees it. Scores have keys in rows. SCALE, CAP and MASKED: as in _attend.
     """
     UNIT: tl.constexpr = (CAP if CAP > 0.0 else SCALE) * _LOG2E
     for first in range(begin, end, QUERIES):
@@ -328,8 +340,10 @@ def key_kernel(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """dk and dv of one tile of keys: walks the queries that see it, of every query head of its key head in turn.
-    Grid: (kv_heads, tiles, B)."""
+    """Writes dkey and dvalue [B, LENGTH, KV_HEADS, DIM] of one tile of KEYS keys: walks the queries that see it, in
+    blocks of QUERIES, of every query head of its key head in turn. query, key, value, dout, lse and ends are those of
+    query_kernel, and so are HEADS, SCALE, CAP and WINDOW; delta is what query_kernel wrote. Grid: (kv_heads, tiles,
+    B)."""
     kv_head = tl.program_id(0)
     base = tl.program_id(1) * KEYS
     batch = tl.program_id(2).to(tl.int64)

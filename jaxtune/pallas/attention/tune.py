@@ -93,7 +93,9 @@ def tune(
 
 
 def _measured(kernel: str, case: Case, dtype, prepare, say, path) -> dict[str, Any]:
-    """The entry (tuning.measure) of one kernel for a case; prepare, say and path are those of tuning.measure."""
+    """Times one kernel ("forward", "dquery" or "dkey") with each of its candidate blocks for the rows and head dim of
+    `case`, and returns the entry that tuning.measure made of it. dtype is that of the operands; prepare (makes the
+    work to time), say (prints a line) and path (the file of entries) are those of tuning.measure."""
     dim = mosaic.kernel_dim(case.dim)
     return tuning.measure(
         f"attention {kernel}",
