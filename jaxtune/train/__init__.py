@@ -1,4 +1,5 @@
-"""Training: from rows and a model to a trained model. `Trainer` and `TrainConfig` are imported on first use."""
+"""Training: from rows and a model to a trained model. A `TrainConfig` says what to train and how, and a `Trainer` does
+it. Both are imported on first use, so that code that needs only a part of this package does not load JAX."""
 
 from __future__ import annotations
 

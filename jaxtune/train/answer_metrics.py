@@ -168,12 +168,14 @@ def answer_metrics(config: TrainConfig, rows: object, tokenizer, model: Decoder)
 
 
 def _mean(values: np.ndarray) -> float:
-    """The mean of the values that are not NaN; NaN if there are none."""
+    """The mean of those of `values` (float[n], a function's scores of all answers) that are not NaN, which means that
+    the function does not apply to an answer; NaN if there are none."""
     known = values[~np.isnan(values)]
     return float(known.mean(dtype=np.float64)) if known.size else float("nan")
 
 
 def _line(value: object) -> str:
-    """A text on one line, cut after `_SHOWN` characters."""
+    """`value`, a question or an answer for the screen, as text on one line: white space becomes single spaces, and the
+    text is cut after `_SHOWN` characters."""
     text = " ".join(str(value).split())
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

@@ -56,8 +56,8 @@ BEFORE, AFTER = "before training", "after training"  # printed before the answer
 
 
 def answered(config: TrainConfig, limit: int) -> list[Example]:
-    """The first `limit` held-out rows (data.eval), as examples, whose conversation ends with an answer in words. Exact
-    match compares the model's answers with these.
+    """The first `limit` held-out rows that `config` names (data.eval), as examples, whose conversation ends with an
+    answer in words. Exact match compares the model's answers with these.
 
     Raises:
       ValueError: there is no such row; or a row is bad, and data.on_bad_row is "error".
@@ -86,6 +86,9 @@ def sampled_by(trainer: Trainer) -> Sampled:
     """Determines how a run or an evaluation answers its held-out questions; it samples nothing itself. It is called
     before training, so that rows that cannot be asked are reported then.
 
+    Args:
+      trainer: the run's Trainer, of which the config, the tokenizer, the model's length and the planner's memory
+        budget are used.
     Returns:
       a Sampled: how many questions the model answers in one batch, the largest number that fits in memory, and the
         numbers of tokens of the longest prompt and of the longest answer.
@@ -138,8 +141,8 @@ def answers_to_show(answers: Sequence[tuple[str, str, str]], count: int) -> list
 
 
 def _show_answers(found: dict[str, Any], console: Console, when: str) -> None:
-    """Prints the score and the samples in `found`, which `answer` returned. when: printed before the score, such as
-    "before training"; "" prints nothing there."""
+    """Prints on `console` the score and the samples in `found`, which `answer` returned. when: printed before the
+    score, such as "before training"; "" prints nothing there."""
     begin = f"{when}: " if when else ""
     console.print(f"{begin}exact match {100 * found['exact_match']:.1f} % of {found['rows']} held-out questions")
     for sample in found["samples"]:
@@ -204,8 +207,9 @@ def require_fit_for_processes(config: TrainConfig) -> None:
 
 
 def _train(config: TrainConfig, console: Console, stop: StopSignal) -> int:
-    """Loads, trains, exports and evaluates, and prints what to do next; returns the exit code 0. stop: the StopSignal
-    that is in force; a signal raises TrainingInterrupted or Interrupted."""
+    """Does a run of the train command by its config: loads, trains, exports and evaluates, prints on `console` what to
+    do next, and returns the exit code 0. stop: the StopSignal that is in force; a signal raises TrainingInterrupted or
+    Interrupted."""
     with loading(config) as (weights, tokenizer, model):
         trainer = Trainer(model, tokenizer, config, keeps_model=False, weights=weights)
         console.print(report.trained_table(trainer.model.given))
@@ -448,7 +452,8 @@ def show_plan(config: TrainConfig, console: Console) -> None:
 
 def next_commands(config: TrainConfig, output: Path) -> list[tuple[str, str]]:
     """Commands that are useful after a run, [(purpose, command line)], which the train command prints at its end. They
-    are valid in the folder where the run was started. output: the run's folder."""
+    are valid in the folder where the run was started. output: the run's folder. config: the run's, whose rows give the
+    question of an example."""
     commands = []
     trained = [output / name for name in (MERGED, ADAPTER) if (output / name).exists()]
     if trained:

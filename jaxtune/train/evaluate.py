@@ -133,8 +133,8 @@ def _first(ids: Sequence[int], of: Set[int]) -> int | None:
 
 
 def _after(tokenizer: Any, ids: list[int], mark: str) -> list[int]:
-    """The token ids after the last occurrence of `mark` in their text: the answer without a thought that comes before
-    it. All ids if `mark` is "" or does not occur."""
+    """The token ids of `ids` after the last occurrence of the text `mark` in their text: the answer without a thought
+    that comes before it. All ids if `mark` is "" or does not occur. `tokenizer` decodes them."""
     for first in range(len(ids), 0, -1) if mark and mark in tokenizer.decode(ids) else ():
         if mark in tokenizer.decode(ids[:first]) and mark not in tokenizer.decode(ids[: first - 1]):
             return ids[first:]

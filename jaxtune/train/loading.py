@@ -94,8 +94,8 @@ def _tokenizer(config: TrainConfig, folder: Path | None) -> Any:
 
 
 def adapted(model: Decoder, config: TrainConfig) -> Decoder:
-    """The loaded model made ready for a run: with the objective's head, a new adapter or that of adapter.path, and
-    products in FP8, as the config asks for them."""
+    """The loaded `model` made ready for a run: with the objective's head, a new adapter or that of adapter.path, and
+    products in FP8, as `config` asks for them."""
     if config.model.compute == "fp8":
         model = compute_in_fp8(model)
     model = with_head(model, objective_of(config).head, config.seed)

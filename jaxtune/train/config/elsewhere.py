@@ -32,7 +32,7 @@ class Translation:
     """What the recipe does in another way than the config, or the user should look at, a sentence each."""
 
     def set(self, key: str, value: Any) -> None:
-        """Sets a dotted key of the recipe `values`, and makes the sections around it."""
+        """Sets the dotted key `key` of the recipe `values` to `value`, and makes the sections around it."""
         *sections, last = key.split(".")
         inner = self.values
         for section in sections:
@@ -210,16 +210,17 @@ def _choose(
 
 
 def _packing(made: Translation, packs: bool) -> None:
-    """Sets data.packing. packs: whether the other program packs documents into rows. If not, its update has a number of
-    documents, so data.packing becomes "step", with which a step has as many, and a note says so."""
+    """Sets data.packing of the recipe `made`. packs: whether the other program packs documents into rows. If not, its
+    update has a number of documents, so data.packing becomes "step", with which a step has as many, and a note says
+    so."""
     made.set("data.packing", True if packs else "step")
     if not packs:
         made.notes.append("data.packing: step: an update has as many documents as there; true makes fewer updates")
 
 
 def _columns(made: Translation, columns: Mapping[str, str], of: str) -> None:
-    """Sets data.columns, which is one map for all rows; another map than before is reported as lacking. columns: {name
-    of a format's column: its name in the rows}. of: the name of the rows, for messages."""
+    """Sets data.columns of the recipe `made`, which is one map for all rows; another map than before is reported as
+    lacking. columns: {name of a format's column: its name in the rows}. of: the name of the rows, for messages."""
     columns = {ours: source for ours, source in columns.items() if ours != source}
     known = made.values.get("data", {}).get("columns")
     if columns and known not in (None, columns):
@@ -229,8 +230,8 @@ def _columns(made: Translation, columns: Mapping[str, str], of: str) -> None:
 
 
 def _rows(made: Translation, key: str, names: list[str]) -> None:
-    """Sets `key`, data.train or data.eval, to the rows `names`: one name or a list of several. data.eval takes only the
-    first; the others are reported as lacking."""
+    """Sets `key`, data.train or data.eval, of the recipe `made` to the rows `names`: one name or a list of several.
+    data.eval takes only the first; the others are reported as lacking."""
     if names:
         made.set(key, names[0] if len(names) == 1 else names)
     if key == "data.eval" and len(names) > 1:
@@ -299,8 +300,8 @@ def _axolotl(made: Translation, left: dict[str, Any], folder: Path) -> None:
 
 
 def _take(made: Translation, left: dict[str, Any], **names: str) -> None:
-    """Sets keys of the section `adapter` from keys of `left`, which are removed; those that are missing or off stay
-    unset. names: {name in the other program: name in the section}."""
+    """Sets keys of the section `adapter` of the recipe `made` from keys of `left`, which are removed; those that are
+    missing or off stay unset. names: {name in the other program: name in the section}."""
     for source, ours in names.items():
         if value := left.pop(source, None):
             made.set(f"adapter.{ours}", value)
@@ -346,7 +347,8 @@ _STAGES: dict[str, Callable[[Translation, dict[str, Any]], None]] = {
 
 
 def _preferences(made: Translation, loss: str) -> None:
-    """Sets the objective of LLaMA-Factory's stage dpo by its loss (pref_loss), such as "sigmoid" or "orpo"."""
+    """Sets the objective of the recipe `made` for LLaMA-Factory's stage dpo by its loss (pref_loss), such as "sigmoid"
+    or "orpo". A loss that has no counterpart is reported as lacking."""
     made.set("objective.name", loss if loss in _OBJECTIVES else "dpo")
     if loss in ("hinge", "ipo"):
         made.set("objective.loss_type", loss)

@@ -65,8 +65,8 @@ def _keys_of(cls: type, prefix: str) -> Iterator[ConfigKey]:
 
 
 def _section(hint: Any) -> type | None:
-    """The dataclass in a field's type such as `Annotated[AdapterConfig | None, help]`, by which a key is known to be a
-    section; None if there is none."""
+    """The dataclass in a field's type `hint`, such as `Annotated[AdapterConfig | None, help]`, by which a key is known
+    to be a section; None if there is none."""
     for member in _members(hint):
         if dataclasses.is_dataclass(member) and isinstance(member, type):
             return member
@@ -74,7 +74,8 @@ def _section(hint: Any) -> type | None:
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
-    """(the members of a union type), or (the type itself,) if it is no union; help texts (`Annotated`) are dropped."""
+    """The members of a union type `hint`, or (the type itself,) if it is no union, without the help text of an
+    `Annotated`."""
     if typing.get_origin(hint) is Annotated:
         hint = typing.get_args(hint)[0]
     # Literal[...] | None is a typing.Union before Python 3.14.
@@ -115,7 +116,8 @@ def packaged_recipes() -> dict[str, Path]:
 
 
 def recipe_summary(path: Path) -> str:
-    """The first line of the comment at the beginning of a recipe, which says what it is for; "" if there is none."""
+    """The first line of the comment at the beginning of the recipe file at `path`, which says what it is for; "" if
+    there is none."""
     first_line = path.read_text(encoding="utf-8").split("\n", 1)[0]
     return first_line.lstrip("# ") if first_line.startswith("#") else ""
 
@@ -172,13 +174,13 @@ def read_values(path: Path, origins: dict[str, str] | None = None) -> dict[str, 
 
 
 def load_to_evaluate(recipe: str, overrides: Sequence[str] = ()) -> tuple[TrainConfig, float]:
-    """Reads a recipe whose held-out rows may be replaced by an override of data.eval.
-
-    Such an override also unsets the recipe's data.eval_rows, which cannot be set beside data.eval.
+    """Reads a recipe whose held-out rows may be replaced by an override of data.eval. Such an override also unsets the
+    recipe's data.eval_rows, which cannot be set beside data.eval. recipe and overrides are those of `load_config`, and
+    so are the errors.
 
     Returns:
-        The configuration, and the data.eval_rows that was unset (0 if none was): the number of rows that a run of the
-        recipe would not have trained on. Arguments and errors are those of `load_config`.
+      The configuration, and the data.eval_rows that was unset (0 if none was): the number of rows that a run of the
+        recipe would not have trained on.
     """
     keys = {override.split("=")[0].strip() for override in overrides}
     if "data.eval" in keys and "data.eval_rows" not in keys:
@@ -225,7 +227,8 @@ _LONGEST_NUMBER = 40
 
 
 def _scalar(text: str) -> Any:
-    """The value of an unquoted scalar by the rules of YAML 1.2: None, a bool, an int, a float or the string itself."""
+    """The value of `text`, an unquoted scalar, by the rules of YAML 1.2: None, a bool, an int, a float or the string
+    itself. A text of over 40 characters is always a string."""
     if text in _CONSTANTS:
         return _CONSTANTS[text]
     if len(text) > _LONGEST_NUMBER:
@@ -466,7 +469,8 @@ def config_to_yaml(config: TrainConfig) -> str:
 
 
 def flat_keys(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{dotted key: value} of nested mappings; an empty mapping counts as a value. prefix: put before every key."""
+    """{dotted key: value} of the nested mappings of `tree`; an empty mapping counts as a value. prefix: put before
+    every key."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:

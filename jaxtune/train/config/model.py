@@ -1,4 +1,5 @@
-"""The sections `model` and `adapter` of a configuration."""
+"""The sections `model` and `adapter` of a configuration: which model is trained and how its weights are stored, and
+the settings of a LoRA adapter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The section `objective` of a configuration."""
+"""The section `objective` of a configuration: what a run trains for, such as sft, dpo or grpo, and which options each
+objective has."""
 
 from __future__ import annotations
 

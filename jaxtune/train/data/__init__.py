@@ -123,8 +123,8 @@ class TokenDataset:
             )
 
     def batches(self, rows_per_step: int, *, seed: int = 0, shuffle: bool = True) -> Batches:
-        """The source of batches of `rows_per_step` packed rows (`batches.Batches`). With shuffle=False the rows keep
-        the order in which they were packed."""
+        """The source of batches of `rows_per_step` packed rows (`batches.Batches`). Each epoch has an order of its own
+        that depends on `seed`; with shuffle=False the rows keep the order in which they were packed."""
         return Batches(self.rows, rows_per_step, seed=seed, order=self.order if shuffle else "given")
 
     def with_max_documents(self, documents: int) -> Self:
@@ -148,8 +148,9 @@ class TokenDataset:
         return self if self.packing != "step" else dataclasses.replace(self, packing=True, length=slots)
 
     def split(self, eval_rows: float) -> tuple[TokenDataset, TokenDataset]:
-        """Divides the documents into (train, eval), with `eval_rows` documents for evaluation; `Documents.held_out`
-        says which."""
+        """Divides the documents into two data sets (train, eval), with `eval_rows` documents for evaluation, or below
+        1 this share of them; `Documents.held_out` says which. Training documents that equal a held-out one are in
+        neither."""
         train, held_out = self.documents.held_out(np.arange(len(self.documents)), eval_rows, "rows")
         return self._of(train), self._of(held_out)
 
@@ -276,8 +277,9 @@ def _changed_while_read(sources: list[Source], template: str | None) -> ValueErr
 
 
 def _require_known(format: str, pairs: bool, on_bad_row: str, overflow: str) -> None:
-    """Raises ValueError if one of these arguments of `prepare` has a value that is not allowed, or if `format` does not
-    fit `pairs`: a preference or labelled format needs pairs=True, and pairs=True needs one of them."""
+    """Raises ValueError if one of these arguments of `prepare` has a value that is not allowed: on_bad_row (not
+    "error" or "skip"), overflow (not "truncate", "split" or "error"), or a `format` that does not fit `pairs`. A
+    preference or labelled format needs pairs=True, and pairs=True needs one of them."""
     if (format in (PREFERENCE, LABELLED)) != pairs:
         raise ValueError(
             f"data.format = {format!r}: "

@@ -214,7 +214,8 @@ class Rows(Protocol):
 
 
 def epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
-    """The order of an epoch: int64[rows], a permutation that depends only on the arguments.
+    """The order of the rows in an epoch: int64[rows], a permutation of 0 .. rows - 1 that depends only on `seed` and
+    the number `epoch`, each from 0 on.
 
     It is the same with every version of numpy: numpy guarantees that the raw stream of a bit generator such as Philox
     never changes for a key, which it does not guarantee for `Generator.permutation`.
@@ -335,7 +336,8 @@ class Batches(BatchSource):
         ]
 
     def _epoch(self, epoch: int) -> np.ndarray:
-        """The order of an epoch, int64[rows]; the one computed last is kept."""
+        """The order of the epoch with this number (from 0), int64[rows]: the indices of the packed rows. The order
+        computed last is kept, because every step of an epoch asks for it."""
         if self.order == "given":
             epoch = 0
         known = self._order  # read once: the loader's thread may replace it with another epoch's meanwhile

@@ -215,7 +215,9 @@ class _Store:
 
 
 def _documents(fields: dict[str, np.ndarray], files: list[str]) -> Documents:
-    """Documents from the flat arrays of `FIELDS` and the names of the files that rows came from."""
+    """The documents of a cache: `fields` has the flat arrays of `FIELDS` by name, and `files` the names of the files
+    that rows came from, into which the array "origins" has indices. The arrays of tokens and mask may be memory-mapped
+    and are not copied."""
     lengths = np.array(fields["lengths"])
     return Documents(
         tokens=fields["tokens"],
@@ -301,7 +303,8 @@ def _write(folder: Path, build: Callable[[], Iterable[Chunk]]) -> tuple[Document
 
 @contextlib.contextmanager
 def _disk_errors(parent: Path) -> Iterator[None]:
-    """A context that turns an OSError of writing below `parent` into a ValueError that names data.cache_dir."""
+    """A context that turns an OSError of writing below the folder `parent` into a ValueError that names
+    data.cache_dir, so that a user sees which setting to change."""
     try:
         yield
     except OSError as error:
@@ -364,7 +367,7 @@ def _read_meta(file: Path) -> _Meta:
 
 
 def _require_sound(documents: Documents, summary: Summary) -> None:
-    """Raises ValueError if the arrays of a folder contradict each other or its summary.
+    """Raises ValueError if the arrays of a cache folder's `documents` contradict each other or its `summary`.
 
     Checksums do not show this: whoever wrote wrong arrays also wrote their checksums.
     """
@@ -400,7 +403,7 @@ def _require_sound(documents: Documents, summary: Summary) -> None:
 
 
 def _checksum(path: Path) -> int:
-    """The CRC-32 of a file's content, which is compared with that in meta.json."""
+    """The CRC-32 of the content of the file at `path`, which is compared with that in meta.json."""
     value = 0
     with open(path, "rb") as stream:
         while block := stream.read(1 << 24):

@@ -49,8 +49,9 @@ class Conversations:
         self._special_texts, self._end_ids = special_texts, end_ids
 
     def render(self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool = False) -> str:
-        """The text of a conversation, by `apply_chat_template`. Raises `RowError` if the template fails on it.
-        add_generation_prompt: whether the text ends with what the template writes before a response."""
+        """The text of a conversation (`messages`, and `tools` or None) by the tokenizer's `apply_chat_template`, which
+        is not tokenised. Raises `RowError` if the template fails on it. add_generation_prompt: whether the text ends
+        with what the template writes before a response."""
         try:
             return self.tokenizer.apply_chat_template(
                 messages,
@@ -63,8 +64,9 @@ class Conversations:
             raise RowError(f"the chat template fails: {type(error).__name__}: {error}") from None
 
     def render_marked(self, messages: list[dict], tools: list[dict] | None) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a conversation, and the (start, end) character ranges of the template's `{% generation %}`
-        blocks, which are its responses; the conversation is rendered once. Raises `RowError` if the template fails."""
+        """(text of a conversation, ranges of its responses) from its `messages` and `tools` (or None). The ranges are
+        (start, end) indices of characters of the template's `{% generation %}` blocks; empty blocks are left out. The
+        conversation is rendered once. Raises `RowError` if the template fails."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -111,13 +113,13 @@ class Conversations:
         return text, ranges
 
     def _start(self, messages: list[dict], tools: list[dict] | None, text: str, index: int) -> int:
-        """The index in `text` (the whole conversation, rendered) where the response that is message `index` begins, for
-        templates that render the turns before it differently once later turns follow, or whose generation prompt opens
-        a thought that earlier turns do not have (Qwen3.5's).
+        """The index in `text` where the response that is message `index` begins; `text` is the whole conversation
+        (messages, tools), rendered. It is for templates that render the turns before a response differently once later
+        turns follow, or whose generation prompt opens a thought that earlier turns do not have (Qwen3.5's).
 
         The response begins after the generation prompt, which is searched for between the message before and the text
-        of the response. Where the text has only a beginning of the generation prompt there, with a special token in it,
-        the response begins after that. Raises `RowError` where neither is found.
+        of the response. Where the text has only a beginning of the generation prompt there, with a special token in
+        it, the response begins after that. Raises `RowError` where neither is found.
         """
         before, asking = (self.render(messages[:index], tools, add_generation_prompt=ask) for ask in (False, True))
         opening = asking.removeprefix(before)
@@ -137,9 +139,10 @@ class Conversations:
         )
 
     def _end(self, messages: list[dict], tools: list[dict] | None, text: str, index: int) -> int:
-        """The index in `text` (the whole conversation, rendered) where the response that is message `index` ends, for
-        templates that render a turn differently while it is the last one: after the first token of `end_ids` that
-        follows the response's own text. Raises `RowError` where that is not found."""
+        """The index in `text` where the response that is message `index` ends; `text` is the whole conversation
+        (messages, tools), rendered. It is for templates that render a turn differently while it is the last one: the
+        response ends after the first token of `end_ids` that follows its own text. Raises `RowError` where that is not
+        found."""
         end = self._text_of(messages, tools, text, index).end
         if end is None:
             raise RowError(
@@ -154,8 +157,8 @@ class Conversations:
         return at + len(special)
 
     def _text_of(self, messages: list[dict], tools: list[dict] | None, text: str, index: int) -> TextRange:
-        """The range of `text` (the whole conversation, rendered) that changes when a part of message `index` is
-        changed: the message's own text.
+        """The range of `text` that changes when a part of message `index` is changed, which is the message's own text;
+        `text` is the whole conversation (messages, tools), rendered.
 
         Two changes are used for its end only if no other shows it: a template may repeat a call's name in the turn of
         its result, and text that is added beside a call brings line breaks of its own.
@@ -175,15 +178,18 @@ class Conversations:
         return TextRange(low, weak if high is None else high)
 
     def _rendered_with(self, messages: list[dict], tools: list[dict] | None, index: int, changed: dict) -> str | None:
-        """The text of the conversation with `changed` instead of message `index`; None if the template fails on it."""
+        """The text of the conversation (messages, tools) with the message `changed` instead of message `index`; None
+        if the template fails on it. Comparing it with the unchanged text shows what the template writes of that
+        message."""
         try:
             return self.render([*messages[:index], changed, *messages[index + 1 :]], tools)
         except RowError:  # some templates refuse a change, such as text beside a call
             return None
 
     def left_out(self, messages: list[dict], tools: list[dict] | None, text: str) -> str:
-        """The parts of a conversation that the template does not write into its text, in words for a warning, such as
-        "reasoning_content of message 2 (assistant)"; "" if every part is written. text: the rendered conversation."""
+        """The parts of a conversation (messages, tools) that the template does not write into its text, in words for a
+        warning, such as "reasoning_content of message 2 (assistant)"; "" if every part is written. text: the rendered
+        conversation."""
         asked = [
             (index, part, changed)
             for index, message in enumerate(messages)
@@ -205,11 +211,13 @@ class Conversations:
         return ", ".join(found)
 
     def _all_written(self, messages: list[dict], tools: list[dict] | None, parts: list[tuple[int, str]]) -> bool:
-        """Whether the template writes every one of these parts, (index of the message, name of the part).
+        """Whether the template writes every one of these parts of a conversation (messages, tools); each part is
+        (index of the message, name of the part).
 
         All parts are replaced by markers and rendered at once, which costs one rendering instead of one for each part.
-        False means that it is not known, and that the parts must be tried one by one: a marker is missing, the template
-        fails, or a part is content, which `left_out` asks about only if the text does not contain it unchanged.
+        False means that it is not known, and that the parts must be tried one by one: a marker is missing, the
+        template fails, or a part is content, which `left_out` asks about only if the text does not contain it
+        unchanged.
         """
         if not parts or any(part == "content" for _, part in parts):
             return not parts
@@ -232,7 +240,8 @@ def _is_lost(content: str, text: str) -> bool:
 
 
 def _common_prefix(one: str, other: str) -> int:
-    """The number of characters of the longest common prefix of two texts: where two renderings begin to differ."""
+    """The number of characters of the longest common prefix of the texts `one` and `other`: where two renderings begin
+    to differ."""
     low, high = 0, min(len(one), len(other))
     while low < high:  # comparing slices is much faster than comparing characters
         middle = (low + high + 1) // 2

@@ -66,7 +66,7 @@ class Documents:
         return Document(self.tokens[start : start + length], self.mask[start : start + length].astype(bool))
 
     def source(self, index: int) -> str:
-        """Where a document came from, as `file:line`, or `document INDEX` if that is not known."""
+        """Where document number `index` came from, as `file:line`, or `document INDEX` if that is not known."""
         if self.origins is None:
             return f"document {index}"
         file, line = self.origins[index]
@@ -143,8 +143,8 @@ class Documents:
         return hashes
 
     def also_in(self, other: Documents) -> int:
-        """The number of non-empty documents that another set also has, with exactly the same tokens. A run warns if
-        held-out documents are also training documents."""
+        """The number of non-empty documents of this set that the set `other` also has, with exactly the same tokens. A
+        run warns if held-out documents are also training documents."""
         own, candidates = np.flatnonzero(self.lengths), np.flatnonzero(other.lengths)
         for share in (0.5, 0.9, 0.99):  # single tokens exclude most documents, and cost far less than hashes of all
             own_keys, other_keys = self._cheap_keys(own, share), other._cheap_keys(candidates, share)

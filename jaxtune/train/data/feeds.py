@@ -154,8 +154,9 @@ class FedBatches(BatchSource):
         self.lanes, self._own = lanes, tuple(own)
 
     def batch_at(self, step: int, model: Callable[[], Decoder] | None = None) -> Batch:
-        """The batch of a step (from 0): the rows of this process' lanes, and padding in the others. Raises ValueError
-        unless `step` is the next one, or the one asked for last, because rows are read only once."""
+        """The batch of `step` (from 0): the rows of this process' lanes, and padding in the others. `model` is not
+        used. Raises ValueError unless `step` is the next one, or the one asked for last, because rows are read only
+        once."""
         if self._made is not None and self._made[0] == step:
             return self._made[1]
         if step != self._next:
@@ -198,7 +199,8 @@ class FedBatches(BatchSource):
         return self._feeds
 
     def sources_at(self, step: int) -> list[str]:
-        """Where the rows of one of the last `_KEPT_STEPS` steps came from, as `file:line`; [] for other steps."""
+        """Where the rows of `step`, one of the last `_KEPT_STEPS` steps, came from, as `file:line`; [] for other
+        steps."""
         return self._sources.get(step, [])
 
     def position(self, step: int) -> Json:
@@ -207,7 +209,8 @@ class FedBatches(BatchSource):
         return {lane: place for found in processes.all_of(own) for lane, place in found.items()}
 
     def resume(self, step: int, position: Json) -> None:
-        """Continues with `step`, at the position that an earlier process recorded before it; feeds are opened anew."""
+        """Continues with `step` as the next step, at the `position` that an earlier process recorded before that step
+        (what the method `position` returned); feeds are opened anew."""
         assert isinstance(position, dict), "a checkpoint of these rows has a position"
         self.close()
         self._next, self._begin, self._made = step, position, None
@@ -250,7 +253,7 @@ class FedBatches(BatchSource):
 
 class PreparedSet:
     """A data set that was tokenised before the run, as one set (`RowSet`) of a mixture. name: the set's name in
-    messages."""
+    messages. data: the tokenised rows, which are packed on first use."""
 
     def __init__(self, name: str, data: TokenDataset):
         self.name, self.data = name, data
@@ -304,9 +307,10 @@ class PreparedSet:
 
 
 class _PreparedFeed:
-    """The feed of a PreparedSet: its rows in the order of an epoch (`epoch_order`), then in that of the next epoch, and
-    so on. Of this sequence lane number `lane` takes every `lanes`-th row, beginning with row `lane`, so no two lanes
-    have a row in common. taken: how many rows the lane took in the run that is resumed."""
+    """The feed of a PreparedSet: the packed `rows` in the order of an epoch (`epoch_order`, by `seed`), then in that
+    of the next epoch, and so on without end. Of this sequence lane number `lane` of `lanes` takes every `lanes`-th
+    row, beginning with row `lane`, so no two lanes have a row in common. taken: how many rows the lane took in the run
+    that is resumed, 0 in a new one."""
 
     def __init__(self, rows: Rows, lane: int, lanes: int, seed: int, taken: int):
         self._rows, self._lane, self._lanes, self._seed, self._taken = rows, lane, lanes, seed, taken

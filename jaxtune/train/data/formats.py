@@ -113,7 +113,8 @@ def detect_format(columns: Iterable[str]) -> str:
 
 
 def unread(value: Mapping[str, Any], format: str) -> list[str]:
-    """The names of the columns of a row that have a value and are not read in this row format, for a warning."""
+    """The names of the columns of a row (`value`, its columns by name) that have a value and are not read in this row
+    format, for a warning. format: a key of `COLUMNS`, PREFERENCE or LABELLED."""
     groups = _READ[format]
     read = {next((name for name in group if value.get(name) is not None), "") for group in groups}
     empty = (str, list, tuple, Mapping)
@@ -126,7 +127,8 @@ def unread(value: Mapping[str, Any], format: str) -> list[str]:
 
 def refuse_media(value: Mapping[str, Any]) -> None:
     """Raises `RowError` for a row with an image, video or audio column, which cannot be trained on: without it, the
-    text would teach another task, and the tag that represents it is plain letters to the tokenizer.
+    text would teach another task, and the tag that represents it is plain letters to the tokenizer. value: the row's
+    columns by name.
 
     A column that has only text is accepted if the row's text has no such tag: it is metadata, such as the address of a
     page's image.
@@ -144,7 +146,8 @@ def refuse_media(value: Mapping[str, Any]) -> None:
 
 
 def strings(value: Any) -> Iterator[str]:
-    """Yields every string in nested lists and mappings, keys included: to search all the text of a row."""
+    """Yields every string in `value`, which may be nested lists and mappings, keys included: to search all the text of
+    a row."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -157,15 +160,16 @@ def strings(value: Any) -> Iterator[str]:
 
 
 def normalize_pair(value: Mapping[str, Any]) -> Pair:
-    """The `Pair` of a row (its columns by name) of the format PREFERENCE: the prompt with each of its two answers.
-    Raises `RowError` with the reason if the row cannot be used."""
+    """The `Pair` of a row of the format PREFERENCE: the prompt with each of its two answers. value: the row's columns
+    by name. Raises `RowError` with the reason if the row cannot be used."""
     refuse_media(value)
     return Pair(*(_answered(value, side) for side in ("chosen", "rejected")))
 
 
 def normalize_labelled(value: Mapping[str, Any]) -> Pair:
-    """The `Pair` of a row (its columns by name) of the format LABELLED: its answer is `chosen` if the label is true,
-    else `rejected`, and the other one is None. Raises `RowError` with the reason if the row cannot be used."""
+    """The `Pair` of a row of the format LABELLED: its answer is `chosen` if the label is true, else `rejected`, and
+    the other one is None. value: the row's columns by name. Raises `RowError` with the reason if the row cannot be
+    used."""
     refuse_media(value)
     label = _column(value, ("label",))
     if value.get("completion") is None and value.get("messages") is not None:  # the answer ends the conversation
@@ -219,14 +223,15 @@ def normalize(value: Mapping[str, Any], format: str) -> Example:
 
 
 def _answered(value: Mapping[str, Any], side: str) -> Example:
-    """The example of a prompt with one of its answers, in the formats of TRL and LLaMA-Factory.
+    """The example of a prompt with one of its answers, in the formats of TRL and LLaMA-Factory. Raises `RowError` if
+    the row lacks one of them.
 
     The answer is text after a prompt that is text; or it is a turn or a list of turns, and the prompt is a list of
     turns (column prompt, messages or conversations) or the first of the answer's own turns.
 
     Args:
-        value: the row's columns by name.
-        side: the column of the answer: chosen, rejected or completion.
+      value: the row's columns by name.
+      side: the column of the answer: chosen, rejected or completion.
     """
     answer, asked = _column(value, (side,)), _column(value, _PROMPT, False)
     if isinstance(answer, str):
@@ -244,7 +249,8 @@ def _answered(value: Mapping[str, Any], side: str) -> Example:
 
 def _prompted(value: Mapping[str, Any], asked: Any, answer: Any) -> Example:
     """The example of a prompt (`asked`) and a completion (`answer`) of which at least one is a list of turns, TRL's
-    conversational format: one conversation, in which only the responses of the completion are trained on."""
+    conversational format: one conversation, in which only the responses of the completion are trained on. value: the
+    row's columns by name, for its system message and tools."""
     if isinstance(answer, str):
         _not_empty(answer, "response")
         answer = {"role": "assistant", "content": answer}

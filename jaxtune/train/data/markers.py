@@ -108,8 +108,9 @@ def _find(tokens: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 
 def _spellings(tokenizer: Any, text: str, key: str) -> list[_Marker]:
-    """Returns [the marker `text`], followed by the same marker after a space if its first token is then a different one
-    ("hi ASSISTANT:"). key: its config key below `data`, for error messages. Raises ValueError as `_Marker`."""
+    """Returns [the marker `text`], followed by the same marker after a space if its first token is then a different
+    one ("hi ASSISTANT:"), as tokens of `tokenizer`. key: its config key below `data`, for error messages. Raises
+    ValueError as `_Marker`."""
     plain = _Marker(tokenizer, text, key)
     if text[0].isspace():
         return [plain]
@@ -161,8 +162,8 @@ class Markers:
         self.opener = self._shared_special_prefix(instruction_part, response_part)
 
     def _shared_special_prefix(self, instruction_part: str, response_part: str) -> np.ndarray:
-        """int32[n]: the special tokens with which both markers begin. They also open the turns of other roles, and so
-        end a response."""
+        """int32[n]: the special tokens with which the tokens of both marker texts, instruction_part and response_part,
+        begin. They also open the turns of other roles, and so end a response."""
         special = special_ids(self.tokenizer)
         parts = (instruction_part, response_part)
         both = [self.tokenizer(part, add_special_tokens=False)["input_ids"] for part in parts]
@@ -201,15 +202,16 @@ class Markers:
         return [(start, end) for start, end in spans if start < end]
 
     def _after(self, tokens: np.ndarray, at: int, trail: str) -> int:
-        """The index after a marker's optional tail.
+        """The index of the first token after a marker: the marker's tail, which may follow its core, is skipped as far
+        as it is there.
 
         A token that has the tail and more (":" and a line break) belongs to the marker, unless it is a word of the
         response that the tokenizer merged with the marker's last white space.
 
         Args:
-            tokens: the row, int32[n].
-            at: the index after the marker's core.
-            trail: the marker's tail as raw pieces.
+          tokens: the row, int32[n].
+          at: the index after the marker's core.
+          trail: the marker's tail as raw pieces (token strings, joined).
         """
         rest = trail
         while rest and at < len(tokens):

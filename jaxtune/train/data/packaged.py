@@ -67,6 +67,6 @@ def missing_marks(tokenizer: Any, name: str) -> list[str]:
 
 
 def packaged_that_fit(tokenizer: Any) -> list[str]:
-    """The names of the packaged templates all of whose marks are special tokens of this tokenizer. Error messages
-    about a template propose them."""
+    """The names of the packaged templates all of whose marks (the special tokens that they write) are special tokens
+    of `tokenizer`, a Hugging Face one. Error messages about a template propose them."""
     return [name for name in PACKAGED if not missing_marks(tokenizer, name)]

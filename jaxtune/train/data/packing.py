@@ -344,7 +344,7 @@ class PackedRows:
         return at
 
     def sources(self, row: int) -> list[str]:
-        """Where the documents of a row came from, as `file:line`."""
+        """Where the documents of row number `row` came from, as `file:line`, in the order in which the row has them."""
         plan = self.plan
         pieces = slice(plan.row_starts[row], plan.row_starts[row + 1])
         return [self.documents.source(int(index)) for index in plan.document[pieces]]

@@ -210,13 +210,14 @@ class PairDataset(TokenDataset):
         return 2 * self.length
 
     def in_rows(self, slots: int) -> PairDataset:
-        """The data set to evaluate on. With packing="step" it is packed into rows of `slots` tokens; otherwise it is
-        `self`."""
+        """The data set to evaluate on. With packing="step" it is packed into rows of `slots` tokens, at least the
+        longest pair, because steps pack training rows themselves; otherwise it is `self`."""
         return self if self.packing != "step" else dataclasses.replace(self, packing=True, width=slots)
 
     def split(self, eval_rows: float) -> tuple[PairDataset, PairDataset]:
-        """Divides the pairs into (train, eval), with `eval_rows` pairs for evaluation. `Documents.held_out` chooses
-        them by the tokens of their first documents."""
+        """Divides the pairs into (train, eval), each with the references and labels of its pairs. eval_rows: the
+        number of pairs for evaluation, or below 1 a share of them. `Documents.held_out` chooses them by the tokens of
+        their first documents."""
         rest, chosen = self.documents.held_out(np.arange(0, len(self.documents), 2), eval_rows, "pairs")
 
         def of_pairs(pairs: np.ndarray) -> PairDataset:

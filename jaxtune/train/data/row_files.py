@@ -55,7 +55,9 @@ def _object(file: str, number: int, value: object) -> Row:
 
 
 def _table_row(file: str, number: int, value: Mapping[str, Any]) -> Row:
-    """The `Row` of a row of a table (Parquet, datasets), without the keys of nested objects whose value is None.
+    """The `Row` number `number` of a table `file` (Parquet, datasets) with the columns `value`, without the keys of
+    nested objects whose value is None. It is a bad row (without columns, with the reason) if it is too large or too
+    deeply nested.
 
     In a table, all objects of a column have the same keys: an object has None for keys that only other objects have,
     such as arguments of calls of other tools. As in TRL, these keys are not rendered.
@@ -74,10 +76,11 @@ def _without_none(value: object) -> object:
 
 
 def _measure(value: Any) -> tuple[int, str]:
-    """Returns (roughly how many characters a row has, why it is too large or too deeply nested, or "").
+    """Returns (roughly how many characters a row has, why it is too large or too deeply nested, or ""). value: the
+    row's columns, a mapping of any nested values; a number counts as 8 characters.
 
-    The value is walked level by level and not recursively, so that deep nesting cannot overflow the stack, and a list
-    that contains itself is refused as nested too deeply.
+    It is walked level by level and not recursively, so that deep nesting cannot overflow the stack, and a list that
+    contains itself is refused as nested too deeply.
     """
     size, level = 0, [value]
     for _ in range(MAX_DEPTH):
@@ -139,8 +142,8 @@ def read_jsonl(file: Path, after: int) -> Iterator[Row]:
 
 
 def _lines[AnyStr: (bytes, str)](stream: IO[AnyStr]) -> Iterator[AnyStr | None]:
-    """Yields the lines of a file, or None for a line longer than `MAX_ROW_SIZE`, which is never in memory as a
-    whole."""
+    """Yields the lines of an open file (`stream`, of bytes or text), or None for a line longer than `MAX_ROW_SIZE`,
+    which is never in memory as a whole."""
     while line := stream.readline(MAX_ROW_SIZE + 1):
         if len(line) <= MAX_ROW_SIZE:
             yield line
@@ -195,7 +198,9 @@ def read_csv(file: Path, after: int) -> Iterator[Row]:
 
 
 def _csv_rows(file: Path) -> Iterator[Row]:
-    """Yields all rows of a CSV file, for `read_csv`, which leaves out those that are not wanted."""
+    """Yields all rows of the CSV file `file`, whose first line has the names of the columns, for `read_csv`, which
+    leaves out those that are not wanted. A line that cannot be read gives a bad row; a wrong header raises
+    ValueError."""
 
     def lines(stream: IO[str]) -> Generator[str]:
         for line in _lines(stream):
@@ -301,13 +306,15 @@ def _parquet_row(file: Path, number: int, batch: Any, place: int) -> Row:
 
 
 def read_list(values: Sequence[object], after: int) -> Iterator[Row]:
-    """Yields the rows of a list of dicts whose number (from 1) is above `after`; their file is called "rows"."""
+    """Yields the rows of `values`, a list of dicts, whose number (from 1) is above `after`; their file is called
+    "rows". A value that is no dict gives a bad row."""
     return (_object("rows", number, value) for number, value in enumerate(values[after:], start=after + 1))
 
 
 def read_dataset(dataset: Any, name: str, after: int) -> Iterator[Row]:
-    """Yields the rows of a `datasets` data set whose number (from 1) is above `after`. name: its name in messages.
-    Raises ValueError if a row cannot be decoded, since the iterator cannot continue after that."""
+    """Yields the rows of `dataset`, a Dataset or IterableDataset of the library `datasets`, whose number (from 1) is
+    above `after`. name: its name in messages. Raises ValueError if a row cannot be decoded, since the iterator cannot
+    continue after that."""
     rows = iter(dataset.skip(after) if after else dataset)
     for number in itertools.count(after + 1):
         try:

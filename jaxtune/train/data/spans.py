@@ -16,7 +16,7 @@ from jaxtune.train.data.tokenizing import Tokens
 
 def special_texts(tokenizer: Any, markers: Sequence[str | None] = ()) -> re.Pattern[str] | None:
     """A pattern that matches the texts that only a template should write, because they open or end turns: the special
-    tokens of a tokenizer, and the given marker strings without white space around them (None is no marker). Returns
+    tokens of `tokenizer`, and the strings in `markers` without white space around them (None is no marker). Returns
     None if there are no such texts."""
     found = {str(tokenizer.convert_ids_to_tokens(index)) for index in special_ids(tokenizer)}
     found |= {marker.strip() for marker in markers if marker is not None}

@@ -84,7 +84,8 @@ class StepBatches(Batches):
         return self.rows.empty(rows, self._length, self._shared)
 
     def batch_at(self, step: int, model: object = None) -> Batch:
-        """The batch of a step (from 0), whose documents are packed here; steps may be asked for in any order."""
+        """The batch of `step` (from 0), whose documents are packed here; steps may be asked for in any order. `model`
+        is not used."""
         epoch, index = divmod(int(step), self.steps_per_epoch)
         numbers, of_row = self.rows_at(step), self._epoch_plan(epoch)[index]
         batch = self.empty(self.rows_per_step)
@@ -139,8 +140,9 @@ class StepBatches(Batches):
 
 
 def _most_equal(rows: np.ndarray) -> int:
-    """The largest number of equal values along the last axis, negative ones not counted: of the row numbers that
-    `_pack_epoch` returns, the most documents that share a row, for which a batch must have room."""
+    """The largest number of equal values along the last axis of `rows` (int64[..., documents]), negative ones not
+    counted; at least 1. `rows` are the row numbers that `_pack_epoch` returns, so it is the most documents that share
+    a row, for which a batch must have room."""
     ordered = np.sort(rows, axis=-1)
     most = 1
     while most < rows.shape[-1]:
@@ -178,7 +180,7 @@ def pack_steps(
 
 def _devices(config: TrainConfig) -> int:
     """The number of devices that the rows of a step are divided among, of which the rows of a part must be a multiple:
-    that of the configured mesh, or all devices."""
+    that of the mesh in `config`, or all devices if it has none. A single process on a CPU counts as one device."""
     if config.mesh is not None:
         return partition.mesh_shape(*config.mesh.sizes).size
     several = jax.default_backend() != "cpu" or processes.count() > 1  # a single process uses one CPU device

@@ -134,8 +134,9 @@ class StreamedRows:
         return self.first.rows.empty(rows)
 
     def feed(self, lane: int, lanes: int, seed: int, position: Json) -> StreamFeed:
-        """The feed of lane number `lane` (from 0) of `lanes` lanes. seed: decides the order of its shards and rows.
-        position: what `StreamFeed.position` returned in the run that is resumed; None begins with the first row."""
+        """The feed of lane number `lane` (from 0) of `lanes` lanes, each of which is a device (or a group of devices)
+        that reads rows of its own. seed: decides, with the lane, the order of its shards and rows. position: what
+        `StreamFeed.position` returned in the run that is resumed; None begins with the first row."""
         return StreamFeed(self, lane, lanes, seed + (lane << 32), position)
 
     def identity(self) -> dict[str, Json]:
@@ -241,10 +242,10 @@ class StreamFeed:
     thread makes the next window while the rows of the current one are taken.
 
     Args:
-        stream: the stream.
-        lane, lanes: the number of this lane, from 0, and of all lanes.
-        key: the seed of the lane's orders.
-        position: what `position` returned in the run that is resumed, or None.
+      stream: the stream, whose shards are divided among the lanes.
+      lane, lanes: the number of this lane, from 0, and how many lanes there are.
+      key: the seed of the lane's orders of shards and rows.
+      position: what `position` returned in the run that is resumed, or None.
     """
 
     def __init__(self, stream: StreamedRows, lane: int, lanes: int, key: int, position: Json):

@@ -194,8 +194,8 @@ class RowEncoder:
     # --- rows
 
     def encode(self, examples: Sequence[Example]) -> list[Encoded | RowError]:
-        """The tokens and mask of each example in order, or a `RowError` with the reason why it cannot be used. Raises
-        `SetupError` if the template or the tokenizer cannot be used for any example."""
+        """For each of `examples` in order, its tokens and mask (`Encoded`), or a `RowError` with the reason why it
+        cannot be used. Raises `SetupError` if the template or the tokenizer cannot be used for any example."""
         rendered: list[Rendered | RowError] = [attempt(self.render, example) for example in examples]
         texts = [item.text for item in rendered if isinstance(item, Rendered)]
         try:
@@ -225,7 +225,7 @@ class RowEncoder:
         return self._one_bos(tokenize(self.tokenizer, [text])[0].ids)
 
     def around_answer(self, example: Example) -> tuple[str, str]:
-        """The texts that the template itself adds (before, after) the last answer of a conversation.
+        """The texts that the template itself adds (before, after) the last answer of the conversation of `example`.
 
         Before an answer, some templates write an empty thought or the name of a channel after the generation prompt;
         after it, they write the end of the turn. Both are "" for a plain prompt, or if they cannot be found.
@@ -259,8 +259,8 @@ class RowEncoder:
         return Rendered(text, None if self.markers is not None and not special else ranges, special, left_out, begin)
 
     def _special_in(self, example: Example) -> str:
-        """The first special token or marker that the messages and tools of a conversation contain, or "". Markers
-        cannot be trusted to find its responses then."""
+        """The first special token or marker that the messages and tools of the conversation `example` contain, or "".
+        Markers cannot be trusted to find its responses then."""
         if self._special_texts is None:
             return ""
         found = (self._special_texts.search(text) for text in strings([example.messages, example.tools]))
@@ -298,8 +298,9 @@ class RowEncoder:
             ) from None
 
     def _end_of_prompt(self, example: Example, text: str) -> int:
-        """The index in the text of the first character after the turns of the prompt (`Example.prompt_messages`), in
-        which nothing is trained on. Raises `RowError` if the template does not show it."""
+        """The index in `text`, the rendered conversation of `example`, of the first character after the turns of its
+        prompt (`Example.prompt_messages`), in which nothing is trained on; 0 if there are none, or if everything is
+        trained on. Raises `RowError` if the template does not show it."""
         if not example.prompt_messages or self.train_on == "all":
             return 0
         asked = (example.messages or [])[: example.prompt_messages]
@@ -413,8 +414,8 @@ class RowEncoder:
         return ids, [*spans[:-1], *((first, len(ids)) for first, _ in spans[-1:])]
 
     def _one_bos(self, tokens: np.ndarray) -> np.ndarray:
-        """The token ids (int32) with exactly one BOS if the tokenizer adds one or the template wrote one, else with
-        none."""
+        """`tokens` (int32[n] token ids) with exactly one BOS at the beginning if the tokenizer adds one or the
+        template wrote one, else with none."""
         if self.bos_id is None:
             return tokens
         leading = 0
@@ -427,7 +428,8 @@ class RowEncoder:
         return tokens
 
     def _tokenize(self, texts: list[str]) -> list[Tokens]:
-        """The tokens of each text; long texts are cut at `max_tokens`."""
+        """The tokens of each of `texts`, with their positions, in order; a text longer than a window of
+        `tokenizing.tokenize` is cut after `max_tokens`."""
         return tokenize(self.tokenizer, texts, self.max_tokens)
 
     def _template_text(self) -> str:
@@ -442,16 +444,19 @@ class RowEncoder:
         return Conversations(self.tokenizer, self._template_text(), self._special_texts, self.end_ids)
 
     def _render(self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool = False) -> str:
-        """The text of a conversation, `Conversations.render`. Raises `RowError` if the template fails on it."""
+        """The text of a conversation (messages, and tools or None), as `Conversations.render` gives it with this
+        encoder's template. add_generation_prompt: whether the text ends with what the template writes before a
+        response. Raises `RowError` if the template fails on it."""
         return self._conversations.render(messages, tools, add_generation_prompt)
 
 
 def derive_markers(tokenizer: Any, template: str | None = None) -> tuple[str, str]:
     """The markers (instruction_part, response_part) of a chat template: the texts that it writes before a user's
-    message that follows a response, and before a response. They are found by rendering a short conversation.
+    message that follows a response, and before a response. They are found by rendering a short conversation with
+    `template`, in any form that `resolve_template` takes (None: that of `tokenizer`).
 
     Raises:
-        ValueError: the markers cannot be found in what the template writes.
+      ValueError: the markers cannot be found in what the template writes.
     """
     encoder = RowEncoder(tokenizer, template=template)
     user, answer, again = ("\ue000u\ue001", "\ue000a\ue001", "\ue000v\ue001")

@@ -80,7 +80,8 @@ def tokenize_pieces(tokenizer: Any, text: str, cuts: list[int], max_tokens: int 
 
 
 def _at_once(tokenizer: Any, texts: list[str]) -> list[Tokens]:
-    """The tokens of each text, in one call of the tokenizer and without windows."""
+    """The tokens of each of `texts`, with their positions, by one call of `tokenizer` and without windows or special
+    tokens around a text."""
     if not texts:
         return []
     output = tokenizer(
@@ -99,8 +100,9 @@ def _at_once(tokenizer: Any, texts: list[str]) -> list[Tokens]:
 
 
 def _in_windows(tokenizer: Any, text: str, max_tokens: int | None) -> Tokens:
-    """The tokens of a text that is longer than `WINDOW`, tokenised window by window. max_tokens: tokenising stops once
-    there are at least this many tokens, and the result is `cut`; None never stops."""
+    """The tokens of a `text` that is longer than `WINDOW`, tokenised by `tokenizer` window by window, because the time
+    for a text as a whole may grow faster than its length. max_tokens: tokenising stops once there are at least this
+    many tokens, and the result is `cut`; None never stops."""
 
     def window(low: int) -> Tokens:
         tokens = _at_once(tokenizer, [text[low : low + WINDOW]])[0]

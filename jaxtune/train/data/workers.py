@@ -106,9 +106,9 @@ _NO_ANSWER = Encoded(np.zeros(0, np.int32), np.zeros(0, bool), 0, 0)
 
 
 def encode_chunk(encoder: RowEncoder, rows: list[Row]) -> Chunk:
-    """Converts rows to examples, renders and tokenises them: the chunk of their documents. A row that cannot be used,
-    or has no trained token, gives no document and is listed with its place. A row of a preference format gives two,
-    chosen and rejected; the answer that a labelled row does not have is an empty document."""
+    """Converts rows to examples, renders and tokenises them with `encoder`: the chunk of their documents. A row that
+    cannot be used, or has no trained token, gives no document and is listed with its place. A row of a preference
+    format gives two, chosen and rejected; the answer that a labelled row does not have is an empty document."""
     outcome = [attempt(_examples, row) for row in rows]
     encoded = iter(
         encoder.encode([one for found in outcome if not isinstance(found, RowError) for one in found if one])
@@ -241,8 +241,8 @@ class _Encoder(Protocol):
 
 
 class _Worker(threading.Thread):
-    """A daemon thread that takes (rows, future) from a queue and sets the future to the encoder's chunk or error, until
-    it takes None."""
+    """A daemon thread that takes (rows, future) from the queue `tasks` and sets the future to the chunk that `encoder`
+    makes of the rows, or to its error, until it takes None. It is started at once."""
 
     def __init__(self, encoder: _Encoder, tasks: queue.SimpleQueue):
         super().__init__(name="tokenising", daemon=True)
@@ -347,7 +347,8 @@ def _span(rows: list[Row]) -> str:
 
 
 class _InProcess:
-    """The `_Encoder` that tokenises in this process: for few rows, or a tokenizer that cannot be pickled."""
+    """The `_Encoder` that tokenises with `encoder` in this process: for few rows, or a tokenizer that cannot be
+    pickled. It remembers the thread that encodes, so that `kill` can end it."""
 
     def __init__(self, encoder: RowEncoder):
         self.encoder = encoder
@@ -446,7 +447,7 @@ class _Process:
 
 
 def _pickled(rows: list[Row]) -> bytes:
-    """The pickle of some rows, which is sent to a tokenising process. A row with objects that cannot be pickled is sent
+    """The pickle of `rows`, which is sent to a tokenising process. A row with objects that cannot be pickled is sent
     as a bad row, so that it is counted as one and the other rows are used."""
     try:
         return pickle.dumps(rows)
@@ -482,8 +483,9 @@ def _serve(parent: int) -> None:
 
 
 def _leave_with(parent: int) -> None:
-    """Ends this process when its parent has ended. A process that loops in a template would not notice the end of its
-    input."""
+    """Ends this process, with exit code 1, when the process `parent` (its id) is no longer its parent; it runs in a
+    thread of a tokenising process and looks once a second. A process that loops in a template would not notice the end
+    of its input."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)

@@ -83,7 +83,8 @@ class MetricsLogger:
                 self._sinks[name] = make()
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Records the values of one step: numbers (also 0-d arrays), strings, None, or lists and dicts of them."""
+        """Records the values of the step after which `step` steps are done, {name: number (also a 0-d array), string,
+        None, or lists and dicts of them}, in every logger."""
         line = {"step": int(step), "time": round(time.time(), 3)} | {
             key: _plain(value) for key, value in values.items()
         }
@@ -106,7 +107,7 @@ class MetricsLogger:
 
     @contextlib.contextmanager
     def _survived(self, name: str) -> Iterator[None]:
-        """A context that reports an error of a logger once and removes the logger, except the file."""
+        """A context that reports an error of the logger `name` once and removes the logger, except the file."""
         try:
             yield
         except Exception as error:  # no error of a logger may end a run
@@ -135,7 +136,7 @@ class _JsonlSink(_Sink):
         self._torn = False  # whether the last line may be incomplete, as after a full disk
 
     def log(self, line: dict[str, Any]) -> None:
-        """Appends the line to the file; raises OSError if only a part of it was written."""
+        """Appends the line to the file; raises OSError if only a part was written."""
         data = b"\n" * self._torn + json.dumps(line, allow_nan=False).encode() + b"\n"
         self._torn = True
         if self._file.write(data) != len(data):
@@ -167,7 +168,8 @@ class _TensorBoardSink(_Sink):
 
 
 class _WandbSink(_Sink):
-    """The logger for Weights & Biases; the run's id is stored in the folder, so that a resumed run continues it."""
+    """The logger for Weights & Biases. project: its name there; config: shown as the run's configuration. The run's id
+    is stored in `folder`, the run's, so that a resumed run (resumed_step is not None) continues it."""
 
     def __init__(self, folder: Path, project: str, config: Mapping[str, Any] | None, resumed_step: int | None):
         import wandb
@@ -190,8 +192,9 @@ class _WandbSink(_Sink):
 
 
 class _TrackioSink(_Sink):
-    """The logger for trackio, which stores runs by name in its own folder (TRACKIO_DIR). A run's name is that of the
-    output folder with a random ending, so that two folders of the same name are two runs."""
+    """The logger for trackio, which stores runs by name in its own folder (TRACKIO_DIR). The arguments are those of
+    _WandbSink. A run's name is that of the output folder with a random ending, so that two folders of the same name
+    are two runs."""
 
     def __init__(self, folder: Path, project: str, config: Mapping[str, Any] | None, resumed_step: int | None):
         import trackio
@@ -222,11 +225,9 @@ class _TrackioSink(_Sink):
 
 
 def require_packages(tensorboard: bool, wandb_project: str | None, trackio_project: str | None) -> None:
-    """Imports the packages of the loggers that are asked for.
-
-    Raises:
-      ValueError: one is missing; the message has the key and the command that installs it.
-    """
+    """Imports the packages of the loggers that a config asks for: tensorboardX if `tensorboard` is true, wandb and
+    trackio if their project's name is not None. Raises ValueError, with the key and the command that installs it, if
+    one is missing."""
     if tensorboard:
         _require_package("tensorboardX", "metrics.tensorboard")
     if wandb_project is not None:
@@ -236,7 +237,7 @@ def require_packages(tensorboard: bool, wandb_project: str | None, trackio_proje
 
 
 def _require_package(package: str, key: str) -> None:
-    """Imports a package; raises ValueError, with the key that needs it, if it is missing."""
+    """Imports `package`; raises ValueError, with the config key `key` that needs it, if it is missing."""
     try:
         importlib.import_module(package)
     except ImportError as error:
@@ -274,14 +275,14 @@ ROWS = "eval_rows"  # the key of an evaluation's line with Documents.identity of
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl, with NaN and infinities as floats again. A torn line, left by a kill, is skipped,
-    and so is any other line that no run writes: every line must be an object with the number of a step."""
+    """The lines of the metrics.jsonl at `path`, with NaN and infinities as floats again. A torn line, left by a kill,
+    is skipped, and so is any other line that no run writes: every line must be an object with the number of a step."""
     with open(path, "rb") as file:
         return [line for text in file if (line := parsed(text)) is not None]
 
 
 def parsed(text: bytes) -> dict[str, Any] | None:
-    """A line of a metrics.jsonl as read_metrics returns it; None for a line that no run writes."""
+    """A line of a metrics.jsonl (its bytes, `text`) as read_metrics returns it; None for a line that no run writes."""
     with contextlib.suppress(ValueError, RecursionError):
         line = json.loads(text.decode("utf-8", "replace"))
         if isinstance(line, dict) and type(line.get("step")) is int:
@@ -290,14 +291,14 @@ def parsed(text: bytes) -> dict[str, Any] | None:
 
 
 def evaluations(path: Path, rows: str) -> dict[int, float]:
-    """{step: evaluation loss} from a metrics.jsonl, in its order, for evaluations of these rows (Documents.identity).
-    Empty if there is no file."""
+    """{step: evaluation loss} from the metrics.jsonl at `path`, in its order, for evaluations of the rows with the
+    identity `rows` (Documents.identity). Empty if there is no file."""
     lines = read_metrics(path) if path.exists() else []
     return {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line and line.get(ROWS, rows) == rows}
 
 
 def _drop_after(path: Path, last_step: int) -> None:
-    """Removes the lines of steps after `last_step` from a metrics.jsonl: a resumed run repeats these steps."""
+    """Removes the lines of steps after `last_step` from the file `path`: a resumed run repeats these steps."""
     if not path.exists():
         return
     kept = [line for line in read_metrics(path) if line["step"] <= last_step]
@@ -308,7 +309,7 @@ def _drop_after(path: Path, last_step: int) -> None:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as text: 1:05, or 2:03:04 from an hour on."""
+    """A time of `seconds`, rounded to whole ones: 1:05, or 2:03:04 from an hour on."""
     minutes, seconds_left = divmod(int(seconds + 0.5), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds_left:02d}" if hours else f"{minutes}:{seconds_left:02d}"
@@ -390,8 +391,8 @@ class Progress:
         tokens_per_second: float | None = None,
         memory_bytes: int | None = None,
     ) -> None:
-        """Shows the numbers of a finished step, of which those that are None are left out. `step` is the number of
-        steps done; `memory_bytes` is the peak of device memory."""
+        """Shows the numbers of a finished step that are not None: loss, learning_rate, grad_norm (of the gradient),
+        tokens_per_second, memory_bytes (the peak of device memory). `step` is the number of steps done."""
         now = time.monotonic()
         if self._first is None:
             self._first = (step, now)
@@ -429,11 +430,13 @@ class Progress:
             self.print(f"evaluating: {done} of {batches} batches")
 
     def print(self, text: str) -> None:
-        """Prints a line, above the bar on a terminal, which breaks it at spaces only; it is never cut or coloured."""
+        """Prints the line `text`, above the bar on a terminal, which breaks it at spaces only; it is never cut or
+        coloured."""
         self.console.print(terminal.plain(terminal.fitted(text, self.console)), soft_wrap=True)
 
     def _seconds_left(self, step: int, now: float) -> float | None:
-        """The estimated seconds until the last step; None before a speed is known."""
+        """The estimated seconds until the last step, of `step` steps done at the time `now`; None before a speed is
+        known."""
         first_step, first_seconds = self._first or (step, now)
         if step <= first_step:
             return None
@@ -444,12 +447,9 @@ class Progress:
 
 
 def loss_plot(jsonl_path: str | os.PathLike, png_path: str | os.PathLike) -> None:
-    """Draws loss over step from a metrics.jsonl: every step, with many steps also a moving average, and evaluations as
-    points. Losses that are not finite are left out.
-
-    Raises:
-      ValueError: there is no finite loss.
-    """
+    """Draws loss over step from the metrics.jsonl at jsonl_path into the image png_path: every step, with many steps
+    also a moving average, and evaluations as points. Losses that are not finite are left out; ValueError if there are
+    no others."""
     lines = read_metrics(jsonl_path)
 
     def series(key: str) -> list[tuple[int, float]]:
@@ -484,7 +484,7 @@ def loss_plot(jsonl_path: str | os.PathLike, png_path: str | os.PathLike) -> Non
 
 
 def decorate(what: str, make: Callable[[], Any]) -> None:
-    """Calls `make` for something that a run can do without, such as a plot; an error is logged and the run
+    """Calls `make` for something that a run can do without, such as a plot (`what`); an error is logged, and the run
     continues."""
     try:
         make()

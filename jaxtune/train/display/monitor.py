@@ -175,8 +175,8 @@ class Monitor:
 
     @contextlib.contextmanager
     def planned(self, name: str, step: int) -> Iterator[dict[str, Any]]:
-        """A `pause` for work that compiles programs; its line of metrics has also `plan`, the plan in force in
-        words."""
+        """A `pause` called `name` after `step` steps for work that compiles programs; its line of metrics has also
+        `plan`, the plan in force in words. It yields the dict of the line's other entries, as `pause` does."""
         with self.pause(name, step) as values:
             yield values
             values["plan"] = self.run.planner.lines()

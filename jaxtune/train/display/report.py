@@ -36,7 +36,7 @@ from jaxtune.train.program.step import trainable_names
 
 
 def parameter_counts(model: Decoder) -> tuple[int, int]:
-    """(trainable, all) parameters. Adapters count in both; a quantised parameter counts as one."""
+    """(trainable, all) parameters of `model`, two ints. Adapters count in both; a quantised parameter counts as one."""
     return parameters(nnx.state(model, nnx.Param)), parameters(nnx.state(model))
 
 
@@ -81,7 +81,7 @@ def trained_table(model: Decoder) -> Table:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Indices of layers as text, consecutive ones as a range: "0-3, 5, 7-8"."""
+    """The indices `numbers` of layers as text, in ascending order, with consecutive ones as a range: "0-3, 5, 7-8"."""
     parts: list[list[int]] = []
     for number in sorted(numbers):
         if parts and number == parts[-1][-1] + 1:
@@ -150,8 +150,9 @@ def held_out_warnings(train: TokenDataset | None, held_out: TokenDataset | None)
 
 
 def check(model: Decoder, summary: str, batches: BatchSource, tokenizer: Any, console: Console) -> None:
-    """Prints the report of --check: what would be trained, and one packed row with its loss mask. `summary` is
-    data_summary's."""
+    """Prints the report of --check on `console`: what would be trained (the trainable tensors of `model`), the data in
+    words, and the first packed row of the first of `batches`, decoded by `tokenizer` with its loss mask. `summary` is
+    what data_summary returned."""
     colours = console.color_system is not None
     how = "green" if colours else f"between {MARKS[0]} and {MARKS[1]}"
     parts: list[RenderableType] = [
@@ -324,9 +325,14 @@ def measured_lines(forecast: Forecast, device: Device, step_seconds: list[float]
 def memory_plan(
     forecast: Forecast, compiled_bytes: float, compile_seconds: float, budget_bytes: float | None, console: Console
 ) -> dict[str, float]:
-    """Prints the report of --plan on this machine, below the plan in words: the prediction, and the compiler's figure
-    for a step that fits.
+    """Prints on `console` the report of --plan on this machine, below the plan in words: the prediction, and the
+    compiler's figure for a step that fits.
 
+    Args:
+      forecast: the prediction for the plan.
+      compiled_bytes: the step's peak memory by the compiler.
+      compile_seconds: how long it compiled.
+      budget_bytes: the device memory that a step may take; None: no limit.
     Returns:
       the figures in GB: predicted, compiled (the step's peak), and limit if there is one.
     """
@@ -340,7 +346,8 @@ def memory_plan(
 
 
 def _parts_table(forecast: Forecast) -> Table:
-    """A rich Table of the predicted device memory at the peak of the step, by what it holds, in GB."""
+    """A rich Table of the device memory that `forecast` predicts at the peak of the step, by what it holds, in GB, the
+    largest part first and their sum last."""
     table = Table(title="Memory at the peak, on each device", title_justify="left", box=None)
     table.add_column("part")
     table.add_column("GB", justify="right")
@@ -353,8 +360,15 @@ def _parts_table(forecast: Forecast) -> Table:
 def plan_elsewhere(
     forecast: Forecast, parts: StepCost, device: Device, budget_bytes: float, longest: int, console: Console
 ) -> None:
-    """Prints the report of --plan for a device of another machine; `longest` is the number of tokens of the longest row
-    that fits."""
+    """Prints on `console` the report of --plan for a device of another machine.
+
+    Args:
+      forecast: of the plan.
+      parts: the step's costs.
+      device: the device.
+      budget_bytes: its memory that a step may take.
+      longest: the number of tokens of the longest row that fits; 0: not even 1,024.
+    """
     lines = plan_lines(forecast, parts, device, budget_bytes)
     if device.host_note:
         lines.append(f"  host memory: {device.host_note}; the plan pins {forecast.host_bytes / 1e9:.2f} GB")

@@ -43,13 +43,14 @@ _EVALUATED = "eval_"
 
 @dataclasses.dataclass
 class Curve:
-    """The values of one metric; two arrays of equal length."""
+    """The values of one metric over the steps of a run; `steps` (int64) and `values` (float64) are two arrays of equal
+    length."""
 
     steps: array.array = dataclasses.field(default_factory=lambda: array.array("q"))
     values: array.array = dataclasses.field(default_factory=lambda: array.array("d"))
 
     def add(self, step: int, value: float) -> None:
-        """Appends a point."""
+        """Appends the point (step, value)."""
         self.steps.append(step)
         self.values.append(value)
 
@@ -129,8 +130,8 @@ class RunFiles:
         return self._page
 
     def _read_lines(self, path: Path) -> None:
-        """Adds the lines that metrics.jsonl got since the last call; all of them if it was replaced. A last line that
-        is not whole yet is left for the next call."""
+        """Adds to the figures the lines that the metrics.jsonl at `path` got since the last call; all of them if the
+        file was replaced. A last line that is not whole yet is left for the next call."""
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
             identity = (status.st_dev, status.st_ino)
@@ -145,8 +146,8 @@ class RunFiles:
 
 
 def _identity(path: Path) -> Any:
-    """A value that changes when a file does (inode, size and time of its last change), so that unchanged files are not
-    read again; None if the file is missing."""
+    """A value that changes when the file at `path` does (inode, size and time of its last change), so that unchanged
+    files are not read again; None if the file is missing."""
     try:
         status = path.stat()
     except OSError:
@@ -181,7 +182,8 @@ def _page(folder: Path, figures: Figures, state: RunState) -> JsonObject:
 
 
 def _seconds_left(figures: Figures, state: RunState) -> str:
-    """The estimated time left in words, by the mean time of a step; "" where it is not known."""
+    """The estimated time left of a run in words, by the mean time of a step in `figures` and the total steps in
+    `state`; "" if the run is not running, or its end or speed is not known."""
     if state.name != "running" or state.total_steps is None or not figures.steps_timed:
         return ""
     left = (state.total_steps - figures.step) * figures.step_seconds / figures.steps_timed
@@ -189,8 +191,9 @@ def _seconds_left(figures: Figures, state: RunState) -> str:
 
 
 def _charts(figures: Figures) -> list[JsonObject]:
-    """The charts of a run, in the order of the page: each has the curve of one metric, and as dots the values of
-    evaluations for the same metric."""
+    """The charts of a run's `figures`, in the order of the page. Each is {"key", "title", "unit", "zero": whether its
+    axis begins at 0, "line": the curve of one metric, "dots": the values of evaluations for the same metric}, the last
+    two as `thinned` gives them."""
     evaluations = figures.comparable_evaluations()
     dotted: dict[str, Curve] = {}
     for step, numbers in evaluations:
@@ -237,7 +240,7 @@ def _short(value: float) -> float:
 
 def _facts(figures: Figures, results: JsonMapping) -> list[list[str]]:
     """The main results of a run, as [name, value in words]: steps, time, losses, exact match, speed and memory.
-    `results` is the content of results.json."""
+    `figures` has the content of metrics.jsonl, and `results` that of results.json; what they lack is left out."""
     facts = [["steps", f"{figures.step:,}"]]
     facts.append(["time", _in_words(figures.seconds) if math.isfinite(figures.seconds) else "-"])
     losses = figures.curves.get("loss", Curve()).values
@@ -262,7 +265,7 @@ def _facts(figures: Figures, results: JsonMapping) -> list[list[str]]:
 
 
 def _in_words(seconds: float) -> str:
-    """A time in words: 17 s, 1 min 6 s, 13 h 53 min."""
+    """A time of `seconds` in words: 17 s, 1 min 6 s, 13 h 53 min."""
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {rest} s" if minutes else f"{rest} s"
@@ -270,13 +273,16 @@ def _in_words(seconds: float) -> str:
 
 
 def _exact_match(results: JsonMapping, when: str) -> float | None:
-    """The share of right answers before or after training; None if it was not measured."""
+    """The share of right answers, 0 to 1, that `results`, the content of results.json, has for `when`, "before" or
+    "after" training; None if it was not measured."""
     found = results.get(when)
     return float(found["exact_match"]) if isinstance(found, dict) and _is_number(found.get("exact_match")) else None
 
 
 def _samples(results: JsonMapping) -> list[dict[str, str]]:
-    """Held-out questions with the expected answer and the model's, before (where it was asked) and after training."""
+    """Held-out questions with the expected answer and the model's, from `results`, the content of results.json: a list
+    of {"question", "expected", "before": the answer before training, "given": the one after it}; "" for an answer that
+    is not there."""
     before, after = (
         {sample["question"]: sample for sample in _asked(results.get(when))} for when in ("before", "after")
     )
@@ -288,8 +294,8 @@ def _samples(results: JsonMapping) -> list[dict[str, str]]:
 
 
 def _asked(found: Any) -> list[dict[str, str]]:
-    """The sampled answers in the entry `before` or `after` of results.json, as dicts {"question", "expected", "given"};
-    entries that lack one of these are left out, because the file may contain anything."""
+    """The sampled answers in `found`, the entry `before` or `after` of results.json, as dicts {"question", "expected",
+    "given"}; entries that lack one of these are left out, because the file may contain anything."""
     samples = found.get("samples") if isinstance(found, dict) else None
     keys = ("question", "expected", "given")
     whole = [
@@ -299,8 +305,8 @@ def _asked(found: Any) -> list[dict[str, str]]:
 
 
 def _settings(path: Path) -> dict[str, str]:
-    """{dotted key: value as JSON} of the settings in a run's config.yaml that differ from jaxtune's defaults; none if
-    the file cannot be read."""
+    """{dotted key: value as JSON} of the settings in the config.yaml at `path` that differ from jaxtune's defaults;
+    none if the file cannot be read."""
     import yaml
 
     from jaxtune.train.config.file import flat_keys
@@ -337,20 +343,21 @@ def _default_settings() -> JsonObject:
 
 
 def _as_json(default: object) -> JsonObject | None:
-    """A section's defaults as JSON; None for the marker of a key that has no default."""
+    """The `default` of a section's key, a dataclass, as a JSON object of its fields; None for the marker of a key that
+    has no default. It is json.dumps' function for values that JSON does not have."""
     if dataclasses.is_dataclass(default) and not isinstance(default, type):
         return dataclasses.asdict(default)
     return None
 
 
 def _read(path: Path) -> str:
-    """The text of a file of a run's folder; "" if it is missing. Bytes that are not UTF-8 are replaced, because a run
-    may be writing it."""
+    """The text of the file at `path` in a run's folder; "" if it is missing. Bytes that are not UTF-8 are replaced,
+    because a run may be writing it."""
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
 def _json(path: Path) -> JsonObject:
-    """The mapping in a JSON file; empty if there is none."""
+    """The mapping in the JSON file at `path`; empty if there is no such file, or if it is not a JSON object."""
     try:
         found = json.loads(_read(path) or "{}")
     except (ValueError, RecursionError):
@@ -359,7 +366,7 @@ def _json(path: Path) -> JsonObject:
 
 
 def _is_drawn(key: str) -> bool:
-    """Whether a number of a line of metrics.jsonl is a curve of its own."""
+    """Whether the number with the key `key` of a line of metrics.jsonl is a curve of its own on the page."""
     return key in _FIRST or not (key in _NOT_DRAWN or key.endswith(_NOT_DRAWN_ENDS))
 
 

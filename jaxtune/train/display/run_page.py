@@ -25,7 +25,8 @@ def run_page(folders: Sequence[Path]) -> str:
 
 
 def page(title: str, runs: Sequence[JsonObject] | None) -> str:
-    """The HTML page with these runs' figures; None: the page asks the server for them, every two seconds."""
+    """The text of the HTML page with the figures of `runs`, each as RunFiles.page returns it, under the title `title`.
+    runs=None: the page asks the server for them, every two seconds."""
     script, style = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("page.js", "page.css"))
     data = ""
     if runs is not None:

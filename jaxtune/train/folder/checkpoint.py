@@ -49,7 +49,7 @@ class CheckpointError(ValueError):
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """Steps that have a checkpoint in a folder, which may be missing; ascending."""
+    """The steps that have a checkpoint in `folder`, which may be missing, in ascending order."""
     if not folder.is_dir():
         return []
     found = (_STEP_NAME.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
@@ -187,8 +187,8 @@ class Checkpointer:
                 self._lock.release()
 
     def _finish(self, step: int, temporary: Path, record_text: str) -> None:
-        """Runs in the thread: waits for Orbax, which writes into the folder `temporary`, adds meta.json (`record_text`)
-        and the manifest, names the checkpoint and removes old ones. An error is kept for `wait`."""
+        """The thread of a save of `step`: waits for Orbax, which writes into the folder `temporary`, adds meta.json
+        (record_text) and the manifest, names the checkpoint and removes old ones. An error is kept for `wait`."""
         try:
             self._orbax.wait_until_finished()  # in the first process this waits until all have written
             if not processes.first():
@@ -206,8 +206,7 @@ class Checkpointer:
         self._purge(step)
 
     def _commit(self, temporary: Path, final: Path) -> None:
-        """Renames a written checkpoint to its final name, which makes it valid; an earlier one of that name is
-        replaced."""
+        """Gives the checkpoint `temporary` its `final` name, which makes it valid; an earlier one there is replaced."""
         sync(temporary)
         old = self.folder / f".old_{final.name}"
         if final.exists():  # from an abandoned or damaged run; the next start restores it if we die between the renames
@@ -217,7 +216,7 @@ class Checkpointer:
         shutil.rmtree(old, ignore_errors=True)
 
     def _fail(self, step: int, temporary: Path, error: Exception) -> None:
-        """Removes a failed save and keeps its error for `wait`."""
+        """Removes the folder `temporary` of a failed save of `step`, and keeps `error` for `wait` to raise."""
         if processes.first():
             shutil.rmtree(temporary, ignore_errors=True)
         last = self.latest()
@@ -244,7 +243,7 @@ class Checkpointer:
             self._remove(path)
 
     def _remove(self, path: Path) -> None:
-        """Removes a checkpoint, in the first process; an error is logged."""
+        """Removes the checkpoint folder `path`, in the first process; an error is logged."""
         if not processes.first():
             return
         trash = self.folder / f".tmp_{path.name}"
@@ -255,8 +254,7 @@ class Checkpointer:
             logger.warning("old checkpoint %s could not be removed: %s", path, error)
 
     def _remove_leftovers(self) -> None:
-        """Removes what an earlier process left in the folder, and restores a checkpoint that it was replacing when it
-        died."""
+        """Removes what a dead process left in the folder, and restores a checkpoint that it was replacing."""
         for path in self.folder.iterdir():
             try:
                 if path.name.startswith(".old_step_") and not (final := self.folder / path.name[5:]).exists():
@@ -333,18 +331,18 @@ def _name(step: int) -> str:
 
 
 def _size(count_bytes: int) -> str:
-    """A number of bytes in words."""
+    """The number of bytes count_bytes in words, in GB or MB."""
     return f"{count_bytes / 1e9:,.2f} GB" if count_bytes >= 1e8 else f"{count_bytes / 1e6:,.2f} MB"
 
 
 def _is_key(x: Any) -> bool:
-    """Whether an array is a typed PRNG key."""
+    """Whether the array `x` is a typed PRNG key."""
     return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _named_leaves(tree: Any) -> dict[str, Any]:
-    """The leaves of a pytree by their paths, joined with "/", under which they are stored. Raises CheckpointError if
-    two leaves would have the same name."""
+    """{path: leaf} of the pytree `tree`, a path joined with "/" being the leaf's name in a checkpoint. Raises
+    CheckpointError if two leaves would have the same name, or one has none."""
     named = {}
     for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         parts = [jax.tree_util.keystr((key,), simple=True) for key in keys]
@@ -388,7 +386,8 @@ def _describe(state: Any) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
 
 
 def _record(path: Path) -> dict[str, Any]:
-    """The content of meta.json: {"format", "step", "meta", "arrays": {name: {"shape", "dtype"}}}."""
+    """The meta.json of the checkpoint folder `path`, {"format", "step", "meta", "arrays": {name: {"shape", "dtype"}}}.
+    Raises CheckpointError if it cannot be read or is not that of this step."""
     try:
         record = json.loads((path / META).read_text(encoding="utf-8"))
         if record["format"] != FORMAT or record["step"] != int(path.name.removeprefix("step_")):
@@ -405,7 +404,8 @@ def _record(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path, like: Any, partial: bool = False) -> tuple[Any, dict[str, Any]]:
-    """(state, meta) of a checkpoint; the arguments are those of Checkpointer.restore."""
+    """(state, meta) of the checkpoint folder `path`: the arrays in the structure of `like` (None: nested dicts by
+    name), and the caller's values. `partial`, and what is raised, are those of Checkpointer.restore."""
     import orbax.checkpoint as ocp
 
     record = _record(path)
@@ -449,27 +449,28 @@ def _read(path: Path, like: Any, partial: bool = False) -> tuple[Any, dict[str, 
 
 
 def _bytes(description: dict[str, Any]) -> int:
-    """The size of an array that meta.json describes; for a PRNG key a lower bound."""
+    """The bytes of the array with this entry (`description`) in meta.json; for a PRNG key a lower bound."""
     size = 8 if "key_impl" in description else jnp.dtype(description["dtype"]).itemsize
     return math.prod(description["shape"]) * size
 
 
 def _empty(description: dict[str, Any], leaf: Any) -> np.ndarray | jax.Array:
-    """An array without elements, with the sharding of its leaf of `like`."""
+    """An array of no elements, of the shape and dtype in `description` and with the sharding of `leaf`."""
     empty = np.empty(description["shape"], jnp.dtype(description["dtype"]))
     sharding = _committed_sharding(leaf)
     return empty if sharding is None else partition.put(empty, sharding)
 
 
 def _committed_sharding(leaf: Any) -> jax.sharding.Sharding | None:
-    """The sharding that a leaf of `like` asks for; None without one."""
+    """The sharding that a leaf of `like` asks for: of a committed jax.Array, or the attribute; None without one."""
     if isinstance(leaf, jax.Array):
         return leaf.sharding if leaf.committed else None
     return getattr(leaf, "sharding", None)
 
 
 def _place(array: Any, description: dict[str, Any], leaf: Any, as_numpy: bool) -> Any:
-    """A restored array in the form that its leaf of `like` asks for: a PRNG key, numpy, or a jax.Array."""
+    """A restored array in the form that `leaf`, its leaf of `like`, asks for: a PRNG key if `description` (its entry
+    of meta.json) names one, numpy if as_numpy, or a jax.Array."""
     if impl := description.get("key_impl"):
         key = jax.random.wrap_key_data(jnp.asarray(array), impl=impl)
         sharding = _committed_sharding(leaf)
@@ -480,9 +481,9 @@ def _place(array: Any, description: dict[str, Any], leaf: Any, as_numpy: bool) -
 
 
 def _check_fits(path: Path, described: dict[str, dict[str, Any]], wanted: dict[str, Any], partial: bool) -> None:
-    """Raises CheckpointError with the differences if a checkpoint's arrays have not the names, shapes and dtypes of a
-    run's. described: {name: shape and dtype} from the checkpoint's record. wanted: {name: array or
-    jax.ShapeDtypeStruct} of the run. partial: the checkpoint may have arrays that are not wanted."""
+    """Raises CheckpointError with the differences if the checkpoint `path` does not have the arrays of a run.
+    described: {name: shape and dtype} from its record. wanted: {name: array or jax.ShapeDtypeStruct} of the run.
+    partial: the checkpoint may have arrays that are not wanted."""
     problems = [f"{name}: not in the checkpoint" for name in wanted if name not in described]
     if not partial:
         problems += [f"{name}: in the checkpoint, not in this run" for name in described if name not in wanted]

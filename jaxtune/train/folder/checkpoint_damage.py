@@ -14,7 +14,8 @@ FORMAT = 1
 
 
 def find_damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint's folder, in words; None if every file is as it was written."""
+    """What is wrong with the checkpoint folder `path`, in words; None if every file that its manifest lists has the
+    size and checksum with which it was written. Every byte is read."""
     if not path.is_dir():
         return "there is no such checkpoint"
     try:

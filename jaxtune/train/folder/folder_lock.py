@@ -18,7 +18,7 @@ LOCK_NAME = "run.lock"
 
 
 class FolderLock:
-    """An exclusive `flock` on the folder's `run.lock`, which the kernel releases when the process dies.
+    """An exclusive `flock` on the file `run.lock` in `folder`, which the kernel releases when the process dies.
 
     The file says which run has the lock (pid, host, start time). The folder is created if it is missing.
 
@@ -56,7 +56,8 @@ class FolderLock:
         FolderLock._held.add(self)
 
     def _lock(self, descriptor: int) -> None:
-        """Locks an open file; closes it and raises ValueError if another run has it locked."""
+        """Locks the open file `descriptor`; closes it and raises ValueError if another run has it locked. On a file
+        system without locks it only logs a warning."""
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -85,7 +86,8 @@ class FolderLock:
 
 
 def _same_file(descriptor: int, path: Path) -> bool:
-    """Whether an open file is the one at a path."""
+    """Whether the open file `descriptor` is the one at `path`, and not one that was removed since; False if there is
+    none."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:

@@ -142,7 +142,7 @@ def require_same_run(saved: dict[str, Any], current: dict[str, Any], output: Pat
 
 
 def is_longer(saved: dict[str, Any], current: dict[str, Any]) -> bool:
-    """Whether the run of a record has more steps than that of a checkpoint's record."""
+    """Whether the run with the record `current` has more steps than that of the checkpoint's record `saved`."""
     return current["total_steps"] > saved.get("total_steps", current["total_steps"])
 
 
@@ -184,7 +184,7 @@ def digest(run: dict[str, Any]) -> str:
 
 
 def _sha256(run: dict[str, Any]) -> str:
-    """SHA-256, as hexadecimal digits, of JSON values, whatever the order of their keys."""
+    """SHA-256, as hexadecimal digits, of the JSON values in `run`, whatever the order of their keys."""
     return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()
 
 
@@ -198,8 +198,8 @@ _FILES = ("data.template", "adapter.path")
 
 
 def require_same_settings(config: TrainConfig) -> None:
-    """Raises ValueError if processes of a run have different configs or different versions of the packages that
-    compute."""
+    """Raises ValueError if the processes of a run have different configs (this one has `config`) or different versions
+    of the packages that compute. Names of places may differ between hosts. A collective call."""
     settings = {key: value for key, value in flat_keys(config_to_dict(config)).items() if key not in _PLACES}
     settings |= {key: _content(settings[key]) for key in _FILES if settings.get(key) is not None}
     versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")}
@@ -307,9 +307,11 @@ def require_compatible(
     incompatible: Iterable[str],
     hints: Mapping[str, str] = types.MappingProxyType({}),
 ) -> list[Difference]:
-    """The harmless differences of two metas; the arguments are those of `compare_meta`.
+    """The harmless differences of two metas, `saved` and `current`, which are compared by `compare_meta`.
 
     Args:
+      saved, current: the meta of the checkpoint, and that of this run.
+      incompatible: dotted keys whose difference forbids a resume, with those below them.
       hints: what else can be done, by key; printed if only that key forbids a resume.
     Raises:
       CheckpointError: some differences are not harmless; the message lists them.
@@ -360,16 +362,17 @@ def recorded_config(config: TrainConfig, model: Decoder) -> TrainConfig:
 
 
 def write_config(output: Path, config: TrainConfig) -> None:
-    """Writes config.yaml, in the first process."""
+    """Writes `config` to config.yaml in the folder `output`, in the first process only."""
     if processes.first():
         atomic_write(output / CONFIG, config_to_yaml(config))
 
 
 def require_same_config(output: Path, config: TrainConfig) -> bool:
-    """Whether the folder has the config of this run; for a folder without a checkpoint.
+    """Whether the folder `output` has a config.yaml that is exactly that of this run's `config`; for a folder without
+    a checkpoint. False if the file is missing, incomplete, or was written by an older version but means the same.
 
     A file that is empty, or a beginning of this run's file, was left by a full disk or a power failure and counts as
-    missing.
+    incomplete.
 
     Raises:
       ValueError: the folder belongs to another run.
@@ -387,8 +390,8 @@ def require_same_config(output: Path, config: TrainConfig) -> bool:
 
 
 def _reads_as(path: Path, config: TrainConfig) -> bool:
-    """Whether a config.yaml, which an older version may have written without newer keys, is read as this config; False
-    if it cannot be read."""
+    """Whether the config.yaml at `path`, which an older version may have written without newer keys, is read as
+    `config`; False if it cannot be read."""
     try:
         return load_config(str(path)) == config
     except ConfigError:

@@ -97,6 +97,7 @@ class Reader:
       tokenizer: the run's.
       config: the run's.
       model: the config of the model that trains on them.
+      ends: the token ids that end an answer, for an objective that samples answers.
     """
 
     objective: Objective
@@ -140,7 +141,8 @@ class Reader:
 
 
 def is_stream(rows: object, streaming: bool = False) -> bool:
-    """Whether rows are read during the run: because data.streaming says so, or as they are an IterableDataset."""
+    """Whether `rows` are read during the run: because `streaming` (data.streaming) says so, or as they are an
+    IterableDataset of the library `datasets`."""
     return streaming or (hasattr(rows, "features") and hasattr(rows, "num_shards") and not hasattr(rows, "__len__"))
 
 
@@ -162,11 +164,12 @@ def own_lanes(mesh: jax.sharding.Mesh) -> list[int]:
 def source_of(
     train: TokenDataset | BatchSource, held_out: TokenDataset | None, config: TrainConfig
 ) -> tuple[BatchSource, TokenDataset | None, int]:
-    """Makes the source of a run's batches from the rows that run_rows returned.
+    """Makes the source of a run's batches from the rows that run_rows returned: `train`, tokenised rows or a source
+    already, and `held_out`, the rows of evaluations or None. config: the run's.
 
     Returns:
       (the source of the batches; the held-out rows, which with data.packing=step are laid out as the steps' rows are;
-      the number of steps of the run).
+        the number of steps of the run).
     """
     source = train if isinstance(train, BatchSource) else train.batches(config.rows_per_step, seed=config.seed)
     steps = total_steps(config, source.steps_per_epoch)
@@ -176,8 +179,8 @@ def source_of(
 
 
 def most_documents(batches: BatchSource, held_out: TokenDataset | None) -> int | None:
-    """The largest number of documents in a row of the steps or of the evaluation, which attention's kernels are
-    compiled for; None if it is not known before the run, as for streamed rows."""
+    """The largest number of documents in a row of the steps' `batches` or of the evaluation's rows `held_out` (or
+    None), which attention's kernels are compiled for; None if it is not known before the run, as for streamed rows."""
     if batches.max_documents is None:
         return None
     return max(batches.max_documents, 0 if held_out is None else held_out.rows.max_documents)

@@ -58,8 +58,8 @@ def recorded_state(folder: Path, total_steps: int, stops: tuple[type[BaseExcepti
 
 @dataclasses.dataclass(frozen=True)
 class _Writer:
-    """Writes the state of a run, its name and the reason for it, to state.json in `folder`; called with (name, why). An
-    error is logged, and does not end the run."""
+    """Writes the state of a run, its name and the reason for it, with `total_steps`, the steps of the whole run, to
+    state.json in `folder`; called with (name, why). An error is logged, and does not end the run."""
 
     folder: Path
     total_steps: int

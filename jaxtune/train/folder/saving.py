@@ -31,7 +31,8 @@ class SavePolicy:
     _last_seconds: float | None = None
 
     def should_save(self, step: int, now_seconds: float) -> bool:
-        """Whether to save after this optimizer step; called once per step, and True counts as the save."""
+        """Whether to save after optimizer step number `step`, at the time now_seconds; called once per step, and True
+        counts as the save."""
         if self._last_seconds is None:
             self._last_seconds = now_seconds
         due = bool(self.every_steps) and step > 0 and step % self.every_steps == 0
@@ -41,13 +42,13 @@ class SavePolicy:
         return due
 
     def time_is_up(self, now_seconds: float) -> bool:
-        """Whether `every_minutes` have passed since the last save; called between steps."""
+        """Whether at the time now_seconds `every_minutes` have passed since the last save; called between steps."""
         if not self.every_minutes or self._last_seconds is None:
             return False
         return now_seconds - self._last_seconds >= 60 * self.every_minutes
 
     def saved(self, now_seconds: float) -> None:
-        """Records that a save was made, due or not, so that the minutes are counted from it."""
+        """Records that a save was made at the time now_seconds, due or not, so that the minutes are counted from it."""
         self._last_seconds = now_seconds
 
 
@@ -127,8 +128,8 @@ class Saver:
             self.save(done, state)
 
     def save(self, done: int, state: Any) -> None:
-        """Saves the TrainState after `done` steps, unless it is saved already, or updates are being skipped because
-        steps were not finite; then the save stays due."""
+        """Saves `state`, the TrainState after `done` steps, unless it is saved already, or updates are being skipped
+        because steps were not finite; then the save stays due. Callbacks are told of a save."""
         self.monitor.flush()
         if self.saved == done:
             self._due = False

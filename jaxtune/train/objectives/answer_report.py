@@ -17,7 +17,8 @@ _CUT_OFF, _EQUAL = 0.5, 0.8  # shares of answers cut off, and of groups with equ
 def measured(
     answers: Sequence[Answer], table: np.ndarray, rewards: RewardFunctions, settings: Settings
 ) -> dict[str, float]:
-    """The metrics of a generation, by TRL's names. Lengths count the tokens that were sampled.
+    """The metrics of a generation (the answers that are sampled at once), {TRL's name: value}: rewards and their
+    spread, lengths, and the share of answers that were cut off. Lengths count the tokens that were sampled.
 
     Args:
       answers: the answers, prompt by prompt.
@@ -48,8 +49,9 @@ def measured(
 def screen_lines(
     sampled: Sampled, table: np.ndarray, answers: Sequence[Answer], rewards: RewardFunctions, settings: Settings
 ) -> list[str]:
-    """Lines for the screen: the best answer of a generation, and warnings. The arguments are those of `measured`, and
-    sampled: the answers as reward functions got them."""
+    """Lines for the screen about a generation of answers: the best one, and warnings if most are cut off or most
+    groups have equal rewards. answers, table, rewards and settings are those of `measured`. sampled: the answers as
+    reward functions got them."""
     total = total_rewards(table, np.array(rewards.weights))
     best = int(np.nanargmax(np.where(np.isnan(total), -np.inf, total)))
     found = [
@@ -79,7 +81,7 @@ def _equal_groups(total: np.ndarray) -> np.ndarray:
 
 
 def _line(value: Turns) -> str:
-    """The text of a prompt's last turn, or of an answer, on one line, cut after `_SHOWN` characters."""
+    """`value`, a prompt (of messages its last one) or an answer, as text on one line, cut after `_SHOWN` characters."""
     text = value if isinstance(value, str) else value[-1].get("content", "")
     text = " ".join(str(text).split())
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

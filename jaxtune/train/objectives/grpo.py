@@ -123,8 +123,8 @@ def rloo_advantages(
 
 
 def _in_groups(name: str, rewards: np.ndarray, num_generations: int) -> np.ndarray:
-    """The rewards as float32. Raises ValueError if they are not [answers, functions], or the answers do not divide into
-    groups. name: the calling function, for the message."""
+    """`rewards` as float32 [answers, functions]. Raises ValueError if they have another shape, or the answers do not
+    divide into groups of num_generations. name: the calling function, for the message."""
     rewards = np.asarray(rewards, np.float32)
     if rewards.ndim != 2:
         raise ValueError(f"{name}: rewards has shape {rewards.shape}; it must be [answers, functions]")
@@ -333,10 +333,12 @@ def metric_names(options: PolicyLoss) -> tuple[str, ...]:
 
 
 def grpo_sums(answers: Answers, options: PolicyLoss) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """GRPO's loss of a batch of answers as sums: (sum of the losses, count, {metric: sum}), float32 scalars.
+    """GRPO's loss of a batch of answers as sums: (sum of the losses, count, {metric: sum}), float32 scalars. `options`
+    choose the variant of the loss.
 
     The loss of several batches is the total of the first divided by the total of the second; `means_of` makes metrics
-    of the totals. The count is that of tokens, or of answers with "grpo" and "sapo".
+    of the totals. The count is that of tokens; of answers with "grpo" and "sapo"; and with "dr_grpo" of answers times
+    max_completion_length.
 
     Raises:
       ValueError: beta is not 0, and there are no ref_logps.
@@ -382,6 +384,8 @@ def _aggregated(losses, per_answer, answers: Answers, options: PolicyLoss) -> tu
     Args:
       losses: [answers, tokens], 0 outside of the mask.
       per_answer: [answers, 1], the number of tokens of each answer that count, at least 1.
+      answers: gives the mask, and which rows have an answer.
+      options: names the loss.
     """
     if options.loss_type in ("grpo", "sapo"):
         return (losses / per_answer).sum(), answers.counted.sum()

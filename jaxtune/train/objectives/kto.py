@@ -52,8 +52,9 @@ class KTO(Referenced):
     def prepare(
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
     ) -> PairDataset:
-        """Reads and tokenises labelled rows into pairs of each row's own and its mismatched answer, with arguments and
-        errors of Objective.prepare. A data set that was prepared before is returned as it is."""
+        """Reads and tokenises labelled rows into pairs of documents: each row's own answer, and after the same prompt
+        the answer of the row before, which is mismatched. `rows` that are a PairDataset are returned as they are.
+        tokenizer, data, vocab_size and max_rows, and the errors, are those of Objective.prepare."""
         given = isinstance(rows, PairDataset)
         made = super().prepare(rows, tokenizer, data, vocab_size=vocab_size, max_rows=max_rows)
         if given:
@@ -63,8 +64,9 @@ class KTO(Referenced):
         return dataclasses.replace(made, documents=documents, labels=labels, reference=reference)
 
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """KTO's loss of a micro-batch: (sum of the losses, number of answers, {name: sum} for each name in `sums`),
-        float32 scalars that are added up over micro-batches and devices."""
+        """KTO's loss of `batch`, a micro-batch of pairs: (sum of the losses, number of answers, {name: sum} for each
+        name in `sums`), float32 scalars that are added up over micro-batches and devices. forward: runs `model` and
+        its reference, and computes log-probabilities."""
         answers = sum_log_probs(model, forward(model, batch), batch, forward)
         ratios = self.unscaled_rewards(model, batch, forward, answers)
         there = batch.extra[PAIRS]

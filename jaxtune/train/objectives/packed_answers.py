@@ -175,8 +175,8 @@ class AnswerRows:
         return batch
 
     def places_of(self, answers: Sequence[Answer]) -> list[tuple[int, int, int]]:
-        """Where each answer goes: (row, index in the row of the prompt's first token, number of the answer within the
-        row), by first fit with the longest first."""
+        """Where each of `answers` goes: a list of (row, index in the row of the prompt's first token, number of the
+        answer within the row), by first fit with the longest first. All of them must fit into the rows of a batch."""
         used, filled = np.zeros(self.rows, np.int64), np.zeros(self.rows, np.int64)
         sizes = [len(answer.prompt_ids) + len(answer.ids) for answer in answers]
         found = [(0, 0, 0)] * len(answers)

@@ -144,7 +144,8 @@ class GRPO:
     def prepare(
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
     ) -> TokenDataset:
-        """Raises ConfigError: these objectives have no loss on held-out rows, which `prepare` is called for."""
+        """Always raises ConfigError: these objectives have no loss on held-out rows, which `prepare` is called for.
+        The arguments, which are not used, are those of Objective.prepare."""
         raise ConfigError(
             f"data.eval, data.eval_rows: {self.name} has no loss on rows that nobody sampled; leave them out, and look "
             "at the reward"
@@ -159,9 +160,9 @@ class GRPO:
             raise ValueError(f"objective = {self.name}: {model.config.head.what}, which cannot answer")
 
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """The loss of a micro-batch of packed answers (`rollouts.SampledAnswers`): (sum of the losses, the count of
-        `unit` that it is divided by, {name: sum} for each name in `sums`), float32 scalars that are added up over
-        micro-batches and devices."""
+        """The loss of `batch`, a micro-batch of packed answers (`rollouts.SampledAnswers`): (sum of the losses, the
+        count of `unit` that it is divided by, {name: sum} for each name in `sums`), float32 scalars that are added up
+        over micro-batches and devices. forward: runs `model`, and its reference if the loss needs it."""
         temperature = self.settings.temperature
         entropy_gradient = self.losses.entropy_coef != 0
         logps, entropies = forward.log_probs(
@@ -278,7 +279,8 @@ class RLOO(GRPO):
 
     def advantages(self, rewards: np.ndarray, weights: np.ndarray, kl: np.ndarray | None = None) -> np.ndarray:
         """RLOO's advantages, float32[answers]: an answer's reward minus the mean of the other answers to its prompt.
-        The arguments are those of GRPO.advantages."""
+        rewards [answers, functions], weights [functions] and kl [answers] (or None) are those of GRPO.advantages; beta
+        times kl is subtracted from the rewards."""
         return rloo_advantages(
             rewards,
             self.settings.num_generations,
@@ -346,7 +348,7 @@ def log_probs_of(temperature: float, model: Decoder, batch: Batch) -> np.ndarray
 
 def reference_log_probs(temperature: float, model: Decoder, batch: Batch) -> np.ndarray:
     """float32[rows, length]: the log-probabilities of a batch's targets under the reference, which is `model` with its
-    adapter off; otherwise as `log_probs_of`."""
+    adapter off, with logits divided by `temperature`; 0 where the weight is 0."""
     return log_probs_of(temperature, without_adapter(model), batch)
 
 

@@ -99,8 +99,9 @@ class Pairs:
     def prepare(
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
     ) -> PairDataset:
-        """Reads and tokenises rows into pairs of documents; a PairDataset is returned as it is. Arguments and errors
-        are those of Objective.prepare; also raises ConfigError for options of `data` that pairs cannot have."""
+        """Reads and tokenises rows into pairs of documents, the prompt with each of its two answers; `rows` that are a
+        PairDataset are only checked. tokenizer, data, vocab_size and max_rows, and the errors, are those of
+        Objective.prepare; also raises ConfigError for options of `data` that pairs cannot have."""
         if not isinstance(rows, PairDataset):
             options = {key: getattr(data, key) for key in (*ROW_OPTIONS, "cache_dir", "num_workers")}
             if data.format not in ("auto", self.row_format):
@@ -148,8 +149,9 @@ class Preference(Pairs):
         """Accepts every model: without a reference, nothing about it can be wrong."""
 
     def unscaled_rewards(self, model: Decoder, batch: Batch, forward: Forward, answers: Answers) -> jax.Array:
-        """The implicit reward of each answer divided by beta: float32[rows, most pairs, 2]. Here it is the answer's
-        log-probability; with a reference, the log-ratio to the reference. answers: those of `model` for the batch."""
+        """The implicit reward of each answer of `batch` divided by beta: float32[rows, most pairs, 2]. Here it is the
+        answer's log-probability (its mean over tokens if `by_mean`); with a reference, the log-ratio to the reference.
+        answers: the log-probabilities under `model`. forward: runs a model; not used here."""
         return answers.means if self.by_mean else answers.logps
 
     def pair_losses(self, unscaled: jax.Array, answers: Answers) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -164,8 +166,9 @@ class Preference(Pairs):
         raise NotImplementedError
 
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """The loss of a micro-batch: (sum of the losses, number of pairs, {name: sum} for each name in `sums`), float32
-        scalars that are added up over micro-batches and devices."""
+        """The loss of `batch`, a micro-batch of pairs: (sum of the losses, number of pairs, {name: sum} for each name
+        in `sums`), float32 scalars that are added up over micro-batches and devices. forward: runs `model`, and its
+        reference if it has one."""
         answers = sum_log_probs(model, forward(model, batch), batch, forward, self.documents)
         unscaled = self.unscaled_rewards(model, batch, forward, answers)
         there = batch.extra[PAIRS]
@@ -222,9 +225,9 @@ class Referenced(Preference):
     def prepare(
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
     ) -> PairDataset:
-        """Reads and tokenises rows into pairs, as Pairs.prepare does. If the reference's log-probabilities are to be
-        computed before training, they are NaN in the data set; the Trainer then fills them in
-        (`references.fill_reference`)."""
+        """Reads and tokenises rows into pairs, as Pairs.prepare does, whose arguments (rows, tokenizer, data,
+        vocab_size, max_rows) it takes. If the reference's log-probabilities are to be computed before training, they
+        are NaN in the data set; the Trainer then fills them in (`references.fill_reference`)."""
         made = super().prepare(rows, tokenizer, data, vocab_size=vocab_size, max_rows=max_rows)
         if self.precompute_ref_log_probs and made.reference is None:
             made = dataclasses.replace(made, reference=np.full(len(made.documents), np.nan, np.float32))
@@ -242,8 +245,9 @@ class Referenced(Preference):
         return sum_log_probs(base, forward.frozen(base, batch), batch, forward).logps
 
     def unscaled_rewards(self, model: Decoder, batch: Batch, forward: Forward, answers: Answers) -> jax.Array:
-        """The log-ratio of each answer's probability under the model (`answers`) to that under the reference:
-        float32[rows, most pairs, 2]. The reference runs here, unless the batch has its log-probabilities."""
+        """The log-ratio of each answer's probability under `model` (`answers`) to that under the reference:
+        float32[rows, most pairs, 2]. The reference runs here, by `forward`, unless `batch` has its
+        log-probabilities."""
         reference = batch.extra[REFERENCE] if REFERENCE in batch.extra else self.reference(model, batch, forward)
         return answers.logps - reference
 

@@ -165,8 +165,8 @@ def _prompt(value: Mapping[str, object], encoder: RowEncoder, most_tokens: int, 
 
 
 def _answered(value: Mapping[str, object]) -> bool:
-    """Whether a row (its columns by name) with a `prompt` also has a completion, as rows for supervised fine-tuning do;
-    the completion then becomes the column ANSWER."""
+    """Whether a row (`value`, its columns by name) with a `prompt` also has a completion, as rows for supervised
+    fine-tuning do; the completion then becomes the column ANSWER."""
     return any(name in value for name in ("completion", "response"))
 
 

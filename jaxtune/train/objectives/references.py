@@ -77,8 +77,8 @@ def fill_reference(
 
 def _computed(rows: PackedPairs, objective: Any, engine: Engine, trainable: Any, frozen: Any) -> np.ndarray:
     """Computes the reference's log-probabilities of all rows by one pass over them on the devices: float32[documents],
-    a numpy array, 0 for pairs that are left out. engine: compiles and runs the pass. trainable, frozen: the model's
-    state as placed on the devices."""
+    a numpy array, 0 for pairs that are left out. objective: its method `reference` computes those of a batch. engine:
+    compiles and runs the pass. trainable, frozen: the model's state as placed on the devices."""
     plain = copy.copy(rows)
     plain.reference = None
     batches = Batches(plain, engine.rows, order="given")
@@ -101,8 +101,9 @@ def _computed(rows: PackedPairs, objective: Any, engine: Engine, trainable: Any,
 
 
 def _path(rows: PackedPairs, config: TrainConfig, base: str) -> Path:
-    """The file for these rows and this model. Its name is a hash of the tokens after truncation, their masks, the
-    base's digest, and the formats and precision in which the model computes."""
+    """The file in the folder of token caches for these rows and this model. Its name is a hash of the tokens after
+    truncation, their masks, the base's digest (`base`), and the formats and precision in which the model computes
+    (`config`), so that numbers of other rows or another model are never read."""
     documents, model = rows.documents, config.model
     made = hashlib.blake2b(repr((base, model.load_in, model.compute, config.precision)).encode(), digest_size=16)
     for part in (documents.tokens, documents.mask, documents.starts, rows.kept):
@@ -112,14 +113,15 @@ def _path(rows: PackedPairs, config: TrainConfig, base: str) -> Path:
 
 
 def _checksum(path: Path, content: bytes) -> bytes:
-    """The checksum at the end of a stored file, 16 bytes. It covers the file's name, so that the content of another
-    file is not accepted. content: the bytes before it, those of a .npy file."""
+    """The checksum at the end of the stored file `path`, 16 bytes. It covers the file's name, so that the content of
+    another file is not accepted. content: the bytes before it, those of a .npy file."""
     return xxhash.xxh3_128(path.name.encode() + content).digest()
 
 
 def _read(path: Path, shape: tuple[int, ...], say: Callable[[str], None]) -> np.ndarray | None:
-    """The float32 array of a stored file; None if there is no such file, or if it is damaged, has another shape than
-    `shape`, or has values that are not finite. say: called with a line for the user if the file is damaged."""
+    """The float32 array of the stored file `path`; None if there is no such file, or if it is damaged, has another
+    shape than `shape`, or has values that are not finite. say: called with a line for the user if the file is
+    damaged."""
     try:
         content = path.read_bytes()
         if content[-16:] != _checksum(path, content[:-16]):
@@ -173,7 +175,8 @@ def first_check(
 
 def _disagreement(objective: Referenced, line: Mapping[str, float]) -> str | None:
     """How the first step's metrics show that model and reference differ by more than rounding, in words; None if they
-    agree. line: the metrics by name.
+    agree. line: the metrics by name. objective: gives beta, by which rewards are divided, and for DPO the kind of its
+    loss.
 
     Two programs that compute the same numbers in 16 bits differ by about a hundredth of a nat a token, in any
     direction; log-probabilities of other weights or rows differ by several hundredths of themselves at least.

@@ -62,7 +62,8 @@ class Reward(Pairs):
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
     ) -> PairDataset:
         """Reads and tokenises rows into pairs of documents, with the margins of the rows; pairs that are too long are
-        left out. Arguments and errors are those of Objective.prepare; also raises ValueError for a wrong margin."""
+        left out. rows (a PairDataset is returned as it is), tokenizer, data, vocab_size and max_rows, and the errors,
+        are those of Objective.prepare; also raises ValueError for a wrong margin."""
         made = super().prepare(rows, tokenizer, data, vocab_size=vocab_size, max_rows=max_rows)
         if isinstance(rows, PairDataset):
             return made
@@ -78,8 +79,9 @@ class Reward(Pairs):
             )
 
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """The loss of a micro-batch: (sum of the losses, number of pairs, {name: sum} for each name in `sums`), float32
-        scalars that are added up over micro-batches and devices."""
+        """The loss of `batch`, a micro-batch of pairs: (sum of the losses, number of pairs, {name: sum} for each name
+        in `sums`), float32 scalars that are added up over micro-batches and devices. forward: runs `model`, whose head
+        gives the scores."""
         given, there = scores(model, forward(model, batch), batch), batch.extra[PAIRS]
         with jax.named_scope("loss"):
             chosen, rejected = given[..., 0], given[..., 1]
