@@ -90,7 +90,7 @@ def _checked(op, query, key, value, layout, scale, window, soft_cap, sinks) -> A
 def _check_features(check: Arguments, query, key, scale, window, soft_cap, sinks) -> None:
     """Checks the arguments that the functions here share besides arrays of tokens: scale must be a number, window None
     or a whole number from 1 on, soft_cap None or above 0, and sinks None or float[heads]. query [B, T, heads, D] and
-    key [B, T, kv_heads, D] are checked already but for their numbers of heads; check is the checker that knows their
+    key [B, T, kv_heads, D] are checked already, except their numbers of heads; check is the checker that knows their
     sizes and the name of the call.
 
     Raises:

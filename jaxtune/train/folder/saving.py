@@ -129,7 +129,7 @@ class Saver:
 
     def save(self, done: int, state: Any) -> None:
         """Saves `state`, the TrainState after `done` steps, unless it is saved already, or updates are being skipped
-        because steps were not finite; then the save stays due. Callbacks are told of a save."""
+        because steps were not finite; then the save stays due. Callbacks get the step that was saved."""
         self.monitor.flush()
         if self.saved == done:
             self._due = False
