@@ -52,13 +52,12 @@ from jaxtune.train.folder.record import (
 )
 from jaxtune.train.folder.results import Delivery
 from jaxtune.train.folder.run_folder import CHECKPOINTS, CONFIG
-from jaxtune.train.folder.run_rows import Reader, own_lanes, run_rows, source_of
+from jaxtune.train.folder.run_rows import Reader, own_lanes, run_rows, samples, source_of
 from jaxtune.train.folder.run_state import recorded_state
 from jaxtune.train.folder.saving import Saver, TrainingInterrupted
 from jaxtune.train.objectives import references, teachers
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.objective import Objective
-from jaxtune.train.objectives.policy import GRPO
 from jaxtune.train.objectives.prompts import end_tokens
 from jaxtune.train.planning.devices import device_peak_flops, host_memory_bytes
 from jaxtune.train.planning.forward import ForwardPlanner
@@ -137,7 +136,7 @@ class Trainer:
         self.objective.check(self.model.prepared)
         self.callbacks = tuple(callbacks)
 
-        ends = end_tokens(self.model.given, self.tokenizer) if isinstance(self.objective, GRPO) else ()
+        ends = end_tokens(self.model.given, self.tokenizer) if samples(self.objective) else ()
         reader = Reader(self.objective, self.tokenizer, config, self.model.given.config, tuple(ends))
         asked = config.data.eval if eval_rows is None else eval_rows
         self.answers = answer_metrics(config, asked, self.tokenizer, self.model.given)

@@ -17,12 +17,14 @@ from jaxtune.models.files.quant import quantize
 from jaxtune.models.hf import save_pretrained
 from jaxtune.models.lora import freeze, get_peft_model, without_adapter
 from jaxtune.train.callbacks import Callback
-from jaxtune.train.config import CheckpointConfig, ConfigError, EvaluationConfig, MeshConfig, OptimConfig
+from jaxtune.train.config import CheckpointConfig, ConfigError, DataConfig, EvaluationConfig, MeshConfig, OptimConfig
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.folder.checkpoint import CheckpointError
 from jaxtune.train.loading import loading
 from jaxtune.train.objectives.distillation import Distill, generalized_jsd
 from jaxtune.train.objectives.named import objective_of
+from jaxtune.train.objectives.own_samples import OwnSamples, own_samples
+from jaxtune.train.objectives.sft import SFT
 from jaxtune.train.objectives.teachers import with_teacher, without_teacher
 from jaxtune.train.planning.choice import choose
 from jaxtune.train.planning.cost import TEACHER, abstract_model, step_cost
@@ -92,7 +94,7 @@ def trainer_of(folder, model=None, teacher=None, **changes) -> Trainer:
         steps=10,
         rows_per_step=8,
         optim=OptimConfig(learning_rate=2e-2, weight_decay=0.0),
-        objective=ObjectiveConfig("distill", teacher="given", beta=0.5),
+        objective=ObjectiveConfig("distill", teacher="given", beta=0.5, on_policy=0.0),
         evaluation=EvaluationConfig(at_start=True),
         data=dataclasses.replace(make_config(folder).data, eval="held out"),
         checkpoint=CheckpointConfig(every_steps=4, every_minutes=None),
@@ -172,12 +174,130 @@ def test_an_adapter_learns_from_a_quantised_teacher_and_from_its_base(tmp_path):
     trainer.train()
     before, after = of_metric(trainer, "eval_loss")
     assert after < before and "in nf4" in trainer.data_summary()
-    base = ObjectiveConfig("distill", teacher="base")
+    base = ObjectiveConfig("distill", teacher="base", on_policy=0.0)
     config = make_config(tmp_path / "base", objective=base, steps=1)
     trainer = Trainer(student, None, config, dataset(documents(16)))
     trainer.train()
     assert of_metric(trainer, "loss") == [pytest.approx(0.0, abs=1e-6)]  # the adapter does nothing yet
     assert trainer.data_summary().splitlines()[0] == "teacher: the model itself with its adapter off"
+
+
+# ---- on the student's own samples
+
+ROWS = [
+    {"messages": [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}]}
+    for ask, answer in zip(
+        ("one", "two of them", "three", "and four", "five"), ("a", "bc", "def", "gh", "i"), strict=True
+    )
+]
+
+
+def source_of(on_policy: float, rows=ROWS, **changes) -> OwnSamples:
+    objective = Distill.of(on_policy=on_policy, max_completion_length=8, sampling_temperature=0.8)
+    tokenizer = make_tokenizer()
+    data = DataConfig(train="rows that the test made", length=64, template="chatml")
+    config = make_config("x", data=data, rows_per_step=4, **changes)
+    return own_samples(objective, rows, tokenizer, config, [1], 128)
+
+
+def test_rows_are_sampled_or_keep_their_own_answers():
+    tokenizer = make_tokenizer()
+    model = tiny_model(vocab_size=len(tokenizer), layers=(LayerSpec(),))
+    own, half, all_ = (source_of(share) for share in (1e-9, 0.5, 1.0))
+    documents = (
+        SFT()
+        .prepare(
+            ROWS,
+            tokenizer,
+            DataConfig(train="x", length=64, template="chatml"),
+            vocab_size=len(tokenizer),
+            max_rows=None,
+        )
+        .documents
+    )
+    expected = {tuple(one.tokens.tolist()): one.mask for one in map(documents.__getitem__, range(len(documents)))}
+    found = parts_of(own.batch_at(0, lambda: model))
+    assert len(found) == 4  # with the tokens and masks of supervised fine-tuning
+    for tokens, weights in found.items():
+        np.testing.assert_array_equal(weights[:-1] > 0, expected[tokens][1:])
+    assert own.metrics_at(0) == {"on_policy": 0.0}
+    batches = [half.batch_at(step, lambda: model) for step in range(6)]
+    shares = [half.metrics_at(step)["on_policy"] for step in range(6)]
+    assert 0 < np.mean(shares) < 1
+    kept = [sum(tokens in expected for tokens in parts_of(batch)) / 4 for batch in batches]
+    assert kept == [1 - share for share in shares]
+    drawn = parts_of(all_.batch_at(0, lambda: model))
+    metrics = all_.metrics_at(0)
+    assert sum(int(weights.sum()) for weights in drawn.values()) == 4 * metrics["completions/mean_length"]
+    prompts = {row.prompt for row in all_.asked}
+    assert all(any(tokens[: len(prompt)] == prompt for prompt in prompts) for tokens in drawn)
+    again = source_of(1.0)
+    again.resume(0, None)
+    np.testing.assert_array_equal(again.batch_at(0, lambda: model).tokens, all_.batch_at(0, None).tokens)
+    assert all_.identity() != own.identity() and "all answers are sampled" in all_.described(3)[0]
+
+
+def parts_of(batch) -> dict[tuple[int, ...], np.ndarray]:
+    """{the tokens of a document: its weights}"""
+    found = {}
+    for row in range(len(batch.tokens)):
+        for number in range(1, batch.segment_ids[row].max() + 1):
+            here = batch.segment_ids[row] == number
+            found[tuple(batch.tokens[row, here].tolist())] = batch.weights[row, here]
+    return found
+
+
+@pytest.mark.parametrize(
+    "rows, on_policy, told",
+    [
+        ([{"prompt": "no answer"}], 0.5, "rows:1: "),
+        ([{"prompt": "long " * 80}], 1.0, "its prompt has .* tokens"),
+        ("a TokenDataset", 1.0, "objective.on_policy = 1.0: rows that are tokenised already"),
+    ],
+)
+def test_rows_that_cannot_be_answered_are_named(rows, on_policy, told):
+    with pytest.raises(ConfigError, match=told):
+        source_of(on_policy, dataset(documents(4)) if isinstance(rows, str) else rows)
+
+
+def on_policy_trainer(folder, **changes) -> Trainer:
+    tokenizer = make_tokenizer()
+    student, teacher = (make(vocab_size=len(tokenizer)) for make in (student_model, teacher_model))
+    settings = dict(
+        steps=6,
+        rows_per_step=8,
+        optim=OptimConfig(learning_rate=2e-2, weight_decay=0.0),
+        objective=ObjectiveConfig("distill", teacher="given", max_completion_length=8, on_policy=0.7),
+        data=DataConfig(train="rows that the test made", length=64, template="chatml", eval="held out"),
+        evaluation=EvaluationConfig(at_start=True),
+        checkpoint=CheckpointConfig(every_steps=2, every_minutes=None),
+    )
+    config = make_config(folder, **(settings | changes))
+    return Trainer(with_teacher(student, teacher), tokenizer, config, ROWS, ROWS[:3])
+
+
+def test_a_run_on_own_samples_learns_and_goes_on_to_the_same_bits(tmp_path, capsys):
+    whole, cut = (on_policy_trainer(tmp_path / name) for name in ("whole", "cut"))
+    trained = whole.train()
+    before, after = of_metric(whole, "eval_loss")
+    assert after < 0.8 * before
+    assert "a sample: " in (shown := capsys.readouterr()).out + shown.err
+    assert all(0 < value <= 8 for value in of_metric(whole, "completions/mean_length"))
+    load, killed = cut.batches._sampled, []
+
+    def killed_while_sampling(*arguments):
+        if cut.steps_done == 0 and len(cut.history) >= 4 and not killed:
+            killed.append(True)
+            raise KeyboardInterrupt
+        return load(*arguments)
+
+    cut.batches._sampled = killed_while_sampling
+    with pytest.raises(KeyboardInterrupt):
+        cut.train()
+    again = on_policy_trainer(tmp_path / "cut")
+    same_bits(again.train(), trained)
+    losses = of_metric(again, "loss")
+    assert 0 < len(losses) < 6 and losses == of_metric(whole, "loss")[-len(losses) :]
 
 
 # ---- from a config
@@ -234,6 +354,8 @@ def test_the_plan_counts_the_teacher(tmp_path):
         (dict(teacher="t", temperature=0.0), "objective.temperature = 0.0"),
         (dict(teacher="base", teacher_load_in="nf4"), "objective.teacher_load_in"),
         (dict(teacher="t", loss_type="ipo"), "objective.loss_type"),
+        (dict(teacher="t", on_policy=1.2), "objective.on_policy = 1.2"),
+        (dict(teacher="t", sampling_temperature=0.0), "objective.sampling_temperature"),
     ],
 )
 def test_settings_that_cannot_be_are_named(changes, told):
@@ -247,6 +369,6 @@ def test_a_teacher_that_does_not_fit_is_refused(tmp_path):
     config = make_config(tmp_path, objective=ObjectiveConfig("distill", teacher="t"))
     with pytest.raises(ValueError, match="objective.teacher = 't': the model has no teacher attached"):
         Trainer(student_model(), None, config, dataset(documents(8)))
-    config = make_config(tmp_path, objective=ObjectiveConfig("distill", teacher="base"))
+    config = make_config(tmp_path, objective=ObjectiveConfig("distill", teacher="base", on_policy=0.0))
     with pytest.raises(ValueError, match="has no adapter"):
         Trainer(student_model(), None, config, dataset(documents(8)))

@@ -414,6 +414,8 @@ def test_prompts_come_from_rows_of_every_form():
     assert found[0].columns == {"level": 3} and found[1].ids == found[2].ids
     text = tokenizer.decode(found[1].ids)
     assert "hi" in text and text.rstrip().endswith("assistant")
+    [templated] = read_prompts([{"prompt": "hi"}], tokenizer, DataConfig(train="x", template="chatml"), 100)
+    assert templated.given == "hi" and templated.ids == found[1].ids
     with pytest.raises(ConfigError, match=r"rows:1: its prompt has .* tokens"):
         read_prompts([{"prompt": "very long " * 50}], tokenizer, DataConfig(train="x"), 20)
     skipping = DataConfig(train="x", on_bad_row="skip")

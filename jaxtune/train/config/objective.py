@@ -12,6 +12,8 @@ from pydantic import ConfigDict
 from jaxtune.train.config.checks import fraction, not_negative, positive, require
 from jaxtune.train.config.model import LoadIn
 
+# How answers are drawn from a model.
+_DRAWN = ("max_completion_length", "top_k", "top_p", "min_p", "repetition_penalty", "slots")
 # The options of each objective; setting any other one is an error.
 _OPTIONS = {
     "sft": (),
@@ -20,7 +22,7 @@ _OPTIONS = {
     "kto": ("beta", "desirable_weight", "undesirable_weight", "precompute_ref_log_probs"),
     "simpo": ("beta", "simpo_gamma", "label_smoothing"),
     "reward": ("center_rewards_coefficient",),
-    "distill": ("teacher", "teacher_load_in", "beta", "temperature"),
+    "distill": ("teacher", "teacher_load_in", "beta", "temperature", "on_policy", "sampling_temperature", *_DRAWN),
 }
 # The options that all objectives over rewards of sampled answers share; their defaults are in train/objectives.
 _REWARDED = ("reward_funcs", "reward_weights", "reward_timeout", "reward_errors")
@@ -107,6 +109,14 @@ class ObjectiveConfig:
         None
     )
 
+    on_policy: Annotated[
+        float | None,
+        "The share of rows whose answer is sampled from the model in training; the others keep their own (distill: 1).",
+    ] = None
+    sampling_temperature: Annotated[
+        float | None, "Divides the logits when answers are sampled, in place of temperature (distill)."
+    ] = None
+
     reward_funcs: Annotated[
         tuple[str, ...] | None, "Reward functions: file.py:function, or exact_number, exact_match, tagged_format, ..."
     ] = None
@@ -165,6 +175,8 @@ class ObjectiveConfig:
         if self.name == "distill":
             fraction("objective.beta", self.beta)
             positive("objective.temperature", self.temperature)
+            positive("objective.sampling_temperature", self.sampling_temperature)
+            fraction("objective.on_policy", self.on_policy)
         elif self.name not in ("grpo", "rloo"):
             positive("objective.beta", self.beta)
         fraction("objective.label_smoothing", self.label_smoothing, below_one=True)

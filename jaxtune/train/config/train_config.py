@@ -185,7 +185,7 @@ class TrainConfig:
         """Raises `ConfigError` if exact match is evaluated with an objective whose rows have no single right answer."""
         why = "a reward model writes no answers" if self.objective.name == "reward" else "its rows have no right answer"
         require(
-            self.objective.name in ("sft", "kto", "grpo", "rloo") or not self.evaluation.exact_match_rows,
+            self.objective.name in ("sft", "kto", "grpo", "rloo", "distill") or not self.evaluation.exact_match_rows,
             "evaluation.exact_match_rows",
             self.evaluation.exact_match_rows,
             f"{why} (objective = {self.objective.name}); leave it out",

@@ -19,7 +19,9 @@ from jaxtune.train.data.reading import open_sources
 from jaxtune.train.data.steps import pack_steps
 from jaxtune.train.data.streamed import StreamedRows
 from jaxtune.train.folder.record import require_same_rows
+from jaxtune.train.objectives.distillation import Distill
 from jaxtune.train.objectives.objective import Objective
+from jaxtune.train.objectives.own_samples import own_samples
 from jaxtune.train.objectives.policy import GRPO
 from jaxtune.train.objectives.prompts import sampled_answers
 from jaxtune.train.optimizer.schedule import total_steps
@@ -51,14 +53,14 @@ def run_rows(
     held_out = data.eval if eval_rows is None else eval_rows
     mixed, own = _weighted(wanted), isinstance(wanted, BatchSource)
     made_later = own or bool(mixed) or is_stream(wanted, data.streaming)
-    if isinstance(reader.objective, GRPO):
+    if samples(reader.objective):
         if bool(mixed) or is_stream(wanted, data.streaming):
             raise ValueError(
-                f"objective = {reader.objective.name}: its prompts are one set of rows, read before the run"
+                f"objective = {config.objective.name}: its prompts are one set of rows, read before the run"
             )
         wanted = wanted if own else reader.sampled(wanted)
         made_later = own = True
-        if config.evaluation.asking:
+        if config.evaluation.asking and isinstance(reader.objective, GRPO):
             held_out = None  # its rows are answered, and have no loss
     what = "the rows to train on are streamed, mixed or made during the run"
     if made_later and data.eval_rows:
@@ -124,7 +126,11 @@ class Reader:
         return prepared
 
     def sampled(self, rows: object) -> BatchSource:
-        """The source of a GRPO run's batches: it samples answers to the prompts of `rows` during the run."""
+        """The source of the batches of an objective that `samples`: it samples answers to the prompts of `rows` during
+        the run."""
+        if isinstance(self.objective, Distill):
+            positions = self.model.context_length
+            return own_samples(self.objective, rows, self.tokenizer, self.config, self.ends, positions)
         assert isinstance(self.objective, GRPO)
         return sampled_answers(self.objective, rows, self.tokenizer, self.config, self.ends, self.model.context_length)
 
@@ -138,6 +144,11 @@ class Reader:
         alone = dataclasses.replace(self.config, data=dataclasses.replace(data, num_workers=data.num_workers or 1))
         own = dataclasses.replace(self, tokenizer=copy.deepcopy(self.tokenizer), config=alone)
         return StreamedRows(name, open_sources(rows, streaming=True), own.tokenised, data.buffer_size)
+
+
+def samples(objective: Objective) -> bool:
+    """Whether a run with this objective makes its rows during the run, by sampling answers from the model."""
+    return isinstance(objective, GRPO) or (isinstance(objective, Distill) and objective.on_policy > 0)
 
 
 def is_stream(rows: object, streaming: bool = False) -> bool:

@@ -63,9 +63,35 @@ def generalized_jsd(
 
 
 @dataclasses.dataclass(frozen=True)
+class Drawing:
+    """How a student's answers are sampled; names and defaults are TRL's."""
+
+    max_completion_length: int = 512
+    """The most tokens of an answer."""
+    top_k: int = 0
+    """Only this number of the most probable tokens can be sampled; 0 is all."""
+    top_p: float = 1.0
+    """Only the most probable tokens with this total probability can be sampled."""
+    min_p: float = 0.0
+    """Only tokens with at least this share of the highest probability can be sampled."""
+    repetition_penalty: float = 1.0
+    """The penalty on tokens that the prompt or the answer already has; 1 is none."""
+    slots: int = 64
+    """The most answers that are sampled at a time."""
+    temperature: float | None = None
+    """The logits are divided by it when answers are sampled. None: by the temperature of the loss."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_completion_length", "slots"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be 1 or more")
+
+
+@dataclasses.dataclass(frozen=True)
 class Distill(SFT):
     """The objective (`objective.Objective`) of distillation: the mean divergence of a student's next-token
-    distributions from a teacher's, over the trained tokens of rows for supervised fine-tuning.
+    distributions from a teacher's, over the tokens of sampled answers, or over the trained tokens of rows for
+    supervised fine-tuning.
 
     The teacher is attached to the model that trains (teachers.with_teacher); without one, the model with its adapter
     off is the teacher.
@@ -82,14 +108,38 @@ class Distill(SFT):
     temperature: float = 1.0
     """Divides the logits of both models."""
 
+    on_policy: float = 1.0
+    """The share of rows whose answer is sampled from the student (TRL's `lmbda`); the other rows keep their own
+    answers. It decides which rows a run makes (own_samples.py); the loss is the same for all of them."""
+
+    drawing: Drawing = dataclasses.field(default_factory=Drawing)
+    """How answers are sampled."""
+
     name: ClassVar[str] = "distill"
     sums: ClassVar[tuple[str, ...]] = ("entropy",)
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.beta <= 1.0:
             raise ValueError(f"beta = {self.beta}: must be from 0 to 1")
-        if self.temperature <= 0:
-            raise ValueError(f"temperature = {self.temperature}: must be above 0")
+        if not 0.0 <= self.on_policy <= 1.0:
+            raise ValueError(f"on_policy = {self.on_policy}: must be from 0 to 1")
+        if min(self.temperature, self.sampling_temperature) <= 0:
+            raise ValueError(f"temperature = {self.temperature}: must be above 0, as that of sampling")
+
+    @classmethod
+    def of(cls, sampling_temperature: float | None = None, **options: object) -> Distill:
+        """The objective with the options of a config's section, each put into `drawing` or this class. Options that are
+        not given have the defaults."""
+        own = {field.name for field in dataclasses.fields(Drawing)} - {"temperature"}
+        drawn = {key: value for key, value in options.items() if key in own}
+        others = {key: value for key, value in options.items() if key not in own}
+        drawing = dataclasses.replace(Drawing(temperature=sampling_temperature), **drawn)
+        return dataclasses.replace(cls(), drawing=drawing, **others)
+
+    @property
+    def sampling_temperature(self) -> float:
+        """The temperature at which answers are sampled."""
+        return self.temperature if self.drawing.temperature is None else self.drawing.temperature
 
     @property
     def reference_runs(self) -> int:

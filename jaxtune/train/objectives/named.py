@@ -27,7 +27,7 @@ def objective_of(config: TrainConfig) -> Objective:
     if wanted.name == "sft":
         return SUPERVISED
     if wanted.name == Distill.name:
-        return Distill(**{name: value for name, value in wanted.options.items() if name != "teacher_load_in"})
+        return Distill.of(**{name: value for name, value in wanted.options.items() if name != "teacher_load_in"})
     if wanted.name in SAMPLING:
         options = {name: value for name, value in wanted.options.items() if not name.startswith("reward_")}
         return SAMPLING[wanted.name].of(**options)

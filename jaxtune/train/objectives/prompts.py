@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,7 +50,22 @@ def read_prompts(
         "skip". The message names the row's file and line.
     """
     encoder = RowEncoder(tokenizer, template=data.template)
-    found: list[Prompt] = []
+    return read_each(rows, data, key, lambda row: prompt_of(row, encoder, most_tokens, beside))
+
+
+def read_each[T](rows: object, data: DataConfig, key: str, make: Callable[[Mapping[str, object]], T]) -> list[T]:
+    """What `make` makes of each row, which it gets as columns by name; it raises RowError for one that cannot be used.
+
+    Args:
+      rows: a path, a data set's name, or a list of dicts.
+      data: the options of reading rows; only its columns, max_rows and on_bad_row have an effect.
+      key: the config key that names the rows, for errors.
+      make: called with each row.
+    Raises:
+      ConfigError: no row can be used; or a row cannot, unless data.on_bad_row is "skip". The message names the row's
+        file and line.
+    """
+    found: list[T] = []
     left_out: list[str] = []
     for source in open_sources(rows, columns=data.columns):
         for row in source.read(0):
@@ -59,7 +74,7 @@ def read_prompts(
             try:
                 if row.value is None:
                     raise RowError(str(row.error))
-                found.append(_prompt(row.value, encoder, most_tokens, beside))
+                found.append(make(row.value))
             except RowError as error:
                 if data.on_bad_row == "error":
                     raise ConfigError(f"{row.place}: {error}; data.on_bad_row=skip leaves such rows out") from None
@@ -123,7 +138,7 @@ def sampled_answers(
     )
 
 
-def _prompt(value: Mapping[str, object], encoder: RowEncoder, most_tokens: int, beside: str) -> Prompt:
+def prompt_of(value: Mapping[str, object], encoder: RowEncoder, most_tokens: int, beside: str) -> Prompt:
     """The prompt of a row, tokenised as in training, with the row's other columns.
 
     Args:
@@ -137,17 +152,20 @@ def _prompt(value: Mapping[str, object], encoder: RowEncoder, most_tokens: int, 
     refuse_media(value)
     given = value.get("prompt")
     if isinstance(given, str) and not _answered(value):
-        example = Example(prompt=given)
+        example = Example(prompt=given, messages=[{"role": "user", "content": given}])  # a template shows the latter
     elif isinstance(given, list):
         example = normalize({**value, "messages": given}, "messages")
     else:
         example = normalize(value, detect_format(value))
     columns = {name: column for name, column in value.items() if name not in ("prompt", "messages", "conversations")}
-    if example.messages is not None:
+    shown: Turns
+    if isinstance(given, str) and not example.completion and example.text is None:
+        shown = given
+    elif example.messages is not None:
         messages = list(example.messages)
         if messages and messages[-1]["role"] == "assistant":
             columns.setdefault(ANSWER, messages.pop()["content"])
-        shown: Turns = messages
+        shown = messages
         example = dataclasses.replace(example, messages=messages)
     elif example.text is not None:
         raise RowError("it is one text, and has no prompt to answer: give it a column `prompt`")

@@ -1,0 +1,307 @@
+"""The batch source of on-policy distillation: the rows of a step are answers that the student samples when the step
+comes, rows with their own answers, or some of each.
+
+What is sampled depends on the seed, the number of the step and the weights alone, so an interrupted run continues to
+the same bits, and a checkpoint needs to record nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.generation.sampler import Sampler
+from jaxtune.train.config import ConfigError, DataConfig, TrainConfig
+from jaxtune.train.data import TokenDataset
+from jaxtune.train.data.batches import Batch, BatchSource, Json, epoch_order
+from jaxtune.train.data.formats import detect_format, normalize
+from jaxtune.train.data.row_errors import RowError
+from jaxtune.train.data.templates import RowEncoder
+from jaxtune.train.objectives.distillation import Distill
+from jaxtune.train.objectives.packed_answers import Answer, AnswerRows
+from jaxtune.train.objectives.prompts import prompt_of, read_each
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_PLACES = 4  # a row has at most this many times the number of longest documents that fit into it
+_TOLD_EVERY, _CUT_OFF = 10, 0.5  # steps between two samples on the screen; the share of cut answers that is warned of
+_SHOWN = 160  # characters of a prompt or an answer on the screen
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A row of an on-policy distillation."""
+
+    prompt: tuple[int, ...]
+    """The token ids up to the begin of the answer."""
+    own: tuple[int, ...] = ()
+    """The token ids of the row with its own answer; () where that is never used."""
+    mask: tuple[bool, ...] = ()
+    """Which tokens of `own` are trained on."""
+
+
+class OwnSamples(BatchSource):
+    """The batch source of on-policy distillation. A step has `documents` rows of the data, packed into rows of `length`
+    tokens, each with an answer that is sampled from the student or, with probability 1 - objective.on_policy, with its
+    own.
+
+    Args:
+      rows: the rows; an epoch uses each once, in an order drawn for the epoch.
+      objective: tells how answers are sampled, and how many.
+      documents: the number of rows of the data in a step.
+      length: the number of tokens in a packed row.
+      seed: of sampling and of the order of rows.
+      decode: decodes token ids to text, for the screen.
+      ends: the token ids that end an answer.
+    Raises:
+      ConfigError: a row leaves no room for an answer.
+    """
+
+    sees_model = True
+
+    def __init__(
+        self,
+        rows: Sequence[Asked],
+        objective: Distill,
+        *,
+        documents: int,
+        length: int,
+        seed: int,
+        decode: Callable[[Sequence[int]], str],
+        ends: Sequence[int],
+    ):
+        self.asked, self.objective, self.documents, self.seed = rows, objective, documents, seed
+        most, longest = objective.drawing.max_completion_length, max(len(row.prompt) for row in rows)
+        if longest + most > length:
+            raise ConfigError(
+                f"data.length = {length}: the longest prompt has {longest} tokens, and an answer may have "
+                f"objective.max_completion_length = {most}; a row holds both: set at least {longest + most}, or "
+                "shorten one of them"
+            )
+        full = length // max(longest + most, max(len(row.own) for row in rows))
+        self.rows_per_step = -(-documents // full)
+        self._rows = AnswerRows(self.rows_per_step, length, min(documents, _PLACES * full))
+        self._decode, self._ends = decode, sorted(ends)
+        self._made: tuple[int, Batch] | None = None
+        self._metrics: dict[int, dict[str, float]] = {}
+        self._news: list[str] = []
+
+    @property
+    def length(self) -> int:
+        return self._rows.length
+
+    @property
+    def max_documents(self) -> int:
+        """The most rows of the data in a packed row."""
+        return self._rows.places
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-len(self.asked) // self.documents)
+
+    def empty(self, rows: int) -> Batch:
+        return Batch.empty(rows, self.length)
+
+    def batch_at(self, step: int, model: Callable[[], Decoder] | None = None) -> Batch:
+        """The batch of a step, whose answers are sampled with the model before that step."""
+        if self._made is None or self._made[0] != step:
+            assert model is not None, "sees_model is True, so the model is given"
+            batch = self._rows.packed(self._answers(step, model), 0.0)
+            self._made = step, dataclasses.replace(batch, extra={})
+        return self._made[1]
+
+    def sources_at(self, step: int) -> list[str]:
+        return [f"answers sampled for step {step}"]
+
+    def resume(self, step: int, position: Json) -> None:
+        self._made = None
+
+    def identity(self) -> dict[str, Json]:
+        digest = 0
+        for row in self.asked:
+            digest = zlib.crc32(np.asarray([*row.prompt, -1, *row.own], np.int32).tobytes(), digest)
+            digest = zlib.crc32(bytes(row.mask), digest)
+        return {"prompts": len(self.asked), "tokens_crc32": digest}
+
+    def described(self, total_steps: int) -> list[str]:
+        share, longest = self.objective.on_policy, max(len(row.prompt) for row in self.asked)
+        which = "all answers are sampled from the student" if share == 1 else f"{share:.0%} of answers are sampled"
+        most = f"with at most {self.objective.drawing.max_completion_length:,} tokens"
+        return [
+            f"rows: {len(self.asked):,}, with prompts of at most {longest:,} tokens; {which}, {most}",
+            f"{total_steps:,} steps of {self.documents:,} rows of the data, packed into rows of {self.length:,} tokens",
+        ]
+
+    def news(self) -> list[str]:
+        news, self._news = self._news, []
+        return news
+
+    def metrics_at(self, step: int) -> dict[str, float]:
+        """The metrics of the answers that were sampled for the step, by TRL's names."""
+        return self._metrics.pop(step, {})
+
+    # ---- a step
+
+    def _chosen(self, step: int) -> list[int]:
+        """The indices of the rows of a step. Steps take the rows of an epoch in the order of its permutation, then
+        those of the next epoch."""
+        count, places = len(self.asked), range(step * self.documents, (step + 1) * self.documents)
+        orders = {epoch: epoch_order(count, self.seed, epoch) for epoch in {place // count for place in places}}
+        return [int(orders[place // count][place % count]) for place in places]
+
+    def _answers(self, step: int, model: Callable[[], Decoder]) -> list[Answer]:
+        """The rows of a step with their answers, of which some are sampled."""
+        chosen = self._chosen(step)
+        draws = [_draws(self.seed, step, place) for place in range(len(chosen))]
+        places = [place for place, (_, draw) in enumerate(draws) if draw < self.objective.on_policy]
+        found = [_with_own_answer(index, self.asked[index]) for index in chosen]
+        self._metrics[step] = {"on_policy": len(places) / len(chosen)}
+        if places:
+            sampled = self._sampled(model(), step, [chosen[at] for at in places], [draws[at][0] for at in places])
+            for place, answer in zip(places, sampled, strict=True):
+                found[place] = answer
+        return found
+
+    def _sampled(self, model: Decoder, step: int, chosen: Sequence[int], seeds: Sequence[int]) -> list[Answer]:
+        """Answers sampled from `model` before `step` to the prompts of the rows `chosen`, each with its seed; their
+        metrics are kept for `metrics_at`."""
+        # The weights are waited for, so that the memory of the step before is free and counts as room for slots.
+        jax.block_until_ready(jax.tree.leaves(nnx.state(model)))
+        how, started = self.objective.drawing, time.monotonic()
+        prompts = [self.asked[index].prompt for index in chosen]
+        longest = max(map(len, prompts)) + how.max_completion_length
+        sampler = Sampler(model, length=longest, most_slots=min(how.slots, len(chosen)))
+        rows = sampler.run(
+            prompts,
+            how.max_completion_length,
+            self.objective.sampling_temperature,
+            seed=list(seeds),
+            top_k=how.top_k,
+            top_p=how.top_p,
+            min_p=how.min_p,
+            repetition_penalty=how.repetition_penalty,
+            eos_token_ids=self._ends,
+        )
+        found = [
+            Answer(index, prompt, tuple(row.ids), (0.0,) * len(row.ids), row.finish_reason)
+            for index, prompt, row in zip(chosen, prompts, rows, strict=True)
+        ]
+        del sampler, rows  # frees the caches, for which the step has no room
+        lengths = np.array([answer.length for answer in found])
+        cut = float(np.mean([answer.finish_reason == "length" for answer in found]))
+        self._metrics[step] |= {
+            "completions/mean_length": float(lengths.mean()),
+            "completions/min_length": float(lengths.min()),
+            "completions/max_length": float(lengths.max()),
+            "completions/clipped_ratio": cut,
+            "sampling_seconds": time.monotonic() - started,
+        }
+        if step % _TOLD_EVERY == 0:
+            self._tell(found[0], cut)
+        return found
+
+    def _tell(self, answer: Answer, cut: float) -> None:
+        """Adds a sampled answer to the news, and a warning if a large share of answers was `cut`."""
+        asked, given = (" ".join(self._decode(ids).split()) for ids in (answer.prompt_ids, answer.ids))
+        self._news.append(f"a sample: {asked[-_SHOWN:]} -> {given[:_SHOWN]}")
+        if cut > _CUT_OFF:
+            self._news.append(
+                f"warning: {cut:.0%} of answers reach objective.max_completion_length = "
+                f"{self.objective.drawing.max_completion_length}; raise it, or ask for shorter answers"
+            )
+
+
+def own_samples(
+    objective: Distill,
+    rows: object,
+    tokenizer: PreTrainedTokenizerFast,
+    config: TrainConfig,
+    ends: Sequence[int],
+    positions: int,
+) -> OwnSamples:
+    """The batch source of an on-policy distillation.
+
+    Args:
+      objective: the objective, whose on_policy is above 0.
+      rows: the rows: a path, a data set's name, or a list of dicts.
+      tokenizer: a fast Hugging Face tokenizer.
+      config: the config of the run.
+      ends: the token ids that end an answer.
+      positions: the most tokens of a prompt and its answer that the model allows.
+    Raises:
+      ConfigError: rows or lengths do not fit; rows that are tokenised already.
+    """
+    if isinstance(rows, TokenDataset):
+        raise ConfigError(
+            f"objective.on_policy = {objective.on_policy}: rows that are tokenised already have no prompts to answer; "
+            "give the rows themselves, or set objective.on_policy: 0"
+        )
+    data, length = config.data, min(config.data.length, positions)
+    reads = _Reading(tokenizer, data, length, length - objective.drawing.max_completion_length, objective.on_policy < 1)
+    return OwnSamples(
+        read_each(rows, data, "data.train", reads),
+        objective,
+        documents=config.rows_per_step,
+        length=data.length,
+        seed=config.seed,
+        decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
+        ends=ends,
+    )
+
+
+class _Reading:
+    """Makes an Asked of each row.
+
+    Args:
+      tokenizer: a fast Hugging Face tokenizer.
+      data: the options of templates and masks.
+      length: the most tokens of a row with its own answer.
+      most_tokens: the most tokens of a prompt.
+      answered: whether rows need answers of their own.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, data: DataConfig, length: int, most_tokens: int, answered: bool
+    ):
+        names = ("template", "train_on", "instruction_part", "response_part", "last_response_only", "mask_spans")
+        self._encoder = RowEncoder(tokenizer, **{name: getattr(data, name) for name in names})
+        self._length, self._most_tokens, self._answered = length, most_tokens, answered
+
+    def __call__(self, row: Mapping[str, object]) -> Asked:
+        """The Asked of a row, given as columns by name. Raises RowError if the row cannot be used."""
+        beside = "objective.max_completion_length data.length leaves"
+        prompt = prompt_of(row, self._encoder, self._most_tokens, beside).ids
+        if not self._answered:
+            return Asked(prompt)
+        [encoded] = self._encoder.encode([normalize(row, detect_format(row))])
+        if isinstance(encoded, RowError):
+            raise encoded
+        if not encoded.mask[1:].any():
+            raise RowError("it has no answer of its own, which objective.on_policy below 1 trains on too")
+        if len(encoded.tokens) > self._length:
+            raise RowError(f"with its answer it has {len(encoded.tokens):,} tokens, more than {self._length:,}")
+        return Asked(prompt, tuple(encoded.tokens.tolist()), tuple(encoded.mask.tolist()))
+
+
+def _with_own_answer(index: int, row: Asked) -> Answer:
+    """Row number `index` with its own answer, which begins with the first trained token; an empty answer if that is
+    never used."""
+    first = row.mask.index(True, 1) if row.own else 0
+    ids = row.own[first:]
+    return Answer(index, row.own[:first], ids, (0.0,) * len(ids), "stop", sampled=row.mask[first:])
+
+
+def _draws(seed: int, step: int, place: int) -> tuple[int, float]:
+    """(the sampling seed of an answer, 31 bits; a number from 0 to below 1 that decides whether it is sampled), which
+    depend on the run's seed, the step and the number of the row within it (`place`)."""
+    raw = np.random.Philox(key=np.array([seed, step], np.uint64), counter=place).random_raw(2)
+    return int(raw[0] >> np.uint64(33)), float(raw[1] >> np.uint64(11)) / 2.0**53
