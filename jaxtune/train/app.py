@@ -232,12 +232,12 @@ def _train(config: TrainConfig, console: Console, stop: StopSignal) -> int:
 
 
 def show_memory(trainer: Trainer, console: Console) -> dict[str, float]:
-    """Does what --plan asks for on this machine, without training: prints the plan, compiles its step (and that of
-    further plans until one fits), and prints the predicted memory and the compiler's figure.
+    """Does what --plan asks for on this machine, without training: prints on `console` the plan of `trainer`, compiles
+    its step (and that of further plans until one fits), and prints the predicted memory and the compiler's figure.
 
     Returns:
       {name: GB}: `predicted` and `compiled`, the step's peak memory by the planner and by the compiler, and `limit`,
-      the memory that the step may take, if there is one.
+        the memory that the step may take, if there is one.
     Raises:
       PlanError: the step of the smallest plan does not fit either.
     """
@@ -406,8 +406,8 @@ class _Delivery:
 
 
 def show_plan(config: TrainConfig, console: Console) -> None:
-    """Prints the plan for the device that the config names, or for this machine's, from the model's shapes alone:
-    without weights, rows or compiling.
+    """Prints on `console` the plan for the device that the config names, or for this machine's, from the model's
+    shapes alone: without weights, rows or compiling.
 
     Raises:
       ValueError: no device is named and there is no GPU here; adapter.path is set.

@@ -139,5 +139,5 @@ def objective_identity(objective: Objective) -> str:
 
 
 def _digest(text: str) -> str:
-    """A hash of a text, 16 hex digits."""
+    """A hash of `text`, 16 hex digits."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]

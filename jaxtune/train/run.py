@@ -161,8 +161,9 @@ class Run:
         return self.held_out() is not None or self.answers is not None
 
     def steps(self, programs: Programs, state: TrainState, sums: Sums, frozen, start: int) -> tuple[TrainState, int]:
-        """Makes the steps after the first `start` ones, until the run or a callback ends: (the last state, steps done).
-        `state` and `sums` (zeros) are donated; frozen: nnx.State, the weights that are not trained.
+        """Makes the steps after the first `start` ones with the compiled `programs`, until the run or a callback ends:
+        (the last state, steps done). `state` and `sums` (zeros) are donated; frozen: nnx.State, the weights that are
+        not trained.
 
         Raises:
           TrainingInterrupted, TrainingStopped: a signal arrived and the state was saved, or a guard stopped the run.
@@ -324,7 +325,7 @@ class Run:
         return values.get("eval_loss", math.nan)
 
     def _capture(self, programs: Programs):
-        """A context in which the profiler traces these programs; on leaving it, the profile is written to
-        `profile.folder`."""
+        """A context in which the profiler traces steps of `programs`; on leaving it, the profile is written to
+        `profile.folder`, with the facts of `profile.meta`."""
         traced = {"accumulate": programs.accumulate, "update": programs.update}
         return capture(self.profile.folder, self.profile.meta(), traced)

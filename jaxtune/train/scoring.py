@@ -182,8 +182,9 @@ def evaluate(
 
 
 def _require_same_split(result: Result, trainer: Trainer) -> None:
-    """Raises ValueError if data.eval_rows takes other rows out of data.train than the run did, because the run was then
-    trained on some of them. result: the exported weights of that run."""
+    """Raises ValueError if data.eval_rows takes other rows out of data.train than the run did, because the run was
+    then trained on some of them. result: the exported weights of that run. trainer: has the config and the training
+    rows of the evaluation."""
     key, rows = "config.data.eval_rows", trainer.config.data.eval_rows
     held_out, tokens = result.run.get(key), result.run.get("data.tokens_crc32")
     if (held_out, tokens) != (rows, trainer.batches.identity().get("tokens_crc32")):

@@ -160,8 +160,9 @@ def planned(
 
 
 def require_starts_within(total_steps: int, config: TrainConfig, profile_steps: int) -> None:
-    """Raises ValueError if profile.start or qat.start is not below the run's total steps, so that nothing would be
-    traced or rounded. profile_steps: the number of steps to trace; with 0, profile.start is not checked."""
+    """Raises ValueError if profile.start or qat.start of `config` is not below `total_steps`, the run's, so that
+    nothing would be traced or rounded. profile_steps: the number of steps to trace; with 0, profile.start is not
+    checked."""
     if profile_steps and config.profile.start >= total_steps:
         raise ValueError(f"profile.start = {config.profile.start}: the run has only {total_steps} steps")
     if config.qat is not None and config.qat.start >= total_steps:
@@ -169,8 +170,9 @@ def require_starts_within(total_steps: int, config: TrainConfig, profile_steps: 
 
 
 def profile_facts(config: TrainConfig, batches: BatchSource, planner: Planner) -> dict[str, Any]:
-    """The facts about a run that are stored with its profile, so that a profile can be read without the run: {"config":
-    nested dict, "tokens_per_step": tokens of a step with padding, "what": the run in words}."""
+    """The facts about a run that are stored with its profile, so that a profile can be read without the run:
+    {"config": nested dict, "tokens_per_step": tokens of a step of `batches` with padding, "what": the run in words,
+    with the plan of `planner`}."""
     rows, length, model = batches.rows_per_step, batches.length, config.model
     return {
         "config": config_to_dict(config),

@@ -99,8 +99,8 @@ class StopSignal:
             raise Interrupted(self.signal_name)
 
     def _send_again(self, unraisable: sys.UnraisableHookArgs) -> None:
-        """Replaces sys.unraisablehook, which Python calls with an exception that it drops: if that is an Interrupted,
-        its signal is sent again a little later. Other exceptions go to the previous hook."""
+        """Replaces sys.unraisablehook, which Python calls with `unraisable`, about an exception that it drops: if that
+        is an Interrupted, its signal is sent again a little later. Other exceptions go to the previous hook."""
         if not isinstance(unraisable.exc_value, Interrupted):
             assert self._hook is not None
             self._hook(unraisable)

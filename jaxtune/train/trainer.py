@@ -263,9 +263,9 @@ class Trainer:
         )
 
     def _run(self, resumed: TrainState | None, start: int, saver, monitor: Monitor, stop) -> tuple[TrainState, int]:
-        """Makes the steps after the first `start` ones, with evaluations and saves: (the last state, steps done). A run
-        that is complete only gets the evaluation that it lacks. resumed: the state of the checkpoint, or None. saver:
-        the Saver of checkpoints. stop: the StopSignal that is in force."""
+        """Makes the steps after the first `start` ones, with evaluations and saves: (the last state, steps done). A
+        complete run only gets the evaluation that it lacks. resumed: the state of the checkpoint, or None. saver: the
+        Saver of checkpoints. monitor: logs and shows metrics. stop: the StopSignal that is in force."""
         config = self.config
         traced = self.profile_steps if processes.first() else 0
         facts = functools.partial(setup.profile_facts, config, self.batches, self.planner)
@@ -304,9 +304,10 @@ class Trainer:
     def _start(
         self, resumed: TrainState | None, start: int, monitor: Monitor
     ) -> tuple[Programs, TrainState, Sums, Any]:
-        """Chooses the plan, compiles the programs, waits for the weights and prints the plan. Returns (programs, state,
-        sums, frozen) for the first step that this process makes: the compiled programs, the state (`resumed`, or a new
-        one), sums of zeros, and the weights that are not trained, all placed on the devices. start: the steps done."""
+        """Chooses the plan, compiles the programs, waits for the weights and prints by `monitor`. Returns (programs,
+        state, sums, frozen) for the first step that this process makes: the compiled programs, the state (`resumed`,
+        or a new one), sums of zeros, and the weights that are not trained, all placed on the devices. start: the steps
+        done."""
         progress = monitor.progress
         progress.print("\n".join(self.planner.lines()))
         if self.planner.device.name != "cpu":  # the speed of a CPU is not known
@@ -448,8 +449,9 @@ class Trainer:
         return same_run(self.record())
 
     def _resume(self, checkpointer: Checkpointer, from_step: int | None) -> tuple[TrainState | None, int]:
-        """(state, steps done) of the checkpoint that the run continues from; (None, 0) if there is none. Raises
-        ValueError if the folder has another run, or checkpoint.resume is never."""
+        """(state, steps done) of the checkpoint, of `from_step` or the last (None), that the run continues from;
+        (None, 0) if `checkpointer` has none. Raises ValueError if the folder has another run, or checkpoint.resume is
+        never."""
         if processes.of_first(checkpointer.latest) is None:
             require_same_config(self.output, self.config)
             return None, 0
@@ -468,13 +470,12 @@ class Trainer:
     def _restore(
         self, checkpointer: Checkpointer, note, weights_only: bool = False, from_step: int | None = None
     ) -> tuple[int, Any]:
-        """Reads the last intact checkpoint, or that of `from_step`: (steps done, state).
+        """Reads by `checkpointer` the last intact checkpoint, or that of `from_step`: (steps done, state).
 
         Its arrays are read directly into the shardings of a step. No other state is allocated, and the given model's
-        trained tensors are freed first. Raises CheckpointError if it is of a later step than the run's last one.
-
-        note: called with lists of sentences about what differs from the saved run. weights_only: whether the state is
-        only {"trainable": weights}, without the optimizer's states.
+        trained tensors are freed first. Raises CheckpointError if it is of a later step than the run's last one. note:
+        called with lists of sentences about what differs from the saved run. weights_only: whether the state is only
+        {"trainable": weights}, without the optimizer's states.
         """
         self.model.take_weights()  # the record has the base's fingerprint
         like: Any = self.model.state_shapes(self.engine)

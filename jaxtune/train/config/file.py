@@ -450,7 +450,8 @@ def _nearest(key: str, section: type) -> str:
 
 
 def config_to_dict(config: TrainConfig) -> dict[str, Any]:
-    """The configuration as nested dicts, lists and scalars with every key; `config_from_dict` reads it back."""
+    """`config` as nested dicts, lists and scalars with every key, which `config_from_dict` reads back to an equal
+    config."""
     return json.loads(json.dumps(dataclasses.asdict(config)))  # tuples become lists
 
 
@@ -464,7 +465,7 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(f"^({_INTEGER.
 
 
 def config_to_yaml(config: TrainConfig) -> str:
-    """The configuration as YAML with every key, which `load_config` reads back to an equal configuration."""
+    """`config` as the text of a YAML file with every key, which `load_config` reads back to an equal configuration."""
     return yaml.dump(config_to_dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 

@@ -163,8 +163,9 @@ class Distill(SFT):
         require_fixed_base(self.name, model)
 
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """The loss of a micro-batch: (the sum of the divergences at trained targets, in nats; their number; {"entropy":
-        the sum of the student's entropies there}), float32 scalars."""
+        """The loss of `batch`, a micro-batch: (the sum of the divergences at trained targets, in nats; their number;
+        {"entropy": the sum of the student's entropies there}), float32 scalars. forward: runs `model`, the student,
+        and its teacher."""
         teacher = without_adapter(model) if model.teacher is None else model.teacher
         hidden, of_teacher = forward(model, batch), forward.frozen(teacher, batch)
         loss, entropy = forward.divergence(
@@ -173,5 +174,6 @@ class Distill(SFT):
         return loss, batch.weights.sum(), {"entropy": entropy}
 
     def metrics(self, sums: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """{"entropy": the mean entropy of the student's distributions at the temperature, in nats}."""
+        """{"entropy": the mean entropy of the student's distributions at the temperature, in nats}, from `sums`, the
+        totals of what `loss` returns by name, with "count"; 0 if there is no target."""
         return {"entropy": sums["entropy"] / (sums["count"] + (sums["count"] == 0))}

@@ -223,9 +223,10 @@ class RewardFunctions:
             return self._one_by_one(loop, function, name, sampled)
 
     def _one_by_one(self, loop: _EventLoop, function: RewardFunction, name: str, sampled: Sampled) -> np.ndarray:
-        """float32[answers]: the rewards of a function that failed, which is called with one answer of `sampled` at a
-        time to find the answers that it fails for; those are NaN (errors = "skip"), or RewardError is raised for the
-        first one. loop: runs the function. name: its name, for messages."""
+        """float32[answers]: the rewards of `function`, which failed with all answers at once and is called with one
+        answer of `sampled` at a time to find the answers that it fails for. Those are NaN (errors = "skip"), or
+        RewardError is raised for the first one (errors = "stop"). loop: runs the function. name: its name, for
+        messages."""
         values = np.full(len(sampled), np.nan, np.float32)
         failed: list[tuple[int, Exception]] = []
         for index in range(len(sampled)):
@@ -303,13 +304,13 @@ class _EventLoop:
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def started(self, function: RewardFunction, sampled: Sampled) -> Future:
-        """Calls an async function with the answers in the event loop, and returns at once the future of what it
-        returns, so that several functions run side by side."""
+        """Calls the async reward function `function` with the answers `sampled` in the event loop, and returns at once
+        the future of what it returns, so that several functions run side by side."""
         return asyncio.run_coroutine_threadsafe(_called(function)(**_arguments(function, sampled)), self._loop)
 
     def in_thread(self, function: RewardFunction, sampled: Sampled) -> Future:
-        """Calls a function with the answers in a new daemon thread, and returns at once the future of what it returns,
-        so that the caller can stop waiting for it."""
+        """Calls the reward function `function` with the answers `sampled` in a new daemon thread, and returns at once
+        the future of what it returns, so that the caller can stop waiting for it."""
         result: Future = Future()
 
         def run() -> None:
@@ -323,7 +324,8 @@ class _EventLoop:
 
 
 def _called(function: RewardFunction) -> RewardFunction:
-    """The function itself, or the method __call__ of a callable object, which shows whether it is async."""
+    """`function` itself, or the method __call__ of a callable object: what shows whether the reward function is
+    async."""
     return function if inspect.isroutine(function) else function.__call__
 
 
@@ -339,8 +341,8 @@ def _arguments(function: RewardFunction, sampled: Sampled) -> dict[str, object]:
 
 
 def _checked(name: str, values: Any, count: int) -> np.ndarray:
-    """The rewards that a function returned, as float32[count] with NaN for None. Raises RewardError if they are not a
-    list of `count` finite numbers. name: the function's, for the message."""
+    """`values`, the rewards that a function returned, as float32[count] with NaN for None. Raises RewardError if they
+    are not a list of `count` numbers or None, or one is infinite. name: the function's, for the message."""
     if isinstance(values, str | Mapping) or not hasattr(values, "__len__") or len(values) != count:
         what = f"{len(values)} rewards" if hasattr(values, "__len__") and not isinstance(values, str) else repr(values)
         raise RewardError(
@@ -361,12 +363,13 @@ def _checked(name: str, values: Any, count: int) -> np.ndarray:
 
 
 def _in_words(error: BaseException | None) -> str:
-    """An exception as "Type: message"."""
+    """The exception `error` as "Type: message"; "unknown" for None."""
     return "unknown" if error is None else f"{type(error).__name__}: {error}"
 
 
 def _shortened(value: Turns) -> str:
-    """The text of a prompt or an answer, cut after `_SHOWN` characters."""
+    """The text of `value`, a prompt or an answer, with the contents of messages joined by line breaks, cut after
+    `_SHOWN` characters."""
     text = value if isinstance(value, str) else "\n".join(str(message.get("content", "")) for message in value)
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
@@ -384,14 +387,14 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def last_number(text: str) -> float | None:
-    """The last number of a text, without thousands separators; None if it has none."""
+    """The last number of `text`, without thousands separators ("1,024" is 1024.0); None if it has none."""
     found = _NUMBER.findall(text)
     return float(found[-1].replace(",", "")) if found else None
 
 
 def exact_number(completions: list[Turns], answer: list[object], **columns: object) -> list[float | None]:
-    """1 if the last number of the completion equals the last number of the row's `answer`, else 0; None if the row's
-    answer has no number."""
+    """A reward function: for each of `completions` 1.0 if its last number equals the last number of the row's `answer`
+    (the column of that name), else 0.0; None if the row's answer has no number. Other columns are ignored."""
     wanted = [last_number(str(value)) for value in answer]
     return [
         None if number is None else float(last_number(text_of(completion)) == number)
@@ -400,7 +403,8 @@ def exact_number(completions: list[Turns], answer: list[object], **columns: obje
 
 
 def exact_match(completions: list[Turns], answer: list[object], **columns: object) -> list[float]:
-    """1 if the completion equals the row's `answer` apart from white space at the ends, else 0."""
+    """A reward function: for each of `completions` 1.0 if its text equals the row's `answer` (the column of that name)
+    apart from white space at the ends, else 0.0. Other columns are ignored."""
     return [
         float(text_of(completion).strip() == str(value).strip())
         for completion, value in zip(completions, answer, strict=True)
@@ -411,12 +415,14 @@ _TAGGED = re.compile(r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*", re.DOTA
 
 
 def tagged_format(completions: list[Turns], **columns: object) -> list[float]:
-    """1 if the completion is `<think>...</think><answer>...</answer>` and nothing else, else 0."""
+    """A reward function: for each of `completions` 1.0 if its text is `<think>...</think><answer>...</answer>` and
+    nothing else but white space around these, else 0.0. All columns are ignored."""
     return [float(_TAGGED.fullmatch(text_of(completion)) is not None) for completion in completions]
 
 
 def regex(completions: list[Turns], pattern: list[str], **columns: object) -> list[float]:
-    """1 if the row's regular expression `pattern` is found in the completion, else 0."""
+    """A reward function: for each of `completions` 1.0 if the row's regular expression (the column `pattern`) is found
+    in its text, else 0.0. Other columns are ignored."""
     return [
         float(re.search(wanted, text_of(completion)) is not None)
         for completion, wanted in zip(completions, pattern, strict=True)
@@ -424,7 +430,8 @@ def regex(completions: list[Turns], pattern: list[str], **columns: object) -> li
 
 
 def brevity(completion_ids: list[list[int]], **columns: object) -> list[float]:
-    """Minus the number of tokens in thousands: a small preference for short answers."""
+    """A reward function: for each answer minus the number of its tokens (`completion_ids`) in thousands, which is a
+    small preference for short answers. All columns are ignored."""
     return [-len(ids) / 1000 for ids in completion_ids]
 
 

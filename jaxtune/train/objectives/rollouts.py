@@ -150,7 +150,9 @@ class SampledAnswers(BatchSource):
         return self.rows.empty(rows)
 
     def batch_at(self, step: int, model: Callable[[], Decoder] | None = None) -> Batch:
-        """The batch of a step. The first step of a generation samples its answers, with the model before that step."""
+        """The batch of `step` (from 0). The first step of a generation samples its answers and calls the reward
+        functions; the other steps use answers that are there. model: returns the model as it is before the step, which
+        samples and, if asked, scores the answers."""
         if self._made is not None and self._made[0] == step:
             return self._made[1]
         number, within = divmod(step, self.settings.steps)
@@ -294,7 +296,8 @@ class SampledAnswers(BatchSource):
         return found
 
     def _as_rewarded(self, answers: Sequence[Answer]) -> Sampled:
-        """The answers in the form that reward functions get: texts and token ids, with the prompts and columns."""
+        """`answers` in the form that reward functions get: texts and token ids, with the prompts and the columns of
+        their rows."""
         prompts = [self.prompts[answer.prompt] for answer in answers]
         return Sampled.of(
             [prompt.given for prompt in prompts],

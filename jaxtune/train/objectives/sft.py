@@ -31,8 +31,9 @@ class SFT:
     def prepare(
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
     ) -> TokenDataset:
-        """Reads and tokenises rows into packed rows; a TokenDataset is returned as it is. Arguments and errors are
-        those of Objective.prepare; a token id of `vocab_size` or more raises ValueError."""
+        """Reads and tokenises rows into packed rows; `rows` that are a TokenDataset are only checked. tokenizer, data,
+        vocab_size and max_rows, and the errors, are those of Objective.prepare; a token id of `vocab_size` or more
+        raises ValueError."""
         if isinstance(rows, TokenDataset):
             rows.require_vocabulary(vocab_size)
             return rows
@@ -40,16 +41,18 @@ class SFT:
         return prepare(rows, tokenizer, vocab_size=vocab_size, max_rows=max_rows, **options)
 
     def check(self, model: Decoder) -> None:
-        """Accepts every decoder; nothing is checked."""
+        """Accepts every `model`: nothing about a decoder can be wrong for this objective, so nothing is checked."""
 
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """The loss of a micro-batch: (the sum of the cross-entropies of trained targets, in nats; their number; {}),
-        float32 scalars that are added up over micro-batches and devices."""
+        """The loss of `batch`, a micro-batch: (the sum of the cross-entropies of trained targets, in nats; their
+        number; {}), float32 scalars that are added up over micro-batches and devices. forward: runs `model` and
+        computes the cross-entropy."""
         loss, count = forward.cross_entropy(model, forward(model, batch), batch)
         return loss, count, {}
 
     def metrics(self, sums: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns {}: there are no metrics besides the loss."""
+        """Returns {}: this objective has no metrics besides the loss, and `sums`, the totals of what `loss` returns,
+        are not used."""
         return {}
 
 

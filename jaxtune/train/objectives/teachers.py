@@ -85,7 +85,8 @@ def teacher_shapes(config: TrainConfig) -> Decoder | None:
 
 @functools.lru_cache(4)
 def _shapes(path: str, dtype: str, load_in: str | None) -> Decoder:
-    """`teacher_shapes` of a folder or hub name, with weights of this dtype, or quantised to `load_in`."""
+    """The teacher of `teacher_shapes` in a folder or hub name (`path`), with weights of this dtype, or quantised to
+    `load_in` or as the checkpoint stores them. It is made once for the same arguments."""
     hf = find_config(path)
     shape, load_in = config_from_hf(hf), load_in or weights_stored_in(hf)
 
@@ -107,13 +108,14 @@ def open_teacher(config: TrainConfig) -> Pretrained | None:
 def load_teacher(
     pretrained: Pretrained | None, cancelled: threading.Event | None = None, mesh: jax.sharding.Mesh | None = None
 ) -> Decoder | None:
-    """The teacher with its arrays, frozen; None if there is none to load. `cancelled` and `mesh` are those of
-    Pretrained.load."""
+    """The teacher `pretrained` (from open_teacher) with its arrays, frozen; None if there is none to load. cancelled:
+    an event that ends the loading when it is set. mesh: the devices over which weights are divided, or None."""
     return None if pretrained is None else freeze(pretrained.load(cancelled, mesh))
 
 
 def described(model: Decoder, objective: object) -> list[str]:
-    """A line for the screen about the teacher of a run, with its size in parameters and in memory; [] without one."""
+    """A line for the screen about the teacher of `model`, with its size in parameters and in memory; or about the
+    model as its own teacher, if `objective` says so; [] without one."""
     teacher = model.teacher
     if teacher is None:
         own = getattr(objective, "teacher", None) == BASE

@@ -34,15 +34,17 @@ def weight_storage(wanted: Literal["fp32", "bf16"] | None, precision: str, param
 
 @dataclasses.dataclass(frozen=True)
 class UpdateBound:
-    """A bound on updates: no element w moves by more than rate * (direction + decay * |w|)."""
+    """A bound on one update of weights: no element w moves by more than rate * (direction + decay * |w|), where rate
+    is the learning rate. A step uses it to decide before the update whether all new weights will be finite."""
 
     direction: float
     decay: float
 
 
 def update_bound(config: OptimConfig, max_grad_norm: float | None) -> UpdateBound | None:
-    """The bound of adamw and adamw_8bit for gradients clipped to max_grad_norm; None without clipping and for other
-    optimizers. The bias-corrected mean of the gradients is at most that norm, and it is divided by at least eps."""
+    """How far one update of the optimizer in `config` can move a weight, if gradients are clipped to max_grad_norm;
+    None without clipping (max_grad_norm is None) and for optimizers other than adamw and adamw_8bit. The
+    bias-corrected mean of the gradients is at most that norm, and it is divided by at least eps."""
     if max_grad_norm is None or config.name not in ("adamw", "adamw_8bit"):
         return None
     faster = max(1.0, _embedding_share(config))
@@ -50,7 +52,7 @@ def update_bound(config: OptimConfig, max_grad_norm: float | None) -> UpdateBoun
 
 
 def _embedding_share(config: OptimConfig) -> float:
-    """The learning rate of embeddings as a multiple of that of all other tensors."""
+    """The learning rate of embeddings as a multiple of that of all other tensors, by `config`; 1.0 if it sets none."""
     rate = config.embedding_learning_rate
     return 1.0 if rate is None else rate / config.learning_rate
 
@@ -63,8 +65,8 @@ def decayed_tensors(parameters) -> list[bool]:
 
 
 def embedding_tensors(parameters) -> list[bool]:
-    """For each tensor of an nnx.State, in the order of jax.tree.leaves, whether it is the matrix of the input
-    embeddings or of the output head; these may have a learning rate of their own."""
+    """For each tensor of `parameters`, an nnx.State, in the order of jax.tree.leaves, whether it is the matrix of the
+    input embeddings or of the output head; these may have a learning rate of their own."""
     names = [
         [getattr(key, "key", None) for key in path[:2]] for path, _ in jax.tree_util.tree_leaves_with_path(parameters)
     ]
@@ -113,8 +115,8 @@ class StepOptimizer(optax.GradientTransformationExtraArgs):
 
 
 def step_optimizer(optimizer: optax.GradientTransformation) -> StepOptimizer:
-    """The optimizer as a StepOptimizer: itself if it is one, else one that scales gradients before it and selects the
-    states after it."""
+    """`optimizer` as a StepOptimizer: itself if it is one, else one that scales gradients before it and selects the
+    states after it, so that a train step can treat all optimizers alike."""
     if isinstance(optimizer, StepOptimizer):
         return optimizer
 
@@ -128,7 +130,7 @@ def step_optimizer(optimizer: optax.GradientTransformation) -> StepOptimizer:
 
 
 def _where(finite, new, old):
-    """`new` if `finite`, else `old`, leaf by leaf."""
+    """`new` if `finite` (a bool array), else `old`, leaf by leaf: two trees of the same structure."""
     return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
 
 

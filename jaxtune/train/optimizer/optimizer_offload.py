@@ -27,25 +27,28 @@ Work = Callable[[int, jax.Array, Any, jax.Array], tuple[jax.Array, Any]]
 
 
 def is_hosted(leaf: Any) -> bool:
-    """Whether an array of the optimizer's state is stored on the host with optim.offload: it has at least 64 KiB."""
+    """Whether an array of the optimizer's state (`leaf`) is stored on the host with optim.offload: it has at least 64
+    KiB."""
     return leaf.size * leaf.dtype.itemsize >= HOSTED_BYTES
 
 
 def hosted_bytes(opt_state: Any) -> int:
-    """Bytes of those arrays of the optimizer's state, which may be abstract, that are stored on the host."""
+    """Bytes of those arrays of the optimizer's state `opt_state`, which may be abstract, that are stored on the
+    host."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(opt_state) if is_hosted(leaf))
 
 
 def shardings(opt_state: Any, device: Sharding) -> Any:
-    """A tree of shardings, one for each array of the optimizer's state: arrays that `is_hosted` names, of 64 KiB or
-    more, get `device` with the memory kind pinned_host, and smaller ones get `device` itself. device: the sharding of
-    arrays that are in device memory."""
+    """A tree of shardings, one for each array of the optimizer's state `opt_state`: arrays that `is_hosted` names, of
+    64 KiB or more, get `device` with the memory kind pinned_host, and smaller ones get `device` itself. device: the
+    sharding of arrays that are in device memory."""
     host = device.with_memory_kind("pinned_host")
     return jax.tree.map(lambda leaf: host if is_hosted(leaf) else device, opt_state)
 
 
 def _like_parameters(structure) -> Callable[[Any], bool]:
-    """A test for trees that have the parameters' structure."""
+    """A function that tells whether a tree has the parameters' tree structure (`structure`), as the moments in an
+    optimizer's state do."""
     return lambda tree: jax.tree.structure(tree) == structure
 
 
@@ -173,5 +176,5 @@ def update_by_tensor(work: Work, parameters: Any, opt_state: Any, gradients: Any
 
 
 def _members(groups: list[list[int]], group: int | None) -> list[int]:
-    """The indices of the tensors of a group; none if `group` is None."""
+    """The indices of the tensors of the group with the index `group` in `groups`; none if it is None."""
     return [] if group is None else groups[group]

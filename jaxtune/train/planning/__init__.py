@@ -1,1 +1,2 @@
-"""The planner: what a training step costs, and the fastest way to run it that fits the device's memory."""
+"""The planner: what a training step costs (cost.py), the forecast of its memory and time under a plan (forecasts.py),
+and the choice of the fastest plan that fits the device's memory (choice.py, search.py, planner.py)."""

@@ -103,7 +103,7 @@ def layer_plans(parts: StepCost, offload: bool) -> LayerPlans:
 
 def splits(rows: int, devices: int, wanted: int | None) -> list[int]:
     """The numbers of micro-batches into which `rows` rows of a step can be divided, so that each has equally many rows
-    for each device, ascending; only `wanted` if the config sets it (None: it does not)."""
+    for each of `devices` devices, in ascending order; only `wanted` if the config sets it (None: it does not)."""
     if wanted is not None:
         return [wanted]
     return [count for count in range(1, rows + 1) if rows % count == 0 and (rows // count) % devices == 0]
@@ -174,29 +174,31 @@ def beside_states(parts: StepCost, device: Device) -> Device:
 
 
 def trained_bytes(parts: StepCost) -> float:
-    """Bytes of the trained parameters on one device, in the dtype in which they are trained."""
+    """Bytes of the trained parameters on one device, in the dtype in which they are trained. parts: the step's
+    costs."""
     return sum(size for name, size in parts.fixed.items() if name.startswith("trained parameters"))
 
 
 def saved_bytes(parts: StepCost) -> float:
     """Bytes of one device's part of the run's state in a checkpoint: trained parameters and optimizer states. A save
-    copies them to host memory."""
+    copies them to host memory. parts: the step's costs."""
     return trained_bytes(parts) + parts.fixed["optimizer states"] + parts.hosted_bytes
 
 
 def _residents(parts: StepCost, least: int) -> list[int]:
-    """The candidates for a plan's `resident`, the number of layers whose frozen weights are whole on each device though
-    weights are divided over devices: `least`, half of the layers, or all. Only `least` if no frozen weights are
-    divided."""
+    """The candidates for a plan's `resident`, the number of layers whose frozen weights are whole on each device
+    though weights are divided over devices: `least`, half of the layers, or all. Only `least` if no frozen weights are
+    divided. parts: the step's costs."""
     if not parts.frozen_layer_bytes:
         return [least]
     return sorted({least, max(least, parts.num_layers // 2), parts.num_layers})
 
 
 def _with_whole_weights(parts: StepCost, found: Forecast, device: Device, budget: float) -> Forecast:
-    """The plan with as many more whole layers as the budget has room for; the same plan if weights are not divided over
-    devices. A layer is whole if its weights, which are divided over devices, are gathered on each and stay so, which
-    saves the time to gather them again. budget: bytes of device memory.
+    """The plan of the forecast `found` with as many more whole layers as the budget has room for; the same plan if
+    weights are not divided over devices. A layer is whole if its weights, which are divided over devices, are gathered
+    on each and stay so, which saves the time to gather them again. parts: the step's costs. budget: bytes of memory of
+    `device`.
 
     Trained weights are kept whole from a layer's forward to its backward. Frozen weights are kept whole for the whole
     run: gathering them once a step would need memory for both the part and the whole at the loss, and time for the
@@ -221,8 +223,9 @@ def _with_whole_weights(parts: StepCost, found: Forecast, device: Device, budget
 
 def tile_tokens_of(parts: StepCost, config: TrainConfig) -> int | None:
     """The number of tokens of a tile, in which the MLPs of a long row may run so that their values exist for a tile at
-    a time: the largest one up to 16,384 that divides the row. None for shorter rows, for layers that have no such
-    parts, and with dropout."""
+    a time: the largest one up to 16,384 that divides the row. None for rows of less than 32,768 tokens, if only tiles
+    below 2,048 divide the row, for layers that have no such parts, and with dropout. parts: the step's costs. config:
+    the run's."""
     dropout = config.adapter is not None and config.adapter.lora_dropout > 0
     if parts.length < 2 * _TILE_TOKENS or not parts.tiled or dropout:
         return None
@@ -237,20 +240,20 @@ _NEAR = 0.1
 def _near(parts: StepCost, placed: np.ndarray, plan: LayerPlan) -> np.ndarray:
     """bool[plans]: which plans for one layer are near `plan`, that is, place at most a tenth of the residuals' bytes
     differently. If one of two near plans was too large, the forecast of the other is wrong too. placed: the plans,
-    int[plans, known residuals], indices into PLACEMENTS."""
+    int[plans, known residuals], indices into PLACEMENTS. parts: the step's costs."""
     sizes = np.array([parts.residuals[residual.name] for residual in parts.known])
     there = np.array([PLACEMENTS.index(plan.of(residual)) for residual in parts.known])
     return (placed != there) @ sizes <= _NEAR * sizes.sum()
 
 
 def _run_alike(plan: StepPlan, micro: int, tile: int | None) -> bool:
-    """Whether a plan has this number of micro-batches and this number of tokens in a tile (None: no tiles)."""
+    """Whether `plan` has `micro` micro-batches and `tile` tokens in a tile (None: no tiles)."""
     return (plan.micro_batches, plan.residuals.tile_tokens) == (micro, tile)
 
 
 def _related(parts: StepCost, plan: StepPlan, others: Sequence[StepPlan]) -> bool:
-    """Whether a plan resembles one of `others`, plans that failed: it has the same micro-batches and tile, and the
-    placements of its first and last layers are near the other's (`_near`)."""
+    """Whether `plan` resembles one of `others`, plans that failed: it has the same micro-batches and tile, and the
+    placements of its first and last layers are near the other's (`_near`). parts: the step's costs."""
     layers = plan.residuals.layers
     placed = np.array([[PLACEMENTS.index(layers[at].of(r)) for r in parts.known] for at in (0, -1)])
     return any(
@@ -290,7 +293,8 @@ class _Relatives:
 
 
 def smallest_plan(parts: StepCost, config: TrainConfig, device: Device, resident: int = 0) -> Forecast:
-    """The forecast of the plan with the lowest predicted peak. `resident` is the least number of layers whose frozen
+    """The forecast of the plan with the lowest predicted peak. parts: the step's costs. config: the run's, whose fixed
+    placements and micro-batches are kept. device: the device. `resident` is the least number of layers whose frozen
     weights are whole on each device."""
     try:
         return choose(parts, config, device, 0.0, resident=resident)
@@ -312,7 +316,8 @@ def _best_pairs(
     """The best pair of layer plans for each number of tokens in `chunks` (ascending) whose logits exist at a time.
 
     More tokens only take more memory. So the best pair for fewer tokens stays the best as long as it fits, and if no
-    pair fits, none fits with more tokens. The other arguments have the meaning that _best_pair describes.
+    pair fits, none fits with more tokens. parts, table, micro, device, budget, tile, resident and relatives have the
+    meaning that _best_pair describes.
 
     Returns:
       the forecasts of the pairs; if one does not fit, it is the last.
@@ -331,7 +336,7 @@ def _best_pairs(
 
 
 def tokens_of(parts: StepCost, micro: int) -> float:
-    """Tokens of a micro-batch on one device, if a step has `micro` of them."""
+    """Tokens of a micro-batch on one device, if a step has `micro` micro-batches. parts: the step's costs."""
     return parts.rows / micro / parts.devices * parts.length
 
 

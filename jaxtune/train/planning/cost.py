@@ -88,7 +88,7 @@ class LayerKind:
     work: Mapping[str, Work]  # of each segment
 
     def residual_bytes(self, name: str, tokens: float) -> float:
-        """Bytes of one residual (an intermediate value that the backward reads) of such a layer, for `tokens`
+        """Bytes of the residual `name` (an intermediate value that the backward reads) of such a layer, for `tokens`
         tokens."""
         return self.residuals[name] * tokens + self.padding[name]
 
@@ -180,8 +180,9 @@ class StepCost:
         return self.fixed["frozen weights"] + self.fixed.get(TEACHER, 0.0)
 
     def fixed_bytes(self, micro_batches: int, resident: int = 0) -> float:
-        """Device bytes in memory during the whole step: weights, optimizer states and gradient sums. `resident` is the
-        number of layers whose frozen weights, divided over devices, are whole on each."""
+        """Device bytes in memory during the whole step of `micro_batches` micro-batches: weights, optimizer states and
+        gradient sums. `resident` is the number of layers whose frozen weights, divided over devices, are whole on
+        each."""
         less = self.less_sums if micro_batches == 1 else 0.0
         return sum(self.fixed.values()) + self.resident_bytes(resident) - less
 
@@ -191,7 +192,7 @@ class StepCost:
         return resident * self.resident_layer_bytes + around
 
     def residual_bytes(self, name: str, tokens: float) -> float:
-        """Bytes of one residual of the mean layer, for `tokens` tokens on a device."""
+        """Bytes of the residual `name` of the mean layer, for `tokens` tokens on a device."""
         return self.residuals[name] * tokens + self.padding[name]
 
 
@@ -285,7 +286,8 @@ def _configured_optimizer(config: TrainConfig) -> optax.GradientTransformation:
 
 def _head_costs(head: nnx.Variable, vocab_size: int, dtype, storage: str) -> tuple[float, float]:
     """(bytes in addition to the head's weight while the loss runs, bytes of the head's gradient after it). `head` is
-    the weight, which trains if it is an nnx.Param; `storage` says how trained weights are stored, "fp32" or "bf16"."""
+    the weight, which trains if it is an nnx.Param and has vocab_size rows; `dtype` is the compute dtype; `storage`
+    says how trained weights are stored, "fp32" or "bf16"."""
     trains, size = isinstance(head, nnx.Param), math.prod(head.shape)
     loss = 8.0 if storage == "bf16" else 4.0 + (dtype.itemsize if dtype.itemsize < 4 else 0)
     copy = 0.0 if trains and storage != "bf16" else 2.0 * fills_up(vocab_size, dtype)
@@ -293,22 +295,22 @@ def _head_costs(head: nnx.Variable, vocab_size: int, dtype, storage: str) -> tup
 
 
 def _whole_layer_bytes(trees, layers: int, parts: int) -> float:
-    """Bytes of the gathered weights of the layer for which they are largest; only weights that are divided over `parts`
-    devices count. `trees` are nnx.States of the model's trained and frozen weights."""
+    """Bytes of the gathered weights of that one of `layers` layers for which they are largest; only weights that are
+    divided over `parts` devices count. `trees` are nnx.States of the model's trained and frozen weights."""
     by_layer = [[tree["layers"][i] for tree in trees if i in tree.get("layers", {})] for i in range(layers)]
     return max(sum(partition.divided_sizes(tree, parts)[0] for tree in layer) for layer in by_layer)
 
 
 def _frozen_parts(frozen: nnx.State, parts: int) -> dict[str, float]:
-    """{what: bytes} on each device of the weights that do not train: the model's own and its teacher's. parts: the
-    number of devices that divide them."""
+    """{what: bytes} on each device of the weights that do not train (`frozen`, their nnx.State): the model's own and
+    its teacher's. parts: the number of devices that divide them."""
     every, of_teacher = weight_bytes(frozen, parts), weight_bytes(frozen.get("teacher", {}), parts)
     return {"frozen weights": every - of_teacher, **({TEACHER: of_teacher} if of_teacher else {})}
 
 
 def _exchange(trained, frozen, shape: partition.MeshShape) -> Exchange:
-    """Bytes received from other devices; `trained` and `frozen` are states of variables as they are stored on the
-    devices."""
+    """The bytes that a device receives from the others of a mesh of this shape in a step; `trained` and `frozen` are
+    states of variables as they are stored on the devices."""
 
     parts = shape.parts
 
@@ -332,8 +334,8 @@ def _exchange(trained, frozen, shape: partition.MeshShape) -> Exchange:
 
 
 def _whole_gradient_bytes(model: Decoder, storage: str) -> float:
-    """Bytes of the gradients of a layer's divided weights, as they are computed and in float32 as they are summed.
-    storage: how trained weights are stored, "fp32" or "bf16"."""
+    """Bytes of the gradients of the trained matrices of that layer of `model` for which they are largest, as they are
+    computed and in float32 as they are summed. storage: how trained weights are stored, "fp32" or "bf16"."""
     layers = ([matrix.weight for *_, matrix in layer.matrices()] for layer in model.layers)
     sizes = (sum(math.prod(w.shape) for w in weights if isinstance(w, nnx.Param)) for weights in layers)
     return max(sizes) * (6.0 if storage == "bf16" else 8.0)
@@ -347,13 +349,13 @@ def _adapter_bytes(layer: Block, dtype) -> float:
 
 
 def _masked_sizes(model: Decoder) -> list[int]:
-    """The number of input features of each adapter that has dropout."""
+    """The number of input features of each adapter of `model` that has dropout."""
     matrices = (matrix for layer in model.layers for *_, matrix in layer.matrices())
     return [matrix.sizes[1] for matrix in matrices if matrix.lora is not None and matrix.lora.rate]
 
 
 def _mean(values: list[float]) -> float:
-    """The mean of some numbers."""
+    """The mean of `values`, at least one number."""
     return sum(values) / len(values)
 
 
@@ -380,9 +382,9 @@ def _makes(kind: LayerKind, name: str, outputs: tuple[str, ...]) -> bool:
 
 
 def _update_bytes(masters, config: TrainConfig) -> float:
-    """Device bytes that the optimizer's update takes in addition to weights, states and gradients, at the largest
-    tensor, because it is done tensor by tensor (optimizer_offload.py). 0 for adapters, where it is negligible.
-    `masters` are the float32 shapes of the trained weights."""
+    """Device bytes that the update by the optimizer of `config` takes in addition to weights, states and gradients, at
+    the largest tensor, because it is done tensor by tensor (optimizer_offload.py). 0 for adapters, where it is
+    negligible. `masters` are the float32 shapes of the trained weights."""
     if config.adapter is not None:
         return 0.0
     size = max((leaf.size for leaf in jax.tree.leaves(masters)), default=0)
@@ -434,8 +436,9 @@ def _kind(layer: Block, spec, shape, length: int, dtype) -> LayerKind:
 
 @functools.lru_cache(64)
 def _kind_of(graph, spec, shape, length: int, dtype, leaves, structure) -> LayerKind:
-    """`_kind` for a layer that is given by hashable values, so that it can be cached: its nnx.GraphDef, and the (shape,
-    dtype) of each of its arrays (`leaves`) with their tree structure."""
+    """`_kind` for a layer that is given by hashable values, so that it can be cached: its nnx.GraphDef `graph`, and
+    the (shape, dtype) of each of its arrays (`leaves`) with their tree `structure`. spec, shape, length and dtype are
+    those of _kind."""
     arrays = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*leaf) for leaf in leaves])
     block = nnx.merge(graph, *arrays)
     once, twice = (_residual_shapes(graph, spec, shape, dtype, arrays, n * _PROBE_TOKENS) for n in (1, 2))
@@ -476,7 +479,7 @@ def _segment_work(segment: Segment, block: Block, residuals, seen_keys: float, h
 
 def _residual_shapes(graph, spec, shape, dtype, arrays, tokens: int) -> dict[str, Any]:
     """{residual: its shape and dtype} of a layer for `tokens` tokens, by tracing its forward. `arrays` are the shapes
-    of its trained and other arrays; the other arguments are as for _kind_of."""
+    of its trained and other arrays; graph, spec, shape and dtype are as for _kind_of."""
 
     def run(trainable, frozen, x):
         layout = packed_layout((1, tokens), None, 1)

@@ -193,8 +193,8 @@ def find_device(
 
 
 def limit(config: TrainConfig, device: Device) -> float | None:
-    """Bytes of a device's memory that the allocator may give out to a run: those that the device has, or
-    memory.budget_gb if that is less. None if nothing limits them, as on a CPU."""
+    """Bytes of the memory of `device` that the allocator may give out to the run of `config`: those that the device
+    has, or memory.budget_gb if that is less. None if nothing limits them, as on a CPU."""
     limits = [] if device.memory_bytes is None else [device.memory_bytes]
     if config.memory.budget_gb is not None:
         size = config.memory.budget_gb
@@ -203,8 +203,8 @@ def limit(config: TrainConfig, device: Device) -> float | None:
 
 
 def budget(config: TrainConfig, device: Device) -> float | None:
-    """The part of `limit`, in bytes, that a step's arrays and programs may take, without what fragmentation of the
-    allocator's memory loses; None if nothing limits it. Plans must fit in it."""
+    """The part of `limit`, in bytes, that the arrays and programs of a step of `config` may take on `device`, without
+    what fragmentation of the allocator's memory loses; None if nothing limits it. Plans must fit in it."""
     if (most := limit(config, device)) is None:
         return None
     return most - max(most * _FRAGMENTS, 0.0 if device.name == "cpu" else _FRAGMENT_BYTES)

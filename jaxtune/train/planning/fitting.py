@@ -102,8 +102,8 @@ def fitting_settings(
 
 
 def _surely_fits(parts: StepCost, config: TrainConfig, device: Device, budget: float) -> bool | None:
-    """Whether some plan of one micro-batch fits `budget` bytes, if that can be decided without a search; None if it
-    cannot. It makes longest_row fast.
+    """Whether some plan of one micro-batch fits `budget` bytes of `device`, if that can be decided without a search;
+    None if it cannot. parts: the step's costs. config: the run's. It makes longest_row fast.
 
     It fits if one plan for all layers does. It does not fit if the least bytes of layers under any plans are too many.
     For the second test, bytes on the host get a price in bytes on the device (a Lagrange multiplier): at any price, a

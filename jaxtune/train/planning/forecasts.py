@@ -82,20 +82,20 @@ def _step_time(device: Device) -> StepTime:
 
 
 def bytes_with_gaps(leaving: Figure, device: Device) -> Figure:
-    """Device bytes that `leaving` bytes of values on their way to the host take, with the gaps that they leave in the
-    allocator's memory."""
+    """Bytes of the memory of `device` that `leaving` bytes of values on their way to the host take, with the gaps that
+    they leave in the allocator's memory."""
     return ALLOCATOR_BYTES.of("xla", device.name).leaving * leaving
 
 
 def _decode_seconds(work: Work, device: Device) -> float:
-    """Seconds to decode a segment's quantised weights once."""
+    """Seconds to decode the quantised weights of a segment's `work` once on `device`."""
     fit = product_time(device)
     return work.decoded * fit.decoded_bytes / (device.copy * fit.decoded_share)
 
 
 def _segment_seconds(work: Work, tokens: float, length: int, device: Device) -> tuple[float, float]:
-    """(forward, backward) seconds of one segment, a part of a layer such as the attention, over `tokens` tokens in
-    documents of `length` tokens. The backward is without recomputation."""
+    """(forward, backward) seconds on `device` of the `work` of one segment, a part of a layer such as the attention,
+    over `tokens` tokens in documents of `length` tokens. The backward is without recomputation."""
     fit, attend = product_time(device), ATTENTION_TIME.of("cudnn", device.name)
     rate = device.gemm * tokens / (tokens + fit.half_tokens)
     weights = work.weight_bytes / device.copy
@@ -114,8 +114,8 @@ def _segment_seconds(work: Work, tokens: float, length: int, device: Device) -> 
 def layer_forecast(
     parts: StepCost, plan: LayerPlan, tokens: float, device: Device, tile_tokens: int | None = None
 ) -> LayerForecast:
-    """The forecast of the mean layer under `plan` for the `tokens` tokens of a micro-batch on one device. `tile_tokens`
-    is the number of tokens of a tile in which its MLP runs; None: it runs whole."""
+    """The forecast of the mean layer of a step (costs `parts`) under `plan` for the `tokens` tokens of a micro-batch
+    on one device. `tile_tokens` is the number of tokens of a tile in which its MLP runs; None: it runs whole."""
     placed = np.asarray([[PLACEMENTS.index(plan.of(residual)) for residual in parts.known]])
     return LayerForecast(*map(float, vars(layer_forecasts(parts, placed, tokens, device, tile_tokens).at(0)).values()))
 
@@ -123,9 +123,9 @@ def layer_forecast(
 def layer_forecasts(
     parts: StepCost, placed: np.ndarray, tokens: float, device: Device, tile_tokens: int | None
 ) -> LayerForecast:
-    """layer_forecast for many plans at once, with arrays of a value for each plan. `placed` is int[plans, parts.known]:
-    the placement of each residual under each plan, as an index into PLACEMENTS. tile_tokens: tokens of the MLPs'
-    tiles."""
+    """layer_forecast for many plans at once, with arrays of a value for each plan; parts, tokens, device and
+    tile_tokens are its arguments. `placed` is int[plans, parts.known]: the placement of each residual under each plan,
+    as an index into PLACEMENTS."""
     whole = {name: parts.residual_bytes(name, tokens) for name in parts.residuals}
     of_kinds = [{name: kind.residual_bytes(name, tokens) for name in kind.residuals} for kind in parts.kinds]
     most_tiles = 1 if tile_tokens is None or not parts.tiled else parts.length // tile_tokens
@@ -316,7 +316,7 @@ def _backward_bytes(kind: LayerKind, sizes: Sizes) -> tuple[float, float]:
 
 
 def _mixers_before(kind: LayerKind, part: str) -> list[str]:
-    """The names of the layer's mixers, such as attention, that run before `part`, a feed-forward."""
+    """The names of the mixers, such as attention, that run before `part`, a feed-forward, in layers of this kind."""
     parts = list(kind.outputs)
     return [name for name in parts[: parts.index(part)] if name in kind.mixer_outputs]
 
@@ -348,8 +348,10 @@ def forecast(parts: StepCost, plan: StepPlan, device: Device) -> Forecast:
 
 
 def gathered_bytes(parts: StepCost, whole_weights: int, resident: int = 0) -> tuple[float, float, float]:
-    """Bytes of gathered weights, and of their gradients, at three moments: at the loss, in a layer's forward, and in a
-    layer's backward, when the next layer's weights arrive. whole_weights and resident as in ResidualPlan."""
+    """Bytes of gathered weights, and of their gradients, at three moments of a step (costs `parts`): at the loss, in a
+    layer's forward, and in a layer's backward, when the next layer's weights arrive. whole_weights and resident are
+    the numbers of layers whose weights stay gathered from forward to backward, and whose frozen weights do for the
+    whole run."""
     frozen = parts.frozen_layer_bytes
 
     def of(layers: int) -> float:
@@ -362,14 +364,14 @@ def gathered_bytes(parts: StepCost, whole_weights: int, resident: int = 0) -> tu
 
 
 def _all_resident(parts: StepCost, resident: int) -> bool:
-    """Whether the plan keeps the frozen weights of all layers whole on each device; it does so for `resident` layers.
-    The frozen embedding and head are then whole as well, and need not be gathered."""
+    """Whether `resident`, the number of layers whose frozen weights a plan keeps whole on each device, is that of all
+    layers (`parts` has it). The frozen embedding and head are then whole as well, and need not be gathered."""
     return resident == parts.num_layers
 
 
 def head_forecast(parts: StepCost, chunk_tokens: int, tokens: float, device: Device) -> tuple[float, float]:
-    """The cost of the output head and the loss of a micro-batch of `tokens` tokens on a device, whose logits exist for
-    `chunk_tokens` tokens at a time.
+    """The cost of the output head and the loss, in a step with the costs `parts`, of a micro-batch of `tokens` tokens
+    on `device`, whose logits exist for `chunk_tokens` tokens at a time.
 
     Returns:
       (device bytes at the loss, seconds of its forward and backward)
@@ -390,21 +392,24 @@ def head_forecast(parts: StepCost, chunk_tokens: int, tokens: float, device: Dev
 
 
 def _reference_forecast(parts: StepCost, plan: StepPlan, tokens: float, device: Device) -> tuple[float, float]:
-    """(seconds, device bytes in a layer) of a forward pass of a frozen reference or teacher, whose costs are `parts`,
-    with its head, which needs one of the two or three products that it needs in training."""
+    """(seconds, bytes in a layer) of a forward pass over `tokens` tokens on `device` of a frozen reference or teacher
+    with the costs `parts`, and of its head with the chunks of `plan`: one of the two or three products that it needs
+    in training."""
     layer, head = layer_forecast(parts, KEEP, tokens, device), head_forecast(parts, plan.chunk_tokens, tokens, device)
     seconds = layer.forward * parts.num_layers + head[1] / (3 if parts.head_trains else 2)
     return seconds, layer.kept + layer.work_forward
 
 
 def state_seconds(parts: StepCost, device: Device) -> float:
-    """Seconds per step to copy the optimizer's states from the host and then back (optimizer_offload.py)."""
+    """Seconds per step to copy the optimizer's states (`parts` has their bytes) from the host of `device` and then
+    back."""
     return 2 * parts.hosted_bytes / (device.link or device.copy)
 
 
 def _collective_seconds(parts: StepCost, plan, forward: float, backward: float, device) -> tuple[float, float]:
-    """Seconds of a step's collective operations between devices. `forward` and `backward` are the seconds of all layers
-    in a micro-batch, under which collectives can run.
+    """Seconds of a step's collective operations between devices, whose bytes are in `parts` and whose rate is that of
+    `device`, under `plan` (StepPlan). `forward` and `backward` are the seconds of all layers in a micro-batch, under
+    which collectives can run.
 
     Returns:
       (seconds of all collectives, seconds in which the step waits for them)

@@ -59,7 +59,8 @@ class KnownFailures:
         return None
 
     def add(self, failed: Failed, budget_bytes: float | None) -> None:
-        """Records that a plan needed more than `budget_bytes` of device memory (None: no budget)."""
+        """Records `failed`, a plan that needed more than `budget_bytes` of device memory (None: no budget), in the
+        cache."""
         self._found.append({"plan": failed.plan.to_record(), "need": failed.need_bytes, "budget": budget_bytes})
         if self._cache is not None and processes.first():
             self._cache.put(self._key, json.dumps(self._found).encode())

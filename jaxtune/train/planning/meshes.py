@@ -112,7 +112,7 @@ def choose_mesh(
 
 
 def _name(mesh: MeshConfig) -> str:
-    """A mesh in words."""
+    """The sizes of the axes of `mesh` in words, such as "data=2 fsdp=4"."""
     return " ".join(f"{key}={value}" for key, value in vars(mesh).items())
 
 

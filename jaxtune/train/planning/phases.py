@@ -71,7 +71,8 @@ class Sampled:
         return f"sampling: {self.rows} slots of {self.prompt + self.answer:,} tokens"
 
     def bytes(self, parts: StepCost, device: Device) -> float:
-        """Device bytes in addition to the weights: keys and values of every position, and the pass over the prompts."""
+        """Device bytes that answering takes in addition to the weights: keys and values of every position, and the
+        pass over the prompts. parts: the step's costs. device: the device."""
         cached = sum(parts.residuals.get(name, 0.0) for name in ("key", "value")) * parts.num_layers
         prefill = forward_bytes(parts, self.rows * self.prompt, self.rows, device)
         return self.rows * (self.prompt + self.answer) * cached + prefill

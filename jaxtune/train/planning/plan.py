@@ -57,7 +57,7 @@ class StepPlan:
 
 
 def residuals_text(plan: ResidualPlan) -> str:
-    """A residual plan as text, which `parse_residuals` reads."""
+    """`plan` as text, in the form that the module describes and `parse_residuals` reads."""
     groups: list[tuple[int, int, LayerPlan]] = []
     for index, layer in enumerate(plan.layers):
         if groups and groups[-1][2] == layer:
@@ -73,7 +73,8 @@ def residuals_text(plan: ResidualPlan) -> str:
 
 
 def parse_residuals(text: str, num_layers: int, residuals: Sequence[Residual]) -> ResidualPlan:
-    """A residual plan from its text, for a model of `num_layers` layers that have these residuals.
+    """A residual plan from its `text`, in the form that the module describes, for a model of `num_layers` layers that
+    have these residuals (intermediate values that the backward reads).
 
     Raises:
       ValueError: an unknown word, residual or placement; a layer that is named twice, not at all, or does not exist;

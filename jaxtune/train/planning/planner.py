@@ -97,8 +97,8 @@ class Planner:
         return lines if self._note is None else [self._note, *lines]
 
     def adopt(self, record: dict[str, Any]) -> None:
-        """Takes the plan of a checkpoint, because a plan chosen anew might differ and would then change results in the
-        last bits.
+        """Takes the plan in `record`, that of a checkpoint, because a plan chosen anew might differ and would then
+        change results in the last bits.
 
         The plan is not taken if the config asks for another one, or if the mesh is another. Results on another mesh
         differ in any case, and its devices may have less memory, more memory, or too few rows for the micro-batches.
@@ -154,8 +154,8 @@ class Planner:
             print_line(line)
 
     def fits(self, need_bytes: float) -> bool:
-        """Whether a compiled step that needs this many device bytes may run; the smallest plan may use all of the
-        allocator's memory, and not only the budget."""
+        """Whether a compiled step that needs `need_bytes` of device memory may run; the smallest plan may use all of
+        the allocator's memory, and not only the budget."""
         return self.room.fits(need_bytes, self._smallest)
 
     def _next(self, resident: int = 0) -> tuple[Forecast, bool]:
@@ -185,7 +185,7 @@ class Planner:
         raise PlanError(chosen, budget, self._fixes(goal(budget, self._failed) or budget), *tried)
 
     def _fixes(self, budget_bytes: float) -> list[str]:
-        """Changes of the config with which a plan would fit this budget of device memory, such as
+        """Changes of the config with which a plan would fit `budget_bytes` of device memory, such as
         "data.length=4096", for the message of a PlanError."""
         data = dataclasses.replace(self.config.data, length=self.cost.length)
         config = dataclasses.replace(self.config, data=data)

@@ -38,8 +38,9 @@ class Failed:
     need_bytes: float | None  # as compiled; None: memory ran out while it ran, and its need is unknown
 
     def goal(self, budget_bytes: float | None) -> float:
-        """The largest predicted peak, in bytes, that the next plan may have if its forecast is as wrong as this one.
-        Without a budget, or if the need is unknown, it is somewhat less than this plan's."""
+        """The largest predicted peak, in bytes, that the next plan may have if its forecast is as wrong as this one
+        and budget_bytes may be used. Without a budget (None), or if the need is unknown, it is somewhat less than this
+        plan's."""
         if self.need_bytes is None or budget_bytes is None:
             return self.peak_bytes / _MORE
         return min(_CLOSE * budget_bytes * self.peak_bytes / self.need_bytes, self.peak_bytes)
@@ -67,8 +68,8 @@ class Room:
 
 
 def goal(budget_bytes: float | None, failed: Sequence[Failed]) -> float | None:
-    """The largest predicted peak, in bytes, that the next plan may have after these failures; None if there is neither
-    a failure nor a budget."""
+    """The largest predicted peak, in bytes, that the next plan may have after the failures `failed`, if a step may
+    take budget_bytes (None: no limit); None if there is neither a failure nor a budget."""
     if not failed:
         return budget_bytes
     ratios = [one.ratio for one in failed]

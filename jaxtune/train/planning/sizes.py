@@ -1,4 +1,4 @@
-"""Bytes of weights, from shapes alone."""
+"""Bytes of weights on a device, from shapes alone: for forecasts before anything is loaded."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ def packed_slack(frozen) -> float:
 
 
 def weight_bytes(frozen, parts: int) -> float:
-    """Bytes of an nnx.State of frozen weights on each of the devices of which `parts` divide them."""
+    """Bytes on each device of `frozen`, an nnx.State of frozen weights, of which `parts` devices divide those that can
+    be divided; with what the allocator loses on quantised ones."""
     return partition.bytes_per_device(frozen, parts) + packed_slack(frozen) / parts
 
 
 def _is_stored(leaf) -> bool:
-    """Whether a leaf is a quantised weight."""
+    """Whether `leaf`, of a tree of arrays, is a quantised weight, which is not looked into as a tree of its own."""
     return isinstance(leaf, Stored)

@@ -1,1 +1,2 @@
-"""The compiled train step: its loss, its gradients, its update, and the cache of compiled programs."""
+"""The compiled train step: its loss (loss.py), its gradients and its update (step.py), the programs of a run and their
+compilation (programs.py), the model that they work on (trained_model.py), and the cache of compiled programs."""

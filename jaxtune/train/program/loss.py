@@ -84,7 +84,7 @@ NO_AUX_LOSSES = AuxLosses()
 
 
 def declared_losses(model: Decoder) -> AuxLosses:
-    """The losses that the layers of a model declare, with the coefficients of the model's own config."""
+    """The losses that the layers of `model` declare, each once, with the coefficients of the model's own config."""
     found: dict[str, tuple[str, AuxLoss, float]] = {}
     for layer in model.layers:
         for name, segment in layer.aux.items():
@@ -164,25 +164,27 @@ class Forward:
         return hidden
 
     def frozen(self, model: Decoder, batch: Batch) -> jax.Array:
-        """The hidden states of a model that does not train, such as without_adapter(model), without dropout and
-        gradient."""
+        """[rows, length, hidden]: the hidden states of `batch` after the final norm of `model`, which does not train,
+        such as without_adapter(model); without dropout and gradient."""
         with jax.named_scope("reference"):
             hidden, _ = self._run(model, batch)
             return jax.lax.stop_gradient(hidden)
 
     def _run(self, model: Decoder, batch: Batch, **options: Any) -> tuple[jax.Array, dict[str, Any]]:
-        """(hidden states, values that the layers return beside them) of a run of the model."""
+        """(hidden states [rows, length, hidden], values that the layers return beside them, by name) of a run of
+        `model` over `batch`. options: further arguments of Decoder.run."""
         arrays = (batch.tokens, batch.segment_ids, batch.positions)
         return model.run(*arrays, max_documents=self._max_documents, **options)
 
     def cross_entropy(self, model: Decoder, hidden: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """(sum of weighted next-token losses, sum of weights), float32 scalars, of hidden states as a call returns
-        them. The logits never exist as a whole."""
+        """(sum of weighted next-token losses in nats, sum of weights), float32 scalars: the losses of the targets of
+        `batch` under the head of `model`, from `hidden`, hidden states as a call returns them. The logits never exist
+        as a whole."""
         return self._of_head(linear_cross_entropy, model, hidden, batch)
 
     def token_losses(self, model: Decoder, hidden: jax.Array, batch: Batch) -> jax.Array:
-        """float32[rows, length]: the weighted next-token loss of each token, of hidden states as a call returns them.
-        The logits never exist as a whole."""
+        """float32[rows, length]: the next-token loss of each target of `batch` in nats, times its weight, under the
+        head of `model`, from `hidden`, hidden states as a call returns them. The logits never exist as a whole."""
         return self._of_head(linear_token_losses, model, hidden, batch)
 
     def log_probs(
@@ -263,7 +265,8 @@ class Forward:
             return loss, (entropies * weights).sum()
 
     def _of_head(self, function: Callable[..., Any], model: Decoder, hidden: jax.Array, batch: Batch) -> Any:
-        """Calls a loss function with the hidden states, the model's head and the batch's targets and weights."""
+        """The result of `function`, a loss of pallas/linear_cross_entropy, for `hidden` hidden states, the head of
+        `model` (its gradient too if it trains), and the targets and weights of `batch`."""
         head = model.head_variable
         with jax.named_scope("loss"):
             weight, hidden = gathers.whole_beside(head, hidden)

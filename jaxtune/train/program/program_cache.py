@@ -59,7 +59,8 @@ def in_use() -> ProgramCache | None:
 
 
 def _checked_cache(path: str) -> tuple[CacheInterface, str]:
-    """(the cache, its folder), in place of JAX's function with this signature."""
+    """(a ProgramCache in the folder `path`, the folder): takes the place of JAX's function with this signature, which
+    makes a cache that trusts its files."""
     return ProgramCache(Path(path), jax.config.jax_compilation_cache_max_size), path
 
 
@@ -103,7 +104,8 @@ class ProgramCache(CacheInterface):
         return content
 
     def put(self, key: str, value: bytes) -> None:
-        """Stores a content under a key, replacing an earlier one; nothing is stored if it alone exceeds max_bytes."""
+        """Stores the bytes `value` under `key`, replacing earlier ones; nothing is stored if they alone exceed
+        max_bytes."""
         entry = _entry(key, value)
         if self._make_room(len(entry)):
             atomic_write(self._file(key), entry, mode=0o600, durable=False)
@@ -142,8 +144,8 @@ def _entry(key: str, content: bytes) -> bytes:
 
 
 def _read(path: Path) -> tuple[bytes, str | None]:
-    """(the bytes of a file, the reason why they must not be trusted or None). It follows no link and does not block on
-    a named pipe."""
+    """(the bytes of the file `path`, the reason why they must not be trusted or None): it is no plain file, or another
+    user's, or others may write it. It follows no link and does not block on a named pipe."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)

@@ -144,9 +144,10 @@ class Engine:
         return self.planner
 
     def _facts(self, planner: Planner, config: TrainConfig) -> list[Any]:
-        """Returns the JSON values that identify this run's programs in KnownFailures, the record of plans that needed
-        too much memory. The values cover all settings that the programs depend on, except three: each record names its
-        plan, and KnownFailures itself adds the device and the versions."""
+        """Returns the JSON values that identify this run's programs in KnownFailures, the record of plans that
+        needed too much memory. The values, from `config` and the costs of `planner`, cover all settings that the
+        programs depend on, except three: each record names its plan, and KnownFailures itself adds the device and
+        the versions."""
         asked = config_to_dict(config)
         program, cost = self.program, planner.cost
         sizes = {f.name: getattr(cost, f.name) for f in dataclasses.fields(cost) if f.name not in ("segments", "kinds")}
@@ -215,9 +216,9 @@ class Engine:
         return [self.place(batch, part, parts) for part in range(parts)], counts
 
     def _filled(self, batch: Batch, parts: int) -> int:
-        """The number of micro-batches, at least one, that have any tokens: a source that samples its answers during the
-        run may leave the last rows of a step empty, and empty micro-batches need not be computed. `parts` is the number
-        of micro-batches of a step."""
+        """The number of the `parts` micro-batches of a step's `batch`, at least one, that have any tokens: a source
+        that samples its answers during the run may leave the last rows of a step empty, and empty micro-batches need
+        not be computed."""
         if not self.batches.sees_model or processes.count() > 1 or self.batches.lanes > 1:
             return parts
         used = np.flatnonzero((batch.segment_ids > 0).any(1))
@@ -225,12 +226,12 @@ class Engine:
         return -(-last * parts // len(batch.tokens))
 
     def zero_sums(self, state: TrainState) -> Sums:
-        """The sums with which a step starts."""
+        """The sums with which a step starts: zeros on the devices for the trainable tensors of `state`."""
         return self.program.zero_sums(state.trainable, self.replicated)
 
     def first_sums(self, state: TrainState) -> Sums:
-        """Makes the sums with which a run starts, as zero_sums does. On a GPU it also leaves a small block of device
-        memory free below them.
+        """Makes the sums with which a run starts for the trainable tensors of `state`, as zero_sums does. On a GPU it
+        also leaves a small block of device memory free below them.
 
         The rows of the next step are copied to the device while a step runs. Without a free block below the step's
         temporary buffer, the allocator puts them above it. The next step then finds no room for its buffer, which must
@@ -260,8 +261,9 @@ class Engine:
         return dataclasses.replace(programs, seconds=time.perf_counter() - started)
 
     def _compile_all(self, state: TrainState, sums: Sums, frozen, first_step: int) -> Programs:
-        """Lowers and compiles the programs of a run for these shapes; `compile` describes how. first_step: the step at
-        which the run starts; before qat.start, the programs without QAT are compiled too."""
+        """Lowers and compiles the programs of a run for these shapes (state, sums and frozen); `compile` describes
+        how. first_step: the step at which the run starts; before qat.start, the programs without QAT are compiled
+        too."""
         batch = self._abstract_batch(self.batches)
         index = jax.ShapeDtypeStruct((), jnp.int32, sharding=self.replicated)
         where, held_out = self.replicated, self._held_out
@@ -316,13 +318,13 @@ class Engine:
             return jax.jit(function, out_shardings=out, **options).lower(*arguments)
 
     def _compiled(self, lowered):
-        """Compiles a program that `_lowered` returned; any thread may call it."""
+        """Compiles `lowered`, a program that `_lowered` returned; any thread may call it."""
         with partition.compiling(self.mesh):
             return self._compile(lowered)
 
     def _compile(self, lowered):
         """Compiles a lowered program, its Pallas kernels in parallel, and starts the checks of kernels that lowering
-        asked for."""
+        asked for: returns the jax.stages.Compiled."""
         dispatch.begin_checks()  # the checks that lowering asked for
         device = self.mesh.local_devices[0]
         with ThreadPoolExecutor(8, "kernels") as pool:
@@ -391,7 +393,7 @@ class Engine:
     # ---- running
 
     def connect(self, print_line: Callable[[str], None]) -> dict[str, float]:
-        """Runs a first collective, which connects the devices, and prints how long that took.
+        """Runs a first collective, which connects the devices, and prints by print_line how long that took.
 
         Returns:
           the metric `collectives_seconds`; nothing if the run has one device.
@@ -413,8 +415,9 @@ class Engine:
         return programs.before_qat if early and programs.before_qat is not None else programs
 
     def accumulate(self, programs: Programs, sums: Sums, state: TrainState, frozen, parts: list[Batch]) -> Sums:
-        """Dispatches a step's micro-batches (`parts`, of which the last ones may be missing, because they are empty):
-        returns the sums with their sums added. `sums` is donated; `frozen` are the weights that do not train."""
+        """Dispatches a step's micro-batches (`parts`, of which the last ones may be missing, because they are empty)
+        with the compiled `programs`: returns the sums with their sums added. `sums` is donated; `state` is the
+        TrainState, `frozen` are the weights that do not train."""
         for index, batch in zip(self.micro_index, parts, strict=False):
             sums = programs.accumulate(sums, state, frozen, batch, index)
         return sums

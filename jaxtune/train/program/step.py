@@ -168,8 +168,8 @@ class StepProgram:
         return jax.tree.map(functools.partial(jax.sharding.NamedSharding, self.mesh), unsummed)
 
     def _divided(self, sums: Sums, trainable) -> Sums:
-        """The sums with the gradients of tensors that are divided over devices wrapped as partition.Shard, from which
-        the shardings inside of the mapped function follow."""
+        """`sums` with the gradients of those tensors of `trainable` that are divided over devices wrapped as
+        partition.Shard, from which the shardings inside of the mapped function follow."""
         tensors = partition.divide(trainable, self.mesh)
         return dataclasses.replace(sums, gradients=partition.divide_like(tensors, sums.gradients))
 
@@ -222,7 +222,7 @@ class StepProgram:
         return partition.undivided(run(sums, state, frozen, batch, micro_batch))
 
     def _accumulate(self, sums: Sums, state: TrainState, frozen, batch: Batch, micro_batch: jax.Array) -> Sums:
-        """`accumulate` on the rows and the parts of weights that one device has."""
+        """`accumulate`, whose arguments these are, on the rows and the parts of weights that one device has."""
         if self.full:
             batch = dataclasses.replace(batch, segment_ids=None)
         key = noise = None
@@ -266,8 +266,8 @@ class StepProgram:
         return total
 
     def _loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict]:
-        """The objective's (loss sum, count, own sums by name as float32) for a micro-batch; raises ValueError if the
-        names of the sums are not those that it declares."""
+        """The objective's (loss sum, count, own sums by name as float32) for `batch`, a micro-batch, of which
+        `forward` runs `model`; raises ValueError if the names of the sums are not those that the objective declares."""
         loss, count, own = self.objective.loss(model, batch, forward)
         if set(own) != set(self.objective.sums):
             raise ValueError(
@@ -379,8 +379,9 @@ class StepProgram:
         }
 
     def _next(self, state: TrainState, trainable, opt_state, finite: jax.Array) -> TrainState:
-        """The state after a step, with the new weights and optimizer state, and the counts and the loss scale updated.
-        A step that is not `finite` counts as skipped; the caller has put the old weights and states in."""
+        """The state after a step from `state`, with the new weights (`trainable`) and optimizer state (opt_state), and
+        the counts and the loss scale updated. A step that is not `finite` counts as skipped; the caller has put the
+        old weights and states in."""
         skip = (~finite).astype(jnp.int32)
         loss_scale, good_steps = state.loss_scale, state.good_steps
         if self.scale_loss:
@@ -400,8 +401,8 @@ class StepProgram:
         )
 
     def _reach(self, bound: UpdateBound, state: TrainState) -> jax.Array:
-        """float32[]: a bound on the absolute value of any weight after this step's update, known before the update is
-        computed."""
+        """float32[]: a limit, by `bound`, to the absolute value of any weight of `state` after this step's update,
+        known before the update is computed."""
         assert self.schedule is not None  # optimizers with a bound take their rate from the schedule
         rate = jnp.asarray(self.schedule(state.step - state.skipped), jnp.float32)
         highest = _each(lambda x: jnp.abs(x).max(range(1, x.ndim)), jax.tree.leaves(state.trainable)).max()
@@ -409,8 +410,8 @@ class StepProgram:
 
     def _kept(self, state: TrainState, wide, old, stream: int = 0):
         """The updated float32 weights (`wide`) in the dtypes in which the `old` ones are stored. Those in bf16 are
-        rounded stochastically; tensor i uses random stream `stream` + i, so that tensors that are updated one by one
-        get the same bits."""
+        rounded stochastically, by random numbers of the step of `state`; tensor i uses random stream `stream` + i, so
+        that tensors that are updated one by one get the same bits."""
         if self.weights == "fp32":
             return wide
         key = jax.random.fold_in(jax.random.wrap_key_data(state.dropout_key), _ROUNDING)
@@ -453,7 +454,7 @@ class StepProgram:
 
 
 def _of_all_devices(sums: Sums) -> Sums:
-    """Sums added over all devices, in float32 whatever the gradients' dtype."""
+    """`sums` of one device added over all devices, in float32 and then cast to their own dtypes."""
     wide = partition.total(jax.tree.map(lambda a: a.astype(jnp.float32), sums))
     return jax.tree.map(lambda new, old: new.astype(old.dtype), wide, sums)
 

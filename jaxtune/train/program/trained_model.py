@@ -89,14 +89,15 @@ class TrainedModel:
             self._weights = None
 
     def first_state(self, engine: Engine) -> tuple[TrainState, Sums, Any]:
-        """(state, sums, frozen) at the start of a new run, placed on the mesh, for benchmarks and tests; a run calls
-        `begin`. Arrays of the caller that the step would donate are copied. Waits for weights that are being loaded."""
+        """(state, sums, frozen) at the start of a new run, placed on the mesh of `engine`, for benchmarks and tests; a
+        run calls `begin`. Arrays of the caller that the step would donate are copied. Waits for weights that are being
+        loaded."""
         state, frozen = self._first(engine)
         return state, engine.zero_sums(state), frozen
 
     def _first(self, engine: Engine) -> tuple[TrainState, Any]:
-        """(state, frozen) of a new run, placed on the mesh; `first_state` and `begin` add the sums. Waits for weights
-        that are being loaded."""
+        """(state, frozen) of a new run, placed on the mesh of `engine`; `first_state` and `begin` add the sums. Waits
+        for weights that are being loaded."""
         self.take_weights()
         frozen = self.placed_frozen(engine)  # comes first, so that the blocks it frees are used for what follows
         program, where = engine.program, engine.replicated
@@ -111,14 +112,14 @@ class TrainedModel:
         return state, frozen
 
     def weights(self, engine: Engine) -> tuple[Any, Any]:
-        """(trainable, frozen) for a forward pass, on the mesh. The trained tensors are the given ones in their own
-        dtypes: nothing is copied, and there is no optimizer. Waits for weights that are being loaded."""
+        """(trainable, frozen) for a forward pass, on the mesh of `engine`. The trained tensors are the given ones in
+        their own dtypes: nothing is copied, and there is no optimizer. Waits for weights that are being loaded."""
         self.take_weights()
         frozen = self.placed_frozen(engine)
         return partition.put(self.trainable, partition.shardings(self.trainable, engine.mesh)), frozen
 
     def placed_frozen(self, engine: Engine) -> Any:
-        """The frozen weights on the mesh, whole or divided as the plan in force says.
+        """The frozen weights on the mesh of `engine`, whole or divided as its plan in force says.
 
         If the caller does not keep the model, each array is freed before the next one is moved, so that a device never
         has both all whole arrays and their parts. All processes start this at the same time, because gathering is
@@ -152,8 +153,8 @@ class TrainedModel:
         return partition.declared_resident(self.frozen, plan.resident, len(plan.layers))
 
     def first_shapes(self, engine: Engine) -> tuple[TrainState, Sums, Any]:
-        """The shapes, with their shardings, of what `begin` returns for a new run: (state, sums, frozen). A run's
-        programs are compiled from them while the weights are still being loaded."""
+        """The shapes, with their shardings under the plan of `engine`, of what `begin` returns for a new run: (state,
+        sums, frozen). A run's programs are compiled from them while the weights are still being loaded."""
         program, state = engine.program, self.state_shapes(engine)
         sums = jax.eval_shape(program.zero_sums, state.trainable)
         sums = _placed(sums, program.sums_shardings(state.trainable, engine.replicated))
@@ -161,15 +162,15 @@ class TrainedModel:
         return state, sums, _placed(frozen, partition.shardings(frozen, engine.mesh))
 
     def state_shapes(self, engine: Engine) -> TrainState:
-        """The shapes of a run's state with their shardings, into which a checkpoint is read."""
+        """The shapes of a run's state with their shardings on the mesh of `engine`, into which a checkpoint is read."""
         program = engine.program
         state = jax.eval_shape(lambda trainable: program.init(trainable, self._config.seed), self.trainable)
         return _placed(state, program.shardings(state, engine.replicated))
 
     def begin(self, engine: Engine, resumed: TrainState | None) -> tuple[TrainState, Sums, Any]:
-        """(state, sums, frozen) with which a run starts, placed on the mesh: those of first_state, or `resumed`, the
-        state that a checkpoint had. It also sets `fresh`, and frees the given weights if the caller does not keep
-        them."""
+        """(state, sums, frozen) with which a run starts, placed on the mesh of `engine`: those of first_state, or
+        `resumed`, the state that a checkpoint had. It also sets `fresh`, and frees the given weights if the caller
+        does not keep them."""
         if resumed is not None:
             return resumed, engine.first_sums(resumed), self.placed_frozen(engine)
         self.take_weights()
@@ -203,7 +204,8 @@ class TrainedModel:
     # ---- the result
 
     def finished(self, trainable: Any) -> Decoder:
-        """The given model with the trained tensors of a TrainState, each in the dtype in which it was given.
+        """The given model with `trainable`, the trained tensors of a TrainState, each in the dtype in which it was
+        given.
 
         Its arrays are on the mesh's devices; in a run of several processes, each process that has all of it gets it on
         one device. After QAT, a model with adapters is returned prepared, and merge_adapter converts it; a model
