@@ -305,9 +305,8 @@ class Trainer:
         self, resumed: TrainState | None, start: int, monitor: Monitor
     ) -> tuple[Programs, TrainState, Sums, Any]:
         """Chooses the plan, compiles the programs, waits for the weights and prints by `monitor`. Returns (programs,
-        state, sums, frozen) for the first step that this process makes: the compiled programs, the state (`resumed`,
-        or a new one), sums of zeros, and the weights that are not trained, all placed on the devices. start: the steps
-        done."""
+        state, sums, frozen) for the first step of this process: the compiled programs, the state (`resumed`, or a new
+        one), sums of zeros, and the weights that are not trained, all placed on the devices. start: the steps done."""
         progress = monitor.progress
         progress.print("\n".join(self.planner.lines()))
         if self.planner.device.name != "cpu":  # the speed of a CPU is not known
@@ -449,8 +448,8 @@ class Trainer:
         return same_run(self.record())
 
     def _resume(self, checkpointer: Checkpointer, from_step: int | None) -> tuple[TrainState | None, int]:
-        """(state, steps done) of the checkpoint, of `from_step` or the last (None), that the run continues from;
-        (None, 0) if `checkpointer` has none. Raises ValueError if the folder has another run, or checkpoint.resume is
+        """(state, steps done) of the checkpoint that the run continues from, `from_step` or the last one (None);
+        (None, 0) if `checkpointer` has none. Raises ValueError for another run's folder, or if checkpoint.resume is
         never."""
         if processes.of_first(checkpointer.latest) is None:
             require_same_config(self.output, self.config)
