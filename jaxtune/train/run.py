@@ -161,9 +161,8 @@ class Run:
         return self.held_out() is not None or self.answers is not None
 
     def steps(self, programs: Programs, state: TrainState, sums: Sums, frozen, start: int) -> tuple[TrainState, int]:
-        """Makes the steps after the first `start` ones with the compiled `programs`, until the run or a callback ends:
-        (the last state, steps done). `state` and `sums` (zeros) are donated; frozen: nnx.State, the weights that are
-        not trained.
+        """Makes the steps after the first `start` by `programs` until the run or a callback ends: (the last state,
+        steps done). `state` and `sums` (zeros) are donated; frozen: nnx.State, the weights that are not trained.
 
         Raises:
           TrainingInterrupted, TrainingStopped: a signal arrived and the state was saved, or a guard stopped the run.
