@@ -95,53 +95,15 @@ def ir_load(ref, index, element, result=None):
     return llvm.load(result or element, ir_address(ref, index, element))
 
 
-def ir_product(a, b, operation: str = "mul"):
-    """float32 a * b, or a / b with "div", in PTX: correctly rounded, and not fused with a following addition."""
-    return utils.inline_ptx(f"{operation}.rn.f32 $0, $1, $2;", a, b, result_types=ir.F32Type.get())
+def ir_product(a, b):
+    """float32 a * b, in PTX so that a following addition is not fused with it; quantised formats round in between."""
+    return utils.inline_ptx("mul.rn.f32 $0, $1, $2;", a, b, result_types=ir.F32Type.get())
 
 
 def ir_narrow(low, high, dtype):
     """float32 `low` and `high` in 16 bits (`dtype`), as one 32-bit integer with `low` in the lower half."""
     name = "bf16" if dtype == jnp.bfloat16 else "f16"
     return utils.inline_ptx(f"cvt.rn.{name}x2.f32 $0, $1, $2;", high, low, result_types=ir_i32())
-
-
-def block_scales(codes, factor, map_ref, layout, offset=None, divides: bool = False):
-    """The scales of blocks whose codes are looked up in a table: float32 map[codes] * factor + offset as bitsandbytes
-    rounds it, or map[codes] / factor. codes are uint8, one in each register; factor and offset are float32 scalars,
-    map_ref is float32[256] in global or shared memory, and `layout` is that of codes and of the result."""
-    scalars = [factor] if offset is None else [factor, offset]
-
-    @mosaic_types.inline_mgpu(
-        arg_types=(layout, plgpu.RefType(), *[SCALAR] * len(scalars)),
-        return_type=plgpu.ShapeDtypeStruct(codes.shape, jnp.float32, layout),
-    )
-    def scales(_, codes, map_ref, *scalars):
-        f32, (factor, *offset) = ir.F32Type.get(), map(ir_scalar, scalars)
-        found = np.empty_like(codes.registers)
-        for place, register in np.ndenumerate(codes.registers):
-            value = ir_load(map_ref, arith.extui(ir_i32(), ir_item(register, 0)), f32)
-            value = ir_product(value, factor, "div" if divides else "mul")
-            found[place] = ir_vector([arith.addf(value, *offset) if offset else value])
-        return mgpu.FragmentedArray(_registers=found, _layout=codes.layout, _is_signed=None)
-
-    return scales(codes, map_ref, *scalars)
-
-
-def powers_of_two(codes, layout):
-    """float32 2^(codes - 127), in the same `layout` as the uint8 codes, one in each register. No code may be 255 (NaN
-    in e8m0). These are MXFP4's scales."""
-
-    @mosaic_types.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(codes.shape, jnp.float32, layout))
-    def powers(_, codes):
-        found = np.empty_like(codes.registers)
-        for place, register in np.ndenumerate(codes.registers):
-            bits = arith.shli(arith.extui(ir_i32(), ir_item(register, 0)), ir_const(23))
-            bits = arith.maxui(bits, ir_const(1 << 22))  # 2^-127 is subnormal
-            found[place] = ir_vector([arith.bitcast(ir.F32Type.get(), bits)])
-        return mgpu.FragmentedArray(_registers=found, _layout=codes.layout, _is_signed=None)
-
-    return powers(codes)
 
 
 def ir_permute(low, high, selector):

@@ -20,6 +20,7 @@ from jaxtune.pallas.formats import Stored, mxfp4
 from jaxtune.pallas.formats.four_bit import NESTED_BLOCK, FourBit
 from jaxtune.pallas.formats.mxfp4 import MXFP4
 from jaxtune.pallas.formats.nvfp4 import E4M3_VALUES, NVFP4
+from jaxtune.pallas.quant_matmul import scale_lanes
 
 _LINE = 512  # bytes of codes that a warpgroup takes at once, four per lane
 SMALLEST = 2 * _LINE  # numbers of a chunk of one line
@@ -133,21 +134,23 @@ class Chunks:
         if self.scales == "powers" and interpreted:
             scales = lax.bitcast_convert_type(scales.astype(jnp.int32) << 23, jnp.float32)
         elif self.scales == "powers":
-            scales = lanes.powers_of_two(scales, scales_layout)
+            scales = scale_lanes.powers_of_two(scales, scales_layout)
         elif self.scales == "bytes":
             values_ref, whole = nested_refs[0], nested_refs[1][0]
             if interpreted:
                 found = values_ref[...][scales]
                 scales = found / whole if self.divides else found * whole
+            elif self.divides:
+                scales = scale_lanes.divided_scales(scales, whole, values_ref, scales_layout)
             else:
-                scales = lanes.block_scales(scales, whole, values_ref, scales_layout, divides=self.divides)
+                scales = scale_lanes.table_scales(scales, whole, jnp.float32(0.0), values_ref, scales_layout)
         elif nested_refs:
             map_ref, nested_ref, offset_ref = nested_refs
             nested, offset = nested_ref[lax.div(at * scales.shape[0], jnp.int32(NESTED_BLOCK))], offset_ref[0]
             if interpreted:
                 scales = map_ref[...][scales] * nested + offset
             else:
-                scales = lanes.block_scales(scales, nested, map_ref, scales_layout, offset)
+                scales = scale_lanes.table_scales(scales, nested, offset, map_ref, scales_layout)
         if interpreted:
             halves = [codes & 15, codes >> 4] if self.low_first else [codes >> 4, codes & 15]
             nibbles = jnp.stack(halves, axis=1).reshape(-1)

@@ -1,0 +1,95 @@
+"""Lane-level decoding of the scales of blocks, for weights that are decoded chunk by chunk (mosaic_decode.py). As in
+lanes.py, all threads of a warpgroup call each function. `layout` is that of the uint8 codes, one in each register, and
+of the float32 scales that come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxtune.pallas import mosaic_types
+from jaxtune.pallas.lanes import SCALAR, ir_const, ir_i32, ir_item, ir_load, ir_product, ir_scalar, ir_vector
+from jaxtune.system.private_mlir import arith, ir
+
+
+def table_scales(codes, factor, offset, map_ref, layout):
+    """float32 map[codes] * factor + offset, each step rounded as bitsandbytes does. factor and offset are float32
+    scalars, map_ref is float32[256] in global or shared memory."""
+
+    @mosaic_types.inline_mgpu(
+        arg_types=(layout, SCALAR, SCALAR, plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct(codes.shape, jnp.float32, layout),
+    )
+    def scales(_, codes, factor, offset, map_ref):
+        factor, offset = ir_scalar(factor), ir_scalar(offset)
+        return _each(codes, lambda code: arith.addf(ir_product(_entry(map_ref, code), factor), offset))
+
+    return scales(codes, factor, offset, map_ref)
+
+
+def divided_scales(codes, divisor, map_ref, layout):
+    """float32 map[codes] / divisor, correctly rounded; divisor is a float32 scalar, map_ref float32[256] in global or
+    shared memory. Quotients, divisor and its reciprocal must be normal numbers.
+
+    With PTX's div.rn for each scale, decoding NVFP4 took 1.55 times as long. Instead, the reciprocal of the divisor is
+    computed once, and quotients are corrected by what is left of the dividend (Markstein,
+    https://doi.org/10.1147/rd.341.0111).
+    """
+
+    @mosaic_types.inline_mgpu(
+        arg_types=(layout, SCALAR, plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct(codes.shape, jnp.float32, layout),
+    )
+    def scales(_, codes, divisor, map_ref):
+        divisor = ir_scalar(divisor)
+        reciprocal, negative = _ptx("rcp.rn.f32", divisor), _ptx("neg.f32", divisor)
+
+        def quotient(code):
+            dividend = _entry(map_ref, code)
+            found = ir_product(dividend, reciprocal)
+            for _ in range(2):  # after the first time it is at most one unit in the last place off
+                found = _ptx("fma.rn.f32", _ptx("fma.rn.f32", found, negative, dividend), reciprocal, found)
+            return found
+
+        return _each(codes, quotient)
+
+    return scales(codes, divisor, map_ref)
+
+
+def powers_of_two(codes, layout):
+    """float32 2^(codes - 127), in the same `layout` as the uint8 codes, one in each register. No code may be 255 (NaN
+    in e8m0). These are MXFP4's scales."""
+
+    @mosaic_types.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(codes.shape, jnp.float32, layout))
+    def powers(_, codes):
+        def power(code):
+            bits = arith.maxui(arith.shli(code, ir_const(23)), ir_const(1 << 22))  # 2^-127 is subnormal
+            return arith.bitcast(ir.F32Type.get(), bits)
+
+        return _each(codes, power)
+
+    return powers(codes)
+
+
+def _ptx(instruction: str, *operands):
+    """The float32 result of a PTX instruction whose operands are float32."""
+    places = ", ".join(f"${index}" for index in range(len(operands) + 1))
+    return utils.inline_ptx(f"{instruction} {places};", *operands, result_types=ir.F32Type.get())
+
+
+def _entry(map_ref, code):
+    """The entry of a float32 table that `code`, an MLIR int32, selects."""
+    return ir_load(map_ref, code, ir.F32Type.get())
+
+
+def _each(codes, scale: Callable):
+    """The FragmentedArray whose registers are scale(code), a float32, for each of `codes` as an int32."""
+    found = np.empty_like(codes.registers)
+    for place, register in np.ndenumerate(codes.registers):
+        found[place] = ir_vector([scale(arith.extui(ir_i32(), ir_item(register, 0)))])
+    return mgpu.FragmentedArray(_registers=found, _layout=codes.layout, _is_signed=None)
