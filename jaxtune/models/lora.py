@@ -43,8 +43,8 @@ def experts(model: Decoder) -> Iterator[tuple[str, ExpertLinear]]:
 
 
 def _in_layers(model: Decoder) -> Iterator[tuple[str, Any]]:
-    """Yields (Hugging Face name, Linear or ExpertLinear) of every matrix in the layers that can have an adapter, layer
-    by layer."""
+    """Yields (Hugging Face name, Linear or ExpertLinear) of every matrix in the layers of `model` that can have an
+    adapter, layer by layer."""
     for index, (layer, spec) in enumerate(zip(model.layers, model.config.layers, strict=True)):
         names = spec.hf_names
         for part, name, matrix in layer.matrices():
@@ -52,8 +52,8 @@ def _in_layers(model: Decoder) -> Iterator[tuple[str, Any]]:
 
 
 def matrices(model: Decoder) -> Iterator[tuple[str, Linear | ExpertLinear]]:
-    """Yields (Hugging Face name, Linear or ExpertLinear) of everything that can have an adapter and be quantised: all
-    linears in the layers, then all expert matrices."""
+    """Yields (Hugging Face name, Linear or ExpertLinear) of everything in `model` that can have an adapter and be
+    quantised: all linears in the layers, then all expert matrices."""
     yield from linears(model)
     yield from experts(model)
 

@@ -51,7 +51,7 @@ class Digest:
 
     @classmethod
     def of(cls, name: str, array: np.ndarray) -> Digest:
-        """Both digests of a tensor in host memory (`array`). Name, dtype and shape are digested too."""
+        """Both digests of a tensor in host memory (`array`). Its `name`, dtype and shape are digested too."""
         what, data = f"{name} {array.dtype.name} {array.shape}", array.reshape(-1).view(np.uint8)
         whole = xxhash.xxh3_128(what.encode())
         whole.update(data)

@@ -149,10 +149,11 @@ def _bucket(size: int, smallest: int) -> int:
 def training_logprobs(
     model: Decoder, rows: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], max_new_tokens: int
 ) -> list[list[float]]:
-    """The log-probabilities of answers to prompts as training computes them, for each answer a list.
+    """The log-probabilities of answers to prompts under `model` as training computes them, for each answer a list with
+    one number, in nats, for each of its tokens.
 
-    They are computed with the kernels of a run with `deterministic: true`. rows: the prompts' token ids; answers: their
-    new tokens, at most max_new_tokens each, by which rows are padded to lengths that few programs serve.
+    They are computed with the kernels of a run with `deterministic: true`. rows: the prompts' token ids; answers:
+    their new tokens, at most max_new_tokens each, by which rows are padded to lengths that few programs serve.
     """
     width = _bucket(max(map(len, rows)), _SMALLEST_LENGTH) + _bucket(max_new_tokens, _SMALLEST_LENGTH)
     tokens, lengths = np.zeros((_bucket(len(rows), 1), width), np.int32), np.ones(_bucket(len(rows), 1), np.int32)

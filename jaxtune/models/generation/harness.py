@@ -104,11 +104,13 @@ class JaxtuneLM(TemplateLM):
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The tokenizer's chat template, or "" if none is to be used."""
+        """The tokenizer's chat template; "" if `chat_template` is False, that is, if lm-eval uses none."""
         return self.tokenizer.chat_template if chat_template else ""
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The text of a conversation; without a generation prompt, its last message can be continued."""
+        """The text of a conversation (chat_history, its messages as dicts with role and content) in the tokenizer's
+        chat template. It ends with what opens an answer if add_generation_prompt, else its last message can be
+        continued."""
         return self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
@@ -117,7 +119,8 @@ class JaxtuneLM(TemplateLM):
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Token ids of a text. By default special tokens are added unless the text starts with BOS already."""
+        """The token ids of the text `string`. add_special_tokens: whether the tokenizer adds its special tokens; None:
+        unless the text starts with BOS already."""
         if add_special_tokens is None:
             has_bos = self.tokenizer.bos_token is not None and string.startswith(self.tokenizer.bos_token)
             return self.tokenizer.encode(string, **({"add_special_tokens": False} if has_bos else {}))
@@ -128,9 +131,11 @@ class JaxtuneLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """(log-probability of the continuation, whether it is the greedy one) for each request, in their order.
+        """(log-probability of the continuation in nats, whether it is the greedy one) for each request, in their
+        order.
 
         requests: (key of lm-eval's cache or None, the context's token ids, the continuation's token ids).
+        disable_tqdm, for a progress bar, is not used.
         """
         found: list[Any] = [None] * len(requests)
         # The longest first, so that a row that needs too much memory fails at once, and neighbours have one length.
@@ -155,7 +160,7 @@ class JaxtuneLM(TemplateLM):
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         """The log-probability of each request's whole text, in windows of max_length tokens.
 
-        requests: lm-eval's Instances, whose first argument is the text.
+        requests: lm-eval's Instances, whose first argument is the text. disable_tqdm, for a progress bar, is not used.
         """
         windows, owners = [], []
         for number, request in enumerate(requests):
@@ -180,7 +185,8 @@ class JaxtuneLM(TemplateLM):
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         """The model's answer to each request, cut off before the first of its stop strings.
 
-        requests: lm-eval's Instances, whose arguments are the prompt and a dict of generation settings.
+        requests: lm-eval's Instances, whose arguments are the prompt and a dict of generation settings. disable_tqdm,
+        for a progress bar, is not used.
 
         Raises:
           ValueError: a setting that `generate` does not have, or no room for a prompt.

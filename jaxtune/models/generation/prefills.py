@@ -159,8 +159,8 @@ class Prefills:
         return width * len(chosen)
 
     def _prefill(self, leaves, requests: Sequence[Request], count: int, capacity: int) -> device.States:
-        """The states after at most the first `count` tokens of each request, without its newest token, which the first
-        decoding step takes as its input.
+        """The states after at most the first `count` tokens of each of `requests`, without its newest token, which the
+        first decoding step takes as its input.
 
         leaves: the model's arrays. capacity: tokens for which the states have room.
         """
@@ -190,5 +190,6 @@ class Prefills:
 
 
 def _bucket(tokens: int) -> int:
-    """The padded length of a prompt: a power of two, at least _SMALLEST."""
+    """The length to which a prompt of `tokens` tokens is padded: a power of two, at least _SMALLEST, so that few
+    programs serve all prompts."""
     return max(_SMALLEST, 1 << (tokens - 1).bit_length())

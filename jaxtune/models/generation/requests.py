@@ -15,7 +15,7 @@ class Decodes(Protocol):
     """A tokenizer, as far as stop strings need one."""
 
     def decode(self, token_ids: Sequence[int], /) -> str:
-        """The text of token ids."""
+        """The text of the tokens with the ids token_ids."""
         ...
 
 
@@ -100,6 +100,8 @@ def checked_prompt(prompt: Sequence[int], vocab_size: int, name: str) -> list[in
     """A prompt as a list of token ids.
 
     Args:
+      prompt: its token ids, as a list or an array of integers.
+      vocab_size: the model's, below which ids must be.
       name: of the prompt in errors, such as "generate: prompt 3".
     Raises:
       ValueError: it is empty, or not a list of token ids of this vocabulary.

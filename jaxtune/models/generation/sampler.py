@@ -275,9 +275,10 @@ class Sampler:
             self._pieces = []
 
     def _ended(self, rows: dict[int, tuple[int, list[int], list[float]]], in_order: bool) -> Iterator[Row]:
-        """Steps until all rows have ended, and yields each as it ends, or in order.
+        """Steps until all rows have ended, and yields each as it ends, or, if in_order, in the order of their indices.
 
-        rows: {request's number: (its index, its new tokens, their log-probabilities)}; these lists are filled."""
+        rows: {request's number: (its index, its new tokens, their log-probabilities)}; these lists are filled.
+        """
         ended: dict[int, Row] = {}
         following = 0
         while self._requests or self._pieces:
@@ -375,7 +376,8 @@ class Sampler:
             self._rows = self._rows._replace(ends=np.pad(self._rows.ends, ((0, 0), (0, more)), constant_values=-1))
 
     def _change(self, slot: int, token: int, length: int, active: bool) -> None:
-        """Sets a slot's newest token, its row's length and whether it decodes, for the device's next round."""
+        """Sets a slot's newest `token`, its row's `length` and whether it decodes (`active`), for the device's next
+        round."""
         self._changed[slot] = True
         for array, value in zip(self._given, (token, length, active), strict=True):
             array[slot] = value
@@ -457,7 +459,8 @@ class Sampler:
                 self._wait(request, first=True)
 
     def _finish(self, request: Request, ids: list[int], logprobs: list[float], reason: FinishReason) -> None:
-        """Ends a request with a last piece (tokens, log-probabilities, reason), and frees its slot or queue entry."""
+        """Ends `request` with a last piece (new tokens `ids`, their `logprobs`, `reason`); frees its slot or queue
+        entry."""
         request.done = True
         del self._requests[request.number]
         self._pieces.append(Piece(request.number, ids, logprobs, reason))
@@ -481,7 +484,7 @@ def seeds_of(seed: int | Sequence[int], count: int, what: str) -> list[tuple[int
 
 
 def empty_rows(count: int, ends: int, vocab_size: int) -> device.Rows:
-    """The Rows (numpy arrays) of `count` empty slots, with room for `ends` end tokens each."""
+    """The Rows (numpy arrays) of `count` empty slots, with room for `ends` end tokens each. vocab_size: the model's."""
 
     def whole(dtype):
         return np.zeros(count, dtype)

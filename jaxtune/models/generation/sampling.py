@@ -81,7 +81,7 @@ class Sampling:
 
     def numbers(self, vocab_size: int) -> Numbers:
         """The settings as numpy scalars, for this row's entry of a program's arrays; settings that are off have the
-        values that Numbers says."""
+        values that Numbers says. vocab_size: the model's, which takes the place of a top_k of 0."""
         top_k = min(self.top_k or vocab_size, vocab_size)
         top_p, min_p, penalty = map(np.float32, (self.top_p, self.min_p, self.repetition_penalty))
         draws, temperature = np.bool_(self.kind.draws), np.float32(self.temperature or 1.0)

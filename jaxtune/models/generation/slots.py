@@ -55,8 +55,9 @@ class Structure:
 def structure_of(graph: nnx.GraphDef, treedef: Hashable, config: DecoderConfig) -> Structure:
     """The Structure of a model; equal models get the same object.
 
-    graph is the model's nnx.GraphDef, treedef is of its state. Programs are looked up by the object's identity:
-    comparing two descriptions of a deep model would take the host as long as the device takes for a token.
+    graph is the model's nnx.GraphDef, treedef the tree structure of its state, and config its DecoderConfig. Programs
+    are looked up by the object's identity: comparing two descriptions of a deep model would take the host as long as
+    the device takes for a token.
     """
     return Structure(graph, treedef, config)
 
@@ -202,7 +203,8 @@ def _insert(states, staged, rows, slots) -> States:
 
 @functools.partial(jax.jit, static_argnums=1)
 def grown(state: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """One array of the slots' states, padded with zeros to a larger shape: that of a larger capacity of the caches."""
+    """`state`, one array of the slots' states, padded with zeros to a larger shape: that of a larger capacity of the
+    caches."""
     return jnp.pad(state, [(0, new - old) for old, new in zip(state.shape, shape, strict=True)])
 
 
@@ -259,8 +261,8 @@ def _decode(
 
 
 def _split(model: Decoder) -> list[tuple]:
-    """[(graph, trainable, frozen) of each layer], as `_layer_step` takes them. A program splits the layers only once,
-    and not in each of its steps."""
+    """[(graph, trainable, frozen) of each layer of `model`], as `_layer_step` takes them. A program splits the layers
+    only once, and not in each of its steps."""
     return [nnx.split(layer, nnx.Param, ...) for layer in model.layers]
 
 
@@ -333,7 +335,8 @@ def _chosen(model: Decoder, kind: Kind, hidden, seen, live: Live, rows: Rows) ->
 
 
 def _keys(rows: Rows, made: Array) -> jax.Array:
-    """The random key of each row's next draw, [N]: jax.random.key(seed), folded with the row's index and its step.
+    """The random key of the next draw of each of the N `rows`, [N]: jax.random.key(seed), folded with the row's index
+    and its step.
 
     made: int32[N], the step, which is the number of tokens that the row has made so far.
     """

@@ -23,13 +23,15 @@ _NOTHING = -1e30  # the logit of rows that fill up a head; its probability is 0,
 
 
 def divergence_of(log_student: jax.Array, log_teacher: jax.Array, beta: float) -> tuple[jax.Array, jax.Array]:
-    """The divergences of distributions, and their gradients by the student's logits.
+    """The divergences of a student's distributions from a teacher's over the vocabulary, and their gradients by the
+    student's logits.
 
     Args:
       log_student, log_teacher: float32[..., V], log-probabilities, finite.
-      beta: from 0 to 1; see the module.
+      beta: from 0 to 1, which divergence: 0 is KL(teacher || student), 1 is KL(student || teacher), and between them
+        Jensen-Shannon ones; see the module.
     Returns:
-      (float32[...], float32[..., V])
+      (divergences in nats float32[...], gradients float32[..., V])
     """
     student, teacher = jnp.exp(log_student), jnp.exp(log_teacher)
     if beta == 0:
@@ -56,6 +58,9 @@ def _chunk(
       heads: (the student's, the teacher's), [V, D] each in the dtype of its hidden states, perhaps filled up.
       own, others: (logit scale, soft cap) of the student, of the teacher.
       size: the vocabulary's, which heads may exceed.
+      beta, temperature: those of linear_divergence.
+      gradients: whether gradients are computed; if not, they are None in the results.
+      head_gradient: whether that of the student's head is among them.
     """
     head, teacher_head = heads
     logits, slope = logits_of(hidden, head, own[0], own[1], temperature)
@@ -85,8 +90,10 @@ def _chunk(
 
 
 def _forward(hidden, head, teacher_hidden, teacher_head, weights, *, gradients, chunk_length, **options) -> Results:
-    """The results of all tokens, chunk by chunk. The arguments are those of linear_divergence; `options` are those of
-    `_chunk`."""
+    """The results of all tokens, chunk by chunk: Results with divergences, entropies and, if `gradients`, the
+    gradients of their weighted sum by hidden and head. hidden, head, teacher_hidden, teacher_head and weights are
+    those of linear_divergence; chunk_length is the number of tokens of each row in a chunk; `options` are the other
+    keyword arguments of `_chunk`."""
     size = len(head)
     heads = filled_up(head.astype(hidden.dtype)), filled_up(teacher_head.astype(teacher_hidden.dtype))
     compute = functools.partial(_chunk, heads=heads, gradients=gradients, **options)
@@ -97,24 +104,26 @@ def _forward(hidden, head, teacher_hidden, teacher_head, weights, *, gradients, 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _divergence(hidden, head, teacher_hidden, teacher_head, weights, static):
-    """(sum of weights * divergences, divergences, entropies), with a custom derivative of the first by hidden, head and
-    weights, whose forward rule computes the gradients, because the logits exist only there. static: the options of
-    `_forward` as a tuple of pairs."""
+    """(sum of weights * divergences, divergences, entropies), with a custom derivative of the first by hidden, head
+    and weights, whose forward rule computes the gradients, because the logits exist only there. The arrays are those
+    of linear_divergence; teacher_hidden and teacher_head get no gradient. static: the options of `_forward` as a tuple
+    of pairs."""
     results = _forward(hidden, head, teacher_hidden, teacher_head, weights, gradients=False, **dict(static))
     return (weights * results.losses).sum(), results.losses, results.entropies
 
 
 def _divergence_fwd(hidden, head, teacher_hidden, teacher_head, weights, static):
-    """The forward rule of `_divergence`: (its results, residuals). The residuals are the gradients of the sum with
-    respect to hidden, head (None if it is frozen) and weights."""
+    """The forward rule of `_divergence`, with its arguments: (its results, residuals). The residuals are the gradients
+    of the sum with respect to hidden, head (None if it is frozen) and weights."""
     results = _forward(hidden, head, teacher_hidden, teacher_head, weights, gradients=True, **dict(static))
     sums = (weights * results.losses).sum(), results.losses, results.entropies
     return sums, (results.dhidden, results.dhead, results.losses)
 
 
 def _divergence_bwd(static, residuals, gradients):
-    """The backward rule of `_divergence`: the gradients of its five arrays; those of the teacher are None. `gradients`
-    are those of its results, of which only the first, float32[], is used."""
+    """The backward rule of `_divergence`: the gradients of its five arrays; those of the teacher are None. residuals:
+    what the forward rule saved. `gradients` are those of the results, of which only the first, float32[], is used;
+    static, the options, are not."""
     *own, losses = residuals
     scale = gradients[0]
     dhidden, dhead = jax.tree.map(lambda each: (each.astype(jnp.float32) * scale).astype(each.dtype), own)
