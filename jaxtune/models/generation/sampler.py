@@ -376,8 +376,7 @@ class Sampler:
             self._rows = self._rows._replace(ends=np.pad(self._rows.ends, ((0, 0), (0, more)), constant_values=-1))
 
     def _change(self, slot: int, token: int, length: int, active: bool) -> None:
-        """Sets a slot's newest `token`, its row's `length` and whether it decodes (`active`), for the device's next
-        round."""
+        """Sets a slot's newest token, its row's length and whether it decodes (active), for the device's next round."""
         self._changed[slot] = True
         for array, value in zip(self._given, (token, length, active), strict=True):
             array[slot] = value
@@ -459,8 +458,7 @@ class Sampler:
                 self._wait(request, first=True)
 
     def _finish(self, request: Request, ids: list[int], logprobs: list[float], reason: FinishReason) -> None:
-        """Ends `request` with a last piece (new tokens `ids`, their `logprobs`, `reason`); frees its slot or queue
-        entry."""
+        """Ends `request` with a last piece (ids, logprobs, reason), and frees its slot or its entry in the queue."""
         request.done = True
         del self._requests[request.number]
         self._pieces.append(Piece(request.number, ids, logprobs, reason))
@@ -484,7 +482,7 @@ def seeds_of(seed: int | Sequence[int], count: int, what: str) -> list[tuple[int
 
 
 def empty_rows(count: int, ends: int, vocab_size: int) -> device.Rows:
-    """The Rows (numpy arrays) of `count` empty slots, with room for `ends` end tokens each. vocab_size: the model's."""
+    """Rows (numpy arrays) of `count` empty slots, with room for `ends` end tokens, for a vocabulary of vocab_size."""
 
     def whole(dtype):
         return np.zeros(count, dtype)
