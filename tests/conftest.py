@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import gc
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -67,35 +65,29 @@ def programs_are_kept_as_the_command_keeps_them():
 
 @pytest.fixture(scope="module")
 def compiled_quickly():
-    """On a CPU, XLA's costly passes are left out, which are half of the time that a tiny model's program takes to be
-    compiled. For modules that hold results against those of another library or of other programs, within a tolerance,
-    and for those whose equal bits are of one program, such as a run and its resume: two programs that must give the
-    same bits may need the passes, which contract and order sums alike in both."""
+    """Leaves out XLA's costly passes on a CPU, which are two thirds of the time that it takes to compile a tiny model's
+    program. It serves modules that compare results with those of another library or of other programs, within a
+    tolerance, and modules whose equal bits are of one program, such as a run and its resume. Two different programs
+    that must give the same bits may need the passes, which contract and order sums in the same way in both."""
     import jax  # not before the settings above
+
+    from tests.passes import compiled_with_passes
 
     if jax.default_backend() != "cpu":
         yield
         return
-    with _passes(left_out=True):
+    with compiled_with_passes(False):
         yield
-    jax.clear_caches()  # no other module shall meet these programs
+    jax.clear_caches()  # no other module needs these programs
 
 
 @pytest.fixture
 def compiled_in_full(compiled_quickly):
-    """For a test of such a module that two programs must agree in more digits than they have without the passes."""
-    with _passes(left_out=False):
+    """For a test of such a module in which two programs must agree in more digits than they do without the passes."""
+    from tests.passes import compiled_with_passes
+
+    with compiled_with_passes(True):
         yield
-
-
-@contextlib.contextmanager
-def _passes(left_out: bool) -> Iterator[None]:
-    import jax
-
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", left_out)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="session")
