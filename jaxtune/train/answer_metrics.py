@@ -28,7 +28,8 @@ _SHOWN = 160  # characters of a question or an answer on the screen
 
 @dataclasses.dataclass(frozen=True)
 class Answered:
-    """The results of an evaluation by generation."""
+    """The results of an evaluation by generation, in which the model answers held-out rows and functions score the
+    answers: the metrics, and some of the answers."""
 
     metrics: dict[str, float]
     """`eval_answers/NAME`: the mean of a function over the answers that it applies to, NaN if there is none;
@@ -38,7 +39,8 @@ class Answered:
     """The first rows: {"question", "given": the model's answer} and the value of each function by its name."""
 
     def lines(self) -> list[str]:
-        """The metrics and the samples in words, as lines for the screen."""
+        """The metrics and the samples in words, as lines for the screen: first the mean score of each function with
+        the answers' length, then a line for each sample."""
         of_functions = [f"{name.partition('/')[2]} {value:.4f}" for name, value in self.metrics.items() if "/" in name]
         length, cut = self.metrics["eval_answer_tokens"], self.metrics["eval_answers_cut_off"]
         found = [f"{', '.join(of_functions)} (answers of {length:.1f} tokens, {cut:.0%} cut off)"]

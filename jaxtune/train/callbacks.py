@@ -1,4 +1,5 @@
-"""Callbacks: methods of a user's code that a run calls between steps, and what they can ask the run to do."""
+"""Callbacks: an object of a user's own class (`Callback`) whose methods a run calls between steps, and what they can
+ask the run to do there (`Between`): evaluate, save or stop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Exact match: the share of held-out questions whose greedy answer equals the expected one."""
+"""Exact match: the share of held-out questions whose greedy answer equals the expected one. `exact_match` has the
+model answer rows; `questions_of` makes the prompts, as in training."""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ def exact_match(
 
 
 class Question(NamedTuple):
-    """A held-out row as a question to the model."""
+    """A held-out row as a question to the model: the prompt as tokens, the right answer, and what the template writes
+    around an answer."""
 
     prompt: list[int]
     """The tokens up to the begin of the answer."""
@@ -123,7 +125,7 @@ def questions_of(
 
 
 def _tokens(tokenizer: Any, text: str) -> list[int]:
-    """The token ids of a text, without the special tokens that the tokenizer adds around it."""
+    """The token ids of `text` by `tokenizer`, without the special tokens that it adds around a text."""
     return [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
 
 

@@ -32,7 +32,7 @@ from jaxtune.train.program.step import Sums, TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """Which steps of this process the profiler traces."""
+    """Which steps of this process the profiler traces, and what is stored with the profile."""
 
     folder: Path
     """The folder that the profile is written to."""

@@ -1,4 +1,5 @@
-"""The evaluate command: which weights it scores, and how."""
+"""The evaluate command: which weights it scores (those of a run, or those that a recipe names), in which format they
+are loaded, and the scores on the held-out rows."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ from jaxtune.system.private_mlir import arith, ir
 
 
 def table_scales(codes, factor, offset, map_ref, layout):
-    """float32 map[codes] * factor + offset, each step rounded as bitsandbytes does. factor and offset are float32
-    scalars, map_ref is float32[256] in global or shared memory."""
+    """float32 map[codes] * factor + offset in the same `layout` as the uint8 codes, each step rounded as bitsandbytes
+    does. factor and offset are float32 scalars, map_ref is float32[256] in global or shared memory."""
 
     @mosaic_types.inline_mgpu(
         arg_types=(layout, SCALAR, SCALAR, plgpu.RefType()),
@@ -77,18 +77,20 @@ def powers_of_two(codes, layout):
 
 
 def _ptx(instruction: str, *operands):
-    """The float32 result of a PTX instruction whose operands are float32."""
+    """The float32 result of the PTX instruction of this name, such as "rcp.rn.f32", whose operands, MLIR values, are
+    float32."""
     places = ", ".join(f"${index}" for index in range(len(operands) + 1))
     return utils.inline_ptx(f"{instruction} {places};", *operands, result_types=ir.F32Type.get())
 
 
 def _entry(map_ref, code):
-    """The entry of a float32 table that `code`, an MLIR int32, selects."""
+    """The entry of map_ref, a float32 table, that `code`, an MLIR int32, selects: an MLIR float32."""
     return ir_load(map_ref, code, ir.F32Type.get())
 
 
 def _each(codes, scale: Callable):
-    """The FragmentedArray whose registers are scale(code), a float32, for each of `codes` as an int32."""
+    """The FragmentedArray, in the layout of `codes` (uint8, one in each register), whose registers are scale(code), a
+    float32, for each code as an int32."""
     found = np.empty_like(codes.registers)
     for place, register in np.ndenumerate(codes.registers):
         found[place] = ir_vector([scale(arith.extui(ir_i32(), ir_item(register, 0)))])

@@ -81,7 +81,7 @@ def recipe_of(values: Mapping[str, Any], folder: Path) -> Translation:
 
 
 def _short(value: Any) -> str:
-    """A value as JSON, cut to at most 60 characters, for messages."""
+    """`value` as JSON, cut to at most 60 characters, for messages about keys that could not be translated."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else text[:57] + "..."
 

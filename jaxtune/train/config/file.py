@@ -32,7 +32,8 @@ from jaxtune.train.config.elsewhere import program_of
 
 @dataclass(frozen=True)
 class ConfigKey:
-    """One key of the configuration's schema."""
+    """One key of the configuration's schema as `--help` and the documentation list it: its name, type, default and
+    help text."""
 
     name: str
     """The dotted key, such as "optim.learning_rate"."""
@@ -110,7 +111,7 @@ def _describe(hint: Any) -> str:
 
 
 def packaged_recipes() -> dict[str, Path]:
-    """The files of the recipes in the package, by name."""
+    """{name: file} of the recipes (YAML files of training configurations) that the package contains, sorted by name."""
     folder = Path(__file__).parents[1] / "recipes"
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 

@@ -48,7 +48,8 @@ COLUMN_NAMES = (
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The rows, and how they are tokenised and packed."""
+    """The section `data` of a configuration: which rows are trained on and evaluated, how they are read, tokenised and
+    packed, and which tokens count in the loss."""
 
     __pydantic_config__ = _STRICT
 
@@ -169,7 +170,8 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """The optimizer."""
+    """The section `optim` of a configuration: the optimizer with its learning rates and other numbers, and how trained
+    weights and its states are stored."""
 
     __pydantic_config__ = _STRICT
 
@@ -213,7 +215,8 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The learning rate over the steps of the run."""
+    """The section `schedule` of a configuration: the learning rate over the steps of the run, as a share of its peak
+    (optim.learning_rate)."""
 
     __pydantic_config__ = _STRICT
 
@@ -267,7 +270,8 @@ class MemoryConfig:
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """The device that --plan makes a forecast for."""
+    """The section `plan` of a configuration: the device that --plan makes a forecast for, which need not be in this
+    machine."""
 
     __pydantic_config__ = _STRICT
 
@@ -361,7 +365,8 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """When the held-out rows are evaluated, and how."""
+    """The section `evaluation` of a configuration: when the held-out rows are evaluated, and how many of them the
+    model answers by generation."""
 
     __pydantic_config__ = _STRICT
 
@@ -405,7 +410,7 @@ class EvaluationConfig:
 
 @dataclass(frozen=True)
 class GuardConfig:
-    """When a run stops by itself."""
+    """The section `guards` of a configuration: when a run stops by itself, because it diverges or trains nothing."""
 
     __pydantic_config__ = _STRICT
 
@@ -437,7 +442,7 @@ class MetricsConfig:
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """Which steps are traced by the profiler."""
+    """The section `profile` of a configuration: how many steps the profiler traces, and from which step on."""
 
     __pydantic_config__ = _STRICT
 

@@ -59,7 +59,9 @@ def _by_name(section: str) -> BeforeValidator:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The configuration of one training run."""
+    """The configuration of one training run: what a recipe (a YAML file) sets, with defaults. It has a section for
+    each subject, and is checked when it is made: a value that cannot be used, or keys that contradict each other,
+    raise ConfigError."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -198,7 +200,9 @@ class TrainConfig:
         )
 
     def _check_adapter(self) -> None:
-        """Raises `ConfigError` if a key is set that needs an adapter, or that an adapter rules out."""
+        """Raises `ConfigError` if a key is set that needs an adapter and there is none (model.load_in), or that an
+        adapter rules out (model.from_config, optim.weights=bf16, optim.offload), or optim.offload without
+        max_grad_norm."""
         if self.model.from_config is not None and self.adapter is not None:
             raise ConfigError(
                 "adapter is set with model.from_config: training from scratch trains all; set adapter: null"
@@ -229,7 +233,8 @@ class TrainConfig:
         )
 
     def _check_qat(self) -> None:
-        """Raises `ConfigError` if a key is set that quantisation-aware training rules out."""
+        """Raises `ConfigError` if quantisation-aware training (the section qat) is on, and starts after the last step
+        or a key is set that it rules out: DoRA or dropout of the adapter."""
         if self.qat is None:
             return
         start, adapter = self.qat.start, self.adapter

@@ -155,7 +155,7 @@ class TokenDataset:
         return self._of(train), self._of(held_out)
 
     def _of(self, documents: np.ndarray) -> TokenDataset:
-        """A copy with only the documents at these indices (int[n])."""
+        """A copy of this data set with only the documents at the indices `documents` (int[n]), in that order."""
         return dataclasses.replace(self, documents=self.documents.select(documents))
 
 

@@ -115,7 +115,8 @@ class BatchSource:
         raise NotImplementedError
 
     def sources_at(self, step: int) -> list[str]:
-        """Where the rows of a recent step came from, such as `file:line`, for error messages."""
+        """Where the rows of `step`, a recent one, came from, such as `file:line`, for error messages; [] if that is
+        not known."""
         return []
 
     def divide(self, lanes: int, own: Sequence[int]) -> None:
@@ -161,7 +162,8 @@ class BatchSource:
 
 
 class Rows(Protocol):
-    """Rows that are written into a batch on demand, such as `packing.PackedRows`."""
+    """The interface of rows that are written into a batch on demand, such as `packing.PackedRows`: they are known by
+    number, and a source of batches writes each into the place where it needs it."""
 
     length: int
     """The number of tokens in a row, padding included."""

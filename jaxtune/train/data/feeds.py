@@ -329,4 +329,4 @@ class _PreparedFeed:
         return self._taken
 
     def close(self) -> None:
-        """Does nothing: no thread or file is open."""
+        """Does nothing: this feed has no thread or file to release. The method is there because every feed has one."""

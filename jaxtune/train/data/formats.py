@@ -311,7 +311,7 @@ def _alpaca_prompt(instruction: str, context: str) -> str:
 
 
 def _after(system: str, prompt: str) -> str:
-    """A plain-text prompt with the system message, if there is one, before it."""
+    """`prompt`, plain text, with the system message `system` and an empty line before it, unless that is blank."""
     return f"{system}\n\n{prompt}" if system.strip() else prompt
 
 
@@ -350,7 +350,7 @@ def _text(value: Mapping[str, Any], names: tuple[str, ...], required: bool = Tru
 
 
 def _not_empty(text: str, what: str) -> None:
-    """Raises `RowError` if a text is only white space. what: its name in the message."""
+    """Raises `RowError` if `text` is only white space. what: its name in the message, such as "response"."""
     if not text.strip():
         raise RowError(f"empty {what}")
 

@@ -23,7 +23,8 @@ OVERFLOW_POLICIES = ("truncate", "split", "error")
 
 
 class NothingUsable(ValueError):
-    """No token of a set of rows can be trained on; the message says why."""
+    """Raised if no token of a set of rows can be trained on; the message says why. A run may then leave out a window
+    of a stream and continue."""
 
 
 @dataclasses.dataclass(frozen=True)

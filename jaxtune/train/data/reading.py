@@ -139,7 +139,7 @@ def read_rows(sources: Sequence[Source], format: str = "auto", max_rows: int | N
 
 
 def _window_source(window: Window, rows: list[Row]) -> Source:
-    """The source of those rows of a window that come from one file."""
+    """The `Source` of `rows`, those of `window` (consecutive rows of a stream) that come from one file."""
     return Source(window.name, lambda after: iter(rows), part=window.part)
 
 
@@ -186,7 +186,7 @@ def _folder(folder: Path) -> list[Source]:
 
 
 def _file_source(file: Path) -> Source:
-    """The source of one data file. Raises ValueError if files with its suffix cannot be read."""
+    """The `Source` of the data file `file`, read by the reader for its suffix. Raises ValueError if there is none."""
     readers = {".jsonl": read_jsonl, ".json": read_json, ".parquet": read_parquet, ".csv": read_csv}
     reader = readers.get(file.suffix.lower())
     if reader is None:
@@ -306,7 +306,7 @@ def _nearest(path: Path) -> str:
 
 
 def _is_saved(folder: Path) -> bool:
-    """Whether a folder was written by `save_to_disk` of `datasets`."""
+    """Whether `folder` was written by `save_to_disk` of the library `datasets`, whose files only that library reads."""
     return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
 
 

@@ -69,7 +69,7 @@ def _table_row(file: str, number: int, value: Mapping[str, Any]) -> Row:
 
 
 def _without_none(value: object) -> object:
-    """A copy of a nested value without those keys of its mappings that have the value None."""
+    """A copy of `value`, nested mappings and lists, without those keys of its mappings that have the value None."""
     if isinstance(value, Mapping):
         return {key: _without_none(part) for key, part in value.items() if part is not None}
     return [_without_none(part) for part in value] if isinstance(value, list | tuple) else value
@@ -101,7 +101,8 @@ def _measure(value: Any) -> tuple[int, str]:
 
 
 def _too_long(unit: str) -> str:
-    """The reason why a row is too large, in bytes or characters (`unit`)."""
+    """The reason why a row is too large, for the message about a bad row. unit: in what it was measured, "bytes" or
+    "characters"."""
     return f"more than {MAX_ROW_SIZE:,} {unit}, the most that one row may have; divide it into several rows"
 
 

@@ -56,7 +56,7 @@ class Encoded:
 
 @dataclasses.dataclass(frozen=True)
 class Rendered:
-    """One example as text."""
+    """One example as text, with the ranges of its responses in it: between rendering by the template and tokenising."""
 
     text: str
     """The text to tokenise."""
@@ -440,7 +440,8 @@ class RowEncoder:
 
     @property
     def _conversations(self) -> Conversations:
-        """The renderer of conversations with this encoder's template."""
+        """The `Conversations` of this encoder's template, which renders conversations and finds their responses.
+        Raises `SetupError` if there is no such template."""
         return Conversations(self.tokenizer, self._template_text(), self._special_texts, self.end_ids)
 
     def _render(self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool = False) -> str:

@@ -41,7 +41,8 @@ class Tokens:
 
     @classmethod
     def joined(cls, parts: list[Tokens]) -> Tokens:
-        """The tokens of consecutive parts of one text; they are cut if the last part is."""
+        """The tokens of a text from `parts`, those of its consecutive parts, whose positions are in the whole text
+        already; they are `cut` if the last part is."""
         fields = (np.concatenate([getattr(part, name) for part in parts]) for name in ("ids", "starts", "ends"))
         return cls(*fields, cut=parts[-1].cut)
 

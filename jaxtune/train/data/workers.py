@@ -251,7 +251,7 @@ class _Worker(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """The thread's main function."""
+        """The thread's main function: takes tasks from the queue until it takes None, and sets the future of each."""
         while (task := self.tasks.get()) is not None:
             rows, future = task
             try:
@@ -341,7 +341,8 @@ def _wait_for(
 
 
 def _span(rows: list[Row]) -> str:
-    """The places of the first and last of some rows, for messages."""
+    """The places (`file:line`) of the first and the last of `rows`, at least one, for messages: "rows.jsonl:1 to
+    rows.jsonl:512"."""
     first, last = (printable(row.place) for row in (rows[0], rows[-1]))
     return first if len(rows) == 1 else f"{first} to {last}"
 

@@ -158,7 +158,7 @@ class _TensorBoardSink(_Sink):
         self._writer = SummaryWriter(str(folder), purge_step=None if resumed_step is None else resumed_step + 1)
 
     def log(self, line: dict[str, Any]) -> None:
-        """Writes the numbers of a line."""
+        """Writes the numbers of a line, at its step and time, as scalars."""
         for key, value in _numbers(line).items():
             self._writer.add_scalar(key, value, line["step"], walltime=line["time"])
 

@@ -39,7 +39,8 @@ _LEARNT = 1e-10  # the square of the gradient of a smaller loss may underflow in
 
 
 class TrainingStopped(ValueError):
-    """A guard ended the run; the message says what was seen and what to do."""
+    """Raised when a guard ends the run, because it diverges or trains nothing; the message says what was seen and what
+    to do."""
 
 
 def finished(arrays: Any, clock: Callable[[], float] = time.perf_counter) -> float:

@@ -213,7 +213,7 @@ def precision_notes(
 
 
 def _last_parts(names: list[str]) -> str:
-    """The last parts of dotted names, with their number: "q_proj (2), down_proj (2)"."""
+    """How often each last part occurs among dotted `names`, in words: "q_proj (2), down_proj (2)"."""
     return ", ".join(f"{part} ({n})" for part, n in collections.Counter(n.rsplit(".", 1)[1] for n in names).items())
 
 

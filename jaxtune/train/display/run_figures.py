@@ -234,7 +234,7 @@ def thinned(curve: Curve, factor: float = 1.0) -> dict[str, list[float]]:
 
 
 def _short(value: float) -> float:
-    """The value rounded to six significant digits, which keeps the page small."""
+    """`value` rounded to six significant digits, which keeps the page small."""
     return float(f"{value:.6g}")
 
 
@@ -371,7 +371,8 @@ def _is_drawn(key: str) -> bool:
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
-    """Whether a JSON value is a number that a float can represent; JSON's integers have any size."""
+    """Whether `value`, a JSON value, is a number that a float can represent, and no boolean; JSON's integers have any
+    size."""
     if isinstance(value, bool):
         return False
     return isinstance(value, float) or (isinstance(value, int) and abs(value) <= sys.float_info.max)

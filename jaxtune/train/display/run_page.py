@@ -15,7 +15,8 @@ from jaxtune.train.display.run_figures import JsonObject, RunFiles
 
 
 def run_page(folders: Sequence[Path]) -> str:
-    """The HTML page of the runs in these folders.
+    """The text of the HTML page of the runs in these folders, with all figures in it, so that it can be opened as a
+    file.
 
     Raises:
       ValueError: a folder has no run.

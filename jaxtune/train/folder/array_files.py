@@ -80,5 +80,6 @@ def _processes():
 
 
 def _not_from_orbax(record: logging.LogRecord) -> bool:
-    """A log filter: whether a record does not come from Orbax."""
+    """A log filter: whether `record`, a line of the logger absl, does not come from Orbax, by the path of the code
+    that logs it."""
     return f"{os.sep}orbax{os.sep}" not in record.pathname

@@ -326,7 +326,7 @@ class Checkpointer:
 
 
 def _name(step: int) -> str:
-    """The name of the folder of a step's checkpoint."""
+    """The name of the folder of the checkpoint after `step` steps, such as step_00000100."""
     return f"step_{step:08d}"
 
 

@@ -179,7 +179,8 @@ def is_digest_of(found: Any, run: dict[str, Any]) -> bool:
 
 
 def digest(run: dict[str, Any]) -> str:
-    """SHA-256, as hexadecimal digits, of the values that identify a run, however long it is."""
+    """SHA-256, as hexadecimal digits, of `run`, the values that identify a run, without those that may change when it
+    is made longer."""
     return _sha256({key: value for key, value in run.items() if key not in LENGTHENED})
 
 

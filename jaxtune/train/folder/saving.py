@@ -149,8 +149,9 @@ class Saver:
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
-        """A context in which a guard that ends the run removes a checkpoint after which only skipped updates followed,
-        so that the one before it is the newest."""
+        """A context around the steps: if a guard ends the run in it (TrainingStopped), and only skipped updates
+        followed the last checkpoint, that checkpoint is removed, so that the one before it is the newest. The
+        exception passes on."""
         try:
             yield
         except TrainingStopped:

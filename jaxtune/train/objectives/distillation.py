@@ -64,7 +64,7 @@ def generalized_jsd(
 
 @dataclasses.dataclass(frozen=True)
 class Drawing:
-    """How a student's answers are sampled; names and defaults are TRL's."""
+    """How a student's answers are sampled for on-policy distillation; names and defaults are TRL's."""
 
     max_completion_length: int = 512
     """The most tokens of an answer."""
@@ -128,8 +128,8 @@ class Distill(SFT):
 
     @classmethod
     def of(cls, sampling_temperature: float | None = None, **options: object) -> Distill:
-        """The objective with the options of a config's section, each put into `drawing` or this class. Options that are
-        not given have the defaults."""
+        """The objective with the options of a config's section, each put into `drawing` or this class;
+        sampling_temperature becomes that of `drawing`. Options that are not given have the defaults."""
         own = {field.name for field in dataclasses.fields(Drawing)} - {"temperature"}
         drawn = {key: value for key, value in options.items() if key in own}
         others = {key: value for key, value in options.items() if key not in own}

@@ -1,4 +1,4 @@
-"""The objectives that a config can name."""
+"""The objectives that a config can name: their classes by objective.name, and the objective that a config asks for."""
 
 from __future__ import annotations
 

@@ -39,7 +39,8 @@ _SHOWN = 160  # characters of a prompt or an answer on the screen
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """A row of an on-policy distillation."""
+    """A row of an on-policy distillation, tokenised: the prompt that the student answers, and, if it is needed, the
+    row with its own answer."""
 
     prompt: tuple[int, ...]
     """The token ids up to the begin of the answer."""
@@ -112,7 +113,8 @@ class OwnSamples(BatchSource):
         return Batch.empty(rows, self.length)
 
     def batch_at(self, step: int, model: Callable[[], Decoder] | None = None) -> Batch:
-        """The batch of a step, whose answers are sampled with the model before that step."""
+        """The batch of `step` (from 0), made once. Its answers are sampled with the model before that step, which the
+        function `model` returns."""
         if self._made is None or self._made[0] != step:
             assert model is not None, "sees_model is True, so the model is given"
             batch = self._rows.packed(self._answers(step, model), 0.0)
@@ -159,7 +161,8 @@ class OwnSamples(BatchSource):
         return [int(orders[place // count][place % count]) for place in places]
 
     def _answers(self, step: int, model: Callable[[], Decoder]) -> list[Answer]:
-        """The rows of a step with their answers, of which some are sampled."""
+        """The rows of `step` with their answers, in the order of the step. Which of them are sampled is drawn; the
+        others have their own answer. `model` returns the model that samples."""
         chosen = self._chosen(step)
         draws = [_draws(self.seed, step, place) for place in range(len(chosen))]
         places = [place for place, (_, draw) in enumerate(draws) if draw < self.objective.on_policy]
@@ -172,8 +175,8 @@ class OwnSamples(BatchSource):
         return found
 
     def _sampled(self, model: Decoder, step: int, chosen: Sequence[int], seeds: Sequence[int]) -> list[Answer]:
-        """Answers sampled from `model` before `step` to the prompts of the rows `chosen`, each with its seed; their
-        metrics are kept for `metrics_at`."""
+        """Answers sampled from `model` before `step` to the prompts of the rows with the indices `chosen`, each with
+        its own of `seeds`, in their order; their metrics are kept for `metrics_at`."""
         # The weights are waited for, so that the memory of the step before is free and counts as room for slots.
         jax.block_until_ready(jax.tree.leaves(nnx.state(model)))
         how, started = self.objective.drawing, time.monotonic()
@@ -210,7 +213,8 @@ class OwnSamples(BatchSource):
         return found
 
     def _tell(self, answer: Answer, cut: float) -> None:
-        """Adds a sampled answer to the news, and a warning if a large share of answers was `cut`."""
+        """Adds the sampled `answer` with its prompt to the news, and a warning if `cut`, the share of answers that
+        reached the most tokens, is large."""
         asked, given = (" ".join(self._decode(ids).split()) for ids in (answer.prompt_ids, answer.ids))
         self._news.append(f"a sample: {asked[-_SHOWN:]} -> {given[:_SHOWN]}")
         if cut > _CUT_OFF:
@@ -293,8 +297,8 @@ class _Reading:
 
 
 def _with_own_answer(index: int, row: Asked) -> Answer:
-    """Row number `index` with its own answer, which begins with the first trained token; an empty answer if that is
-    never used."""
+    """`row`, number `index` of the data, with its own answer, which begins with the first trained token; an empty
+    answer if that is never used."""
     first = row.mask.index(True, 1) if row.own else 0
     ids = row.own[first:]
     return Answer(index, row.own[:first], ids, (0.0,) * len(ids), "stop", sampled=row.mask[first:])

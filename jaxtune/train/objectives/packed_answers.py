@@ -1,4 +1,5 @@
-"""Sampled answers, and the batches that they are packed into."""
+"""Sampled answers (Answer), how they are sampled (Settings), and their packing with their prompts into the rows of a
+batch (AnswerRows), for objectives that learn from rewards."""
 
 from __future__ import annotations
 
@@ -111,7 +112,7 @@ class Answer:
         return int(self.mask.sum())
 
     def to_json(self) -> dict[str, Json]:
-        """The fields by name, for a checkpoint."""
+        """The fields by name as JSON values, for a checkpoint, from which `from_json` makes the same answer."""
         lists: dict[str, Json] = {
             "prompt_ids": [*self.prompt_ids],
             "ids": [*self.ids],
@@ -144,7 +145,8 @@ class AnswerRows:
     """Whether batches have REFERENCE_LOGPS."""
 
     def empty(self, rows: int) -> Batch:
-        """A batch of `rows` rows without answers."""
+        """A batch of `rows` rows without answers, as new numpy arrays, with zeros in all the arrays of `extra` that
+        batches have."""
         batch = Batch.empty(rows, self.length)
         places, slots = (rows, self.places), (rows, self.length)
         extra = {

@@ -88,7 +88,8 @@ class GRPO:
 
     @property
     def unit(self) -> str:
-        """What the mean loss is a mean over, in plural."""
+        """What the mean loss is a mean over, in plural: "answers" (loss types grpo and sapo), "possible_tokens"
+        (dr_grpo: answers times the most tokens) or "tokens"."""
         return {"grpo": "answers", "sapo": "answers", "dr_grpo": "possible_tokens"}.get(self.losses.loss_type, "tokens")
 
     @property

@@ -51,7 +51,7 @@ class Answers:
 
     @property
     def means(self) -> jax.Array:
-        """The mean log-probability of an answer's tokens."""
+        """float32[rows, most pairs of a row, 2]: the mean log-probability of each answer's tokens, in nats."""
         return self.logps / self.tokens
 
 

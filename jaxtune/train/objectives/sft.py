@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the mean cross-entropy of the trained tokens of a step."""
+"""Supervised fine-tuning, the smallest objective: the mean cross-entropy of the trained tokens of a step."""
 
 from __future__ import annotations
 

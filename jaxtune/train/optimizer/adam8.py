@@ -23,7 +23,8 @@ MIN_SIZE = 4096  # tensors with fewer elements have float32 moments
 
 
 class Adam8State(NamedTuple):
-    """The optimizer's state; its trees have the parameters' structure."""
+    """The state of 8-bit Adam: a count, and the two moments of each tensor with the scales of their blocks. Each field
+    but `count` is a tree of the parameters' structure."""
 
     count: jax.Array  # int32: updates made
     m: Any  # first moments: uint8[blocks, 256], or float32 of the tensor's shape below MIN_SIZE elements

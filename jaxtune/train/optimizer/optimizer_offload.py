@@ -96,8 +96,9 @@ class _Stage:
 
 
 def _stages(sizes: list[int]) -> list[_Stage]:
-    """The stages for groups of these sizes in bytes. While a group of more than GROUP_BYTES is updated, no other states
-    are on the device, so its states are copied right before and right after its update."""
+    """The stages of update_by_tensor for groups of these sizes in bytes: each says which group is updated, and which
+    groups' states are copied to the device and to the host meanwhile. While a group of more than GROUP_BYTES is
+    updated, no other states are on the device, so its states are copied right before and right after its update."""
     stages, pending = [_Stage(None, 0, None)], None
     for group in range(len(sizes)):
         following = group + 1 if group + 1 < len(sizes) else None

@@ -264,7 +264,8 @@ def _related(parts: StepCost, plan: StepPlan, others: Sequence[StepPlan]) -> boo
 
 
 class _Relatives:
-    """A test of which pairs of layer plans resemble plans that failed, which have the same micro-batches and tile.
+    """A test of which pairs of layer plans resemble plans that failed and have the same micro-batches and tile. A
+    layer plan places the residuals of a layer; a pair is one for the first layers and one for the rest.
 
     Args:
       parts: the step's costs.

@@ -100,7 +100,7 @@ class LayerKind:
 
     @functools.cached_property
     def mixer_outputs(self) -> Mapping[str, tuple[tuple[str, ...], ...]]:
-        """`outputs` of the parts that are mixers."""
+        """{part: the names of the outputs of each of its segments} of the parts that are mixers, such as attention."""
         return {part: self.outputs[part] for part in self.block.mixers}
 
     @functools.cached_property
@@ -120,7 +120,8 @@ class LayerKind:
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """Bytes that a device receives from the other devices of its mesh."""
+    """Bytes that a device receives from the other devices of its mesh in a step, by what they are, from which the
+    planner forecasts how long collectives take."""
 
     weights: float = 0.0  # of all layers' weights, gathered for the forward and again for the backward
     gradients: float = 0.0  # of the layers' trained and divided weights, in the backward
@@ -279,7 +280,7 @@ def step_cost(
 
 
 def _configured_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """The optimizer that the config asks for."""
+    """The optax optimizer that `config` asks for, of which only the shapes of its states are used."""
     schedule = learning_rate_schedule(config.schedule, config.optim.learning_rate, config.steps or 1000)
     return make_optimizer(config.optim, schedule)
 
@@ -377,7 +378,8 @@ def _segment_costs(kinds: list[LayerKind]) -> tuple[SegmentCost, ...]:
 
 
 def _makes(kind: LayerKind, name: str, outputs: tuple[str, ...]) -> bool:
-    """Whether layers of this kind have a segment with this name and these outputs."""
+    """Whether layers of this kind have a segment with this name that makes exactly these outputs (names of
+    residuals)."""
     return any((segment.name, segment.outputs) == (name, outputs) for segment in kind.block.segments())
 
 

@@ -33,7 +33,7 @@ _FRAGMENTS, _FRAGMENT_BYTES = 0.02, 0.5e9
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """The planner's view of a device: memory and rates."""
+    """The planner's view of a device: its memory, and the rates (FLOP/s and bytes/s) from which it forecasts times."""
 
     name: str
     # Bytes for arrays and programs; None where nothing limits them.
@@ -70,7 +70,7 @@ _STAND_IN = "RTX 3060"
 
 
 def host_memory_bytes() -> float:
-    """Memory of this machine, or of the container that the process runs in."""
+    """Bytes of the memory of this machine, or of the container that the process runs in if that is limited to less."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):

@@ -27,7 +27,8 @@ type Figure = Any  # a float, or an array of floats, one for each plan
 
 @dataclasses.dataclass(frozen=True)
 class LayerForecast:
-    """Bytes and seconds of one layer under a plan, for one micro-batch."""
+    """Bytes and seconds of one layer under a plan, for one micro-batch; arrays with a value for each plan if several
+    are forecast at once."""
 
     kept: Figure  # bytes on the device from forward to backward
     hosted: Figure  # bytes on the host from forward to backward
@@ -41,7 +42,7 @@ class LayerForecast:
     wait: Figure  # the part of the seconds that waits for the host link
 
     def at(self, index: Any) -> LayerForecast:
-        """The forecasts at an index, if the fields are arrays."""
+        """The forecasts of the plans at `index`, of a LayerForecast whose fields are arrays."""
         return LayerForecast(*(array[index] for array in vars(self).values()))
 
 

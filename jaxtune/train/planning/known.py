@@ -41,7 +41,7 @@ class KnownFailures:
         self._found: list[dict[str, Any]] = processes.of_first(self._read)
 
     def _read(self) -> list[dict[str, Any]]:
-        """The stored failures; none if nothing is cached."""
+        """The stored failures, dicts with "plan", "need" and "budget"; none if nothing is cached."""
         content = None if self._cache is None else self._cache.get(self._key)
         return [] if content is None else json.loads(content)
 

@@ -41,7 +41,8 @@ _ENCODING_BYTES = 2.0 + 4.0 + 1.0
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """The memory that one phase of a run needs at its peak."""
+    """The memory that one phase of a run (such as "load", "step" or "export") needs at its peak, and what makes it
+    smaller."""
 
     # The phase's name in the report and in errors.
     name: str

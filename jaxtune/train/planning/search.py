@@ -53,14 +53,15 @@ class Failed:
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """The device memory for a step; None: nothing limits it."""
+    """The device memory for a step, in bytes: what a plan should take, and what the smallest plan may try to use.
+    None: nothing limits it."""
 
     budget_bytes: float | None  # what a plan may take, without what fragmentation loses
     limit_bytes: float | None  # all of the allocator's memory, which the smallest plan may try to use
 
     def fits(self, need_bytes: float, smallest: bool) -> bool:
-        """Whether a compiled step that needs `need_bytes` of device memory may run. If its plan is the `smallest` there
-        is, it may use all of the allocator's memory."""
+        """Whether a compiled step that needs `need_bytes` of device memory may run: within the budget, which it may
+        exceed by half a percent. If its plan is the `smallest` there is, it may use all of the allocator's memory."""
         if self.budget_bytes is None or self.limit_bytes is None:
             return True
         within = self.budget_bytes * (1 + _EXCESS)

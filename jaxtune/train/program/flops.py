@@ -14,7 +14,7 @@ from jaxtune.train.data import Batch
 
 
 def document_lengths(batch: Batch) -> np.ndarray:
-    """int[documents]: the number of tokens of each of the batch's documents."""
+    """int[documents]: the number of tokens of each of the documents of `batch`, row by row, padding left out."""
     return np.concatenate([np.bincount(row)[1:] for row in np.asarray(batch.segment_ids)])
 
 

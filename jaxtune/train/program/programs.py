@@ -139,7 +139,7 @@ class Engine:
 
     @property
     def _search(self) -> Planner:
-        """The planner of a training run, which can choose further plans."""
+        """The planner of a training run, which can choose further plans; AssertionError for one that only evaluates."""
         assert isinstance(self.planner, Planner)
         return self.planner
 
@@ -177,7 +177,7 @@ class Engine:
 
     @property
     def options(self) -> dict[str, Any]:
-        """XLA's options for the programs."""
+        """XLA's options for the programs, by name, as `compiler_options` chooses them for the mesh and the config."""
         divides = partition.MeshShape.of(self.mesh).parts > 1
         return compiler_options(self.mesh.devices.flat[0].platform, self._deterministic, divides)
 
@@ -185,7 +185,7 @@ class Engine:
 
     @property
     def rows(self) -> int:
-        """Rows of a micro-batch, over all devices."""
+        """The number of rows of a micro-batch under the plan in force, over all devices."""
         return self.batches.rows_per_step // self.planner.plan.micro_batches
 
     def place(self, batch: Batch, part: int = 0, parts: int = 1) -> Batch:

@@ -41,7 +41,8 @@ _ROUNDING, _NOISE = 0xFFFFFFFF, 0xFFFFFFFE
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything that an optimizer step changes; every leaf is an array."""
+    """Everything that an optimizer step changes, and that a checkpoint stores: weights, the optimizer's state and
+    counts. Every leaf is an array."""
 
     trainable: Any  # nnx.State of weights, in the dtypes of StepProgram.weights
     opt_state: Any  # the optimizer's
@@ -478,7 +479,8 @@ def _each(reduce, tensors: list[jax.Array]) -> jax.Array:
 
 
 def trainable_names(trainable) -> list[str]:
-    """Dotted names of the trainable tensors, in the order of metrics["grad_norms"]."""
+    """Dotted names, such as "head.weight", of the tensors of `trainable`, an nnx.State, in the order of
+    metrics["grad_norms"]."""
     paths = jax.tree_util.tree_flatten_with_path(trainable)[0]
     return [
         ".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path if _names_a_place(k)) for path, _ in paths

@@ -83,7 +83,8 @@ class TrainedModel:
         return self._weights is not None and not self._weights.done()
 
     def take_weights(self) -> None:
-        """Waits for weights that are being loaded."""
+        """Waits for weights that are being loaded in a thread, and sets the attributes that describe the model with
+        them; does nothing if they are there."""
         if self._weights is not None:
             self._hold(self._weights.result())
             self._weights = None
