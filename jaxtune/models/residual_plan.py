@@ -1,4 +1,5 @@
-"""Plans that say what becomes of every residual between forward and backward."""
+"""Plans that say what becomes of every residual, a value of the forward that the backward reads: whether it is kept,
+kept in FP8, copied to the host or recomputed. LayerPlan has this for one layer, ResidualPlan for all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Replaces the head of a causal language model, for example by one that scores texts."""
+"""Replaces the head of a causal language model, for example by one that gives a text a score, which makes it a reward
+model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The device memory that a model's weights need, computed before any of them is read."""
+"""The device memory that a model's weights need, computed from their shapes before any of them is read, so that a
+model that does not fit is refused at once and not after minutes of reading."""
 
 from __future__ import annotations
 

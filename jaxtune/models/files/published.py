@@ -1,4 +1,5 @@
-"""The config.json of published models, from which a memory plan can be made without their weights or the hub."""
+"""The config.json of published models, {hub name: content}, from which a memory plan can be made without their weights
+and without a connection to the hub."""
 
 from __future__ import annotations
 

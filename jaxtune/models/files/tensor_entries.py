@@ -1,4 +1,5 @@
-"""Matches the tensors of a checkpoint's files with the tensors of a model."""
+"""Matches the tensors of a checkpoint's files with the tensors that a model needs, by name and shape, and refuses
+files that lack one or have others."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def weight_name(module: str) -> str:
 
 
 def is_kept_packed(entry: shards.TensorEntry) -> bool:
-    """Whether an entry is a quantised weight that the model keeps quantised, and does not decode on loading."""
+    """Whether `entry`, a tensor of a checkpoint's files, is a quantised weight that the model keeps quantised, and
+    does not decode on loading."""
     return isinstance(entry, StoredEntry) and not entry.layout.decoded_on_load
 
 

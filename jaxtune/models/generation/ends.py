@@ -1,4 +1,5 @@
-"""The tokens that end the texts of a model."""
+"""The tokens at which the text of a model ends, as its generation_config.json and config.json name them, and adding
+further ones to a model."""
 
 from __future__ import annotations
 

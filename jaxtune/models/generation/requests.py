@@ -1,4 +1,5 @@
-"""What is requested of the sampler: the state of one row that it continues, stop strings, and checks of arguments."""
+"""What is requested of the sampler (sampler.py): the state of one row that it continues, stop strings, at which a text
+ends, and checks of prompts and lengths."""
 
 from __future__ import annotations
 

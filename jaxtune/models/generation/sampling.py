@@ -1,4 +1,5 @@
-"""How the next token is chosen from the logits; names and definitions are those of Hugging Face's generate."""
+"""How the next token is chosen from the logits: the settings of a row (Sampling) and their effect on logits. Names and
+definitions are those of Hugging Face's generate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Routers, the part of a mixture of experts that gives each token its logits over the experts."""
+"""Routers, the part of a mixture of experts that gives each token its logits over the experts. ScaledRouter is the one
+that normalises and scales its input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Packed causal attention: the public functions. Shapes are [B, T, heads, D] with grouped key/value heads."""
+"""Packed causal attention: the public functions, of which `attention` is differentiable, and the choice of their
+implementation. Shapes are [B, T, heads, D] with grouped key/value heads."""
 
 from __future__ import annotations
 

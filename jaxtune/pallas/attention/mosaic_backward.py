@@ -1,4 +1,5 @@
-"""The bodies of the backward kernels; mosaic_parts.py describes what the kernels share."""
+"""The bodies of the backward kernels of attention for Hopper GPUs: query_kernel computes dq, key_kernel dk and dv.
+mosaic.py calls them; mosaic_parts.py describes what the kernels share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The gated delta rule and the short convolution: the public functions."""
+"""The gated delta rule, a linear attention, over packed rows, its state and steps for generation, and the short
+convolution before it: the public functions."""
 
 from __future__ import annotations
 

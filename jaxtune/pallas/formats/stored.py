@@ -1,4 +1,5 @@
-"""The interface of all quantised weights."""
+"""The interface of all quantised weights (Stored), and the function `dense`, which gives the array of a weight that
+may be quantised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The backward of a gated activation: the public function."""
+"""The backward of a gated activation, act(gate) * up as an MLP has it: the public function, and the choice of its
+implementation."""
 
 from __future__ import annotations
 

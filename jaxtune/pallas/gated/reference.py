@@ -1,4 +1,5 @@
-"""The gated activation and its backward in plain jnp."""
+"""The gated activation and its gradients in plain jnp, with which the kernels' results are compared, and which serves
+calls that they refuse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Products of rows sorted by expert with the experts' weights: the public functions."""
+"""Products of rows sorted by expert with the experts' weights, and their adapters and biases: the public functions,
+with derivatives, and the choice of their implementation."""
 
 from __future__ import annotations
 

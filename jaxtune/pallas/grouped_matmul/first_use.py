@@ -1,4 +1,5 @@
-"""The small case on which a kernel is compared with the reference at its first use on a GPU (dispatch.first_use)."""
+"""The small case on which a kernel of the grouped product is compared with the reference at its first use on a GPU
+(dispatch.first_use), so that a kernel that gives wrong results there is refused and not used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Losses and log-probabilities from hidden states and a vocabulary head: the public functions."""
+"""Losses and log-probabilities of next tokens from hidden states and a vocabulary head, without storing all logits:
+the public functions, with their derivatives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The product of activations with linears' weights, quantised or not: the public functions."""
+"""The product of activations with a linear's weight, quantised or not, and its adapter (quant_matmul), the decoding of
+a weight (decoded), and the choice of the implementation of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The small case on which the kernels are compared with the reference at their first use on a GPU."""
+"""The small case on which a kernel of the routing is compared with the reference at its first use on a GPU, so that a
+kernel that a driver or compiler breaks is refused and not used."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The sums from which the losses of a router are computed. Sums over tokens can be added over layers, devices and parts
-of a batch."""
+"""The sums over tokens (RouterSums) from which the losses of a mixture's router are computed. They can be added over
+layers, devices and parts of a batch, which the losses themselves cannot."""
 
 from __future__ import annotations
 
