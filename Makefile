@@ -22,7 +22,7 @@ env-docs:
 docs: env-docs  ## build the documentation into build/site
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict --quiet
 
-quickstart: env  ## fine-tune the packaged model on the packaged data, on CPU, in about two minutes
+quickstart: env  ## fine-tune the packaged model on the packaged data, on two CPU cores, in 50 to 90 s
 	@$(PY) -m jaxtune.train quickstart
 	@echo && echo 'what an 8B model would need on a GPU that is not here:'
 	@$(PY) -m jaxtune.train qlora-8b --plan plan.device='RTX 4090'

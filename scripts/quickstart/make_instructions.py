@@ -23,7 +23,8 @@ FOLDER = Path(__file__).resolve().parents[2] / "jaxtune" / "quickstart"
 
 
 def rows() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(training rows, held-out rows), each {"skill", "messages"}, shuffled over the skills."""
+    """(training rows, held-out rows), each {"skill", "messages"}, shuffled over the skills. The files have the messages
+    only."""
     rng = random.Random(SEED)
     train, held_out = [], []
     for name in NAMES:
@@ -49,7 +50,7 @@ def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     for name, made in zip(("train", "eval"), rows(), strict=True):
-        text = "".join(json.dumps(row) + "\n" for row in made)
+        text = "".join(json.dumps({"messages": row["messages"]}) + "\n" for row in made)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
 
 

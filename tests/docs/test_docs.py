@@ -153,6 +153,12 @@ def test_the_quickstarts_time_is_one_in_readme_and_info():
     assert f"on two CPU cores, {time}" in recipe_summary(packaged_recipes()["quickstart"])
 
 
+def test_the_readmes_plan_is_what_the_command_prints(workplace, capsys):
+    (line,) = re.findall(r"^ +(predicted peak .*)\.\.\.$", README, re.M)
+    assert cli.main(["train", "qlora-8b", "--plan", "plan.device=RTX 4090"]) == 0
+    assert line in capsys.readouterr().out
+
+
 CARDS = ("RTX 3060", "RTX 4060 Ti 16GB", "RTX 4090", "RTX 5090", "A40", "A100")  # of 12, 16, 24, 32, 48 and 80 GB
 
 

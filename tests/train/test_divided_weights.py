@@ -55,7 +55,7 @@ def test_each_device_holds_its_part_and_the_planner_knows(tmp_path, optimizer):
     assert large and set(large) == {1 / 2}
     cost = trainer.planner.cost
     fixed = cost.fixed
-    held = {"trained parameters (fp32)": state.trainable, "optimizer states": state.opt_state}
+    held = {"trainable parameters (fp32)": state.trainable, "optimizer states": state.opt_state}
     for part, tree in held.items():
         found = sum(leaf.nbytes * share(leaf) for leaf in jax.tree.leaves(tree))
         assert fixed[part] == pytest.approx(found, rel=0.02)

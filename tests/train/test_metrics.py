@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from jaxtune.train.display import metrics
-from jaxtune.train.display.metrics import MetricsLogger, Progress, duration, loss_plot, read_metrics
+from jaxtune.train.display.metrics import MetricsLogger, Progress, decorate, duration, loss_plot, read_metrics
 from jaxtune.train.planning.devices import device_peak_flops, memory_peak_bytes
 from jaxtune.train.program.flops import model_flops_per_step
 
@@ -339,6 +339,14 @@ def test_loss_plot_without_a_loss(tmp_path):
     with pytest.raises(ValueError, match="has no finite loss to plot"):
         loss_plot(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
     assert not (tmp_path / "loss.png").exists()
+
+
+def test_without_matplotlib_a_line_says_how_to_get_it(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    decorate("loss.png", lambda: loss_plot(tmp_path / "metrics.jsonl", tmp_path / "loss.png"))
+    [line] = caplog.messages
+    assert line.startswith("loss.png was left out: it needs matplotlib")
+    assert line.endswith(": pip install matplotlib, or see jaxtune report")
 
 
 # ---- memory and speed

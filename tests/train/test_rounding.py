@@ -200,11 +200,11 @@ def test_gradients_are_bf16_only_where_nothing_adds_up(tmp_path):
         assert {leaf.dtype for leaf in jax.tree.leaves(state.opt_state)} == {jnp.dtype("float32"), jnp.dtype("int32")}
         words = "bf16" if parts == 1 else "fp32"
         assert trainer.notes()[0] == (
-            "compute fp32; trained weights bf16, matrices rounded stochastically and the rest in fp32; gradients "
+            "compute fp32; trainable weights bf16, matrices rounded stochastically and the rest in fp32; gradients "
             f"{words}; optimizer state fp32"
         )
     assert trainer_of(tmp_path, weights="fp32").notes()[0] == (
-        "compute fp32; trained weights fp32; gradients fp32; optimizer state fp32"
+        "compute fp32; trainable weights fp32; gradients fp32; optimizer state fp32"
     )
 
 

@@ -443,13 +443,17 @@ class Progress:
         return (now - first_seconds) / (step - first_step) * max(self.total_steps - step, 0)
 
 
-# ---- the plot
+# ---- plot
 
 
 def loss_plot(jsonl_path: str | os.PathLike, png_path: str | os.PathLike) -> None:
-    """Draws loss over step from the metrics.jsonl at jsonl_path into the image png_path: every step, with many steps
-    also a moving average, and evaluations as points. Losses that are not finite are left out; ValueError if there are
-    no others."""
+    """Draws the finite losses in the metrics.jsonl at jsonl_path into the image png_path: every step, of many also a
+    moving average, and evaluations. ValueError if there are none, ImportError if matplotlib is missing."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(f"it needs matplotlib ({error}): pip install matplotlib, or see jaxtune report") from None
     lines = read_metrics(jsonl_path)
 
     def series(key: str) -> list[tuple[int, float]]:
@@ -460,10 +464,6 @@ def loss_plot(jsonl_path: str | os.PathLike, png_path: str | os.PathLike) -> Non
     train, evaluation = series("loss"), series("eval_loss")
     if not train and not evaluation:
         raise ValueError(f"{jsonl_path} has no finite loss to plot")
-
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -489,7 +489,8 @@ def decorate(what: str, make: Callable[[], Any]) -> None:
     try:
         make()
     except Exception as error:
-        logger.warning("%s was left out: %s: %s", what, type(error).__name__, error)
+        kind = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
+        logger.warning("%s was left out: %s%s", what, kind, error)
 
 
 def _moving_average(values: tuple[float, ...], window: int) -> list[float]:

@@ -186,7 +186,7 @@ def precision_notes(
     rounding = ", matrices rounded stochastically and the rest in fp32" if storage["weights"] == "bf16" else ""
     host = ", in host memory" if config.optim.offload else ""
     notes = [
-        f"compute {config.precision}; trained weights {storage['weights']}{rounding}; gradients {gradients}; "
+        f"compute {config.precision}; trainable weights {storage['weights']}{rounding}; gradients {gradients}; "
         f"optimizer state {storage['optimizer']}{host}"
     ]
     if aux_losses:

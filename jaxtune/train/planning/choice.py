@@ -176,7 +176,7 @@ def beside_states(parts: StepCost, device: Device) -> Device:
 def trained_bytes(parts: StepCost) -> float:
     """Bytes of the trained parameters on one device, in the dtype in which they are trained. parts: the step's
     costs."""
-    return sum(size for name, size in parts.fixed.items() if name.startswith("trained parameters"))
+    return sum(size for name, size in parts.fixed.items() if name.startswith("trainable parameters"))
 
 
 def saved_bytes(parts: StepCost) -> float:

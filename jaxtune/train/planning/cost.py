@@ -226,7 +226,7 @@ def step_cost(
     fixed = {
         **_frozen_parts(frozen, parts),
         **({"the model as it was given": nbytes(trainable)} if keeps_model else {}),
-        f"trained parameters ({storage})": share * nbytes(kept),
+        f"trainable parameters ({storage})": share * nbytes(kept),
         "optimizer states": share * nbytes(states) - on_host,
         "gradient sums": share * nbytes(masters if config.micro_batches != 1 else kept),
     }

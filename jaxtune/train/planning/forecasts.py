@@ -467,7 +467,7 @@ def _forecast(parts: StepCost, plan, groups: list[tuple[LayerForecast, int]], he
     if all(layer == KEEP for layer in plan.residuals.layers):
         bytes_["experts' adapters in the compute dtype"] = parts.shared_bytes
     if parts.cast_bytes:
-        bytes_["trained weights in the compute dtype"] = parts.cast_bytes
+        bytes_["trainable weights in the compute dtype"] = parts.cast_bytes
     if parts.head_gradient_bytes and what.startswith("the backward"):
         bytes_["gradient of the head"] = parts.head_gradient_bytes
     micro = plan.micro_batches
