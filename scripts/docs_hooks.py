@@ -47,7 +47,8 @@ def compat_tables() -> str:
     def fields(kind: Any) -> list[str]:
         return [field.name for field in dataclasses.fields(kind)]
 
-    model, rewarded = compat.FastLanguageModel, (compat.GRPOConfig, compat.RLOOConfig)
+    model = compat.FastLanguageModel
+    sampling = (compat.GRPOConfig, compat.RLOOConfig, compat.DistillationConfig, compat.GKDConfig)
     load = parameters(model.from_pretrained)
     load += [each.flag for each in FORMATS.values() if each.flag is not None and each.flag not in load]
     callables = {
@@ -63,12 +64,16 @@ def compat_tables() -> str:
                 [name for name in fields(config) if name not in fields(compat.SFTConfig)],
                 {name: fate for name, fate in config.table.items() if tables.SFT.get(name) is not fate},
             )
-            for config in (compat.DPOConfig, compat.ORPOConfig, compat.KTOConfig, compat.RewardConfig, *rewarded)
+            for config in (compat.DPOConfig, compat.ORPOConfig, compat.KTOConfig, compat.RewardConfig, *sampling)
         },
         "DPOTrainer, ORPOTrainer and KTOTrainer, beside those of SFTTrainer": ([], tables.REFERENCE_MODEL),
         "GRPOTrainer and RLOOTrainer, beside those of SFTTrainer": (
             ["reward_funcs"],
             {name: fate for name, fate in tables.REWARDED_TRAINER.items() if name not in tables.TRAINER},
+        ),
+        "DistillationTrainer and GKDTrainer, beside those of SFTTrainer": (
+            ["teacher_model"],
+            {name: fate for name, fate in tables.DISTILLATION_TRAINER.items() if name not in tables.TRAINER},
         ),
         "save_pretrained_merged": (parameters(compat.CompatModel.save_pretrained_merged), tables.SAVE),
         "save_pretrained_gguf": (parameters(compat.CompatModel.save_pretrained_gguf), tables.SAVE),

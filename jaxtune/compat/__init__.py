@@ -15,6 +15,7 @@ from typing import Any
 
 from jaxtune.compat.adapters import LoraConfig
 from jaxtune.compat.callbacks import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState
+from jaxtune.compat.distilled import DistillationConfig, DistillationTrainer, GKDConfig, GKDTrainer
 from jaxtune.compat.measures import EvalPrediction
 from jaxtune.compat.model import CompatModel, FastLanguageModel, FastModel, is_bfloat16_supported
 from jaxtune.compat.peft_names import (
@@ -51,10 +52,14 @@ __all__ = [
     "CompatModel",
     "DPOConfig",
     "DPOTrainer",
+    "DistillationConfig",
+    "DistillationTrainer",
     "EarlyStoppingCallback",
     "EvalPrediction",
     "FastLanguageModel",
     "FastModel",
+    "GKDConfig",
+    "GKDTrainer",
     "GRPOConfig",
     "GRPOTrainer",
     "KTOConfig",

@@ -37,6 +37,16 @@ DPO, KTO = ORPO | _TABLES["dpo"], ORPO | _TABLES["kto"]
 _REWARDED = {name: argument for name, argument in SFT.items() if name != "loss_type"} | _TABLES["rewarded"]
 GRPO, RLOO = _REWARDED | _TABLES["grpo"], _REWARDED | _TABLES["rloo"]
 REWARDED_TRAINER = TRAINER | _TABLES["rewarded_trainer"]
+# The arguments about sampling that GRPOConfig has and DistillationConfig lacks.
+_OF_REWARDS = ("num_generations_eval", "vllm_sampling_params", "sync_ref_model", "ref_model_mixup_alpha")
+_OF_REWARDS += ("ref_model_sync_steps", "log_multimodal", "remove_unused_columns")
+_SAMPLED = {
+    name: argument
+    for name, argument in _TABLES["rewarded"].items()
+    if name not in _OF_REWARDS and not name.startswith(("use_transformers", "transformers", "unsloth"))
+}
+DISTILLATION, GKD = SFT | _SAMPLED | _TABLES["distillation"], SFT | _TABLES["gkd"]
+DISTILLATION_TRAINER = TRAINER | _TABLES["distillation_trainer"]
 REWARD = SFT | {"pad_to_multiple_of": _TABLES["preference"]["pad_to_multiple_of"]}
 
 # ---- values that are followed under another name
