@@ -261,9 +261,9 @@ class DeltaNet(nnx.Module):
     def first_state(self, values: Mapping[str, jax.Array], lengths: jax.Array, new_tokens: int, context: Context):
         """The state after prompts: (inputs of the convolution, the recurrence's state).
 
-        The first is [B, taps - 1, 2 key_size + value_size], the last inputs of each prompt; the second is
-        float32[B, heads, key_dim, value_dim]. The state does not grow, so `new_tokens` is not used. values: {name:
-        value} of the residuals qkv and rates of the prompts; lengths: int32[B], tokens of each prompt.
+        The first is [B, taps - 1, 2 key_size + value_size], the last inputs of each prompt; the second is float32[B,
+        heads, key_dim, value_dim]. The state does not grow, so `new_tokens` is not used, and neither is `context`.
+        values: {name: value} of the residuals qkv and rates of the prompts; lengths: int32[B], tokens of each prompt.
         """
         qkv, rates = values["qkv"], values["rates"]
         rows, length = rates.shape[:2]

@@ -137,11 +137,11 @@ def make_mesh(*sizes: int) -> Mesh:
 
 
 def divided(function: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Callable:
-    """jax.shard_map of the function with these specs: every device of the mesh runs it on its own part of the
-    arrays. Returns the function itself for a mesh of one device or no mesh. Nothing checks that arrays which the
-    specs call whole are equal on all devices. Inside, jax.grad must be taken of this device's own share of a sum
-    over devices: if the differentiated function summed it by psum, each gradient would be counted once for every
-    device (see `total`)."""
+    """jax.shard_map of the function with the specs of its arguments (in_specs) and results (out_specs): every device
+    of the mesh runs it on its own part of the arrays. Returns the function itself for a mesh of one device or no mesh.
+    Nothing checks that arrays which the specs call whole are equal on all devices. Inside, jax.grad must be taken of
+    this device's own share of a sum over devices: if the differentiated function summed it by psum, each gradient
+    would be counted once for every device (see `total`)."""
     if mesh is None or mesh.size == 1:
         return function
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -458,9 +458,9 @@ def require_undivided(states: Any, what: str) -> None:
 
 
 def states_shardings(opt_state: Any, trainable: Any, mesh: Mesh) -> Any:
-    """The NamedShardings on a mesh of an optimizer's states, which are placed as the `trainable` tensors they belong
-    to. A state with a tensor's shape is divided along the same axis, another one (blocks of 8-bit states, factors)
-    along its first. The update computes the same for every sharding."""
+    """The NamedShardings on a mesh of opt_state, an optimizer's states, which are placed as the `trainable` tensors
+    they belong to. A state with a tensor's shape is divided along the same axis, another one (blocks of 8-bit states,
+    factors) along its first. The update computes the same for every sharding."""
     structure = jax.tree.structure(trainable)
     tensors = jax.tree.leaves(divide(trainable, mesh), is_leaf=_is_shard)
     everywhere = NamedSharding(mesh, WHOLE)
