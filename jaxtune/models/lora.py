@@ -25,8 +25,8 @@ from jaxtune.pallas.formats import dense
 
 
 def savable(model: Decoder) -> tuple[str, str]:
-    """The names that modules_to_save, the matrices that are trained whole beside adapters, may contain for this model:
-    "embed_tokens", and the head's, such as "lm_head"."""
+    """("embed_tokens", the name of the head of `model`, such as "lm_head"): the names that modules_to_save, the
+    matrices that are trained whole beside adapters, may contain for this model."""
     return "embed_tokens", model.config.head.name
 
 

@@ -49,8 +49,11 @@ def save_companions(folder: Path, files: Iterable[tuple[str, bytes]], tokenizer:
     """Writes the files of a model's folder that are neither weights nor config.json.
 
     Args:
+      folder: the model's, which exists.
       files: (name, content) of each file.
       tokenizer: a Hugging Face tokenizer, whose files are written, or None.
+    Raises:
+      OSError: a file cannot be written, such as on a full disk.
     """
     for name, content in files:
         atomic_write(folder / name, content, durable=False)

@@ -54,7 +54,7 @@ class MLP(nnx.Module):
         self.down_proj = linear(keys[2], inner, hidden)
 
     def gate_up(self, x: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        """x [B, T, hidden] -> gate and up, each [B, T, intermediate], before the activation. `key` draws the adapters'
+        """x [B, T, hidden] -> (gate, up), each [B, T, intermediate], before the activation. `key` draws the adapters'
         dropout masks; None: no dropout."""
         if self.config.fused_gate_up:
             both = self.gate_up_proj(x, key)

@@ -118,7 +118,7 @@ class Layout:
 
     def recognises(self, settings: Settings) -> bool:
         """Whether `settings`, the quantization_config of a config.json, says that the weights are stored in this
-        layout."""
+        layout. Each layout implements it."""
         raise NotImplementedError
 
     def check(self, settings: Settings) -> None:

@@ -52,7 +52,8 @@ class Stored:
 
     @staticmethod
     def encode(array: jax.Array) -> Stored:
-        """Quantises an array [..., out, in]; the stored bytes are the same on every device."""
+        """Quantises an array [..., out, in]; the stored bytes are the same on every device. Each format implements
+        it."""
         raise NotImplementedError
 
     def problem(self) -> str | None:

@@ -121,9 +121,9 @@ def _divergence_fwd(hidden, head, teacher_hidden, teacher_head, weights, static)
 
 
 def _divergence_bwd(static, residuals, gradients):
-    """The backward rule of `_divergence`: the gradients of its five arrays; those of the teacher are None. residuals:
-    what the forward rule saved. `gradients` are those of the results, of which only the first, float32[], is used;
-    static, the options, are not."""
+    """The backward rule of `_divergence`: (gradients of hidden and head, None and None for the teacher's arrays, that
+    of weights). residuals: what the forward rule saved. `gradients` are those of the results, of which only the first,
+    float32[], is used; static, the options, are not."""
     *own, losses = residuals
     scale = gradients[0]
     dhidden, dhead = jax.tree.map(lambda each: (each.astype(jnp.float32) * scale).astype(each.dtype), own)

@@ -83,9 +83,9 @@ def side_by_side(
 
 
 def operand(x: jax.Array, blocks: bool, implementation: str | None = None) -> tuple[jax.Array, jax.Array]:
-    """x [n, k] as `rounded` returns it, for the forward of all weights with the same kind of scales, so that it is
-    rounded once for each kind. blocks: whether they have scales of 128 numbers each, as `in_blocks` says of a weight.
-    implementation: the requested one, or None."""
+    """x [n, k] as `rounded` returns it, (codes e4m3[n, k], scales float32), for the forward of all weights with the
+    same kind of scales, so that it is rounded once for each kind. blocks: whether they have scales of 128 numbers
+    each, as `in_blocks` says of a weight. implementation: the requested one, or None."""
     if not blocks:
         return side_by_side([x], None, implementation)
     with jax.named_scope("to_fp8"):

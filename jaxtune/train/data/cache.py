@@ -231,8 +231,8 @@ def _documents(fields: dict[str, np.ndarray], files: list[str]) -> Documents:
 
 
 def collect(chunks: Iterable[Chunk]) -> tuple[Documents, Summary]:
-    """The documents of all chunks, in memory, and the counts of their rows: for rows that cannot be cached, such as a
-    list of dicts."""
+    """(documents, summary) of all chunks: the documents in memory, and the counts of their rows. It is for rows that
+    cannot be cached, such as a list of dicts."""
     store = _Store(None)
     for chunk in chunks:
         store.add(chunk)
@@ -335,11 +335,12 @@ def _commit(temporary: Path, folder: Path) -> Path:
 
 
 def _open(folder: Path) -> tuple[Documents, Summary]:
-    """The memory-mapped documents of a folder and their counts, after checking sizes, checksums and counts.
+    """(documents, summary) of the cache folder `folder`: the memory-mapped documents and the counts of their rows,
+    after checking sizes, checksums and counts.
 
     Raises:
-        PermissionError: another user's folder cannot be read.
-        OSError, ValueError, KeyError, TypeError, RecursionError: the folder is damaged (`DAMAGE`).
+      PermissionError: another user's folder cannot be read.
+      OSError, ValueError, KeyError, TypeError, RecursionError: the folder is damaged (`DAMAGE`).
     """
     meta = _read_meta(folder / "meta.json")
     fields = {}

@@ -317,7 +317,7 @@ class _PreparedFeed:
         self._order: tuple[int, np.ndarray] | None = None
 
     def next(self) -> tuple[Rows, int]:
-        """The next row of this lane, as the packed rows and its index in them."""
+        """Returns (rows, index): the next row of this lane is row `index` of the packed rows `rows`."""
         epoch, place = divmod(self._taken * self._lanes + self._lane, len(self._rows))
         if self._order is None or self._order[0] != epoch:
             self._order = epoch, epoch_order(len(self._rows), self._seed, epoch)

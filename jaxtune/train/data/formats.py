@@ -249,8 +249,8 @@ def _answered(value: Mapping[str, Any], side: str) -> Example:
 
 def _prompted(value: Mapping[str, Any], asked: Any, answer: Any) -> Example:
     """The example of a prompt (`asked`) and a completion (`answer`) of which at least one is a list of turns, TRL's
-    conversational format: one conversation, in which only the responses of the completion are trained on. value: the
-    row's columns by name, for its system message and tools."""
+    conversational format: one conversation, in which only the responses of the completion are trained on. Raises
+    `RowError` if one of them is empty. value: the row's columns by name, for its system message and tools."""
     if isinstance(answer, str):
         _not_empty(answer, "response")
         answer = {"role": "assistant", "content": answer}

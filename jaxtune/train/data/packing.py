@@ -198,7 +198,7 @@ def _pieces(
 
 
 def _best_fit_decreasing(count: np.ndarray, length: int, max_pieces: int | None = None) -> tuple[np.ndarray, int]:
-    """The row of every piece (int64[pieces]), and the number of rows.
+    """Returns (the row of every piece, int64[pieces]; the number of rows), by best fit decreasing.
 
     Rows that are not full are kept in one stack for each remaining capacity. A Python integer has a bit set for every
     capacity with such a row, so the fullest row with room for `c` tokens is found as the lowest set bit at or above

@@ -156,12 +156,15 @@ def _most_equal(rows: np.ndarray) -> int:
 def pack_steps(
     train: TokenDataset, held_out: TokenDataset | None, config: TrainConfig, steps: int
 ) -> tuple[StepBatches, TokenDataset | None]:
-    """The batches of a run of `steps` steps, and the held-out rows packed into rows of the same length.
+    """Packs all steps of a run with data.packing=step.
 
     Args:
         train, held_out: data sets with packing="step"; held_out is None if the run evaluates nothing.
         config: of the run; rows_per_step, micro_batches, seed and mesh are read.
         steps: the number of steps of the run.
+
+    Returns:
+        (the batches of the steps, the held-out rows packed into rows of the same length, or None).
     """
     needed = max(int(data.rows.lengths.max()) for data in (train, held_out) if data is not None)
     length = min(train.longest, -(-needed // _WIDTH) * _WIDTH)

@@ -266,8 +266,8 @@ class StreamFeed:
         self._loading = self._load()
 
     def next(self) -> tuple[Rows, int]:
-        """The next row, as the packed rows of a window and its index in them. Waits if the next window is not made
-        yet."""
+        """Returns (rows, index): the next row of this lane is row `index` of `rows`, the packed rows of a window.
+        Waits if the next window is not made yet, and raises the error of the thread that makes it."""
         while self._window is None or self._taken >= len(self._window.order):
             if self._window is not None:
                 self._taken = 0

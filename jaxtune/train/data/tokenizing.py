@@ -128,7 +128,7 @@ def _in_windows(tokenizer: Any, text: str, max_tokens: int | None) -> Tokens:
 
 
 def _seam(before: Tokens, after: Tokens, low: int, high: int) -> tuple[int, int | None]:
-    """Where to join two windows: the indices, in `before` and in `after`, of a token that both have.
+    """Where to join two windows: (index in `before`, index in `after`) of a token that both have.
 
     It is the common token (of equal id and position) nearest to the middle of their overlap, the characters `low:high`
     of the text. If there is no common token, it returns the index in `before` of the token at the middle, and None.

@@ -395,7 +395,8 @@ def _aggregated(losses, per_answer, answers: Answers, options: PolicyLoss) -> tu
 
 
 def rloo_sums(answers: Answers, options: PolicyLoss) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """RLOO's loss of a batch of answers as sums; returns what `grpo_sums` does, with a count of answers.
+    """RLOO's loss of a batch of answers as sums: (sum of the losses, number of answers, {metric: sum}), float32
+    scalars, as `grpo_sums` returns them.
 
     An answer is one action, whose ratio is that of the product of its tokens' probabilities. Of the options only
     epsilon and epsilon_high are used. The advantages should come from `rloo_advantages`.
@@ -415,7 +416,7 @@ def rloo_sums(answers: Answers, options: PolicyLoss) -> tuple[jax.Array, jax.Arr
 
 
 def rloo_loss(answers: Answers, options: PolicyLoss = PolicyLoss()) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """RLOO's loss of a batch of answers, a mean over them, and its metrics {name: mean}: float32 scalars. Only epsilon
+    """(RLOO's loss of a batch of answers, a mean over them; its metrics {name: mean}): float32 scalars. Only epsilon
     and epsilon_high of the options are used; the advantages should come from `rloo_advantages`."""
     loss, count, sums = rloo_sums(answers, options)
     return loss / jnp.maximum(count, 1.0), means_of(sums)

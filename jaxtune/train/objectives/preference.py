@@ -155,8 +155,8 @@ class Preference(Pairs):
         return answers.means if self.by_mean else answers.logps
 
     def pair_losses(self, unscaled: jax.Array, answers: Answers) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The losses of pairs, and further metrics by name: float32[rows, most pairs] each. Entries without a pair are
-        ignored.
+        """(the losses of pairs, {name: a further metric of each pair}), float32[rows, most pairs] each. Entries
+        without a pair are ignored. Each subclass defines it.
 
         Args:
           unscaled: from `unscaled_rewards`, the rewards before they are multiplied by beta: float32[rows, most pairs,

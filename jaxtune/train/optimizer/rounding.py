@@ -32,7 +32,8 @@ def stochastic_round(x: jax.Array, seed: jax.Array, stream: int) -> jax.Array:
 
 def _random_bits(shape: tuple[int, ...], seed: jax.Array, stream: int) -> jax.Array:
     """uint32 of `shape`, uniform from 0 to 2^16 - 1: a hash of each element's position, the step's seed (uint32[2]),
-    and `stream`, the number of the tensor, by which tensors of the same shape get different bits.
+    and `stream`, the number of the tensor, by which tensors of the same shape get different bits. Raises ValueError
+    for more than 2^32 elements.
 
     jax.random would write its numbers to memory before they are used, twice the bytes of the weight itself. This is a
     dozen integer operations inside the fusion that updates the weight.

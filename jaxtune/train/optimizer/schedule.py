@@ -33,11 +33,12 @@ def total_steps(config: TrainConfig, steps_per_epoch: int | None) -> int:
 
 
 def learning_rate_schedule(config: ScheduleConfig, peak: float, total_steps: int) -> optax.Schedule:
-    """A function from the step (int, from 0) to the learning rate.
+    """A function from the step (int, from 0) to the learning rate, by the section `schedule` of a config, with `peak`
+    as the highest rate, for a run of total_steps steps. Raises ValueError for an unknown config.name.
 
     The first update already has a rate: in a warm-up of n steps, step 0 has peak / n and step n - 1 the peak. With
-    config.zero_start step 0 has 0 and step n the peak. Linear and cosine schedules end at peak * config.min_ratio after
-    total_steps. cosine_with_restarts has config.cycles cosines, each from the peak, as in transformers.
+    config.zero_start step 0 has 0 and step n the peak. Linear and cosine schedules end at peak * config.min_ratio
+    after total_steps. cosine_with_restarts has config.cycles cosines, each from the peak, as in transformers.
     """
     warmup = config.warmup_steps
     if config.warmup_ratio is not None:
