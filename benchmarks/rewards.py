@@ -90,6 +90,7 @@ def trainer_of(case: Case, folder: str) -> Any:
     from jaxtune.models.files.model_folder import load_tokenizer
     from jaxtune.train.config import DataConfig, MemoryConfig, ModelConfig, OptimConfig, TrainConfig
     from jaxtune.train.config.objective import ObjectiveConfig
+    from jaxtune.train.objectives.answering import OneTurn, Sampling
     from jaxtune.train.objectives.named import objective_of
     from jaxtune.train.objectives.packed_answers import Prompt
     from jaxtune.train.objectives.policy import GRPO
@@ -123,11 +124,10 @@ def trainer_of(case: Case, folder: str) -> Any:
         rewards,
         objective.settings,
         functools.partial(objective.advantages, weights=np.array(rewards.weights)),
+        OneTurn(Sampling(objective.settings, (), lambda ids: "")),
         answers_per_step=config.rows_per_step,
         length=case.length,
         seed=0,
-        decode=lambda ids: "",
-        ends=(),
     )
     tokenizer = load_tokenizer(ROOT / "jaxtune" / "quickstart" / "base")
     return Trainer(model, tokenizer, config, source, keeps_model=False)

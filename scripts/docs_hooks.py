@@ -68,7 +68,7 @@ def compat_tables() -> str:
         },
         "DPOTrainer, ORPOTrainer and KTOTrainer, beside those of SFTTrainer": ([], tables.REFERENCE_MODEL),
         "GRPOTrainer and RLOOTrainer, beside those of SFTTrainer": (
-            ["reward_funcs"],
+            ["reward_funcs", "tools", "rollout_func", "environment_factory"],
             {name: fate for name, fate in tables.REWARDED_TRAINER.items() if name not in tables.TRAINER},
         ),
         "DistillationTrainer and GKDTrainer, beside those of SFTTrainer": (

@@ -36,7 +36,7 @@ from jaxtune.compat.preference import (
     RewardConfig,
     RewardTrainer,
 )
-from jaxtune.compat.rewarded import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from jaxtune.compat.rewarded import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, generate_rollout_completions
 from jaxtune.compat.settings import SFTConfig, TrainingArguments
 from jaxtune.compat.texts import get_chat_template, setup_chat_format, standardize_data_formats, standardize_sharegpt
 from jaxtune.compat.trainer import SFTTrainer, train_on_responses_only
@@ -82,6 +82,7 @@ __all__ = [
     "TrainingArguments",
     "UnslothTrainer",
     "UnslothTrainingArguments",
+    "generate_rollout_completions",
     "get_chat_template",
     "get_peft_model",
     "is_bfloat16_supported",

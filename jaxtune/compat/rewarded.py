@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NoReturn
 
 import jax
@@ -34,13 +34,16 @@ from jaxtune.train.folder.run_rows import is_stream
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.policy import GRPO as Policy
 from jaxtune.train.objectives.policy import log_probs_of
-from jaxtune.train.objectives.prompts import end_tokens, sampled_answers
-from jaxtune.train.objectives.reward_functions import RewardFunction, RewardFunctions
+from jaxtune.train.objectives.prompts import OwnParts, end_tokens, sampled_answers
+from jaxtune.train.objectives.reward_functions import RewardFunction, RewardFunctions, Turns
+from jaxtune.train.objectives.rollout_function import RolloutModel
 from jaxtune.train.objectives.rollouts import SampledAnswers, Score
+from jaxtune.train.objectives.tools import Tools
 from jaxtune.train.trainer import Trainer
 
 _USUAL_PROMPT = 512  # tokens of a prompt that a model has room for which the trainer loads by its name
 
+_IN_SCRIPT = ("the script's",)  # named in the config if environments or a rollout function give the reward
 # Arguments that have the names of the objective's options.
 _SHARED = (
     "beta",
@@ -100,6 +103,7 @@ class GRPOConfig(RewardedConfig):
 
     table = GRPO
 
+    max_tool_calling_iterations: int | None = None
     delta: float | None = None
     loss_type: str = "dapo"
     importance_sampling_level: str = "token"
@@ -138,6 +142,10 @@ class RewardedTrainer(PreferenceTrainer):
       train_dataset: rows with a column `prompt`, text or messages.
       eval_dataset: not used, which is printed: rewards are measured on the answers that are trained on.
       processing_class: the tokenizer; None: the model's.
+      tools: functions that the model may call while it answers, with types and a docstring.
+      rollout_func: a function of (prompts, trainer) that samples the answers; it samples with
+        `generate_rollout_completions`, and returns a dict of lists, as in TRL.
+      environment_factory: returns an environment, whose methods are tools; or {name: such a function}.
       others: further arguments of SFTTrainer.
     Raises:
       ValueError: reward_funcs that are no functions; an argument that is not supported, by its name.
@@ -155,10 +163,19 @@ class RewardedTrainer(PreferenceTrainer):
         train_dataset: object = None,
         eval_dataset: object = None,
         processing_class: object = None,
+        tools: Sequence[Callable] | None = None,
+        rollout_func: Callable | None = None,
+        environment_factory: Callable | Mapping[str, Callable] | None = None,
         **others: object,
     ):
         name = type(self).__name__
+        self._tools = Tools(tools or (), environment_factory) if tools or environment_factory else None
+        self._rollout_func, self.rollout_model = rollout_func, None
+        if rollout_func is not None and self._tools is not None:
+            raise ValueError(f"{name}: rollout_func samples answers itself; leave out tools and environment_factory")
         self._functions: list[RewardFunction] = []
+        if reward_funcs is None and (environment_factory is not None or rollout_func is not None):
+            reward_funcs = []
         for one in reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]:
             if not callable(one) or isinstance(one, CompatModel):
                 raise ValueError(
@@ -231,8 +248,8 @@ class RewardedTrainer(PreferenceTrainer):
         args, rewards = self.args, self._rewards()
         options = {name: getattr(args, name) for name in _SHARED}
         options |= dict(
-            reward_funcs=rewards.names,
-            reward_weights=rewards.weights,
+            reward_funcs=_IN_SCRIPT if rewards is None else rewards.names,
+            reward_weights=None if rewards is None else rewards.weights,
             steps_per_generation=self._steps_per_generation(),
             top_k=max(0, args.top_k or 0),  # vLLM's -1 is all tokens
             min_p=args.min_p or 0.0,
@@ -252,9 +269,12 @@ class RewardedTrainer(PreferenceTrainer):
         }
         return ObjectiveConfig("grpo", **options)
 
-    def _rewards(self) -> RewardFunctions:
+    def _rewards(self) -> RewardFunctions | None:
         """The script's reward functions as the objective calls them, with their weights and with `trainer_state`,
-        `log_extra` and `log_metric`, which TRL passes to them."""
+        `log_extra` and `log_metric`, which TRL passes to them. None if there are none, because environments or the
+        rollout function give the reward."""
+        if not self._functions:
+            return None
         name = type(self).__name__
         idle = {key: functools.partial(_not_logged, name, key) for key in ("log_extra", "log_metric")}
         also = {"trainer_state": getattr(self, "state", None), **idle}
@@ -327,9 +347,23 @@ class RewardedTrainer(PreferenceTrainer):
             config,
             end_tokens(module, self.tokenizer),
             module.config.context_length,
-            self._rewards(),
-            self._reference(objective),
+            OwnParts(
+                self._rewards(),
+                self._tools,
+                None if self._rollout_func is None else self._rollout,
+                getattr(self.args, "max_tool_calling_iterations", None),
+                self._reference(objective),
+            ),
         )
+
+    def _rollout(self, prompts: list[Turns], model: RolloutModel) -> Mapping[str, Sequence]:
+        """Calls the script's rollout_func with the prompts and this trainer. model: what it can sample with."""
+        assert self._rollout_func is not None
+        self.rollout_model = model
+        try:
+            return self._rollout_func(prompts, self)
+        finally:
+            self.rollout_model = None
 
     def _run(self, config: TrainConfig, callbacks: Sequence[Callback] = ()) -> Trainer:
         """A jaxtune Trainer of a run with this config, which trains on sampled answers."""
@@ -350,6 +384,26 @@ class RewardedTrainer(PreferenceTrainer):
             f"{type(self).__name__}: evaluate is not supported. Instead: the rewards that every step logs, or answers "
             "of model.generate to held-out prompts"
         )
+
+
+def generate_rollout_completions(trainer: RewardedTrainer, prompts: Sequence[Turns]) -> list[dict[str, object]]:
+    """Samples an answer to each prompt in a rollout_func, as TRL's function of this name (trl.experimental.openenv)
+    does: a dict with `prompt_ids`, `completion_ids`, `logprobs` and `text` for each.
+
+    Args:
+      trainer: the trainer that rollout_func got.
+      prompts: texts, or lists of messages.
+    Raises:
+      ValueError: it is called outside of rollout_func.
+    """
+    model = trainer.rollout_model
+    if model is None:
+        raise ValueError("generate_rollout_completions: it is called in a trainer's rollout_func")
+    ids = [model.encode(prompt) for prompt in prompts]
+    return [
+        {"prompt_ids": own, "completion_ids": row.ids, "logprobs": row.logprobs, "text": model.decode(row.ids)}
+        for own, row in zip(ids, model.generate(ids), strict=True)
+    ]
 
 
 def _not_logged(trainer: str, name: str, *_: object) -> None:

@@ -128,9 +128,67 @@ def test_what_has_no_counterpart_is_refused(workplace, settings, told):
         trainer_of(**settings)
 
 
-def test_tools_are_refused_by_name(workplace):
-    with pytest.raises(ValueError, match="GRPOTrainer: tools = .* is not supported"):
-        compat.GRPOTrainer(adapted(), [length], compat.GRPOConfig(num_generations=2), ROWS, tools=[print])
+TOOLS = (
+    "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+class Dice:
+    """An environment as TRL's, with a reward of its own."""
+
+    def reset(self, **row):
+        self.row = row
+
+    def roll(self, sides: int) -> int:
+        """Rolls a die.
+
+        Args:
+            sides: of the die.
+        """
+        return sides
+
+    def get_reward(self) -> float:
+        return float(self.row["level"])
+
+
+def asked(**arguments) -> compat.GRPOTrainer:
+    """A trainer of two steps whose prompts are messages, with a template that can call tools."""
+    rows = [{"prompt": [{"role": "user", "content": "Go."}], "level": level} for level in range(4)]
+    args = compat.GRPOConfig(
+        num_generations=2, per_device_train_batch_size=4, max_completion_length=6, max_steps=2, output_dir="with_tools"
+    )
+    model = adapted()
+    model.tokenizer.chat_template = TOOLS
+    return compat.GRPOTrainer(model, args=args, train_dataset=rows, processing_class=model.tokenizer, **arguments)
+
+
+def test_tools_and_environments_run(workplace):
+    with pytest.raises(ValueError, match="two tools have one name"):
+        asked(tools=[Dice().roll], environment_factory=Dice)
+    trainer = asked(environment_factory=Dice)
+    trainer.train()
+    line = trainer.state.log_history[0]
+    assert {"rewards/Dice/mean", "tools/call_frequency", "tools/failure_frequency"} <= set(line)
+    assert "roll" in trainer.tokenizer.decode(trainer._prepared.batches.prompts[0].ids)
+
+
+def test_a_rollout_function_samples_with_the_trainer(workplace):
+    def play(prompts, trainer):
+        found = compat.generate_rollout_completions(trainer, prompts)
+        return {name: [one[name] for one in found] for name in ("prompt_ids", "completion_ids", "logprobs")} | {
+            "reward": [float(len(one["text"])) for one in found]
+        }
+
+    trainer = asked(rollout_func=play)
+    trainer.train()
+    assert "rewards/rollout_reward/mean" in trainer.state.log_history[0]
+    with pytest.raises(ValueError, match="called in a trainer's rollout_func"):
+        compat.generate_rollout_completions(trainer, ["x"])
+    with pytest.raises(ValueError, match="leave out tools and environment_factory"):
+        asked(rollout_func=play, environment_factory=Dice)
 
 
 def test_the_reference_is_the_base_or_a_copy_of_a_trained_adapter(workplace, capsys):

@@ -19,6 +19,7 @@ from jaxtune.train.callbacks import Callback
 from jaxtune.train.config import CheckpointConfig, ConfigError, DataConfig, OptimConfig
 from jaxtune.train.config.file import load_config
 from jaxtune.train.config.objective import ObjectiveConfig
+from jaxtune.train.objectives.answering import OneTurn, Sampling
 from jaxtune.train.objectives.grpo import Answers, PolicyLoss, grpo_loss, rloo_loss
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.packed_answers import OLD_LOGPS, SAMPLED_LOGPS, Answer, Prompt
@@ -47,11 +48,10 @@ def source_of(objective: GRPO, count: int = 5, length: int = 40, **options) -> S
         for index, size in enumerate(draw.integers(1, 9, count))
     ]
     rewards = RewardFunctions.of([score_of_even_tokens])
-    settings = dict(answers_per_step=8, length=length, seed=3, decode=str, ends=[1]) | options
-    weights = np.array(rewards.weights)
-    return SampledAnswers(
-        prompts, rewards, objective.settings, functools.partial(objective.advantages, weights=weights), **settings
-    )
+    settings = dict(answers_per_step=8, length=length, seed=3) | options
+    advantages = functools.partial(objective.advantages, weights=np.array(rewards.weights))
+    answering = OneTurn(Sampling(objective.settings, (1,), str))
+    return SampledAnswers(prompts, rewards, objective.settings, advantages, answering, **settings)
 
 
 def some_answers(source: SampledAnswers, count: int = 8) -> list[Answer]:

@@ -98,6 +98,7 @@ class Sampler:
         need more dispatches; each value needs a program of its own.
       prefill_tokens: the most tokens that one program prefills, and that are prefilled between two rounds while at
         least half of the slots decode, so that these rows do not stall.
+      prefills_alone: prefills each prompt in a program of its own, so that a row's bits do not depend on others'.
     Attributes:
       plan: the SlotPlan in use: `plan.slots`, `plan.length` and `plan.bytes`.
     Raises:
@@ -116,6 +117,7 @@ class Sampler:
         deterministic: bool = False,
         tokens_per_round: int = 8,
         prefill_tokens: int = 2048,
+        prefills_alone: bool = False,
     ):
         for name, value in (("tokens_per_round", tokens_per_round), ("prefill_tokens", prefill_tokens)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -133,10 +135,9 @@ class Sampler:
         self.plan: SlotPlan = plan_slots(
             self._bytes, self.config.context_length, room_bytes(memory_share), slots, length, most_slots
         )
-        self._deterministic = deterministic
-        self._steps, self._room_per_round = tokens_per_round, prefill_tokens
-        count = self.plan.slots
-        self._prefills = Prefills(self._programs, self._structure, self._shapes, prefill_tokens, one=deterministic)
+        self._deterministic, self._steps, self._room_per_round = deterministic, tokens_per_round, prefill_tokens
+        count, one = self.plan.slots, deterministic or prefills_alone
+        self._prefills = Prefills(self._programs, self._structure, self._shapes, prefill_tokens, one=one)
         self._waiting: collections.deque[Request] = collections.deque()
         self._requests: dict[int, Request] = {}  # requests that are not done
         self._slots: list[Request | None] = [None] * count

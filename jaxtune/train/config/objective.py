@@ -25,7 +25,17 @@ _OPTIONS = {
     "distill": ("teacher", "teacher_load_in", "beta", "temperature", "on_policy", "sampling_temperature", *_DRAWN),
 }
 # The options that all objectives over rewards of sampled answers share; their defaults are in train/objectives.
-_REWARDED = ("reward_funcs", "reward_weights", "reward_timeout", "reward_errors")
+_REWARDED = (
+    "reward_funcs",
+    "reward_weights",
+    "reward_timeout",
+    "reward_errors",
+    "tools",
+    "environment_factory",
+    "rollout_func",
+    "tool_timeout",
+    "max_tool_calling_iterations",
+)
 _SAMPLED = (
     "num_generations",
     "max_completion_length",
@@ -126,6 +136,17 @@ class ObjectiveConfig:
         Literal["stop", "skip"] | None,
         "What an exception of a reward function does: stop (default), or skip the answer.",
     ] = None
+    tools: Annotated[
+        tuple[str, ...] | None, "Functions that the model may call while it answers: file.py:function."
+    ] = None
+    environment_factory: Annotated[
+        str | None, "file.py:Class of environments, whose methods are tools; each answer has its own."
+    ] = None
+    rollout_func: Annotated[str | None, "file.py:function that samples whole answers, in any turns."] = None
+    tool_timeout: Annotated[float | None, "Seconds that a call of a tool may take (no limit)."] = None
+    max_tool_calling_iterations: Annotated[
+        int | None, "The most turns of an answer in which tools are called (no limit)."
+    ] = None
     num_generations: Annotated[
         int | None, "Answers to each prompt; rows_per_step counts answers (grpo: 8; rloo: 2)."
     ] = None
@@ -202,10 +223,11 @@ class ObjectiveConfig:
             f"{self.name} has no such loss; see --help",
         )
         require(
-            self.name not in ("grpo", "rloo") or bool(self.reward_funcs),
+            self.name not in ("grpo", "rloo")
+            or bool(self.reward_funcs or self.environment_factory or self.rollout_func),
             "objective.reward_funcs",
             self.reward_funcs,
-            f"{self.name} needs at least one, as in [rewards.py:is_right]",
+            f"{self.name} needs at least one, as in [rewards.py:is_right], or an environment with get_reward",
         )
         require(
             self.name != "distill" or bool(self.teacher),
@@ -220,6 +242,14 @@ class ObjectiveConfig:
             "the base is loaded as the model is (model.load_in); leave it out",
         )
         require(
+            self.rollout_func is None or not (self.tools or self.environment_factory),
+            "objective.rollout_func",
+            self.rollout_func,
+            "it samples answers itself, with its own tools; leave out objective.tools and environment_factory",
+        )
+        positive("objective.tool_timeout", self.tool_timeout)
+        positive("objective.max_tool_calling_iterations", self.max_tool_calling_iterations)
+        require(
             self.loss_type == "sigmoid" or not self.label_smoothing,
             "objective.label_smoothing",
             self.label_smoothing,
@@ -227,9 +257,14 @@ class ObjectiveConfig:
         )
 
     @property
+    def of_source(self) -> tuple[str, ...]:
+        """The names of the options that belong to the source of sampled answers, and not to the objective's class."""
+        return _REWARDED
+
+    @property
     def options(self) -> dict[str, Any]:
         """The options of this objective that are set, {name: value}: the keyword arguments of its class, and for grpo
-        and rloo the options of reward functions (reward_...). Options that are None have the defaults of the class."""
+        and rloo those of reward functions and tools (`of_source`). Options that are None have the class's defaults."""
         named = {name: getattr(self, name) for name in _OPTIONS[self.name]}
         if self.name == "grpo" and self.loss_type == "sigmoid":  # the default, which is dpo's
             del named["loss_type"]

@@ -21,14 +21,14 @@ SAMPLING: dict[str, Any] = {kind.name: kind for kind in (GRPO, RLOO)}
 
 
 def objective_of(config: TrainConfig) -> Objective:
-    """The objective that config.objective.name selects, constructed with the options of that section (those that name
-    reward functions belong to the batch source instead). Raises ValueError for an option that is out of its range."""
+    """The objective that config.objective.name selects, constructed with the options of that section (those of reward
+    functions and tools belong to the batch source instead). Raises ValueError for an option out of its range."""
     wanted = config.objective
     if wanted.name == "sft":
         return SUPERVISED
     if wanted.name == Distill.name:
         return Distill.of(**{name: value for name, value in wanted.options.items() if name != "teacher_load_in"})
     if wanted.name in SAMPLING:
-        options = {name: value for name, value in wanted.options.items() if not name.startswith("reward_")}
+        options = {name: value for name, value in wanted.options.items() if name not in wanted.of_source}
         return SAMPLING[wanted.name].of(**options)
     return PREFERENCES[wanted.name](**wanted.options)

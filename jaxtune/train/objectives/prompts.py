@@ -5,32 +5,43 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.ends import end_token_ids
 from jaxtune.train.config import ConfigError, DataConfig, TrainConfig
+from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.data.formats import Example, detect_format, normalize, refuse_media
 from jaxtune.train.data.reading import open_sources
 from jaxtune.train.data.row_errors import RowError
 from jaxtune.train.data.templates import RowEncoder
-from jaxtune.train.objectives.packed_answers import Prompt
+from jaxtune.train.end_tokens import turn_end
+from jaxtune.train.objectives.answering import Answering, OneTurn, Sampling, ToolTurns
+from jaxtune.train.objectives.packed_answers import Prompt, Settings
 from jaxtune.train.objectives.policy import GRPO, log_probs_of, reference_log_probs
-from jaxtune.train.objectives.reward_functions import RewardFunctions, Turns
+from jaxtune.train.objectives.reward_functions import Message, RewardFunctions, Turns, rollout_reward
+from jaxtune.train.objectives.rollout_function import RolloutFunc, RolloutFunction
 from jaxtune.train.objectives.rollouts import SampledAnswers, Score
+from jaxtune.train.objectives.tool_formats import ToolFormat
+from jaxtune.train.objectives.tools import Tools
+from jaxtune.train.objectives.user_functions import load_from_file
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ANSWER = "answer"  # the column in which reward functions get a row's own answer
 
 
 def read_prompts(
     rows: object,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     data: DataConfig,
     most_tokens: int,
     key: str = "data.train",
     beside: str = "objective.max_completion_length data.length leaves",
+    tools: Tools | None = None,
 ) -> list[Prompt]:
     """The prompts of rows.
 
@@ -45,12 +56,13 @@ def read_prompts(
       key: the config key that names the rows, for errors.
       beside: what takes the rest of the room and what gives it, in words, for the error about a prompt that is too
         long: "beside ... room for N".
+      tools: the tools that prompts describe, by the chat template; None are none.
     Raises:
       ConfigError: no row has a prompt; or a row cannot be read or its prompt is too long, unless data.on_bad_row is
         "skip". The message names the row's file and line.
     """
     encoder = RowEncoder(tokenizer, template=data.template)
-    return read_each(rows, data, key, lambda row: prompt_of(row, encoder, most_tokens, beside))
+    return read_each(rows, data, key, lambda row: prompt_of(row, encoder, most_tokens, beside, tools))
 
 
 def read_each[T](rows: object, data: DataConfig, key: str, make: Callable[[Mapping[str, object]], T]) -> list[T]:
@@ -92,8 +104,7 @@ def sampled_answers(
     config: TrainConfig,
     ends: Sequence[int],
     positions: int,
-    rewards: RewardFunctions | None = None,
-    reference: Score | None = None,
+    own: OwnParts | None = None,
 ) -> SampledAnswers:
     """The batch source of a run that learns from rewards: it samples answers and scores them.
 
@@ -104,41 +115,112 @@ def sampled_answers(
       config: the config of the run.
       ends: the token ids that end an answer.
       positions: the most tokens of a prompt and its answer that the model allows.
-      rewards: the reward functions; None takes those that config.objective names.
-      reference: computes log-probabilities under the reference; None is the model with its adapter off.
+      own: functions of a script, in place of those that config.objective names; None takes the config's.
     Raises:
-      ConfigError: rows, rewards or lengths do not fit.
+      ConfigError: rows, functions or lengths do not fit.
     """
-    data, settings, wanted = config.data, objective.settings, config.objective
+    data, settings = config.data, objective.settings
     length = min(data.length, positions)
+    own = OwnParts.named(config.objective) if own is None else own
+    rewards, reference = own.rewards, own.reference
+    if own.tools is not None:
+        rewards = own.tools.rewards(rewards)
     if rewards is None:
-        rewards = RewardFunctions.named(
-            wanted.reward_funcs or (),
-            wanted.reward_weights,
-            timeout_seconds=wanted.reward_timeout,
-            errors=wanted.reward_errors or "stop",
-        )
+        rewards = RewardFunctions.of([rollout_reward])
     weights = np.asarray(rewards.weights, np.float32)
     if reference is None and objective.penalises:
         reference = functools.partial(reference_log_probs, settings.temperature)
-    prompts = read_prompts(rows, tokenizer, data, length - settings.max_completion_length)
+    prompts = read_prompts(rows, tokenizer, data, length - settings.max_completion_length, tools=own.tools)
     return SampledAnswers(
         prompts,
         rewards,
         settings,
         functools.partial(objective.advantages, weights=weights),
+        _answering(own, settings, tokenizer, config, ends, length),
         answers_per_step=config.rows_per_step,
         length=data.length,
         seed=config.seed,
-        decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
-        ends=ends,
         score=functools.partial(log_probs_of, settings.temperature) if objective.reuses else None,
         reference=reference,
         penalises=objective.penalises,
     )
 
 
-def prompt_of(value: Mapping[str, object], encoder: RowEncoder, most_tokens: int, beside: str) -> Prompt:
+@dataclasses.dataclass(frozen=True)
+class OwnParts:
+    """The functions of the user's code that a run with sampled answers calls."""
+
+    rewards: RewardFunctions | None = None
+    """The reward functions; None if the environments or the rollout function give the reward."""
+    tools: Tools | None = None
+    """The tools and environments; None if the model calls none."""
+    rollout: RolloutFunc | None = None
+    """Samples the answers; None if the run does."""
+    most_iterations: int | None = None
+    """The most turns of an answer in which tools are called; None is no limit."""
+    reference: Score | None = None
+    """Computes log-probabilities under the reference; None is the model with its adapter off."""
+
+    @classmethod
+    def named(cls, wanted: ObjectiveConfig) -> OwnParts:
+        """The functions that a config names. Raises ConfigError if one cannot be loaded."""
+        rewards = None
+        if wanted.reward_funcs:
+            rewards = RewardFunctions.named(
+                wanted.reward_funcs,
+                wanted.reward_weights,
+                timeout_seconds=wanted.reward_timeout,
+                errors=wanted.reward_errors or "stop",
+            )
+        tools = None
+        if wanted.tools or wanted.environment_factory:
+            tools = Tools.named(wanted.tools or (), wanted.environment_factory, wanted.tool_timeout)
+        rollout = None
+        if wanted.rollout_func is not None:
+            rollout = load_from_file(wanted.rollout_func, "objective.rollout_func")
+        return cls(rewards, tools, rollout, wanted.max_tool_calling_iterations)
+
+
+def _answering(
+    own: OwnParts,
+    settings: Settings,
+    tokenizer: PreTrainedTokenizerBase,
+    config: TrainConfig,
+    ends: Sequence[int],
+    length: int,
+) -> Answering:
+    """How the answers of a run are sampled: by its rollout function, with its tools, or in one turn. length: the most
+    tokens of a prompt with its answer; the other arguments are those of `sampled_answers`."""
+    encoder = RowEncoder(tokenizer, template=config.data.template)
+    if own.tools is not None:  # a turn that calls tools ends as the template ends it, whatever the model's files say
+        ends = [*ends, *(token for token in [turn_end(tokenizer)] if token is not None)]
+    sampling = Sampling(
+        settings, tuple(sorted(set(ends))), lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True))
+    )
+    if own.rollout is not None:
+
+        def encoded(prompt: Turns) -> tuple[int, ...]:
+            text = prompt if isinstance(prompt, str) else None
+            messages = [{"role": "user", "content": text}] if isinstance(prompt, str) else list(prompt)
+            example = Example(prompt=text, messages=messages)
+            return tuple(map(int, encoder.encode_prompt(example)))
+
+        return RolloutFunction(own.rollout, sampling, encoded, length)
+    if own.tools is None:
+        return OneTurn(sampling)
+    tools = own.tools
+
+    def with_tools(messages: Sequence[Message], columns: Mapping[str, object]) -> tuple[int, ...]:
+        example = Example(messages=list(messages), tools=tools.schemas(columns) or None)
+        return tuple(map(int, encoder.encode_prompt(example)))
+
+    form = ToolFormat(tokenizer, config.data.template, sampling.ends)
+    return ToolTurns(sampling, tools, form, with_tools, length, own.most_iterations)
+
+
+def prompt_of(
+    value: Mapping[str, object], encoder: RowEncoder, most_tokens: int, beside: str, tools: Tools | None = None
+) -> Prompt:
     """The prompt of a row, tokenised as in training, with the row's other columns.
 
     Args:
@@ -146,8 +228,9 @@ def prompt_of(value: Mapping[str, object], encoder: RowEncoder, most_tokens: int
       encoder: tokenises with the chat template of the run.
       most_tokens: the most tokens that the prompt may have.
       beside: what limits a prompt, in words for the error.
+      tools: the tools that the prompt describes, or None.
     Raises:
-      RowError: the row has no prompt, or it is empty or too long.
+      RowError: the row has no prompt, or it is empty or too long; or it is a text, which cannot describe tools.
     """
     refuse_media(value)
     given = value.get("prompt")
@@ -174,6 +257,10 @@ def prompt_of(value: Mapping[str, object], encoder: RowEncoder, most_tokens: int
         if example.completion:
             columns.setdefault(ANSWER, example.completion)
             example = dataclasses.replace(example, completion="")
+    if tools is not None:
+        if isinstance(shown, str):
+            raise RowError("its prompt is a text; a prompt with objective.tools is a list of messages")
+        example = dataclasses.replace(example, tools=tools.schemas(columns) or None)
     ids = tuple(int(token) for token in encoder.encode_prompt(example))
     if not ids:
         raise RowError("its prompt is empty")

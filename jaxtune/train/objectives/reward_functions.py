@@ -15,27 +15,25 @@ run side by side.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-import importlib.util
-import inspect
 import logging
 import math
 import re
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from jaxtune.train.config import ConfigError
+from jaxtune.train.objectives.user_functions import EventLoop, arguments, in_words, is_async, load_from_file
 
 logger = logging.getLogger(__name__)
 type RewardFunction = Callable[..., Any]
-# A prompt or a completion: text, or messages with their roles and contents.
-type Turns = str | list[dict[str, Any]]
+# A message of a conversation: its role, its content, and what else chat templates read.
+type Message = dict[str, Any]
+# A prompt or a completion: text, or messages.
+type Turns = str | list[Message]
 _KEY = "objective.reward_funcs"
 _SHOWN = 200  # characters of a prompt or an answer in a message
 
@@ -70,7 +68,7 @@ class Sampled:
         prompts: Sequence[Turns],
         columns: Sequence[Mapping[str, object]],
         completion_ids: Sequence[Sequence[int]],
-        texts: Sequence[str],
+        texts: Sequence[Turns],
     ) -> Sampled:
         """Makes the arguments of reward functions from answers as texts. All arguments have one entry for each answer.
 
@@ -78,10 +76,10 @@ class Sampled:
           prompts: the prompts; an answer to messages becomes a completion of one message of the assistant.
           columns: the rows' other columns, {name: value}; a column that a row lacks is None there.
           completion_ids: the token ids of the answers.
-          texts: the answers.
+          texts: the answers; one that is a list of messages already, because tools were called in it, stays so.
         """
         completions: list[Turns] = [
-            text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+            text if isinstance(prompt, str) or not isinstance(text, str) else [{"role": "assistant", "content": text}]
             for prompt, text in zip(prompts, texts, strict=True)
         ]
         names = dict.fromkeys(name for own in columns for name in own)
@@ -183,9 +181,9 @@ class RewardFunctions:
           RewardError: a function failed (errors = "stop"), took too long, or returned no list of numbers.
         """
         sampled = dataclasses.replace(sampled, also=self.also)
-        with _EventLoop() as loop:
+        with EventLoop() as loop:
             waiting = [
-                loop.started(function, sampled) if inspect.iscoroutinefunction(_called(function)) else None
+                loop.start(function, _given(function, sampled)) if is_async(function) else None
                 for function in self.functions
             ]
             found = [
@@ -195,7 +193,7 @@ class RewardFunctions:
         return np.stack(found, axis=1)
 
     def _rewards(
-        self, loop: _EventLoop, function: RewardFunction, name: str, sampled: Sampled, future: Future | None
+        self, loop: EventLoop, function: RewardFunction, name: str, sampled: Sampled, future: Future | None
     ) -> np.ndarray:
         """float32[answers]: the rewards of one function, NaN where it does not apply.
 
@@ -207,7 +205,7 @@ class RewardFunctions:
         Raises:
           RewardError: the function failed (errors = "stop"), took too long, or returned no list of numbers.
         """
-        future = loop.in_thread(function, sampled) if future is None else future
+        future = loop.start(function, _given(function, sampled)) if future is None else future
         try:
             return _checked(name, future.result(self.timeout_seconds), len(sampled))
         except TimeoutError:
@@ -222,7 +220,7 @@ class RewardFunctions:
         except Exception:
             return self._one_by_one(loop, function, name, sampled)
 
-    def _one_by_one(self, loop: _EventLoop, function: RewardFunction, name: str, sampled: Sampled) -> np.ndarray:
+    def _one_by_one(self, loop: EventLoop, function: RewardFunction, name: str, sampled: Sampled) -> np.ndarray:
         """float32[answers]: the rewards of `function`, which failed with all answers at once and is called with one
         answer of `sampled` at a time to find the answers that it fails for. Those are NaN (errors = "skip"), or
         RewardError is raised for the first one (errors = "stop"). loop: runs the function. name: its name, for
@@ -230,9 +228,9 @@ class RewardFunctions:
         values = np.full(len(sampled), np.nan, np.float32)
         failed: list[tuple[int, Exception]] = []
         for index in range(len(sampled)):
-            call = loop.started if inspect.iscoroutinefunction(_called(function)) else loop.in_thread
             try:
-                values[index] = _checked(name, call(function, sampled.only(index)).result(self.timeout_seconds), 1)[0]
+                future = loop.start(function, _given(function, sampled.only(index)))
+                values[index] = _checked(name, future.result(self.timeout_seconds), 1)[0]
             except Exception as error:
                 failed.append((index, error))
                 if self.errors == "stop":
@@ -241,7 +239,7 @@ class RewardFunctions:
             index, error = failed[0] if failed else (0, None)
             alone = "" if failed else "; each answer alone it rewards without an error"
             raise RewardError(
-                f"reward function {name} failed{alone}: {_in_words(error)}\n"
+                f"reward function {name} failed{alone}: {in_words(error)}\n"
                 f"  prompt: {_shortened(sampled.prompts[index])}\n  answer: {_shortened(sampled.completions[index])}\n"
                 "objective.reward_errors=skip leaves such answers without this reward"
             ) from error
@@ -251,93 +249,34 @@ class RewardFunctions:
                 name,
                 len(failed),
                 len(sampled),
-                _in_words(failed[0][1]),
+                in_words(failed[0][1]),
             )
         return values
 
 
 def load_function(name: str, key: str = _KEY) -> RewardFunction:
-    """The reward function that a recipe names: `file.py:function`, whose file is run here, or a name in READY.
+    """The reward function that a recipe names: `file.py:function` (`load_from_file`), or a name in READY.
 
     Args:
-      name: the name; a relative path is looked for in the current folder, as the recipe's other paths are.
+      name: the name.
       key: the config key that has the name, for errors.
     Raises:
-      ConfigError: there is no such file or function, or running the file raises an exception.
+      ConfigError: there is no such function.
     """
-    path, separator, wanted = name.rpartition(":")
-    if not separator:
+    if ":" not in name:
         if name not in READY:
             raise ConfigError(
                 f"{key}: {name!r} is no ready function ({', '.join(READY)}); a function of your own is file.py:function"
             )
         return READY[name]
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise ConfigError(f"{key}: {name!r}: there is no file {file}")
-    spec = importlib.util.spec_from_file_location(f"jaxtune_rewards_{file.stem}", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ConfigError(f"{key}: {file} does not run: {_in_words(error)}") from error
-    function = getattr(module, wanted, None)
-    if not callable(function):
-        own = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        raise ConfigError(f"{key}: {file} has no function {wanted!r}; it has {', '.join(own) or 'none'}")
-    return function
+    return load_from_file(name, key)
 
 
-class _EventLoop:
-    """A context with an event loop in a daemon thread, which runs reward functions so that they can time out."""
-
-    def __enter__(self) -> _EventLoop:
-        """Starts the event loop in its thread."""
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Stops the event loop; calls that still run in threads are not waited for."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-
-    def started(self, function: RewardFunction, sampled: Sampled) -> Future:
-        """Calls the async reward function `function` with the answers `sampled` in the event loop, and returns at once
-        the future of what it returns, so that several functions run side by side."""
-        return asyncio.run_coroutine_threadsafe(_called(function)(**_arguments(function, sampled)), self._loop)
-
-    def in_thread(self, function: RewardFunction, sampled: Sampled) -> Future:
-        """Calls the reward function `function` with the answers `sampled` in a new daemon thread, and returns at once
-        the future of what it returns, so that the caller can stop waiting for it."""
-        result: Future = Future()
-
-        def run() -> None:
-            try:
-                result.set_result(function(**_arguments(function, sampled)))
-            except BaseException as error:
-                result.set_exception(error)
-
-        threading.Thread(target=run, name="reward", daemon=True).start()
-        return result
-
-
-def _called(function: RewardFunction) -> RewardFunction:
-    """`function` itself, or the method __call__ of a callable object: what shows whether the reward function is
-    async."""
-    return function if inspect.isroutine(function) else function.__call__
-
-
-def _arguments(function: RewardFunction, sampled: Sampled) -> dict[str, object]:
-    """The keyword arguments with which a reward function is called: of all that `sampled` has (prompts, completions,
-    columns, ...), those that its parameters name, or all if it has **columns."""
+def _given(function: RewardFunction, sampled: Sampled) -> dict[str, object]:
+    """The keyword arguments with which a reward function is called, of all that `sampled` has (prompts, completions,
+    columns, ...)."""
     given = dict(prompts=sampled.prompts, completions=sampled.completions, completion_ids=sampled.completion_ids)
-    given = {**sampled.columns, **sampled.also, **given}
-    parameters = inspect.signature(function).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return given
-    return {name: value for name, value in given.items() if name in {parameter.name for parameter in parameters}}
+    return arguments(function, {**sampled.columns, **sampled.also, **given})
 
 
 def _checked(name: str, values: Any, count: int) -> np.ndarray:
@@ -362,11 +301,6 @@ def _checked(name: str, values: Any, count: int) -> np.ndarray:
     return found
 
 
-def _in_words(error: BaseException | None) -> str:
-    """The exception `error` as "Type: message"; "unknown" for None."""
-    return "unknown" if error is None else f"{type(error).__name__}: {error}"
-
-
 def _shortened(value: Turns) -> str:
     """The text of `value`, a prompt or an answer, with the contents of messages joined by line breaks, cut after
     `_SHOWN` characters."""
@@ -378,9 +312,9 @@ def _shortened(value: Turns) -> str:
 
 
 def text_of(completion: Turns) -> str:
-    """The text of a completion, which is text or a list of messages, whose contents are joined without a separator, so
-    that a reward function works for both."""
-    return completion if isinstance(completion, str) else "".join(str(m.get("content") or "") for m in completion)
+    """The text of a completion, so that a reward function works for completions that are text and for lists of
+    messages, of which the last one is the answer and those before it call tools."""
+    return completion if isinstance(completion, str) else str((completion or [{}])[-1].get("content") or "")
 
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
@@ -435,6 +369,12 @@ def brevity(completion_ids: list[list[int]], **columns: object) -> list[float]:
     return [-len(ids) / 1000 for ids in completion_ids]
 
 
+def rollout_reward(reward: list[float | None], **columns: object) -> list[float | None]:
+    """The rewards that a rollout function returned as `reward`."""
+    return list(reward)
+
+
 READY: dict[str, RewardFunction] = {
-    function.__name__: function for function in (exact_number, exact_match, tagged_format, regex, brevity)
+    function.__name__: function
+    for function in (exact_number, exact_match, tagged_format, regex, brevity, rollout_reward)
 }

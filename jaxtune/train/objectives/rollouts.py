@@ -21,10 +21,10 @@ import numpy as np
 from flax import nnx
 
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.generation.sampler import Sampler
 from jaxtune.train.config import ConfigError
 from jaxtune.train.data.batches import Batch, BatchSource, Json, epoch_order
 from jaxtune.train.objectives.answer_report import measured, screen_lines
+from jaxtune.train.objectives.answering import Answering
 from jaxtune.train.objectives.packed_answers import (
     OLD_LOGPS,
     REFERENCE_LOGPS,
@@ -62,11 +62,10 @@ class SampledAnswers(BatchSource):
       rewards: the reward functions.
       settings: how answers are sampled.
       advantages: computes advantages from rewards.
+      answering: samples the answers of a generation.
       answers_per_step: the number of answers in a step.
       length: the number of tokens in a row.
       seed: of sampling and of the order of prompts.
-      decode: decodes token ids to text.
-      ends: the token ids that end an answer.
       score: computes log-probabilities under the model that it is given. If it is set, batches have OLD_LOGPS.
       reference: computes log-probabilities under the reference of the model that it is given. If it is set, batches
         have REFERENCE_LOGPS, or, if `penalises`, `advantages` gets the divergences of the answers.
@@ -83,12 +82,11 @@ class SampledAnswers(BatchSource):
         rewards: RewardFunctions,
         settings: Settings,
         advantages: Advantages,
+        answering: Answering,
         *,
         answers_per_step: int,
         length: int,
         seed: int,
-        decode: Callable[[Sequence[int]], str],
-        ends: Sequence[int],
         score: Score | None = None,
         reference: Score | None = None,
         penalises: bool = False,
@@ -107,7 +105,7 @@ class SampledAnswers(BatchSource):
             )
         self.prompts, self.rewards, self.settings, self.advantages = prompts, rewards, settings, advantages
         self.answers_per_step, self.seed = answers_per_step, seed
-        self._length, self._decode, self._ends, self._score = length, decode, sorted(ends), score
+        self._length, self.answering, self._score = length, answering, score
         self._reference, self._penalises = reference, penalises
         full = length // (longest + settings.max_completion_length)
         self.rows_per_step = -(-answers_per_step // full)
@@ -202,7 +200,11 @@ class SampledAnswers(BatchSource):
         digest = 0
         for prompt in self.prompts:
             digest = zlib.crc32(np.asarray(prompt.ids, np.int32).tobytes(), digest)
-        return {"prompts": len(self.prompts), "tokens_crc32": digest, "rewards": list(self.rewards.names)}
+        found: dict[str, Json] = {"prompts": len(self.prompts), "tokens_crc32": digest}
+        found["rewards"] = [*self.rewards.names]
+        if self.answering.tool_names:
+            found["tools"] = [*self.answering.tool_names]
+        return found
 
     def described(self, total_steps: int) -> list[str]:
         settings, group = self.settings, self.settings.num_generations
@@ -215,6 +217,7 @@ class SampledAnswers(BatchSource):
             f"prompts: {len(self.prompts):,}, of at most {max(len(p.ids) for p in self.prompts):,} tokens; answers of "
             f"at most {settings.max_completion_length:,}",
             f"{total_steps:,} steps of {each}{used}; rewards: {', '.join(self.rewards.names)}",
+            *([f"tools: {', '.join(self.answering.tool_names)}"] if self.answering.tool_names else []),
         ]
 
     def news(self) -> list[str]:
@@ -241,32 +244,29 @@ class SampledAnswers(BatchSource):
         # The weights are waited for, so that the memory of the step before is free and counts as room for slots.
         jax.block_until_ready(jax.tree.leaves(nnx.state(model)))
         settings, started = self.settings, time.monotonic()
-        prompts = [index for index in self._chosen(number) for _ in range(settings.num_generations)]
-        longest = max(len(self.prompts[index].ids) for index in prompts)
-        sampler = Sampler(
-            model,
-            length=longest + settings.max_completion_length,
-            most_slots=min(settings.slots, len(prompts)),
-        )
-        rows = sampler.run(
-            [self.prompts[index].ids for index in prompts],
-            settings.max_completion_length,
-            settings.temperature,
-            seed=[_seed(self.seed, number, place) for place in range(len(prompts))],
-            top_k=settings.top_k,
-            top_p=settings.top_p,
-            min_p=settings.min_p,
-            repetition_penalty=settings.repetition_penalty,
-            eos_token_ids=self._ends,
-            scaled_logprobs=True,
+        chosen = [index for index in self._chosen(number) for _ in range(settings.num_generations)]
+        prompts = [self.prompts[index] for index in chosen]
+        found, metrics = self.answering(
+            model, prompts, [_seed(self.seed, number, place) for place in range(len(chosen))]
         )
         made = [
-            Answer(index, self.prompts[index].ids, tuple(row.ids), tuple(row.logprobs), row.finish_reason)
-            for index, row in zip(prompts, rows, strict=True)
+            Answer(
+                index,
+                one.prompt_ids,
+                tuple(one.ids),
+                tuple(one.logps),
+                one.finish_reason,
+                None if one.sampled is None else tuple(one.sampled),
+            )
+            for index, one in zip(chosen, found, strict=True)
         ]
-        del sampler  # frees its caches, for which the step has no room
         sampling = time.monotonic() - started
-        sampled = self._as_rewarded(made)
+        sampled = Sampled.of(
+            [one.shown for one in found],
+            [{**prompt.columns, **one.columns} for prompt, one in zip(prompts, found, strict=True)],
+            [one.ids for one in found],
+            [one.completion for one in found],
+        )
         table = self.rewards(sampled)
         kl = self._divergences(model, made) if self._reference is not None and self._penalises else None
         values = self.advantages(table) if kl is None else self.advantages(table, kl=kl)
@@ -274,7 +274,7 @@ class SampledAnswers(BatchSource):
         times = {"sampling_seconds": sampling, "reward_seconds": time.monotonic() - started - sampling}
         if self._returned is not None:
             times["update_seconds"] = started - self._returned
-        self._metrics[step] = measured(made, table, self.rewards, settings) | times
+        self._metrics[step] = measured(made, table, self.rewards, settings) | metrics | times
         if kl is not None:
             self._metrics[step]["kl"] = float(kl.sum() / max(1, sum(map(self.rows.counted, made))))
         if number % _TOLD_EVERY == 0:
@@ -294,22 +294,6 @@ class SampledAnswers(BatchSource):
                 begin = at + len(own[index].prompt_ids) - 1
                 found[start + index] = apart[row, begin : begin + len(own[index].ids)].sum()
         return found
-
-    def _as_rewarded(self, answers: Sequence[Answer]) -> Sampled:
-        """`answers` in the form that reward functions get: texts and token ids, with the prompts and the columns of
-        their rows."""
-        prompts = [self.prompts[answer.prompt] for answer in answers]
-        return Sampled.of(
-            [prompt.given for prompt in prompts],
-            [prompt.columns for prompt in prompts],
-            [answer.ids for answer in answers],
-            [self._decode(self._without_end(answer)) for answer in answers],
-        )
-
-    def _without_end(self, answer: Answer) -> tuple[int, ...]:
-        """Returns the answer's token ids without its last one if that is an end-of-sequence token (one of `_ends`).
-        Reward functions get the text of these tokens."""
-        return answer.ids[:-1] if answer.ids and answer.ids[-1] in self._ends else answer.ids
 
 
 def _seed(seed: int, generation: int, place: int) -> int:

@@ -1,0 +1,165 @@
+"""Answers that a function of the user's code samples, in as many turns and with whatever it calls between them.
+
+```python
+def play(prompts, model):
+    ids = [model.encode(prompt) for prompt in prompts]
+    rows = model.generate(ids)
+    return {
+        "prompt_ids": ids,
+        "completion_ids": [row.ids for row in rows],
+        "logprobs": [row.logprobs for row in rows],
+        "reward": [float(len(row.ids) < 50) for row in rows],
+    }
+```
+
+It gets the prompts of a generation, each once for each of its answers, and returns lists with one entry for each of
+them: `prompt_ids`, `completion_ids` and `logprobs` (of each token of the completion, at the sampling temperature; 0
+where it was not sampled), and, if some tokens of a completion were not sampled, `env_mask` (1 for those that were). All
+other entries are columns for reward functions; the ready function `rollout_reward` takes the column `reward`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.generation.sampler import Row, Sampler
+from jaxtune.train.config import ConfigError
+from jaxtune.train.objectives.answering import Given, Sampling
+from jaxtune.train.objectives.packed_answers import Prompt
+from jaxtune.train.objectives.reward_functions import Turns
+
+_NEEDED = ("prompt_ids", "completion_ids", "logprobs")
+_MASK = "env_mask"
+_SEED_BITS = 0x7FFFFFFF
+
+
+class RolloutModel:
+    """What a rollout function samples with: the model that is trained, with the run's sampling options.
+
+    Args:
+      model: the model.
+      sampling: the options.
+      length: the most tokens of a row.
+      encode: turns a prompt into token ids.
+      seed: decides what is drawn.
+    """
+
+    def __init__(
+        self, model: Decoder, sampling: Sampling, length: int, encode: Callable[[Turns], tuple[int, ...]], seed: int
+    ):
+        self._sampling, self._encode, self._seed, self._calls = sampling, encode, seed, 0
+        self._sampler = Sampler(model, length=length, most_slots=sampling.settings.slots)
+
+    def encode(self, prompt: Turns) -> list[int]:
+        """The token ids of a prompt, a text or messages, up to the begin of the model's turn."""
+        return list(self._encode(prompt))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, without special tokens."""
+        return self._sampling.decode(ids)
+
+    def generate(self, prompt_ids: Sequence[Sequence[int]], max_new_tokens: int | None = None) -> list[Row]:
+        """Continues rows of token ids, several at a time; each Row has `ids`, `logprobs` and `finish_reason`.
+
+        max_new_tokens: of each row; None is objective.max_completion_length. Raises ValueError for a row that is longer
+        than data.length with them.
+        """
+        settings, self._calls = self._sampling.settings, self._calls + 1
+        return list(
+            self._sampler.run(
+                prompt_ids,
+                settings.max_completion_length if max_new_tokens is None else max_new_tokens,
+                settings.temperature,
+                (self._seed + self._calls) & _SEED_BITS,
+                top_k=settings.top_k,
+                top_p=settings.top_p,
+                min_p=settings.min_p,
+                repetition_penalty=settings.repetition_penalty,
+                eos_token_ids=self._sampling.ends,
+                scaled_logprobs=True,
+            )
+        )
+
+
+# A rollout function: (prompts, RolloutModel) -> lists by name, as the module's docstring says.
+type RolloutFunc = Callable[[list[Turns], RolloutModel], Mapping[str, Sequence]]
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutFunction:
+    """Has a function of the user's code sample the answers of a generation (`answering.Answering`)."""
+
+    function: RolloutFunc
+    """The function; the module's docstring describes it."""
+    sampling: Sampling
+    """The options of sampling."""
+    encode: Callable[[Turns], tuple[int, ...]]
+    """Turns a prompt into token ids."""
+    length: int
+    """The most tokens of a prompt with its answer."""
+
+    @property
+    def tool_names(self) -> Sequence[str]:
+        """No names: the function's tools are its own."""
+        return ()
+
+    def __call__(
+        self, model: Decoder, prompts: Sequence[Prompt], seeds: Sequence[int]
+    ) -> tuple[list[Given], dict[str, float]]:
+        """(an answer to each prompt, no metrics); see `Answering`. Raises ConfigError if the function returns something
+        else than its description says."""
+        sampler = RolloutModel(model, self.sampling, self.length, self.encode, seeds[0])
+        shown = [prompt.given for prompt in prompts]
+        made = self.function(list(shown), sampler)
+        lacking = [name for name in _NEEDED if name not in made] if isinstance(made, Mapping) else list(_NEEDED)
+        if lacking:
+            self._refuse(f"it returned no {', '.join(lacking)}")
+        for name, values in made.items():
+            if len(values) != len(prompts):
+                self._refuse(f"{name} has {len(values)} entries for {len(prompts)} answers")
+        others = [name for name in made if name not in (*_NEEDED, _MASK)]
+        return [
+            self._given(
+                index,
+                prompt,
+                made["prompt_ids"][index],
+                made["completion_ids"][index],
+                made["logprobs"][index],
+                made[_MASK][index] if _MASK in made else None,
+                {name: made[name][index] for name in others},
+            )
+            for index, prompt in enumerate(shown)
+        ], {}
+
+    def _given(self, index: int, prompt: Turns, prompt_ids, ids, logps, mask, columns: Mapping[str, object]) -> Given:
+        """The answer number `index` of those that the function returned; the other arguments are its entries. Raises
+        ConfigError if their lengths do not fit."""
+        settings = self.sampling.settings
+        if not len(ids) == len(logps) == len(ids if mask is None else mask):
+            self._refuse(f"answer {index} has {len(ids)} tokens, and another number of logprobs or of env_mask")
+        if not prompt_ids or not ids:
+            self._refuse(f"answer {index} has no tokens, or its prompt has none")
+        if len(ids) > settings.max_completion_length or len(prompt_ids) + len(ids) > self.length:
+            self._refuse(
+                f"answer {index} has {len(ids):,} tokens after a prompt of {len(prompt_ids):,}; an answer may have "
+                f"objective.max_completion_length = {settings.max_completion_length:,}, and both data.length = "
+                f"{self.length:,}"
+            )
+        text = self.sampling.decode(self.sampling.without_end(ids))
+        return Given(
+            tuple(map(int, prompt_ids)),
+            prompt,
+            list(map(int, ids)),
+            list(map(float, logps)),
+            None if mask is None else list(map(bool, mask)),
+            "stop" if ids[-1] in self.sampling.ends else "length",
+            text,
+            columns,
+        )
+
+    def _refuse(self, why: str) -> None:
+        """Raises ConfigError about what the function returned."""
+        name = getattr(self.function, "__name__", type(self.function).__name__)
+        raise ConfigError(f"objective.rollout_func: {name}: {why}; see docs/rewards.md")

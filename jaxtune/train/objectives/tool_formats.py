@@ -1,0 +1,232 @@
+"""How models write calls of tools, by the kind of their chat template, and how templates write what tools answer.
+
+A model's answer is parsed as text. What a tool answered is added to the tokens that were sampled: the tokens that the
+template writes after the end of the model's turn, up to where its next turn begins. The sampled tokens themselves are
+never made again from text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from jaxtune.train.config import ConfigError
+from jaxtune.train.data.conversations import Conversations
+from jaxtune.train.data.row_errors import RowError
+from jaxtune.train.data.templates import resolve_template
+from jaxtune.train.data.tokenizing import tokenize
+from jaxtune.train.objectives.reward_functions import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_PROBE = "\ue000 what a tool answered \ue001"  # a tool's answer by which the template is tested
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of a tool that a model wrote."""
+
+    name: str
+    """The tool's name."""
+    arguments: dict[str, object]
+    """The arguments by name."""
+
+    @property
+    def message(self) -> Message:
+        """The call as an entry of a message's `tool_calls`."""
+        return {"type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+# {tool's name: JSON schema of its parameters}.
+type Schemas = Mapping[str, Message]
+# Parses an answer's text, special tokens included except the one that ended it: (the text beside the calls, the
+# calls). Raises ValueError for a malformed call.
+type Parse = Callable[[str, Schemas], tuple[str, list[Call]]]
+
+
+def _call_of(value: object, key: str) -> Call:
+    """The call of a JSON object {"name": ..., key: {...}}. Raises ValueError if it is no such object."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        raise ValueError("a call is an object with a name")
+    arguments = value.get(key, {})
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    if not isinstance(arguments, dict):
+        raise ValueError(f"the {key} of a call are an object")
+    return Call(value["name"], arguments)
+
+
+_BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+
+
+def parse_hermes(text: str, schemas: Schemas) -> tuple[str, list[Call]]:
+    """Parses the form of Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number."""
+    calls = [_call_of(json.loads(block), "arguments") for block in _BLOCK.findall(text)]
+    return text.partition("<tool_call>")[0].rstrip(), calls
+
+
+_FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+
+
+def parse_xml(text: str, schemas: Schemas) -> tuple[str, list[Call]]:
+    """Parses the form of Qwen3-Coder and Qwen3.5: `<tool_call><function=NAME><parameter=KEY>VALUE</parameter>...
+    </function></tool_call>`. A value is text if the tool's schema says so, else JSON where it can be read as such."""
+    calls = []
+    for block in _BLOCK.findall(text):
+        found = _FUNCTION.fullmatch(block)
+        if found is None:
+            raise ValueError("a call is <function=NAME>...</function>")
+        types = schemas.get(found[1], {}).get("properties", {})
+        arguments = {
+            key: value if types.get(key, {}).get("type") == "string" else _json_or_text(value)
+            for key, value in _PARAMETER.findall(found[2])
+        }
+        calls.append(Call(found[1], arguments))
+    return text.partition("<tool_call>")[0].rstrip(), calls
+
+
+def _json_or_text(value: str) -> object:
+    """The JSON value of a text, or the text itself if it is no JSON."""
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def parse_llama(text: str, schemas: Schemas) -> tuple[str, list[Call]]:
+    """Parses the form of Llama 3: the whole answer is `{"name": ..., "parameters": {...}}`; several are separated by
+    semicolons."""
+    rest = text.strip().removeprefix("<|python_tag|>").strip()
+    if not rest.startswith("{"):
+        return text, []
+    calls, decoder = [], json.JSONDecoder()
+    while rest:
+        value, end = decoder.raw_decode(rest)
+        calls.append(_call_of(value, "parameters" if "parameters" in value else "arguments"))
+        rest = rest[end:].lstrip("; \n")
+    return "", calls
+
+
+_ADDRESSED = re.compile(r"to=functions\.([\w.-]+)[^{]*?<\|message\|>(.*?)(?:<\|call\|>|<\|start\|>|$)", re.DOTALL)
+_FINAL = re.compile(r"<\|channel\|>final<\|message\|>(.*?)(?:<\||$)", re.DOTALL)
+
+
+def parse_channels(text: str, schemas: Schemas) -> tuple[str, list[Call]]:
+    """Parses the form of gpt-oss: a message on the channel `commentary` that is addressed `to=functions.NAME` and holds
+    the arguments as JSON. The text beside is that of the channel `final`."""
+    calls = []
+    for name, block in _ADDRESSED.findall(text):
+        arguments = json.loads(block or "{}")
+        if not isinstance(arguments, dict):
+            raise ValueError("the arguments of a call are an object")
+        calls.append(Call(name, arguments))
+    final = _FINAL.search(text)
+    return "" if final is None else final[1], calls
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A kind of chat template that can call tools."""
+
+    name: str
+    """Its name in messages."""
+    marks: tuple[str, ...]
+    """The texts that the Jinja text of such a template has, by all of which it is recognised."""
+    parse: Parse
+    """Parses an answer."""
+
+
+# The first kind whose marks a template has is taken.
+KINDS = (
+    Kind("gpt-oss channels", ("<|channel|>", "functions."), parse_channels),
+    Kind("Qwen3-Coder <function=NAME>", ("<tool_call>", "<function="), parse_xml),
+    Kind("Hermes and Qwen <tool_call> JSON", ("<tool_call>",), parse_hermes),
+    Kind("Llama 3 JSON", ("<|start_header_id|>", "tool_calls"), parse_llama),
+)
+
+
+class ToolFormat:
+    """How one tokenizer's chat template writes calls of tools and their answers.
+
+    Args:
+      tokenizer: a fast Hugging Face tokenizer.
+      template: as in data.template; None is the tokenizer's own.
+      ends: the token ids that end an answer.
+    Raises:
+      ConfigError: the template is of no known kind, does not write what tools answer, or does not end the model's turn
+        with a token of `ends`.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | None, ends: Sequence[int]):
+        self._tokenizer, self._ends = tokenizer, frozenset(ends)
+        text = resolve_template(tokenizer, template)
+        self._conversations = Conversations(tokenizer, text, None, self._ends)
+        found = [kind for kind in KINDS if all(mark in text for mark in kind.marks)]
+        if not found:
+            known = "; ".join(kind.name for kind in KINDS)
+            raise ConfigError(
+                f"objective.tools: the chat template writes calls of tools in no known form ({known}); set "
+                "data.template to one that does, such as qwen-3"
+            )
+        self.kind = found[0]
+        try:
+            shown = self.decode(self.suffix([{"role": "tool", "name": "tool", "content": _PROBE}]))
+        except (RowError, ValueError) as error:
+            raise ConfigError(f"objective.tools: the chat template cannot write what a tool answers: {error}") from None
+        if _PROBE not in shown:
+            raise ConfigError("objective.tools: the chat template does not write what a tool answers")
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, with special tokens."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def parsed(self, ids: Sequence[int], schemas: Schemas) -> tuple[Message, list[Call]]:
+        """(the message of an answer, the calls in it). An answer with a malformed call is a text without calls, as in
+        TRL.
+
+        Args:
+          ids: the token ids of one turn of the model, without the token that ended it.
+          schemas: {tool's name: JSON schema of its parameters}.
+        """
+        try:
+            content, calls = self.kind.parse(self.decode(ids), schemas)
+        except (ValueError, TypeError):
+            content, calls = "", []
+        if not calls and (not content or self.kind.parse is not parse_channels):
+            content = str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+        message: Message = {"role": "assistant", "content": content}
+        if calls:
+            message["tool_calls"] = [call.message for call in calls]
+        return message, calls
+
+    def suffix(self, messages: Sequence[Message]) -> list[int]:
+        """The token ids that the template writes after the end of a turn that called tools: what the tools answered,
+        and the begin of the model's next turn.
+
+        They are cut out of a short conversation with the same answers, behind as many tokens that end a turn as the
+        conversation has without the answers.
+
+        Args:
+          messages: the tools' answers, of role "tool", with "name" and "content".
+        Raises:
+          RowError: the template fails.
+          ValueError: no token in it ends the model's turn.
+        """
+        call = Call(str(messages[0].get("name", "tool")), {}).message
+        asked = [{"role": "user", "content": "-"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        before = self._ids(self._conversations.render(asked, None))
+        whole = self._ids(self._conversations.render([*asked, *map(dict, messages)], None, add_generation_prompt=True))
+        places = [place for place, token in enumerate(whole) if token in self._ends]
+        count = sum(token in self._ends for token in before)
+        if count == 0:
+            raise ValueError(f"no token that ends an answer ({sorted(self._ends)}) ends the model's turn in it")
+        return whole[places[count - 1] + 1 :]
+
+    def _ids(self, text: str) -> list[int]:
+        """The token ids of a text, without tokens that the tokenizer adds around it."""
+        return [int(token) for token in tokenize(self._tokenizer, [text])[0].ids]

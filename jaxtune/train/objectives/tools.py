@@ -1,0 +1,271 @@
+"""The tools that a model may call while it answers: functions, and the methods of environments.
+
+A tool is a Python function with types and a docstring in Google's style, from which the chat template gets its JSON
+schema; it may be `async def`. An environment is an object with a method `reset(**row)`, whose other public methods are
+tools; each answer has an environment of its own. It may have a method `get_reward()`, which scores the answer.
+
+```python
+class Counter:
+    def reset(self, **row):
+        self.count = 0
+
+    def add(self, number: int) -> int:
+        '''Adds a number to the count.
+
+        Args:
+            number: the number.
+        '''
+        self.count += number
+        return self.count
+
+    def get_reward(self):
+        return float(self.count == 10)
+```
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from jaxtune.train.config import ConfigError
+from jaxtune.train.objectives.reward_functions import Message, RewardFunction, RewardFunctions, Turns
+from jaxtune.train.objectives.tool_formats import Call, Schemas
+from jaxtune.train.objectives.user_functions import arguments, in_thread, is_async, load_from_file
+
+ENVIRONMENT = "environment"  # the column that selects a row's environment where there are several
+ENVIRONMENTS = "environments"  # the argument by which reward functions get the answers' environments
+_NOT_TOOLS = ("reset", "get_reward")
+
+
+class Environment(Protocol):
+    """An environment of the user's code, as far as it must have methods."""
+
+    def reset(self, **row: object) -> str | None:
+        """Begins anew for an answer to a row. A text that it returns is added to the last message of the prompt."""
+        ...
+
+
+@dataclasses.dataclass
+class Answered:
+    """What the tools answered to the calls of one turn."""
+
+    messages: list[Message]
+    """A message of role "tool" for each call, in their order."""
+    failures: int
+    """How many calls failed: an unknown tool, an exception, or a timeout. The answer is then {"error": ...}."""
+
+
+class Tools:
+    """The tools and environments of a run.
+
+    Args:
+      functions: tools of all answers.
+      environments: called without arguments, returns an environment; or {name: such a callable}, of which the column
+        `environment` of a row selects one.
+      timeout_seconds: the longest that one call may take; None is no limit.
+    Raises:
+      ConfigError: a tool has no types or docstring; an environment has no `reset`, or is a client of OpenEnv itself.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[Callable] = (),
+        environments: Callable | Mapping[str, Callable] | None = None,
+        timeout_seconds: float | None = None,
+    ):
+        self.functions, self.timeout_seconds = tuple(functions), timeout_seconds
+        self._several = isinstance(environments, Mapping)
+        self._factories: dict[str | None, Callable] = {}
+        if isinstance(environments, Mapping):
+            self._factories.update(environments)
+        elif environments is not None:
+            self._factories[None] = environments
+        self._pool = {name: [_environment(factory)] for name, factory in self._factories.items()}
+        self._schemas = {name: _schemas([*self.functions, *methods(pool[0])]) for name, pool in self._pool.items()}
+        self._schemas.setdefault(None, _schemas(self.functions))
+
+    @classmethod
+    def named(cls, functions: Sequence[str], environment: str | None, timeout_seconds: float | None) -> Tools:
+        """The tools that a recipe names: `functions` and `environment` as file.py:name. Raises ConfigError if one
+        cannot be loaded."""
+        return cls(
+            [load_from_file(name, "objective.tools") for name in functions],
+            None if environment is None else load_from_file(environment, "objective.environment_factory"),
+            timeout_seconds,
+        )
+
+    @property
+    def has_environments(self) -> bool:
+        """Whether each answer has an environment."""
+        return bool(self._factories)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all tools, for the screen and for what identifies the run."""
+        return sorted({name for schemas in self._schemas.values() for name in _parameters(schemas)})
+
+    def schemas(self, columns: Mapping[str, object]) -> list[Message]:
+        """The JSON schemas of the tools of a row, as chat templates expect them. columns: the row's, by name. Raises
+        ConfigError if the row names no environment of the run."""
+        return self._schemas[self._name(columns)]
+
+    def parameters(self, columns: Mapping[str, object]) -> Schemas:
+        """{tool's name: JSON schema of its parameters} of a row, whose columns are given by name."""
+        return _parameters(self.schemas(columns))
+
+    def rewards(self, functions: RewardFunctions | None) -> RewardFunctions:
+        """The reward functions of the run, to which `get_reward` of environments is added with weight 1, once for each
+        class, under the name of the class. functions: the others; None if there are none. Raises ConfigError if there
+        is no reward function at all."""
+        kinds = dict.fromkeys(type(pool[0]) for pool in self._pool.values() if hasattr(pool[0], "get_reward"))
+        added: list[RewardFunction] = [_reward_of(kind) for kind in kinds]
+        if functions is None:
+            return RewardFunctions.of(added)
+        names = (*functions.names, *(kind.__name__ for kind in kinds))
+        weights = (*functions.weights, *(1.0 for _ in kinds))
+        return dataclasses.replace(functions, functions=(*functions.functions, *added), names=names, weights=weights)
+
+    def reset(self, prompts: Sequence[Turns], columns: Sequence[Mapping[str, object]]) -> list[tuple[object, Turns]]:
+        """Gives each answer of a generation an environment that was reset for it. Environments are used again in the
+        next generation, so that each is made once and reset often.
+
+        Args:
+          prompts: of each answer, messages.
+          columns: the rows' other columns, by which `reset` is called beside `prompt`.
+        Returns:
+          [(environment, messages)], where a text that `reset` returned is added to the last message.
+        """
+        used: dict[str | None, int] = {}
+        found = []
+        for prompt, own in zip(prompts, columns, strict=True):
+            name = self._name(own)
+            index = used.get(name, 0)
+            used[name] = index + 1
+            if index == len(self._pool[name]):
+                self._pool[name].append(_environment(self._factories[name]))
+            environment = self._pool[name][index]
+            given = {key: value for key, value in own.items() if not (self._several and key == ENVIRONMENT)}
+            shown = environment.reset(**arguments(environment.reset, {"prompt": prompt, **given}))
+            if shown is not None:
+                if not isinstance(shown, str) or isinstance(prompt, str):
+                    raise ConfigError(
+                        f"objective.environment_factory: reset of {type(environment).__name__} returned {shown!r}; it "
+                        "returns None, or a text that is added to the last message"
+                    )
+                last = prompt[-1]
+                prompt = [*prompt[:-1], {**last, "content": str(last.get("content") or "") + shown}]
+            found.append((environment, prompt))
+        return found
+
+    def of(self, environment: object) -> dict[str, Callable]:
+        """The tools of an answer by name: the functions, and the methods of its environment, if it has one (not
+        None)."""
+        own = () if environment is None else methods(environment)
+        return {tool.__name__: tool for tool in (*self.functions, *own)}
+
+    async def answer(self, calls: Sequence[Call], tools: Mapping[str, Callable]) -> Answered:
+        """Calls the tools of one turn: those that are not async one after another, so that an environment is never used
+        twice at a time, then the async ones side by side."""
+        answers: dict[int, tuple[str, bool]] = {}
+        later = []
+        for number, call in enumerate(calls):
+            tool = tools.get(call.name)
+            if tool is not None and is_async(tool):
+                later.append((number, self._called(call, tool)))
+            else:
+                answers[number] = await self._called(call, tool)
+        found = await asyncio.gather(*(one for _, one in later))
+        answers |= dict(zip((number for number, _ in later), found, strict=True))
+        messages = [
+            {"role": "tool", "name": call.name, "content": answers[number][0]} for number, call in enumerate(calls)
+        ]
+        return Answered(messages, sum(failed for _, failed in answers.values()))
+
+    async def _called(self, call: Call, tool: Callable | None) -> tuple[str, bool]:
+        """(what a tool answered as text, whether the call failed). tool: None if there is none of the call's name."""
+        try:
+            if tool is None:
+                raise ValueError(f"Tool {call.name} not found.")
+            waiting = tool(**call.arguments) if is_async(tool) else asyncio.wrap_future(in_thread(tool, call.arguments))
+            return str(await asyncio.wait_for(waiting, self.timeout_seconds)), False
+        except TimeoutError as error:
+            limit = f"{call.name} took longer than {self.timeout_seconds} s"
+            return str({"error": str(error) or limit}), True
+        except Exception as error:
+            return str({"error": str(error)}), True
+
+    def _name(self, columns: Mapping[str, object]) -> str | None:
+        """The name of a row's environment, None if there is only one or none. columns: the row's, by name."""
+        if not self._several:
+            return None
+        name = columns.get(ENVIRONMENT)
+        if name not in self._factories:
+            known = ", ".join(map(str, self._factories))
+            raise ConfigError(f"a row has environment = {name!r}; objective.environment_factory has {known}")
+        return str(name)
+
+
+def methods(environment: object) -> list[Callable]:
+    """The methods of an environment that are tools: the public ones, except `reset` and `get_reward`, by name."""
+    found = inspect.getmembers(type(environment), predicate=inspect.isfunction)
+    names = [name for name, _ in found if not name.startswith("_") and name not in _NOT_TOOLS]
+    return [getattr(environment, name) for name in names]
+
+
+def _environment(factory: Callable) -> Environment:
+    """A new environment. Raises ConfigError if it has no `reset`, or is a client of OpenEnv, whose `step` no model can
+    call."""
+    made = factory()
+    kind = type(made)
+    if any(base.__module__.split(".")[0].startswith("openenv") for base in kind.__mro__):
+        raise ConfigError(
+            f"objective.environment_factory: {kind.__name__} is a client of OpenEnv, whose step takes an action and is "
+            "no tool; write a class with reset and with methods that call the client"
+        )
+    if not callable(getattr(made, "reset", None)):
+        raise ConfigError(f"objective.environment_factory: {kind.__name__} has no method reset")
+    return made
+
+
+def _reward_of(kind: type) -> RewardFunction:
+    """The reward function that asks `get_reward` of the environments of exactly this class, None for the others."""
+
+    async def later(environments, **_):
+        return [await one.get_reward() if type(one) is kind else None for one in environments]
+
+    def at_once(environments, **_):
+        return [one.get_reward() if type(one) is kind else None for one in environments]
+
+    found = later if is_async(kind.get_reward) else at_once
+    found.__name__ = kind.__name__
+    return found
+
+
+def _schemas(tools: Sequence[Callable]) -> list[Message]:
+    """The JSON schemas of tools, by transformers. Raises ConfigError if one has no types or no docstring, or two have
+    one name."""
+    from transformers.utils import get_json_schema
+
+    found = []
+    for tool in tools:
+        try:
+            found.append(get_json_schema(tool))
+        except Exception as error:
+            name = getattr(tool, "__name__", repr(tool))
+            raise ConfigError(
+                f"objective.tools: {name} has no JSON schema: {error}; a tool has types, and a docstring whose Args "
+                "describe each parameter"
+            ) from None
+    names = [schema["function"]["name"] for schema in found]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"objective.tools: {', '.join(names)}: two tools have one name")
+    return found
+
+
+def _parameters(schemas: Sequence[Message]) -> Schemas:
+    """{tool's name: JSON schema of its parameters} of tools' JSON schemas."""
+    return {one["function"]["name"]: one["function"].get("parameters", {}) for one in schemas}

@@ -1,0 +1,107 @@
+"""Functions of the user's code: loading them by name, and calling them beside the run, sync and async ones alike."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import inspect
+import threading
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+
+from jaxtune.train.config import ConfigError
+
+
+def load_from_file(name: str, key: str) -> Callable:
+    """The function or class that a recipe names as `file.py:name`, whose file is run here.
+
+    Args:
+      name: the name; a relative path is looked for in the current folder, as the recipe's other paths are.
+      key: the config key that has the name, for errors.
+    Raises:
+      ConfigError: there is no such file or function, or running the file raises an exception.
+    """
+    path, separator, wanted = name.rpartition(":")
+    if not separator:
+        raise ConfigError(f"{key}: {name!r} must be file.py:name, a Python file and what it defines")
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ConfigError(f"{key}: {name!r}: there is no file {file}")
+    spec = importlib.util.spec_from_file_location(f"jaxtune_user_{file.stem}", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(f"{key}: {file} does not run: {in_words(error)}") from error
+    found = getattr(module, wanted, None)
+    if not callable(found):
+        own = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+        raise ConfigError(f"{key}: {file} has no function {wanted!r}; it has {', '.join(own) or 'none'}")
+    return found
+
+
+def called(function: Callable) -> Callable:
+    """The function itself, or the method __call__ of a callable object, which shows whether it is async."""
+    return function if inspect.isroutine(function) else function.__call__
+
+
+def is_async(function: Callable) -> bool:
+    """Whether calling the function returns a coroutine."""
+    return inspect.iscoroutinefunction(called(function))
+
+
+def arguments(function: Callable, given: Mapping[str, object]) -> dict[str, object]:
+    """The keyword arguments with which a function is called: of those that are given, the ones that its parameters
+    name, or all if it has **parameters."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return dict(given)
+    return {name: value for name, value in given.items() if name in {parameter.name for parameter in parameters}}
+
+
+def in_words(error: BaseException | None) -> str:
+    """An exception as "Type: message"."""
+    return "unknown" if error is None else f"{type(error).__name__}: {error}"
+
+
+class EventLoop:
+    """A context with an event loop in a daemon thread, in which functions of the user's code run beside the run and can
+    time out."""
+
+    def __enter__(self) -> EventLoop:
+        """Starts the event loop in its thread."""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="user's functions", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stops the event loop; calls that still run in threads are not waited for."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def run(self, coroutine: Coroutine) -> Future:
+        """Runs a coroutine in the event loop, and returns at once the future of its result."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def start(self, function: Callable, given: Mapping[str, object]) -> Future:
+        """Calls a function with keyword arguments, and returns at once the future of what it returns: an async one in
+        the event loop, another one in a new daemon thread, so that the caller can stop waiting for it."""
+        return self.run(called(function)(**given)) if is_async(function) else in_thread(function, given)
+
+
+def in_thread(function: Callable, given: Mapping[str, object]) -> Future:
+    """Calls a function with keyword arguments in a new daemon thread, and returns at once the future of its result."""
+    result: Future = Future()
+
+    result.set_running_or_notify_cancel()  # from here on nobody can cancel it, and the result can always be set
+
+    def run() -> None:
+        try:
+            result.set_result(function(**given))
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="user's function", daemon=True).start()
+    return result
