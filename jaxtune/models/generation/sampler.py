@@ -143,9 +143,8 @@ class Sampler:
         self._slots: list[Request | None] = [None] * count
         self._rounds: collections.deque[_Round] = collections.deque()
         self._pieces: list[Piece] = []  # the next step returns these
-        self._number = 0
         self._kind = Kind(False, False, False)
-        self._capacity, self._states, self._seen = 0, None, None
+        self._number, self._capacity, self._states, self._seen = 0, 0, None, None
         self._live = device.Live(*(jnp.zeros(count, dtype) for dtype in (jnp.int32, jnp.int32, bool)))
         self._changed = np.zeros(count, bool)
         self._given = device.Live(np.zeros(count, np.int32), np.zeros(count, np.int32), np.zeros(count, bool))
@@ -356,9 +355,8 @@ class Sampler:
         self._rows.ends[slot, : len(request.ends)] = sorted(request.ends)
         pause = self._prefills.switch if len(request.tokens) <= self._prefills.switch else device.NEVER
         values = (request.start, request.limit, pause, request.seed & 0xFFFFFFFF, request.index & 0xFFFFFFFF)
-        for array, value in zip((rows.start, rows.limit, rows.pause, rows.seed, rows.index), values, strict=True):
-            array[slot] = value
-        for array, value in zip(rows.numbers, numbers, strict=True):
+        arrays = (rows.start, rows.limit, rows.pause, rows.seed, rows.index, *rows.numbers)
+        for array, value in zip(arrays, (*values, *numbers), strict=True):
             array[slot] = value
         self._sent_rows = None
         self._kind = self._kind | request.sampling.kind
