@@ -121,7 +121,8 @@ class ResidualPlan:
 
     @classmethod
     def uniform(cls, layer: LayerPlan, num_layers: int, tile_tokens: int | None = None) -> ResidualPlan:
-        """The plan that gives each of num_layers layers the plan `layer`; tile_tokens is the field of that name."""
+        """The plan that gives each of num_layers layers the plan `layer`; tile_tokens is the field of that name, None
+        for no tiles."""
         return cls((layer,) * num_layers, tile_tokens)
 
 

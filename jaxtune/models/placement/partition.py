@@ -322,8 +322,9 @@ def _is_shard(leaf: Any) -> bool:
 
 
 def divide(tree: Any, mesh: Mesh | None) -> Any:
-    """A tree of nnx variables whose arrays are marked as Shards where a device of the mesh has a part of them.
-    Quantised tensors are divided between blocks, with their scales. Tensors that cannot be divided evenly are whole."""
+    """`tree`, of nnx variables, whose arrays are marked as Shards where a device of the mesh has a part of them;
+    unchanged without a mesh (None). Quantised tensors are divided between blocks, with their scales. Tensors that
+    cannot be divided evenly are whole."""
     return _divided(tree, 1 if mesh is None else MeshShape.of(mesh).parts)
 
 

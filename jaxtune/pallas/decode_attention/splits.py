@@ -44,7 +44,8 @@ def live_tiles(lengths, capacity: int, window: int | None, step: int):
 
 def seen_of(lengths, window: int | None):
     """int32[B]: how many tokens each row's newest token may see, itself included: all of `lengths`, int32[B], or the
-    last `window`. It is not limited to the capacity, so a row longer than its cache gets more than the cache has."""
+    last `window` (None: all). It is not limited to the capacity, so a row longer than its cache gets more than the
+    cache has."""
     return lengths if window is None else jnp.minimum(lengths, window)
 
 

@@ -216,9 +216,9 @@ class Layout:
 
     def tensors(self, weight: Stored, number: float | None) -> dict[str, FileTensor]:
         """{key: tensor} of what is written for a weight [out, in], of which only the shapes need be known: headers are
-        written before the weights are computed.
+        written before the weights are computed. Each layout implements it.
 
-        number: from `header_number`.
+        number: from `header_number`; None if headers have no number.
         """
         raise NotImplementedError
 

@@ -109,8 +109,9 @@ class BatchSource:
         be asked for again.
 
         Args:
-            model: given if `sees_model`: returns the model as it is before the step. The step donates its trained
-                arrays, so they must not be used afterwards.
+            step: the number of the step.
+            model: given if `sees_model`, otherwise None: returns the model as it is before the step. The step donates
+              its trained arrays, so they must not be used afterwards.
         """
         raise NotImplementedError
 

@@ -211,8 +211,8 @@ class Conversations:
         return ", ".join(found)
 
     def _all_written(self, messages: list[dict], tools: list[dict] | None, parts: list[tuple[int, str]]) -> bool:
-        """Whether the template writes every one of these parts of a conversation (messages, tools); each part is
-        (index of the message, name of the part).
+        """Whether the template writes every one of these parts of a conversation (messages; tools or None); each part
+        is (index of the message, name of the part).
 
         All parts are replaced by markers and rendered at once, which costs one rendering instead of one for each part.
         False means that it is not known, and that the parts must be tried one by one: a marker is missing, the

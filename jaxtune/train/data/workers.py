@@ -206,8 +206,8 @@ def encode_rows(
 
 
 def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """Divides rows into chunks, what a worker tokenises at a time: `ROWS_PER_CHUNK` rows or, if they reach that first,
-    `CHARACTERS_PER_CHUNK` characters."""
+    """Yields the rows in chunks, what a worker tokenises at a time: lists of `ROWS_PER_CHUNK` rows or, if they reach
+    that first, of `CHARACTERS_PER_CHUNK` characters."""
     chunk, size = [], 0
     for row in rows:
         chunk.append(row)

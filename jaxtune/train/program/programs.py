@@ -200,8 +200,9 @@ class Engine:
         return partition.put(jax.tree.map(rows, batch), self._by_rows)
 
     def load_step(self, step: int, model: Callable[[], Decoder] | None = None) -> LoadedStep:
-        """(the step's micro-batches on the devices, its token counts and the lengths of its documents). `model` is that
-        of BatchSource.batch_at."""
+        """Makes the batch of `step` (from 0) and places it: (its micro-batches on the devices, {"tokens",
+        "trained_tokens", "lengths": of its documents, "metrics": of the source, "filled": how many micro-batches have
+        tokens}). `model` is that of BatchSource.batch_at, which returns the model before the step, or None."""
         batch = self.batches.batch_at(step, model)
         parts = self.planner.plan.micro_batches
         # Of rows in lanes each process has only its own. All have equally many, so the others' are taken to be alike.

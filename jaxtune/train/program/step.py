@@ -176,7 +176,7 @@ class StepProgram:
 
     def zero_sums(self, trainable, device: jax.sharding.Sharding | None = None) -> Sums:
         """Zero sums for the trainable tensors of a TrainState, with their shardings; `device` is the sharding of an
-        array that is not divided."""
+        array that is not divided, or None to leave all placements to JAX."""
         places = iter(jax.tree.leaves(self.sums_shardings(trainable, device)) if device is not None else ())
         kept = jnp.float32 if self.micro_batches > 1 else None
 
