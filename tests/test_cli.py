@@ -399,7 +399,7 @@ def test_generate_needs_a_tokenizer(tmp_path, capsys):
     assert "has no tokenizer: copy its tokenizer files into the model's folder" in capsys.readouterr().err
 
 
-def test_export_merges_an_adapter_into_its_base(tmp_path, capsys):
+def test_export_merges_an_adapter_into_its_base(tmp_path, capsys, monkeypatch):
     import jax
     import numpy as np
 
@@ -424,6 +424,9 @@ def test_export_merges_an_adapter_into_its_base(tmp_path, capsys):
     for arguments, message in (
         (["--to", "onnx"], "to = 'onnx' is unknown; it can be merged,"),
         (["--outtype", "q8_0"], "outtype = 'q8_0' is an option of gguf"),
+        (["--to", "gguf", "--outtype", "q5_k_m"], "it can be f32, f16, bf16, q8_0, q6_k, q4_k_m, q4_0"),
+        (["--to", "gguf-adapter", "--outtype", "q8_0"], "adapters are written in f32"),
     ):
+        monkeypatch.setattr("jaxtune.commands.common.load", None)  # it is said before a model is loaded
         assert cli.main(["export", adapter, str(tmp_path / "no"), *arguments]) == 2
         assert message in capsys.readouterr().err

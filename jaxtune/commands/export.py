@@ -37,7 +37,9 @@ def run(arguments: Sequence[str]) -> None:
         raise ValueError(f"{options.model} is not an adapter folder: it has no adapter_config.json")
 
     import jaxtune
+    from jaxtune.export.api import require_format
 
+    require_format(options.output, options.to, options.outtype)
     with StopSignal() as stop, stop.at_once():  # an incomplete folder is removed
         model, tokenizer = common.load(options)
         done = jaxtune.export_model(

@@ -64,19 +64,30 @@ def export_model(
         another grid; a folder in use; a disk without room.
       ArithmeticError: what was read back differs from the model; the folder is removed.
     """
-    if to not in FORMATS:
-        raise ValueError(f"export: to = {to!r} is unknown; it can be {', '.join(FORMATS)}")
-    if outtype is not None and not to.startswith("gguf"):
-        raise ValueError(f"export: outtype = {outtype!r} is an option of gguf; {to} has none")
-    if outtype is not None and outtype not in OUTTYPES:
-        raise ValueError(f"export: outtype = {outtype!r} is unknown; it can be {', '.join(OUTTYPES)}")
-    job = _Job(require_new(path, "export"), tokenizer, outtype, name or Path(path).name, max_shard_bytes)
+    require_format(path, to, outtype)
+    job = _Job(Path(path).resolve(), tokenizer, outtype, name or Path(path).name, max_shard_bytes)
     if to.startswith("gguf") and not model.config.head.is_text:
         raise ValueError(f"export: to = {to!r}: {model.config.head.what}, for which GGUF has no place; take merged")
     grids.require_held(model, to, (outtype or _DEFAULT_OUTTYPE[model.dtype]) if to == "gguf" else None)
     done = FORMATS[to](model, job)
     alone = to in ("adapter", "gguf-adapter")
     return dataclasses.replace(done, notes=done.notes + grids.notes_on_adapter(model)) if alone else done
+
+
+def require_format(path: str | os.PathLike, to: str, outtype: str | None) -> None:
+    """Raises ValueError for arguments of `export_model` with which no model can be exported: an unknown format or type,
+    a folder in use, a missing package. The command calls it before it loads a model."""
+    if to not in FORMATS:
+        raise ValueError(f"export: to = {to!r} is unknown; it can be {', '.join(FORMATS)}")
+    if outtype is not None and not to.startswith("gguf"):
+        raise ValueError(f"export: outtype = {outtype!r} is an option of gguf; {to} has none")
+    if outtype is not None and outtype not in OUTTYPES:
+        raise ValueError(f"export: outtype = {outtype!r} is unknown; it can be {', '.join(OUTTYPES)}")
+    if outtype not in (None, "f32") and to == "gguf-adapter":
+        raise ValueError(f"export: outtype = {outtype!r}: adapters are written in f32, as they were trained")
+    require_new(path, "export")
+    if to.startswith("gguf"):
+        gguf_file.require_gguf()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +109,6 @@ def _whole(model: Decoder) -> Weights:
 
 def _gguf(model: Decoder, job: _Job) -> Exported:
     """Writes a model as one GGUF file with its tokenizer; an entry of FORMATS."""
-    gguf_file.require_gguf()
     arch = architecture(model.config)
     outtype = job.outtype or _DEFAULT_OUTTYPE[model.dtype]
     keys, notes = hyperparameters(model.config, arch)
@@ -134,11 +144,8 @@ def _gguf_adapter(model: Decoder, job: _Job) -> Exported:
     options of the export.
 
     Raises:
-      ValueError: another outtype than f32, or an adapter that llama.cpp cannot apply.
+      ValueError: an adapter that llama.cpp cannot apply.
     """
-    gguf_file.require_gguf()
-    if job.outtype not in (None, "f32"):
-        raise ValueError(f"export: outtype = {job.outtype!r}: adapters are written in f32, as they were trained")
     arch = architecture(model.config)
     sources, alpha = gguf_tensors.of_adapter(model, arch)
     fields = {

@@ -211,11 +211,11 @@ def _train(config: TrainConfig, console: Console, stop: StopSignal) -> int:
     do next, and returns the exit code 0. stop: the StopSignal that is in force; a signal raises TrainingInterrupted or
     Interrupted."""
     with loading(config) as (weights, tokenizer, model):
+        if note := report.cpu_note(model):
+            console.print(note, markup=False, highlight=False)
         trainer = Trainer(model, tokenizer, config, keeps_model=False, weights=weights)
         console.print(report.trained_table(trainer.model.given))
         console.print(fitted(trainer.data_summary(), console))
-        if note := report.cpu_note(model):
-            console.print(note, markup=False, highlight=False)
         delivery = _Delivery(trainer, console)
         del model, weights  # only the trainer refers to the model now, so it can free what it copies
         try:
