@@ -271,12 +271,13 @@ def on_policy_trainer(folder, **changes) -> Trainer:
         data=DataConfig(train="rows that the test made", length=64, template="chatml", eval="held out"),
         evaluation=EvaluationConfig(at_start=True),
         checkpoint=CheckpointConfig(every_steps=2, every_minutes=None),
+        mesh=MeshConfig(data=2),
     )
     config = make_config(folder, **(settings | changes))
     return Trainer(with_teacher(student, teacher), tokenizer, config, ROWS, ROWS[:3])
 
 
-def test_a_run_on_own_samples_learns_and_goes_on_to_the_same_bits(tmp_path, capsys):
+def test_a_run_on_own_samples_learns_on_two_devices_and_goes_on_to_the_same_bits(tmp_path, capsys):
     whole, cut = (on_policy_trainer(tmp_path / name) for name in ("whole", "cut"))
     trained = whole.train()
     before, after = of_metric(whole, "eval_loss")
@@ -364,6 +365,8 @@ def test_settings_that_cannot_be_are_named(changes, told):
 
 
 def test_a_teacher_that_does_not_fit_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="objective.on_policy = 1.0: nothing is sampled from weights that mesh.fsdp"):
+        make_config(tmp_path, objective=ObjectiveConfig("distill", teacher="t"), mesh=MeshConfig(1, 2))
     with pytest.raises(ValueError, match="the student's vocabulary has 48 entries and the teacher's 50"):
         with_teacher(student_model(), teacher_model(vocab_size=50))
     config = make_config(tmp_path, objective=ObjectiveConfig("distill", teacher="t"))

@@ -174,6 +174,12 @@ class TrainConfig:
                 f"{divides} divides the states over devices, which states in host memory are not yet; "
                 "unset one of them",
             )
+            require(
+                self.objective.name != "distill" or self.objective.on_policy == 0,
+                "objective.on_policy",
+                1.0 if self.objective.on_policy is None else self.objective.on_policy,
+                f"nothing is sampled from weights that {divides} divides; set 0, or leave {divides} out",
+            )
             for key, value in self.evaluation.asking:
                 require(
                     False,
