@@ -251,6 +251,10 @@ class DecoderConfig:
     attention_gate: bool = False
     # each head has a learned logit that takes part in its softmax and has no value (gpt-oss)
     attention_sinks: bool = False
+    # numbers of the embedding that every token has in each layer beside the first one's (layers/per_layer.py, Gemma 4);
+    # None: there are none
+    per_layer_size: int | None = None
+    per_layer_vocab_size: int = 0  # rows of the table of these embeddings
     # the experts of the layers; they replace the MLP unless the layers' stages say otherwise. None: there are none
     moe: MoEConfig | None = None
     head: Head = TEXT  # what the model computes for a token: logits, or a number such as a reward (models/heads.py)
@@ -266,6 +270,9 @@ class DecoderConfig:
         for key in ("attention_scale", "embedding_scale", "residual_scale", "logit_scale"):
             values.positive(key, getattr(self, key))
         values.positive("rms_norm_eps", self.norm_eps)
+        if self.per_layer_size is not None:
+            values.whole("hidden_size_per_layer_input", self.per_layer_size)
+            values.whole("vocab_size_per_layer_input", self.per_layer_vocab_size, least=self.vocab_size)
         values.number("norm_offset", self.norm_offset)
         values.not_negative("initializer_range", self.initializer_range)
         for key, cap in (

@@ -13,6 +13,7 @@ from flax import nnx
 from jaxtune.models.config import DecoderConfig, Source
 from jaxtune.models.fake_quant import FakeQuant
 from jaxtune.models.layers.block import Block
+from jaxtune.models.layers.per_layer import PER_LAYER, PerLayerInputs
 from jaxtune.models.linear import Linear
 from jaxtune.models.norm import norm_of
 from jaxtune.models.placement import gathers, partition
@@ -133,6 +134,8 @@ class Decoder(nnx.Module):
             blocks = [Block(config, spec, k, dtype) for spec, k in zip(config.layers, keys[2:], strict=True)]
             self.layers = nnx.List(blocks)
             self.norm = norm_of(config, config.hidden_size, dtype)
+            own = None if config.per_layer_size is None else PerLayerInputs(config, jax.random.fold_in(key, 0), dtype)
+            self.per_layer = own
             size, std = (config.hidden_size, config.head.outputs or config.vocab_size), config.initializer_range
             tied = config.tie_embeddings
             self.head = None if tied else Linear(*size, bias=False, std=std, key=keys[1], dtype=dtype)
@@ -156,6 +159,22 @@ class Decoder(nnx.Module):
             if self.config.embedding_scale != 1.0:
                 x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
             return x
+
+    def given(
+        self, tokens: jax.Array, x: jax.Array, dropout_key: jax.Array | None = None
+    ) -> list[dict[str, jax.Array]] | None:
+        """For each layer {name: value [B, T, ...]} of what the decoder gives it (run_stack's `given`): its own
+        embeddings of the tokens. None for a model whose layers have none.
+
+        Args:
+          tokens: int32[B, T].
+          x: [B, T, hidden], the input of the first layer.
+          dropout_key: draws the dropout mask of the adapter that takes part; None: no dropout.
+        """
+        if self.per_layer is None:
+            return None
+        with jax.named_scope("embed"):
+            return [{PER_LAYER: value} for value in self.per_layer(tokens, x, _rows, dropout_key)]
 
     def layout(
         self,
@@ -220,7 +239,10 @@ class Decoder(nnx.Module):
         if noise is not None:
             with jax.named_scope("embed"):
                 x = noised(x, layout, *noise)
-        x, values = run_stack(self.layers, self.config.layers, x, layout, plan, dropout_key, gradient_sums, aux)
+        own_key = None if dropout_key is None else jax.random.fold_in(dropout_key, self.config.num_layers)
+        given = self.given(tokens, x, own_key)
+        layers = self.layers, self.config.layers
+        x, values = run_stack(*layers, x, layout, plan, dropout_key, gradient_sums, aux, given)
         with jax.named_scope("final_norm"):
             return self.norm(x), values
 

@@ -125,7 +125,8 @@ class Pretrained:
         if hf is not whole:
             renamed = {text_tensor_name(name): entry for name, entry in entries.items()}
             entries = {name: entry for name, entry in renamed.items() if name is not None}
-        entries = stored_weights.gather(entries)
+        unused = family(config.family).unused_tensors(config)
+        entries = stored_weights.gather({name: entry for name, entry in entries.items() if not name.startswith(unused)})
         if config.moe is not None:
             files = family(config.family).expert_files
             entries = expert_files.gather_experts(entries, files, config.moe.num_experts)

@@ -32,6 +32,26 @@ def trained(variable: nnx.Variable, value: jax.Array | jax.ShapeDtypeStruct) -> 
     return nnx.Param(value, **variable.get_metadata())
 
 
+@jax.custom_vjp
+def not_differentiated(frozens):
+    """`frozens`, the frozen tensors of a model's layers, unchanged; a gradient with respect to them raises
+    TypeError."""
+    return frozens
+
+
+def _differentiated(frozens):
+    """The forward rule of `not_differentiated`: raises TypeError: gradients are not computed, and zeros mislead."""
+    leaves = jax.tree_util.tree_leaves_with_path(frozens)
+    names = [f"layers{jax.tree_util.keystr(path)}" for path, leaf in leaves if leaf.perturbed]
+    raise TypeError(
+        f"a gradient is asked for of {names[0]} and {len(names) - 1} more frozen tensors, which get none: "
+        "differentiate with respect to what trains (nnx.split(model, nnx.Param, ...)), or use a model without adapters"
+    )
+
+
+not_differentiated.defvjp(_differentiated, lambda _, cotangents: (cotangents,), symbolic_zeros=True)
+
+
 class Lora(nnx.Module):
     """The LoRA adapter of one linear: a [r, in] and b [out, r] (zero at the start), float32, and DoRA's magnitude
     [out].

@@ -32,8 +32,11 @@ def savable(model: Decoder) -> tuple[str, str]:
 
 def linears(model: Decoder) -> Iterator[tuple[str, Linear]]:
     """Yields (Hugging Face module name, linear) of all linears in the layers in order, such as
-    model.layers.0.self_attn.q_proj. Matrices of experts, embedding and head are not among them."""
+    model.layers.0.self_attn.q_proj, and of the linear that makes embeddings of each layer, where the model has these.
+    Matrices of experts, embedding and head are not among them."""
     yield from ((name, matrix) for name, matrix in _in_layers(model) if not matrix.num_experts)
+    if model.per_layer is not None:
+        yield "model.per_layer_model_projection", model.per_layer.projection
 
 
 def experts(model: Decoder) -> Iterator[tuple[str, ExpertLinear]]:

@@ -13,10 +13,9 @@ module-level and jitted, so layers of one kind are traced once; XLA still compil
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,43 +26,16 @@ from jax.lax import optimization_barrier
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.layers.block import LAYER_INPUT, LAYER_OUTPUT, Block
 from jaxtune.models.layers.segment import Context, Segment, multiplications
-from jaxtune.models.layers.tiles import tiled_residuals
+from jaxtune.models.linear import not_differentiated
 from jaxtune.models.placement.collectives import CollectiveSchedule
-from jaxtune.models.placement.gathers import gather, scatter
-from jaxtune.models.placement.partition import Shard, shards, with_whole
+from jaxtune.models.placement.gathers import first_gathered, scatter, shards_of_layer, with_gradients
+from jaxtune.models.placement.partition import Shard, with_whole
 from jaxtune.models.placement.transfers import TransferSchedule, copies_start_at_once, cut, join
-from jaxtune.models.residual_plan import KEEP, LayerPlan, ResidualPlan, residuals_of, unknown_residual
+from jaxtune.models.residual_plan import KEEP, ResidualPlan, residuals_of, unknown_residual
+from jaxtune.models.stack_layers import StackProgram, described, require_given
 from jaxtune.pallas.attention import PackedLayout
 from jaxtune.pallas.formats import dense
 from jaxtune.pallas.quant_matmul import in_e4m3
-
-
-@dataclasses.dataclass(frozen=True)
-class _Layer:
-    """What the program of one layer is specialised on: its static arguments; equal layers share a program."""
-
-    graph: nnx.GraphDef  # the block's structure
-    spec: LayerSpec  # its kind
-    kept: tuple[str, ...]  # names of the residuals that are kept
-    in_fp8: tuple[str, ...]  # names of the residuals that are kept in FP8
-    offloaded: tuple[str, ...]  # names of the residuals that are offloaded
-    aux: tuple[str, ...]  # names of the auxiliary values that it can return beside its output
-    tile: int | None  # tokens of each row in a tile of its tokenwise segments; None: they run whole
-    free: tuple[str, ...]  # residuals that need not be tied to its gradient (BackwardOrder.free)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Static:
-    """What a program of the whole stack is specialised on: the static argument of _stack."""
-
-    layers: tuple[_Layer, ...]
-    aux: tuple[str, ...]  # names of the auxiliary values that are wanted
-    short: bool  # whether memory is short, that is, whether any residual is not kept
-    whole_weights: int  # ResidualPlan.whole_weights, at least 1
-
-    def stays_whole(self, index: int) -> bool:
-        """Whether the weights of the layer of this index stay gathered from its forward to its backward."""
-        return index >= len(self.layers) - self.whole_weights
 
 
 def _scope(segment: Segment) -> contextlib.AbstractContextManager:
@@ -139,6 +111,7 @@ def layer_forward(
     gathers=(),
     tile=None,
     in_fp8: tuple[str, ...] = (),
+    taken=None,
 ):
     """Runs one layer, the block nnx.merge(graph, trainable, frozen), on layer_input [B, T, hidden].
 
@@ -148,6 +121,7 @@ def layer_forward(
       to_host: Pieces of the previous layer's residuals, which are copied to the host meanwhile.
       gathers: Shards of weights that the next layer needs whole.
       tile: tokens of each row that tokenwise segments process at a time. in_fp8: wanted names rounded to e4m3.
+      taken: {name: value} of what the layer takes from outside (Block.takes); None: nothing.
     Returns:
       (layer_output, {name: value} for the wanted names, copies of `to_host`, `gathers` whole)
     """
@@ -155,7 +129,7 @@ def layer_forward(
         block = nnx.merge(graph, trainable, frozen)
         segments = block.segments(tile, aux=wanted)
         context_of = _contexts(block, spec, layout, key)
-        values: dict[str, Any] = {LAYER_INPUT: layer_input}
+        values: dict[str, Any] = {LAYER_INPUT: layer_input, **(taken or {})}
         work = _work(segments, block, layer_input)
         copies = TransferSchedule(to_host, work, jax.memory.Space.Host)
         collectives = CollectiveSchedule(gathers, (), work)
@@ -187,21 +161,20 @@ def layer_backward(
     gathers=(),
     scatters=(),
     tile=None,
-    daux=None,
+    dothers=None,
 ):
-    """Runs the backward of one layer from `saved`, {name: value} of residuals, and `doutput`, layer_output's gradient.
+    """Runs the backward of one layer from `saved`, {name: value} of residuals and of what it takes.
 
     Args:
       to_device: Pieces of the residuals of the layer below, which are copied to the device meanwhile.
       gathers, scatters: Shards that the layer below needs whole; (Shard, gradient) of tensors of the layer above.
-      daux: {name: gradient} of the auxiliary values that left the layer.
+      doutput, dothers: layer_output's gradient, and {name: gradient} of the other values that left the layer.
       graph, spec, trainable, frozen, layout, key, tile: the arguments that the layer's forward had (layer_forward).
     Returns:
-      (gradients of trainable tensors, of layer_input, copies of `to_device`, whole `gathers`, parts of `scatters`)
+      (gradients of trainable tensors, layer_input and values taken; copies; whole `gathers`; parts of `scatters`)
     """
-    values, daux = dict(saved), daux or {}
-    block = nnx.merge(graph, trainable, frozen)
-    segments = block.segments(tile, aux=tuple(daux))
+    values, block = dict(saved), nnx.merge(graph, trainable, frozen)
+    segments = block.segments(tile, aux=tuple(dothers or {}))
     context_of = _contexts(block, spec, layout, key)
     order = block.order
     again = [s for s in segments[:-1] if not s.aux and any(name not in values for name in s.outputs)]
@@ -232,7 +205,7 @@ def layer_backward(
                 outputs = finish(stage, outputs)
                 values = {**dict(zip(segment.outputs, outputs, strict=True)), **values}
         with jax.named_scope("backward"):
-            gradients = {LAYER_OUTPUT: doutput, **daux}
+            gradients = {LAYER_OUTPUT: doutput, **(dothers or {})}
             total = None
             for stage, segment in enumerate(back, len(again)):
                 doutputs = tuple(gradients[name] for name in segment.outputs if name in gradients)
@@ -253,7 +226,8 @@ def layer_backward(
                     total = dtrainable if total is None else jax.tree.map(jnp.add, total, dtrainable)
                 for name, value in finish(stage, _differentiable(segment.reads, dinputs)).items():
                     gradients[name] = gradients[name] + value if name in gradients else value
-        return total, gradients[LAYER_INPUT], copies.arrays, collectives.gathered, collectives.scattered
+        dtaken = {name: gradients[name] for name in block.takes}
+        return total, gradients[LAYER_INPUT], dtaken, copies.arrays, collectives.gathered, collectives.scattered
 
 
 def _block_of(graph: nnx.GraphDef, frozen, trainable) -> Block:
@@ -266,28 +240,6 @@ def _layer_key(keys, index):
     return None if keys is None else keys[index]
 
 
-def _shards_of(trainables, frozens, index: int) -> list[Shard]:
-    """The Shards, which must be gathered, of layer `index`; none if no layer has that index. trainables, frozens: the
-    trained and the other tensors of each layer."""
-    return shards((trainables[index], frozens[index])) if 0 <= index < len(trainables) else []
-
-
-def _first_gathered(trainables, frozens) -> list[jax.Array]:
-    """The whole arrays of the Shards in trainables[0] and frozens[0], which no earlier layer can gather."""
-    return [gather(shard) for shard in _shards_of(trainables, frozens, 0)]
-
-
-def _with_gradients(trainable, gradients) -> list[tuple[Shard, jax.Array]]:
-    """The Shards in a layer's trainable tensors, each with its whole tensor's gradient, from the tree `gradients`."""
-    pairs = jax.tree.map(
-        lambda leaf, gradient: (leaf, gradient) if isinstance(leaf, Shard) else None,
-        trainable,
-        gradients,
-        is_leaf=lambda leaf: isinstance(leaf, Shard),
-    )
-    return jax.tree.leaves(pairs, is_leaf=lambda leaf: isinstance(leaf, tuple))
-
-
 def _total(values: list[dict[str, Any]]) -> dict[str, Any]:
     """{name: sum over the layers} from `values`, each layer's {name: auxiliary value}, for the names that any has."""
     total: dict[str, Any] = {}
@@ -297,36 +249,43 @@ def _total(values: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _stack(static: _Static, trainables, frozens, x, layout, keys, sums):
+def _stack(static: StackProgram, trainables, frozens, x, layout, keys, sums, given):
     """Runs all layers without saving residuals: (last layer_output, {name: sum over the layers} of auxiliary values).
 
-    trainables, frozens, keys, sums: tuples with an entry for each layer: its tensors, its dropout key, and the sums to
-    which its gradients are added (run_stack's gradient_sums); keys and sums may be None."""
-    aux = []
-    gathered = _first_gathered(trainables, frozens)
+    trainables, frozens, keys, sums, given: tuples with an entry for each layer: its tensors, its dropout key, the sums
+    to which its gradients are added (run_stack's gradient_sums), and what the decoder gives it; keys and sums may be
+    None."""
+    aux, shared = [], {}
+    gathered = first_gathered(trainables, frozens)
     for index, layer in enumerate(static.layers):
         weights = with_whole((trainables[index], frozens[index]), gathered)
-        arguments = (*weights, x, layout, _layer_key(keys, index), (), _shards_of(trainables, frozens, index + 1))
-        x, found, _, gathered = layer_forward(layer.graph, layer.spec, static.aux, *arguments, tile=layer.tile)
-        aux.append(found)
+        arguments = (*weights, x, layout, _layer_key(keys, index), (), shards_of_layer(trainables, frozens, index + 1))
+        taken = layer.taken(given[index], shared)
+        x, found, _, gathered = layer_forward(
+            layer.graph, layer.spec, static.aux + tuple(layer.gives), *arguments, tile=layer.tile, taken=taken
+        )
+        shared |= {name: found[own] for own, name in layer.gives.items()}
+        aux.append({name: found[name] for name in static.aux if name in found})
     return x, _total(aux)
 
 
-def _stack_fwd(static: _Static, trainables, frozens, x, layout, keys, sums):
-    """The forward rule of `_stack`, with its arguments: (its results, residuals for `_stack_bwd`). Residuals are kept
-    by plan, and the offloaded ones of a layer are copied to the host while the next layer runs."""
-    kept, hosted, aux, whole = [], [], [], []
+def _stack_fwd(static: StackProgram, trainables, frozens, x, layout, keys, sums, given):
+    """The forward rule of `_stack`: (its results, residuals for `_stack_bwd`). Layers' residuals are kept by plan, and
+    the offloaded ones of a layer are copied to the host while the next layer runs."""
+    kept, hosted, aux, whole, takens, shared = [], [], [], [], [], {}
     names, to_host = (), ()  # residuals of the layer before, which are copied to the host while this layer computes
     last = len(static.layers) - 1
-    next_weights = _first_gathered(trainables, frozens)
+    next_weights = first_gathered(trainables, frozens)
     for index, layer in enumerate(static.layers):
         wanted = layer.kept + layer.in_fp8 + layer.offloaded + static.aux
-        gathered, gathers = next_weights, _shards_of(trainables, frozens, index + 1)
+        gathered, gathers = next_weights, shards_of_layer(trainables, frozens, index + 1)
         weights = with_whole((trainables[index], frozens[index]), gathered)
         arguments = (*weights, x, layout, _layer_key(keys, index), to_host, gathers)
+        takens.append(layer.taken(given[index], shared))
         x, residuals, copies, next_weights = layer_forward(
-            layer.graph, layer.spec, wanted, *arguments, tile=layer.tile, in_fp8=layer.in_fp8
+            layer.graph, layer.spec, wanted, *arguments, tile=layer.tile, in_fp8=layer.in_fp8, taken=takens[index]
         )
+        shared |= {name: residuals[own] for own, name in layer.gives.items()}
         whole.append(gathered if static.stays_whole(index) else [])
         aux.append({name: residuals.pop(name) for name in static.aux if name in residuals})
         if index:
@@ -336,16 +295,18 @@ def _stack_fwd(static: _Static, trainables, frozens, x, layout, keys, sums):
         block = nnx.merge(layer.graph, *weights)
         to_host = cut([residuals[name] for name in names], _work(block.segments(), block, x))
         kept.append({name: value for name, value in residuals.items() if name not in names})
-    return (x, _total(aux)), (trainables, frozens, whole, kept, [*hosted, {}], layout, keys, sums)
+    return (x, _total(aux)), (trainables, frozens, whole, kept, [*hosted, {}], takens, layout, keys, sums)
 
 
-def _stack_bwd(static: _Static, residuals, gradient):
+def _stack_bwd(static: StackProgram, residuals, gradient):
     """The backward rule of `_stack`, from the last layer to the first, each beside copies and collectives of its
     neighbours. gradient: of both results. With sums, the gradient of these is the sums plus the gradients of
     trainables, which get None."""
     dx, daux = gradient  # daux is of sums over the layers, so it is the gradient of each layer's value
-    trainables, frozens, whole_weights, kept, hosted, layout, keys, sums = residuals
+    trainables, frozens, whole_weights, kept, hosted, takens, layout, keys, sums = residuals
     gradients: list[Any] = [None] * len(kept)
+    dgiven: list[dict[str, jax.Array]] = [{} for _ in kept]
+    dshared: dict[str, jax.Array] = {}  # gradients of what earlier layers give, summed over the layers that took it
     reloaded, scatters, gathered = (), [], []
 
     def add_to_sums(index, parts):
@@ -363,7 +324,7 @@ def _stack_bwd(static: _Static, residuals, gradient):
 
     for index in range(len(kept) - 1, -1, -1):
         layer = static.layers[index]
-        saved = {**kept[index]}
+        saved = {**kept[index], **takens[index]}
         saved |= {name: join(pieces) for name, pieces in zip(hosted[index], reloaded, strict=True)}
         # Ties this layer's work to its gradient; otherwise XLA shares recomputed values with the forward and keeps
         # them. The same holds for trained weights in the compute dtype: 26 MB a layer of adapters on a 30B's experts.
@@ -373,7 +334,9 @@ def _stack_bwd(static: _Static, residuals, gradient):
         free = {name: saved.pop(name) for name in layer.free if name in kept[index] and not static.short}
         saved, dx, trainable = optimization_barrier((saved, dx, whole))
         to_device = tuple(hosted[index - 1].values()) if index else ()
-        gradients[index], dx, reloaded, gathered, parts = layer_backward(
+        dothers = {name: daux[name] for name in static.aux if name in layer.aux}
+        dothers |= {own: dshared.pop(name) for own, name in layer.gives.items() if name in dshared}
+        gradients[index], dx, dtaken, reloaded, gathered, parts = layer_backward(
             layer.graph,
             layer.spec,
             trainable if static.short else whole,
@@ -383,48 +346,35 @@ def _stack_bwd(static: _Static, residuals, gradient):
             layout,
             _layer_key(keys, index),
             to_device,
-            [] if static.stays_whole(index - 1) else _shards_of(trainables, frozens, index - 1),
+            [] if static.stays_whole(index - 1) else shards_of_layer(trainables, frozens, index - 1),
             scatters,
             tile=layer.tile,
-            daux={name: daux[name] for name in static.aux if name in layer.aux},
+            dothers=dothers,
         )
+        for name, value in dtaken.items():
+            if name not in layer.shared:
+                dgiven[index][name] = value
+            else:
+                dshared[name] = dshared[name] + value if name in dshared else value
         if scatters:
             add_to_sums(index + 1, parts)
-        scatters = _with_gradients(trainables[index], gradients[index])
+        scatters = with_gradients(trainables[index], gradients[index])
         if not scatters:
             add_to_sums(index, ())
         if index and static.short:
             # If memory is short: otherwise XLA puts off the products of adapter gradients, which nothing waits for, and
             # keeps their large operands. An 8B LoRA step of 16 layers took 21 GB instead of 13.
             gradients[index], dx = optimization_barrier((gradients[index], dx))
-            scatters = _with_gradients(trainables[index], gradients[index])
+            scatters = with_gradients(trainables[index], gradients[index])
     if scatters:
         add_to_sums(0, [scatter(*pair) for pair in scatters])
     trained = tuple(gradients)
     # Gradients that were added to sums are returned as the sums' cotangent, and the tensors get none.
-    return (trained, None, dx, None, None, None) if sums is None else (None, None, dx, None, None, trained)
+    others = (None, dx, None, None)
+    return (trained, *others, None, tuple(dgiven)) if sums is None else (None, *others, trained, tuple(dgiven))
 
 
 _stack.defvjp(_stack_fwd, _stack_bwd)
-
-
-@jax.custom_vjp
-def _not_differentiated(frozens):
-    """`frozens`, the layers' frozen tensors, unchanged; a gradient with respect to them raises TypeError."""
-    return frozens
-
-
-def _differentiated(frozens):
-    """The forward rule of `_not_differentiated`: raises TypeError: gradients are not computed, and zeros mislead."""
-    leaves = jax.tree_util.tree_leaves_with_path(frozens)
-    names = [f"layers{jax.tree_util.keystr(path)}" for path, leaf in leaves if leaf.perturbed]
-    raise TypeError(
-        f"a gradient is asked for of {names[0]} and {len(names) - 1} more frozen tensors, which get none: "
-        "differentiate with respect to what trains (nnx.split(model, nnx.Param, ...)), or use a model without adapters"
-    )
-
-
-_not_differentiated.defvjp(_differentiated, lambda _, cotangents: (cotangents,), symbolic_zeros=True)
 
 
 def run_stack(
@@ -436,10 +386,11 @@ def run_stack(
     dropout_key: jax.Array | None = None,
     gradient_sums=None,
     aux: tuple[str, ...] = (),
+    given: Sequence[Mapping[str, jax.Array]] | None = None,
 ) -> tuple[jax.Array, dict[str, Any]]:
     """Runs the layers on x [B, T, hidden].
 
-    It is differentiable with respect to x and to the layers' `nnx.Param`s, but not to `Frozen` tensors.
+    It is differentiable with respect to x, `given` and the layers' `nnx.Param`s, but not to `Frozen` tensors.
 
     Args:
       layers, specs: the Blocks, and the LayerSpec of each.
@@ -450,11 +401,13 @@ def run_stack(
         layer, so that no layer's gradients wait for the others'. Its cotangent is sums plus gradients; the `nnx.Param`s
         get none.
       aux: names of auxiliary values that are wanted of the layers that have them, such as router_sums.
+      given: for each layer {name: value} of what it takes and no earlier layer gives (Block.takes); None: nothing.
     Returns:
       (the last layer's output [B, T, hidden], {name: sum over the layers} of auxiliary values)
     Raises:
       ValueError: a plan with another number of layers or with residuals that no layer has; tiles that do not divide the
-        rows, or with dropout; a name in `aux` that no layer has. TypeError: a gradient by a `Frozen` tensor.
+        rows, or with dropout; a name in `aux` that no layer has; a layer that takes what nothing gives. TypeError: a
+        gradient by a `Frozen` tensor.
     """
     plan = plan or ResidualPlan.uniform(KEEP, len(layers))
     if len(plan.layers) != len(layers):
@@ -474,27 +427,16 @@ def run_stack(
         if dropout_key is not None:
             raise ValueError("a tiled MLP has no dropout: leave tile_tokens out of the residual plan")
     splits = [nnx.split(layer, nnx.Param, ...) for layer in layers]
-    described = tuple(
-        _describe(layer, split[0], spec, layer_plan, plan.tile_tokens)
-        for layer, split, spec, layer_plan in zip(layers, splits, specs, plan.layers, strict=True)
+    given = tuple(map(dict, given or [{}] * len(layers)))
+    layers_of_program = tuple(
+        described(layer, split[0], spec, layer_plan, plan.tile_tokens, tuple(own))
+        for layer, split, spec, layer_plan, own in zip(layers, splits, specs, plan.layers, given, strict=True)
     )
+    require_given(layers_of_program)
     keys = None if dropout_key is None else jax.random.split(dropout_key, len(layers))
     if gradient_sums is not None:  # it has no entry for a layer without trained tensors
         gradient_sums = tuple(gradient_sums.get(index, nnx.State({})) for index in range(len(layers)))
     short = any(layer != KEEP for layer in plan.layers)
-    static = _Static(described, aux, short, max(plan.whole_weights, 1))
-    frozens = _not_differentiated(tuple(s[2] for s in splits))
-    return _stack(static, tuple(s[1] for s in splits), frozens, x, layout, keys, gradient_sums)
-
-
-def _describe(block: Block, graph, spec: LayerSpec, plan: LayerPlan, tile: int | None) -> _Layer:
-    """The static description of a layer by which its program is compiled: its structure (graph: nnx.GraphDef), and
-    which of its residuals `plan` keeps, keeps in FP8 or offloads to host memory. tile: tokens of each row in a tile of
-    tokenwise segments, such as those of an MLP (ResidualPlan.tile_tokens); ignored, so that these run whole, unless the
-    plan recomputes every value inside them."""
-    residuals = block.residuals()
-    inside = tiled_residuals(block.segments())
-    dropped = plan.named("recompute", residuals)
-    tiled = bool(inside) and set(inside) <= set(dropped)
-    kept, in_fp8, offloaded = (plan.named(how, residuals) for how in ("keep", "fp8", "offload"))
-    return _Layer(graph, spec, kept, in_fp8, offloaded, tuple(block.aux), tile if tiled else None, block.order.free)
+    static = StackProgram(layers_of_program, aux, short, max(plan.whole_weights, 1))
+    frozens = not_differentiated(tuple(s[2] for s in splits))
+    return _stack(static, tuple(s[1] for s in splits), frozens, x, layout, keys, gradient_sums, given)

@@ -213,11 +213,6 @@ def test_published_parameter_count(name):
     assert parameter_count(hf) == count
 
 
-_PARTS_THAT_ARE_MISSING = {
-    "gemma-4-e4b-text.json": "hidden_size_per_layer_input = 256 is not supported",
-}
-
-
 def test_published_parameter_counts_of_real_configs(test_data):
     readme = (test_data / "README.md").read_text()
     checked = []
@@ -227,10 +222,6 @@ def test_published_parameter_counts_of_real_configs(test_data):
             continue
         published = re.search(rf"configs/{re.escape(file.name)}` \| HF config[^|,]*, ([\d,]+) parameters", readme)
         assert published, file.name
-        if file.name in _PARTS_THAT_ARE_MISSING:
-            with pytest.raises(ValueError, match=_PARTS_THAT_ARE_MISSING[file.name]):
-                config_from_hf(hf)
-            continue
         config = config_from_hf(hf)
         assert parameter_count(hf) == int(published[1].replace(",", "")), file.name
         assert config_from_hf(family(config.family).to_hf(config)) == config, file.name
@@ -274,8 +265,8 @@ def test_refused_layer_types():
             dict(use_bidirectional_attention="all"),
             "use_bidirectional_attention = 'all' is not supported: only",
         ),
-        (dict(num_kv_shared_layers=1), "num_kv_shared_layers = 1 is not supported: of Gemma 4, jaxtune trains"),
-        (dict(hidden_size_per_layer_input=8), "hidden_size_per_layer_input = 8 is not supported"),
+        (dict(num_kv_shared_layers=2), "num_kv_shared_layers = 2: layer 1 shares the keys and values of a full_att"),
+        (dict(hidden_size_per_layer_input=-8), "hidden_size_per_layer_input = -8"),
         (dict(enable_moe_block=True), "num_experts is missing, and enable_moe_block = True needs it"),
         (dict(rope_parameters={"rope_type": "default"}), "rope_parameters lacks 'full_attention'"),
         (dict(per_layer_config={"x": {}}), "per_layer_config has 'x', which is not the index of a layer"),
@@ -310,8 +301,24 @@ def test_spellings_of_gemma4():
         (1e6, "proportional", 64),
         (1e4, "default", 32),
     ]
-    with pytest.raises(ValueError, match="hidden_size_per_layer_input = 256"):  # what transformers' class has
-        config_from_hf({key: value for key, value in hf.items() if key != "hidden_size_per_layer_input"})
+    usual = {key: value for key, value in hf.items() if key != "hidden_size_per_layer_input"}
+    found = config_from_hf(usual)  # what transformers' class has
+    assert (found.per_layer_size, found.per_layer_vocab_size) == (256, 262_144)
+    with pytest.raises(ValueError, match="hidden_size_per_layer_input = 256 is not supported.*'gemma4_unified_text'"):
+        config_from_hf({**CONFIGS["gemma4_unified"], "hidden_size_per_layer_input": 256})
+
+
+def test_keys_and_values_that_a_checkpoint_has_for_nothing(model_of, tmp_path):
+    """Published E2B and E4B have them in layers that share those of earlier layers, and transformers ignores them."""
+    hf, shapes = CONFIGS["gemma4_shared"], shapes_of(CONFIGS["gemma4_shared"])
+    more = {f"model.layers.3.self_attn.{name}.weight": (64, 64) for name in ("k_proj", "v_proj")}
+    write_checkpoint(tmp_path, hf, shapes | more | {"model.layers.3.self_attn.k_norm.weight": (64,)})
+    loaded, model = checks.load(tmp_path), model_of("gemma4_shared")
+    for (path, a), (_, b) in zip(*(nnx.to_flat_state(nnx.state(m)) for m in (loaded, model)), strict=True):
+        np.testing.assert_array_equal(a.get_value(), b.get_value(), err_msg=str(path))
+    write_checkpoint(tmp_path / "other", hf, shapes | {"model.layers.2.self_attn.out_proj.weight": (8, 8)})
+    with pytest.raises(ValueError, match="unexpected: model.layers.2.self_attn.out_proj.weight"):
+        checks.load(tmp_path / "other")
 
 
 def test_attention_without_its_gate_is_refused():

@@ -185,6 +185,24 @@ CONFIGS = {
         moe_intermediate_size=48,
         tie_word_embeddings=True,
     ),
+    # As the E2B has them: the last layers share keys and values and have a wider MLP, every layer has embeddings.
+    "gemma4_shared": _config(
+        "gemma4_text",
+        "Gemma4ForCausalLM",
+        hidden_activation="gelu_pytorch_tanh",
+        num_hidden_layers=4,
+        rms_norm_eps=1e-6,
+        head_dim=32,
+        global_head_dim=64,
+        final_logit_softcapping=5.0,
+        sliding_window=6,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        hidden_size_per_layer_input=24,
+        vocab_size_per_layer_input=160,
+        num_kv_shared_layers=2,
+        use_double_wide_mlp=True,
+        tie_word_embeddings=True,
+    ),
     # In transformers 5.23's spelling, and with values of their own everywhere.
     "gemma4_unified": _config(
         "gemma4_unified_text",

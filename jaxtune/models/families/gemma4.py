@@ -1,8 +1,5 @@
-"""Gemma 4, the text model: every sixth layer sees all tokens, with wider heads (31B), and layers may have experts
-beside the MLP (26B-A4B).
-
-Configs whose layers share keys and values, or have embeddings of their own (E2B, E4B), are refused.
-"""
+"""Gemma 4, the text model: every sixth layer sees all tokens, with wider heads (31B); layers may have experts beside
+the MLP (26B-A4B), or embeddings of their own and shared keys and values (E2B, E4B)."""
 
 from jaxtune.models.config import PRE_AND_POST_NORM
 from jaxtune.models.families.common import Family, gemma4
@@ -10,12 +7,13 @@ from jaxtune.models.families.common import Family, gemma4
 FAMILY = Family(
     "gemma4_text",
     "Gemma4ForCausalLM",
-    gemma4.KEYS,
+    (*gemma4.KEYS, gemma4.EXPERTS, gemma4.SHARING, gemma4.PER_LAYER),
     defaults=gemma4.DEFAULTS | {"max_position_embeddings": 131_072, "sliding_window": 512},
     fields=gemma4.FIELDS,
     prepare=gemma4.prepared,
     stages=PRE_AND_POST_NORM,
     norms=gemma4.NORMS,
     text_of=("gemma4",),
+    unused_tensors=gemma4.unused_tensors,
     passthrough_tensors=("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
 )

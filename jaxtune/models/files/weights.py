@@ -39,7 +39,9 @@ def tensors_of(model: Decoder) -> dict[str, nnx.Variable]:
 
     def order(item):
         path = item[0]
-        return ("embedding", "layers", "norm", "head").index(path[0]), path[1] if path[0] == "layers" else 0
+        return ("embedding", "per_layer", "layers", "norm", "head").index(path[0]), path[1] if path[
+            0
+        ] == "layers" else 0
 
     layers, head = model.config.layers, model.config.head.name
     return {tensor_name(path, norms, layers, head): variable for path, variable in sorted(flat, key=order)}

@@ -160,10 +160,14 @@ def _prefill(structure: Structure, capacity: int, leaves, tokens, lengths, total
         layout = packed_layout((rows, width), (index < lengths[:, None]).astype(jnp.int32), max_documents=1)
         layout = dataclasses.replace(layout, rotary=rotary_tables(config, index, totals[:, None]))
         x = model.embed(tokens)
-        states = []
-        for layer, spec in zip(model.layers, config.layers, strict=True):
+        states, shared = [], {}
+        given = model.given(tokens, x) or [{}] * len(model.layers)
+        for layer, spec, own in zip(model.layers, config.layers, given, strict=True):
             graph, *state = nnx.split(layer, nnx.Param, ...)
-            x, kept, *_ = layer_forward(graph, spec, layer.state_reads, *state, x, layout, None)
+            taken = own | {name: shared[name] for name in layer.takes if name not in own}
+            wanted = tuple(dict.fromkeys((*layer.state_reads, *layer.gives)))
+            x, kept, *_ = layer_forward(graph, spec, wanted, *state, x, layout, None, taken=taken)
+            shared |= {name: kept[residual] for residual, name in layer.gives.items()}
             states.append(layer.first_state(kept, lengths, capacity - width, Context(spec, layout)))
         return states
 
@@ -184,7 +188,7 @@ def _extend(structure: Structure, leaves, states, tokens, at, totals) -> States:
         positions = at[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         tables = rotary_tables(model.config, positions, totals[:, None])
         real = jnp.ones(len(at), bool)
-        return _through_layers(model, _split(model), model.embed(tokens), states, at, tables, real)[1]
+        return _through_layers(model, _split(model), tokens, states, at, tables, real)[1]
 
 
 def _insert(states, staged, rows, slots) -> States:
@@ -244,9 +248,8 @@ def _decode(
         states, live, seen = before
         with jax.named_scope("decode"):
             at = jnp.where(live.active, live.length - 1, -1)
-            x = model.embed(live.token[:, None])
             tables = rotary_tables(model.config, jnp.maximum(at, 0)[:, None], jnp.maximum(live.length, 1)[:, None])
-            x, states = _through_layers(model, splits, x, states, at, tables, live.active)
+            x, states = _through_layers(model, splits, live.token[:, None], states, at, tables, live.active)
             token, logprob = _chosen(model, kind, x, seen, live, rows)
         length = live.length + live.active
         goes_on = (token[:, None] != rows.ends).all(-1) & (length < rows.limit) & (length <= rows.pause)
@@ -266,19 +269,24 @@ def _split(model: Decoder) -> list[tuple]:
     return [nnx.split(layer, nnx.Param, ...) for layer in model.layers]
 
 
-def _through_layers(model: Decoder, splits, x, states, at, tables, real) -> tuple[jax.Array, States]:
-    """Runs new tokens' hidden states x [N, C, hidden] through all layers: (the last layer's output, the new states).
+def _through_layers(model: Decoder, splits, tokens, states, at, tables, real) -> tuple[jax.Array, States]:
+    """Runs new tokens int32[N, C] through all layers: (the last layer's output [N, C, hidden], the new states).
 
     Args:
       splits: from _split.
+      tokens: int32[N, C].
       states: of the N rows, one pytree for each layer.
-      at: int32[N], position of each row's first token in x; -1 for a row that has none.
+      at: int32[N], position of each row's first token in `tokens`; -1 for a row that has none.
       tables: the rotary tables of the positions, one for each of the decoder's rotary bases.
-      real: bool[N], whether a row has tokens in x.
+      real: bool[N], whether a row has tokens here.
     """
-    after = []
-    for (graph, *state), spec, kept in zip(splits, model.config.layers, states, strict=True):
-        x, kept = _layer_step(graph, spec, *state, x, tables, kept, at, real)
+    x, after, shared = model.embed(tokens), [], {}
+    given = model.given(tokens, x) or [{}] * len(model.layers)
+    layers = zip(splits, model.layers, model.config.layers, states, given, strict=True)
+    for (graph, *state), layer, spec, kept, own in layers:
+        taken = own | {name: shared[name] for name in layer.takes if name not in own}
+        x, kept, more = _layer_step(graph, spec, *state, x, tables, kept, at, real, taken)
+        shared |= more
         # Otherwise XLA lets each reader of the residual stream add up all layers below it again.
         x = jax.lax.optimization_barrier(x)
         after.append(kept)
@@ -286,8 +294,9 @@ def _through_layers(model: Decoder, splits, x, states, at, tables, real) -> tupl
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _layer_step(graph, spec: LayerSpec, trainable, frozen, layer_input, tables, state, at, real):
-    """Runs one layer for new tokens: (layer_output [N, C, hidden], the new state).
+def _layer_step(graph, spec: LayerSpec, trainable, frozen, layer_input, tables, state, at, real, taken):
+    """Runs one layer for new tokens: (layer_output [N, C, hidden], the new state, {name: value} of what it gives to
+    later layers).
 
     It is jitted so that layers of one kind are traced once. Rows that are not real are marked as padding, so that
     experts get no tokens from them.
@@ -300,12 +309,13 @@ def _layer_step(graph, spec: LayerSpec, trainable, frozen, layer_input, tables, 
       state: {mixer's name: its state}.
       at: int32[N], position of each row's first token; -1 for a row that has none.
       real: bool[N], whether a row has tokens here.
+      taken: {name: value} of what the layer takes from the decoder and from earlier layers (Block.step).
     """
     index = jnp.broadcast_to(jnp.arange(layer_input.shape[1], dtype=jnp.int32), layer_input.shape[:2])
     end = jnp.where(real[:, None], layer_input.shape[1], index)
     start = jnp.where(real[:, None], 0, index)
     context = Context(spec, PackedLayout(start, end, tables, max_documents=1))
-    return nnx.merge(graph, trainable, frozen).step(layer_input, state, at, context)
+    return nnx.merge(graph, trainable, frozen).step(layer_input, state, at, context, taken)
 
 
 def _chosen(model: Decoder, kind: Kind, hidden, seen, live: Live, rows: Rows) -> tuple[jax.Array, jax.Array]:

@@ -50,6 +50,11 @@ class AttentionShape:
     attention_gate: bool | None = None  # whether each head's output is multiplied by the sigmoid of a gate
     # whether each head has a learned logit that takes part in its softmax and has no value
     attention_sinks: bool | None = None
+    # a name under which later layers can take its keys and values; None: it gives none away
+    gives_keys: str | None = None
+    # the layer has no keys and values of its own and takes those that an earlier layer gives under this name; None: it
+    # has its own
+    takes_keys: str | None = None
     hf_name: str = "self_attn"  # the part's name in Hugging Face's tensor names
 
     def make(self, config: DecoderConfig, key: jax.Array, dtype) -> Attention:
@@ -57,9 +62,10 @@ class AttentionShape:
         weights, in `dtype`."""
         own = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
         del own["hf_name"]
+        sharing = own.pop("gives_keys", None), own.pop("takes_keys", None)
         if self.qk_norm == "none":
             own["qk_norm"] = None
-        return Attention(dataclasses.replace(config, **own), key, dtype)
+        return Attention(dataclasses.replace(config, **own), key, dtype, *sharing)
 
 
 class Attention(nnx.Module):
@@ -75,14 +81,23 @@ class Attention(nnx.Module):
     reads its input, which a matrix product would otherwise compute again. The backward norms and rotates them once
     more. Values that are keys are no residual of their own.
 
+    An attention that gives its keys and values to later layers (`gives`) has them normed and rotated as residuals, so
+    that the later layers need none of its weights. One that takes them (`takes`) projects queries alone.
+
     Args:
       config: gives the sizes and the features.
       key: draws the initial weights.
       dtype: of the weights.
+      gives_keys, takes_keys: the fields of AttentionShape with these names.
     """
 
-    def __init__(self, config: DecoderConfig, key: jax.Array, dtype):
+    def __init__(
+        self, config: DecoderConfig, key: jax.Array, dtype, gives_keys: str | None = None, takes_keys: str | None = None
+    ):
+        if takes_keys is not None and (gives_keys is not None or config.fused_qkv):
+            raise ValueError("takes_keys: such an attention has no fused qkv_proj, and gives no keys away")
         self.config = config
+        self.gives_keys, self.takes_keys = gives_keys, takes_keys
         keys = jax.random.split(key, 4)
         hidden, std = config.hidden_size, config.initializer_range
 
@@ -94,8 +109,9 @@ class Attention(nnx.Module):
         else:
             queries = config.query_size * (2 if config.attention_gate else 1)
             self.q_proj = linear(keys[0], hidden, queries, config.qkv_bias)
-            self.k_proj = linear(keys[1], hidden, config.kv_size, config.qkv_bias)
-            if not config.values_are_keys:
+            if not self.takes:
+                self.k_proj = linear(keys[1], hidden, config.kv_size, config.qkv_bias)
+            if not self.takes and not config.values_are_keys:
                 self.v_proj = linear(keys[2], hidden, config.kv_size, config.qkv_bias)
         self.o_proj = linear(keys[3], config.query_size, hidden, config.out_bias)
         self.sinks = nnx.Param(jnp.zeros((config.num_heads,), dtype)) if config.attention_sinks else None
@@ -103,31 +119,52 @@ class Attention(nnx.Module):
             whole = config.qk_norm == "projection"
             sizes = (config.query_size, config.kv_size) if whole else (config.head_dim, config.head_dim)
             self.q_norm = norm_of(config, sizes[0], dtype)
-            self.k_norm = norm_of(config, sizes[1], dtype)
+            if not self.takes:
+                self.k_norm = norm_of(config, sizes[1], dtype)
+
+    @property
+    def gives(self) -> dict[str, str]:
+        """{residual: the name under which later layers take it}: its keys and values, or nothing (LayerPart.gives)."""
+        return (
+            {} if self.gives_keys is None else dict(zip(("key", "value"), _shared_names(self.gives_keys), strict=True))
+        )
+
+    @property
+    def takes(self) -> dict[str, tuple[int, ...]]:
+        """{name: shape for one token} of an earlier layer's keys and values, or nothing (LayerPart.takes)."""
+        heads = (self.config.num_kv_heads, self.config.head_dim)
+        return {} if self.takes_keys is None else dict.fromkeys(_shared_names(self.takes_keys), heads)
 
     @property
     def state_reads(self) -> tuple[str, ...]:
-        """Names of the residuals from which the caches are filled after a prompt (Mixer.state_reads)."""
-        return ("key",) if self.config.values_are_keys else ("key", "value")
+        """Names of the residuals from which the caches are filled after a prompt (Mixer.state_reads): none where keys
+        and values are another layer's."""
+        if self.takes:
+            return ()
+        return ("key",) if self.config.values_are_keys and self._normed_late else ("key", "value")
 
     @property
     def _in_matrices(self) -> tuple[str, ...]:
         """Names of the linears that read the layer's input: projections of queries, keys and values."""
         if self.config.fused_qkv:
             return ("qkv_proj",)
+        if self.takes:
+            return ("q_proj",)
         return ("q_proj", "k_proj") if self.config.values_are_keys else ("q_proj", "k_proj", "v_proj")
 
     @property
     def _normed_late(self) -> bool:
         """Whether the residuals query, key and value are projections before a norm (as the class says), so that
-        attention norms and rotates them when it reads them."""
-        return self.config.qk_norm is not None or self.config.value_norm or self.config.values_are_keys
+        attention norms and rotates them when it reads them. Taken keys and values are normed and rotated already."""
+        features = self.config.qk_norm is not None or self.config.value_norm or self.config.values_are_keys
+        return bool(self.takes) or (features and not self.gives)
 
     def segments(self) -> tuple[Segment, ...]:
         """Its segments: `project` (query, key, value), `attend` (attention) and `mix` (output projection)."""
         width = self.config.query_size
         gates = (Residual("output_gate"),) if self.config.attention_gate else ()
-        values = () if self.config.values_are_keys else (Residual("value", decided_with="key"),)
+        given = bool(self.gives)
+        own = (Residual("key", small=given), Residual("value", decided_with="key", small=given))
 
         def multiplications(tokens: int, length: int, backward: bool) -> float:
             fit = ATTENTION_STAGE.of("cudnn", dispatch.device_kind() or "")
@@ -140,8 +177,7 @@ class Attention(nnx.Module):
                 (INPUT,),
                 (
                     Residual("query"),
-                    Residual("key"),
-                    *values,
+                    *own[: len(self.state_reads)],
                     *gates,
                 ),
                 Attention._project,
@@ -149,7 +185,7 @@ class Attention(nnx.Module):
             ),
             Segment(
                 "attend",
-                ("query", *self.state_reads),
+                ("query", *self.state_reads, *self.takes),
                 (
                     Residual("attention_out"),
                     Residual("lse", decided_with="attention_out"),
@@ -189,8 +225,8 @@ class Attention(nnx.Module):
 
     def _projections(self, x: jax.Array, key: jax.Array | None):
         """(query, key, value, gates) of `project` before norms and rotation, each [B, T, heads or kv_heads, D]. There
-        is no value where values are keys, and no gates without attention_gate. x: [B, T, hidden]. key: draws the
-        adapters' dropout masks; None: no dropout."""
+        is no value where values are keys, neither key nor value where both are another layer's, and no gates without
+        attention_gate. x: [B, T, hidden]. key: draws the adapters' dropout masks; None: no dropout."""
         config = self.config
         if config.fused_qkv:
             both = self.qkv_proj(x, key)
@@ -251,9 +287,12 @@ class Attention(nnx.Module):
 
     def attended(self, context: Context, query: jax.Array, key: jax.Array, *value: jax.Array) -> tuple[jax.Array, ...]:
         """(query, key, value) in the form in which attention reads them, normed and rotated, from the residuals of the
-        segment `project`. value: empty where values are keys. context: has the rotary tables."""
+        segment `project`, or key and value as an earlier layer gives them. value: empty where values are keys. context:
+        has the rotary tables."""
         if not self._normed_late:
             return query, key, *value
+        if self.takes:
+            return self._query(query, context.rotary), key, *value
         [value_] = value or (key,)
         return self._query(query, context.rotary), self._key(key, context.rotary), self._value(value_)
 
@@ -261,7 +300,8 @@ class Attention(nnx.Module):
         """`run` of the segment `attend`: (output [B, T, heads, D], the log-sum-exp of each query's scores). context:
         has the document boundaries and the window.
 
-        residuals: query, key and, unless values are keys, value, as the segment `project` gives them.
+        residuals: query, key and, unless values are keys, value, as the segment `project` gives them, or an earlier
+        layer gives key and value.
         """
         query, key, value = self.attended(context, *residuals)
         return attention_forward(query, key, value, context.layout, **self.options(context.spec.window))
@@ -274,11 +314,14 @@ class Attention(nnx.Module):
     # ---- generation
 
     def first_state(self, values: Mapping[str, jax.Array], lengths: jax.Array, new_tokens: int, context: Context):
-        """The caches (keys, values), each [B, kv_heads, capacity, D], filled with the prompts.
+        """The caches (keys, values), each [B, kv_heads, capacity, D], filled with the prompts; () where keys and values
+        are another layer's.
 
         The capacity has room for `new_tokens` more, or only for the window if the layer has one. values: {name: value}
         of the residuals that state_reads names; lengths: int32[B], tokens of each prompt; context: that of the prompts.
         """
+        if self.takes:
+            return ()
         key, value = values["key"], values[self.state_reads[-1]]
         if self._normed_late:
             key, value = self._key(key, context.rotary), self._value(value)
@@ -290,17 +333,36 @@ class Attention(nnx.Module):
 
         The state is (keys, values) as from `first_state`. at: int32[B], the position of the first of the N tokens,
         which is also the number of tokens in the state; negative for a row that does not decode. context: its layout
-        has the rotary tables of these positions.
+        has the rotary tables of these positions; where keys and values are another layer's, `taken` has them.
         """
-        query, key, value, *gates = self.project(x, context.rotary)
-        options = self.options(context.spec.window)
-        if x.shape[1] > 1:
-            out = chunk_attention(query, key, value, state[0], state[1], at, **options)
-            keys, values = (chunk_written(kept, new, at) for kept, new in zip(state, (key, value), strict=True))
-            return self.output(out, *gates), (keys, values)
-        keys, values = (written(kept, new[:, 0], at) for kept, new in zip(state, (key, value), strict=True))
-        out = decode_attention(query[:, 0], keys, values, at + 1, **options)
-        return self.output(out[:, None], *gates), (keys, values)
+        return self.step_giving(x, state, at, context)[:2]
+
+    def step_giving(self, x: jax.Array, state, at: jax.Array, context: Context):
+        """`step` with a third result, {name: (cache, new)} of the keys and of the values that it gives to later layers.
+
+        A cache [B, kv_heads, capacity, D] contains the N tokens if N is 1, and `new` is None. Otherwise it is the cache
+        before them, because a window's cache has no room for them and for all that they see, and `new` is their keys or
+        values [B, N, kv_heads, D].
+        """
+        options, chunk = self.options(context.spec.window), x.shape[1] > 1
+        if self.takes:
+            query, *gates = self._projections(x, None)
+            query = self._query(query, context.rotary)
+            taken: dict[str, tuple] = dict(context.taken)
+            (keys, key), (values, value) = (taken[name] for name in self.takes)
+        else:
+            query, key, value, *gates = self.project(x, context.rotary)
+            keys, values = state
+            write = chunk_written if chunk else _written_one
+            state = tuple(write(kept, new, at) for kept, new in zip(state, (key, value), strict=True))
+        if chunk:
+            out = chunk_attention(query, key, value, keys, values, at, **options)
+        else:
+            keys, values = (keys, values) if self.takes else state
+            key = value = None
+            out = decode_attention(query[:, 0], keys, values, at + 1, **options)[:, None]
+        given = dict(zip(self.gives.values(), ((keys, key), (values, value)), strict=True)) if self.gives else {}
+        return self.output(out, *gates), state, given
 
     # ---- for the planner
 
@@ -322,13 +384,24 @@ class Attention(nnx.Module):
         """
         fit = ATTENTION_BYTES.of("cudnn", sizes.device)
         stream = fit.stream * sizes["layer_input"]
-        value = sizes[self.state_reads[-1]]
+        value = sizes[self.state_reads[-1]] if self.state_reads else 0.0
         if self._normed_late:
             stream += sizes["query"] + sizes["key"] + (value if self.config.value_norm else 0)
         if sizes.tiles == 1:
             return 2 * sizes["query"] + sizes["key"] + value + stream
         own = (2 + fit.work_space) * sizes["query"]
         return own + sizes["key"] + value + stream - sizes["layer_input"]
+
+
+def _shared_names(name: str) -> tuple[str, str]:
+    """The names, between layers, of the keys and of the values that a layer gives under this name."""
+    return f"{name}_key", f"{name}_value"
+
+
+def _written_one(cache: jax.Array, new: jax.Array, at: jax.Array) -> jax.Array:
+    """`written` for one token of each row: cache [B, kv_heads, capacity, D] with new [B, 1, kv_heads, D] at the
+    positions `at`, int32[B]."""
+    return written(cache, new[:, 0], at)
 
 
 def _attend_backward(module_of, trainable, context: Context, inputs, outputs, gradients):
@@ -339,7 +412,8 @@ def _attend_backward(module_of, trainable, context: Context, inputs, outputs, gr
       module_of: builds the Attention from trainable tensors.
       trainable: its trainable tensors.
       context: what the forward received: the layer's spec and the batch's layout.
-      inputs: the residuals query, key and, unless values are keys, value.
+      inputs: the residuals query, key and, unless values are keys, value; or query, and an earlier layer's key and
+        value.
       outputs: (the output, the log-sum-exp of each query's scores).
       gradients: (the gradient of the output,).
     Returns:

@@ -116,6 +116,23 @@ class Block(nnx.Module):
         """The parts that are mixers, which have a state in generation: {attribute: module}."""
         return {name: module for name, module in self.parts.items() if hasattr(module, "state_reads")}
 
+    @property
+    def takes(self) -> dict[str, tuple[int, ...]]:
+        """{name of a value that the layer takes from outside: its shape for one token} (LayerPart.takes)."""
+        taken: dict[str, tuple[int, ...]] = {}
+        for module in self.parts.values():
+            taken |= getattr(module, "takes", {})
+        return taken
+
+    @property
+    def gives(self) -> dict[str, str]:
+        """{the block's name of a residual: the name under which later layers take it} (LayerPart.gives)."""
+        return {
+            self._own_segments()[part][1][own]: name
+            for part, module in self.parts.items()
+            for own, name in getattr(module, "gives", {}).items()
+        }
+
     def normed(self, part: str, x: jax.Array) -> jax.Array:
         """x [B, T, hidden], a value of the residual stream, after the norm before the part of that name; unchanged if
         the part reads the stream without a norm."""
@@ -313,7 +330,14 @@ class Block(nnx.Module):
             found[part] = mixer.first_state(own, lengths, new_tokens, context)
         return found
 
-    def step(self, layer_input: jax.Array, state: Mapping[str, object], at: jax.Array, context: Context):
+    def step(
+        self,
+        layer_input: jax.Array,
+        state: Mapping[str, object],
+        at: jax.Array,
+        context: Context,
+        taken: Mapping[str, object] | None = None,
+    ):
         """Runs the next N tokens of each row in generation.
 
         Args:
@@ -322,24 +346,32 @@ class Block(nnx.Module):
           at: int32[B], the position of the first of the N tokens of each row, which is also the number of tokens that
             the state has already. A negative number marks a row that does not decode; its results are ignored.
           context: the layer's spec, and a layout with the rotary tables of these positions.
+          taken: {name: value} of what the layer takes (`takes`), for these tokens; a mixer's as an earlier layer's
+            `step` gave it. None: it takes nothing.
         Returns:
-          (layer_output [B, N, hidden], {mixer's name: its state after these tokens})
+          (layer_output [B, N, hidden], {mixer's name: its state after these tokens}, {name: value} of what the layer
+            gives to later layers)
         """
-        values, after = {LAYER_INPUT: layer_input}, {}
+        values, after, given = {LAYER_INPUT: layer_input, **(taken or {})}, {}, {}
+        context = dataclasses.replace(context, taken=taken or {})
         places, norms = _layout(self.stages)
         for part, module in self.parts.items():
             segments = self.part_segments(part)
             if part in state:
                 place = places[part]
                 x = self.normed(part, values[place.reads])
-                out, after[part] = module.step(x, state[part], at, context)
+                if getattr(module, "gives", {}):
+                    out, after[part], more = module.step_giving(x, state[part], at, context)
+                    given |= more
+                else:
+                    out, after[part] = module.step(x, state[part], at, context)
                 values[place.makes] = self.added(part, None if place.adds_to is None else values[place.adds_to], out)
                 segments = segments[-1:] if part in norms else ()
             for segment in segments:
                 if not segment.aux:
                     outputs = segment.run(self, context, *map(values.get, segment.reads))
                     values |= zip(segment.outputs, outputs, strict=True)
-        return values[LAYER_OUTPUT], after
+        return values[LAYER_OUTPUT], after, given
 
 
 @functools.lru_cache(64)

@@ -48,6 +48,8 @@ class Context:
     spec: LayerSpec  # the layer's kind: its parts, attention window and rotary base
     layout: PackedLayout  # document boundaries and rotary tables of the batch
     key: jax.Array | None = None  # draws the adapters' dropout masks; None: no dropout
+    # in generation: {name: value} of what the part takes from outside of its layer (LayerPart.takes)
+    taken: Mapping = dataclasses.field(default_factory=dict)
 
     @property
     def rotary(self) -> Any:
@@ -187,7 +189,18 @@ class Scratch:
 
 
 class LayerPart(Protocol):
-    """What the block requires of every mixer and feed-forward, which are nnx modules."""
+    """What the block requires of every mixer and feed-forward, which are nnx modules.
+
+    A part may also read values that are not computed in its layer, and give values to later layers. It says so by two
+    attributes, which most parts do not have:
+
+    - `takes`, {name of a value: its shape for one token}: the value is given to the layer from outside, [B, T, *shape]
+      in the compute dtype, and its segments name it among what they read. It comes from an earlier layer that gives it,
+      or from the decoder, which computes it for each layer (Decoder.given).
+    - `gives`, {name of one of its residuals: name of the value for other layers}: every later layer that takes the
+      value gets this residual, until another layer gives the same. Such a residual is always kept (`small`), and its
+      gradient is the sum over the layers that read it. A mixer that gives values has a method `step_giving`.
+    """
 
     def segments(self) -> tuple[Segment, ...]:
         """The part's computation from INPUT (or STREAM) to OUTPUT, in the order in which it runs."""
@@ -241,8 +254,19 @@ class Mixer(LayerPart, Protocol):
           state: from `first_state` or the previous step.
           at: int32[B], the position of the first of the N tokens, which is also the number of tokens in the state. A
             negative number marks a row that is not decoding; its output and state are ignored.
-          context: the layer's spec, and a layout with the rotary tables of these positions.
+          context: the layer's spec, a layout with the rotary tables of these positions, and what the part takes from
+            earlier layers, as their `step_giving` returned it.
         """
+        ...
+
+
+class GivingMixer(Mixer, Protocol):
+    """A mixer that gives values to later layers (LayerPart.gives)."""
+
+    def step_giving(
+        self, x: jax.Array, state, at: jax.Array, context: Context
+    ) -> tuple[jax.Array, object, dict[str, object]]:
+        """`step` with a third result, {name: value} of what later layers take in this step, any pytrees."""
         ...
 
 

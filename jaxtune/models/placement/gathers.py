@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.lax import optimization_barrier
 
-from jaxtune.models.placement.partition import TENSORS, Shard
+from jaxtune.models.placement.partition import TENSORS, Shard, shards
 
 
 def rows_of(variable: nnx.Variable, index: jax.Array, take: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
@@ -126,3 +126,25 @@ def scatter(shard: Shard, gradient: jax.Array) -> Shard:
     wide = gradient if shard.count == 2 else gradient.astype(jnp.float32)
     total = jax.lax.psum_scatter(wide, TENSORS, scatter_dimension=shard.axis, tiled=True)
     return Shard(total.astype(gradient.dtype), shard.axis, shard.count)
+
+
+def shards_of_layer(trainables, frozens, index: int) -> list[Shard]:
+    """The Shards, which must be gathered, of layer `index`; none if no layer has that index. trainables, frozens: the
+    trained and the other tensors of each layer."""
+    return shards((trainables[index], frozens[index])) if 0 <= index < len(trainables) else []
+
+
+def first_gathered(trainables, frozens) -> list[jax.Array]:
+    """The whole arrays of the Shards in trainables[0] and frozens[0], which no earlier layer can gather."""
+    return [gather(shard) for shard in shards_of_layer(trainables, frozens, 0)]
+
+
+def with_gradients(trainable, gradients) -> list[tuple[Shard, jax.Array]]:
+    """The Shards in a layer's trainable tensors, each with its whole tensor's gradient, from the tree `gradients`."""
+    pairs = jax.tree.map(
+        lambda leaf, gradient: (leaf, gradient) if isinstance(leaf, Shard) else None,
+        trainable,
+        gradients,
+        is_leaf=lambda leaf: isinstance(leaf, Shard),
+    )
+    return jax.tree.leaves(pairs, is_leaf=lambda leaf: isinstance(leaf, tuple))

@@ -375,7 +375,7 @@ def _best_pair(
     loss = head[0] + at_loss
     work, forward = of.work + parts.head_gradient_bytes + at_backward, hosted + of.work_forward + at_forward
     room = budget
-    budget -= parts.fixed_bytes(micro, resident) + parts.cast_bytes
+    budget -= parts.fixed_bytes(micro, resident) + parts.cast_bytes + parts.given_bytes * tokens_of(parts, micro)
 
     def best_of(rows: slice) -> tuple[bool, float, int, int, int]:
         """The best pair whose first plan is one of `rows`, with as many layers under it as the last moments of the step

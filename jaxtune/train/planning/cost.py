@@ -5,12 +5,10 @@ A layer's residuals and work follow from its shapes and from what its segments d
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-import functools
-import inspect
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -19,19 +17,13 @@ from flax import nnx
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import compute_in_fp8, quantize
-from jaxtune.models.layers.block import LAYER_INPUT, LAYER_OUTPUT, Block
-from jaxtune.models.layers.segment import Residual, Segment, Sizes, matrix_of, weights_per_token
+from jaxtune.models.layers.block import LAYER_OUTPUT, Block
+from jaxtune.models.layers.segment import Residual, Segment
 from jaxtune.models.layers.tiles import tiled_residuals
 from jaxtune.models.lora import get_peft_model
 from jaxtune.models.placement import partition
 from jaxtune.models.residual_plan import residuals_of
 from jaxtune.models.reward import with_head
-from jaxtune.models.rope import rotary_tables
-from jaxtune.models.stack import layer_forward
-from jaxtune.pallas import dispatch
-from jaxtune.pallas.attention import PackedLayout, packed_layout
-from jaxtune.pallas.formats import Stored
-from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS
 from jaxtune.pallas.linear_cross_entropy import fills_up
 from jaxtune.train.config import COMPUTE_DTYPES, MeshConfig, TrainConfig
 from jaxtune.train.objectives.named import objective_of
@@ -39,27 +31,11 @@ from jaxtune.train.objectives.teachers import teacher_shapes, with_teacher
 from jaxtune.train.optimizer import optimizer_offload
 from jaxtune.train.optimizer.optim import make_optimizer, weight_storage
 from jaxtune.train.optimizer.schedule import learning_rate_schedule
+from jaxtune.train.planning.layer_costs import LayerKind, Work, kind_of
 from jaxtune.train.planning.sizes import nbytes, weight_bytes
 
-_PROBE_TOKENS = 128
 _ADAM8_STATES = 2 + 8 / 256  # bytes for an element
 TEACHER = "teacher's weights"  # the name of their bytes in StepCost.fixed
-
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """The work of the forward of one segment, a piece of a layer's computation between named residuals; per token
-    unless a field says otherwise."""
-
-    flops: float = 0.0  # of products; one in FP8 counts the FLOPs that a 16-bit product does in the same time
-    attention_flops: float = 0.0  # of attention scores and sums
-    moved_bytes: float = 0.0  # read and written by everything that is not a product
-    kernel_forward: float = 0.0  # Segment.kernel_bytes, of the forward
-    kernel_backward: float = 0.0  # Segment.kernel_bytes, of the backward
-    weight_flops: float = 0.0  # of the weights' own gradients
-    weight_bytes: float = 0.0  # weights read once a pass, whatever the number of tokens
-    decoded: float = 0.0  # weights decoded once a pass
-    empty_flops: float = 0.0  # once a pass: products with the rows that pad experts' last tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,46 +52,6 @@ class SegmentCost:
     tokenwise: bool  # as in models/layers/segment.py
     decodes_once: bool  # as in models/layers/segment.py
     runs_again: bool = False  # its backward runs its forward once more, which also recomputes its outputs
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerKind:
-    """Layers that have the same residuals and the same work."""
-
-    block: Block  # one of the layers, with abstract arrays
-    residuals: Mapping[str, float]  # bytes per token of each residual
-    padding: Mapping[str, float]  # bytes of each residual that do not depend on the tokens (empty rows of experts)
-    work: Mapping[str, Work]  # of each segment
-
-    def residual_bytes(self, name: str, tokens: float) -> float:
-        """Bytes of the residual `name` (an intermediate value that the backward reads) of such a layer, for `tokens`
-        tokens."""
-        return self.residuals[name] * tokens + self.padding[name]
-
-    @functools.cached_property
-    def outputs(self) -> Mapping[str, tuple[tuple[str, ...], ...]]:
-        """{part: the names of the outputs of each of its segments}, in the order in which the parts run. A part is a
-        mixer (such as attention) or a feed-forward of the layer."""
-        return {part: tuple(s.outputs for s in self.block.part_segments(part)) for part in self.block.parts}
-
-    @functools.cached_property
-    def mixer_outputs(self) -> Mapping[str, tuple[tuple[str, ...], ...]]:
-        """{part: the names of the outputs of each of its segments} of the parts that are mixers, such as attention."""
-        return {part: self.outputs[part] for part in self.block.mixers}
-
-    @functools.cached_property
-    def derivative_bytes(self) -> tuple[tuple[tuple[str, ...], Callable[[Sizes], float]], ...]:
-        """(names of its outputs, a function from the residuals' sizes to bytes) of each segment that is
-        differentiated when it is recomputed, and keeps this many bytes until its gradient arrives."""
-        block = self.block
-
-        def of_part(part: str, bytes_of: Callable[[Sizes], float]) -> Callable[[Sizes], float]:
-            return lambda sizes: bytes_of(block.sizes_of(part, sizes))
-
-        segments = ((part, s) for part in block.parts for s in block.part_segments(part))
-        return tuple(
-            (s.outputs, of_part(part, s.derivative_bytes)) for part, s in segments if s.derivative_bytes is not None
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +85,7 @@ class StepCost:
     # the pieces of the layers' computation between residuals; their work is the mean over all layers
     segments: tuple[SegmentCost, ...]
     kinds: tuple[LayerKind, ...]  # the different layers of the model
+    kind_counts: tuple[int, ...]  # the number of layers of each kind
     fixed: Mapping[str, float]  # {what: bytes} that are in memory during the whole step
     cast_bytes: float  # the layers' trained weights in the compute dtype, which live from forward to backward
     head_bytes: float  # at the loss: gradient and compute-dtype copies of a trained head, and a head padded by the loss
@@ -167,6 +104,7 @@ class StepCost:
     exchange: Exchange = Exchange()  # bytes that this device receives from other devices in a step
     # experts' adapters in the kernels' layout, which XLA makes once for forward and backward if every residual is kept
     shared_bytes: float = 0.0
+    given_bytes: float = 0.0  # per token: values that layers take from outside, with their gradients
     dropout_bytes: float = 0.0  # per token: the largest adapter input with dropout, masked, and its mask
     whole_layer_bytes: float = 0.0  # weights of the largest layer that are divided over devices, gathered
     whole_head_bytes: float = 0.0  # weights of the head that are divided over devices, gathered
@@ -206,11 +144,9 @@ def step_cost(
     reference_runs: int = 0,
 ) -> StepCost:
     """Computes the costs of a step of `model`, whose arrays may be abstract, from shapes alone. `length` is the tokens
-    of a row (None: config.data.length); `keeps_model` says whether the caller keeps the model in memory during the run,
-    which the command does not; `optimizer` None is the one that config.optim asks for; `reference_runs` counts the
-    forward passes of a frozen model in each micro-batch."""
-    length = length or config.data.length
-    shape = model.config
+    of a row (None: config.data.length); `keeps_model` says whether the caller keeps the model in memory; `optimizer`
+    None is config.optim's; `reference_runs` counts the passes of a frozen model in each micro-batch."""
+    length, shape = length or config.data.length, model.config
     dtype = jnp.dtype(COMPUTE_DTYPES[config.precision])
     _, trainable, frozen = nnx.split(model, nnx.Param, ...)
     masters = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), trainable)
@@ -230,7 +166,7 @@ def step_cost(
         "optimizer states": share * nbytes(states) - on_host,
         "gradient sums": share * nbytes(masters if config.micro_batches != 1 else kept),
     }
-    kinds = [_kind(layer, spec, shape, length, dtype) for layer, spec in zip(model.layers, shape.layers, strict=True)]
+    kinds = [kind_of(layer, spec, shape, length, dtype) for layer, spec in zip(model.layers, shape.layers, strict=True)]
     known = residuals_of(model.layers)
     residuals = {r.name: _mean([kind.residuals.get(r.name, 0.0) for kind in kinds]) for r in known}
     padding = {r.name: _mean([kind.padding.get(r.name, 0.0) for kind in kinds]) for r in known}
@@ -253,6 +189,7 @@ def step_cost(
         padding=padding,
         segments=_segment_costs(kinds),
         kinds=tuple({id(kind): kind for kind in kinds}.values()),
+        kind_counts=tuple(collections.Counter(map(id, kinds)).values()),
         fixed=fixed,
         cast_bytes=0.0 if storage == "bf16" else sum(_trained_matrix_bytes(layer, dtype) for layer in model.layers),
         head_bytes=head_bytes,
@@ -268,6 +205,7 @@ def step_cost(
         teacher=None if model.teacher is None else step_cost(model.teacher, config, length, optimizer=optax.identity()),
         less_sums=0.0 if config.micro_batches == 1 else share * float(nbytes(masters) - nbytes(kept)),
         shared_bytes=sum(_adapter_bytes(layer, dtype) for layer in model.layers),
+        given_bytes=_given_bytes(model, dtype),
         dropout_bytes=max(_masked_sizes(model), default=0) * (1.0 + dtype.itemsize),
         exchange=_exchange(kept, frozen, divided),
         whole_layer_bytes=_whole_layer_bytes((kept, frozen), len(kinds), parts),
@@ -355,6 +293,22 @@ def _masked_sizes(model: Decoder) -> list[int]:
     return [matrix.sizes[1] for matrix in matrices if matrix.lora is not None and matrix.lora.rate]
 
 
+def _given_bytes(model: Decoder, dtype) -> float:
+    """Bytes per token of what layers of `model` take from outside, in the compute dtype `dtype`: for what the decoder
+    gives each layer, the value, what it is computed from and its gradient; for what earlier layers give, which is
+    counted once, the value and its gradient. The value of an earlier layer is counted even if that layer's plan keeps
+    it."""
+    from_decoder, from_layers, given = 0, dict[str, int](), set[str]()
+    for layer in model.layers:
+        for name, shape in layer.takes.items():
+            if name in given:
+                from_layers[name] = math.prod(shape)
+            else:
+                from_decoder += math.prod(shape)
+        given |= set(layer.gives.values())
+    return float(dtype.itemsize * (3 * from_decoder + 2 * sum(from_layers.values())))
+
+
 def _mean(values: list[float]) -> float:
     """The mean of `values`, at least one number."""
     return sum(values) / len(values)
@@ -417,80 +371,7 @@ def abstract_model(shape, config: TrainConfig) -> Decoder:
     return with_teacher(nnx.eval_shape(make), teacher_shapes(config))
 
 
-# ---- a layer
-
-
 def _trained_matrix_bytes(layer: Block, dtype) -> float:
     """Bytes of a layer's trained matrices in the compute dtype, if that is not the dtype of their masters."""
     trained = [matrix.weight for *_, matrix in layer.matrices() if isinstance(matrix.weight, nnx.Param)]
     return 0.0 if dtype.itemsize >= 4 else sum(math.prod(w.shape) for w in trained) * float(dtype.itemsize)
-
-
-def _kind(layer: Block, spec, shape, length: int, dtype) -> LayerKind:
-    """The LayerKind of a layer, whose arrays may be abstract; equal layers get the same object, so that each kind is
-    traced once. `spec` is its entry in DecoderConfig.layers, `shape` the model's DecoderConfig, `length` the tokens of
-    a row, `dtype` the compute dtype."""
-    graph, trained, rest = nnx.split(layer, nnx.Param, ...)
-    leaves, structure = jax.tree.flatten((trained, rest))
-    abstract = tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves)
-    return _kind_of(graph, spec, shape, length, dtype, abstract, structure)
-
-
-@functools.lru_cache(64)
-def _kind_of(graph, spec, shape, length: int, dtype, leaves, structure) -> LayerKind:
-    """`_kind` for a layer that is given by hashable values, so that it can be cached: its nnx.GraphDef `graph`, and
-    the (shape, dtype) of each of its arrays (`leaves`) with their tree `structure`. spec, shape, length and dtype are
-    those of _kind."""
-    arrays = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*leaf) for leaf in leaves])
-    block = nnx.merge(graph, *arrays)
-    once, twice = (_residual_shapes(graph, spec, shape, dtype, arrays, n * _PROBE_TOKENS) for n in (1, 2))
-    residuals = {name: (nbytes(twice[name]) - nbytes(once[name])) / _PROBE_TOKENS for name in once}
-    padding = {name: 2 * nbytes(once[name]) - nbytes(twice[name]) for name in once}
-    moved = residuals | {LAYER_OUTPUT: residuals[LAYER_INPUT]}
-    window = min(spec.window or length, length)
-    seen_keys = window - (window - 1) * window / (2 * length)  # the mean over a whole document of `length`
-    work = {s.name: _segment_work(s, block, moved, seen_keys, shape.hidden_size, dtype) for s in block.segments()}
-    return LayerKind(block, residuals, padding, work)
-
-
-def _segment_work(segment: Segment, block: Block, residuals, seen_keys: float, hidden: int, dtype) -> Work:
-    """The work of one segment of a layer (`block`), FLOPs and bytes for each token. `residuals` has bytes per token by
-    name, `seen_keys` is the mean number of keys that a token attends to, `hidden` the hidden size, `dtype` the compute
-    dtype."""
-    device = dispatch.device_kind() or ""
-    sums = dict.fromkeys((f.name for f in dataclasses.fields(Work)), 0.0)
-    for name in segment.matrices:
-        matrix = matrix_of(block, name)
-        size, used, weight = math.prod(matrix.sizes), weights_per_token(segment, matrix), matrix.stored_weight
-        if matrix.num_experts:
-            sums["empty_flops"] += 2.0 * size * TILE_ROWS / 2
-            # Tokens are copied to the rows sorted by expert, and back.
-            sums["moved_bytes"] += segment.experts_per_token * hidden * dtype.itemsize
-        sums["flops"] += 2.0 * used * (weight.product_time(matrix.fp8, device) if isinstance(weight, Stored) else 1.0)
-        sums["weight_bytes"] += nbytes(weight)
-        sums["decoded"] += weight.decoded_share(matrix.fp8) * size if isinstance(weight, Stored) else 0.0
-        sums["weight_flops"] += 2.0 * used if isinstance(matrix.weight, nnx.Param) else 0.0
-    sums["flops"] += segment.token_flops
-    sums["kernel_forward"], sums["kernel_backward"] = segment.kernel_bytes
-    if segment.attention_width:
-        sums["attention_flops"] = 4.0 * segment.attention_width * seen_keys
-    else:
-        sums["moved_bytes"] += sum(residuals[name] for name in (*segment.reads, *segment.outputs))
-    return Work(**sums)
-
-
-def _residual_shapes(graph, spec, shape, dtype, arrays, tokens: int) -> dict[str, Any]:
-    """{residual: its shape and dtype} of a layer for `tokens` tokens, by tracing its forward. `arrays` are the shapes
-    of its trained and other arrays; graph, spec, shape and dtype are as for _kind_of."""
-
-    def run(trainable, frozen, x):
-        layout = packed_layout((1, tokens), None, 1)
-        tables = rotary_tables(shape, layout.positions())
-        layout = PackedLayout(layout.doc_start, layout.doc_end, tables, layout.max_documents, layout.full)
-        names = tuple(residual.name for residual in nnx.merge(graph, trainable, frozen).residuals())
-        # The function without jit, so that no run on another device reuses what is traced here.
-        one_layer = inspect.unwrap(layer_forward)
-        return one_layer(graph, spec, names, trainable, frozen, x, layout, None)[1]
-
-    with dispatch.unchecked():
-        return jax.eval_shape(run, *arrays, jax.ShapeDtypeStruct((1, tokens, shape.hidden_size), dtype))

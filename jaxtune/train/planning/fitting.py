@@ -113,7 +113,7 @@ def _surely_fits(parts: StepCost, config: TrainConfig, device: Device, budget: f
     chunk = max(1, min(int(tokens_of(parts, 1)), CHUNK_LOGITS[-1] // parts.vocab_size))
     head, _ = head_forecast(parts, chunk, tokens_of(parts, 1), device)
     plans, room = layer_plans(parts, device.link > 0), budget - parts.fixed_bytes(1) - parts.cast_bytes
-    room -= min(gathered_bytes(parts, 0))
+    room -= min(gathered_bytes(parts, 0)) + parts.given_bytes * tokens_of(parts, 1)
     sure: bool | None = False
     for tile in dict.fromkeys((tile_tokens_of(parts, config), None)):
         of = layer_forecasts(parts, plans.placed, tokens_of(parts, 1), device, tile)

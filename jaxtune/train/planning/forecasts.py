@@ -18,8 +18,9 @@ from jaxtune.models.fitted import ALLOCATOR_BYTES, ATTENTION_TIME, PRODUCT_TIME,
 from jaxtune.models.layers.segment import Sizes
 from jaxtune.models.residual_plan import KEEP, PLACEMENTS, LayerPlan
 from jaxtune.pallas.linear_cross_entropy import chunk_length
-from jaxtune.train.planning.cost import LayerKind, StepCost, Work
+from jaxtune.train.planning.cost import StepCost
 from jaxtune.train.planning.devices import Device
+from jaxtune.train.planning.layer_costs import LayerKind, Work
 from jaxtune.train.planning.plan import StepPlan
 
 type Figure = Any  # a float, or an array of floats, one for each plan
@@ -466,8 +467,8 @@ def _forecast(parts: StepCost, plan, groups: list[tuple[LayerForecast, int]], he
     bytes_ = {"kept residuals": residuals, what: work, "gathered weights": whole}
     if all(layer == KEEP for layer in plan.residuals.layers):
         bytes_["experts' adapters in the compute dtype"] = parts.shared_bytes
-    if parts.cast_bytes:
-        bytes_["trainable weights in the compute dtype"] = parts.cast_bytes
+    bytes_["values that layers take from outside"] = parts.given_bytes * tokens
+    bytes_["trainable weights in the compute dtype"] = parts.cast_bytes
     if parts.head_gradient_bytes and what.startswith("the backward"):
         bytes_["gradient of the head"] = parts.head_gradient_bytes
     micro = plan.micro_batches
@@ -484,8 +485,7 @@ def _forecast(parts: StepCost, plan, groups: list[tuple[LayerForecast, int]], he
     forward = sum(layer.forward * count for layer, count in groups)
     backward = sum(layer.backward * count for layer, count in groups)
     collective, exposed = _collective_seconds(parts, plan, forward, backward, device)
-    step = forward + backward + head_seconds
-    step += parts.reference_runs * reference[0]
+    step = forward + backward + head_seconds + parts.reference_runs * reference[0]
     update = max(parts.trained_here * 4.0 * 9 / device.copy, state_seconds(parts, device))
     return Forecast(
         plan=plan,

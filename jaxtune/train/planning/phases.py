@@ -72,11 +72,12 @@ class Sampled:
         return f"sampling: {self.rows} slots of {self.prompt + self.answer:,} tokens"
 
     def bytes(self, parts: StepCost, device: Device) -> float:
-        """Device bytes that answering takes in addition to the weights: keys and values of every position, and the
-        pass over the prompts. parts: the step's costs. device: the device."""
-        cached = sum(parts.residuals.get(name, 0.0) for name in ("key", "value")) * parts.num_layers
+        """Device bytes that answering takes in addition to the weights: the layers' states, such as caches of keys and
+        values, and the pass over the prompts. parts: the step's costs. device: the device."""
+        kinds = zip(parts.kinds, parts.kind_counts, strict=True)
+        states = sum(count * kind.state_bytes(self.prompt, self.answer) for kind, count in kinds)
         prefill = forward_bytes(parts, self.rows * self.prompt, self.rows, device)
-        return self.rows * (self.prompt + self.answer) * cached + prefill
+        return self.rows * states + prefill
 
 
 def questions_at_a_time(

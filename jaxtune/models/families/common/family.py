@@ -43,6 +43,9 @@ class Family:
     have the same one, a text_config without model_type stands for the first of them in the registry."""
     passthrough_tensors: tuple[str, ...] = ()
     """Prefixes of the names of passthrough tensors, which are not loaded but saved again with the model."""
+    unused_tensors: Callable[[DecoderConfig], tuple[str, ...]] = lambda config: ()
+    """Prefixes of the names of tensors that published checkpoints of such a model have although it does not use them;
+    they are neither loaded nor saved."""
     text_alone: bool = False
     """Whether AutoModelForCausalLM of transformers builds the text model alone of a multimodal model (`text_of`)."""
 

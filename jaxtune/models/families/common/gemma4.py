@@ -1,5 +1,5 @@
-"""Keys of the two families of Gemma 4, whose text models are the same: five sliding layers to one global one, whose
-heads are wider and whose values may be their keys; experts beside the MLP where enable_moe_block is true."""
+"""Keys of the two families of Gemma 4: five sliding layers to one global one, whose heads are wider and whose values
+may be their keys; last layers that share keys and values; experts beside the MLP; embeddings of each layer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtune.models import values
-from jaxtune.models.config import DecoderConfig, MoEConfig, Part, Stage
+from jaxtune.models.config import DecoderConfig, LayerSpec, MoEConfig, Part, Stage
 from jaxtune.models.families.common.key import Config, Entry, Fields, Key, Record
 from jaxtune.models.families.common.layers import LayerType, LayerTypes, any_count
 from jaxtune.models.families.common.names import GEMMA_NORMS
@@ -24,12 +24,12 @@ from jaxtune.models.families.common.table import ATTENTION_BIAS, EXPERT_SIZE, GE
 from jaxtune.models.layers.attention import AttentionShape
 from jaxtune.models.layers.experts import ExpertsShape
 from jaxtune.models.layers.mlp import MLPShape
+from jaxtune.models.layers.per_layer import PerLayerShape
 
 _ROPE: Config = {
     FULL: {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25},
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
 }
-_OTHER_SIZES = "of Gemma 4, jaxtune trains the models without it (12B, 26B-A4B and 31B)"
 _GLOBAL = ("head_dim", "num_key_value_heads")  # keys of per_layer_config that are known
 
 
@@ -38,13 +38,6 @@ def _check_direction(key: str, value: Any) -> None:
     see each other in both directions. That changes nothing in text, which is all that jaxtune trains."""
     if value != "vision":
         raise ValueError(f"{key} = {value!r} is not supported: only 'vision', which changes nothing in text, and null")
-
-
-def _check_absent(key: str, value: Any) -> None:
-    """Check of a key whose feature only the unsupported sizes of Gemma 4 have: raises ValueError for a value that turns
-    the feature on, that is, any value that is true in Python."""
-    if value:
-        raise ValueError(f"{key} = {value!r} is not supported: {_OTHER_SIZES}")
 
 
 def _check_layers(key: str, value: Any) -> None:
@@ -76,10 +69,8 @@ def prepared(hf: Config) -> Fields:
     give them for all global layers, and a number of global key and value heads that changes nothing becomes null.
 
     Raises:
-      ValueError: a feature of sizes that are not supported, or a per_layer_config that these keys cannot express.
+      ValueError: a per_layer_config that these keys cannot express.
     """
-    for key in ("hidden_size_per_layer_input", "num_kv_shared_layers"):
-        _check_absent(f"config.json: {key}", hf[key])  # of transformers' class, too, where the file does not say it
     types = [*list(hf["layer_types"] or _default_types(hf))[:-1], FULL]
     hf = {**hf, "layer_types": types}
     if hf["per_layer_config"] is not None:
@@ -164,6 +155,106 @@ class _Layers(LayerTypes):
         layers = super().read(hf, fields)["layers"]
         return {"layers": tuple(dataclasses.replace(layer, output_scale=True) for layer in layers)}
 
+    def write(self, config: DecoderConfig) -> Fields:
+        """What LayerTypes writes, for the layers without their sharing of keys and values."""
+        return super().write(dataclasses.replace(config, layers=tuple(map(_unshared, config.layers))))
+
+
+def _shape_of(layer: LayerSpec) -> AttentionShape:
+    """The shape of a layer's attention; one without settings if it is the decoder's."""
+    shape = layer.config_of("mixer") or AttentionShape()
+    assert isinstance(shape, AttentionShape)
+    return shape
+
+
+def _unshared(layer: LayerSpec) -> LayerSpec:
+    """The layer without gives_keys and takes_keys; its attention has no config if it is then the decoder's."""
+    shape = dataclasses.replace(_shape_of(layer), gives_keys=None, takes_keys=None)
+    config = None if shape == AttentionShape() else shape
+
+    def one(part: Part) -> Part:
+        return dataclasses.replace(part, config=config) if part.name == "mixer" else part
+
+    stages = (dataclasses.replace(stage, parts=tuple(map(one, stage.parts))) for stage in layer.stages)
+    return dataclasses.replace(layer, stages=tuple(stages))
+
+
+class _Sharing:
+    """The Entry for num_kv_shared_layers, the number of last layers that have no keys and values of their own. Each
+    takes those of the last layer of its type before them. Their MLP has twice the width if use_double_wide_mlp is
+    true."""
+
+    gives = ()
+    keys = (
+        Key("num_kv_shared_layers", (), any_count, 0),
+        Key("use_double_wide_mlp", (), values.boolean, False),
+    )
+
+    def read(self, hf: Config, fields: Config) -> Fields:
+        """{"layers": LayerSpecs that give and take keys and values}
+
+        Raises:
+          ValueError: a type of layer of which no layer has keys and values of its own.
+        """
+        layers, count = list(fields["layers"]), hf["num_kv_shared_layers"]
+        first = len(layers) - count
+        types = [SLIDING if layer.rotary else FULL for layer in layers]
+        for index in range(max(first, 0), len(layers)):
+            if types[index] not in types[: max(first, 0)]:
+                raise ValueError(
+                    f"config.json: num_kv_shared_layers = {count}: layer {index} shares the keys and values of a "
+                    f"{types[index]} layer before the last {count}, and there is none"
+                )
+            shape = dataclasses.replace(_shape_of(layers[index]), takes_keys=types[index])
+            wide = MLPShape(2 * hf["intermediate_size"]) if hf["use_double_wide_mlp"] else None
+            layers[index] = layers[index].replaced(mixer=shape, mlp=wide, dense=wide)
+        for name in set(types[first:]) if count else ():
+            giver = first - 1 - types[:first][::-1].index(name)
+            shape = dataclasses.replace(_shape_of(layers[giver]), gives_keys=name)
+            layers[giver] = layers[giver].replaced(mixer=shape)
+        return {"layers": tuple(layers)}
+
+    def write(self, config: DecoderConfig) -> Fields:
+        """num_kv_shared_layers, and use_double_wide_mlp."""
+        takers = [layer for layer in config.layers if _shape_of(layer).takes_keys is not None]
+        wide = MLPShape(2 * config.intermediate_size)
+        doubled = any(wide in (layer.config_of("mlp"), layer.config_of("dense")) for layer in takers)
+        return {"num_kv_shared_layers": len(takers), "use_double_wide_mlp": doubled}
+
+
+def unused_tensors(config: DecoderConfig) -> tuple[str, ...]:
+    """Prefixes of the tensors of keys and values that published checkpoints have in layers that share those of earlier
+    layers (for Family.unused_tensors)."""
+    takers = [index for index, layer in enumerate(config.layers) if _shape_of(layer).takes_keys is not None]
+    names = ("k_proj", "v_proj", "k_norm", "v_norm")
+    return tuple(f"model.layers.{index}.self_attn.{name}." for index in takers for name in names)
+
+
+class _PerLayer:
+    """The Entry for embeddings of each layer: their sizes, and the stage of every layer that adds them. 0 for
+    hidden_size_per_layer_input means that there are none."""
+
+    gives = ("per_layer_size", "per_layer_vocab_size")
+    keys = (
+        Key("hidden_size_per_layer_input", (), any_count, 256, null=0),
+        Key("vocab_size_per_layer_input", (), values.whole, 262_144),
+    )
+
+    def read(self, hf: Config, fields: Config) -> Fields:
+        """{"per_layer_size", "per_layer_vocab_size", "layers": LayerSpecs with one more stage}; {} without them"""
+        size = hf["hidden_size_per_layer_input"]
+        if not size:
+            return {}
+        stage = Stage((Part("per_layer", PerLayerShape(size), norm=False, post_norm=True),))
+        layers = (dataclasses.replace(layer, stages=(*layer.stages, stage)) for layer in fields["layers"])
+        rows = hf["vocab_size_per_layer_input"]
+        return {"per_layer_size": size, "per_layer_vocab_size": rows, "layers": tuple(layers)}
+
+    def write(self, config: DecoderConfig) -> Fields:
+        """Both keys; a model without these embeddings has 0 and the size of its vocabulary."""
+        rows = config.per_layer_vocab_size or config.vocab_size
+        return {"hidden_size_per_layer_input": config.per_layer_size or 0, "vocab_size_per_layer_input": rows}
+
 
 class _Experts:
     """The Entry for experts in parallel with the MLP, which all layers have if enable_moe_block is true: sets
@@ -218,6 +309,7 @@ NORMS = GEMMA_NORMS | {
     "experts_norm": "pre_feedforward_layernorm_2",
     "experts_post_norm": "post_feedforward_layernorm_2",
     "dense_sum_norm": "post_feedforward_layernorm",
+    "per_layer_post_norm": "post_per_layer_input_norm",
 }
 _ATTENTION = Record(
     AttentionShape,
@@ -233,12 +325,11 @@ KEYS: tuple[Entry, ...] = (
     ATTENTION_BIAS,
     Key("per_layer_config", (), _check_layers, None),
     Key("use_bidirectional_attention", (), _check_direction, None),
-    Key("hidden_size_per_layer_input", (), any_count, 256, null=0, written=lambda config: 0),
-    Key("num_kv_shared_layers", (), any_count, 0, written=lambda config: 0),
     _Layers(_default_types, (LayerType(FULL, mixer=_ATTENTION), LayerType(SLIDING, window=True, rotary=1))),
-    _Experts(),
     _Rotary(),
 )
+# Entries that follow KEYS, in this order: each changes the layers that the earlier ones made.
+EXPERTS, SHARING, PER_LAYER = _Experts(), _Sharing(), _PerLayer()
 DEFAULTS = {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True}
 FIELDS = {
     "attention_scale": 1.0,

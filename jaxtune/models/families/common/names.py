@@ -53,4 +53,8 @@ def tensor_name(
         if rest[:1] == ["router"]:
             rest[0] = norms.get("router", "router")
         return ".".join(name for name in ("model.layers", index, part, *rest) if name)
+    if path[0] == "per_layer":
+        names = {"projection": "per_layer_model_projection", "norm": "per_layer_projection_norm"}
+        module, last = ("embed_tokens_per_layer", path[1]) if path[1] == "weight" else (names[str(path[1])], path[2])
+        return f"model.{module}.{last}"
     return {"embedding": "model.embed_tokens", "norm": "model.norm", "head": head}[str(path[0])] + f".{path[1]}"

@@ -1,0 +1,140 @@
+"""Embeddings of each layer (Gemma 4 E2B, E4B): a second table, from which every layer adds a gated row of its own to
+the residual stream.
+
+The decoder computes the values of all layers once for a batch (PerLayerInputs) and gives each layer its own; in the
+layer they enter the residual stream through a gate (PerLayerGate).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtune.models.config import DecoderConfig
+from jaxtune.models.layers.segment import INPUT, OUTPUT, BackwardOrder, Residual, Scratch, Segment, Sizes
+from jaxtune.models.linear import Linear
+from jaxtune.models.norm import norm_of
+from jaxtune.models.placement import gathers
+from jaxtune.pallas.gated import ACTIVATIONS
+
+PER_LAYER = "per_layer_input"  # the name of a layer's own value among what it takes
+
+
+@dataclasses.dataclass(frozen=True)
+class PerLayerShape:
+    """The part of a layer that adds the layer's own embedding, given as Part.config."""
+
+    size: int  # numbers of a layer's embedding of a token
+    hf_name: str = ""  # the part's name in Hugging Face's tensor names: its matrices are the layer's own
+
+    def make(self, config: DecoderConfig, key: jax.Array, dtype) -> PerLayerGate:
+        """The part with these settings in a decoder (`config`); `key` draws the weights, in `dtype`."""
+        return PerLayerGate(config, self.size, key, dtype)
+
+
+class PerLayerGate(nnx.Module):
+    """per_layer_projection(activation(per_layer_input_gate(x)) * the layer's embedding of the token), a feed-forward.
+
+    Args:
+      config: gives the hidden size, the activation and the range of initial weights.
+      size: numbers of the layer's embedding of a token.
+      key: draws the initial weights.
+      dtype: of the weights.
+    """
+
+    order = BackwardOrder()
+
+    def __init__(self, config: DecoderConfig, size: int, key: jax.Array, dtype):
+        self.activation, self.size = config.activation, size
+        first, second = jax.random.split(key)
+        std, hidden = config.initializer_range, config.hidden_size
+        self.per_layer_input_gate = Linear(hidden, size, bias=False, std=std, key=first, dtype=dtype)
+        self.per_layer_projection = Linear(size, hidden, bias=False, std=std, key=second, dtype=dtype)
+
+    @property
+    def takes(self) -> dict[str, tuple[int, ...]]:
+        """{name: shape for one token} of the layer's own embedding, which the decoder gives (LayerPart.takes)."""
+        return {PER_LAYER: (self.size,)}
+
+    def segments(self) -> tuple[Segment, ...]:
+        """Its segments: `gate_per_layer` (the gate) and `project_per_layer` (the product, and the projection)."""
+        return (
+            Segment(
+                "gate_per_layer",
+                (INPUT,),
+                (Residual("per_layer_gate"),),
+                lambda part, context, x: (part.per_layer_input_gate(x, context.key),),
+                matrices=("per_layer_input_gate",),
+            ),
+            Segment(
+                "project_per_layer",
+                ("per_layer_gate", PER_LAYER),
+                (Residual(OUTPUT),),
+                lambda part, context, gate, own: (
+                    part.per_layer_projection(ACTIVATIONS[part.activation](gate) * own, context.key),
+                ),
+                matrices=("per_layer_projection",),
+            ),
+        )
+
+    # ---- for the planner
+
+    def forward_bytes(self, sizes: Sizes) -> float:
+        """Bytes at the end of the layer's forward in addition to the residuals: the gated embedding, and input, output
+        and normed output of the part."""
+        return sizes["per_layer_gate"] + 3.0 * sizes["layer_input"]
+
+    def backward_bytes(self, sizes: Sizes) -> Scratch:
+        """Bytes of its backward in addition to the residuals: gradients of the gate and of the embedding, their
+        product, and two values of the residual stream."""
+        return Scratch(3.0 * sizes["per_layer_gate"] + 2.0 * sizes["layer_input"], 0.0, covers_mixer=False)
+
+
+class PerLayerInputs(nnx.Module):
+    """The embeddings of a token in all layers, which Decoder gives to the layers: the mean of a row of a table and of
+    a projection of the token's embedding, times sqrt(2).
+
+        given = (norm(projection(x) / sqrt(hidden)) + table[token] * sqrt(size)) / sqrt(2)
+
+    table is [vocabulary, layers * size] and projection [layers * size, hidden]. The norm, over the `size` numbers of
+    one layer, is the same for all layers.
+
+    Args:
+      config: gives the sizes: num_layers, hidden_size, per_layer_size and per_layer_vocab_size.
+      key: draws the initial weights.
+      dtype: of the weights.
+    """
+
+    def __init__(self, config: DecoderConfig, key: jax.Array, dtype):
+        assert config.per_layer_size is not None
+        self.size, self.layers, std = config.per_layer_size, config.num_layers, config.initializer_range
+        first, second = jax.random.split(key)
+        shape = (config.per_layer_vocab_size, self.layers * self.size)
+        self.weight: nnx.Variable = nnx.Param(
+            (jax.random.normal(first, shape, jnp.float32) * std).astype(dtype), axes=("vocab", "hidden")
+        )
+        self.projection = Linear(config.hidden_size, shape[1], bias=False, std=std, key=second, dtype=dtype)
+        # Without logical axes, because no device divides a matrix that is used outside of the stack.
+        self.projection.weight = nnx.Param(self.projection.weight.get_value())
+        self.norm = norm_of(config, self.size, dtype)
+
+    def __call__(self, tokens: jax.Array, x: jax.Array, take, key: jax.Array | None = None) -> list[jax.Array]:
+        """The values of each layer, [B, T, size] in x's dtype.
+
+        Args:
+          tokens: int32[B, T].
+          x: [B, T, hidden], the tokens' embeddings as the first layer gets them.
+          take: (table, tokens) -> rows, with the derivative that gathers.rows_of is to have.
+          key: draws the dropout mask of the projection's adapter; None: no dropout.
+        """
+        rows = gathers.rows_of(self.weight, tokens, take).astype(x.dtype)
+        rows = rows * jnp.asarray(self.size**0.5, x.dtype)
+        projected = self.projection(x, key)
+        projected = (projected.astype(jnp.float32) * x.shape[-1] ** -0.5).astype(x.dtype)
+        by_layer = (*x.shape[:2], self.layers, self.size)
+        both = self.norm(projected.reshape(by_layer)) + rows.reshape(by_layer)
+        both = (both.astype(jnp.float32) * 2.0**-0.5).astype(x.dtype)
+        return [both[:, :, index] for index in range(self.layers)]

@@ -1,0 +1,177 @@
+"""The costs of one layer: its residuals and its work, from its shapes and from what its segments declare
+(models/layers/segment.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtune.models.config import DecoderConfig, LayerSpec
+from jaxtune.models.layers.block import LAYER_INPUT, LAYER_OUTPUT, Block
+from jaxtune.models.layers.segment import Context, Segment, Sizes, matrix_of, weights_per_token
+from jaxtune.models.rope import rotary_tables
+from jaxtune.models.stack import layer_forward
+from jaxtune.pallas import dispatch
+from jaxtune.pallas.attention import PackedLayout, packed_layout
+from jaxtune.pallas.formats import Stored
+from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS
+from jaxtune.train.planning.sizes import nbytes
+
+_PROBE_TOKENS = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """The work of the forward of one segment, a piece of a layer's computation between named residuals; per token
+    unless a field says otherwise."""
+
+    flops: float = 0.0  # of products; one in FP8 counts the FLOPs that a 16-bit product does in the same time
+    attention_flops: float = 0.0  # of attention scores and sums
+    moved_bytes: float = 0.0  # read and written by everything that is not a product
+    kernel_forward: float = 0.0  # Segment.kernel_bytes, of the forward
+    kernel_backward: float = 0.0  # Segment.kernel_bytes, of the backward
+    weight_flops: float = 0.0  # of the weights' own gradients
+    weight_bytes: float = 0.0  # weights read once a pass, whatever the number of tokens
+    decoded: float = 0.0  # weights decoded once a pass
+    empty_flops: float = 0.0  # once a pass: products with the rows that pad experts' last tiles
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerKind:
+    """Layers that have the same residuals and the same work."""
+
+    block: Block  # one of the layers, with abstract arrays
+    residuals: Mapping[str, float]  # bytes per token of each residual
+    padding: Mapping[str, float]  # bytes of each residual that do not depend on the tokens (empty rows of experts)
+    work: Mapping[str, Work]  # of each segment
+    # (tokens of a prompt, further tokens) -> bytes of what the layer keeps of a row for generation, such as caches of
+    # keys and values; 0 for a layer that reads another layer's
+    state_bytes: Callable[[int, int], float]
+
+    def residual_bytes(self, name: str, tokens: float) -> float:
+        """Bytes of the residual `name` (an intermediate value that the backward reads) of such a layer, for `tokens`
+        tokens."""
+        return self.residuals[name] * tokens + self.padding[name]
+
+    @functools.cached_property
+    def outputs(self) -> Mapping[str, tuple[tuple[str, ...], ...]]:
+        """{part: the names of the outputs of each of its segments}, in the order in which the parts run. A part is a
+        mixer (such as attention) or a feed-forward of the layer."""
+        return {part: tuple(s.outputs for s in self.block.part_segments(part)) for part in self.block.parts}
+
+    @functools.cached_property
+    def mixer_outputs(self) -> Mapping[str, tuple[tuple[str, ...], ...]]:
+        """{part: the names of the outputs of each of its segments} of the parts that are mixers, such as attention."""
+        return {part: self.outputs[part] for part in self.block.mixers}
+
+    @functools.cached_property
+    def derivative_bytes(self) -> tuple[tuple[tuple[str, ...], Callable[[Sizes], float]], ...]:
+        """(names of its outputs, a function from the residuals' sizes to bytes) of each segment that is
+        differentiated when it is recomputed, and keeps this many bytes until its gradient arrives."""
+        block = self.block
+
+        def of_part(part: str, bytes_of: Callable[[Sizes], float]) -> Callable[[Sizes], float]:
+            return lambda sizes: bytes_of(block.sizes_of(part, sizes))
+
+        segments = ((part, s) for part in block.parts for s in block.part_segments(part))
+        return tuple(
+            (s.outputs, of_part(part, s.derivative_bytes)) for part, s in segments if s.derivative_bytes is not None
+        )
+
+
+def kind_of(layer: Block, spec, shape, length: int, dtype) -> LayerKind:
+    """The LayerKind of a layer, whose arrays may be abstract; equal layers get the same object, so that each kind is
+    traced once. `spec` is its entry in DecoderConfig.layers, `shape` the model's DecoderConfig, `length` the tokens of
+    a row, `dtype` the compute dtype."""
+    graph, trained, rest = nnx.split(layer, nnx.Param, ...)
+    leaves, structure = jax.tree.flatten((trained, rest))
+    abstract = tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves)
+    return _kind_of(graph, spec, shape, length, dtype, abstract, structure)
+
+
+@functools.lru_cache(64)
+def _kind_of(graph, spec, shape, length: int, dtype, leaves, structure) -> LayerKind:
+    """`kind_of` for a layer that is given by hashable values, so that it can be cached: its nnx.GraphDef `graph`, and
+    the (shape, dtype) of each of its arrays (`leaves`) with their tree `structure`. spec, shape, length and dtype are
+    those of kind_of."""
+    arrays = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*leaf) for leaf in leaves])
+    block = nnx.merge(graph, *arrays)
+    once, twice = (_residual_shapes(graph, spec, shape, dtype, arrays, n * _PROBE_TOKENS) for n in (1, 2))
+    residuals = {name: (nbytes(twice[name]) - nbytes(once[name])) / _PROBE_TOKENS for name in once}
+    padding = {name: 2 * nbytes(once[name]) - nbytes(twice[name]) for name in once}
+    # What a layer takes from outside is read by its segments, and is counted where it is made.
+    taken = {name: math.prod(one) * float(dtype.itemsize) for name, one in block.takes.items()}
+    moved = residuals | taken | {LAYER_OUTPUT: residuals[LAYER_INPUT]}
+    window = min(spec.window or length, length)
+    seen_keys = window - (window - 1) * window / (2 * length)  # the mean over a whole document of `length`
+    work = {s.name: _segment_work(s, block, moved, seen_keys, shape.hidden_size, dtype) for s in block.segments()}
+    state_bytes = functools.partial(_state_bytes, graph, spec, shape, dtype, arrays)
+    return LayerKind(block, residuals, padding, work, state_bytes)
+
+
+def _segment_work(segment: Segment, block: Block, residuals, seen_keys: float, hidden: int, dtype) -> Work:
+    """The work of one segment of a layer (`block`), FLOPs and bytes for each token. `residuals` has bytes per token by
+    name, `seen_keys` is the mean number of keys that a token attends to, `hidden` the hidden size, `dtype` the compute
+    dtype."""
+    device = dispatch.device_kind() or ""
+    sums = dict.fromkeys((f.name for f in dataclasses.fields(Work)), 0.0)
+    for name in segment.matrices:
+        matrix = matrix_of(block, name)
+        size, used, weight = math.prod(matrix.sizes), weights_per_token(segment, matrix), matrix.stored_weight
+        if matrix.num_experts:
+            sums["empty_flops"] += 2.0 * size * TILE_ROWS / 2
+            # Tokens are copied to the rows sorted by expert, and back.
+            sums["moved_bytes"] += segment.experts_per_token * hidden * dtype.itemsize
+        sums["flops"] += 2.0 * used * (weight.product_time(matrix.fp8, device) if isinstance(weight, Stored) else 1.0)
+        sums["weight_bytes"] += nbytes(weight)
+        sums["decoded"] += weight.decoded_share(matrix.fp8) * size if isinstance(weight, Stored) else 0.0
+        sums["weight_flops"] += 2.0 * used if isinstance(matrix.weight, nnx.Param) else 0.0
+    sums["flops"] += segment.token_flops
+    sums["kernel_forward"], sums["kernel_backward"] = segment.kernel_bytes
+    if segment.attention_width:
+        sums["attention_flops"] = 4.0 * segment.attention_width * seen_keys
+    else:
+        sums["moved_bytes"] += sum(residuals[name] for name in (*segment.reads, *segment.outputs))
+    return Work(**sums)
+
+
+def _residual_shapes(graph, spec, shape, dtype, arrays, tokens: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """{residual: its shape and dtype} of a layer for `tokens` tokens, by tracing its forward. `arrays` are the shapes
+    of its trained and other arrays; graph, spec, shape and dtype are as for _kind_of."""
+    return _traced(graph, spec, shape, dtype, arrays, tokens, lambda block, values, layout: values)
+
+
+def _state_bytes(graph, spec, shape, dtype, arrays, prompt: int, new: int) -> float:
+    """LayerKind.state_bytes after `prompt` and `new` tokens; the first arguments are as for _residual_shapes."""
+
+    def state(block: Block, values, layout: PackedLayout):
+        return block.first_state(values, jnp.full((1,), prompt, jnp.int32), new, Context(spec, layout))
+
+    return nbytes(_traced(graph, spec, shape, dtype, arrays, prompt, state))
+
+
+def _traced(graph, spec: LayerSpec, shape: DecoderConfig, dtype, arrays, tokens: int, result: Callable):
+    """The shapes of result(block, {residual: value}, layout) for a row of `tokens` tokens. `arrays` are the shapes of
+    the layer's trained and other arrays; graph, spec, shape and dtype are as for _kind_of."""
+
+    def run(trainable, frozen, x):
+        layout = packed_layout((1, tokens), None, 1)
+        tables = rotary_tables(shape, layout.positions())
+        layout = PackedLayout(layout.doc_start, layout.doc_end, tables, layout.max_documents, layout.full)
+        block = nnx.merge(graph, trainable, frozen)
+        names = tuple(residual.name for residual in block.residuals())
+        taken = {name: jnp.zeros((1, tokens, *one), dtype) for name, one in block.takes.items()}
+        # The function without jit, so that no run on another device reuses what is traced here.
+        one_layer = inspect.unwrap(layer_forward)
+        values = one_layer(graph, spec, names, trainable, frozen, x, layout, None, taken=taken)[1]
+        return result(block, values, layout)
+
+    with dispatch.unchecked():
+        return jax.eval_shape(run, *arrays, jax.ShapeDtypeStruct((1, tokens, shape.hidden_size), dtype))
