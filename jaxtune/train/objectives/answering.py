@@ -22,7 +22,8 @@ _MOST_SHOWN = 120  # characters of a prompt in a message
 
 @dataclasses.dataclass
 class Given:
-    """An answer that was given to a prompt, before it has a reward."""
+    """One answer to a prompt, as it is while it is sampled and until it is scored; the fields are those from which
+    reward functions and the rows for training are made."""
 
     prompt_ids: tuple[int, ...]
     """The token ids of the prompt."""
@@ -43,17 +44,19 @@ class Given:
 
 
 class Answering(Protocol):
-    """Samples the answers of a generation."""
+    """What samples the answers of a generation (all the answers of one round of sampling). Three classes do:
+    `OneTurn`, `ToolTurns` and `RolloutFunction`; the run calls whichever its config asks for in the same way."""
 
     @property
     def tool_names(self) -> Sequence[str]:
-        """The names of the tools that the model may call."""
+        """The names of the tools that the model may call, which are shown on the screen and identify the run."""
         ...
 
     def __call__(
         self, model: Decoder, prompts: Sequence[Prompt], seeds: Sequence[int]
     ) -> tuple[list[Given], dict[str, float]]:
-        """(an answer to each prompt, metrics of the generation).
+        """Samples one answer to each prompt: (the answers, in the order of the prompts; {metric's name: value} for the
+        log).
 
         Args:
           model: the model to sample from.
@@ -75,8 +78,16 @@ class Sampling:
     """Decodes token ids to text, without special tokens."""
 
     def sampler(self, model: Decoder, prompts: Sequence[Sequence[int]], alone: bool = False) -> Sampler:
-        """A sampler for answers to prompts of token ids, with as many slots as memory is free for. alone: prefills each
-        prompt in a program of its own, so that an answer has the same bits whenever it is submitted."""
+        """A sampler for answers to prompts, with as many slots (answers that are sampled at a time) as memory is free
+        for, at most the settings' and one for each prompt. Its rows have room for the longest prompt and
+        max_completion_length.
+
+        Args:
+          model: the model to sample from.
+          prompts: the token ids of each prompt, at least one.
+          alone: prefills each prompt in a program of its own, so that an answer has the same bits whenever it is
+            submitted.
+        """
         longest = max(len(ids) for ids in prompts)
         return Sampler(
             model,
@@ -86,8 +97,16 @@ class Sampling:
         )
 
     def submit(self, sampler: Sampler, ids: Sequence[int], new: int, seed: int, index: int = 0) -> int:
-        """Submits a prompt of token ids to a sampler for at most `new` tokens; returns the number of the request. seed,
-        index: decide what is drawn."""
+        """Submits a prompt to a sampler with the run's options, and returns the number of the request, by which the
+        sampler's pieces name it.
+
+        Args:
+          sampler: the sampler, as `sampler` made it.
+          ids: the token ids of the prompt.
+          new: the most tokens to sample.
+          seed: decides with `index` what is drawn.
+          index: tells apart requests with one seed, as the turns of an answer are.
+        """
         settings = self.settings
         return sampler.submit(
             ids,
@@ -104,13 +123,14 @@ class Sampling:
         )
 
     def without_end(self, ids: Sequence[int]) -> list[int]:
-        """Token ids without their last one if that ends an answer."""
+        """The token ids `ids` of an answer as a list, without the last one if that ends an answer."""
         return list(ids[:-1] if ids and ids[-1] in self.ends else ids)
 
 
 @dataclasses.dataclass(frozen=True)
 class OneTurn:
-    """Samples each answer in one turn (`Answering`)."""
+    """Samples each answer in one turn: the model writes until a token ends the answer or it is max_completion_length
+    long. A run without tools and without a rollout function does so."""
 
     sampling: Sampling
     """The options of sampling."""
@@ -123,7 +143,13 @@ class OneTurn:
     def __call__(
         self, model: Decoder, prompts: Sequence[Prompt], seeds: Sequence[int]
     ) -> tuple[list[Given], dict[str, float]]:
-        """(an answer to each prompt, no metrics); see `Answering`."""
+        """Samples one answer to each prompt: (the answers in the order of the prompts, {}, as it has no metrics).
+
+        Args:
+          model: the model to sample from.
+          prompts: the prompts, each once for each of its answers.
+          seeds: the sampling seed of each answer, as many as prompts.
+        """
         sampler = self.sampling.sampler(model, [prompt.ids for prompt in prompts])
         found = [Given(prompt.ids, prompt.given) for prompt in prompts]
         most = self.sampling.settings.max_completion_length
@@ -140,7 +166,9 @@ class OneTurn:
 
 
 def _extend(one: Given, piece: Piece) -> None:
-    """Adds the tokens of a piece to an answer, and the reason if it ended."""
+    """Adds the tokens of a piece (what a step of the sampler gave for one request) and their log-probabilities to the
+    answer `one`, which it changes, marked as sampled if the answer keeps such marks; sets the reason of the end if the
+    piece has one."""
     one.ids += piece.ids
     one.logps += piece.logprobs
     if one.sampled is not None:
@@ -150,7 +178,9 @@ def _extend(one: Given, piece: Piece) -> None:
 
 @dataclasses.dataclass
 class _Dialogue:
-    """An answer while its turns are sampled."""
+    """An answer with calls of tools while its turns are sampled: the answer so far (given), its sampling seed, the
+    columns of its row, its environment or None, its messages so far, and the counts of turns, calls and failed
+    calls."""
 
     given: Given
     seed: int
@@ -194,7 +224,17 @@ class ToolTurns:
     def __call__(
         self, model: Decoder, prompts: Sequence[Prompt], seeds: Sequence[int]
     ) -> tuple[list[Given], dict[str, float]]:
-        """(an answer to each prompt, the frequencies of calls and of failures); see `Answering`."""
+        """Samples one answer with calls of tools to each prompt: (the answers in the order of the prompts,
+        {"tools/call_frequency": calls per answer, "tools/failure_frequency": the share of calls that failed}). The
+        next turn of an answer begins as soon as its tools have answered, without waiting for other answers.
+
+        Args:
+          model: the model to sample from.
+          prompts: the prompts, each once for each of its answers.
+          seeds: the sampling seed of each answer, as many as prompts.
+        Raises:
+          ConfigError: a text that an environment's `reset` added makes a prompt too long.
+        """
         dialogues = self._begun(prompts, seeds)
         sampler = self.sampling.sampler(model, [one.given.prompt_ids for one in dialogues], alone=True)
         turns: dict[int, _Dialogue] = {}  # by the number of the sampler's request
@@ -226,8 +266,9 @@ class ToolTurns:
         }
 
     def _begun(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[_Dialogue]:
-        """The answers before their first turn, with an environment each, if the run has environments. Raises
-        ConfigError if a text that `reset` added makes a prompt too long."""
+        """The answers before their first turn, one for each of `prompts` with the sampling seed of the same place in
+        `seeds`. If the run has environments, each answer has one that was reset for it, and its prompt has the text
+        that `reset` returned. Raises ConfigError if that makes a prompt too long."""
         if not self.tools.has_environments:
             return [
                 _Dialogue(Given(prompt.ids, prompt.given, sampled=[]), seed, prompt.columns, None)
@@ -251,15 +292,17 @@ class ToolTurns:
         return found
 
     def _submitted(self, sampler: Sampler, one: _Dialogue) -> int:
-        """Submits the next turn of an answer; returns the number of the request."""
+        """Submits the next turn of the answer `one` to the sampler, with all tokens so far as its prompt and with the
+        room that is left, and notes where the turn begins; returns the number of the request."""
         given, most = one.given, self.sampling.settings.max_completion_length
         one.began = len(given.ids)
         ids = [*given.prompt_ids, *given.ids]
         return self.sampling.submit(sampler, ids, most - len(given.ids), one.seed, one.turns)
 
     def _called(self, loop: EventLoop, one: _Dialogue) -> Future[Answered] | None:
-        """Ends a turn: adds its message, and starts the calls of tools that it has. Returns the future of what the
-        tools answer, or None if the answer is complete."""
+        """Ends a turn of the answer `one`: adds its message, and starts the calls of tools in it in the event loop
+        `loop`. Returns the future of what the tools answer; or None if the answer is complete, because it calls no
+        tool, has had most_iterations turns with calls, or is as long as it may be."""
         turn = self.sampling.without_end(one.given.ids[one.began :])
         message, calls = self.format.parsed(turn, self.tools.parameters(one.columns))
         one.messages.append(message)
@@ -271,8 +314,9 @@ class ToolTurns:
         return loop.run(self.tools.answer(calls, self.tools.of(one.environment)))
 
     def _goes_on(self, one: _Dialogue, answered: Answered) -> bool:
-        """Adds what tools answered to an answer. Returns False, and adds nothing, if that leaves no room for a token of
-        the model; the answer is then complete."""
+        """Adds what tools answered to the answer `one`, as tokens that were not sampled and as messages, and counts
+        the failed calls. Returns True; or False, and adds nothing but the count, if no room for a token of the model
+        would be left. The answer is then complete."""
         one.failures += answered.failures
         suffix = self.format.suffix(answered.messages)
         given = one.given

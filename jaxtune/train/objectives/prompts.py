@@ -148,7 +148,7 @@ def sampled_answers(
 
 @dataclasses.dataclass(frozen=True)
 class OwnParts:
-    """The functions of the user's code that a run with sampled answers calls."""
+    """The functions of the user's code that a run with sampled answers calls, from a recipe or given by a script."""
 
     rewards: RewardFunctions | None = None
     """The reward functions; None if the environments or the rollout function give the reward."""
@@ -163,7 +163,8 @@ class OwnParts:
 
     @classmethod
     def named(cls, wanted: ObjectiveConfig) -> OwnParts:
-        """The functions that a config names. Raises ConfigError if one cannot be loaded."""
+        """The functions that a config (`wanted`) names as file.py:name; runs their files. It names no `reference`.
+        Raises ConfigError if one cannot be loaded."""
         rewards = None
         if wanted.reward_funcs:
             rewards = RewardFunctions.named(
@@ -189,8 +190,17 @@ def _answering(
     ends: Sequence[int],
     length: int,
 ) -> Answering:
-    """How the answers of a run are sampled: by its rollout function, with its tools, or in one turn. length: the most
-    tokens of a prompt with its answer; the other arguments are those of `sampled_answers`."""
+    """What samples the answers of a run: a RolloutFunction if the user's code has one, ToolTurns if it has tools, else
+    OneTurn.
+
+    Args:
+      own: the functions of the user's code.
+      settings: how answers are sampled.
+      tokenizer: a fast Hugging Face tokenizer.
+      config: the config of the run, for its chat template.
+      ends: the token ids that end an answer; with tools, the token that ends a turn in the template is added.
+      length: the most tokens of a prompt with its answer.
+    """
     encoder = RowEncoder(tokenizer, template=config.data.template)
     if own.tools is not None:  # a turn that calls tools ends as the template ends it, whatever the model's files say
         ends = [*ends, *(token for token in [turn_end(tokenizer)] if token is not None)]

@@ -53,7 +53,8 @@ class RolloutModel:
         self._sampler = Sampler(model, length=length, most_slots=sampling.settings.slots)
 
     def encode(self, prompt: Turns) -> list[int]:
-        """The token ids of a prompt, a text or messages, up to the begin of the model's turn."""
+        """The token ids of a prompt, a text or a list of messages, as the run makes them from the prompts of rows, up
+        to the begin of the model's turn."""
         return list(self._encode(prompt))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -61,10 +62,14 @@ class RolloutModel:
         return self._sampling.decode(ids)
 
     def generate(self, prompt_ids: Sequence[Sequence[int]], max_new_tokens: int | None = None) -> list[Row]:
-        """Continues rows of token ids, several at a time; each Row has `ids`, `logprobs` and `finish_reason`.
+        """Continues rows of token ids with the run's sampling options, several at a time. Returns a Row for each, in
+        their order, with `ids` (the new tokens), `logprobs` and `finish_reason`. Each call draws anew.
 
-        max_new_tokens: of each row; None is objective.max_completion_length. Raises ValueError for a row that is longer
-        than data.length with them.
+        Args:
+          prompt_ids: the token ids of each row; for several answers to a prompt, repeat it in consecutive places.
+          max_new_tokens: the most new tokens of each row; None is objective.max_completion_length.
+        Raises:
+          ValueError: a row with its new tokens is longer than data.length.
         """
         settings, self._calls = self._sampling.settings, self._calls + 1
         return list(
@@ -108,8 +113,16 @@ class RolloutFunction:
     def __call__(
         self, model: Decoder, prompts: Sequence[Prompt], seeds: Sequence[int]
     ) -> tuple[list[Given], dict[str, float]]:
-        """(an answer to each prompt, no metrics); see `Answering`. Raises ConfigError if the function returns something
-        else than its description says."""
+        """Calls the function with all prompts and checks what it returned: (an answer to each prompt in their order,
+        {}, as it has no metrics).
+
+        Args:
+          model: the model to sample from.
+          prompts: the prompts, each once for each of its answers.
+          seeds: the sampling seed of each answer; only the first is used, for all that the function samples.
+        Raises:
+          ConfigError: the function returned something else than the module's docstring asks for.
+        """
         sampler = RolloutModel(model, self.sampling, self.length, self.encode, seeds[0])
         shown = [prompt.given for prompt in prompts]
         made = self.function(list(shown), sampler)
@@ -134,8 +147,19 @@ class RolloutFunction:
         ], {}
 
     def _given(self, index: int, prompt: Turns, prompt_ids, ids, logps, mask, columns: Mapping[str, object]) -> Given:
-        """The answer number `index` of those that the function returned; the other arguments are its entries. Raises
-        ConfigError if their lengths do not fit."""
+        """The answer number `index` of those that the function returned, as the run uses it.
+
+        Args:
+          index: its number, for errors.
+          prompt: the prompt, a text or messages.
+          prompt_ids: the token ids of the prompt.
+          ids: the token ids of the answer.
+          logps: the log-probability of each of `ids`.
+          mask: 1 for each of `ids` that was sampled, else 0; None: all were.
+          columns: the answer's entries of other names, for reward functions.
+        Raises:
+          ConfigError: lengths differ, there are no tokens, or too many.
+        """
         settings = self.sampling.settings
         if not len(ids) == len(logps) == len(ids if mask is None else mask):
             self._refuse(f"answer {index} has {len(ids)} tokens, and another number of logprobs or of env_mask")
@@ -160,6 +184,6 @@ class RolloutFunction:
         )
 
     def _refuse(self, why: str) -> None:
-        """Raises ConfigError about what the function returned."""
+        """Raises ConfigError about what the function returned: `why`, with the function's name and where to read."""
         name = getattr(self.function, "__name__", type(self.function).__name__)
         raise ConfigError(f"objective.rollout_func: {name}: {why}; see docs/rewards.md")

@@ -28,7 +28,7 @@ _PROBE = "\ue000 what a tool answered \ue001"  # a tool's answer by which the te
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of a tool that a model wrote."""
+    """One call of a tool that a model wrote, as its answer was parsed."""
 
     name: str
     """The tool's name."""
@@ -49,7 +49,9 @@ type Parse = Callable[[str, Schemas], tuple[str, list[Call]]]
 
 
 def _call_of(value: object, key: str) -> Call:
-    """The call of a JSON object {"name": ..., key: {...}}. Raises ValueError if it is no such object."""
+    """The call that a JSON value describes as {"name": tool's name, key: its arguments, an object or the JSON text of
+    one; {} if absent}. Raises ValueError if it is no such object. The forms of models differ in `key`: "arguments" or
+    "parameters"."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise ValueError("a call is an object with a name")
     arguments = value.get(key, {})
@@ -64,7 +66,13 @@ _BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 
 
 def parse_hermes(text: str, schemas: Schemas) -> tuple[str, list[Call]]:
-    """Parses the form of Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number."""
+    """Parses an answer in the form of Hermes and Qwen, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any
+    number of times: (the text before the first call, the calls). Raises ValueError for a malformed call.
+
+    Args:
+      text: the answer, with special tokens except the one that ended it.
+      schemas: not used, but all parsers take it.
+    """
     calls = [_call_of(json.loads(block), "arguments") for block in _BLOCK.findall(text)]
     return text.partition("<tool_call>")[0].rstrip(), calls
 
@@ -74,8 +82,15 @@ _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTA
 
 
 def parse_xml(text: str, schemas: Schemas) -> tuple[str, list[Call]]:
-    """Parses the form of Qwen3-Coder and Qwen3.5: `<tool_call><function=NAME><parameter=KEY>VALUE</parameter>...
-    </function></tool_call>`. A value is text if the tool's schema says so, else JSON where it can be read as such."""
+    """Parses an answer in the form of Qwen3-Coder and Qwen3.5,
+    `<tool_call><function=NAME><parameter=KEY>VALUE</parameter>... </function></tool_call>`, any number of times: (the
+    text before the first call, the calls). Raises ValueError for a malformed call.
+
+    Args:
+      text: the answer, with special tokens except the one that ended it.
+      schemas: {tool's name: JSON schema of its parameters}. A value is text if the schema says so, else JSON where it
+        can be read as such.
+    """
     calls = []
     for block in _BLOCK.findall(text):
         found = _FUNCTION.fullmatch(block)
@@ -99,8 +114,14 @@ def _json_or_text(value: str) -> object:
 
 
 def parse_llama(text: str, schemas: Schemas) -> tuple[str, list[Call]]:
-    """Parses the form of Llama 3: the whole answer is `{"name": ..., "parameters": {...}}`; several are separated by
-    semicolons."""
+    """Parses an answer in the form of Llama 3: (the text, []) if it does not begin with `{`, else ("", the calls). The
+    whole answer is then `{"name": ..., "parameters": {...}}`; several are separated by semicolons. Raises ValueError
+    for a malformed call.
+
+    Args:
+      text: the answer, with special tokens except the one that ended it.
+      schemas: not used, but all parsers take it.
+    """
     rest = text.strip().removeprefix("<|python_tag|>").strip()
     if not rest.startswith("{"):
         return text, []
@@ -117,8 +138,14 @@ _FINAL = re.compile(r"<\|channel\|>final<\|message\|>(.*?)(?:<\||$)", re.DOTALL)
 
 
 def parse_channels(text: str, schemas: Schemas) -> tuple[str, list[Call]]:
-    """Parses the form of gpt-oss: a message on the channel `commentary` that is addressed `to=functions.NAME` and holds
-    the arguments as JSON. The text beside is that of the channel `final`."""
+    """Parses an answer in the form of gpt-oss: (the text of the channel `final`, "" if there is none; the calls). A
+    call is a message that is addressed `to=functions.NAME` and holds the arguments as JSON. Raises ValueError for a
+    malformed call.
+
+    Args:
+      text: the answer, with special tokens except the one that ended it.
+      schemas: not used, but all parsers take it.
+    """
     calls = []
     for name, block in _ADDRESSED.findall(text):
         arguments = json.loads(block or "{}")
@@ -131,7 +158,8 @@ def parse_channels(text: str, schemas: Schemas) -> tuple[str, list[Call]]:
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A kind of chat template that can call tools."""
+    """A kind of chat template that can call tools: how its Jinja text is recognised, and the function that parses
+    answers."""
 
     name: str
     """Its name in messages."""
@@ -228,5 +256,6 @@ class ToolFormat:
         return whole[places[count - 1] + 1 :]
 
     def _ids(self, text: str) -> list[int]:
-        """The token ids of a text, without tokens that the tokenizer adds around it."""
+        """The token ids of a text, special tokens that it names included, without tokens that the tokenizer adds
+        around it."""
         return [int(token) for token in tokenize(self._tokenizer, [text])[0].ids]

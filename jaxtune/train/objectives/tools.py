@@ -42,10 +42,12 @@ _NOT_TOOLS = ("reset", "get_reward")
 
 
 class Environment(Protocol):
-    """An environment of the user's code, as far as it must have methods."""
+    """An environment: an object of the user's code whose public methods are the tools of one answer and whose state is
+    that answer's own. Only `reset` is required."""
 
     def reset(self, **row: object) -> str | None:
-        """Begins anew for an answer to a row. A text that it returns is added to the last message of the prompt."""
+        """Begins anew for an answer to a row, whose columns are the keyword arguments, with the messages as `prompt`.
+        A text that it returns is added to the last message of the prompt; None adds nothing."""
         ...
 
 
@@ -90,8 +92,15 @@ class Tools:
 
     @classmethod
     def named(cls, functions: Sequence[str], environment: str | None, timeout_seconds: float | None) -> Tools:
-        """The tools that a recipe names: `functions` and `environment` as file.py:name. Raises ConfigError if one
-        cannot be loaded."""
+        """The tools that a recipe names; runs the files with them.
+
+        Args:
+          functions: the tools of all answers, each as file.py:name.
+          environment: what makes environments, as file.py:name; None if answers have none.
+          timeout_seconds: the longest that one call may take; None is no limit.
+        Raises:
+          ConfigError: one cannot be loaded, or is not what `Tools` takes.
+        """
         return cls(
             [load_from_file(name, "objective.tools") for name in functions],
             None if environment is None else load_from_file(environment, "objective.environment_factory"),
@@ -162,14 +171,20 @@ class Tools:
         return found
 
     def of(self, environment: object) -> dict[str, Callable]:
-        """The tools of an answer by name: the functions, and the methods of its environment, if it has one (not
-        None)."""
+        """The tools of one answer, {name: function}: those of the run, and the methods of its environment; None if it
+        has no environment."""
         own = () if environment is None else methods(environment)
         return {tool.__name__: tool for tool in (*self.functions, *own)}
 
     async def answer(self, calls: Sequence[Call], tools: Mapping[str, Callable]) -> Answered:
-        """Calls the tools of one turn: those that are not async one after another, so that an environment is never used
-        twice at a time, then the async ones side by side."""
+        """Calls the tools of one turn: those that are not async one after another, so that an environment is never
+        used twice at a time, then the async ones side by side. Returns a message with each call's answer, in the order
+        of the calls, and how many failed; an error of a tool does not raise.
+
+        Args:
+          calls: the calls that the model wrote in the turn.
+          tools: the answer's tools by name, as `of` gives them.
+        """
         answers: dict[int, tuple[str, bool]] = {}
         later = []
         for number, call in enumerate(calls):
@@ -186,7 +201,14 @@ class Tools:
         return Answered(messages, sum(failed for _, failed in answers.values()))
 
     async def _called(self, call: Call, tool: Callable | None) -> tuple[str, bool]:
-        """(what a tool answered as text, whether the call failed). tool: None if there is none of the call's name."""
+        """Calls one tool: (what it answered as text, whether the call failed). An async tool runs in the event loop,
+        another one in a thread. An unknown tool, an exception and a timeout are failures, and the text is then
+        "{'error': ...}".
+
+        Args:
+          call: the call that the model wrote.
+          tool: the tool of that name; None if there is none.
+        """
         try:
             if tool is None:
                 raise ValueError(f"Tool {call.name} not found.")
@@ -199,7 +221,8 @@ class Tools:
             return str({"error": str(error)}), True
 
     def _name(self, columns: Mapping[str, object]) -> str | None:
-        """The name of a row's environment, None if there is only one or none. columns: the row's, by name."""
+        """The name of the environment that a row selects by its column `environment`; None if the run has only one or
+        none. columns: the row's, by name. Raises ConfigError if the run has none of that name."""
         if not self._several:
             return None
         name = columns.get(ENVIRONMENT)
@@ -217,8 +240,8 @@ def methods(environment: object) -> list[Callable]:
 
 
 def _environment(factory: Callable) -> Environment:
-    """A new environment. Raises ConfigError if it has no `reset`, or is a client of OpenEnv, whose `step` no model can
-    call."""
+    """A new environment: what `factory` returns, called without arguments. Raises ConfigError if it has no `reset`, or
+    is a client of OpenEnv, whose `step` no model can call."""
     made = factory()
     kind = type(made)
     if any(base.__module__.split(".")[0].startswith("openenv") for base in kind.__mro__):
@@ -232,7 +255,9 @@ def _environment(factory: Callable) -> Environment:
 
 
 def _reward_of(kind: type) -> RewardFunction:
-    """The reward function that asks `get_reward` of the environments of exactly this class, None for the others."""
+    """A reward function that calls `get_reward` of the answers' environments, for those of exactly the class `kind`;
+    it returns a list with a reward for each answer, None for environments of other classes. It is async if
+    `get_reward` is, and has the name of the class."""
 
     async def later(environments, **_):
         return [await one.get_reward() if type(one) is kind else None for one in environments]
@@ -246,8 +271,8 @@ def _reward_of(kind: type) -> RewardFunction:
 
 
 def _schemas(tools: Sequence[Callable]) -> list[Message]:
-    """The JSON schemas of tools, by transformers. Raises ConfigError if one has no types or no docstring, or two have
-    one name."""
+    """The JSON schemas of functions (tools) in their order, as transformers makes them from types and docstrings for
+    chat templates. Raises ConfigError if one has no types or no docstring, or two have one name."""
     from transformers.utils import get_json_schema
 
     found = []

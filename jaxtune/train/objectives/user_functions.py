@@ -1,4 +1,5 @@
-"""Functions of the user's code: loading them by name, and calling them beside the run, sync and async ones alike."""
+"""Functions of the user's code, such as rewards and tools: loading one that a recipe names as file.py:name, and
+calling it beside the run, whether it is async or not, so that the run can stop waiting for it."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def called(function: Callable) -> Callable:
 
 
 def is_async(function: Callable) -> bool:
-    """Whether calling the function returns a coroutine."""
+    """Whether a function or callable object is `async def`, so that calling it returns a coroutine."""
     return inspect.iscoroutinefunction(called(function))
 
 
@@ -62,7 +63,7 @@ def arguments(function: Callable, given: Mapping[str, object]) -> dict[str, obje
 
 
 def in_words(error: BaseException | None) -> str:
-    """An exception as "Type: message"."""
+    """An exception as "Type: message", for messages; "unknown" for None."""
     return "unknown" if error is None else f"{type(error).__name__}: {error}"
 
 
@@ -86,13 +87,15 @@ class EventLoop:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def start(self, function: Callable, given: Mapping[str, object]) -> Future:
-        """Calls a function with keyword arguments, and returns at once the future of what it returns: an async one in
-        the event loop, another one in a new daemon thread, so that the caller can stop waiting for it."""
+        """Calls a function, and returns at once the future of what it returns: an async one runs in the event loop,
+        another one in a new daemon thread, so that the caller can stop waiting for it. given: the keyword arguments."""
         return self.run(called(function)(**given)) if is_async(function) else in_thread(function, given)
 
 
 def in_thread(function: Callable, given: Mapping[str, object]) -> Future:
-    """Calls a function with keyword arguments in a new daemon thread, and returns at once the future of its result."""
+    """Calls a function that is not async in a new daemon thread, and returns at once the future of its result or
+    exception. given: the keyword arguments. A thread of an executor would keep Python from ending while it runs; this
+    one does not."""
     result: Future = Future()
 
     result.set_running_or_notify_cancel()  # from here on nobody can cancel it, and the result can always be set
