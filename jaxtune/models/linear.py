@@ -40,7 +40,8 @@ def not_differentiated(frozens):
 
 
 def _differentiated(frozens):
-    """The forward rule of `not_differentiated`: raises TypeError: gradients are not computed, and zeros mislead."""
+    """The forward rule of `not_differentiated`: raises a TypeError that names one of `frozens`, because gradients of
+    them are not computed, and zeros would mislead."""
     leaves = jax.tree_util.tree_leaves_with_path(frozens)
     names = [f"layers{jax.tree_util.keystr(path)}" for path, leaf in leaves if leaf.perturbed]
     raise TypeError(

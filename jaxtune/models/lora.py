@@ -56,7 +56,7 @@ def _in_layers(model: Decoder) -> Iterator[tuple[str, Any]]:
 
 def matrices(model: Decoder) -> Iterator[tuple[str, Linear | ExpertLinear]]:
     """Yields (Hugging Face name, Linear or ExpertLinear) of everything in `model` that can have an adapter and be
-    quantised: all linears in the layers, then all expert matrices."""
+    quantised: all that `linears` yields, then all expert matrices."""
     yield from linears(model)
     yield from experts(model)
 

@@ -44,7 +44,8 @@ def _scope(segment: Segment) -> contextlib.AbstractContextManager:
 
 
 def _run(segment: Segment, block: Block, context: Context, values) -> tuple:
-    """One result for each output of a segment of the block, run in its scope on `values`, one for each of its reads."""
+    """One result for each output of a segment of the block, run in its scope and in this `context` on `values`, one
+    for each of its reads."""
     with _scope(segment):
         return segment.run(block, context, *values)
 
@@ -81,10 +82,15 @@ def _work(segments, block: Block, x: jax.Array, backward: bool = False) -> list[
 
 
 def _contexts(block: Block, spec: LayerSpec, layout: PackedLayout, key) -> Callable[[Segment, Any], tuple]:
-    """A function (segment, values) -> (the segment's context, the values) for a layer; key: its dropout key, or
-    None. The dropout keys are the same however the layer is tiled and whichever auxiliary values it computes. A
-    mask is drawn only when the values are there; otherwise XLA draws the masks of all layers at once, or keeps the
-    forward's."""
+    """A function (segment, values) -> (the segment's context, the values) for a layer. The dropout keys are the same
+    however the layer is tiled and whichever auxiliary values it computes. A mask is drawn only when the values are
+    there; otherwise XLA draws the masks of all layers at once, or keeps the forward's.
+
+    Args:
+      block: the layer, whose segments are given contexts.
+      spec, layout: the layer's LayerSpec and the batch's document boundaries and rotary tables, for every context.
+      key: the layer's dropout key; None: no dropout.
+    """
     names = [segment.name for segment in block.segments()]
     keys = {} if key is None else dict(zip(names, jax.random.split(key, len(names)), strict=True))
 
@@ -116,7 +122,7 @@ def layer_forward(
     """Runs one layer, the block nnx.merge(graph, trainable, frozen), on layer_input [B, T, hidden].
 
     Args:
-      wanted: names of the residuals, and of the auxiliary values, that are returned.
+      spec: the layer's LayerSpec. wanted: names of the residuals, and of the auxiliary values, that are returned.
       layout, key: the batch's document boundaries and rotary tables, and the layer's dropout key or None.
       to_host: Pieces of the previous layer's residuals, which are copied to the host meanwhile.
       gathers: Shards of weights that the next layer needs whole.
@@ -251,10 +257,16 @@ def _total(values: list[dict[str, Any]]) -> dict[str, Any]:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _stack(static: StackProgram, trainables, frozens, x, layout, keys, sums, given):
     """Runs all layers without saving residuals: (last layer_output, {name: sum over the layers} of auxiliary values).
+    It has a derivative of its own, `_stack_fwd` and `_stack_bwd`, which saves residuals by plan.
 
-    trainables, frozens, keys, sums, given: tuples with an entry for each layer: its tensors, its dropout key, the sums
-    to which its gradients are added (run_stack's gradient_sums), and what the decoder gives it; keys and sums may be
-    None."""
+    Args:
+      static: the layers' static descriptions and the plan.
+      x: the first layer's input [B, T, hidden].
+      layout: the batch's document boundaries and rotary tables.
+      trainables, frozens, keys, sums, given: tuples with an entry for each layer: its tensors, its dropout key, the
+        sums to which its gradients are added (run_stack's gradient_sums), and what the decoder gives it; keys and
+        sums may be None.
+    """
     aux, shared = [], {}
     gathered = first_gathered(trainables, frozens)
     for index, layer in enumerate(static.layers):
@@ -270,8 +282,9 @@ def _stack(static: StackProgram, trainables, frozens, x, layout, keys, sums, giv
 
 
 def _stack_fwd(static: StackProgram, trainables, frozens, x, layout, keys, sums, given):
-    """The forward rule of `_stack`: (its results, residuals for `_stack_bwd`). Layers' residuals are kept by plan, and
-    the offloaded ones of a layer are copied to the host while the next layer runs."""
+    """The forward rule of `_stack`, whose arguments it has (static, trainables, frozens, x, layout, keys, sums,
+    given): (its results, residuals for `_stack_bwd`). Layers' residuals are kept by plan, and the offloaded ones of a
+    layer are copied to the host while the next layer runs."""
     kept, hosted, aux, whole, takens, shared = [], [], [], [], [], {}
     names, to_host = (), ()  # residuals of the layer before, which are copied to the host while this layer computes
     last = len(static.layers) - 1
@@ -300,8 +313,13 @@ def _stack_fwd(static: StackProgram, trainables, frozens, x, layout, keys, sums,
 
 def _stack_bwd(static: StackProgram, residuals, gradient):
     """The backward rule of `_stack`, from the last layer to the first, each beside copies and collectives of its
-    neighbours. gradient: of both results. With sums, the gradient of these is the sums plus the gradients of
-    trainables, which get None."""
+    neighbours. Returns a gradient or None for each argument after `static`; with sums, the gradient of these is the
+    sums plus the gradients of trainables, which get None.
+
+    Args:
+      static: the first argument of `_stack`. residuals: the second result of `_stack_fwd`.
+      gradient: a pair, the gradients of both results of `_stack`.
+    """
     dx, daux = gradient  # daux is of sums over the layers, so it is the gradient of each layer's value
     trainables, frozens, whole_weights, kept, hosted, takens, layout, keys, sums = residuals
     gradients: list[Any] = [None] * len(kept)

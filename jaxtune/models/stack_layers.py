@@ -38,8 +38,13 @@ class StackLayer:
         return dict(self.given)
 
     def taken(self, given: Mapping[str, jax.Array], shared: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """{name: value} of what it takes: all that the decoder gives to this layer, and some of what earlier layers
-        share."""
+        """{name: value} of what the layer takes from outside.
+
+        Args:
+          given: {name: value} of what the decoder gives to this layer; all of it is taken.
+          shared: {name: value} of what earlier layers gave to later ones; only what this layer takes is in the
+            result.
+        """
         return {**given, **{name: shared[name] for name in self.shared}}
 
 
@@ -58,7 +63,8 @@ class StackProgram:
 
 
 def require_given(layers: Sequence[StackLayer]) -> None:
-    """Raises ValueError for a layer that takes what no earlier layer gives."""
+    """Checks `layers`, the descriptions of all layers in their order: raises ValueError if one takes a value that no
+    earlier layer gives."""
     there: set[str] = set()
     for index, layer in enumerate(layers):
         if missing := set(layer.shared) - there:
@@ -69,11 +75,18 @@ def require_given(layers: Sequence[StackLayer]) -> None:
 def described(
     block: Block, graph, spec: LayerSpec, plan: LayerPlan, tile: int | None, given: tuple[str, ...]
 ) -> StackLayer:
-    """The static description of a layer by which its program is compiled: its structure (graph: nnx.GraphDef), and
-    which of its residuals `plan` keeps, keeps in FP8 or offloads to host memory; those that later layers take are
-    always kept. tile: tokens of each row in a tile of tokenwise segments, such as those of an MLP
-    (ResidualPlan.tile_tokens); ignored, so that these run whole, unless the plan recomputes every value inside them.
-    given: names of what the decoder gives it."""
+    """The static description of a layer, by which its program is compiled.
+
+    Args:
+      block: the layer; its arrays are not read.
+      graph: its structure, an nnx.GraphDef.
+      spec: its LayerSpec.
+      plan: says which of its residuals are kept, kept in FP8, or offloaded to host memory; those that later layers
+        take are always kept.
+      tile: tokens of each row in a tile of tokenwise segments, such as those of an MLP (ResidualPlan.tile_tokens);
+        ignored, so that these run whole, unless the plan recomputes every value inside them. None: they run whole.
+      given: names of what the decoder gives it; the others that it takes come from earlier layers.
+    """
     residuals, gives = block.residuals(), block.gives
     inside = tiled_residuals(block.segments())
     dropped = plan.named("recompute", residuals)

@@ -270,10 +270,12 @@ def _split(model: Decoder) -> list[tuple]:
 
 
 def _through_layers(model: Decoder, splits, tokens, states, at, tables, real) -> tuple[jax.Array, States]:
-    """Runs new tokens int32[N, C] through all layers: (the last layer's output [N, C, hidden], the new states).
+    """Runs new tokens int32[N, C] of N rows through all layers, for a step of generation: (the last layer's output [N,
+    C, hidden], the new states of the layers).
 
     Args:
-      splits: from _split.
+      model: the decoder.
+      splits: from _split, of the same model.
       tokens: int32[N, C].
       states: of the N rows, one pytree for each layer.
       at: int32[N], position of each row's first token in `tokens`; -1 for a row that has none.

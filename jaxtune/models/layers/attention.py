@@ -338,11 +338,12 @@ class Attention(nnx.Module):
         return self.step_giving(x, state, at, context)[:2]
 
     def step_giving(self, x: jax.Array, state, at: jax.Array, context: Context):
-        """`step` with a third result, {name: (cache, new)} of the keys and of the values that it gives to later layers.
+        """`step`, with the same arguments (x, state, at, context), and with a third result: {name: (cache, new)} of
+        the keys and of the values that this layer gives to later layers; {} if it gives none.
 
-        A cache [B, kv_heads, capacity, D] contains the N tokens if N is 1, and `new` is None. Otherwise it is the cache
-        before them, because a window's cache has no room for them and for all that they see, and `new` is their keys or
-        values [B, N, kv_heads, D].
+        A cache [B, kv_heads, capacity, D] contains the N tokens if N is 1, and `new` is None. Otherwise it is the
+        cache before them, because a window's cache has no room for them and for all that they see, and `new` is their
+        keys or values [B, N, kv_heads, D].
         """
         options, chunk = self.options(context.spec.window), x.shape[1] > 1
         if self.takes:
@@ -394,13 +395,15 @@ class Attention(nnx.Module):
 
 
 def _shared_names(name: str) -> tuple[str, str]:
-    """The names, between layers, of the keys and of the values that a layer gives under this name."""
+    """The names under which a layer's keys and values are known to the later layers that read them: (`name`_key,
+    `name`_value)."""
     return f"{name}_key", f"{name}_value"
 
 
 def _written_one(cache: jax.Array, new: jax.Array, at: jax.Array) -> jax.Array:
-    """`written` for one token of each row: cache [B, kv_heads, capacity, D] with new [B, 1, kv_heads, D] at the
-    positions `at`, int32[B]."""
+    """Writes one token of each row into a cache of keys or of values, and returns the new cache: cache [B, kv_heads,
+    capacity, D], new [B, 1, kv_heads, D], at the positions `at`, int32[B]; a row with a negative position is left as
+    it is."""
     return written(cache, new[:, 0], at)
 
 

@@ -83,13 +83,14 @@ class PerLayerGate(nnx.Module):
     # ---- for the planner
 
     def forward_bytes(self, sizes: Sizes) -> float:
-        """Bytes at the end of the layer's forward in addition to the residuals: the gated embedding, and input, output
-        and normed output of the part."""
+        """Bytes at the end of the layer's forward in addition to the residuals, for the planner: the gated embedding,
+        and input, output and normed output of the part. sizes: {residual's name: bytes} of the layer."""
         return sizes["per_layer_gate"] + 3.0 * sizes["layer_input"]
 
     def backward_bytes(self, sizes: Sizes) -> Scratch:
-        """Bytes of its backward in addition to the residuals: gradients of the gate and of the embedding, their
-        product, and two values of the residual stream."""
+        """Bytes of its backward in addition to the residuals, for the planner: gradients of the gate and of the
+        embedding, their product, and two values of the residual stream. sizes: {residual's name: bytes} of the
+        layer."""
         return Scratch(3.0 * sizes["per_layer_gate"] + 2.0 * sizes["layer_input"], 0.0, covers_mixer=False)
 
 

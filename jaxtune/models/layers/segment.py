@@ -266,7 +266,8 @@ class GivingMixer(Mixer, Protocol):
     def step_giving(
         self, x: jax.Array, state, at: jax.Array, context: Context
     ) -> tuple[jax.Array, object, dict[str, object]]:
-        """`step` with a third result, {name: value} of what later layers take in this step, any pytrees."""
+        """`Mixer.step`, with the same arguments (x, state, at, context), and with a third result: {name: value} of
+        what later layers take in this step, any pytrees."""
         ...
 
 

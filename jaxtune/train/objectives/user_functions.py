@@ -63,7 +63,7 @@ def arguments(function: Callable, given: Mapping[str, object]) -> dict[str, obje
 
 
 def in_words(error: BaseException | None) -> str:
-    """An exception as "Type: message", for messages; "unknown" for None."""
+    """An exception (error) as "Type: message", for messages; "unknown" for None."""
     return "unknown" if error is None else f"{type(error).__name__}: {error}"
 
 

@@ -1,5 +1,6 @@
-"""The costs of one layer: its residuals and its work, from its shapes and from what its segments declare
-(models/layers/segment.py)."""
+"""The costs of one layer for the planner: the bytes of its residuals (the values between segments that its backward
+reads), and the work of its segments. They follow from its shapes and from what its segments declare
+(models/layers/segment.py); nothing is run."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class LayerKind:
-    """Layers that have the same residuals and the same work."""
+    """Layers that have the same residuals (the intermediate values that the backward reads) and the same work, so that
+    the planner measures and counts them once."""
 
     block: Block  # one of the layers, with abstract arrays
     residuals: Mapping[str, float]  # bytes per token of each residual
@@ -117,9 +119,16 @@ def _kind_of(graph, spec, shape, length: int, dtype, leaves, structure) -> Layer
 
 
 def _segment_work(segment: Segment, block: Block, residuals, seen_keys: float, hidden: int, dtype) -> Work:
-    """The work of one segment of a layer (`block`), FLOPs and bytes for each token. `residuals` has bytes per token by
-    name, `seen_keys` is the mean number of keys that a token attends to, `hidden` the hidden size, `dtype` the compute
-    dtype."""
+    """The work of one segment of a layer, FLOPs and bytes for each token.
+
+    Args:
+      segment: the segment, which names its matrices and what it reads and makes.
+      block: the layer; its arrays may be abstract.
+      residuals: bytes per token of each value between segments, by name.
+      seen_keys: the mean number of keys that a token attends to.
+      hidden: the hidden size.
+      dtype: the compute dtype.
+    """
     device = dispatch.device_kind() or ""
     sums = dict.fromkeys((f.name for f in dataclasses.fields(Work)), 0.0)
     for name in segment.matrices:
@@ -149,7 +158,9 @@ def _residual_shapes(graph, spec, shape, dtype, arrays, tokens: int) -> dict[str
 
 
 def _state_bytes(graph, spec, shape, dtype, arrays, prompt: int, new: int) -> float:
-    """LayerKind.state_bytes after `prompt` and `new` tokens; the first arguments are as for _residual_shapes."""
+    """Bytes of what a layer keeps of one row for generation after a prompt of `prompt` tokens and `new` further ones
+    (LayerKind.state_bytes), by tracing `Block.first_state`. `arrays` are the shapes of the layer's trained and other
+    arrays; graph, spec, shape and dtype are as for _kind_of."""
 
     def state(block: Block, values, layout: PackedLayout):
         return block.first_state(values, jnp.full((1,), prompt, jnp.int32), new, Context(spec, layout))
@@ -158,8 +169,9 @@ def _state_bytes(graph, spec, shape, dtype, arrays, prompt: int, new: int) -> fl
 
 
 def _traced(graph, spec: LayerSpec, shape: DecoderConfig, dtype, arrays, tokens: int, result: Callable):
-    """The shapes of result(block, {residual: value}, layout) for a row of `tokens` tokens. `arrays` are the shapes of
-    the layer's trained and other arrays; graph, spec, shape and dtype are as for _kind_of."""
+    """The shapes (jax.ShapeDtypeStruct) of what `result`(block, {residual: value}, layout) returns for one layer,
+    whose forward is traced, and not run, on a row of `tokens` tokens. `arrays` are the shapes of the layer's trained
+    and other arrays; graph, spec, shape and dtype are as for _kind_of."""
 
     def run(trainable, frozen, x):
         layout = packed_layout((1, tokens), None, 1)

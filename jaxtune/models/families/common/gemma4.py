@@ -34,8 +34,9 @@ _GLOBAL = ("head_dim", "num_key_value_heads")  # keys of per_layer_config that a
 
 
 def _check_direction(key: str, value: Any) -> None:
-    """Check of use_bidirectional_attention: raises ValueError unless it is "vision", with which the tokens of an image
-    see each other in both directions. That changes nothing in text, which is all that jaxtune trains."""
+    """Check of use_bidirectional_attention, the `key` of a config.json: raises ValueError unless its `value` is
+    "vision", with which the tokens of an image see each other in both directions. That changes nothing in text, which
+    is all that jaxtune trains."""
     if value != "vision":
         raise ValueError(f"{key} = {value!r} is not supported: only 'vision', which changes nothing in text, and null")
 
@@ -57,8 +58,8 @@ def _check_layers(key: str, value: Any) -> None:
 
 
 def _default_types(hf: Config) -> list[str]:
-    """The types of all layers of a config.json without layer_types: every sixth is global, the others slide (for
-    LayerTypes.default)."""
+    """The types of all layers of the config.json `hf`, which has no layer_types: every sixth is global, the others
+    slide (for LayerTypes.default)."""
     return [SLIDING if (index + 1) % 6 else FULL for index in range(hf["num_hidden_layers"])]
 
 
@@ -80,8 +81,8 @@ def prepared(hf: Config) -> Fields:
 
 
 def _of_global_layers(hf: Config, types: Sequence[str]) -> Fields:
-    """The sizes of global layers from per_layer_config, {"global_head_dim": ..., "num_global_key_value_heads": ...},
-    the keys that earlier files have for all global layers.
+    """The sizes of global layers from per_layer_config of the config.json `hf`, {"global_head_dim": ...,
+    "num_global_key_value_heads": ...}, the keys that earlier files have for all global layers.
 
     types: the type of each layer.
 
@@ -114,7 +115,8 @@ class _Rotary(RotaryByType):
     keys = (Key("rope_parameters", (), check_parameters, None),)
 
     def given_to(self, layer_type: str, hf: Config) -> Fields:
-        """The rotary parameters of one type of layer as one flat dict; raises ValueError if there are none for it."""
+        """The rotary parameters of the layers of one type (layer_type) as one flat dict, from the config.json `hf` or,
+        without rope_parameters, those of Gemma 4; raises ValueError if there are none for the type."""
         given = (hf["rope_parameters"] or _ROPE).get(layer_type)
         if not isinstance(given, Mapping):
             raise ValueError(
@@ -127,7 +129,8 @@ class _Rotary(RotaryByType):
         return given
 
     def read(self, hf: Config, fields: Config) -> Fields:
-        """{"rotary": a tuple with the RopeConfig of each of `types`, each with the head size of its layers}"""
+        """{"rotary": a tuple with the RopeConfig of each of `types`, each with the head size of its layers}, by the
+        config.json `hf`. `fields` is not used, but all Entries take it."""
         dims = {FULL: hf["global_head_dim"], SLIDING: hf["head_dim"]}
         found = (rope_config({**hf, "head_dim": dims[name]}, self.given_to(name, hf)) for name in self.types)
         return {
@@ -137,7 +140,8 @@ class _Rotary(RotaryByType):
         }
 
     def write(self, config: DecoderConfig) -> Fields:
-        """{"rope_parameters": {type of layer: its rotary parameters}}"""
+        """{"rope_parameters": {type of layer: its rotary parameters}} for the config.json of a model with this
+        `config`."""
         ropes = zip(self.types, config.rotary, strict=True)
         return {
             "rope_parameters": {
@@ -151,24 +155,28 @@ class _Layers(LayerTypes):
     """LayerTypes for Gemma 4, in which the output of every layer is multiplied by a scalar of that layer."""
 
     def read(self, hf: Config, fields: Config) -> Fields:
-        """{"layers": LayerSpecs as LayerTypes reads them, with output_scale set}"""
+        """{"layers": LayerSpecs as LayerTypes reads them from the config.json `hf` and `fields`, the fields read so
+        far, with output_scale set}"""
         layers = super().read(hf, fields)["layers"]
         return {"layers": tuple(dataclasses.replace(layer, output_scale=True) for layer in layers)}
 
     def write(self, config: DecoderConfig) -> Fields:
-        """What LayerTypes writes, for the layers without their sharing of keys and values."""
+        """What LayerTypes writes for the config.json of `config`, whose layers are taken without their sharing of keys
+        and values, which another key says."""
         return super().write(dataclasses.replace(config, layers=tuple(map(_unshared, config.layers))))
 
 
 def _shape_of(layer: LayerSpec) -> AttentionShape:
-    """The shape of a layer's attention; one without settings if it is the decoder's."""
+    """The AttentionShape of a layer, the settings of its attention; AttentionShape() if the layer has none of its own
+    and takes the decoder's."""
     shape = layer.config_of("mixer") or AttentionShape()
     assert isinstance(shape, AttentionShape)
     return shape
 
 
 def _unshared(layer: LayerSpec) -> LayerSpec:
-    """The layer without gives_keys and takes_keys; its attention has no config if it is then the decoder's."""
+    """The layer without the sharing of keys and values: as if it neither gave its own to later layers nor took an
+    earlier layer's. `_Layers.write` describes such layers, because the sharing has a key of its own in config.json."""
     shape = dataclasses.replace(_shape_of(layer), gives_keys=None, takes_keys=None)
     config = None if shape == AttentionShape() else shape
 
@@ -191,7 +199,8 @@ class _Sharing:
     )
 
     def read(self, hf: Config, fields: Config) -> Fields:
-        """{"layers": LayerSpecs that give and take keys and values}
+        """{"layers": the LayerSpecs of `fields`, of which the last ones take keys and values and earlier ones give
+        them, by the config.json `hf`}
 
         Raises:
           ValueError: a type of layer of which no layer has keys and values of its own.
@@ -215,7 +224,7 @@ class _Sharing:
         return {"layers": tuple(layers)}
 
     def write(self, config: DecoderConfig) -> Fields:
-        """num_kv_shared_layers, and use_double_wide_mlp."""
+        """num_kv_shared_layers, and use_double_wide_mlp, for the config.json of `config`."""
         takers = [layer for layer in config.layers if _shape_of(layer).takes_keys is not None]
         wide = MLPShape(2 * config.intermediate_size)
         doubled = any(wide in (layer.config_of("mlp"), layer.config_of("dense")) for layer in takers)
@@ -223,8 +232,9 @@ class _Sharing:
 
 
 def unused_tensors(config: DecoderConfig) -> tuple[str, ...]:
-    """Prefixes of the tensors of keys and values that published checkpoints have in layers that share those of earlier
-    layers (for Family.unused_tensors)."""
+    """Prefixes of tensor names that a checkpoint of a model with this `config` may have and that are not loaded: keys
+    and values of the layers that take those of earlier layers. Published checkpoints have them all the same (for
+    Family.unused_tensors)."""
     takers = [index for index, layer in enumerate(config.layers) if _shape_of(layer).takes_keys is not None]
     names = ("k_proj", "v_proj", "k_norm", "v_norm")
     return tuple(f"model.layers.{index}.self_attn.{name}." for index in takers for name in names)
@@ -241,7 +251,8 @@ class _PerLayer:
     )
 
     def read(self, hf: Config, fields: Config) -> Fields:
-        """{"per_layer_size", "per_layer_vocab_size", "layers": LayerSpecs with one more stage}; {} without them"""
+        """{"per_layer_size", "per_layer_vocab_size", "layers": the LayerSpecs of `fields`, each with one more stage},
+        by the config.json `hf`; {} without these embeddings."""
         size = hf["hidden_size_per_layer_input"]
         if not size:
             return {}
@@ -251,7 +262,8 @@ class _PerLayer:
         return {"per_layer_size": size, "per_layer_vocab_size": rows, "layers": tuple(layers)}
 
     def write(self, config: DecoderConfig) -> Fields:
-        """Both keys; a model without these embeddings has 0 and the size of its vocabulary."""
+        """Both keys, for the config.json of `config`; a model without these embeddings has 0 and the size of its
+        vocabulary."""
         rows = config.per_layer_vocab_size or config.vocab_size
         return {"hidden_size_per_layer_input": config.per_layer_size or 0, "vocab_size_per_layer_input": rows}
 
@@ -274,7 +286,8 @@ class _Experts:
     keys = (Key("enable_moe_block", (), values.boolean, False), *record.keys)
 
     def read(self, hf: Config, fields: Config) -> Fields:
-        """{"moe": the experts, "layers": LayerSpecs that have them}; {} for a dense model.
+        """{"moe": the experts that the config.json `hf` describes, "layers": the LayerSpecs of `fields` with them}; {}
+        for a dense model.
 
         Raises:
           ValueError: enable_moe_block is true, and a size of the experts is missing.
@@ -296,7 +309,8 @@ class _Experts:
         return {"moe": moe, "layers": tuple(layers)}
 
     def write(self, config: DecoderConfig) -> Fields:
-        """enable_moe_block, and the sizes of the experts, which are null in a dense model."""
+        """enable_moe_block, and the sizes of the experts, which are null in a dense model, for the config.json of
+        `config`."""
         sizes: Fields = dict.fromkeys((key.name for key in self.record.keys), None)
         if config.moe is not None:
             sizes = self.record.described(config.moe)
