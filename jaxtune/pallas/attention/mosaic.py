@@ -87,8 +87,10 @@ def blocks_of(query, layout: PackedLayout, window: int | None) -> dict[str, dict
 
 
 def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | None:
-    """The reason why these kernels cannot serve this call, or None. query is [B, T, heads, D]; only its dtype and head
-    dim matter, because the kernels support all layouts, windows, soft caps and sinks."""
+    """The reason, in words, why these kernels cannot serve this call, or None if they can: no Hopper GPU (where they
+    are not interpreted), a dtype other than bfloat16 and float16, or too large a head dim. query is [B, T, heads, D],
+    of which only dtype and head dim matter. layout, window, soft_cap and sinks are not looked at, as the kernels
+    support all; they are there because all implementations are asked with the same arguments."""
     if gpu_kernel.interpreter() is None and compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
@@ -103,7 +105,8 @@ def _bounds(layout: PackedLayout, window: int | None):
     lower[q] to q of its row; the key at index k is seen by the queries k to upper[k] - 1.
 
     At padding these ranges are empty, but the numbers still never fall along the row, so that a tile is bounded by its
-    first and last token. window: how many keys a query sees, of a sliding window; None: all of its document.
+    first and last token. layout: the documents of the rows. window: how many keys a query sees, of a sliding window;
+    None: all of its document up to itself.
     """
     index = jnp.arange(layout.doc_start.shape[1], dtype=jnp.int32)
     lower, upper = layout.doc_start, layout.doc_end
@@ -125,8 +128,9 @@ def _padded(array, axis):
 
 
 def _operand(array):
-    """query, key, value or dout [B, T, heads, D] in the form that the kernels take: padded with zeros to a multiple of
-    128 tokens, and to a head dim for which there are kernels. Zeros do not change products of heads."""
+    """An operand (array: query, key, value or dout [B, T, heads, D]) in the form that the kernels take: padded with
+    zeros to a multiple of 128 tokens, and to a head dim for which there are kernels. Zeros do not change products of
+    heads."""
     return jnp.pad(_padded(array, 1), [(0, 0)] * 3 + [(0, kernel_dim(array.shape[-1]) - array.shape[-1])])
 
 
@@ -137,8 +141,9 @@ def kernel_dim(dim: int) -> int:
 
 
 def _prepare(layout, window):
-    """(lower, upper) of `_bounds`, int32[B, T padded to a multiple of 128 tokens]; the tokens added see nothing and are
-    seen by none. Tables of work and kernels take these."""
+    """(lower, upper) of `_bounds` for the documents of `layout` and a sliding window (None: none), int32[B, T padded
+    to a multiple of 128 tokens]; the tokens added see nothing and are seen by none. Tables of work and kernels take
+    these."""
     lower, upper = _bounds(layout, window)
     length = lower.shape[1]
     extra = -length % _PAD
@@ -262,8 +267,8 @@ def _call(kernel, out_type, scratch, blocks: Blocks, compiler: dict[str, Any] | 
 
 
 def _numbers(count, size, dtype):
-    """Shared memory [count, size] for `count` vectors of numbers, such as a tile's log-sum-exps; it is not swizzled,
-    because no tensor core reads it."""
+    """Shared memory [count, size] of a dtype for `count` vectors of numbers, such as a tile's log-sum-exps; it is not
+    swizzled, because no tensor core reads it."""
     return plgpu.SMEM((count, size), dtype)
 
 
@@ -274,9 +279,14 @@ def _pairs(query, key, blocks: Blocks) -> bool:
 
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """(out [B, T, heads, D], lse float32[B, heads, T]) of packed causal attention, computed by the Mosaic kernels:
-    query [B, T, heads, D], key and value [B, T, kv_heads, D], within the documents of `layout`. The options (factor on
-    scores, sliding window, soft cap, sinks) are those of api.attention_forward."""
+    """(out [B, T, heads, D], lse float32[B, heads, T]) of packed causal attention, computed by the Mosaic kernels.
+
+    Args:
+      query: [B, T, heads, D]. key, value: [B, T, kv_heads, D].
+      layout: the documents; a query sees only its own.
+      scale, window, soft_cap, sinks: the factor on scores, the sliding window, the soft cap and the sinks of
+        api.attention_forward.
+    """
     _, length, _, given_dim = query.shape
     lower, _ = _prepare(layout, window)
     query, key, value = (_operand(a) for a in (query, key, value))
@@ -368,9 +378,13 @@ def _key_gradients(operands, upper, blocks: Blocks, layout, options):
 
 
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """(dquery, dkey, dvalue, dsinks or None) of packed causal attention from its operands, its saved out and lse, and
-    dout, the gradient of out, computed by the Mosaic kernels. The options are those of the forward;
-    api.attention_backward explains all arguments."""
+    """(dquery, dkey, dvalue, dsinks or None) of packed causal attention, computed by the Mosaic kernels.
+
+    Args:
+      query, key, value: the operands of `forward`.
+      out, lse: its results, which were saved; dout: the gradient of out.
+      layout, scale, window, soft_cap, sinks: as in the forward; without sinks there are no dsinks.
+    """
     _, length, _, given_dim = query.shape
     lower, upper = _prepare(layout, window)
     delta = jnp.einsum("bthd,bthd->bht", out.astype(jnp.float32), dout.astype(jnp.float32))

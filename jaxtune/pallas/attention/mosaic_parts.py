@@ -59,12 +59,13 @@ def smem(shape, dtype):
 
 
 def rows_of(value, shape):
-    """One number per row, [rows] in registers, broadcast over the columns to `shape`."""
+    """One number per row (value, [rows] in registers), broadcast over the columns to `shape`, (rows, columns)."""
     return lax.broadcast_in_dim(value, shape, [0])
 
 
 def filled(shape, value, layout):
-    """A float32 array in registers with one value everywhere, in a layout."""
+    """A float32 array of this shape in registers with one value everywhere; layout: how its numbers are spread over a
+    warpgroup's threads (plgpu.Layout)."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
@@ -74,8 +75,14 @@ def ids(shape, axis, base):
 
 
 def capped(scores, scale, soft_cap):
-    """(scores in units of log2, derivative of the soft cap or None), from raw products of queries and keys, float32 in
-    registers."""
+    """(scores in units of log2, for exp2; the derivative of the soft cap, or None without one), float32 in registers
+    in the shape of `scores`, the raw products of queries and keys.
+
+    Args:
+      scores: float32 in registers.
+      scale: the factor on scores.
+      soft_cap: scores are limited to soft_cap * tanh(scores / soft_cap); None: they are not.
+    """
     if soft_cap is None:
         return scores * (scale * LOG2E), None
     capped = jnp.tanh(scores * (scale / soft_cap))
@@ -98,8 +105,8 @@ def products(*pairs, shape, issued):
 
 def add_product(total, left, right, interpreted):
     """total + left right on the tensor cores, float32 in registers, accumulated in place; left is in registers, right
-    in shared memory. The interpreter has neither run_state nor wgmma with a left side in registers, so it computes the
-    product in jnp."""
+    in shared memory. interpreted: whether Pallas' interpreter runs it, which has neither run_state nor wgmma with a
+    left side in registers, so the product is computed in jnp."""
     if interpreted:
         return total + lax.dot(left, right[...], preferred_element_type=jnp.float32)
 

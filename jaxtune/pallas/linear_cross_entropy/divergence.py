@@ -164,6 +164,8 @@ def linear_divergence(
         same.
       beta: from 0 (forward KL) to 1 (reverse KL).
       temperature: above 0.
+      soft_cap, logit_scale: of the student's logits; a soft_cap of None limits nothing.
+      teacher_soft_cap, teacher_logit_scale: of the teacher's.
       head_gradient: False for a frozen head of the student, whose gradient is then neither computed nor kept.
       chunk_tokens: tokens whose logits exist at a time, those of both models; None: as many as have 2^26 logits.
     Returns:
