@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import inspect
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxtune.pallas import dispatch, meshes
 
@@ -42,6 +45,7 @@ def triton_call(
     warps: int,
     stages: int,
     contract: bool = True,
+    aliases: Mapping[int, int] | None = None,
     **constants: int | float,
 ) -> list[jax.Array]:
     """Calls a Triton kernel, a function under triton.jit that takes pointers to `arguments` and to the outputs, and
@@ -54,6 +58,8 @@ def triton_call(
       grid: number of programs along each axis.
       warps, stages: Triton's num_warps and num_stages.
       contract: whether products and sums may be fused into multiply-adds.
+      aliases: {index of an argument: index of the output that takes its memory, for a kernel that changes it in place}.
+        The kernel gets both pointers.
       constants: its compile-time constants.
     Returns:
       the outputs, one for each of out_types.
@@ -77,7 +83,84 @@ def triton_call(
         num_stages=stages,
         compute_capability=10 * capability[0] + capability[1],
         name=kernel.__name__,
+        input_output_aliases=dict(aliases or {}),
         **options,
         **constants,
     )
     return meshes.on_each_device(call)(*arguments)
+
+
+_POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int32": "*i32", "float8_e4m3fn": "*fp8e4nv"}
+
+
+def triton_graph_call(
+    kernel: Any,
+    arguments: Sequence[jax.Array],
+    out_types: Sequence[jax.ShapeDtypeStruct],
+    grid: tuple[int, ...],
+    *,
+    warps: int,
+    stages: int,
+    aliases: Mapping[int, int] | None = None,
+    **constants: int | float,
+) -> list[jax.Array]:
+    """As `triton_call`, with a call that XLA launches as one of its own kernels: it becomes a node of a CUDA graph
+    beside the kernels around it, and costs no time between kernels. jax-triton's calls are no nodes of graphs.
+
+    The kernel must be one of a few in a program: each call has the kernel's assembly with it.
+    """
+    capability = dispatch.compute_capability()
+    assert capability is not None
+    types = tuple(_POINTERS[str(array.dtype)] for array in (*arguments, *out_types))
+    built = _assembly(kernel, types, tuple(constants.items()), warps, stages, capability)
+    sizes = {f"grid_{axis}": np.int32(size) for axis, size in zip("xyz", (*grid, 1, 1), strict=False)}
+    call = functools.partial(
+        jax.ffi.ffi_call(
+            "__gpu$xla.gpu.ptx",
+            # The last ones are scratch memory, which no kernel here uses.
+            [*out_types, *[jax.ShapeDtypeStruct((16,), np.uint8)] * built.scratch],
+            input_output_aliases=dict(aliases or {}),
+        ),
+        name=built.name,
+        kernel_type="ptx",
+        kernel_data=built.ptx,
+        block_x=np.int32(32 * warps),
+        block_y=np.int32(1),
+        block_z=np.int32(1),
+        shared_mem_bytes=np.int32(built.shared_bytes),
+        **sizes,
+    )
+    return list(meshes.on_each_device(call)(*arguments))[: len(out_types)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Assembly:
+    """A Triton kernel, compiled."""
+
+    name: str  # of the kernel in the assembly
+    ptx: str
+    shared_bytes: int  # dynamic shared memory of a program
+    scratch: int  # pointers to scratch memory that the kernel takes after its arrays
+
+
+@functools.cache
+def _assembly(kernel, types: tuple[str, ...], constants: tuple, warps: int, stages: int, capability) -> _Assembly:
+    """Compiles a kernel for arrays of these pointer types and these constants; needs no GPU."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    named = dict(constants)
+    arrays = [name for name in kernel.arg_names if name not in named]
+    source = ASTSource(
+        kernel,
+        signature=dict.fromkeys(kernel.arg_names, "constexpr") | dict(zip(arrays, types, strict=True)),
+        constexprs=named,
+        attrs={(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in arrays},
+    )
+    target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+    built = triton.compile(source, target=target, options={"num_warps": warps, "num_stages": stages})
+    ptx = built.asm["ptx"]
+    parameters = re.search(r"\.entry \w+\((.*?)\)", ptx, re.DOTALL)
+    assert parameters is not None and not built.metadata.global_scratch_size
+    return _Assembly(built.metadata.name, ptx, built.metadata.shared, parameters[1].count(".param") - len(types))

@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from jaxtune.models.generation.sampling import MOST_RANKED
 from jaxtune.serve.engine import Row
 from jaxtune.serve.errors import ApiError
 from jaxtune.serve.served import Served, Tokenizer
@@ -48,7 +49,6 @@ _NEUTRAL: dict[str, object] = {
     "reasoning_effort": None,
     "response_format": {"type": "text"},
     "suffix": "",
-    "top_logprobs": 0,
     "verbosity": None,
     "web_search_options": None,
 }
@@ -104,6 +104,7 @@ class _Chat(_Body):
     messages: Annotated[list[_Message], Field(min_length=1)]
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_RANKED)] | None = None
     tools: list[dict[str, object]] | None = None
     tool_choice: Literal["auto", "none"] | None = None
 
@@ -117,7 +118,7 @@ class _Completion(_Body):
         | Annotated[list[str], Field(min_length=1, max_length=_MOST_ANSWERS)]
         | Annotated[list[list[int]], Field(min_length=1, max_length=_MOST_ANSWERS)]
     )
-    logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MOST_RANKED)] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +156,10 @@ def read_chat(body: object, models: Mapping[str, Served]) -> Asked:
     tools = checked.tools if checked.tool_choice != "none" else None
     prompt = _conversation(checked.messages, tools, served)
     most = checked.max_completion_tokens or checked.max_tokens
-    return _asked(checked, served, [prompt], most, bool(checked.logprobs), chat=True, tools=bool(tools))
+    logprobs = (checked.top_logprobs or 0) if checked.logprobs else None
+    if logprobs is None and checked.top_logprobs:
+        raise ApiError(400, f"top_logprobs = {checked.top_logprobs}: set logprobs to true too", "top_logprobs")
+    return _asked(checked, served, [prompt], most, logprobs, chat=True, tools=bool(tools))
 
 
 def read_completion(body: object, models: Mapping[str, Served]) -> Asked:
@@ -170,7 +174,7 @@ def read_completion(body: object, models: Mapping[str, Served]) -> Asked:
     if len(prompts) * (checked.n or 1) > _MOST_ANSWERS:
         raise ApiError(400, f"prompt and n ask for more than {_MOST_ANSWERS} answers: ask in several requests", "n")
     most = checked.max_tokens or _COMPLETION_TOKENS
-    return _asked(checked, served, prompts, most, checked.logprobs is not None, chat=False, tools=False)
+    return _asked(checked, served, prompts, most, checked.logprobs, chat=False, tools=False)
 
 
 def _checked[B: _Body](kind: type[B], body: object) -> B:
@@ -209,8 +213,6 @@ def _refused(kind: type[_Body], error: ValidationError) -> ApiError:
     if fault["type"] == "missing":
         return ApiError(400, f"{param} is missing", param, "missing_required_parameter")
     why = _MUST.get(param.rpartition(".")[2], fault["msg"])
-    if kind is _Completion and param == "logprobs":
-        why = "must be 0: the log-probability of each sampled token is given, and of no other token"
     return ApiError(400, f"{param} = {_short(fault['input'])}: {why}", param, "invalid_value")
 
 
@@ -297,7 +299,14 @@ def _call(call: dict[str, object]) -> dict[str, object]:
 
 
 def _asked(
-    body: _Body, served: Served, prompts: list[list[int]], most: int | None, logprobs: bool, *, chat: bool, tools: bool
+    body: _Body,
+    served: Served,
+    prompts: list[list[int]],
+    most: int | None,
+    logprobs: int | None,
+    *,
+    chat: bool,
+    tools: bool,
 ) -> Asked:
     """The request of a validated body, with the defaults filled in.
 
@@ -306,7 +315,8 @@ def _asked(
       served: the model that it asks.
       prompts: token ids of each prompt; each gets `body.n` rows, one behind the other.
       most: the most new tokens of an answer; None: as many as the context has room for.
-      logprobs: whether the log-probabilities of the sampled tokens are asked for.
+      logprobs: how many of the most likely tokens at the position of each sampled one are asked for, with their
+        log-probabilities; None: no log-probabilities.
       chat: whether the answer has the form of a chat.
       tools: whether calls of tools are looked for in the answers.
     """
@@ -327,8 +337,9 @@ def _asked(
             min_p=(body.min_p or 0.0) if draws else 0.0,
             repetition_penalty=body.repetition_penalty or 1.0,
             stop_strings=tuple(stops),
+            top_logprobs=logprobs or 0,
         )
         for index, prompt in enumerate(prompt for prompt in prompts for _ in range(count))
     ]
     usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-    return Asked(served, rows, sum(map(len, prompts)), chat, bool(body.stream), usage, logprobs, tools)
+    return Asked(served, rows, sum(map(len, prompts)), chat, bool(body.stream), usage, logprobs is not None, tools)

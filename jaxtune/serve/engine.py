@@ -39,6 +39,8 @@ class Row:
     min_p: float
     repetition_penalty: float
     stop_strings: tuple[str, ...]
+    # Of how many of the most likely tokens at the position of each sampled one log-probabilities are given.
+    top_logprobs: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,6 +241,7 @@ class Engine:
                     top_k=row.top_k,
                     top_p=row.top_p,
                     min_p=row.min_p,
+                    top_logprobs=row.top_logprobs,
                     repetition_penalty=row.repetition_penalty,
                     stop_strings=row.stop_strings,
                     tokenizer=self._tokenizers[name],

@@ -10,6 +10,8 @@ from jaxtune.serve.bodies import Asked
 from jaxtune.serve.served import Tokenizer
 from jaxtune.serve.texts import Text
 
+type _Ranked = list[list[tuple[str, float]]]  # for each token, the most likely ones in its place: text, log-probability
+
 _LEAST_LOGPROB = -9999.0  # OpenAI's for a token that has no probability: JSON has no infinity
 
 
@@ -27,6 +29,7 @@ class _Choice:
         self._text = Text(self._tokenizer, asked.rows[index].stop_strings, asked.tools)
         self._ids: list[int] = []  # whose log-probabilities were not given yet
         self._logprobs: list[float] = []
+        self._ranked: list[list[tuple[int, float]]] = []  # the most likely tokens at the position of each of these
         self._characters = 0  # before them
         self.tokens = 0
         self.reason: str | None = None
@@ -41,6 +44,7 @@ class _Choice:
         if self._asked.logprobs:
             self._ids += piece.ids
             self._logprobs += [max(value, _LEAST_LOGPROB) for value in piece.logprobs]
+            self._ranked += piece.top_logprobs or [[] for _ in piece.ids]
         text = self._text.add(piece.ids) if stream else self._text.keep(piece.ids)
         if piece.finish_reason is not None:
             text += self._text.end()
@@ -58,17 +62,23 @@ class _Choice:
         if not self._asked.logprobs:
             return None
         form = _chat_logprobs if self._asked.chat else self._completion_logprobs
-        found = form([_token(self._tokenizer, number) for number in self._ids], self._logprobs)
-        self._ids, self._logprobs = [], []
+        ranked = [
+            [(_token(self._tokenizer, number), max(value, _LEAST_LOGPROB)) for number, value in tokens]
+            for tokens in self._ranked
+        ]
+        found = form([_token(self._tokenizer, number) for number in self._ids], self._logprobs, ranked)
+        self._ids, self._logprobs, self._ranked = [], [], []
         return found
 
-    def _completion_logprobs(self, tokens: list[str], logprobs: list[float]) -> dict[str, object]:
-        """`logprobs` of a completion: the tokens' texts, log-probabilities and first characters in the answer."""
+    def _completion_logprobs(self, tokens: list[str], logprobs: list[float], ranked: _Ranked) -> dict[str, object]:
+        """`logprobs` of a completion: the tokens' texts, log-probabilities and first characters in the answer, and the
+        most likely tokens at the position of each with their log-probabilities."""
         offsets = []
         for token in tokens:
             offsets.append(self._characters)
             self._characters += len(token)
-        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets}
+        top = [dict(one) for one in ranked] if self._asked.rows[self.index].top_logprobs else None
+        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
 
 
 def _token(tokenizer: Tokenizer, number: int) -> str:
@@ -76,16 +86,20 @@ def _token(tokenizer: Tokenizer, number: int) -> str:
     return tokenizer.decode([number], skip_special_tokens=False)
 
 
-def _chat_logprobs(tokens: list[str], logprobs: list[float]) -> dict[str, object]:
+def _chat_logprobs(tokens: list[str], logprobs: list[float], ranked: _Ranked) -> dict[str, object]:
     """`logprobs` of a chat: for each token its text, its log-probability, and its UTF-8 bytes (None for a part of a
-    character)."""
+    character), and the same of the most likely tokens in its place."""
 
     def entry(token: str, logprob: float) -> dict[str, object]:
         whole = "\ufffd" not in token  # a part of a character has no text of its own
         own = list(token.encode("utf-8", "replace")) if whole else None
-        return {"token": token, "logprob": logprob, "bytes": own, "top_logprobs": []}
+        return {"token": token, "logprob": logprob, "bytes": own}
 
-    return {"content": [entry(*one) for one in zip(tokens, logprobs, strict=True)], "refusal": None}
+    content = [
+        entry(token, logprob) | {"top_logprobs": [entry(*one) for one in top]}
+        for token, logprob, top in zip(tokens, logprobs, ranked, strict=True)
+    ]
+    return {"content": content, "refusal": None}
 
 
 class Answer:

@@ -12,7 +12,10 @@ from tiny_models import adapted_model, golden_model, tiny_model
 
 from jaxtune import Decoder, Sampler, generate
 from jaxtune.models.config import LayerSpec, RopeConfig
+from jaxtune.models.files.quant import quantize
+from jaxtune.models.generation.prefills import Prefills
 from jaxtune.models.generation.slot_plan import plan_slots, room_bytes
+from jaxtune.models.lora import linears as linears_of
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -161,6 +164,41 @@ def test_short_prompts_are_prefilled_together(model):
     assert together == [generate(model, [prompt], 8)[0] for prompt in prompts]
 
 
+def test_prompts_of_unequal_lengths_are_packed(monkeypatch):
+    """They give what each gives alone, also where some are left over and one is prefilled by itself."""
+    packed = []
+    pack = Prefills._pack
+    monkeypatch.setattr(
+        Prefills, "_pack", lambda self, leaves, some, width: packed.append(len(some)) or pack(self, leaves, some, width)
+    )
+    model = tiny_model(initializer_range=0.5, max_position_embeddings=512, layers=(LayerSpec(window=50), LayerSpec()))
+    prompts = prompts_of(48, (90, 128, 66, 100, 70, 71, 91, 3))
+    sampler = Sampler(model, slots=8, length=160, prefill_tokens=384)
+    found = mixed(sampler, prompts, 6)
+    assert packed == [4, 3]
+    assert_same(found, one_by_one(Sampler(model, slots=8, length=160), prompts, 6))
+
+
+def test_the_most_likely_tokens_come_with_each_token(model):
+    """In descending order, with log-probabilities as the chosen token has them; of rows that ask for them."""
+    sampler = Sampler(model, slots=3, length=64)
+    prompts = prompts_of(48)[:3]
+    plain = list(sampler.run(prompts, 9, temperature=1.0))
+    rows = list(sampler.run(prompts, 9, temperature=1.0, top_logprobs=20))
+    assert [row.ids for row in rows] == [row.ids for row in plain]
+    assert not any(row.top_logprobs for row in plain)
+    for row in rows:
+        assert [len(top) for top in row.top_logprobs] == [20] * len(row.ids)
+        for token, logprob, top in zip(row.ids, row.logprobs, row.top_logprobs, strict=True):
+            values = [value for _, value in top]
+            assert values == sorted(values, reverse=True)
+            assert dict(top).get(token, logprob) == pytest.approx(logprob, abs=1e-5)
+    [greedy] = sampler.run(prompts[:1], 5, top_logprobs=2)
+    assert [(top[0][0], len(top)) for top in greedy.top_logprobs] == [(token, 2) for token in greedy.ids]
+    with pytest.raises(ValueError, match="top_logprobs = 21: must be a whole number from 0 to 20"):
+        sampler.submit([1], top_logprobs=21)
+
+
 def test_caches_grow_to_what_rows_need():
     model = tiny_model(initializer_range=0.5, max_position_embeddings=1024, layers=(LayerSpec(window=150), LayerSpec()))
     short, long = [5, 6, 7], [(3 * i) % 48 for i in range(140)]
@@ -263,6 +301,40 @@ def test_deterministic_rows_have_the_same_bits_in_any_batch_and_slot(dtype):
     alone = [next(sampler.run([prompt], 12, seed=[own], **settings)) for own, prompt in enumerate(prompts)]
     for rows in (turned, alone):
         assert [(row.ids, row.logprobs) for row in rows] == [(row.ids, row.logprobs) for row in together]
+
+
+def test_quantised_weights_are_decoded_once_where_there_is_room(monkeypatch):
+    """Its tokens are those of the quantised model; weights that are trained on keep what is decoded."""
+    monkeypatch.setattr("jaxtune.models.generation.sampler.room_bytes", lambda share: 1e9)
+    base = quantize(tiny_model(initializer_range=0.5, hidden_size=64, head_dim=32), "nf4")
+    models = [adapted_model(base, seed, r=4) for seed in (1, 2)]
+    prompts = prompts_of(48)
+    sampler = Sampler(models[0], slots=17, length=64)
+    assert sampler.plan.decoded_bytes == 4 * sum(linear.stored_weight.size for _, linear in linears_of(base))
+    assert "weights decoded once" in str(sampler.plan)
+    assert not Sampler(models[0], slots=16, length=64).plan.decoded_bytes, "few rows are multiplied by codes"
+    assert not Sampler(models[0], slots=17, length=64, deterministic=True).plan.decoded_bytes
+    before = [row.ids for row in sampler.run(prompts, 8)]
+    decoded = {id(codes): array for codes, array in sampler._decoded._kept.values()}
+    sampler.update(models[1])
+    assert {id(codes): array for codes, array in sampler._decoded._kept.values()} == decoded
+    after = [row.ids for row in sampler.run(prompts, 8)]
+    assert before == generate(models[0], prompts, 8) != after == generate(models[1], prompts, 8)
+
+
+def test_decoded_weights_take_memory_that_no_slot_needs():
+    def bytes_of(slots, length):
+        return slots * length * 1000
+
+    def planned(room, decoded, **fixed):
+        plan = plan_slots(bytes_of, 1024, room, decoded_bytes=decoded, **fixed)
+        return plan.slots, plan.length, plan.decoded_bytes
+
+    assert planned(200e6, 80e6) == (64, 1024, 80e6)
+    assert planned(100e6, 60e6) == (64, 1024, 0), "more than half"
+    assert planned(20e6, 5e6) == (64, 256, 0) and planned(24e6, 5e6) == (64, 256, 5e6), "no slot less"
+    assert planned(80e6, 30e6, slots=64, length=1024) == (64, 1024, 0)
+    assert planned(None, 1e6) == (64, 1024, 0), "free memory is not known"
 
 
 def test_several_samplers_share_the_memory_left(monkeypatch):

@@ -12,6 +12,7 @@ from jaxtune.pallas import dispatch
 from jaxtune.pallas.decode_attention import cache_of, decode_attention
 
 LENGTHS = (0, 1, 37, 64, 300)
+LONG = 1152  # of a cache that is read in splits; shorter ones are read in one pass
 SINKS = np.linspace(-1, 1, 6, dtype=np.float32)
 CASES = {
     "plain": (6, 2, 64, 384, {}),
@@ -22,6 +23,9 @@ CASES = {
     "head_dim_256": (2, 1, 256, 384, {}),
     "head_dim_512": (2, 1, 512, 384, {}),
     "many_heads": (20, 1, 64, 384, {}),
+    "in_splits": (6, 2, 64, LONG, {}),
+    "in_splits_everything": (6, 2, 128, LONG, {"window": 130, "soft_cap": 4.0, "sinks": SINKS}),
+    "in_splits_head_dim_256": (2, 1, 256, LONG, {}),
 }
 
 
@@ -37,9 +41,9 @@ def operands(lengths, heads, kv_heads, dim, capacity, dtype, cache_dtype):
     return query, *(cache_of(each, given, capacity) for each in made), given
 
 
-def check(heads, kv_heads, dim, capacity, features, capability=(8, 0), cache_dtype=None):
+def check(heads, kv_heads, dim, capacity, features, capability=(8, 0), cache_dtype=None, lengths=LENGTHS):
     def run(implementation, dtype, cache_dtype):
-        arrays = operands(LENGTHS, heads, kv_heads, dim, capacity, dtype, cache_dtype)
+        arrays = operands(lengths, heads, kv_heads, dim, capacity, dtype, cache_dtype)
         got = decode_attention(*arrays, scale=dim**-0.5, implementation=implementation, **features)
         return np.asarray(got, np.float64)
 
@@ -49,7 +53,7 @@ def check(heads, kv_heads, dim, capacity, features, capability=(8, 0), cache_dty
         got = run("triton", jnp.float16, cache_dtype or jnp.float16)
     assert dispatch.record["decode_attention"][0] == "triton"
     assert np.linalg.norm(got - want) <= 2 * np.linalg.norm(xla - want)
-    assert not got[0].any(), "an empty row gives zeros"
+    assert not got[lengths.index(0)].any(), "an empty row gives zeros"
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -63,8 +67,14 @@ def test_a_cache_in_fp8():
         check(*CASES["plain"], cache_dtype=jnp.float8_e4m3fn)
 
 
-def test_a_row_has_the_same_bits_in_every_batch_slot_and_capacity():
-    query, keys, values, lengths = operands(LENGTHS, 6, 2, 64, 384, jnp.float16, jnp.float16)
+@pytest.mark.parametrize("window", [1100, 300])
+def test_a_ring_in_splits(window):
+    check(2, 1, 64, LONG, {"window": window}, lengths=(1300, 0, 1152, 900))
+
+
+@pytest.mark.parametrize("capacity", [384, LONG])
+def test_a_row_has_the_same_bits_in_every_batch_slot_and_capacity(capacity):
+    query, keys, values, lengths = operands(LENGTHS, 6, 2, 64, capacity, jnp.float16, jnp.float16)
     with interpreted():
         whole = decode_attention(query, keys, values, lengths, scale=0.1, implementation="triton", sinks=SINKS)
         picked = jnp.asarray([4, 2])

@@ -29,9 +29,11 @@ def _to_jax(tensor: torch.Tensor):
     return jnp.asarray(tensor.numpy())
 
 
-def _call(kernel, arguments, out_types, grid, *, warps, stages, contract=True, **constants):
-    """compat.triton_call. What the kernel leaves unwritten is NaN."""
+def _call(kernel, arguments, out_types, grid, *, warps, stages, contract=True, aliases=None, **constants):
+    """compat.triton_call. What the kernel leaves unwritten is NaN, or where an argument's memory is taken, that."""
     outputs = [_to_torch(np.full(t.shape, np.nan, t.dtype)) for t in out_types]
+    for argument, output in (aliases or {}).items():
+        outputs[output] = _to_torch(arguments[argument])
     kernel[(*grid, *(1,) * (3 - len(grid)))](*map(_to_torch, arguments), *outputs, **constants)
     return [_to_jax(tensor) for tensor in outputs]
 
@@ -55,7 +57,8 @@ def _dot(self, a, b, *others):
 def interpreted(capability=(8, 0)):
     """In this context Triton implementations serve calls, outside of jit, with the tiles of that compute capability."""
     with pytest.MonkeyPatch.context() as patch, dispatch.compile_for(capability):
-        patch.setattr(compat, "triton_call", _call)
+        for name in ("triton_call", "triton_graph_call"):
+            patch.setattr(compat, name, _call)
         patch.setattr(compat, "_has_jax_triton", lambda: True)
         patch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot)
         yield

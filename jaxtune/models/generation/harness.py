@@ -30,7 +30,7 @@ except ImportError as error:
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.ends import end_token_ids
-from jaxtune.models.generation.generate import generate
+from jaxtune.models.generation.sampler import Sampler
 
 _SHORTEST = 32  # rows are padded to at least this many tokens
 _CHUNK = 512  # how many tokens' logits exist at a time
@@ -44,7 +44,7 @@ class JaxtuneLM(TemplateLM):
     Args:
       pretrained: a model, or the path that from_pretrained takes, also an adapter's folder.
       tokenizer: of the model; None: the folder's.
-      batch_size: rows of a forward pass, and prompts that are continued at once.
+      batch_size: rows of a forward pass, and the slots in which prompts are continued.
       max_length: tokens of a row; None: the model's positions. Longer rows lose their first tokens.
       max_gen_toks: the most new tokens if a task names no number.
       dtype, load_in: of a model that is loaded here, as in from_pretrained.
@@ -208,26 +208,26 @@ class JaxtuneLM(TemplateLM):
                 raise ValueError(
                     f"JaxtuneLM: max_gen_toks = {new} leaves no room for a prompt in max_length = {self.max_length}"
                 )
-            for start in range(0, len(indices), self.batch_size):
-                some = indices[start : start + self.batch_size]
-                prompts = [self.tok_encode(requests[index].args[0])[new - self.max_length :] for index in some]
-                answers = generate(
-                    self.model,
-                    prompts,
-                    new,
-                    temperature,
-                    seed=[self.seed + index for index in some],
-                    stop_strings=until,
-                    tokenizer=self.tokenizer,
-                    **options,
-                    eos_token_ids=end_token_ids(self.model) or [self.eot_token_id],
-                )
-                for index, answer in zip(some, answers, strict=True):
-                    text = self.tokenizer.decode(answer, skip_special_tokens=True)
-                    for stop in until:
-                        text = text.split(stop)[0]
-                    texts[index] = text
-                    self.cache_hook.add_partial("generate_until", requests[index].args, text)
+            prompts = [self.tok_encode(requests[index].args[0])[new - self.max_length :] for index in indices]
+            sampler = Sampler(self.model, length=max(map(len, prompts)) + new, most_slots=self.batch_size)
+            rows = sampler.run(
+                prompts,
+                new,
+                temperature,
+                seed=[self.seed + index for index in indices],
+                in_order=False,
+                stop_strings=until,
+                tokenizer=self.tokenizer,
+                **options,
+                eos_token_ids=end_token_ids(self.model) or [self.eot_token_id],
+            )
+            for row in rows:
+                index = indices[row.index]
+                text = self.tokenizer.decode(row.ids, skip_special_tokens=True)
+                for stop in until:
+                    text = text.split(stop)[0]
+                texts[index] = text
+                self.cache_hook.add_partial("generate_until", requests[index].args, text)
         return texts
 
 

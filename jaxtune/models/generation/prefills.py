@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import jax
@@ -13,8 +14,10 @@ import numpy as np
 from jaxtune.models.generation import slots as device
 from jaxtune.models.generation.requests import Request
 from jaxtune.models.generation.slot_plan import capacity_bucket
+from jaxtune.models.layers.attention import Attention
 
 _SMALLEST = 16  # prompts are padded to at least this many tokens
+_SHORTEST_PACKED = 128  # from this padded length on, prompts are packed; caches of shorter ones are as long as this
 _KEPT = 4  # how many batches of prefilled prompts can wait for slots at a time
 
 
@@ -59,8 +62,10 @@ class _Long:
 class Prefills:
     """The prompts of waiting requests, prefilled ahead of the slots.
 
-    A prompt longer than `chunk` tokens is prefilled in several programs: a forward pass over its first tokens, as many
-    as leave whole chunks, and then one program for each chunk.
+    Prompts of models whose mixers are attention stand one behind the other in a program, so that those of unequal
+    lengths need no padding; others, and short ones, are padded rows of it. A prompt longer than `chunk` tokens is
+    prefilled in several programs: a forward pass over its first tokens, as many as leave whole chunks, and then one
+    program for each chunk.
 
     Args:
       programs: the compiled functions.
@@ -83,6 +88,10 @@ class Prefills:
     ):
         self._programs, self._structure, self._shapes, self._one = programs, structure, shapes, one
         self._chunk = chunk
+        layers = structure.model(shapes).layers
+        mixers = [mixer for layer in layers for mixer in layer.mixers.values()]
+        alone = not any(layer.takes or layer.gives for layer in layers)
+        self._packs = not one and alone and all(type(mixer) is Attention for mixer in mixers)
         config = structure.config
         originals = (
             rope.original_max_position_embeddings or config.max_position_embeddings
@@ -152,6 +161,12 @@ class Prefills:
         width = _bucket(count)
         alike = {r.key: r for r in nearest if len(r.tokens) > 1 and _bucket(len(r.tokens) - 1) == width}
         alike = [request for request in alike.values() if self.ready(request) is None]
+        if self._packs and _SHORTEST_PACKED <= width <= self._chunk // 2:
+            packed = self._fitting(alike, 2 * self._chunk // width)
+            if 2 * sum(len(request.tokens) - 1 for request in packed) >= self._chunk:
+                self._keep(Batch(self._pack(leaves, packed, width), {r.key: i for i, r in enumerate(packed)}))
+                return self._chunk
+            alike = alike[:1]
         rows = max(1, self._chunk // width)
         # Either a full batch or a single prompt; every other number of prompts would need a program of its own.
         chosen = alike[: rows if len(alike) >= rows and not self._one else 1]
@@ -172,6 +187,26 @@ class Prefills:
             tokens[row, : len(some)] = some
             lengths[row], totals[row] = len(some), len(request.tokens)
         return self._programs.prefill(self._structure, max(capacity, width), leaves, tokens, lengths, totals)
+
+    def _fitting(self, requests: Sequence[Request], most: int) -> list[Request]:
+        """The first requests, at most `most`, whose prompts have at most `chunk` tokens in all."""
+        lengths = itertools.accumulate(len(request.tokens) - 1 for request in requests)
+        return [r for r, end in zip(requests[:most], lengths, strict=False) if end <= self._chunk]
+
+    def _pack(self, leaves, requests: Sequence[Request], width: int) -> device.States:
+        """The states after the prompts of some requests, which one program computes behind each other.
+
+        leaves: the model's arrays. width: the padded length of the prompts, for which the states have room."""
+        tokens = np.zeros((1, self._chunk), np.int32)
+        room = 2 * self._chunk // width
+        starts, lengths, totals = np.full(room, self._chunk, np.int32), *np.zeros((2, room), np.int32)
+        at = 0
+        for row, request in enumerate(requests):
+            count = len(request.tokens) - 1
+            tokens[0, at : at + count] = request.tokens[:-1]
+            starts[row], lengths[row], totals[row] = at, count, count + 1
+            at += count
+        return self._programs.pack(self._structure, width, leaves, tokens, starts, lengths, totals)
 
     def _go_on(self, leaves, long: _Long) -> int:
         """Dispatches the next chunk of a long prompt, and returns its number of tokens; leaves: the model's arrays."""

@@ -22,10 +22,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation import slots as device
+from jaxtune.models.generation.decoded import Decoded, decoded_bytes
 from jaxtune.models.generation.ends import end_token_ids
 from jaxtune.models.generation.prefills import Prefills
 from jaxtune.models.generation.requests import (
@@ -36,9 +36,8 @@ from jaxtune.models.generation.requests import (
     checked_length,
     checked_prompt,
 )
-from jaxtune.models.generation.sampling import Kind, Numbers, Sampling
+from jaxtune.models.generation.sampling import Kind, Sampling
 from jaxtune.models.generation.slot_plan import SLOTS, SlotPlan, capacity_bucket, plan_slots, room_bytes
-from jaxtune.models.placement import partition
 
 _FEWEST_ENDS = 4  # the array of end tokens has at least this many columns
 _IN_FLIGHT = 2  # how many rounds are dispatched before the oldest is read
@@ -55,6 +54,9 @@ class Row:
     logprobs: list[float]
     # "stop": an end token or a stop string; "length": max_new_tokens; "cancelled": `cancel` was called
     finish_reason: FinishReason
+    # for each new token the most likely tokens in its place and their log-probabilities, in descending order: as many
+    # as top_logprobs says; empty without it
+    top_logprobs: list[list[tuple[int, float]]] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +67,8 @@ class Piece:
     ids: list[int]  # new tokens since the last piece; may be empty in the last piece
     logprobs: list[float]  # the log-probabilities of these tokens
     finish_reason: FinishReason | None  # why the request ended; None: it has not
+    # the most likely tokens at the position of each of these, as in Row.top_logprobs
+    top_logprobs: list[list[tuple[int, float]]] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
@@ -100,7 +104,8 @@ class Sampler:
         least half of the slots decode, so that these rows do not stall.
       prefills_alone: prefills each prompt in a program of its own, so that a row's bits do not depend on others'.
     Attributes:
-      plan: the SlotPlan in use: `plan.slots`, `plan.length` and `plan.bytes`.
+      plan: the SlotPlan in use: `plan.slots`, `plan.length`, `plan.bytes`, and `plan.decoded_bytes`, which are not 0 if
+        the sampler decodes quantised weights once (decoded.py) because there is memory for both.
     Raises:
       ValueError: a model that scores texts; weights that are divided over devices; slots and length for which there is
         too little memory.
@@ -125,16 +130,22 @@ class Sampler:
         if not model.config.head.is_text:
             raise ValueError(f"Sampler: {model.config.head.what} and cannot continue texts")
         self.config, self._ends = model.config, end_token_ids(model)
-        # Only once, because flattening a deep model takes the host as long as the device takes for many tokens.
-        graph, state = nnx.split(model)
-        partition.require_undivided(state, "Sampler")
-        self._leaves, treedef = jax.tree.flatten(state)
-        self._structure = device.structure_of(graph, treedef, model.config)
+        self._structure, self._leaves = device.flattened(model)
         self._shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self._leaves)
         self._programs = device.programs(deterministic and jax.default_backend() == "gpu")
         self.plan: SlotPlan = plan_slots(
-            self._bytes, self.config.context_length, room_bytes(memory_share), slots, length, most_slots
+            self._bytes,
+            self.config.context_length,
+            room_bytes(memory_share),
+            slots,
+            length,
+            most_slots,
+            0 if deterministic else decoded_bytes(model),
         )
+        self._decoded = Decoded() if self.plan.decoded_bytes else None
+        if self._decoded is not None:
+            self._structure, self._leaves = device.flattened(self._decoded.of(model))
+            self._shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self._leaves)
         self._deterministic, self._steps, self._room_per_round = deterministic, tokens_per_round, prefill_tokens
         count, one = self.plan.slots, deterministic or prefills_alone
         self._prefills = Prefills(self._programs, self._structure, self._shapes, prefill_tokens, one=one)
@@ -148,7 +159,7 @@ class Sampler:
         self._live = device.Live(*(jnp.zeros(count, dtype) for dtype in (jnp.int32, jnp.int32, bool)))
         self._changed = np.zeros(count, bool)
         self._given = device.Live(np.zeros(count, np.int32), np.zeros(count, np.int32), np.zeros(count, bool))
-        self._rows = empty_rows(count, _FEWEST_ENDS, self.config.vocab_size)
+        self._rows = device.empty_rows(count, _FEWEST_ENDS, self.config.vocab_size)
         self._sent_rows: device.Rows | None = None  # as the device has them; None after a change
 
     # ---- requests
@@ -169,6 +180,7 @@ class Sampler:
         tokenizer: Decodes | None = None,
         eos_token_ids: int | Sequence[int] | None = None,
         scaled_logprobs: bool = False,
+        top_logprobs: int = 0,
     ) -> int:
         """Appends a prompt to the queue; other rows may be decoding meanwhile.
 
@@ -179,6 +191,7 @@ class Sampler:
           max_new_tokens: the most new tokens. None: as many as the row has room for.
           temperature, top_k, top_p, min_p, repetition_penalty: sampling settings, as in `generate`.
           scaled_logprobs: whether log-probabilities are computed from the logits divided by the temperature.
+          top_logprobs: how many of the most likely tokens are returned with each new token, from 0 to 20.
           seed, index: what the row draws depends only on these two and its step, so that equal pairs draw alike.
           stop_strings: the row ends with the token that completes one of them in its new text; needs `tokenizer`.
           eos_token_ids: tokens that end the row. None: those of the model's generation_config.json or config.json; an
@@ -199,7 +212,7 @@ class Sampler:
             tokens,
             len(tokens),
             limit,
-            Sampling(temperature, top_k, top_p, min_p, repetition_penalty, scaled_logprobs),
+            Sampling(temperature, top_k, top_p, min_p, repetition_penalty, top_logprobs, scaled_logprobs),
             int(seed),
             int(index),
             frozenset(ends),
@@ -263,31 +276,31 @@ class Sampler:
         limits = [max_new_tokens] * len(prompts) if not isinstance(max_new_tokens, Sequence) else max_new_tokens
         if len(limits) != len(prompts):
             raise ValueError(f"Sampler: {len(limits)} numbers of max_new_tokens for {len(prompts)} prompts")
-        rows: dict[int, tuple[int, list[int], list[float]]] = {}
+        rows: dict[int, Row] = {}
         try:
             for index, (prompt, limit, (own, place)) in enumerate(zip(prompts, limits, seeds, strict=True)):
                 number = self.submit(prompt, limit, temperature, own, index=place, **settings)
-                rows[number] = (index, [], [])
+                rows[number] = Row(index, [], [], "length")
             yield from self._ended(rows, in_order)
         finally:
             for number in rows:
                 self.cancel(number)
             self._pieces = []
 
-    def _ended(self, rows: dict[int, tuple[int, list[int], list[float]]], in_order: bool) -> Iterator[Row]:
+    def _ended(self, rows: dict[int, Row], in_order: bool) -> Iterator[Row]:
         """Steps until all rows have ended, and yields each as it ends, or, if in_order, in the order of their indices.
 
-        rows: {request's number: (its index, its new tokens, their log-probabilities)}; these lists are filled.
-        """
+        rows: {request's number: its row, still without tokens}; its lists are filled."""
         ended: dict[int, Row] = {}
         following = 0
         while self._requests or self._pieces:
             for piece in self.step():
-                index, ids, logprobs = rows[piece.request]
-                ids += piece.ids
-                logprobs += piece.logprobs
+                row = rows[piece.request]
+                row.ids.extend(piece.ids)
+                row.logprobs.extend(piece.logprobs)
+                row.top_logprobs.extend(piece.top_logprobs)
                 if piece.finish_reason is not None:
-                    ended[index] = Row(index, ids, logprobs, piece.finish_reason)
+                    ended[row.index] = dataclasses.replace(row, finish_reason=piece.finish_reason)
             while ended and (not in_order or following in ended):
                 yield ended.pop(following if in_order else next(iter(ended)))
                 following += 1
@@ -302,11 +315,9 @@ class Sampler:
         """
         if self._requests:
             raise ValueError(f"Sampler: update while {len(self._requests)} requests are not done")
-        graph, state = nnx.split(model)
-        leaves, treedef = jax.tree.flatten(state)
-        if device.structure_of(graph, treedef, model.config) is not self._structure:
+        structure, leaves = device.flattened(model if self._decoded is None else self._decoded.of(model))
+        if structure is not self._structure:
             raise ValueError("Sampler: update with a model of another structure: make a new Sampler")
-        partition.require_undivided(state, "Sampler")
         self._leaves = leaves
         self._prefills.forget()
 
@@ -423,7 +434,7 @@ class Sampler:
         self._states, self._live, self._seen, emitted = decode(
             *fixed, self._leaves, self._states, self._live, self._seen, *self._changes(), self._sent_rows
         )
-        for array in emitted:
+        for array in jax.tree.leaves(emitted):
             array.copy_to_host_async()
         requests = {slot: (request, request.placed) for slot, request in enumerate(self._slots) if request is not None}
         for request, _ in requests.values():
@@ -439,7 +450,7 @@ class Sampler:
     def _look(self) -> None:
         """Waits for the oldest round, and gives its tokens to the requests as pieces for the next step to return."""
         done = self._rounds.popleft()
-        tokens, logprobs, counts = map(np.asarray, done.emitted)
+        tokens, logprobs, counts, ranked = jax.tree.map(np.asarray, done.emitted)
         for slot, (request, placed) in done.requests.items():
             request.rounds -= 1
             if request.done:  # by a stop string or a cancellation that the device did not know of yet
@@ -447,20 +458,26 @@ class Sampler:
             count = int(counts[slot])
             made, reason = request.take(tokens[:count, slot].tolist())
             values = logprobs[: len(made), slot].tolist()
+            wanted = request.sampling.top_logprobs
+            tops = [
+                list(zip(ids[slot, :wanted].tolist(), of_ids[slot, :wanted].tolist(), strict=True))
+                for ids, of_ids in (zip(*(part[: len(made)] for part in ranked), strict=True) if wanted else ())
+            ]
             if reason is not None:
-                self._finish(request, made, values, reason)
+                self._finish(request, made, values, reason, tops)
                 continue
             if made:
-                self._pieces.append(Piece(request.number, made, values, None))
+                self._pieces.append(Piece(request.number, made, values, None, tops))
             if count < self._steps and request.placed == placed:  # it paused, so that its states are computed anew
                 self._slots[slot] = None
                 self._wait(request, first=True)
 
-    def _finish(self, request: Request, ids: list[int], logprobs: list[float], reason: FinishReason) -> None:
-        """Ends `request` with a last piece (ids, logprobs, reason), and frees its slot or its entry in the queue."""
+    def _finish(self, request: Request, ids: list[int], logprobs: list[float], reason: FinishReason, tops=()) -> None:
+        """Ends `request` with a last piece (ids, logprobs, reason, top_logprobs: tops), and frees its slot or its entry
+        in the queue."""
         request.done = True
         del self._requests[request.number]
-        self._pieces.append(Piece(request.number, ids, logprobs, reason))
+        self._pieces.append(Piece(request.number, ids, logprobs, reason, list(tops)))
         if request.slot is None:
             self._waiting.remove(request)
             self._prefills.unwanted(request)
@@ -478,22 +495,3 @@ def seeds_of(seed: int | Sequence[int], count: int, what: str) -> list[tuple[int
     if seeds.shape != (count,) or not np.issubdtype(seeds.dtype, np.integer):
         raise ValueError(f"{what}: seed = {seed!r}: must be an integer, or {count} of them, one a prompt")
     return [(int(own), 0) for own in seeds]
-
-
-def empty_rows(count: int, ends: int, vocab_size: int) -> device.Rows:
-    """Rows (numpy arrays) of `count` empty slots, with room for `ends` end tokens, for a vocabulary of vocab_size."""
-
-    def whole(dtype):
-        return np.zeros(count, dtype)
-
-    off = Sampling().numbers(vocab_size)
-    numbers = Numbers(*(np.full(count, value) for value in off))
-    return device.Rows(
-        whole(np.int32),
-        whole(np.int32),
-        np.full(count, device.NEVER, np.int32),
-        np.full((count, ends), -1, np.int32),
-        whole(np.uint32),
-        whole(np.uint32),
-        numbers,
-    )

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+MOST_RANKED = 20  # the most tokens of which top_logprobs gives log-probabilities
+
 
 class Numbers(NamedTuple):
     """The sampling settings of all rows as arrays, so that one program serves all values."""
@@ -30,6 +32,7 @@ class Kind(NamedTuple):
     draws: bool  # random sampling
     filters: bool  # top_k, top_p or min_p
     penalises: bool  # the repetition penalty
+    ranks: bool = False  # the log-probabilities of the most likely tokens
 
     def __or__(self, other: Kind) -> Kind:  # type: ignore[override]
         """The operations that either of the two needs."""
@@ -53,6 +56,7 @@ class Sampling:
     min_p: float = 0.0  # only tokens remain that are at least this many times as likely as the most likely one
     # the logits of tokens that the row already contains are divided by it if positive, multiplied if negative
     repetition_penalty: float = 1.0
+    top_logprobs: int = 0  # how many of the most likely tokens are returned with each new token; at most MOST_RANKED
     scaled_logprobs: bool = False
     """Whether the log-probability of a token is computed from the logits divided by the temperature, or from the logits
     themselves. Penalty and filters change neither."""
@@ -63,6 +67,7 @@ class Sampling:
             ("top_k", isinstance(self.top_k, int) and self.top_k >= 0, "a whole number, 0 for all tokens"),
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "from 0 to 1"),
+            ("top_logprobs", self.top_logprobs in range(MOST_RANKED + 1), f"a whole number from 0 to {MOST_RANKED}"),
             ("repetition_penalty", 0.0 < self.repetition_penalty < float("inf"), "positive"),
         ):
             if not right:
@@ -78,7 +83,7 @@ class Sampling:
         """Which operations a program must contain for this row."""
         draws = self.temperature > 0
         filters = draws and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
-        return Kind(draws, filters, self.repetition_penalty != 1.0)
+        return Kind(draws, filters, self.repetition_penalty != 1.0, self.top_logprobs > 0)
 
     def numbers(self, vocab_size: int) -> Numbers:
         """The settings as numpy scalars, for this row's entry of a program's arrays; settings that are off have the
@@ -113,3 +118,42 @@ def filtered(logits: jax.Array, numbers: Numbers) -> jax.Array:
     kept = kept.at[:, 0].set(True) & (probabilities >= min_p * probabilities[:, :1])
     lowest = jnp.where(kept, descending, jnp.inf).min(-1, keepdims=True)
     return jnp.where(logits >= lowest, logits, -jnp.inf)
+
+
+_BLOCK = 256  # tokens whose probabilities are added up before a draw looks for the block that it falls into
+
+
+def block_sums(scores: jax.Array, top: jax.Array) -> jax.Array:
+    """exp(scores - top) added up over blocks of _BLOCK tokens, float32[B, blocks], in one pass over the scores.
+
+    scores: float32[B, V]. top: float32[B], the largest score of each row.
+    """
+    padding = -scores.shape[1] % _BLOCK
+    weights = jnp.exp(scores - top[:, None])
+    return jnp.pad(weights, ((0, 0), (0, padding))).reshape(len(scores), -1, _BLOCK).sum(-1)
+
+
+def drawn(scores: jax.Array, likeliest: jax.Array, keys: jax.Array) -> jax.Array:
+    """Draws a token of each row with the probabilities softmax(scores): int32[B].
+
+    A uniform number is looked up in the cumulative sums, first those of blocks and then those of the block that it
+    falls into. So there is one random number a row, and one pass over the vocabulary.
+
+    Args:
+      scores: float32[B, V], -inf for tokens that must not be drawn.
+      likeliest: int32[B], the token with the largest score of each row.
+      keys: the random key of each row, [B].
+    """
+    top = jnp.take_along_axis(scores, likeliest[:, None], axis=1)[:, 0]
+    cumulative = jnp.cumsum(block_sums(scores, top), axis=1)
+    target = jax.vmap(jax.random.uniform)(keys)[:, None] * cumulative[:, -1:]
+    block = jnp.minimum((cumulative <= target).sum(1, keepdims=True), cumulative.shape[1] - 1)
+    before = jnp.where(block > 0, jnp.take_along_axis(cumulative, jnp.maximum(block - 1, 0), axis=1), 0.0)
+    tokens = block * _BLOCK + jnp.arange(_BLOCK)
+    real = tokens < scores.shape[1]
+    weights = jnp.exp(jnp.take_along_axis(scores, jnp.minimum(tokens, scores.shape[1] - 1), axis=1) - top[:, None])
+    weights = jnp.where(real, weights, 0.0)
+    place = jnp.minimum((before + jnp.cumsum(weights, axis=1) <= target).sum(1, keepdims=True), _BLOCK - 1)
+    # Where rounding leads past the last token that has a probability, the likeliest one is taken.
+    possible = jnp.take_along_axis(weights, place, axis=1)[:, 0] > 0
+    return jnp.where(possible, (block * _BLOCK + place)[:, 0], likeliest).astype(jnp.int32)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
+
+from jaxtune.models.generation.decoded import LEAST_ROWS
 
 SLOTS = 64  # the default number of slots
 _LEAST_LENGTH = 256  # the number of slots is halved until rows of this many tokens fit
@@ -33,9 +36,11 @@ class SlotPlan:
     slots: int  # rows that decode in one batch
     length: int  # tokens that a row may have, its prompt included
     bytes: int  # of the states of all slots at this length, and of the logits
+    decoded_bytes: int = 0  # of quantised weights that are decoded once; 0: each product decodes them
 
     def __str__(self) -> str:
-        return f"{self.slots} slots of {self.length:,} tokens, {self.bytes / 1e9:.2f} GB"
+        decoded = f", weights decoded once {self.decoded_bytes / 1e9:.2f} GB" if self.decoded_bytes else ""
+        return f"{self.slots} slots of {self.length:,} tokens, {self.bytes / 1e9:.2f} GB{decoded}"
 
 
 def plan_slots(
@@ -45,8 +50,12 @@ def plan_slots(
     slots: int | None = None,
     length: int | None = None,
     most_slots: int = SLOTS,
+    decoded_bytes: int = 0,
 ) -> SlotPlan:
     """The plan with the most slots, up to `most_slots`, and the longest rows for which there is memory.
+
+    Decoded weights get memory if they take at most half of what is free, if there are enough slots for them to be
+    faster (decoded.LEAST_ROWS), and if as many slots fit beside them as without them.
 
     Args:
       bytes_of: (slots, tokens of a row) -> bytes of the states and of a step's logits.
@@ -55,6 +64,7 @@ def plan_slots(
       slots: a fixed number of slots; None: planned.
       length: a fixed length of rows; None: planned.
       most_slots: the limit of planned slots.
+      decoded_bytes: of the quantised weights, if they were decoded; 0: they cannot be.
     Raises:
       ValueError: fixed values that do not fit, or are not positive integers.
     """
@@ -63,7 +73,27 @@ def plan_slots(
             raise ValueError(f"Sampler: {name} = {value!r}: must be a positive integer")
     if length is not None and length > positions:
         raise ValueError(f"Sampler: length = {length}: the model has {positions} positions")
+    plan = functools.partial(_planned, bytes_of, positions, slots=slots, length=length, most_slots=most_slots)
     room = float("inf") if room_bytes is None else room_bytes * (1 - _SPARED)
+    without = plan(room)
+    if room_bytes is None or not 0 < decoded_bytes <= room / 2 or without.slots < LEAST_ROWS:
+        return without
+    try:
+        beside = plan(room - decoded_bytes)
+    except ValueError:
+        return without
+    return without if beside.slots < without.slots else dataclasses.replace(beside, decoded_bytes=decoded_bytes)
+
+
+def _planned(
+    bytes_of: Callable[[int, int], int],
+    positions: int,
+    room: float,
+    slots: int | None,
+    length: int | None,
+    most_slots: int,
+) -> SlotPlan:
+    """plan_slots for checked arguments and `room` bytes that may be taken, without decoded weights."""
 
     def fits(slots: int, length: int) -> bool:
         return bytes_of(slots, length) <= room
@@ -75,7 +105,7 @@ def plan_slots(
     if not fits(chosen, shortest):
         raise ValueError(
             f"Sampler: {chosen} slots of {shortest} tokens take {bytes_of(chosen, shortest) / 1e9:.2f} GB, and "
-            f"{(room_bytes or 0) / 1e9:.2f} GB of device memory are left beside the model: fewer slots, a shorter "
+            f"{room / (1 - _SPARED) / 1e9:.2f} GB of device memory are left beside the model: fewer slots, a shorter "
             "length, or a model in fewer bits (load_in)"
         )
     while length is None and shortest < positions and fits(chosen, longer := min(positions, 2 * shortest)):

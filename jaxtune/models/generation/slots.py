@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,8 +23,19 @@ from flax import nnx
 
 from jaxtune.models.config import DecoderConfig, LayerSpec
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.generation.sampling import Kind, Numbers, filtered, penalised
+from jaxtune.models.generation import plain_layer
+from jaxtune.models.generation.sampling import (
+    MOST_RANKED,
+    Kind,
+    Numbers,
+    Sampling,
+    block_sums,
+    drawn,
+    filtered,
+    penalised,
+)
 from jaxtune.models.layers.segment import Context
+from jaxtune.models.placement import partition
 from jaxtune.models.rope import rotary_tables
 from jaxtune.models.stack import layer_forward
 from jaxtune.pallas.attention import PackedLayout, packed_layout
@@ -46,7 +58,7 @@ class Structure:
     treedef: Hashable  # of the model's state
     config: DecoderConfig  # the model's config
 
-    def model(self, leaves: Sequence[jax.Array]) -> Decoder:
+    def model(self, leaves: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> Decoder:
         """The model with these arrays, which are in the order of jax.tree.leaves(nnx.state(model))."""
         return nnx.merge(self.graph, jax.tree.unflatten(self.treedef, leaves))
 
@@ -60,6 +72,19 @@ def structure_of(graph: nnx.GraphDef, treedef: Hashable, config: DecoderConfig) 
     the device takes for a token.
     """
     return Structure(graph, treedef, config)
+
+
+def flattened(model: Decoder) -> tuple[Structure, list[jax.Array]]:
+    """(the model without its arrays, its arrays), which programs take apart: flattening a deep model takes the host as
+    long as the device takes for many tokens.
+
+    Raises:
+      ValueError: weights are divided over devices.
+    """
+    graph, state = nnx.split(model)
+    partition.require_undivided(state, "Sampler")
+    leaves, treedef = jax.tree.flatten(state)
+    return structure_of(graph, treedef, model.config), leaves
 
 
 class Live(NamedTuple):
@@ -83,18 +108,41 @@ class Rows(NamedTuple):
     numbers: Numbers  # the sampling settings
 
 
+def empty_rows(count: int, ends: int, vocab_size: int) -> Rows:
+    """The Rows (numpy arrays) of `count` empty slots, with room for `ends` end tokens each."""
+
+    def whole(dtype):
+        return np.zeros(count, dtype)
+
+    off = Sampling().numbers(vocab_size)
+    numbers = Numbers(*(np.full(count, value) for value in off))
+    return Rows(
+        whole(np.int32),
+        whole(np.int32),
+        np.full(count, NEVER, np.int32),
+        np.full((count, ends), -1, np.int32),
+        whole(np.uint32),
+        whole(np.uint32),
+        numbers,
+    )
+
+
 class Emitted(NamedTuple):
     """The tokens that a call of `decode` made in the N slots, which the host reads a round later."""
 
     tokens: jax.Array  # int32[steps, N]: slot i made the tokens [:counts[i], i]; the others mean nothing
     logprobs: jax.Array  # float32[steps, N]: the log-probability of each token under the model
     counts: jax.Array  # int32[N]: how many tokens the row in each slot made
+    # (int32[steps, N, MOST_RANKED], the most likely tokens in descending order; float32, their log-probabilities), or
+    # None if no row asks for them
+    ranked: tuple[jax.Array, jax.Array] | None
 
 
 class Programs(NamedTuple):
     """The compiled functions of the sampler, defined below."""
 
     prefill: Callable[..., States]  # _prefill: the states after prompts
+    pack: Callable[..., States]  # _pack: the states after prompts that stand behind each other in one row
     extend: Callable[..., States]  # _extend: the states after one more chunk of long prompts
     insert: Callable[..., States]  # _insert: copies prefilled states into slots, whose old states are donated
     # _decode: the next tokens of all slots, whose states, `live` and `seen` are donated
@@ -112,6 +160,7 @@ def programs(same_choices: bool) -> Programs:
     jit = functools.partial(jax.jit, compiler_options=options)
     return Programs(
         jit(_prefill, static_argnums=(0, 1)),
+        jit(_pack, static_argnums=(0, 1)),
         jit(_extend, static_argnums=0, donate_argnames="states"),
         jit(_insert, donate_argnames="states"),
         jit(_decode, static_argnums=(0, 1, 2), donate_argnames=("states", "live", "seen")),
@@ -154,22 +203,69 @@ def _prefill(structure: Structure, capacity: int, leaves, tokens, lengths, total
       totals: int32[R], tokens of the whole row, by which a longrope model chooses its factors.
     """
     model = structure.model(leaves)
-    config, (rows, width) = model.config, tokens.shape
+    layout = _rows_layout(model.config, tokens.shape, lengths, totals)
+
+    def first(layer, spec, kept):
+        return layer.first_state(kept, lengths, capacity - tokens.shape[1], Context(spec, layout))
+
     with jax.named_scope("prefill"):
-        index = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (rows, width))
-        layout = packed_layout((rows, width), (index < lengths[:, None]).astype(jnp.int32), max_documents=1)
-        layout = dataclasses.replace(layout, rotary=rotary_tables(config, index, totals[:, None]))
-        x = model.embed(tokens)
-        states, shared = [], {}
-        given = model.given(tokens, x) or [{}] * len(model.layers)
-        for layer, spec, own in zip(model.layers, config.layers, given, strict=True):
-            graph, *state = nnx.split(layer, nnx.Param, ...)
-            taken = own | {name: shared[name] for name in layer.takes if name not in own}
-            wanted = tuple(dict.fromkeys((*layer.state_reads, *layer.gives)))
-            x, kept, *_ = layer_forward(graph, spec, wanted, *state, x, layout, None, taken=taken)
-            shared |= {name: kept[residual] for residual, name in layer.gives.items()}
-            states.append(layer.first_state(kept, lengths, capacity - width, Context(spec, layout)))
-        return states
+        return _forward(model, tokens, layout, first)
+
+
+def _pack(structure: Structure, width: int, leaves, tokens, starts, lengths, totals) -> States:
+    """The states after prompts that stand one behind the other in a single row, for models whose mixers are attention.
+
+    So prompts of unequal lengths need no padding; they do not see each other.
+
+    Args:
+      structure: the model without its arrays.
+      width: the most tokens of a prompt, for which the states have room.
+      leaves: the model's arrays.
+      tokens: int32[1, T].
+      starts, lengths: int32[G], where each prompt begins, ascending, and its tokens; T and 0 for one that is not there.
+      totals: int32[G], tokens of the whole row, by which a longrope model chooses its factors.
+    """
+    model, length = structure.model(leaves), tokens.shape[1]
+    index = jnp.arange(length, dtype=jnp.int32)
+    prompt = jnp.maximum((index[:, None] >= starts).sum(1) - 1, 0)
+    position = index - starts[prompt]
+    segments = jnp.where(position < lengths[prompt], prompt + 1, 0).astype(jnp.int32)
+    layout = packed_layout((1, length), segments[None], max_documents=len(starts))
+    tables = rotary_tables(model.config, position[None], totals[prompt][None])
+    layout = dataclasses.replace(layout, rotary=tables)
+    rows = _rows_layout(model.config, (len(starts), width), lengths, totals)
+    places = jnp.minimum(starts[:, None] + jnp.arange(width, dtype=jnp.int32), length - 1)
+
+    def first(layer, spec, kept):
+        unpacked = {name: value[0][places] for name, value in kept.items()}
+        return layer.first_state(unpacked, lengths, 0, Context(spec, rows))
+
+    with jax.named_scope("prefill"):
+        return _forward(model, tokens, layout, first)
+
+
+def _rows_layout(config: DecoderConfig, shape: tuple[int, int], lengths, totals) -> PackedLayout:
+    """The layout of rows of one prompt each: shape (R, T), of which the first `lengths` tokens are real; totals as in
+    `_prefill`."""
+    index = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
+    layout = packed_layout(shape, (index < lengths[:, None]).astype(jnp.int32), max_documents=1)
+    return dataclasses.replace(layout, rotary=rotary_tables(config, index, totals[:, None]))
+
+
+def _forward(model: Decoder, tokens, layout: PackedLayout, first_state: Callable[..., object]) -> States:
+    """Runs tokens [R, T] through all layers as training does: the states that first_state(layer, its spec, the
+    residuals that its `state_reads` names) builds."""
+    x = model.embed(tokens)
+    states, shared = [], {}
+    given = model.given(tokens, x) or [{}] * len(model.layers)
+    for layer, spec, own in zip(model.layers, model.config.layers, given, strict=True):
+        graph, *state = nnx.split(layer, nnx.Param, ...)
+        taken = own | {name: shared[name] for name in layer.takes if name not in own}
+        wanted = tuple(dict.fromkeys((*layer.state_reads, *layer.gives)))
+        x, kept, *_ = layer_forward(graph, spec, wanted, *state, x, layout, None, taken=taken)
+        shared |= {name: kept[residual] for residual, name in layer.gives.items()}
+        states.append(first_state(layer, spec, kept))
+    return states
 
 
 def _extend(structure: Structure, leaves, states, tokens, at, totals) -> States:
@@ -249,18 +345,18 @@ def _decode(
         with jax.named_scope("decode"):
             at = jnp.where(live.active, live.length - 1, -1)
             tables = rotary_tables(model.config, jnp.maximum(at, 0)[:, None], jnp.maximum(live.length, 1)[:, None])
-            x, states = _through_layers(model, splits, live.token[:, None], states, at, tables, live.active)
-            token, logprob = _chosen(model, kind, x, seen, live, rows)
+            hidden, states = _through_layers(model, splits, live.token[:, None], states, at, tables, live.active)
+            token, logprob, ranked = _chosen(model, kind, hidden, seen, live, rows)
         length = live.length + live.active
         goes_on = (token[:, None] != rows.ends).all(-1) & (length < rows.limit) & (length <= rows.pause)
         if kind.penalises:
             seen = seen.at[jnp.arange(len(token)), token].max(live.active)
         after = Live(jnp.where(live.active, token, live.token), length, live.active & goes_on)
-        return (states, after, seen), (token, logprob, live.active)
+        return (states, after, seen), (token, logprob, live.active, ranked)
 
     (states, live, seen), made = jax.lax.scan(one, (states, live, seen), length=steps)
-    tokens, logprobs, were_active = made
-    return states, live, seen, Emitted(tokens, logprobs, were_active.sum(0, dtype=jnp.int32))
+    tokens, logprobs, were_active, ranked = made
+    return states, live, seen, Emitted(tokens, logprobs, were_active.sum(0, dtype=jnp.int32), ranked)
 
 
 def _split(model: Decoder) -> list[tuple]:
@@ -270,8 +366,8 @@ def _split(model: Decoder) -> list[tuple]:
 
 
 def _through_layers(model: Decoder, splits, tokens, states, at, tables, real) -> tuple[jax.Array, States]:
-    """Runs new tokens int32[N, C] of N rows through all layers, for a step of generation: (the last layer's output [N,
-    C, hidden], the new states of the layers).
+    """Runs new tokens int32[N, C] of N rows through all layers and the final norm, for a step of generation: (the
+    result [N, C, hidden], the new states of the layers).
 
     Args:
       model: the decoder.
@@ -283,16 +379,24 @@ def _through_layers(model: Decoder, splits, tokens, states, at, tables, real) ->
       real: bool[N], whether a row has tokens here.
     """
     x, after, shared = model.embed(tokens), [], {}
+    layers = list(zip(model.layers, model.config.layers, strict=True))
+    if tokens.shape[1] == 1 and all(itertools.starmap(plain_layer.is_plain, layers)):
+        norms = [*(plain_layer.norm_before(layer, "mixer") for layer in model.layers), model.norm]
+        stream = plain_layer.Stream(x[:, 0], norms[0](x[:, 0]))
+        for (graph, *state), (_, spec), kept, norm in zip(splits, layers, states, norms[1:], strict=True):
+            stream, kept = _plain_step(graph, spec, *state, stream, tables, kept, at, real, norm.weight[...])
+            stream = jax.lax.optimization_barrier(stream)
+            after.append(kept)
+        return stream.normed[:, None], after
     given = model.given(tokens, x) or [{}] * len(model.layers)
-    layers = zip(splits, model.layers, model.config.layers, states, given, strict=True)
-    for (graph, *state), layer, spec, kept, own in layers:
+    for (graph, *state), (layer, spec), kept, own in zip(splits, layers, states, given, strict=True):
         taken = own | {name: shared[name] for name in layer.takes if name not in own}
         x, kept, more = _layer_step(graph, spec, *state, x, tables, kept, at, real, taken)
         shared |= more
         # Otherwise XLA lets each reader of the residual stream add up all layers below it again.
         x = jax.lax.optimization_barrier(x)
         after.append(kept)
-    return x, after
+    return model.norm(x), after
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -313,15 +417,28 @@ def _layer_step(graph, spec: LayerSpec, trainable, frozen, layer_input, tables, 
       real: bool[N], whether a row has tokens here.
       taken: {name: value} of what the layer takes from the decoder and from earlier layers (Block.step).
     """
-    index = jnp.broadcast_to(jnp.arange(layer_input.shape[1], dtype=jnp.int32), layer_input.shape[:2])
-    end = jnp.where(real[:, None], layer_input.shape[1], index)
-    start = jnp.where(real[:, None], 0, index)
-    context = Context(spec, PackedLayout(start, end, tables, max_documents=1))
+    context = _context(spec, layer_input.shape[1], tables, real)
     return nnx.merge(graph, trainable, frozen).step(layer_input, state, at, context, taken)
 
 
-def _chosen(model: Decoder, kind: Kind, hidden, seen, live: Live, rows: Rows) -> tuple[jax.Array, jax.Array]:
-    """Chooses the next token of each row from hidden states [N, 1, hidden] before the final norm.
+def _context(spec: LayerSpec, length: int, tables, real) -> Context:
+    """The Context of `length` new tokens of each row, as `_layer_step` describes spec, tables and real."""
+    index = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (len(real), length))
+    end = jnp.where(real[:, None], length, index)
+    return Context(spec, PackedLayout(jnp.where(real[:, None], 0, index), end, tables, max_documents=1))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _plain_step(graph, spec: LayerSpec, trainable, frozen, stream, tables, state, at, real, next_weight):
+    """Runs one layer for one new token of each row by plain_layer.step: (its output, a plain_layer.Stream, and the new
+    state). Arguments are those of `_layer_step`, with the stream for layer_input, and next_weight [hidden],
+    of the norm before the next layer or the head."""
+    context = _context(spec, 1, tables, real)
+    return plain_layer.step(nnx.merge(graph, trainable, frozen), stream, state, at, context, next_weight)
+
+
+def _chosen(model: Decoder, kind: Kind, hidden, seen, live: Live, rows: Rows):
+    """Chooses the next token of each row from hidden states [N, 1, hidden] after the final norm.
 
     Args:
       kind: which sampling operations the program contains.
@@ -329,21 +446,28 @@ def _chosen(model: Decoder, kind: Kind, hidden, seen, live: Live, rows: Rows) ->
       live, rows: what decoding changes of the rows, and what it does not.
     Returns:
       (the tokens int32[N], the log-probability of each under the model, float32[N]: that of the logits divided by the
-        row's logprob_temperature, without penalty and filters)
+        row's logprob_temperature, without penalty and filters; Emitted.ranked of this step)
     """
-    logits = model.logits(model.norm(hidden))[:, 0, : model.config.vocab_size].astype(jnp.float32)
+    logits = model.logits(hidden)[:, 0, : model.config.vocab_size].astype(jnp.float32)
     numbers = rows.numbers
     scores = penalised(logits, seen, numbers.repetition_penalty[:, None]) if kind.penalises else logits
-    token = scores.argmax(-1).astype(jnp.int32)
+    token = likeliest = scores.argmax(-1).astype(jnp.int32)
     if kind.draws:
         scores = scores / numbers.temperature[:, None]
         if kind.filters:
             scores = filtered(scores, numbers)
-        drawn = jax.vmap(jax.random.categorical)(_keys(rows, live.length - rows.start), scores)
-        token = jnp.where(numbers.draws, drawn.astype(jnp.int32), token)
-    logits = logits / numbers.logprob_temperature[:, None]
+        token = drawn(scores, likeliest, _keys(rows, live.length - rows.start))
+        token = jnp.where(numbers.draws, token, likeliest)
+    peak = logits.max(-1) if kind.penalises else jnp.take_along_axis(logits, likeliest[:, None], axis=1)[:, 0]
     chosen = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
-    return token, chosen - jax.nn.logsumexp(logits, axis=-1)
+    temperature = numbers.logprob_temperature
+    total = block_sums(logits / temperature[:, None], peak / temperature).sum(-1)
+    total = jnp.log(total)
+    ranked = None
+    if kind.ranks:
+        values, tokens = jax.lax.top_k(logits, min(MOST_RANKED, logits.shape[1]))
+        ranked = tokens, (values - peak[:, None]) / temperature[:, None] - total[:, None]
+    return token, (chosen - peak) / temperature - total, ranked
 
 
 def _keys(rows: Rows, made: Array) -> jax.Array:

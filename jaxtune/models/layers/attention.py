@@ -144,7 +144,7 @@ class Attention(nnx.Module):
         return ("key",) if self.config.values_are_keys and self._normed_late else ("key", "value")
 
     @property
-    def _in_matrices(self) -> tuple[str, ...]:
+    def in_matrices(self) -> tuple[str, ...]:
         """Names of the linears that read the layer's input: projections of queries, keys and values."""
         if self.config.fused_qkv:
             return ("qkv_proj",)
@@ -181,7 +181,7 @@ class Attention(nnx.Module):
                     *gates,
                 ),
                 Attention._project,
-                matrices=self._in_matrices,
+                matrices=self.in_matrices,
             ),
             Segment(
                 "attend",
@@ -233,7 +233,7 @@ class Attention(nnx.Module):
             q, kv = config.query_size, config.kv_size
             query, *heads = both[..., :q], both[..., q : q + kv], both[..., q + kv :]
         else:
-            query, *heads = apply_fused(x, tuple(getattr(self, name) for name in self._in_matrices), key)
+            query, *heads = apply_fused(x, tuple(getattr(self, name) for name in self.in_matrices), key)
         gates = ()
         if config.attention_gate:
             query, *gates = jnp.split(query.reshape(*x.shape[:2], config.num_heads, -1), 2, axis=-1)

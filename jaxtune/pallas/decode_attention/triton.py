@@ -29,6 +29,10 @@ class Tile:
 
 # By the head dim, a power of two. Two stages of keys and values fit the 99 KB of shared memory of every GPU.
 TILES = {64: Tile(64, 4, 3), 128: Tile(64, 4, 2), 256: Tile(32, 4, 2), 512: Tile(16, 4, 2)}
+# The longest cache whose rows are one program for each KV head. Longer ones are divided into splits.
+WHOLE = 1024
+# Tiles of that kernel.
+WHOLE_TILES = {64: Tile(64, 4, 3), 128: Tile(32, 4, 4), 256: Tile(32, 4, 2), 512: Tile(16, 4, 2)}
 
 
 def width(dim: int) -> int:
@@ -70,6 +74,8 @@ def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, s
     rows, heads, dim = query.shape
     kv_heads, capacity = keys.shape[1:3]
     tile, group = TILES[width(dim)], heads // kv_heads
+    if capacity <= WHOLE:
+        return _decode_whole(query, keys, values, lengths, scale, window, soft_cap, sinks)
     first, tiles = live_tiles(lengths, capacity, window, tile.step)
     splits = tiles.shape[1]
     call = functools.partial(
@@ -104,5 +110,34 @@ def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, s
         (kv_heads, rows),
         warps=4,
         stages=2,
+    )
+    return out
+
+
+def _decode_whole(query, keys, values, lengths, scale, window, soft_cap, sinks):
+    """`decode` for caches of at most WHOLE keys, in one kernel."""
+    from jaxtune.pallas.decode_attention import triton_kernels
+
+    rows, heads, dim = query.shape
+    kv_heads, capacity = keys.shape[1:3]
+    tile = WHOLE_TILES[width(dim)]
+    (out,) = compat.triton_graph_call(
+        triton_kernels.decode_whole_kernel,
+        (query, keys, values, lengths, log2_sinks(sinks, heads)),
+        [jax.ShapeDtypeStruct(query.shape, query.dtype)],
+        (kv_heads, rows),
+        warps=tile.warps,
+        stages=tile.stages,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        CAPACITY=capacity,
+        DIM=dim,
+        WINDOW=int(window or 0),
+        SCALE=float(scale),
+        CAP=float(soft_cap or 0.0),
+        STEP=tile.step,
+        GROUP=max(16, 1 << (heads // kv_heads - 1).bit_length()),
+        WIDTH=width(dim),
+        STAGES=tile.stages,
     )
     return out

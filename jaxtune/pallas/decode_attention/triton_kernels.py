@@ -90,6 +90,65 @@ def decode_split_kernel(
 
 
 @triton.jit
+def decode_whole_kernel(
+    query,
+    keys,
+    values,
+    lengths,
+    sinks,
+    out,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    DIM: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SCALE: tl.constexpr,
+    CAP: tl.constexpr,
+    STEP: tl.constexpr,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Attention of one KV head of one row over all keys that it sees, in ascending order. Grid: (kv_heads, B).
+
+    Arguments are those of decode_split_kernel; out is [B, HEADS, DIM]; sinks: float32[HEADS], in units of log2;
+    _MASKED: no sink. STAGES tiles are on their way at a time.
+    """
+    head, row = tl.program_id(0), tl.program_id(1)
+    OWN: tl.constexpr = HEADS // KV_HEADS
+    members, columns = tl.arange(0, GROUP), tl.arange(0, WIDTH)
+    real = (members < OWN)[:, None] & (columns < DIM)[None, :]
+    places = (row * HEADS + head * OWN) * DIM + members[:, None] * DIM + columns[None, :]
+    q = tl.load(query + places, mask=real, other=0.0)
+    length = tl.load(lengths + row)
+    seen = tl.minimum(length, WINDOW) if WINDOW > 0 else length
+    newest = (length - 1) % CAPACITY
+    # A row that fits the cache has its keys in order; in a longer one every key of the ring may be visible.
+    first = tl.where(length > CAPACITY, 0, (length - seen) // STEP * STEP)
+    cache = (row * KV_HEADS + head).to(tl.int64) * CAPACITY * DIM
+    top = tl.load(sinks + head * OWN + members, mask=members < OWN, other=_MASKED)
+    total = tl.where(top > _MASKED, 1.0, 0.0)
+    acc = tl.zeros([GROUP, WIDTH], tl.float32)
+    for begin in tl.range(first, tl.minimum(length, CAPACITY), STEP, num_stages=STAGES):
+        k = _tile(keys + cache, begin, STEP, DIM, WIDTH).to(q.dtype)
+        scores = tl.dot(q, tl.trans(k)) * SCALE
+        if CAP > 0.0:
+            scores = CAP * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 / CAP * _LOG2E))))
+        age = newest - (begin + tl.arange(0, STEP))
+        age = tl.where(age < 0, age + CAPACITY, age)
+        scores = tl.where((age < seen)[None, :], scores * _LOG2E, _MASKED)
+        new = tl.maximum(top, tl.max(scores, 1))
+        fade = tl.exp2(top - new)
+        weights = tl.where((age < seen)[None, :], tl.exp2(scores - new[:, None]), 0.0)
+        total = total * fade + tl.sum(weights, 1)
+        v = _tile(values + cache, begin, STEP, DIM, WIDTH).to(q.dtype)
+        acc = tl.dot(weights.to(q.dtype), v, acc * fade[:, None])
+        top = new
+    acc = acc / tl.maximum(total, 1e-30)[:, None]
+    tl.store(out + places, acc.to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit
 def decode_combine_kernel(
     parts,
     lses,

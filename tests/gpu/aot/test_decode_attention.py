@@ -16,8 +16,8 @@ from tests.gpu.aot.triton_compiler import GPUS, SHARED_MEMORY_KB, compile_call, 
 ROWS, CAPACITY, KV_HEADS = 64, 1280, 8
 
 
-def arguments(dim, group, where=None, cache_dtype=jnp.bfloat16):
-    cache = jax.ShapeDtypeStruct((ROWS, KV_HEADS, CAPACITY, dim), cache_dtype, sharding=where)
+def arguments(dim, group, where=None, cache_dtype=jnp.bfloat16, capacity=CAPACITY):
+    cache = jax.ShapeDtypeStruct((ROWS, KV_HEADS, capacity, dim), cache_dtype, sharding=where)
     query = jax.ShapeDtypeStruct((ROWS, KV_HEADS * group, dim), jnp.bfloat16, sharding=where)
     return query, cache, cache, jax.ShapeDtypeStruct((ROWS,), jnp.int32, sharding=where)
 
@@ -82,11 +82,13 @@ def test_a_step_copies_no_cache(rows):
 )
 def test_triton_kernels_fit(capability, dim, cache_dtype, tmp_path):
     with dispatch.compile_for(capability), recorded_calls() as calls:
-        jax.eval_shape(
-            lambda *a: decode_attention(*a, scale=0.1, implementation="triton"),
-            *arguments(dim, 4, cache_dtype=cache_dtype),
-        )
-    assert [kernel.__name__ for kernel, *_ in calls] == ["decode_split_kernel", "decode_combine_kernel"]
+        for capacity in (CAPACITY, 768):
+            jax.eval_shape(
+                lambda *a: decode_attention(*a, scale=0.1, implementation="triton"),
+                *arguments(dim, 4, cache_dtype=cache_dtype, capacity=capacity),
+            )
+    names = [kernel.__name__ for kernel, *_ in calls]
+    assert names == ["decode_split_kernel", "decode_combine_kernel", "decode_whole_kernel"]
     for call in calls:
         compiled = compile_call(call, capability, tmp_path)
         assert compiled.shared_bytes <= SHARED_MEMORY_KB[capability] * 1024, compiled.name

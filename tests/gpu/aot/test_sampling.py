@@ -14,7 +14,6 @@ from benchmarks.shapes import SHAPES
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import quantize
 from jaxtune.models.generation import slots as device
-from jaxtune.models.generation.sampler import empty_rows
 from jaxtune.models.generation.sampling import Kind
 from jaxtune.models.lora import get_peft_model
 from jaxtune.models.registry import config_from_hf
@@ -55,7 +54,7 @@ def lowered(name: str, layers: int, adapter: bool = False, load_in: str | None =
         states = placed(device.states_shape(structure, shapes, SLOTS, CAPACITY))
         staged = placed(device.states_shape(structure, shapes, 1, 256))
         live = device.Live(ints(SLOTS), ints(SLOTS), placed(jax.ShapeDtypeStruct((SLOTS,), bool)))
-        rows = placed(empty_rows(SLOTS, 4, structure.config.vocab_size))
+        rows = placed(device.empty_rows(SLOTS, 4, structure.config.vocab_size))
         programs, leaves = device.programs(False), list(placed(shapes))
         changed = np.zeros(SLOTS, bool)
         kind = Kind(True, False, False)

@@ -56,14 +56,17 @@ class Compiled:
 def recorded_calls():
     """Yields a list that fills with (kernel, types of arguments and outputs, settings) of the Triton calls traced."""
     calls: list[tuple[Any, list[Any], dict]] = []
-    original = compat.triton_call
 
-    def call(kernel, arguments, out_types, grid, **settings):
-        calls.append((kernel, [*map(jax.typeof, arguments), *out_types], settings))
-        return original(kernel, arguments, out_types, grid, **settings)
+    def recorded(original):
+        def call(kernel, arguments, out_types, grid, **settings):
+            calls.append((kernel, [*map(jax.typeof, arguments), *out_types], settings))
+            return original(kernel, arguments, out_types, grid, **settings)
+
+        return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compat, "triton_call", call)
+        for name in ("triton_call", "triton_graph_call"):
+            patch.setattr(compat, name, recorded(getattr(compat, name)))
         yield calls
 
 
@@ -73,7 +76,7 @@ def compile_call(call, capability: tuple[int, int], folder) -> Compiled:
 
     kernel, types, settings = call
     pointers = {jnp.dtype(dtype): name for dtype, name in _POINTERS.items()}
-    constants = {k: v for k, v in settings.items() if k not in ("warps", "stages", "contract")}
+    constants = {k: v for k, v in settings.items() if k not in ("warps", "stages", "contract", "aliases")}
     arrays = [name for name in kernel.arg_names if name not in constants]
     signature = {name: pointers[array.dtype] for name, array in zip(arrays, types, strict=True)}
     source = ASTSource(

@@ -1,0 +1,61 @@
+"""Quantised weights that a sampler decodes once, where memory is free, instead of in each step.
+
+The values are those that each product would decode, so the tokens are those of the quantised model. A step of some
+dozen rows multiplies weights of 16 bits at the speed at which it reads them, which no product that decodes reaches.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.linear import Linear, frozen
+from jaxtune.models.lora import copy_structure, linears
+from jaxtune.pallas.formats import Stored
+from jaxtune.pallas.quant_matmul import decoded
+
+LEAST_ROWS = 17  # fewer rows are multiplied by codes faster than by decoded weights
+
+
+def decoded_bytes(model: Decoder) -> int:
+    """The bytes that the quantised weights of a model take when they are decoded to its compute dtype."""
+    return sum(weight.size for _, weight in _quantised(model)) * jnp.dtype(model.dtype).itemsize
+
+
+def _quantised(model: Decoder) -> Iterator[tuple[Linear, Stored]]:
+    """(linear, its weight) of each linear whose weight a product would decode. Experts stay as they are: a step reads
+    nearly all of them, and in fewer bits faster."""
+    for _, linear in linears(model):
+        weight = linear.stored_weight
+        if isinstance(weight, Stored) and not linear.fp8 and linear.fake_quant is None:
+            yield linear, weight
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _decoded(weight: Stored, dtype: str) -> jax.Array:
+    """The weight as a product with activations of that dtype decodes it."""
+    return decoded(weight, jnp.zeros((), dtype))[0]
+
+
+class Decoded:
+    """Decodes the quantised weights of models that share them, each weight once."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[jax.Array, jax.Array]] = {}
+
+    def of(self, model: Decoder) -> Decoder:
+        """The model with decoded weights in place of quantised ones; its other arrays are those of `model`. Weights of
+        an earlier call that this model has too are not decoded again, and others are freed."""
+        model, kept = copy_structure(model), {}
+        for linear, weight in _quantised(model):
+            codes = jax.tree.leaves(weight)[0]
+            # The codes are kept, so that no other array gets their id.
+            found = self._kept.get(id(codes)) or (codes, _decoded(weight, model.dtype))
+            kept[id(codes)] = found
+            linear.weight = frozen(linear.weight.replace(found[1]))
+        self._kept = kept
+        return model

@@ -1,0 +1,130 @@
+"""A decoding step of a plain layer, attention and a feed-forward after RMS norms, in as few kernels as possible.
+
+A step of few rows is bound by the bytes of the weights and by the number of its kernels. The operations of
+pallas/few_rows are one kernel each: the residual stream is added up and normed at once, also across the border of two
+layers, and a token's heads are normed, rotated and written into the caches at once. Layers of another kind, and chunks
+of prompts, run through Block.step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxtune.models.config import LayerSpec
+from jaxtune.models.layers.attention import Attention
+from jaxtune.models.layers.block import Block
+from jaxtune.models.layers.mlp import MLP
+from jaxtune.models.layers.segment import INPUT, OUTPUT, STREAM, Context
+from jaxtune.models.linear import Linear, apply_fused
+from jaxtune.models.norm import RMSNorm
+from jaxtune.pallas.decode_attention import decode_attention
+from jaxtune.pallas.few_rows import added_norm, gated_product, placed, products
+
+
+class Stream(NamedTuple):
+    """The residual stream of one new token a row, between two parts."""
+
+    x: jax.Array  # [N, hidden]
+    normed: jax.Array  # [N, hidden]: x after the norm of the part that reads it next
+
+
+def is_plain(block: Block, spec: LayerSpec) -> bool:
+    """Whether `step` can run this layer: RMS-normed attention without gates, with keys rotated in halves, and then a
+    feed-forward after an RMS norm, both added to the residual stream as they are."""
+    parts = [[(part.name, part.norm, part.post_norm) for part in stage.parts] for stage in spec.stages]
+    if parts != [[("mixer", True, False)], [("mlp", True, False)]] or any(stage.post_norm for stage in spec.stages):
+        return False
+    attention = block.parts["mixer"]
+    if block.takes or block.gives or block.layer_scalar is not None or block.residual_scale != 1.0:
+        return False
+    if type(attention) is not Attention:
+        return False
+    config = attention.config
+    norms = [
+        norm_before(block, "mixer"),
+        norm_before(block, "mlp"),
+        *([attention.q_norm, attention.k_norm] if config.qk_norm else []),
+    ]
+    plain = config.qk_norm in (None, "head") and not config.interleaved_rotary
+    plain &= not (config.attention_gate or config.values_are_keys or config.value_norm)
+    rope = None if spec.rotary is None else config.rotary[spec.rotary]
+    whole = rope is None or not (rope.llama_4_scaling_beta or rope.partial_rotary_factor != 1.0)
+    return plain and whole and all(type(norm) is RMSNorm for norm in norms)
+
+
+def norm_before(block: Block, part: str) -> RMSNorm:
+    """The norm through which the part of that name, "mixer" or "mlp", reads the residual stream."""
+    return getattr(block, f"{part}_norm")
+
+
+def rounding(norm: RMSNorm) -> dict:
+    """The options of few_rows' norms that belong to an RMSNorm of the model."""
+    return dict(eps=norm.eps, offset=norm.offset, float32=norm.float32)
+
+
+def step(
+    block: Block,
+    stream: Stream,
+    state: Mapping[str, tuple[jax.Array, jax.Array]],
+    at: jax.Array,
+    context: Context,
+    next_weight: jax.Array,
+) -> tuple[Stream, dict[str, tuple[jax.Array, jax.Array]]]:
+    """Runs the next token of each row through one layer for which `is_plain` holds.
+
+    Args:
+      block: the layer.
+      stream: the layer's input and its norm, `mixer_norm` of it.
+      state: {"mixer": the caches (keys, values)}.
+      at: int32[N], the token's position in each row; -1 for a row that does not decode.
+      context: the layer's spec, and a layout with the rotary tables of these positions.
+      next_weight: [hidden], of the norm before the next layer or the head, which rounds as this layer's norms do.
+    Returns:
+      (the layer's output and its norm, {"mixer": the caches with the tokens})
+    """
+    attention, norm = block.parts["mixer"], norm_before(block, "mlp")
+    options = rounding(norm)
+    table = None if context.rotary is None else tuple(part[:, 0] for part in context.rotary)
+    own, norms = options, None
+    if attention.config.qk_norm:
+        own, norms = rounding(attention.q_norm), (attention.q_norm.weight[...], attention.k_norm.weight[...])
+    parts = _parts(stream.normed, [getattr(attention, name) for name in attention.in_matrices])
+    query, keys, values = placed(parts, *state["mixer"], at, table, norms, **own)
+    out = decode_attention(query, keys, values, at + 1, **attention.options(context.spec.window))
+    x, normed = added_norm(stream.x, _parts(out.reshape(len(out), -1), [attention.o_proj]), norm.weight[...], **options)
+    parts = _feed_forward(block.parts["mlp"], Stream(x, normed), context)
+    return Stream(*added_norm(x, parts, next_weight, **options)), {"mixer": (keys, values)}
+
+
+def _feed_forward(feed_forward, stream: Stream, context: Context) -> jax.Array:
+    """The partial sums [splits, N, hidden] that an MLP or experts add to the stream."""
+    if type(feed_forward) is MLP and not feed_forward.config.fused_gate_up:
+        gate, up = feed_forward.gate_proj, feed_forward.up_proj
+        if all(_is_array(linear, stream.x.dtype) for linear in (gate, up, feed_forward.down_proj)):
+            activation = feed_forward.config.activation
+            gated = gated_product(stream.normed, gate.weight[...], up.weight[...], activation)
+            return _parts(gated, [feed_forward.down_proj])
+    values = {INPUT: stream.normed[:, None], STREAM: stream.x[:, None]}
+    for segment in feed_forward.segments():
+        if not segment.aux:
+            outputs = segment.run(feed_forward, context, *(values[name] for name in segment.reads))
+            values |= zip(segment.outputs, outputs, strict=True)
+    return values[OUTPUT][None, :, 0]
+
+
+def _is_array(linear: Linear, dtype) -> bool:
+    """Whether a linear is a product with an array of this dtype and nothing else."""
+    more = (linear.bias, linear.lora, linear.fake_quant)
+    weight = linear.stored_weight
+    return all(part is None for part in more) and isinstance(weight, jax.Array) and weight.dtype == dtype
+
+
+def _parts(x: jax.Array, linears: Sequence[Linear]) -> jax.Array:
+    """The products of x [N, in] with linears side by side, as partial sums [splits, N, sum of out]."""
+    if all(_is_array(linear, x.dtype) for linear in linears):
+        return products(x, [linear.weight[...] for linear in linears])
+    return jnp.concatenate(apply_fused(x[:, None], tuple(linears)), axis=-1)[None, :, 0]

@@ -1,0 +1,50 @@
+"""The Triton kernels of a decoding step pass Triton's compiler and assembler, and fit; products for Hopper alone."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxtune.pallas import dispatch
+from jaxtune.pallas.few_rows import added_norm, gated_product, placed, products
+from tests.gpu.aot.triton_compiler import GPUS, SHARED_MEMORY_KB, compile_call, recorded_calls
+
+HIDDEN, INNER, HEADS, KV_HEADS, DIM = 4096, 14336, 32, 8, 128
+
+
+def array(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+@pytest.mark.parametrize("rows", [2, 64, 128])
+def test_products_fit_a_hopper_gpu(rows, tmp_path):
+    def run(x, wide, query, key, gate, down):
+        return products(x, [query, key, key]), gated_product(x, gate, gate, "silu"), products(wide, [down])
+
+    with dispatch.compile_for((9, 0)), recorded_calls() as calls:
+        weights = array(HIDDEN, HIDDEN), array(KV_HEADS * DIM, HIDDEN), array(INNER, HIDDEN), array(HIDDEN, INNER)
+        jax.eval_shape(run, array(rows, HIDDEN), array(rows, INNER), *weights)
+    assert len(calls) == 3
+    for call in calls:
+        compiled = compile_call(call, (9, 0), tmp_path)
+        assert compiled.shared_bytes <= SHARED_MEMORY_KB[9, 0] * 1024
+        assert compiled.spilled_bytes == 0
+        assert "wgmma" in compiled.ptx
+
+
+@pytest.mark.parametrize("capability", GPUS)
+def test_other_kernels_fit(capability, tmp_path):
+    def run(x, parts, weight, keys, positions, table, norms):
+        return added_norm(x, parts[..., :HIDDEN], weight, eps=1e-5), placed(parts, keys, keys, positions, table, norms)
+
+    rows = 64
+    parts = array(4, rows, (HEADS + 2 * KV_HEADS) * DIM, dtype=jnp.float32)
+    table = (array(rows, DIM // 2, dtype=jnp.float32),) * 2
+    keys, positions = array(rows, KV_HEADS, 768, DIM), array(rows, dtype=jnp.int32)
+    with dispatch.compile_for(capability), recorded_calls() as calls:
+        jax.eval_shape(run, array(rows, HIDDEN), parts, array(HIDDEN), keys, positions, table, (array(DIM),) * 2)
+    assert [kernel.__name__ for kernel, *_ in calls] == ["added_norm_kernel", "placed_kernel"]
+    for call in calls:
+        compiled = compile_call(call, capability, tmp_path)
+        assert compiled.spilled_bytes == 0
