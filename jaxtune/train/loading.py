@@ -22,7 +22,7 @@ from jaxtune.models.placement import partition
 from jaxtune.models.reward import with_head
 from jaxtune.train.config import COMPUTE_DTYPES, TrainConfig
 from jaxtune.train.objectives.named import objective_of
-from jaxtune.train.objectives.teachers import load_teacher, open_teacher, with_teacher
+from jaxtune.train.objectives.teachers import load_teacher, open_teacher, require_same_tokens, with_teacher
 from jaxtune.train.planning import cost
 from jaxtune.train.planning.meshes import mesh_of
 
@@ -46,10 +46,17 @@ def loading(config: TrainConfig) -> Iterator[tuple[Future[Decoder] | None, Any, 
     tokenizer raises ValueError on entering.
     """
     wanted, teacher = config.model, open_teacher(config)
+
+    def tokenizer(folder: Path | None) -> Any:
+        """The run's tokenizer; raises ValueError if there is none, or the teacher's differs from it."""
+        made = _tokenizer(config, folder)
+        require_same_tokens(made, teacher)
+        return made
+
     if wanted.from_config is not None:
         key = jax.random.key(config.seed)
         made = adapted(model_from_config(wanted.from_config, key, "float32"), config)
-        yield None, _tokenizer(config, None), with_teacher(made, load_teacher(teacher))
+        yield None, tokenizer(None), with_teacher(made, load_teacher(teacher))
         return
     assert wanted.path is not None
     pretrained = Pretrained(wanted.path, COMPUTE_DTYPES[config.precision], wanted.load_in)
@@ -64,14 +71,14 @@ def loading(config: TrainConfig) -> Iterator[tuple[Future[Decoder] | None, Any, 
 
     packed = pretrained.packed or (teacher is not None and teacher.packed)
     if packed or (config.adapter is not None and config.adapter.path is not None):
-        yield None, _tokenizer(config, pretrained.folder), load()
+        yield None, tokenizer(pretrained.folder), load()
         return
     with ThreadPoolExecutor(1, "weights") as pool:
         try:
             # Loading starts first. No variable here refers to the model, so that the trainer can free what it copies.
             yield (
                 pool.submit(load),
-                _tokenizer(config, pretrained.folder),
+                tokenizer(pretrained.folder),
                 cost.abstract_model(pretrained.config, config),
             )
         finally:

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import functools
 import threading
+from typing import TYPE_CHECKING
 
 import jax
 from flax import nnx
 
 from jaxtune.models.adapters.adapter_config import base_of
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.files.model_folder import find_config
+from jaxtune.models.files.model_folder import find_config, load_tokenizer
 from jaxtune.models.files.quant import parameters, quantize, stored_in
 from jaxtune.models.hf import Pretrained
 from jaxtune.models.lora import copy_structure, freeze
 from jaxtune.models.registry import config_from_hf, weights_stored_in
 from jaxtune.train.config import COMPUTE_DTYPES, ConfigError, TrainConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 BASE = "base"  # objective.teacher: the model itself with its adapter off
 
@@ -111,6 +115,28 @@ def load_teacher(
     """The teacher `pretrained` (from open_teacher) with its arrays, frozen; None if there is none to load. cancelled:
     an event that ends the loading when it is set. mesh: the devices over which weights are divided, or None."""
     return None if pretrained is None else freeze(pretrained.load(cancelled, mesh))
+
+
+def require_same_tokens(tokenizer: PreTrainedTokenizerFast, teacher: Pretrained | None) -> None:
+    """Checks that the teacher's tokenizer, if its folder has one, gives tokens the ids that the student's gives them.
+
+    Args:
+      tokenizer: the student's.
+      teacher: the teacher's folder, or None.
+    Raises:
+      ConfigError: a token that both have has two ids; the message names it.
+    """
+    found = None if teacher is None else load_tokenizer(teacher.folder)
+    if teacher is None or found is None:
+        return
+    other = found.get_vocab()
+    for token, own in tokenizer.get_vocab().items():
+        if other.get(token, own) != own:
+            raise ConfigError(
+                f"objective.teacher = {str(teacher.folder)!r}: its tokenizer gives {token!r} the id {other[token]}, "
+                f"and the student's {own}; distillation compares distributions over the same tokens: take a teacher "
+                "with the student's tokenizer"
+            )
 
 
 def described(model: Decoder, objective: object) -> list[str]:
