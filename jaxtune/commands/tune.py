@@ -33,7 +33,7 @@ def run(arguments: Sequence[str]) -> None:
     parser.add_argument("--window", type=int, metavar="N", help="sliding window, tokens")
     parser.add_argument("--soft-cap", type=float, metavar="X", help="soft cap of the scores, as in Gemma 2")
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
-    parser.add_argument("--kernels", nargs="+", choices=["forward", "dquery", "dkey"], help="default: all")
+    parser.add_argument("--kernels", nargs="+", choices=["forward", "dquery", "dkey", "dvalue"], help="default: all")
     parser.add_argument("--output", type=Path, help="the JSON file to add to; default: your cache, which is used here")
     options = parser.parse_args(arguments)
     from jaxtune.pallas import dispatch

@@ -60,6 +60,25 @@ ATTENTION_STAGE = Fitted(
 
 
 @dataclasses.dataclass(frozen=True)
+class WideAttentionTime:
+    """Durations of attention with head dims above 256 over those with narrower heads and as many multiplications, which
+    ATTENTION_TIME and ATTENTION_STAGE give."""
+
+    forward: float
+    backward: float
+
+
+WIDE_ATTENTION_TIME = Fitted(
+    {
+        ("H200", "mosaic"): (
+            WideAttentionTime(forward=1.3, backward=2.0),
+            "heads of 512 and of 128, 8 rows of 2,048 tokens (1.17 and 1.98) and 2 of 8,192 (1.38 and 1.99)",
+        )
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True)
 class DeltaRuleTime:
     """Time of the delta rule's kernels beyond their products and beyond reading inputs and writing outputs.
 

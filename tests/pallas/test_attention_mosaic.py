@@ -150,6 +150,13 @@ def test_head_dim_256(case):
     compare(*CASES[case], dim=256)
 
 
+@pytest.mark.parametrize("case", ["window_sinks", "soft_cap", "heads_that_share_nothing"])
+@pytest.mark.gpu
+def test_head_dim_512(case):
+    """Every result is made in two halves of 256 columns, by kernels of their own."""
+    compare(*CASES[case], dim=512)
+
+
 def test_gradients_by_the_implementation_that_is_named():
     query = jnp.ones((1, 128, 1, 256), jnp.bfloat16)
     layout = packed_layout((1, 128), jnp.ones((1, 128), jnp.int32))
@@ -214,7 +221,7 @@ def test_packed_and_short_rows_go_to_the_kernels_and_long_whole_rows_to_cudnn():
     [
         ((8, 0), jnp.bfloat16, 64, "Hopper"),
         ((9, 0), jnp.float32, 64, "float32"),
-        ((9, 0), jnp.bfloat16, 264, "head dim 264; at most 256"),
+        ((9, 0), jnp.bfloat16, 520, "head dim 520; at most 512"),
     ],
 )
 def test_refusals_say_why(capability, dtype, dim, reason):

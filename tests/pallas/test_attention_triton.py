@@ -29,6 +29,8 @@ def test_before_hopper_and_on_consumer_cards_triton_serves_what_cudnn_cannot(wit
     assert chosen(capability, soft_cap=30.0) == "triton"
     assert chosen(capability, dim=64, sinks=jnp.zeros(4)) == "triton"
     assert chosen(capability, packed=True, dim=96) == "reference"
+    assert chosen(capability, packed=True, dim=512) == "triton"
+    assert chosen(capability, dim=512) == "reference"
 
 
 def test_on_hopper_mosaic_goes_first(with_jax_triton):
@@ -41,7 +43,8 @@ def test_on_hopper_mosaic_goes_first(with_jax_triton):
     [
         ((7, 5), jnp.float16, 64, "needs compute capability 8.0, this GPU has 7.5"),
         ((8, 6), jnp.float32, 64, "dtype float32"),
-        ((8, 6), jnp.bfloat16, 80, "head dim 80; there are 64, 128"),
+        ((8, 6), jnp.bfloat16, 80, "head dim 80; there are 64, 128, 512"),
+        ((8, 6), jnp.bfloat16, 512, "head dim 512 on whole rows, of which XLA makes the gradients faster"),
     ],
 )
 def test_refusals_say_why(with_jax_triton, capability, dtype, dim, reason):

@@ -75,7 +75,7 @@ def check(segments, features, dim, capability=(8, 0), **heads):
         assert not array[:, ~real].any(), "padding must give zeros"
 
 
-@pytest.mark.parametrize(("case", "dim"), [*((case, 64) for case in CASES), ("everything", 128)])
+@pytest.mark.parametrize(("case", "dim"), [*((case, 64) for case in CASES), ("everything", 128), ("everything", 512)])
 def test_kernels_against_the_reference(case, dim):
     runs, features = CASES[case]
     check(segments_of(runs), features, dim)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtune.models.config import DecoderConfig
-from jaxtune.models.fitted import ATTENTION_BYTES, ATTENTION_STAGE
+from jaxtune.models.fitted import ATTENTION_BYTES, ATTENTION_STAGE, WIDE_ATTENTION_TIME
 from jaxtune.models.layers.segment import INPUT, OUTPUT, Context, Residual, Segment, Sizes
 from jaxtune.models.linear import Linear, apply_fused
 from jaxtune.models.norm import norm_of
@@ -165,11 +165,15 @@ class Attention(nnx.Module):
         gates = (Residual("output_gate"),) if self.config.attention_gate else ()
         given = bool(self.gives)
         own = (Residual("key", small=given), Residual("value", decided_with="key", small=given))
+        slower = (1.0, 1.0)
+        if self.config.head_dim > 256:
+            wide = WIDE_ATTENTION_TIME.of("mosaic", dispatch.device_kind() or "")
+            slower = (wide.forward, wide.backward)
 
         def multiplications(tokens: int, length: int, backward: bool) -> float:
             fit = ATTENTION_STAGE.of("cudnn", dispatch.device_kind() or "")
             whole = fit.slower * (1 + fit.half_tokens / length) * tokens * width * length
-            return whole * (fit.backward if backward else 1.0)
+            return whole * (fit.backward if backward else 1.0) * slower[backward]
 
         return (
             Segment(
@@ -193,6 +197,7 @@ class Attention(nnx.Module):
                 Attention._attend,
                 backward=_attend_backward,
                 attention_width=width,
+                attention_slower=slower,
                 multiplications=multiplications,
             ),
             Segment(

@@ -128,6 +128,8 @@ class Segment:
     scoped: bool = True  # its kernels have its name as their scope in profiles
     # query heads times head dim of an attention, which costs 4 FLOPs per visible key for each of them
     attention_width: int = 0
+    # (forward, backward): its attention's duration over that of usual head dims with as many FLOPs
+    attention_slower: tuple[float, float] = (1.0, 1.0)
     token_flops: float = 0.0  # FLOPs of its forward for one token, without its matrices and without attention
     # (forward, derivative): time per token of its own kernels beyond token_flops and beyond moving inputs and outputs,
     # in bytes that a device copy moves in that time

@@ -4,7 +4,7 @@ The layout determines which blocks exist. A tile of queries [a, b] needs keys fr
 its document, or of the window) to b. A tile of keys [a, b] is needed by queries from a to the upper bound of b. Bounds
 never fall along a row, so the first and last token of a tile bound all of it. Blocks between the bounds are loaded, and
 only those that a bound crosses are masked. XLA writes the tiles into a table, the most expensive first, and the kernels
-(mosaic_forward.py, mosaic_backward.py, mosaic_backward_wide.py) work through it.
+(mosaic_forward.py, mosaic_backward.py, mosaic_backward_wide.py, and for heads of 512 mosaic_halves.py) work through it.
 
 The backward has one kernel for dq and one for dk and dv (which visits all query heads of its key head), so that every
 sum has a fixed order: results are bitwise deterministic without atomics.
@@ -21,7 +21,13 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtune.pallas import gpu_kernel, tuning
-from jaxtune.pallas.attention import mosaic_backward, mosaic_backward_wide, mosaic_forward
+from jaxtune.pallas.attention import (
+    mosaic_backward,
+    mosaic_backward_wide,
+    mosaic_forward,
+    mosaic_halves,
+    mosaic_halves_keys,
+)
 from jaxtune.pallas.attention.layout import PackedLayout
 from jaxtune.pallas.attention.mosaic_parts import LOG2E, WARPGROUPS, Blocks, smem
 from jaxtune.pallas.dispatch import compute_capability, multiprocessors
@@ -34,21 +40,27 @@ FORWARD = {
     64: Blocks(64, 128, 3, True),
     128: Blocks(64, 128, 2, True),
     256: Blocks(64, 64, 2, True, lean=True, buffers=1),
+    512: Blocks(64, 64, 4, False, lean=True, buffers=1, value_stages=1),
 }
 BACKWARD_QUERY = {
     64: Blocks(64, 64, 4, False),
     128: Blocks(64, 64, 3, False),
     256: Blocks(64, 64, 2, False, lean=True, buffers=1, value_stages=1),
+    512: Blocks(64, 64, 2, False, lean=True, buffers=1, value_stages=2),
 }
 BACKWARD_KEY = {
     64: Blocks(64, 128, 2, False),
     128: Blocks(64, 64, 2, False),
     256: Blocks(64, 64, 2, False, lean=True, buffers=1),  # mosaic_backward_wide.py
+    512: Blocks(64, 64, 2, False, lean=True, buffers=1, value_stages=2),  # of dk alone
 }
+BACKWARD_VALUE = {512: Blocks(64, 64, 6, False, lean=True, buffers=1, value_stages=2)}  # of dv alone
 NARROW = 128  # the largest head dim whose dk and dv fit one warpgroup
+HALVED = 512  # the head dim whose results are made in halves (mosaic_halves.py)
 
 
-HEURISTIC = {"forward": FORWARD, "dquery": BACKWARD_QUERY, "dkey": BACKWARD_KEY}
+# {kernel: {head dim: blocks}}
+HEURISTIC = {"forward": FORWARD, "dquery": BACKWARD_QUERY, "dkey": BACKWARD_KEY, "dvalue": BACKWARD_VALUE}
 _SHORT_WINDOW = 1024
 
 
@@ -67,7 +79,7 @@ def bucket(dim: int, whole: bool, window: int | None) -> str:
 
 
 def _blocks(kernel: str, query, layout: PackedLayout, window: int | None) -> Blocks:
-    """How a kernel ("forward", "dquery" or "dkey") divides its work for such calls: the blocks that the tuner measured
+    """How a kernel (of HEURISTIC) divides its work for such calls: the blocks that the tuner measured
     for them, else those that it measured for packed rows, else those of HEURISTIC. query has the head dim of the
     kernels (`kernel_dim`); of it only that and the dtype are used."""
     op, dim = f"attention {kernel}", query.shape[-1]
@@ -83,7 +95,11 @@ def blocks_of(query, layout: PackedLayout, window: int | None) -> dict[str, dict
     the fields of its Blocks}. first_use.py asks it, because a kernel with other blocks is compiled anew and must be
     checked again. Of `query` only shape and dtype are used."""
     query = jax.ShapeDtypeStruct((kernel_dim(query.shape[-1]),), query.dtype)
-    return {f"attention {kernel}": _blocks(kernel, query, layout, window).as_dict() for kernel in HEURISTIC}
+    return {
+        f"attention {kernel}": _blocks(kernel, query, layout, window).as_dict()
+        for kernel, blocks in HEURISTIC.items()
+        if query.shape[-1] in blocks
+    }
 
 
 def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | None:
@@ -135,8 +151,8 @@ def _operand(array):
 
 
 def kernel_dim(dim: int) -> int:
-    """The head dim of the kernels that serve `dim`: the smallest of 64, 128 and 256 that is not smaller; operands are
-    padded with zeros to it."""
+    """The head dim of the kernels that serve `dim`: the smallest of 64, 128, 256 and 512 that is not smaller; operands
+    are padded with zeros to it."""
     return next(possible for possible in sorted(FORWARD) if possible >= dim)
 
 
@@ -236,9 +252,18 @@ def _pipeline_barriers(blocks: Blocks, copies: int) -> list:
     dout) into slots of shared memory. Four arrays of barriers, with one for each slot: a block of the first array has
     arrived, after `copies` copies; one of the second has; the slot of the first is free again; that of the second
     is."""
+    return _ring_barriers(blocks, (copies, copies), (WARPGROUPS, WARPGROUPS))
+
+
+def _ring_barriers(blocks: Blocks, copies: tuple[int, int], readers: tuple[int, int]) -> list:
+    """The barriers of `_pipeline_barriers` for two arrays that need different numbers of copies a slot, and whose slots
+    are read by different numbers of warpgroups."""
     slots = (blocks.stages, blocks.value_stages or blocks.stages)
-    full = [plgpu.Barrier(num_arrivals=copies, num_barriers=count) for count in slots]
-    return [*full, *(plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=count) for count in slots)]
+    return [
+        plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+        for both in (copies, readers)
+        for arrivals, count in zip(both, slots, strict=True)
+    ]
 
 
 def _call(kernel, out_type, scratch, blocks: Blocks, compiler: dict[str, Any] | None = None, **static):
@@ -293,17 +318,24 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
     rows, padded, heads, dim = query.shape
     blocks = _blocks("forward", query, layout, window)
     own, pairs = blocks.own, _pairs(query, key, blocks)
-    buffers = 3 if blocks.buffers == 1 else blocks.buffers * WARPGROUPS
-    block = smem((blocks.stages, blocks.step, dim), query.dtype)
+    if dim == HALVED:
+        kernel, buffers, bounds = mosaic_halves.half_forward_kernel, 2 * WARPGROUPS, WARPGROUPS
+        brought = _halved_rings(blocks, query.dtype)
+        own_dim = mosaic_halves.HALF
+        barriers = [plgpu.Barrier(num_arrivals=3, num_barriers=WARPGROUPS), *_pipeline_barriers(blocks, 1)]
+    else:
+        kernel = mosaic_forward.forward_kernel
+        bounds = buffers = 3 if blocks.buffers == 1 else blocks.buffers * WARPGROUPS
+        brought = [smem((blocks.stages, blocks.step, dim), query.dtype)] * 2
+        own_dim, barriers = dim, _barriers(blocks, 2, 1, buffers * WARPGROUPS if buffers == 3 else buffers)
     outputs = _call(
-        mosaic_forward.forward_kernel,
+        kernel,
         [jax.ShapeDtypeStruct(query.shape, query.dtype), jax.ShapeDtypeStruct((rows, heads, padded), jnp.float32)],
         [
-            smem((buffers, own, dim), query.dtype),
-            _numbers(buffers, own, jnp.int32),
+            smem((buffers, own, own_dim), query.dtype),
+            _numbers(bounds, own, jnp.int32),
             _numbers(WARPGROUPS, own, jnp.float32),
-            *(block, block),
-            *_barriers(blocks, 2, 1, buffers * WARPGROUPS if buffers == 3 else buffers),
+            *(*brought, *barriers),
         ],
         blocks,
         compiler=dict(
@@ -322,6 +354,45 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
     return (out * share).astype(out.dtype), with_sink
 
 
+def _halved_rings(blocks: Blocks, dtype, pieces_first: bool = True) -> list:
+    """Slots of shared memory for the two arrays that a kernel of mosaic_halves.py brings: `stages` of the first,
+    `value_stages` of the second; one in pieces of a head, the other in halves."""
+    columns = [mosaic_halves.PIECE, mosaic_halves.HALF]
+    slots = zip((blocks.stages, blocks.value_stages), columns if pieces_first else columns[::-1], strict=True)
+    return [smem((count, blocks.step, size), dtype) for count, size in slots]
+
+
+def _halved_gradient(kernel, operands, bounds, like, blocks: Blocks, table, options):
+    """dq, dk or dv of heads of 512, in the shape of `like`, by a kernel of mosaic_halves.py.
+
+    Args:
+      kernel: half_query_kernel, half_key_kernel or half_value_kernel.
+      operands: the arrays that it takes first.
+      bounds: int32[B, T], lower or upper of `_prepare`.
+      like: query, key or value.
+      blocks: of the kernel.
+      table: its work.
+      options: scale and soft_cap.
+    """
+    own, dtype = blocks.own, like.dtype
+    both = smem((WARPGROUPS, own, mosaic_halves.HALF), dtype)
+    vector, single = plgpu.SMEM((own,), jnp.int32), plgpu.Barrier(num_arrivals=WARPGROUPS)
+    if kernel is mosaic_halves.half_query_kernel:
+        sides = [both, both, _numbers(2, own, jnp.float32), vector, *_halved_rings(blocks, dtype, False)]
+        copies, barriers = 2 * WARPGROUPS + 3, _ring_barriers(blocks, (1, 1), (WARPGROUPS, WARPGROUPS))
+    elif kernel is mosaic_halves_keys.half_key_kernel:
+        numbers = _numbers(2 * blocks.stages, blocks.step, jnp.float32)
+        sides = [both, both, vector, *_halved_rings(blocks, dtype, False), numbers]
+        copies, barriers = 2 * WARPGROUPS + 1, _ring_barriers(blocks, (3, 1), (WARPGROUPS, WARPGROUPS))
+    else:
+        numbers = _numbers(blocks.value_stages, blocks.step, jnp.float32)
+        sides = [both, vector, *_halved_rings(blocks, dtype), numbers]
+        copies, barriers = WARPGROUPS + 1, _ring_barriers(blocks, (1, 2), (WARPGROUPS, 1))
+    scratch = [*sides, plgpu.Barrier(num_arrivals=copies, num_barriers=1), *barriers, single]
+    result = jax.ShapeDtypeStruct(like.shape, dtype)
+    return _call(kernel, result, scratch, blocks, **options)(*operands, bounds, table)
+
+
 def _query_gradient(operands, lower, blocks: Blocks, layout, options):
     """dq, in query's shape, of padded operands.
 
@@ -334,6 +405,9 @@ def _query_gradient(operands, lower, blocks: Blocks, layout, options):
       options: scale and soft_cap.
     """
     query, key = operands[:2]
+    if query.shape[-1] == HALVED:
+        table = _query_table(lower, blocks, True, layout.full)
+        return _halved_gradient(mosaic_halves.half_query_kernel, operands, lower, query, blocks, table, options)
     own, pairs, count, dim = blocks.own, _pairs(query, key, blocks), blocks.buffers * WARPGROUPS, query.shape[-1]
     both = smem((count, own, dim), query.dtype)
     return _call(
@@ -377,6 +451,19 @@ def _key_gradients(operands, upper, blocks: Blocks, layout, options):
     return _call(kernel, results, scratch, blocks, **options)(*operands, upper, table)
 
 
+def _halved_key_gradients(operands, upper, blocks: Blocks, value_blocks: Blocks, layout, options):
+    """(dk, dv) of heads of 512, each by a kernel of its own, dv's with `value_blocks`. The arguments are those of
+    `_key_gradients`."""
+    query, key, value, dout, stat, _ = operands
+
+    def gradient(kernel, operands, like, blocks):
+        table = _key_table(upper, blocks, True, layout.full)
+        return _halved_gradient(kernel, operands, upper, like, blocks, table, options)
+
+    dkey = gradient(mosaic_halves_keys.half_key_kernel, operands, key, blocks)
+    return dkey, gradient(mosaic_halves_keys.half_value_kernel, (query, key, dout, stat), value, value_blocks)
+
+
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
     """(dquery, dkey, dvalue, dsinks or None) of packed causal attention, computed by the Mosaic kernels.
 
@@ -392,7 +479,12 @@ def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, s
     query, key, value, dout = (_operand(a) for a in (query, key, value, dout))
     operands, options = (query, key, value, dout, stat, scaled_delta), dict(scale=scale, soft_cap=soft_cap)
     dquery = _query_gradient(operands, lower, _blocks("dquery", query, layout, window), layout, options)
-    dkey, dvalue = _key_gradients(operands, upper, _blocks("dkey", query, layout, window), layout, options)
+    key_blocks = _blocks("dkey", query, layout, window)
+    if query.shape[-1] == HALVED:
+        value_blocks = _blocks("dvalue", query, layout, window)
+        dkey, dvalue = _halved_key_gradients(operands, upper, key_blocks, value_blocks, layout, options)
+    else:
+        dkey, dvalue = _key_gradients(operands, upper, key_blocks, layout, options)
     dsinks = None
     if sinks is not None:
         real = jnp.arange(length) < layout.doc_end

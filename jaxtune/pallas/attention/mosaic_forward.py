@@ -27,7 +27,7 @@ from jaxtune.pallas.attention.mosaic_parts import (
 _UNSEEN = -1e20
 
 
-class _Softmax:
+class Softmax:
     """The running softmax of the forward, in powers of two, in the registers of one warpgroup. Its state is, for each
     row, the maximum so far and the sum of weights, float32[own] each.
 
@@ -122,7 +122,7 @@ def forward_kernel(
     side = QuerySide(q_ref, k_ref, table_ref, blocks, pairs, wg)
     own, stages, dim = blocks.own, jnp.int32(blocks.stages), q_ref.shape[-1]
     shape, rows = (own, blocks.step), plgpu.Layout.WGMMA.reduce(1)
-    softmax = _Softmax(scale, soft_cap, blocks.lean)
+    softmax = Softmax(scale, soft_cap, blocks.lean)
 
     @bringing(wg)
     def _():

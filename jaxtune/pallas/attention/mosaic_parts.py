@@ -269,30 +269,43 @@ class QuerySide:
       pairs: whether the two warpgroups take the same queries of two heads that share their keys; otherwise they take
         neighbouring queries of one head.
       wg: the number of the warpgroup that runs this code.
+      shared: whether both warpgroups take the same queries of one head; `pairs` is then not used.
+      parts: how many items make different columns of the result of the same queries (`part`).
     """
 
-    def __init__(self, q_ref, k_ref, table_ref, blocks: Blocks, pairs: bool, wg):
+    def __init__(self, q_ref, k_ref, table_ref, blocks: Blocks, pairs: bool, wg, *, shared=False, parts=1):
         heads, self.length = q_ref.shape[2], q_ref.shape[1]
-        self.blocks, self.pairs, self.wg = blocks, pairs, wg
+        self.blocks, self.pairs, self.wg, self.shared, self.parts = blocks, pairs and not shared, wg, shared, parts
         self.group = heads // k_ref.shape[2]
-        self.items = Items(table_ref, heads // WARPGROUPS if pairs else heads)
+        self.items = Items(table_ref, parts * (heads // WARPGROUPS if self.pairs else heads))
+
+    def part(self, item):
+        """Which of the `parts` of its queries' results an item is, int32[]. `item` is one of `items`, as Items.at
+        returns it."""
+        return lax.rem(item[0], jnp.int32(self.parts))
 
     def place(self, item, wg=None):
         """Where the queries of a warpgroup are: (row, head, first query), int32[] each. `item` is one of `items`, as
         Items.at returns it; wg is the warpgroup's number, None for the one that runs this code."""
         own, wg = self.blocks.own, self.wg if wg is None else wg
+        if self.shared:
+            return item[1], self._head(item), pl.multiple_of(item[2], own)
         if self.pairs:
-            return item[1], item[0] * WARPGROUPS + wg, pl.multiple_of(item[2], own)
+            return item[1], self._head(item) * WARPGROUPS + wg, pl.multiple_of(item[2], own)
         first = item[2] + wg * own
         if self.length % (WARPGROUPS * own):
             # The row's last tile may have queries for one warpgroup only; the other repeats its work, bit for bit.
             first = jnp.minimum(first, self.length - own)
-        return item[1], item[0], pl.multiple_of(first, own)
+        return item[1], self._head(item), pl.multiple_of(first, own)
+
+    def _head(self, item):
+        """The number, int32[], of the query head of an item, or of its pair of heads."""
+        return item[0] if self.parts == 1 else lax.div(item[0], jnp.int32(self.parts))
 
     def keys(self, item, i):
         """The index into key and value [B, T, kv_heads, D] of the block of keys that an item's step i takes: (row,
         slice of tokens, key head)."""
-        head = item[0] * WARPGROUPS if self.pairs else item[0]
+        head = self._head(item) * WARPGROUPS if self.pairs else self._head(item)
         first = (item[3] + i) * self.blocks.step
         return item[1], pl.ds(first, self.blocks.step), lax.div(head, jnp.int32(self.group))
 

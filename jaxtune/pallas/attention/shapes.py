@@ -68,4 +68,8 @@ CASES = (
     Case("head dim 64, 2,048", 16, 2048, dim=64),
     Case("head dim 256", 4, 8192, heads=16, dim=256),
     Case("head dim 256, packed, soft cap", 4, 8192, heads=16, dim=256, documents="log-normal", soft_cap=50.0),
+    Case("head dim 512", 4, 8192, heads=16, kv_heads=1, dim=512),
+    Case("head dim 512, packed", 4, 8192, heads=16, kv_heads=1, dim=512, documents="log-normal"),
+    Case("head dim 512, 4 documents a row", 4, 8192, heads=16, kv_heads=1, dim=512, documents=4),
+    Case("head dim 512, 2,048", 16, 2048, heads=16, kv_heads=1, dim=512),
 )

@@ -48,14 +48,17 @@ TILES = {
     227: {
         64: Tiles(Tile(64, 64, 4, 3), Tile(64, 32, 4, 3), Tile(64, 64, 4, 3)),
         128: Tiles(Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(32, 64, 4, 3)),
+        512: Tiles(Tile(64, 32, 8, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
     },
     163: {
         64: Tiles(Tile(128, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
         128: Tiles(Tile(128, 32, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
+        512: Tiles(Tile(64, 32, 8, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
     },
     99: {
         64: Tiles(Tile(128, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
         128: Tiles(Tile(128, 32, 4, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
+        512: Tiles(Tile(64, 16, 8, 2), Tile(32, 16, 8, 1), Tile(32, 16, 8, 2)),
     },
 }
 _SHARED_MEMORY_KB = {(9, 0): 227, (8, 0): 163, (8, 7): 163}
@@ -68,10 +71,10 @@ def tiles(dim: int) -> Tiles:
 
 
 def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | None:
-    """The reason why these kernels cannot serve a call here (no Triton, a dtype other than 16 bits, a head dim without
-    tiles), or None. query is [B, T, heads, D], of which only dtype and head dim matter. layout, window, soft_cap and
-    sinks have no effect, because the kernels support all of them; they are taken because other implementations need
-    them."""
+    """The reason why these kernels cannot or should not serve a call here (no Triton, a dtype other than 16 bits, a
+    head dim without tiles, heads of 512 on rows of one document each), or None. query is [B, T, heads, D], of which
+    only dtype and head dim matter. window, soft_cap and sinks have no effect, because the kernels support all of them;
+    they are taken because other implementations need them."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -79,6 +82,8 @@ def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | No
         return f"dtype {query.dtype}"
     if query.shape[-1] not in TILES[99]:
         return f"head dim {query.shape[-1]}; there are {', '.join(map(str, TILES[99]))}"
+    if query.shape[-1] == 512 and layout.max_documents == 1:
+        return "head dim 512 on whole rows, of which XLA makes the gradients faster"
     return None
 
 

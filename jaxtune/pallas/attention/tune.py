@@ -15,13 +15,15 @@ from jaxtune.pallas.attention import first_use, mosaic
 from jaxtune.pallas.attention.layout import packed_layout
 from jaxtune.pallas.attention.shapes import Case
 
-KERNELS = ("forward", "dquery", "dkey")
+KERNELS = ("forward", "dquery", "dkey", "dvalue")
 
 
 def candidates(kernel: str, dim: int) -> list[dict[str, Any]]:
-    """Blocks to try for a kernel ("forward", "dquery" or "dkey") and its head dim, as dictionaries, those of the
+    """Blocks to try for a kernel (one of KERNELS) and a head dim for which it exists, as dictionaries, those of the
     heuristic first. Some exceed the shared memory; the tuner skips them."""
     first = mosaic.HEURISTIC[kernel][dim]
+    if dim == mosaic.HALVED:  # nothing else fits shared memory, and these kernels take no turns
+        return [first.as_dict()]
     forms: list[dict[str, Any]] = [dict(turns=turns, lean=lean) for lean in (False, True) for turns in (True, False)]
     stages = (2, 3, 4)
     if dim > mosaic.NARROW:
@@ -46,7 +48,7 @@ def tune(
 
     Args:
       case: shapes, documents, window, soft cap.
-      kernels: some of KERNELS.
+      kernels: some of KERNELS; those that the head dim does not have are left out.
       dtype: of the operands.
       say: gets a line for each candidate: its blocks before it runs, its time or the problem after.
       path: the file that stores the result; None: the user's cache.
@@ -56,6 +58,7 @@ def tune(
       RuntimeError: the heuristic's blocks are wrong on this GPU, or no candidate runs.
     """
     dim = mosaic.kernel_dim(case.dim)
+    kernels = [kernel for kernel in kernels if dim in mosaic.HEURISTIC[kernel]]
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = [
         (case.rows, case.length, count, case.dim) for count in (case.heads, case.kv_heads, case.kv_heads, case.heads)
@@ -88,12 +91,15 @@ def tune(
     if set(kernels) - {"forward"}:
         saved = (query, key, value, *prepare(forward, *inputs)(), dout, given)
         work["dquery"] = lambda: prepare(lambda *a: backward(slice(0, 1), *a), *saved)
-        work["dkey"] = lambda: prepare(lambda *a: backward(slice(1, 3), *a), *saved)
+        # dv is the same kernel's, or for heads of 512 another one's.
+        both = slice(1, 2 if dim == mosaic.HALVED else 3)
+        work["dkey"] = lambda: prepare(lambda *a: backward(both, *a), *saved)
+        work["dvalue"] = lambda: prepare(lambda *a: backward(slice(2, 3), *a), *saved)
     return {kernel: _measured(kernel, case, dtype, work[kernel], say, path) for kernel in kernels}
 
 
 def _measured(kernel: str, case: Case, dtype, prepare, say, path) -> dict[str, Any]:
-    """Times one kernel ("forward", "dquery" or "dkey") with each of its candidate blocks for the rows and head dim of
+    """Times one kernel (one of KERNELS) with each of its candidate blocks for the rows and head dim of
     `case`, and returns the entry that tuning.measure made of it. dtype is that of the operands; prepare (makes the
     work to time), say (prints a line) and path (the file of entries) are those of tuning.measure."""
     dim = mosaic.kernel_dim(case.dim)

@@ -107,8 +107,8 @@ def _segment_seconds(work: Work, tokens: float, length: int, device: Device) -> 
     passes = work.moved_bytes * tokens / device.copy
     forward = product + attention * (1 + attend.half_tokens / length) + fit.passes_forward * passes
     forward += work.kernel_forward * tokens / device.copy
-    attention = attend.backward * attention * (1 + attend.half_tokens_backward / length)
-    backward = product + attention + fit.passes_backward * passes
+    attention = work.attention_flops_backward * tokens / (device.gemm * attend.share) * attend.backward
+    backward = product + attention * (1 + attend.half_tokens_backward / length) + fit.passes_backward * passes
     backward += work.kernel_backward * tokens / device.copy
     return forward, backward + work.weight_flops * tokens / rate
 

@@ -34,7 +34,10 @@ class Work:
     unless a field says otherwise."""
 
     flops: float = 0.0  # of products; one in FP8 counts the FLOPs that a 16-bit product does in the same time
-    attention_flops: float = 0.0  # of attention scores and sums
+    # Of attention scores and sums; FLOPs of heads that attend more slowly than usual ones are counted as more.
+    attention_flops: float = 0.0
+    # The FLOPs that a forward would have whose backward takes as long as this segment's.
+    attention_flops_backward: float = 0.0
     moved_bytes: float = 0.0  # read and written by everything that is not a product
     kernel_forward: float = 0.0  # Segment.kernel_bytes, of the forward
     kernel_backward: float = 0.0  # Segment.kernel_bytes, of the backward
@@ -145,7 +148,9 @@ def _segment_work(segment: Segment, block: Block, residuals, seen_keys: float, h
     sums["flops"] += segment.token_flops
     sums["kernel_forward"], sums["kernel_backward"] = segment.kernel_bytes
     if segment.attention_width:
-        sums["attention_flops"] = 4.0 * segment.attention_width * seen_keys
+        forward, backward = segment.attention_slower
+        sums["attention_flops"] = 4.0 * segment.attention_width * seen_keys * forward
+        sums["attention_flops_backward"] = 4.0 * segment.attention_width * seen_keys * backward
     else:
         sums["moved_bytes"] += sum(residuals[name] for name in (*segment.reads, *segment.outputs))
     return Work(**sums)

@@ -54,7 +54,7 @@ def test_the_forms_of_the_forward_that_the_tuner_tries(dim, heads, change, spill
     assert spilled_bytes() == [0]
 
 
-@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("dim", [64, 96, 128, 256, 512])
 @pytest.mark.parametrize("features", [{}, {"window": 100}, {"soft_cap": 30.0}], ids=["plain", "window", "soft_cap"])
 def test_kernels_compile_for_an_h200(dim, features, spilled_bytes):
     where = H200.sharding()
@@ -73,7 +73,8 @@ def test_kernels_compile_for_an_h200(dim, features, spilled_bytes):
         lowered = jax.jit(step).lower(query, key, key, query, array(ROWS, LENGTH, dtype=jnp.int32))
         assert dispatch.record["attention"] == ("mosaic", {})
         text = lowered.compile().as_text()
-    assert text.count('custom_call_target="mosaic_gpu_v2"') == 3  # forward, dq, dk with dv
-    if dim == 256:
-        # What dq spills are addresses that it needs once an item.
-        assert max(spilled_bytes()) <= 40  # addresses that dq needs once an item
+    # forward, dq, dk with dv, for which heads of 512 have a kernel each
+    assert text.count('custom_call_target="mosaic_gpu_v2"') == (4 if dim == 512 else 3)
+    if dim >= 256:
+        # What dq and, of 512, dk spill are a few addresses and bounds.
+        assert max(spilled_bytes()) <= (72 if dim == 512 else 40)

@@ -1,0 +1,413 @@
+"""The bodies of the forward and dq kernels for heads of 512, whose results do not fit the registers of one warpgroup.
+
+A float32 accumulator of 64 rows and 512 columns takes 256 registers of every thread of a warpgroup, which has 240. So
+every result is made in two halves of 256 columns, and each half computes all of the scores that it needs:
+
+- forward: an item is one half of the output of a tile of queries. Both warpgroups make the same half, each for queries
+  of its own, with the keys and values that they share.
+- dq, and dk and dv in mosaic_halves_keys.py, each a kernel of its own: both warpgroups have the same 64 queries, or
+  keys, and each makes one half.
+
+Scores are sums over all 512 columns of a block. Where a block is needed for nothing else, it comes in pieces of 128
+columns, and each piece's slot is free for the next as soon as its product is done.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxtune.pallas.attention.mosaic_forward import Softmax
+from jaxtune.pallas.attention.mosaic_parts import (
+    MASKED,
+    QuerySide,
+    add_product,
+    bring,
+    bringing,
+    capped,
+    computing,
+    drain,
+    filled,
+    rows_of,
+)
+
+HALF = 256  # columns of a result that one warpgroup accumulates
+PIECE = 128  # columns that are brought at a time of a block that only scores are made of
+
+
+def columns_of(number, size: int):
+    """The columns of piece, or half, `number` (int or int32[]) of a head, each of `size` columns."""
+    return pl.ds(number * size, size)
+
+
+def bring_pieces(ref, place, number, ring, full, free, which=None):
+    """Starts the copies of pieces of a block.
+
+    Args:
+      ref: [B, T, heads, 512] in global memory.
+      place: (row, slice of tokens, head) of the block.
+      number: of the block, int32[].
+      ring, full, free: slots [slots, tokens, columns of a piece] and barriers, as in `bring`.
+      which: the numbers of the pieces; None: all of the block.
+    """
+    row, tokens, head = place
+    size = ring.shape[-1]
+    pieces = 2 * HALF // size
+    for piece in range(pieces) if which is None else which:
+        source = ref.at[row, tokens, head, columns_of(piece, size)]
+        bring(number * pieces + piece, ((source, ring, full, free),))
+
+
+def bring_both(pieces, halves):
+    """Starts the copies of a block in pieces and of one in halves, for a step that uses first all pieces and then both
+    halves, which stay until its end. A copy waits until its slot is free; in this order none waits behind a copy that
+    is needed later. Each argument: those of `bring_pieces` but the last."""
+    for ring, which in ((pieces, (0, 1)), (halves, (0,)), (pieces, (2,)), (halves, (1,)), (pieces, (3,))):
+        bring_pieces(*ring, which=which)
+
+
+def multiply(acc, own, first, ring, full, number, release=None):
+    """Starts the tensor cores on acc += own block^T over all columns of a head: acc [own rows, block rows].
+
+    Args:
+      acc: the accumulator.
+      own: shared memory [halves, own rows, 256] with the two halves of the left side at `first` and first + 1.
+      first: int32[].
+      ring, full: the slots of the block's pieces and the barriers that complete when one has arrived.
+      number: of the block, int32[].
+      release: a function of a piece's slot, called for all pieces but the last one when their products are done; None:
+        nothing is called, and nothing waited for.
+    """
+    size = ring.shape[-1]
+    pieces, before = 2 * HALF // size, None
+    for piece in range(pieces):
+        slot = slot_of(number, piece, ring)
+        plgpu.barrier_wait(full.at[slot])
+        half, within = divmod(piece * size, HALF)
+        left = own.at[first + half]
+        right = ring.at[slot + unknown_zero(number)].transpose((1, 0))
+        plgpu.wgmma(acc, left if size == HALF else left.at[:, pl.ds(within, size)], right)
+        if before is not None and release is not None:
+            plgpu.wgmma_wait(1)
+            release(before)
+        before = slot
+
+
+def slot_of(number, piece, ring):
+    """The slot of a piece (int or int32[]) of block `number` in a ring [slots, tokens, columns of a piece]; an int, if
+    it is known and the same for every block."""
+    stages, pieces = ring.shape[0], 2 * HALF // ring.shape[-1]
+    if isinstance(piece, int) and pieces % stages == 0:
+        return piece % stages
+    return lax.rem(number * pieces + piece, jnp.int32(stages))
+
+
+def last_slot(number, ring):
+    """The slot of the last piece of block `number`."""
+    return slot_of(number, 2 * HALF // ring.shape[-1] - 1, ring)
+
+
+def unknown_zero(i):
+    """0 as int32[], made from the number of a step or block so that the compiler does not know it. Used in an index of
+    shared memory, it keeps the compiler from holding the addresses of everything there in registers during the loop
+    over steps."""
+    return lax.shift_right_logical(i, jnp.int32(30))
+
+
+def meet_other(barrier):
+    """Waits until both computing warpgroups have come here."""
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)
+
+
+def half_forward_kernel(
+    q_ref,
+    k_ref,
+    v_ref,
+    lower_ref,
+    table_ref,
+    out_ref,
+    lse_ref,
+    q_smem,
+    lower_smem,
+    lse_smem,
+    k_smem,
+    v_smem,
+    own_full,
+    k_full,
+    v_full,
+    k_free,
+    v_free,
+    *,
+    blocks,
+    pairs,
+    scale,
+    soft_cap,
+    interpreted,
+):
+    """out and lse (natural log, without sinks; 0 at padding) of tiles of queries; an item is one half of out.
+
+    Args:
+      q_ref, k_ref, v_ref: [B, T, heads or kv_heads, 512], in global memory as all refs.
+      lower_ref: int32[B, T], the first key that each query sees.
+      table_ref: int32[lines, 4], the work; see QuerySide.
+      out_ref, lse_ref: the results, as q_ref and float32[B, heads, T].
+      q_smem to v_smem: shared memory for both halves of each warpgroup's queries, and later results; their bounds; lse;
+        slots for pieces of keys, and for halves of values.
+      own_full to v_free: barriers; see mosaic._ring_barriers.
+      blocks, pairs: how the work is divided; see QuerySide.
+      scale, soft_cap: of the attention.
+      interpreted: whether Pallas' interpreter runs it.
+    """
+    wg = lax.axis_index("wg")
+    side = QuerySide(q_ref, k_ref, table_ref, blocks, pairs, wg, parts=2)
+    own = blocks.own
+    shape, rows = (own, blocks.step), plgpu.Layout.WGMMA.reduce(1)
+    softmax = Softmax(scale, soft_cap, blocks.lean)
+
+    @bringing(wg)
+    def _():
+        def work(turn, done, item, following):
+            def step(i, _):
+                row, here, head = side.keys(item, i)
+                bring_pieces(k_ref, (row, here, head), done + i, k_smem, k_full, k_free)
+                source = v_ref.at[row, here, head, columns_of(side.part(item), HALF)]
+                bring(done + i, ((source, v_smem, v_full, v_free),))
+                return ()
+
+            lax.fori_loop(0, item[4], step, ())
+            return item[4]
+
+        done = side.items.each(work)
+        drain(done * (2 * HALF // PIECE), (k_smem, k_free))
+        drain(done, (v_smem, v_free))
+
+    @computing(wg)
+    def _():
+        def fetch(item, half):
+            row, head, base = side.place(item)
+            source = q_ref.at[row, pl.ds(base, own), head, columns_of(half, HALF)]
+            plgpu.copy_gmem_to_smem(source, q_smem.at[wg * 2 + half], own_full.at[wg])
+
+        def fetch_bounds(item):
+            row, _, base = side.place(item)
+            plgpu.copy_gmem_to_smem(lower_ref.at[row, pl.ds(base, own)], lower_smem.at[wg], own_full.at[wg])
+
+        def work(turn, done, item, following):
+            row, head, base = side.place(item)
+            part = side.part(item)
+            plgpu.barrier_wait(own_full.at[wg])
+            lower = plgpu.load(lower_smem.at[wg], layout=rows)
+            last_lower = lower_smem[wg, own - 1]
+
+            def step(i, before):
+                acc, state = before
+                number = done + i
+
+                def release(slot):
+                    plgpu.barrier_arrive(k_free.at[slot])
+
+                def scored(score_acc):
+                    first = wg * 2 + unknown_zero(i)
+                    multiply(
+                        score_acc,
+                        q_smem,
+                        first,
+                        k_smem,
+                        k_full,
+                        number,
+                        release,
+                    )
+                    plgpu.barrier_wait(v_full.at[lax.rem(number, jnp.int32(v_smem.shape[0]))])
+                    return score_acc[...]
+
+                scores = pl.run_scoped(scored, plgpu.ACC(shape, jnp.float32))
+                release(last_slot(number, k_smem))
+                weights, fade, state = softmax.step(
+                    scores, state, lambda scores: side.masked(scores, item, i, lower, last_lower, MASKED)
+                )
+                acc = acc * rows_of(fade, acc.shape)
+                narrow = weights.astype(v_ref.dtype)
+                slot = lax.rem(number, jnp.int32(v_smem.shape[0]))
+                acc = add_product(acc, narrow, v_smem.at[slot], interpreted)
+                plgpu.barrier_arrive(v_free.at[slot])
+                return acc, state
+
+            start = filled((own, HALF), 0.0, plgpu.Layout.WGMMA), softmax.start(own, rows)
+            acc, state = lax.fori_loop(0, item[4], step, start)
+            more = turn + 1 < side.items.rounds
+            plgpu.commit_smem()  # all warps are done with the queries and bounds
+
+            @pl.when(more)
+            def _():
+                fetch(following, 1 - part)
+                fetch_bounds(following)
+
+            # Padding saw nothing: what stands there is dropped.
+            real = lower <= plgpu.broadcasted_iota(jnp.int32, (own,), 0, layout=rows) + base
+            inverse, lse = softmax.end(state)
+            inverse, lse = jnp.where(real, inverse, 0.0), jnp.where(real, lse, 0.0)
+            out = q_smem.at[wg * 2 + part]
+            out[...] = (acc * rows_of(inverse, acc.shape)).astype(q_ref.dtype)
+            lse_smem.at[wg][...] = lse
+            plgpu.commit_smem()
+            here = pl.ds(base, own)
+            plgpu.copy_smem_to_gmem(out, out_ref.at[row, here, head, columns_of(part, HALF)])
+            # Both halves have the same one.
+            pl.when(part == 0)(lambda: plgpu.copy_smem_to_gmem(lse_smem.at[wg], lse_ref.at[row, head, here]))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            pl.when(more)(lambda: fetch(following, part))
+            return item[4]
+
+        @pl.when(side.items.rounds > 0)
+        def _():
+            first = side.items.at(jnp.int32(0))
+            fetch(first, 0)
+            fetch(first, 1)
+            fetch_bounds(first)
+
+        side.items.each(work)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def half_query_kernel(
+    q_ref,
+    k_ref,
+    v_ref,
+    do_ref,
+    stat_ref,
+    delta_ref,
+    lower_ref,
+    table_ref,
+    dq_ref,
+    q_smem,
+    do_smem,
+    numbers_smem,
+    lower_smem,
+    k_smem,
+    v_smem,
+    own_full,
+    k_full,
+    v_full,
+    k_free,
+    v_free,
+    meet,
+    *,
+    blocks,
+    scale,
+    soft_cap,
+    interpreted,
+):
+    """dq of tiles of queries, which both warpgroups share; each makes one half.
+
+    Args:
+      q_ref, k_ref, v_ref, do_ref: [B, T, heads or kv_heads, 512], in global memory as all refs.
+      stat_ref, delta_ref: float32[B, heads, T], the log-sum-exp in log2, and the sum of out * dout times scale.
+      lower_ref: int32[B, T], the first key that each query sees.
+      table_ref: int32[lines, 4], the work; see QuerySide.
+      dq_ref: the result, as q_ref.
+      q_smem to v_smem: shared memory for both halves of an item's queries and dout, its numbers and bounds, slots for
+        halves of keys, and for pieces of values.
+      own_full to v_free: barriers; see mosaic._ring_barriers.
+      meet: a barrier at which both warpgroups arrive when they are done with an item's own side.
+      blocks: how the work is divided.
+      scale, soft_cap: of the attention.
+      interpreted: whether Pallas' interpreter runs it.
+    """
+    wg = lax.axis_index("wg")
+    side = QuerySide(q_ref, k_ref, table_ref, blocks, False, wg, shared=True)
+    own = blocks.own
+    shape, rows = (own, blocks.step), plgpu.Layout.WGMMA.reduce(1)
+
+    @bringing(wg)
+    def _():
+        def work(turn, done, item, following):
+            def step(i, _):
+                place, number = side.keys(item, i), done + i
+                bring_both(
+                    (v_ref, place, number, v_smem, v_full, v_free), (k_ref, place, number, k_smem, k_full, k_free)
+                )
+                return ()
+
+            lax.fori_loop(0, item[4], step, ())
+            return item[4]
+
+        done = side.items.each(work)
+        drain(done * (2 * HALF // PIECE), (v_smem, v_free))
+        drain(done * 2, (k_smem, k_free))
+
+    @computing(wg)
+    def _():
+        def fetch(item, ref, target):
+            """This warpgroup's half of an item's queries or dout."""
+            row, head, base = side.place(item)
+            source = ref.at[row, pl.ds(base, own), head, columns_of(wg, HALF)]
+            plgpu.copy_gmem_to_smem(source, target.at[wg], own_full.at[0])
+
+        def fetch_beside(item):
+            fetch(item, do_ref, do_smem)
+            row, head, base = side.place(item)
+            here = pl.ds(base, own)
+
+            @pl.when(wg == 0)
+            def _():
+                plgpu.copy_gmem_to_smem(stat_ref.at[row, head, here], numbers_smem.at[0], own_full.at[0])
+                plgpu.copy_gmem_to_smem(delta_ref.at[row, head, here], numbers_smem.at[1], own_full.at[0])
+                plgpu.copy_gmem_to_smem(lower_ref.at[row, here], lower_smem, own_full.at[0])
+
+        def work(turn, done, item, following):
+            row, head, base = side.place(item)
+            plgpu.barrier_wait(own_full.at[0])
+            stat = plgpu.load(numbers_smem.at[0], layout=rows)
+            delta = plgpu.load(numbers_smem.at[1], layout=rows)
+            lower = plgpu.load(lower_smem, layout=rows)
+            last_lower = lower_smem[own - 1]
+
+            def step(i, acc):
+                number, zero = done + i, unknown_zero(i)
+
+                def compute(dweight_acc, score_acc):
+                    def release(slot):
+                        plgpu.barrier_arrive(v_free.at[slot])
+
+                    multiply(dweight_acc, do_smem, zero, v_smem, v_full, number, release)
+                    multiply(score_acc, q_smem, zero, k_smem, k_full, number)
+                    dweights = plgpu.wgmma_accumulator_load(dweight_acc, wait_n=2)
+                    release(last_slot(number, v_smem))
+                    return score_acc[...], dweights
+
+                accumulators = (plgpu.ACC(shape, jnp.float32) for _ in range(2))
+                scores, dweights = pl.run_scoped(compute, *accumulators)
+                plgpu.barrier_arrive(k_free.at[slot_of(number, 1 - wg, k_smem)])
+                raw, slope = capped(scores, scale, soft_cap)
+                weights = jnp.exp2(raw - rows_of(stat, shape))
+                weights = side.masked(weights if slope is None else weights * slope, item, i, lower, last_lower, 0.0)
+                dscores = weights * (dweights * scale - rows_of(delta, shape))  # delta comes times scale
+                narrow = dscores.astype(k_ref.dtype)
+                slot = slot_of(number, wg, k_smem)
+                acc = add_product(acc, narrow, k_smem.at[slot], interpreted)
+                plgpu.barrier_arrive(k_free.at[slot])
+                return acc
+
+            acc = lax.fori_loop(0, item[4], step, filled((own, HALF), 0.0, plgpu.Layout.WGMMA))
+            meet_other(meet)
+            more = turn + 1 < side.items.rounds
+            pl.when(more)(lambda: fetch_beside(following))
+            dq = q_smem.at[wg]
+            dq[...] = acc.astype(q_ref.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(dq, dq_ref.at[row, pl.ds(base, own), head, columns_of(wg, HALF)])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            pl.when(more)(lambda: fetch(following, q_ref, q_smem))
+            return item[4]
+
+        @pl.when(side.items.rounds > 0)
+        def _():
+            first = side.items.at(jnp.int32(0))
+            fetch(first, q_ref, q_smem)
+            fetch_beside(first)
+
+        side.items.each(work)
+        plgpu.wait_smem_to_gmem(0)
