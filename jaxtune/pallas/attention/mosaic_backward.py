@@ -85,7 +85,8 @@ def query_kernel(
     soft_cap,
     interpreted,
 ):
-    """dq of tiles of queries.
+    """The body of the backward's kernel for the gradient of query: writes dq of the tiles of queries that are dealt to
+    a program, one on each multiprocessor.
 
     Args:
       q_ref, k_ref, v_ref, do_ref: [B, T, heads or kv_heads, D], in global memory as all refs.
@@ -270,7 +271,9 @@ def key_kernel(
     soft_cap,
     interpreted,
 ):
-    """dk and dv of tiles of keys. It visits the query blocks that see the tile, for every query head in turn.
+    """The body of the backward's kernel for the gradients of key and value, for head dims up to 128: writes dk and dv
+    of the tiles of keys that are dealt to a program. It visits the query blocks that see the tile, for every query head
+    in turn.
 
     Args:
       q_ref, k_ref, v_ref, do_ref: [B, T, heads or kv_heads, D], in global memory as all refs.

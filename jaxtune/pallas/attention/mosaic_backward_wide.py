@@ -59,7 +59,9 @@ def wide_key_kernel(
     soft_cap,
     interpreted,
 ):
-    """dk and dv of tiles of keys. It visits the query blocks that see the tile, for every query head in turn.
+    """The body of the backward's kernel for the gradients of key and value, for head dims of 256: writes dk and dv of
+    the tiles of keys that are dealt to a program, one by each computing warpgroup. It visits the query blocks that see
+    the tile, for every query head in turn.
 
     Args:
       q_ref, k_ref, v_ref, do_ref: [B, T, heads or kv_heads, D], in global memory as all refs.

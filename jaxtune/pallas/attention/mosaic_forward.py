@@ -105,7 +105,8 @@ def forward_kernel(
     soft_cap,
     interpreted,
 ):
-    """out and lse (natural log, without sinks; 0 at padding) of tiles of queries.
+    """The body of the forward kernel of packed attention, which one program runs on each multiprocessor: writes out and
+    lse (natural log, without sinks; 0 at padding) of the tiles of queries that are dealt to it.
 
     Args:
       q_ref, k_ref, v_ref: [B, T, heads or kv_heads, D], in global memory as all refs.

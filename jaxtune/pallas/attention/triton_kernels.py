@@ -245,10 +245,15 @@ def query_kernel(query, key, value, out, dout, lse, starts, ends, dquery, delta,
                  LENGTH: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
                  SCALE: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr,
                  QUERIES: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
-    """Writes dquery of one tile of QUERIES queries of one head, walking the keys in blocks of KEYS as the forward
-    does, and delta float32[B, HEADS, LENGTH], the sum of out * dout over a head, which key_kernel needs. query, key,
-    value, starts, ends, out and lse are those of forward_kernel, and so are SCALE, CAP and WINDOW; dout and dquery,
-    the gradients of out and query, have their shape [B, LENGTH, HEADS, DIM]. Grid: (heads, tiles, B)."""
+    """Writes dquery [B, LENGTH, HEADS, DIM] of one tile of QUERIES queries of one head, walking the keys in blocks of
+    KEYS as the forward does, and delta float32[B, HEADS, LENGTH], the sum of out * dout over a head, which key_kernel
+    needs.
+
+    query, out and its gradient dout are [B, LENGTH, HEADS, DIM], key and value [B, LENGTH, KV_HEADS, DIM]; lse is the
+    forward's float32[B, HEADS, LENGTH], and starts and ends int32[B, LENGTH] are the document bounds of each token.
+    SCALE is the factor on scores, CAP the soft cap (0: none) and WINDOW how many keys a query sees at most (0: all).
+    Grid: (heads, tiles, B).
+    """
     head = tl.program_id(0)
     base = (tl.num_programs(1) - 1 - tl.program_id(1)) * QUERIES
     batch = tl.program_id(2).to(tl.int64)
@@ -341,9 +346,13 @@ def key_kernel(
     KEYS: tl.constexpr,
 ):
     """Writes dkey and dvalue [B, LENGTH, KV_HEADS, DIM] of one tile of KEYS keys: walks the queries that see it, in
-    blocks of QUERIES, of every query head of its key head in turn. query, key, value, dout, lse and ends are those of
-    query_kernel, and so are HEADS, SCALE, CAP and WINDOW; delta is what query_kernel wrote. Grid: (kv_heads, tiles,
-    B)."""
+    blocks of QUERIES, of every query head of its key head in turn.
+
+    query and dout (the gradient of the output) are [B, LENGTH, HEADS, DIM], key and value [B, LENGTH, KV_HEADS, DIM];
+    lse is the forward's and delta query_kernel's float32[B, HEADS, LENGTH], and ends int32[B, LENGTH] the end of each
+    token's document. SCALE is the factor on scores, CAP the soft cap (0: none) and WINDOW how many keys a query sees
+    at most (0: all). Grid: (kv_heads, tiles, B).
+    """
     kv_head = tl.program_id(0)
     base = tl.program_id(1) * KEYS
     batch = tl.program_id(2).to(tl.int64)

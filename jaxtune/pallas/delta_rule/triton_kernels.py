@@ -27,9 +27,9 @@ def _tokens(array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.co
 
 @triton.jit
 def _tokens_turned(array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr):
-    """The transpose of what _tokens loads from `array` at the token `first`, [DIM, CHUNK], loaded in that layout,
-    because a transposed result cannot be an operand (see the top of this file). STRIDE and LENGTH are those of
-    _tokens."""
+    """The transpose [DIM, CHUNK] of CHUNK tokens of one head from token `first` on, loaded in that layout, because a
+    transposed result cannot be an operand of a product. `array` points to the head's first token, STRIDE is the
+    numbers from token to token; tokens past the row (LENGTH) are 0."""
     rows = tl.arange(0, CHUNK)
     pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[None, :] * STRIDE + tl.arange(0, DIM)[:, None]
     if LENGTH % CHUNK == 0:
@@ -49,8 +49,10 @@ def _piece_turned(
     CHUNK: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    """PIECE neighbouring columns, that is tokens, of the transpose [DIM, CHUNK] that _tokens_turned loads: [DIM,
-    PIECE], from column `begin` of the chunk on. array, first, STRIDE and LENGTH are those of _tokens."""
+    """Loads PIECE neighbouring tokens of a chunk of CHUNK tokens of one head, transposed: [DIM, PIECE], from the
+    chunk's token `begin` on. dkey_kernel multiplies such a part of the tokens at a time. `array` points to the head's
+    first token, `first` is the chunk's first token, STRIDE the numbers from token to token; tokens past the row
+    (LENGTH) are 0."""
     rows = begin + tl.arange(0, PIECE)
     pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[None, :] * STRIDE + tl.arange(0, DIM)[:, None]
     if LENGTH % CHUNK == 0:

@@ -72,7 +72,7 @@ class Window:
     rows: Sequence[Row]
     """The rows."""
     part: bool = True
-    """See `Source.part`. False for the first window, which must be usable by itself."""
+    """Whether its rows need not be usable by themselves, as after the first window of a stream; False for the first."""
 
 
 def open_sources(source: Any, streaming: bool = False, columns: Mapping[str, str] | None = None) -> list[Source]:

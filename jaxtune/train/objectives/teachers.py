@@ -57,7 +57,8 @@ def with_teacher(student: Decoder, teacher: Decoder | None) -> Decoder:
 
 
 def without_teacher(model: Decoder) -> Decoder:
-    """The model over the same arrays without its teacher; the model itself if it has none."""
+    """The model over the same arrays without its teacher, a frozen model in its attribute `teacher`; the model itself
+    if it has none. What is placed, saved or exported as the trained model must not contain the teacher."""
     if model.teacher is None:
         return model
     model = copy_structure(model)

@@ -48,9 +48,9 @@ class SegmentCost:
     in_mixer: bool  # it belongs to a mixer
     first: bool  # it is the first segment of a mixer
     ends: bool  # it makes the layer's output
-    separable: bool  # as in models/layers/segment.py
-    tokenwise: bool  # as in models/layers/segment.py
-    decodes_once: bool  # as in models/layers/segment.py
+    separable: bool  # each of its outputs can be computed without the others
+    tokenwise: bool  # it may run over tiles of tokens
+    decodes_once: bool  # run again in the backward, it decodes weights that also serve its gradients
     runs_again: bool = False  # its backward runs its forward once more, which also recomputes its outputs
 
 
@@ -288,7 +288,8 @@ def _adapter_bytes(layer: Block, dtype) -> float:
 
 
 def _masked_sizes(model: Decoder) -> list[int]:
-    """The number of input features of each adapter of `model` that has dropout."""
+    """The number of input features of each adapter of `model` that has dropout, whose masks take memory; [] without
+    dropout."""
     matrices = (matrix for layer in model.layers for *_, matrix in layer.matrices())
     return [matrix.sizes[1] for matrix in matrices if matrix.lora is not None and matrix.lora.rate]
 
