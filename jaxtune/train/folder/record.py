@@ -81,7 +81,7 @@ def record_of(
     trainable: Mapping[str, jax.Array],
     storage: Mapping[str, str],
     base: Decoder,
-    teacher: str | None,
+    teacher: str | None = None,
     data: Mapping[str, Any],
     total_steps: int,
     own: Mapping[str, Any],
