@@ -27,8 +27,9 @@ def decoded_bytes(model: Decoder) -> int:
 
 
 def _quantised(model: Decoder) -> Iterator[tuple[Linear, Stored]]:
-    """(linear, its weight) of each linear whose weight a product would decode. Experts stay as they are: a step reads
-    nearly all of them, and in fewer bits faster."""
+    """Yields (linear, its weight) for each linear of `model` whose quantised weight a product would decode: not those
+    that multiply in FP8 or round their weights. Experts stay as they are: a step reads nearly all of them, and in
+    fewer bits faster."""
     for _, linear in linears(model):
         weight = linear.stored_weight
         if isinstance(weight, Stored) and not linear.fp8 and linear.fake_quant is None:
@@ -37,7 +38,7 @@ def _quantised(model: Decoder) -> Iterator[tuple[Linear, Stored]]:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _decoded(weight: Stored, dtype: str) -> jax.Array:
-    """The weight as a product with activations of that dtype decodes it."""
+    """The weight [out, in] as an array, decoded as a product with activations of the dtype `dtype` decodes it."""
     return decoded(weight, jnp.zeros((), dtype))[0]
 
 

@@ -33,8 +33,8 @@ class Stream(NamedTuple):
 
 
 def is_plain(block: Block, spec: LayerSpec) -> bool:
-    """Whether `step` can run this layer: RMS-normed attention without gates, with keys rotated in halves, and then a
-    feed-forward after an RMS norm, both added to the residual stream as they are."""
+    """Whether `step` can run this layer (`block`, of the kind `spec`): RMS-normed attention without gates, with keys
+    rotated in halves, and then a feed-forward after an RMS norm, both added to the residual stream as they are."""
     parts = [[(part.name, part.norm, part.post_norm) for part in stage.parts] for stage in spec.stages]
     if parts != [[("mixer", True, False)], [("mlp", True, False)]] or any(stage.post_norm for stage in spec.stages):
         return False
@@ -57,12 +57,14 @@ def is_plain(block: Block, spec: LayerSpec) -> bool:
 
 
 def norm_before(block: Block, part: str) -> RMSNorm:
-    """The norm through which the part of that name, "mixer" or "mlp", reads the residual stream."""
+    """The norm of a layer (`block`) through which the part of that name, "mixer" or "mlp", reads the residual
+    stream."""
     return getattr(block, f"{part}_norm")
 
 
 def rounding(norm: RMSNorm) -> dict:
-    """The options of few_rows' norms that belong to an RMSNorm of the model."""
+    """{eps, offset, float32} of an RMSNorm of the model (norm), the keyword arguments of added_norm and placed by
+    which these norm as it does."""
     return dict(eps=norm.eps, offset=norm.offset, float32=norm.float32)
 
 
@@ -101,7 +103,8 @@ def step(
 
 
 def _feed_forward(feed_forward, stream: Stream, context: Context) -> jax.Array:
-    """The partial sums [splits, N, hidden] that an MLP or experts add to the stream."""
+    """What a feed-forward, an MLP or experts, adds to the residual stream `stream`, as partial sums [splits, N,
+    hidden]. context: the layer's, which experts read."""
     if type(feed_forward) is MLP and not feed_forward.config.fused_gate_up:
         gate, up = feed_forward.gate_proj, feed_forward.up_proj
         if all(_is_array(linear, stream.x.dtype) for linear in (gate, up, feed_forward.down_proj)):

@@ -93,7 +93,8 @@ def _planned(
     length: int | None,
     most_slots: int,
 ) -> SlotPlan:
-    """plan_slots for checked arguments and `room` bytes that may be taken, without decoded weights."""
+    """The plan with the most slots and the longest rows for which `room` bytes suffice, without decoded weights. The
+    other arguments (bytes_of, positions, slots, length, most_slots) are those of plan_slots, checked."""
 
     def fits(slots: int, length: int) -> bool:
         return bytes_of(slots, length) <= room

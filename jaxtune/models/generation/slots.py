@@ -109,7 +109,8 @@ class Rows(NamedTuple):
 
 
 def empty_rows(count: int, ends: int, vocab_size: int) -> Rows:
-    """The Rows (numpy arrays) of `count` empty slots, with room for `ends` end tokens each."""
+    """The Rows (numpy arrays) of `count` empty slots, with room for `ends` end tokens each; vocab_size is that of the
+    model."""
 
     def whole(dtype):
         return np.zeros(count, dtype)
@@ -245,16 +246,18 @@ def _pack(structure: Structure, width: int, leaves, tokens, starts, lengths, tot
 
 
 def _rows_layout(config: DecoderConfig, shape: tuple[int, int], lengths, totals) -> PackedLayout:
-    """The layout of rows of one prompt each: shape (R, T), of which the first `lengths` tokens are real; totals as in
-    `_prefill`."""
+    """The layout, with rotary tables by `config`, of rows of one prompt each: shape (R, T), of which the first
+    lengths[i] tokens of row i are real; totals int32[R] are the tokens of the whole rows, by which a longrope model
+    chooses its factors."""
     index = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
     layout = packed_layout(shape, (index < lengths[:, None]).astype(jnp.int32), max_documents=1)
     return dataclasses.replace(layout, rotary=rotary_tables(config, index, totals[:, None]))
 
 
 def _forward(model: Decoder, tokens, layout: PackedLayout, first_state: Callable[..., object]) -> States:
-    """Runs tokens [R, T] through all layers as training does: the states that first_state(layer, its spec, the
-    residuals that its `state_reads` names) builds."""
+    """Runs prompts, tokens int32[R, T] with their `layout`, through all layers of `model` as training does. Returns a
+    list with what first_state(layer, its spec, {name: value} of the residuals that its `state_reads` names) builds for
+    each."""
     x = model.embed(tokens)
     states, shared = [], {}
     given = model.given(tokens, x) or [{}] * len(model.layers)
@@ -430,9 +433,14 @@ def _context(spec: LayerSpec, length: int, tables, real) -> Context:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _plain_step(graph, spec: LayerSpec, trainable, frozen, stream, tables, state, at, real, next_weight):
-    """Runs one layer for one new token of each row by plain_layer.step: (its output, a plain_layer.Stream, and the new
-    state). Arguments are those of `_layer_step`, with the stream for layer_input, and next_weight [hidden],
-    of the norm before the next layer or the head."""
+    """Runs one layer for one new token of each row by plain_layer.step, in fewer kernels than `_layer_step`: (its
+    output, a plain_layer.Stream, and the new state).
+
+    Args:
+      graph, spec, trainable, frozen, tables, state, at, real: those of `_layer_step`.
+      stream: the layer's input and its norm.
+      next_weight: [hidden], of the norm before the next layer or the head.
+    """
     context = _context(spec, 1, tables, real)
     return plain_layer.step(nnx.merge(graph, trainable, frozen), stream, state, at, context, next_weight)
 

@@ -79,9 +79,15 @@ def bucket(dim: int, whole: bool, window: int | None) -> str:
 
 
 def _blocks(kernel: str, query, layout: PackedLayout, window: int | None) -> Blocks:
-    """How a kernel (of HEURISTIC) divides its work for such calls: the blocks that the tuner measured
-    for them, else those that it measured for packed rows, else those of HEURISTIC. query has the head dim of the
-    kernels (`kernel_dim`); of it only that and the dtype are used."""
+    """How a kernel divides its work for such calls: the blocks that the tuner measured for them, else those that it
+    measured for packed rows, else those of HEURISTIC.
+
+    Args:
+      kernel: a key of HEURISTIC.
+      query: has the head dim of the kernels (`kernel_dim`); of it only that and the dtype are used.
+      layout: of the call, of which only max_documents is used: whether every row is one document.
+      window: of the call, or None.
+    """
     op, dim = f"attention {kernel}", query.shape[-1]
     for name in (bucket(dim, layout.max_documents == 1, window), bucket(dim, False, None)):
         found = tuning.tuned(op, name, query.dtype, Blocks)
@@ -92,8 +98,9 @@ def _blocks(kernel: str, query, layout: PackedLayout, window: int | None) -> Blo
 
 def blocks_of(query, layout: PackedLayout, window: int | None) -> dict[str, dict[str, Any]]:
     """How the kernels would divide their work for such a call: {operation of tuning.py, such as "attention forward":
-    the fields of its Blocks}. first_use.py asks it, because a kernel with other blocks is compiled anew and must be
-    checked again. Of `query` only shape and dtype are used."""
+    the fields of its Blocks that are not the defaults}. first_use.py asks it, because a kernel with other blocks is
+    compiled anew and must be checked again. Of `query` only shape and dtype are used; layout and window are those of
+    the call."""
     query = jax.ShapeDtypeStruct((kernel_dim(query.shape[-1]),), query.dtype)
     return {
         f"attention {kernel}": _blocks(kernel, query, layout, window).as_dict()
@@ -256,8 +263,14 @@ def _pipeline_barriers(blocks: Blocks, copies: int) -> list:
 
 
 def _ring_barriers(blocks: Blocks, copies: tuple[int, int], readers: tuple[int, int]) -> list:
-    """The barriers of `_pipeline_barriers` for two arrays that need different numbers of copies a slot, and whose slots
-    are read by different numbers of warpgroups."""
+    """The barriers of `_pipeline_barriers` for two arrays that come in different ways: for each array, a barrier for
+    each slot that a block has arrived, and then for each array one for each slot that it is free again.
+
+    Args:
+      blocks: has the number of slots of each array, `stages` and `value_stages`.
+      copies: how many copies a slot of the first, and of the second array needs.
+      readers: how many warpgroups read a slot of each.
+    """
     slots = (blocks.stages, blocks.value_stages or blocks.stages)
     return [
         plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
@@ -299,7 +312,8 @@ def _numbers(count, size, dtype):
 
 def _pairs(query, key, blocks: Blocks) -> bool:
     """Whether each warpgroup takes one of two query heads that share their keys, and not half of a tile of one head;
-    the tiles are then narrower, and see fewer masked keys."""
+    the tiles are then narrower, and see fewer masked keys. query [B, T, heads, D] and key [B, T, kv_heads, D] decide
+    it by their numbers of heads; `blocks` is not used."""
     return (query.shape[2] // key.shape[2]) % WARPGROUPS == 0
 
 
@@ -355,8 +369,16 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
 
 
 def _halved_rings(blocks: Blocks, dtype, pieces_first: bool = True) -> list:
-    """Slots of shared memory for the two arrays that a kernel of mosaic_halves.py brings: `stages` of the first,
-    `value_stages` of the second; one in pieces of a head, the other in halves."""
+    """Slots of shared memory for the two arrays whose blocks a kernel for heads of 512 loads: [for the first, for the
+    second].
+
+    Args:
+      blocks: has the tokens of a block, and the number of slots of the first array (`stages`) and of the second
+        (`value_stages`).
+      dtype: of the arrays.
+      pieces_first: whether the first comes in pieces of 128 columns and the second in halves of 256; False: the
+        reverse.
+    """
     columns = [mosaic_halves.PIECE, mosaic_halves.HALF]
     slots = zip((blocks.stages, blocks.value_stages), columns if pieces_first else columns[::-1], strict=True)
     return [smem((count, blocks.step, size), dtype) for count, size in slots]
@@ -452,8 +474,8 @@ def _key_gradients(operands, upper, blocks: Blocks, layout, options):
 
 
 def _halved_key_gradients(operands, upper, blocks: Blocks, value_blocks: Blocks, layout, options):
-    """(dk, dv) of heads of 512, each by a kernel of its own, dv's with `value_blocks`. The arguments are those of
-    `_key_gradients`."""
+    """(dk, dv) of heads of 512, each by a kernel of its own. operands, upper, blocks (of dk's kernel), layout and
+    options are the arguments of `_key_gradients`; value_blocks are those of dv's kernel."""
     query, key, value, dout, stat, _ = operands
 
     def gradient(kernel, operands, like, blocks):

@@ -105,19 +105,19 @@ def slot_of(number, piece, ring):
 
 
 def last_slot(number, ring):
-    """The slot of the last piece of block `number`."""
+    """The slot of the last piece of block `number` (int32[]) in a ring [slots, tokens, columns of a piece]."""
     return slot_of(number, 2 * HALF // ring.shape[-1] - 1, ring)
 
 
 def unknown_zero(i):
-    """0 as int32[], made from the number of a step or block so that the compiler does not know it. Used in an index of
-    shared memory, it keeps the compiler from holding the addresses of everything there in registers during the loop
-    over steps."""
+    """0 as int32[], made from `i`, the number of a step or block, so that the compiler does not know it. Used in an
+    index of shared memory, it keeps the compiler from holding the addresses of everything there in registers during
+    the loop over steps."""
     return lax.shift_right_logical(i, jnp.int32(30))
 
 
 def meet_other(barrier):
-    """Waits until both computing warpgroups have come here."""
+    """Waits until both computing warpgroups have called this, each with the same `barrier`."""
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
 

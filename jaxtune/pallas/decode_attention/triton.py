@@ -115,7 +115,9 @@ def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, s
 
 
 def _decode_whole(query, keys, values, lengths, scale, window, soft_cap, sinks):
-    """`decode` for caches of at most WHOLE keys, in one kernel."""
+    """`decode`, with the same arguments (query, keys, values, lengths, scale, window, soft_cap, sinks), for caches of
+    at most WHOLE keys: one kernel, whose programs each take all keys of a row and KV head, and no second one that
+    combines splits."""
     from jaxtune.pallas.decode_attention import triton_kernels
 
     rows, heads, dim = query.shape

@@ -109,10 +109,14 @@ def decode_whole_kernel(
     WIDTH: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Attention of one KV head of one row over all keys that it sees, in ascending order. Grid: (kv_heads, B).
+    """Attention of one KV head of one row over all keys that it sees, in ascending order: writes out [B, HEADS, DIM].
+    Grid: (KV_HEADS, B).
 
-    Arguments are those of decode_split_kernel; out is [B, HEADS, DIM]; sinks: float32[HEADS], in units of log2;
-    _MASKED: no sink. STAGES tiles are on their way at a time.
+    query is as out; keys and values are caches [B, KV_HEADS, CAPACITY, DIM], and lengths int32[B] the tokens of each
+    row, its new one included. sinks: float32[HEADS], in units of log2; _MASKED: no sink. SCALE is the factor on
+    scores, CAP the soft cap and WINDOW the sliding window (0: none). STEP keys are read at a time, and STAGES such
+    tiles are on their way; GROUP and WIDTH are the next powers of two of the query heads of a KV head (at least 16)
+    and of DIM.
     """
     head, row = tl.program_id(0), tl.program_id(1)
     OWN: tl.constexpr = HEADS // KV_HEADS

@@ -21,20 +21,30 @@ IMPLEMENTATIONS = {"triton": triton, "reference": reference}
 
 
 def _chosen(op: str, refusal, first_use, implementation: str | None) -> str:
-    """The implementation of a call: the Triton kernel if `refusal` gives no reason against it, and if it passed the
-    comparison `first_use` on this GPU."""
+    """The name of the implementation that runs a call: "triton" if `refusal` and then `first_use` give no reason
+    against it, else "reference".
+
+    Args:
+      op: the operation, for messages.
+      refusal: a function without arguments that returns why the kernel cannot serve the call, or None.
+      first_use: one that compares the kernel with the reference on this GPU, and returns why it must not run, or
+        None.
+      implementation: the name that the caller requests, which raises ValueError if it cannot serve the call; None:
+        the first that can.
+    """
     return dispatch.choose(op, {"triton": lambda: refusal() or first_use(), "reference": lambda: None}, implementation)
 
 
 def _chosen_product(op: str, x, refusal, first_use, implementation: str | None) -> str:
-    """As `_chosen`, for a product with x [N, in]. For other numbers of rows than the kernel's the vendor's product is
-    right, and dispatch has nothing to warn of."""
+    """As `_chosen`, whose other arguments (op, refusal, first_use, implementation) it has, for a product with x [N,
+    in]. For other numbers of rows than the kernel's the vendor's product is right, so the reference is taken at once,
+    and dispatch has nothing to warn of."""
     few = triton.LEAST_ROWS <= x.shape[0] <= triton.MOST_ROWS
     return _chosen(op, refusal, first_use, implementation if few or implementation else "reference")
 
 
 def _drawn(seed: int, *shape: int, dtype) -> jax.Array:
-    """Normal numbers, for a check at first use."""
+    """An array of this shape and dtype of normal numbers, drawn by `seed`, as an operand of a check at first use."""
     return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
 
 

@@ -63,15 +63,26 @@ def products_refusal(x, weights: Sequence) -> str | None:
 
 
 def _splits(inner: int, programs: int) -> int:
-    """Into how many parts the columns of a product are divided, whose tiles of rows are `programs` programs: as few as
-    occupy the multiprocessors, each with two reads or more."""
+    """Into how many parts the columns of a product are divided, so that few rows of weights occupy all
+    multiprocessors: as few as do, each with two reads or more. inner: the columns. programs: the tiles of the weights'
+    rows, each a program in each part."""
     steps = inner // _PLAIN.depth
     fitting = [n for n in range(1, 9) if steps % n == 0 and (n == 1 or steps // n >= 2)]
     return next((n for n in fitting if n * programs >= _ENOUGH), fitting[-1])
 
 
 def _multiplied(x, weights: Sequence, tile: Tile, splits: int, activation: int, width: int, dtype) -> jax.Array:
-    """Runs product_kernel: [splits, N, width] in dtype."""
+    """Runs product_kernel: [splits, N, width] in dtype.
+
+    Args:
+      x: [N, in].
+      weights: one to three, each [out_i, in]; with an activation those of gate and up.
+      tile: how a program reads them.
+      splits: parts of the columns, which are summed apart.
+      activation: 0: products alone; else the number of the gated product's activation.
+      width: columns of the result.
+      dtype: of the result.
+    """
     from jaxtune.pallas.few_rows import triton_kernels
 
     (count, inner), padding = x.shape, 3 - len(weights)
@@ -99,22 +110,24 @@ def _multiplied(x, weights: Sequence, tile: Tile, splits: int, activation: int, 
 
 
 def products(x, weights):
-    """api.products: partial sums, float32[splits, N, sum of out_i], or the products in x's dtype if there is one
-    split."""
+    """The products of x [N, in] with weights, each [out_i, in], side by side, as `api.products` describes them:
+    partial sums, float32[splits, N, sum of out_i], or the products in x's dtype if there is one split."""
     width = sum(weight.shape[0] for weight in weights)
     splits = _splits(x.shape[1], width // _PLAIN.rows)
     return _multiplied(x, weights, _PLAIN, splits, 0, width, x.dtype if splits == 1 else jnp.float32)
 
 
 def gated_refusal(x, weights: Sequence, activation: str) -> str | None:
-    """The reason why `gated_product` cannot serve a call, or None; weights are those of gate and up."""
+    """The reason why `gated_product` cannot serve a call, or None: x is [N, in], weights are those of gate and up,
+    [out, in] each, activation its name."""
     if activation not in _ACTIVATIONS:
         return f"activation {activation}"
     return products_refusal(x, weights)
 
 
 def gated_product(x, gate, up, activation):
-    """api.gated_product."""
+    """activation(x gate^T) * (x up^T), [N, out] in x's dtype, by one kernel: x is [N, in], gate and up are [out, in],
+    activation is its name. `api.gated_product` describes the roundings."""
     rows = gate.shape[0]
     tile = _GATED if rows % _GATED.rows == 0 and rows // _GATED.rows >= _ENOUGH else _GATED_FEW
     return _multiplied(x, (gate, up), tile, 1, _ACTIVATIONS[activation], rows, x.dtype)[0]
@@ -131,7 +144,8 @@ def added_norm_refusal(x) -> str | None:
 
 
 def added_norm(x, parts, weight, *, eps, offset, float32):
-    """api.added_norm; a program has one row."""
+    """(x plus the sum of parts, the RMS norm of that), both [N, hidden] in x's dtype, by one kernel, of which a
+    program has one row. x, parts, weight, eps, offset and float32 are the arguments of `api.added_norm`."""
     from jaxtune.pallas.few_rows import triton_kernels
 
     count, size = x.shape
@@ -154,7 +168,8 @@ def added_norm(x, parts, weight, *, eps, offset, float32):
 
 
 def placed_refusal(parts, keys, table) -> str | None:
-    """The reason why `placed` cannot serve a call, or None."""
+    """The reason why `placed` cannot serve a call with such arrays, or None: keys is a cache [N, kv_heads, capacity,
+    D], table (cos, sin) or None; parts is not used."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -169,7 +184,9 @@ def placed_refusal(parts, keys, table) -> str | None:
 
 
 def placed(parts, keys, values, positions, table, norms, *, eps, offset, float32):
-    """api.placed; a program has one head of one row."""
+    """(query, keys, values) as `api.placed` describes them, by one kernel that changes the caches in place; a program
+    has one head of one row. parts, keys, values, positions, table, norms, eps, offset and float32 are the arguments of
+    `api.placed`."""
     from jaxtune.pallas.few_rows import triton_kernels
 
     splits, count, width = parts.shape

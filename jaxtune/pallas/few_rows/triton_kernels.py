@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def _activated(gate, ACTIVATION: tl.constexpr):
-    """The activation of a gated MLP, float32: 1 silu, 2 gelu by tanh."""
+    """The activation of a gated MLP of `gate`, float32: silu for an ACTIVATION of 1, else gelu by tanh."""
     if ACTIVATION == 1:
         return gate / (1.0 + tl.exp(-gate))
     else:
@@ -39,6 +39,7 @@ def product_kernel(
     STAGES: tl.constexpr,
 ):
     """out = x W^T for COUNT rows of x [COUNT, INNER], padded to TOKENS. Grid: (rows of all weights / ROWS, SPLITS).
+    DEPTH columns are read at a time, with STAGES reads on their way.
 
     W is the weights first, second and third, of FIRST, SECOND and THIRD rows, one below the other; out is the partial
     sums [SPLITS, COUNT, FIRST + SECOND + THIRD]. With an ACTIVATION, first and second are the weights of gate and up,
@@ -78,7 +79,8 @@ def product_kernel(
 
 @triton.jit
 def _sum(parts, places, real, STRIDE, SPLITS: tl.constexpr, DTYPE: tl.constexpr):
-    """The sum of partial sums over the splits, which are STRIDE numbers apart, rounded to DTYPE; float32."""
+    """float32: at each of `places` (offsets of numbers) the sum of the partial sums `parts` over SPLITS splits, which
+    are STRIDE numbers apart, rounded to DTYPE; 0 where `real` is false."""
     total = tl.load(parts + places, mask=real, other=0.0).to(tl.float32)
     for split in tl.static_range(1, SPLITS):
         total += tl.load(parts + split * STRIDE + places, mask=real, other=0.0)
@@ -87,8 +89,9 @@ def _sum(parts, places, real, STRIDE, SPLITS: tl.constexpr, DTYPE: tl.constexpr)
 
 @triton.jit
 def _times_weight(wide, weight, OFFSET: tl.constexpr, FLOAT32: tl.constexpr, DTYPE: tl.constexpr):
-    """A norm's product with its weight: normed numbers `wide`, float32, and the weight, of its own dtype; float32 that
-    is rounded to DTYPE."""
+    """A norm's product with its weight, float32 that is rounded to DTYPE, from normed numbers `wide`, float32, and the
+    weight, of its own dtype. FLOAT32: OFFSET is added to the weight, and only the product is rounded; otherwise both
+    factors are rounded too."""
     if FLOAT32:
         scaled = wide * (OFFSET + weight.to(tl.float32))
     else:
@@ -111,7 +114,13 @@ def added_norm_kernel(
     OFFSET: tl.constexpr,
     FLOAT32: tl.constexpr,
 ):
-    """added = x + the sum of parts, and normed = its RMS norm, of one row [SIZE], padded to WIDTH. Grid: (COUNT,)."""
+    """Writes added = x + the sum of parts, and normed = the RMS norm of that, of one row of SIZE numbers, padded to
+    WIDTH. Grid: (COUNT,).
+
+    x, added and normed are [COUNT, SIZE]; parts is [SPLITS, COUNT, SIZE]; weight [SIZE], EPS, OFFSET and FLOAT32 are
+    the norm's: EPS is added to the mean square, OFFSET to the weight, and FLOAT32 says that only the product with the
+    weight is rounded.
+    """
     DTYPE: tl.constexpr = x.dtype.element_ty
     row = tl.program_id(0)
     columns = tl.arange(0, WIDTH)
@@ -152,7 +161,9 @@ def placed_kernel(
     FLOAT32: tl.constexpr,
 ):
     """One head of one new token: a query is normed, rotated and written to query [COUNT, HEADS, DIM], a key normed,
-    rotated and written to its place in keys, a value written to values. Grid: (HEADS + 2 KV_HEADS, COUNT).
+    rotated and written to its place in keys, a value written to values. Grid: (HEADS + 2 KV_HEADS, COUNT). q_weight
+    and k_weight [DIM] are those of the norms (NORMS: whether there are any), with EPS, OFFSET and FLOAT32 as in
+    added_norm_kernel; ROTATES: whether heads are rotated.
 
     parts [SPLITS, COUNT, HEADS + 2 KV_HEADS, DIM]; cos and sin float32[COUNT, DIM / 2]; positions int32[COUNT]. keys
     and values [COUNT, KV_HEADS, CAPACITY, DIM] are the same memory as old_keys and old_values, which are not read.
