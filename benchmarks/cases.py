@@ -19,7 +19,7 @@ class Step:
     beside: str | None = None
 
 
-_8B, _35 = "--shape llama-3.1-8b", "--shape qwen3.5-"
+_8B, _35, _GEMMA = "--shape llama-3.1-8b", "--shape qwen3.5-", "--shape gemma-4-"
 _IN_FP8 = "--load-in fp8 --compute fp8"
 # Models of experts are held under the peak memory that Unsloth takes for them; the planner chooses all else.
 _EXPERTS = {
@@ -57,6 +57,12 @@ STEPS = {
     "qwen35_27b_nf4": Step(f"{_35}27b --load-in nf4 --plan auto --budget-gb 32", steps=5),
     "qwen35_35b": Step(f"{_35}35b-a3b --plan auto --budget-gb 100 --optim adamw_8bit"),
     "qwen35_35b_nf4": Step(f"{_35}35b-a3b --load-in nf4 --plan auto --budget-gb 36 --optim adamw_8bit"),
+    "gemma4_e4b": Step(f"{_GEMMA}e4b --plan auto --budget-gb 24", steps=5),
+    "gemma4_12b": Step(f"{_GEMMA}12b --plan auto", steps=5),
+    "gemma4_12b_nf4": Step(f"{_GEMMA}12b --load-in nf4 --plan auto --budget-gb 16", steps=5),
+    "gemma4_26b": Step(f"{_GEMMA}26b-a4b --plan auto --optim adamw_8bit", steps=5),
+    "gemma4_26b_nf4": Step(f"{_GEMMA}26b-a4b --load-in nf4 --plan auto --budget-gb 24 --optim adamw_8bit", steps=5),
+    "gemma4_31b_nf4": Step(f"{_GEMMA}31b --load-in nf4 --plan auto --budget-gb 32", steps=5),
     "gpt_oss_kept": Step("--shape gpt-oss-20b --plan keep --micro-batches 2", steps=5),
     "qwen3_moe_kept": Step("--shape qwen3-30b-a3b --plan keep --optim adamw_8bit", steps=5),
     # Their peaks are held against bf16's. Of 30 GB of codes the allocator may lose more than the planner counts.
@@ -104,5 +110,6 @@ SETS = {
     "steps": ["8b", "8b_nf4", "8b_24gb", "8b_packed", "gpt_oss", "qwen3_moe"],  # what costs speed shows in one of them
     "kernels": list(_KERNELS),
     "memory": [name for name in PARTS if name.startswith("memory_")],
+    "gemma4": [name for name in STEPS if name.startswith("gemma4")],
     "ablation": [name for name in STEPS if "_reload" in name],
 }

@@ -14,6 +14,7 @@ from jaxtune.models.config import Source
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.quant import quantize
 from jaxtune.models.layers.block import Block
+from jaxtune.models.layers.per_layer import PerLayerInputs
 from jaxtune.models.linear import frozen
 from jaxtune.models.lora import copy_structure, freeze, matrices
 from jaxtune.models.placement import partition
@@ -38,6 +39,8 @@ def random_model(
     keys = jax.random.split(key, config.num_layers + 2)[2:]  # Decoder's own: the weights are those of model_from_config
     model = Decoder(dataclasses.replace(config, layers=config.layers[:1]), key, "bfloat16")
     model.layers = nnx.List([])
+    if config.per_layer_size is not None:  # of all layers, and not of the one that the decoder was made with
+        model.per_layer = PerLayerInputs(config, jax.random.fold_in(key, 0), "bfloat16")
     if load_in:
         model = freeze(model)
 
@@ -56,6 +59,8 @@ def random_model(
         model.layers = nnx.List([])
     model.config = config
     model.layers = nnx.List([nnx.merge(*layer) for layer in layers])
+    if load_in:
+        model = quantize(model, load_in)  # what is outside of the layers
     model.source = Source(path="random weights", config=json.dumps(dict(hf)))
     return model
 

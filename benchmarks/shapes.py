@@ -14,5 +14,9 @@ SHAPES = {
     "qwen3.5-9b": PUBLISHED["Qwen/Qwen3.5-9B"],
     "qwen3.5-27b": PUBLISHED["Qwen/Qwen3.5-27B"],
     "qwen3.5-35b-a3b": PUBLISHED["Qwen/Qwen3.5-35B-A3B"],
+    "gemma-4-e4b": PUBLISHED["google/gemma-4-E4B-it"],
+    "gemma-4-12b": PUBLISHED["google/gemma-4-12B-it"],
+    "gemma-4-26b-a4b": PUBLISHED["google/gemma-4-26B-A4B-it"],
+    "gemma-4-31b": PUBLISHED["google/gemma-4-31B-it"],
     "gpt-oss-20b": PUBLISHED["openai/gpt-oss-20b"],
 }

@@ -88,7 +88,7 @@ def adapter_config(options) -> AdapterConfig | None:
     return AdapterConfig(
         r=options.rank,
         lora_alpha=options.rank,
-        target_parameters=("mlp.experts.gate_up_proj", "mlp.experts.down_proj") if has_experts else None,
+        target_parameters=("experts.gate_up_proj", "experts.down_proj") if has_experts else None,
     )
 
 

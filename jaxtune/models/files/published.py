@@ -163,6 +163,55 @@ _QWEN35_35B_A3B = _QWEN35_9B | {
     "num_experts": 256,
     "num_experts_per_tok": 8,
 }
+_GEMMA4_31B: dict[str, Any] = {
+    "model_type": "gemma4_text",
+    "vocab_size": 262144,
+    "hidden_size": 5376,
+    "intermediate_size": 21504,
+    "num_hidden_layers": 60,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 16,
+    "num_global_key_value_heads": 4,
+    "attention_k_eq_v": True,
+    "max_position_embeddings": 262144,
+    "sliding_window": 1024,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 30.0,
+}
+_GEMMA4_12B = _GEMMA4_31B | {
+    "model_type": "gemma4_unified_text",
+    "hidden_size": 3840,
+    "intermediate_size": 15360,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "num_global_key_value_heads": 1,
+}
+_GEMMA4_26B_A4B = _GEMMA4_31B | {
+    "hidden_size": 2816,
+    "intermediate_size": 2112,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "num_global_key_value_heads": 2,
+    "enable_moe_block": True,
+    "num_experts": 128,
+    "top_k_experts": 8,
+    "moe_intermediate_size": 704,
+}
+_GEMMA4_E4B = _GEMMA4_31B | {
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "num_hidden_layers": 42,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "num_global_key_value_heads": None,
+    "attention_k_eq_v": False,
+    "max_position_embeddings": 131072,
+    "sliding_window": 512,
+    "hidden_size_per_layer_input": 256,
+    "num_kv_shared_layers": 18,
+}
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     "meta-llama/Llama-3.1-8B": _LLAMA_8B,
@@ -177,6 +226,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen/Qwen3.5-9B": _QWEN35_9B,
     "Qwen/Qwen3.5-27B": _QWEN35_27B,
     "Qwen/Qwen3.5-35B-A3B": _QWEN35_35B_A3B,
+    "google/gemma-4-E4B-it": _GEMMA4_E4B,
+    "google/gemma-4-12B-it": _GEMMA4_12B,
+    "google/gemma-4-26B-A4B-it": _GEMMA4_26B_A4B,
+    "google/gemma-4-31B-it": _GEMMA4_31B,
     "openai/gpt-oss-20b": _GPT_OSS_20B,
     "openai/gpt-oss-120b": _GPT_OSS_20B | {"num_hidden_layers": 36, "num_local_experts": 128},
     "mistralai/Mixtral-8x7B-Instruct-v0.1": _MIXTRAL_8X7B,
