@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import inspect
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -90,6 +91,7 @@ def triton_call(
     return meshes.on_each_device(call)(*arguments)
 
 
+_compiling = threading.Lock()  # Triton's settings are those of the process
 _POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int32": "*i32", "float8_e4m3fn": "*fp8e4nv"}
 
 
@@ -159,7 +161,10 @@ def _assembly(kernel, types: tuple[str, ...], constants: tuple, warps: int, stag
         attrs={(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in arrays},
     )
     target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
-    built = triton.compile(source, target=target, options={"num_warps": warps, "num_stages": stages})
+    with _compiling, triton.knobs.cache.scope():
+        # jax-triton sets it to "", with which Triton's compiler finds no folder.
+        triton.knobs.cache.dir = triton.knobs.cache.dir or triton.knobs.cache.get_triton_dir("cache")
+        built = triton.compile(source, target=target, options={"num_warps": warps, "num_stages": stages})
     ptx = built.asm["ptx"]
     parameters = re.search(r"\.entry \w+\((.*?)\)", ptx, re.DOTALL)
     assert parameters is not None and not built.metadata.global_scratch_size
