@@ -131,6 +131,23 @@ def parts():
     return step_cost(abstract_model(config_from_hf(PUBLISHED["meta-llama/Llama-3.1-8B"]), CONFIG), CONFIG)
 
 
+def test_heads_of_512_are_forecast_to_attend_more_slowly():
+    """Beside heads of 256, twice as many: the same multiplications, and the same forecast of everything else."""
+
+    def attend(heads: int, dim: int):
+        shape = config_from_hf(PUBLISHED["meta-llama/Llama-3.1-8B"])
+        shape = dataclasses.replace(shape, num_heads=heads, num_kv_heads=heads // 4, head_dim=dim)
+        (segment,) = (s for s in step_cost(abstract_model(shape, CONFIG), CONFIG).segments if s.name == "attend")
+        return segment.work
+
+    usual, wide = attend(16, 256), attend(8, 512)
+    assert usual.attention_flops == usual.attention_flops_backward
+    assert wide.attention_flops > 1.1 * usual.attention_flops
+    assert wide.attention_flops_backward > 1.5 * usual.attention_flops_backward
+    same = dict(attention_flops=0.0, attention_flops_backward=0.0)
+    assert dataclasses.replace(wide, **same) == dataclasses.replace(usual, **same)
+
+
 def searched(parts, budget, ratio):
     """Forecasts in the order in which they are compiled; the last one fits. ratio: of a plan, compiled over
     predicted."""
