@@ -137,7 +137,7 @@ def triton_graph_call(
 
 @dataclasses.dataclass(frozen=True)
 class _Assembly:
-    """A Triton kernel, compiled."""
+    """A Triton kernel, compiled to PTX, with what a launch must know about it."""
 
     name: str  # of the kernel in the assembly
     ptx: str
@@ -147,7 +147,15 @@ class _Assembly:
 
 @functools.cache
 def _assembly(kernel, types: tuple[str, ...], constants: tuple, warps: int, stages: int, capability) -> _Assembly:
-    """Compiles a kernel for arrays of these pointer types and these constants; needs no GPU."""
+    """Compiles a Triton kernel, once for equal arguments; needs no GPU.
+
+    Args:
+      kernel: the function under triton.jit.
+      types: Triton's pointer type of each array, such as "*bf16", in the order of the kernel's parameters.
+      constants: (name, value) of each compile-time constant.
+      warps, stages: Triton's num_warps and num_stages.
+      capability: the GPU's compute capability, (major, minor).
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -43,7 +43,8 @@ def _decoded(weight: Stored, dtype: str) -> jax.Array:
 
 
 class Decoded:
-    """Decodes the quantised weights of models that share them, each weight once."""
+    """Decodes the quantised weights of models that share them, such as one model with the adapters of several training
+    steps, each weight once."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[jax.Array, jax.Array]] = {}

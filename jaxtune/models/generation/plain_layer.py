@@ -26,7 +26,8 @@ from jaxtune.pallas.few_rows import added_norm, gated_product, placed, products
 
 
 class Stream(NamedTuple):
-    """The residual stream of one new token a row, between two parts."""
+    """The residual stream of one new token a row, between two parts of a layer or two layers, with the norm that the
+    same kernel computed."""
 
     x: jax.Array  # [N, hidden]
     normed: jax.Array  # [N, hidden]: x after the norm of the part that reads it next
@@ -120,14 +121,16 @@ def _feed_forward(feed_forward, stream: Stream, context: Context) -> jax.Array:
 
 
 def _is_array(linear: Linear, dtype) -> bool:
-    """Whether a linear is a product with an array of this dtype and nothing else."""
+    """Whether a linear is a product with an array of this dtype and nothing else (no bias, adapter or rounding), which
+    few_rows' kernels can multiply."""
     more = (linear.bias, linear.lora, linear.fake_quant)
     weight = linear.stored_weight
     return all(part is None for part in more) and isinstance(weight, jax.Array) and weight.dtype == dtype
 
 
 def _parts(x: jax.Array, linears: Sequence[Linear]) -> jax.Array:
-    """The products of x [N, in] with linears side by side, as partial sums [splits, N, sum of out]."""
+    """The products of x [N, in] with linears side by side, as partial sums [splits, N, sum of out]: by
+    few_rows.products if all are plain arrays, else by the linears' own product, as a single part."""
     if all(_is_array(linear, x.dtype) for linear in linears):
         return products(x, [linear.weight[...] for linear in linears])
     return jnp.concatenate(apply_fused(x[:, None], tuple(linears)), axis=-1)[None, :, 0]

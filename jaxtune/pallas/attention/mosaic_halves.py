@@ -38,7 +38,7 @@ PIECE = 128  # columns that are brought at a time of a block that only scores ar
 
 
 def columns_of(number, size: int):
-    """The columns of piece, or half, `number` (int or int32[]) of a head, each of `size` columns."""
+    """The slice of columns (pl.ds) of piece, or half, `number` (int or int32[]) of a head, each of `size` columns."""
     return pl.ds(number * size, size)
 
 
@@ -147,7 +147,8 @@ def half_forward_kernel(
     soft_cap,
     interpreted,
 ):
-    """out and lse (natural log, without sinks; 0 at padding) of tiles of queries; an item is one half of out.
+    """The body of the forward kernel for heads of 512: writes out and lse (natural log, without sinks; 0 at padding) of
+    the tiles of queries that are dealt to a program; an item is one half of out.
 
     Args:
       q_ref, k_ref, v_ref: [B, T, heads or kv_heads, 512], in global memory as all refs.
@@ -300,7 +301,8 @@ def half_query_kernel(
     soft_cap,
     interpreted,
 ):
-    """dq of tiles of queries, which both warpgroups share; each makes one half.
+    """The body of the kernel for dq of heads of 512: writes dq of the tiles of queries that are dealt to a program,
+    which both warpgroups share; each makes one half.
 
     Args:
       q_ref, k_ref, v_ref, do_ref: [B, T, heads or kv_heads, 512], in global memory as all refs.

@@ -113,8 +113,9 @@ def half_key_kernel(
     soft_cap,
     interpreted,
 ):
-    """dk of tiles of keys, which both warpgroups share; each makes one half. It visits the query blocks that see the
-    tile, for every query head in turn.
+    """The body of the kernel for dk of heads of 512: writes dk of the tiles of keys that are dealt to a program, which
+    both warpgroups share; each makes one half. It visits the query blocks that see the tile, for every query head in
+    turn.
 
     Args:
       q_ref, k_ref, v_ref, do_ref: [B, T, heads or kv_heads, 512], in global memory as all refs.
@@ -248,8 +249,9 @@ def half_value_kernel(
     soft_cap,
     interpreted,
 ):
-    """dv of tiles of keys, which both warpgroups share; each makes one half. It visits the query blocks that see the
-    tile, for every query head in turn.
+    """The body of the kernel for dv of heads of 512: writes dv of the tiles of keys that are dealt to a program, which
+    both warpgroups share; each makes one half. It visits the query blocks that see the tile, for every query head in
+    turn.
 
     Args:
       q_ref, k_ref, do_ref: [B, T, heads or kv_heads, 512], in global memory as all refs.

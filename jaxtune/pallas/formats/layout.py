@@ -37,16 +37,29 @@ class Header(Protocol):
     data."""
 
     @property
-    def name(self) -> str: ...
-    @property
-    def dtype(self) -> str: ...  # safetensors' name of it, such as F8_E4M3
+    def name(self) -> str:
+        """The tensor's name in the file."""
+        ...
 
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def dtype(self) -> str:
+        """Its dtype by safetensors' name, such as F8_E4M3."""
+        ...
+
     @property
-    def file(self) -> Path: ...
+    def shape(self) -> tuple[int, ...]:
+        """The lengths of its axes."""
+        ...
+
     @property
-    def size_bytes(self) -> int: ...
+    def file(self) -> Path:
+        """The path of the safetensors file that has it."""
+        ...
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of its data."""
+        ...
 
 
 Headers = Mapping[str, Header]  # by key
