@@ -226,8 +226,8 @@ class _TrackioSink(_Sink):
 
 def require_packages(tensorboard: bool, wandb_project: str | None, trackio_project: str | None) -> None:
     """Imports the packages of the loggers that a config asks for: tensorboardX if `tensorboard` is true, wandb and
-    trackio if their project's name is not None. Raises ValueError, with the key and the command that installs it, if
-    one is missing."""
+    trackio if wandb_project and trackio_project, the names of their projects, are not None. Raises ValueError, with
+    the key and the command that installs it, if one is missing."""
     if tensorboard:
         _require_package("tensorboardX", "metrics.tensorboard")
     if wandb_project is not None:

@@ -114,8 +114,9 @@ def require_own(folder: Path, run: dict[str, Any], steps: int) -> Result:
 
 
 def require_replaceable(folder: Path, run: dict[str, Any], steps: int) -> None:
-    """Raises ValueError unless `folder` is a result of this run that may be written again: as require_own does, which
-    has the same arguments, and also if the folder has a file that the run did not write."""
+    """Raises ValueError unless `folder` is a result of this run that may be written again: it was written by the run
+    that the values `run` identify, or by the same run when it was to be shorter than `steps` steps, and it has no file
+    that no run wrote."""
     if added := require_own(folder, run, steps).added:
         raise ValueError(f"{folder} has to be written again, but contains {added}, which no run wrote: move it away")
 

@@ -223,7 +223,8 @@ class StepProgram:
         return partition.undivided(run(sums, state, frozen, batch, micro_batch))
 
     def _accumulate(self, sums: Sums, state: TrainState, frozen, batch: Batch, micro_batch: jax.Array) -> Sums:
-        """`accumulate`, whose arguments these are, on the rows and the parts of weights that one device has."""
+        """The sums with one micro-batch added, for the rows and the parts of weights that one device has: what
+        `accumulate` does on each device, with the same arguments (sums, state, frozen, batch, micro_batch)."""
         if self.full:
             batch = dataclasses.replace(batch, segment_ids=None)
         key = noise = None
