@@ -65,8 +65,10 @@ class Chunks:
     def of(weight: Stored, dtype, whole: int) -> Chunks:
         """The chunks of a weight that is decoded to `dtype`; `whole` is a number of elements that chunks must divide, a
         multiple of SMALLEST, such as those of an expert."""
-        lines = next(n for n in (8, 4, 2, 1) if whole % (n * SMALLEST) == 0)
         assert isinstance(weight, FourBit | MXFP4 | NVFP4)
+        # Measured (README.md): more lines leave small weights too few programs, fewer load too little at a time.
+        largest = 4 if isinstance(weight, NVFP4) else 8
+        lines = next(n for n in (8, 4, 2, 1) if n <= largest and whole % (n * SMALLEST) == 0)
         scales = "absmax" if isinstance(weight, FourBit) else "powers" if isinstance(weight, MXFP4) else "bytes"
         table = (weight.table if isinstance(weight, FourBit) else mxfp4.TABLE).tobytes()
         divides = isinstance(weight, NVFP4) and weight.divides
