@@ -15,6 +15,7 @@ import numpy as np
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.sampler import Sampler
 from jaxtune.train.config import TrainConfig
+from jaxtune.train.data.batches import SampledRows
 from jaxtune.train.end_tokens import turn_end
 from jaxtune.train.objectives.packed_answers import Prompt
 from jaxtune.train.objectives.prompts import end_tokens, read_prompts
@@ -82,6 +83,9 @@ class AnswerMetrics:
     sample_rows: int
     """How many answers are shown."""
 
+    most_slots: int
+    """The most answers that are generated at a time."""
+
     deterministic: bool
     """Whether equal answers have equal bits whatever is generated beside them; see Sampler."""
 
@@ -91,6 +95,12 @@ class AnswerMetrics:
         so that a resumed run sees whether the evaluation was of the same questions."""
         return f"{zlib.crc32(repr([prompt.ids for prompt in self.prompts]).encode()):08x}"
 
+    @property
+    def sampled_rows(self) -> SampledRows:
+        """The rows that are generated at a time, by which their memory is planned."""
+        longest = max(len(prompt.ids) for prompt in self.prompts)
+        return SampledRows(longest + self.max_new_tokens, min(self.most_slots, len(self.prompts)))
+
     def __call__(self, model: Decoder) -> Answered:
         """Generates answers to all questions with `model`, and scores them: their metrics, and the first
         `sample_rows` answers. If a function raises an exception, the answer has no value of that function.
@@ -98,13 +108,8 @@ class AnswerMetrics:
         Raises:
           RewardError: a function returned something other than a list of numbers.
         """
-        longest = max(len(prompt.ids) for prompt in self.prompts)
-        sampler = Sampler(
-            model,
-            length=longest + self.max_new_tokens,
-            most_slots=min(_MOST_SLOTS, len(self.prompts)),
-            deterministic=self.deterministic,
-        )
+        rows = self.sampled_rows
+        sampler = Sampler(model, length=rows.length, most_slots=rows.most, deterministic=self.deterministic)
         rows = list(
             sampler.run(
                 [prompt.ids for prompt in self.prompts],
@@ -165,6 +170,7 @@ def answer_metrics(config: TrainConfig, rows: object, tokenizer, model: Decoder)
         lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
         config.seed,
         wanted.sample_rows,
+        _MOST_SLOTS,
         config.deterministic,
     )
 

@@ -20,6 +20,7 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.model_folder import find_config
 from jaxtune.models.files.quant import qat_spec
 from jaxtune.models.files.weights import Weights
+from jaxtune.models.generation.slot_plan import slots_for
 from jaxtune.models.hf import save_weights
 from jaxtune.models.lora import has_adapter
 from jaxtune.models.registry import config_from_hf, weights_stored_in
@@ -42,9 +43,10 @@ from jaxtune.train.folder.run_folder import ADAPTER, MERGED, RESULTS
 from jaxtune.train.folder.saving import TrainingInterrupted
 from jaxtune.train.loading import loading
 from jaxtune.train.objectives.named import objective_of
+from jaxtune.train.objectives.policy import GRPO
 from jaxtune.train.planning import choice, cost, devices, fitting, search
 from jaxtune.train.planning.meshes import mesh_of
-from jaxtune.train.planning.phases import Sampled, phase, questions_at_a_time
+from jaxtune.train.planning.phases import Sampled, phase, prefill_bytes, questions_at_a_time
 from jaxtune.train.program.program_cache import use_program_cache
 from jaxtune.train.signals import EXIT_SAVED, Interrupted, StopSignal
 from jaxtune.train.trainer import Trainer
@@ -447,6 +449,12 @@ def show_plan(config: TrainConfig, console: Console) -> None:
         raise choice.PlanError(error.smallest, budget_bytes, fixes) from None
     longest = fitting.longest_row(parts, config, device, budget_bytes)
     report.plan_elsewhere(forecast, parts, device, budget_bytes, longest, console)
+    objective = objective_of(config)
+    if isinstance(objective, GRPO):  # rows are not read here, so that prompts are taken to be as long as there is room
+        room = budget_bytes - parts.fixed_bytes(forecast.plan.micro_batches) - prefill_bytes(parts, device)
+        most = min(objective.settings.slots, config.rows_per_step * objective.settings.steps_per_generation)
+        slots = slots_for(cost.abstract_model(shape, config), room, config.data.length, most)
+        console.print(f"  sampling between two steps: {slots}", markup=False, highlight=False)
     console.print(report.finish_line(forecast, config.steps, config.plan.dollars_per_hour, parts.devices))
 
 

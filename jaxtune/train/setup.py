@@ -9,8 +9,11 @@ from typing import Any
 import jax
 import optax
 
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.generation.slot_plan import SlotPlan, slots_for
 from jaxtune.models.lora import has_adapter, matrices
 from jaxtune.models.placement import partition
+from jaxtune.train.answer_metrics import AnswerMetrics
 from jaxtune.train.config import TrainConfig
 from jaxtune.train.config.file import config_to_dict
 from jaxtune.train.data.batches import BatchSource
@@ -26,6 +29,7 @@ from jaxtune.train.optimizer.optim import (
 from jaxtune.train.optimizer.schedule import learning_rate_schedule
 from jaxtune.train.planning.forward import ForwardPlanner
 from jaxtune.train.planning.meshes import mesh_of
+from jaxtune.train.planning.phases import prefill_bytes
 from jaxtune.train.planning.plan import residuals_text
 from jaxtune.train.planning.planner import Planner
 from jaxtune.train.program.loss import aux_losses
@@ -157,6 +161,37 @@ def planned(
         optimizer=optimizer,
     )
     return config, mesh, planner
+
+
+def with_slots(
+    planner: Planner | ForwardPlanner, model: Decoder, batches: BatchSource, answers: AnswerMetrics | None
+) -> tuple[dict[str, SlotPlan], AnswerMetrics | None]:
+    """Plans the slots in which a run samples answers, by the memory that its weights and its optimizer leave between
+    two steps, and limits `batches` to them.
+
+    Args:
+      planner: of the run's steps.
+      model: the model; its arrays may be shapes.
+      batches: the source of the run's batches, which may sample.
+      answers: the evaluation by generation, or None.
+    Returns:
+      ({"answers" or "generate": the plan of the slots of that phase}, empty where memory has no limit or nothing is
+      sampled; `answers` with the planned number of slots).
+    Raises:
+      ValueError: there is no room for one slot.
+    """
+    found: dict[str, SlotPlan] = {}
+    if planner.budget_bytes is None or not isinstance(planner, Planner):
+        return found, answers
+    for name, rows in (("answers", batches.sampled_rows), ("generate", answers and answers.sampled_rows)):
+        if rows is not None:
+            used = planner.cost.fixed_bytes(planner.plan.micro_batches) + prefill_bytes(planner.cost, planner.device)
+            found[name] = slots_for(model, planner.budget_bytes - used, rows.length, rows.most)
+    if "answers" in found:
+        batches.limit_slots(found["answers"].slots)
+    if answers is not None and "generate" in found:
+        answers = dataclasses.replace(answers, most_slots=found["generate"].slots)
+    return found, answers
 
 
 def require_starts_within(total_steps: int, config: TrainConfig, profile_steps: int) -> None:

@@ -153,6 +153,7 @@ class Trainer:
         self.names = trainable_names(self.model.trainable)
         self.flops = flop_counter(self.model.prepared)
         config, mesh, planner = setup.planned(config, self.model, self.objective, self.batches, optimizer, trains)
+        self.slots, self.answers = setup.with_slots(planner, self.model.prepared, self.batches, self.answers)
         self.batches.divide(mesh.size, own_lanes(mesh))
         rows = self.eval_data and self.eval_data.rows
         self.engine = Engine(*programs, planner, mesh, self.batches, config, rows)
@@ -351,9 +352,8 @@ class Trainer:
         if planner.device.name == "cpu":
             return []
         of_plan = (planner.cost, planner.forecast, planner.device, self.config, partition.MeshShape.of(self.mesh).parts)
-        phases = phases_of(model.prepared, model.trainable, *of_plan, self.sampled)
-        sampling = [] if self.sampled is None else [f"  {self.sampled}"]
-        return [*phase_lines(phases, planner.budget_bytes, host_memory_bytes()), *sampling]
+        phases = phases_of(model.prepared, model.trainable, *of_plan, self.sampled, self.slots)
+        return phase_lines(phases, planner.budget_bytes, host_memory_bytes(), self.sampled, self.slots)
 
     def notes(self) -> list[str]:
         """Lines for the screen about how weights are stored, gradients summed and, under QAT, weights rounded."""

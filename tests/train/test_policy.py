@@ -14,9 +14,10 @@ from flax import nnx
 from tiny_models import adapted_model, tiny_model
 
 from jaxtune.models.config import LayerSpec
+from jaxtune.models.generation.slot_plan import slots_for
 from jaxtune.models.lora import get_peft_model, without_adapter
 from jaxtune.train.callbacks import Callback
-from jaxtune.train.config import CheckpointConfig, ConfigError, DataConfig, OptimConfig
+from jaxtune.train.config import CheckpointConfig, ConfigError, DataConfig, EvaluationConfig, MemoryConfig, OptimConfig
 from jaxtune.train.config.file import load_config
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.objectives.answering import OneTurn, Sampling
@@ -27,6 +28,7 @@ from jaxtune.train.objectives.policy import GRPO, RLOO
 from jaxtune.train.objectives.prompts import read_prompts
 from jaxtune.train.objectives.reward_functions import RewardFunctions
 from jaxtune.train.objectives.rollouts import SampledAnswers
+from jaxtune.train.planning.phases import phase_lines, phases_of, prefill_bytes
 from jaxtune.train.program.loss import Forward
 from jaxtune.train.trainer import Trainer
 from tests.train.data.conftest import make_tokenizer
@@ -346,6 +348,35 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path, more):
     for a, b in zip(jax.tree.leaves(nnx.state(got)), jax.tree.leaves(nnx.state(want)), strict=True):
         np.testing.assert_array_equal(a, b)
     assert of_metric(again, "loss") == of_metric(runs["whole"], "loss")[3:]
+
+
+def test_slots_are_planned_from_what_the_step_leaves(tmp_path):
+    """In a run of rewards, and in an evaluation that generates."""
+    for name in ("free", "held"):
+        (tmp_path / name).mkdir()
+    held_out = tmp_path / "held.jsonl"
+    held_out.write_text("\n".join(json.dumps({"prompt": "one", "answer": "two"}) for _ in range(32)))
+    changes = dict(
+        steps=1,
+        data=DataConfig(train="rows that the test made", eval=str(held_out), length=32),
+        evaluation=EvaluationConfig(generate=("exact_match",), max_new_tokens=8),
+    )
+    free = trainer_of(tmp_path / "free", **changes)
+    assert free.slots == {} and free.batches.answering.sampling.slots == 64
+    cost, device, model = free.planner.cost, free.planner.device, free.model.prepared
+    fixed = cost.fixed_bytes(1) + prefill_bytes(cost, device)
+    room = (fixed + 1.5 * slots_for(model, 1e12, 32, 8).bytes / 0.9) / 0.98  # a tenth of what is free is spared
+    held = trainer_of(tmp_path / "held", memory=MemoryConfig(budget_gb=room / 2**30), **changes)
+    assert {name: plan.slots for name, plan in held.slots.items()} == {"answers": 8, "generate": 8}
+    assert held.batches.answering.sampling.slots == 8 and held.answers is not None and held.answers.most_slots == 8
+    phases = phases_of(model, held.model.trainable, cost, held.planner.forecast, device, held.config, slots=held.slots)
+    need = {phase.name: phase.device_bytes for phase in phases}
+    assert need["answers"] == pytest.approx(fixed + held.slots["answers"].bytes) and need["generate"] <= need["answers"]
+    lines = phase_lines(phases, room, None, slots=held.slots)
+    assert "answers 0.00" in lines[0] and "  sampling in phase answers: 8 slots of" in lines[-2]
+    held.train()
+    with pytest.raises(ValueError, match="1 slots of .* are left beside the model"):
+        trainer_of(tmp_path / "held", memory=MemoryConfig(budget_gb=fixed / 2**30), **changes)
 
 
 def test_rewards_that_are_all_equal_teach_nothing_and_are_told(tmp_path, capsys):

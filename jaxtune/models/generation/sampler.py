@@ -37,7 +37,7 @@ from jaxtune.models.generation.requests import (
     checked_prompt,
 )
 from jaxtune.models.generation.sampling import Kind, Sampling
-from jaxtune.models.generation.slot_plan import SLOTS, SlotPlan, capacity_bucket, plan_slots, room_bytes
+from jaxtune.models.generation.slot_plan import SLOTS, SlotPlan, capacity_bucket, plan_slots, room_bytes, slot_bytes
 
 _FEWEST_ENDS = 4  # the array of end tokens has at least this many columns
 _IN_FLIGHT = 2  # how many rounds are dispatched before the oldest is read
@@ -395,9 +395,7 @@ class Sampler:
 
     def _bytes(self, slots: int, length: int) -> int:
         """Device bytes of the states of `slots` slots of `length` tokens, and of the values around a step's logits."""
-        states = device.states_shape(self._structure, self._shapes, slots, capacity_bucket(length))
-        kept = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(states))
-        return kept + 16 * slots * self.config.vocab_size
+        return slot_bytes(self._structure, self._shapes, slots, length)
 
     def _reserve(self, nearest: Sequence[Request]) -> None:
         """Gives the caches room for the whole rows of `nearest`, the requests that get a slot next. If they must grow,

@@ -7,6 +7,10 @@ import functools
 from collections.abc import Callable
 
 import jax
+from flax import nnx
+
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.generation import slots as device
 
 from jaxtune.models.generation.decoded import LEAST_ROWS
 
@@ -41,6 +45,30 @@ class SlotPlan:
     def __str__(self) -> str:
         decoded = f", weights decoded once {self.decoded_bytes / 1e9:.2f} GB" if self.decoded_bytes else ""
         return f"{self.slots} slots of {self.length:,} tokens, {self.bytes / 1e9:.2f} GB{decoded}"
+
+
+def slot_bytes(structure: device.Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], slots: int, length: int) -> int:
+    """Device bytes of the states of `slots` slots of `length` tokens, and of the values around a step's logits.
+
+    structure: the model without its arrays. shapes: the shape and dtype of each of them.
+    """
+    states = device.states_shape(structure, shapes, slots, capacity_bucket(length))
+    kept = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(states))
+    return kept + 16 * slots * structure.config.vocab_size
+
+
+def slots_for(model: Decoder, room_bytes: float, length: int, most_slots: int) -> SlotPlan:
+    """The plan of a sampler of a model whose arrays may be shapes: as many slots of `length` tokens as `room_bytes`
+    bytes of device memory have room for, at most `most_slots`. Raises ValueError if there is no room for one."""
+    graph, state = nnx.split(model)
+    leaves, treedef = jax.tree.flatten(state)
+    structure = device.structure_of(graph, treedef, model.config)
+    shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in leaves)
+
+    def bytes_of(slots: int, tokens: int) -> int:
+        return slot_bytes(structure, shapes, slots, tokens)
+
+    return plan_slots(bytes_of, model.config.context_length, room_bytes, None, length, most_slots)
 
 
 def plan_slots(

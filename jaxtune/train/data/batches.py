@@ -54,6 +54,17 @@ class Batch:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class SampledRows:
+    """The rows that are sampled from the model beside the weights and the optimizer, by which their memory is
+    planned."""
+
+    length: int
+    """The most tokens of a row, its prompt included."""
+    most: int
+    """The most rows that are sampled at a time."""
+
+
 class BatchSource:
     """Gives a run the batch of each of its steps. This is the base class of all sources; its methods have the defaults
     of a source whose batches depend on the number of the step alone.
@@ -69,6 +80,8 @@ class BatchSource:
     sees_model: bool = False
     """Whether `batch_at` is given the model. A batch is then made only after the step before it, and the device waits
     for it."""
+    sampled_rows: SampledRows | None = None
+    """The rows that the source samples with the model at a time; None if it samples none."""
     lanes: int = 1
     """The number of equal parts into which a batch is divided along its first axis. Each device that holds rows of its
     own (or each group of devices that holds the same rows) takes its rows from one lane."""
@@ -119,6 +132,9 @@ class BatchSource:
         """Where the rows of `step`, a recent one, came from, such as `file:line`, for error messages; [] if that is
         not known."""
         return []
+
+    def limit_slots(self, slots: int) -> None:
+        """Tells a source that samples how many rows it may sample at a time, by the plan of memory."""
 
     def divide(self, lanes: int, own: Sequence[int]) -> None:
         """Tells the source how devices share the rows; called once, before the first batch.

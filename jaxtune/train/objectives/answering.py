@@ -43,30 +43,7 @@ class Given:
     """Further columns for reward functions."""
 
 
-class Answering(Protocol):
-    """What samples the answers of a generation (all the answers of one round of sampling). Three classes do:
-    `OneTurn`, `ToolTurns` and `RolloutFunction`; the run calls whichever its config asks for in the same way."""
-
-    @property
-    def tool_names(self) -> Sequence[str]:
-        """The names of the tools that the model may call, which are shown on the screen and identify the run."""
-        ...
-
-    def __call__(
-        self, model: Decoder, prompts: Sequence[Prompt], seeds: Sequence[int]
-    ) -> tuple[list[Given], dict[str, float]]:
-        """Samples one answer to each prompt: (the answers, in the order of the prompts; {metric's name: value} for the
-        log).
-
-        Args:
-          model: the model to sample from.
-          prompts: the prompts, each once for each of its answers, one after another.
-          seeds: the sampling seed of each answer.
-        """
-        ...
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Sampling:
     """The options with which every answer is sampled, and what turns tokens into text."""
 
@@ -76,6 +53,13 @@ class Sampling:
     """The token ids that end an answer, in ascending order."""
     decode: Callable[[Sequence[int]], str]
     """Decodes token ids to text, without special tokens."""
+    most_slots: int | None = None
+    """The most answers that the plan of memory has room for at a time; None if it is not known."""
+
+    @property
+    def slots(self) -> int:
+        """The most answers that are sampled at a time."""
+        return min(self.settings.slots, self.most_slots or self.settings.slots)
 
     def sampler(self, model: Decoder, prompts: Sequence[Sequence[int]], alone: bool = False) -> Sampler:
         """A sampler for answers to prompts, with as many slots (answers that are sampled at a time) as memory is free
@@ -92,7 +76,7 @@ class Sampling:
         return Sampler(
             model,
             length=longest + self.settings.max_completion_length,
-            most_slots=min(self.settings.slots, len(prompts)),
+            most_slots=min(self.slots, len(prompts)),
             prefills_alone=alone,
         )
 
@@ -127,6 +111,39 @@ class Sampling:
         return list(ids[:-1] if ids and ids[-1] in self.ends else ids)
 
 
+class Answering(Protocol):
+    """What samples the answers of a generation (all the answers of one round of sampling). Three classes do:
+    `OneTurn`, `ToolTurns` and `RolloutFunction`; the run calls whichever its config asks for in the same way."""
+
+    @property
+    def sampling(self) -> Sampling:
+        """The options of sampling."""
+        ...
+
+    @property
+    def tool_names(self) -> Sequence[str]:
+        """The names of the tools that the model may call, which are shown on the screen and identify the run."""
+        ...
+
+    @property
+    def changes_prompts(self) -> bool:
+        """Whether the prompts of answers may be longer than the rows'."""
+        ...
+
+    def __call__(
+        self, model: Decoder, prompts: Sequence[Prompt], seeds: Sequence[int]
+    ) -> tuple[list[Given], dict[str, float]]:
+        """Samples one answer to each prompt: (the answers, in the order of the prompts; {metric's name: value} for the
+        log).
+
+        Args:
+          model: the model to sample from.
+          prompts: the prompts, each once for each of its answers, one after another.
+          seeds: the sampling seed of each answer.
+        """
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class OneTurn:
     """Samples each answer in one turn: the model writes until a token ends the answer or it is max_completion_length
@@ -139,6 +156,11 @@ class OneTurn:
     def tool_names(self) -> Sequence[str]:
         """No names: the model calls no tools."""
         return ()
+
+    @property
+    def changes_prompts(self) -> bool:
+        """False: prompts are those of the rows."""
+        return False
 
     def __call__(
         self, model: Decoder, prompts: Sequence[Prompt], seeds: Sequence[int]
@@ -220,6 +242,11 @@ class ToolTurns:
     def tool_names(self) -> Sequence[str]:
         """The names of the tools that the model may call."""
         return self.tools.names
+
+    @property
+    def changes_prompts(self) -> bool:
+        """Whether environments may add to prompts."""
+        return self.tools.has_environments
 
     def __call__(
         self, model: Decoder, prompts: Sequence[Prompt], seeds: Sequence[int]

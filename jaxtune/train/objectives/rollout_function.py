@@ -50,7 +50,7 @@ class RolloutModel:
         self, model: Decoder, sampling: Sampling, length: int, encode: Callable[[Turns], tuple[int, ...]], seed: int
     ):
         self._sampling, self._encode, self._seed, self._calls = sampling, encode, seed, 0
-        self._sampler = Sampler(model, length=length, most_slots=sampling.settings.slots)
+        self._sampler = Sampler(model, length=length, most_slots=sampling.slots)
 
     def encode(self, prompt: Turns) -> list[int]:
         """The token ids of a prompt, a text or a list of messages, as the run makes them from the prompts of rows, up
@@ -109,6 +109,11 @@ class RolloutFunction:
     def tool_names(self) -> Sequence[str]:
         """No names: the function's tools are its own."""
         return ()
+
+    @property
+    def changes_prompts(self) -> bool:
+        """True: the function makes prompts itself."""
+        return True
 
     def __call__(
         self, model: Decoder, prompts: Sequence[Prompt], seeds: Sequence[int]

@@ -22,7 +22,7 @@ from flax import nnx
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.train.config import ConfigError
-from jaxtune.train.data.batches import Batch, BatchSource, Json, epoch_order
+from jaxtune.train.data.batches import Batch, BatchSource, Json, SampledRows, epoch_order
 from jaxtune.train.objectives.answer_report import measured, screen_lines
 from jaxtune.train.objectives.answering import Answering
 from jaxtune.train.objectives.packed_answers import (
@@ -117,6 +117,10 @@ class SampledAnswers(BatchSource):
             has_old=score is not None,
             has_reference=reference is not None and not penalises,
         )
+        at_once = min(settings.slots, answers_per_step * settings.steps_per_generation)
+        self.sampled_rows = SampledRows(
+            length if answering.changes_prompts else longest + settings.max_completion_length, at_once
+        )
         self._generation: tuple[int, list[Answer]] | None = None
         self._made: tuple[int, Batch] | None = None
         self._old: dict[int, np.ndarray] = {}
@@ -143,6 +147,9 @@ class SampledAnswers(BatchSource):
     def _prompts_per_generation(self) -> int:
         """The number of prompts that a generation samples answers for."""
         return self.answers_per_step * self.settings.steps_per_generation // self.settings.num_generations
+
+    def limit_slots(self, slots: int) -> None:
+        self.answering.sampling.most_slots = slots
 
     def empty(self, rows: int) -> Batch:
         return self.rows.empty(rows)

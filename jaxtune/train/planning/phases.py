@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from jaxtune.models.adapters.merge import merge_bytes
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.files.byte_files import IN_FLIGHT_BYTES
 from jaxtune.models.files.quant import parameters
+from jaxtune.models.generation.slot_plan import SlotPlan
 from jaxtune.models.lora import has_adapter, matrices
 from jaxtune.models.placement import partition
 from jaxtune.pallas.formats import Stored
@@ -37,6 +39,13 @@ _LESS_SAVED = (
 )
 # Bytes per number while a matrix is encoded: it exists in 16 bits, in float32 and as codes.
 _ENCODING_BYTES = 2.0 + 4.0 + 1.0
+
+
+_PREFILL_TOKENS = 2048  # the default of Sampler's prefill_tokens
+_SHORTER = {
+    "answers": "a smaller objective.max_completion_length, or fewer objective.slots",
+    "generate": "a smaller evaluation.max_new_tokens",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +113,12 @@ def questions_at_a_time(
     return sampled
 
 
+def prefill_bytes(parts: StepCost, device: Device) -> float:
+    """Device bytes of the forward pass by which a sampler prefills prompts, in addition to the weights and to the
+    states of its slots."""
+    return forward_bytes(parts, _PREFILL_TOKENS, 0, device)
+
+
 def phases_of(
     model: Decoder,
     given: Any,
@@ -113,6 +128,7 @@ def phases_of(
     config: TrainConfig,
     weight_parts: int = 1,
     sampled: Sampled | None = None,
+    slots: Mapping[str, SlotPlan] = MappingProxyType({}),
 ) -> list[Phase]:
     """The phases of a run under a plan, in their order, without those that the config does not ask for.
 
@@ -125,6 +141,7 @@ def phases_of(
       config: the run's.
       weight_parts: number of devices that divide the weights.
       sampled: how questions are answered; None: none are.
+      slots: {phase: the slots in which it samples answers between two steps}, from setup.with_slots.
     """
     plan, fixed = forecast.plan, parts.fixed
     weights = parts.frozen_bytes + parts.resident_bytes(plan.residuals.resident)
@@ -152,6 +169,9 @@ def phases_of(
     found.append(Phase("step", step, forecast.host_bytes, less_rows))
     if config.data.eval is not None or config.data.eval_rows:
         found.append(Phase("evaluate", parts.fixed_bytes(plan.micro_batches) + forward, 0.0, less_rows))
+    for name, own in slots.items():
+        sampling = parts.fixed_bytes(plan.micro_batches) + own.bytes + prefill_bytes(parts, device)
+        found.append(Phase(name, sampling, 0.0, _SHORTER[name]))
     if config.checkpoint.every_steps or config.checkpoint.every_minutes:
         # What the step pinned stays pinned while a copy of the state is written.
         found.append(Phase("save", parts.fixed_bytes(plan.micro_batches), forecast.host_bytes + saved, _LESS_SAVED))
@@ -172,13 +192,20 @@ def phases_of(
     return found
 
 
-def phase_lines(phases: Sequence[Phase], budget_bytes: float | None, host_bytes: float | None) -> list[str]:
-    """The table of phases as text: one line, and a warning for each phase that will not fit.
+def phase_lines(
+    phases: Sequence[Phase],
+    budget_bytes: float | None,
+    host_bytes: float | None,
+    sampled: Sampled | None = None,
+    slots: Mapping[str, SlotPlan] = MappingProxyType({}),
+) -> list[str]:
+    """The table of phases as text: one line, a warning for each phase that will not fit, and how answers are sampled.
 
     Args:
       phases: as phases_of returns them.
       budget_bytes: memory of a device; None: no limit.
       host_bytes: memory of this machine; None: unknown.
+      sampled, slots: as in phases_of.
     """
     device = ", ".join(f"{phase.name} {phase.device_bytes / 1e9:.2f}" for phase in phases)
     host = ", ".join(f"{phase.name} {phase.host_bytes / 1e9:.2f}" for phase in phases if phase.host_bytes >= 1e7)
@@ -194,7 +221,8 @@ def phase_lines(phases: Sequence[Phase], budget_bytes: float | None, host_bytes:
                     f"warning: {phase.name} will need {need / 1e9:.2f} GB of {there / 1e9:.2f} GB of {what} memory: "
                     f"{phase.remedy}"
                 )
-    return found
+    found += [] if sampled is None else [f"  {sampled}"]
+    return found + [f"  sampling in phase {name}: {own}" for name, own in slots.items()]
 
 
 @contextlib.contextmanager
