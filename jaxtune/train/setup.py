@@ -13,8 +13,9 @@ from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.slot_plan import SlotPlan, slots_for
 from jaxtune.models.lora import has_adapter, matrices
 from jaxtune.models.placement import partition
+from jaxtune.system import processes
 from jaxtune.train.answer_metrics import AnswerMetrics
-from jaxtune.train.config import TrainConfig
+from jaxtune.train.config import ConfigError, MeshConfig, TrainConfig
 from jaxtune.train.config.file import config_to_dict
 from jaxtune.train.data.batches import BatchSource
 from jaxtune.train.folder.run_rows import most_documents
@@ -144,6 +145,8 @@ def planned(
         reference_runs=reference_runs,
         optimizer=optimizer,
     )
+    if batches.sampled_rows is not None:
+        _require_sampling(config, chosen)
     mesh = partition.make_mesh(*chosen.sizes)
     config = dataclasses.replace(config, mesh=chosen)
     config.require_rows_for(mesh.size)
@@ -161,6 +164,22 @@ def planned(
         optimizer=optimizer,
     )
     return config, mesh, planner
+
+
+def _require_sampling(config: TrainConfig, mesh: MeshConfig) -> None:
+    """Raises ConfigError if answers cannot be sampled on this mesh, because it divides weights or has devices of
+    several processes."""
+    name = config.objective.name
+    if mesh.fsdp != 1:
+        raise ConfigError(
+            f"mesh.fsdp = {mesh.fsdp}: objective.name = {name} samples answers, for which each device needs whole "
+            "weights; set mesh.fsdp=1 and mesh.data to the number of devices, and model.load_in=nf4 if they do not fit"
+        )
+    if (count := processes.count()) > 1:
+        raise ConfigError(
+            f"objective.name = {name}: {count} processes cannot share the sampling yet; run one process, which "
+            "can use all GPUs of its machine (mesh.data)"
+        )
 
 
 def with_slots(

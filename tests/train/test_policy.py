@@ -11,13 +11,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiny_models import adapted_model, tiny_model
+from tiny_models import adapted_model, golden_model, tiny_model
 
-from jaxtune.models.config import LayerSpec
+from jaxtune.models.config import LayerSpec, MoEConfig
+from jaxtune.models.files.quant import quantize
 from jaxtune.models.generation.slot_plan import slots_for
 from jaxtune.models.lora import get_peft_model, without_adapter
 from jaxtune.train.callbacks import Callback
-from jaxtune.train.config import CheckpointConfig, ConfigError, DataConfig, EvaluationConfig, MemoryConfig, OptimConfig
+from jaxtune.train.config import (
+    CheckpointConfig,
+    ConfigError,
+    DataConfig,
+    EvaluationConfig,
+    MemoryConfig,
+    MeshConfig,
+    OptimConfig,
+)
 from jaxtune.train.config.file import load_config
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.objectives.answering import OneTurn, Sampling
@@ -198,6 +207,30 @@ def test_the_samplers_log_probabilities_are_the_trainers():
     np.testing.assert_allclose(objective.metrics(sums)["sampling/importance_sampling_ratio/mean"], 1.0, atol=1e-4)
 
 
+KINDS = {
+    "experts": lambda: tiny_model(moe=MoEConfig(4, 2, 8)),
+    "delta nets": lambda: golden_model("qwen3_5"),
+    "nf4": lambda: quantize(tiny_model(hidden_size=64, intermediate_size=64, head_dim=32), "nf4"),
+    "fp8": lambda: quantize(tiny_model(hidden_size=64, intermediate_size=64, head_dim=32), "fp8"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_model_is_sampled_and_trained(kind):
+    objective, model = GRPO.of(**settings()), adapted_model(KINDS[kind](), r=2)
+    batch = source_of(objective).batch_at(0, lambda: model)
+    graph, trainable, frozen = nnx.split(model, nnx.Param, ...)
+
+    def loss(trainable):
+        value, count, sums = objective.loss(nnx.merge(graph, trainable, frozen), batch, Forward())
+        return value / count, sums
+
+    (_, sums), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(trainable)
+    assert objective.metrics(sums)["sampling/sampling_logp_difference/mean"] < 1e-3
+    leaves = jax.tree.leaves(gradients)
+    assert all(np.isfinite(leaf).all() for leaf in leaves) and any(np.abs(leaf).max() > 0 for leaf in leaves)
+
+
 def test_rloo_takes_the_divergence_of_an_answer_from_its_reward():
     objective = RLOO.of(**settings(beta=0.3))
 
@@ -348,6 +381,31 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path, more):
     for a, b in zip(jax.tree.leaves(nnx.state(got)), jax.tree.leaves(nnx.state(want)), strict=True):
         np.testing.assert_array_equal(a, b)
     assert of_metric(again, "loss") == of_metric(runs["whole"], "loss")[3:]
+
+
+def test_two_devices_share_the_rows_and_the_answers(tmp_path):
+    runs, batches = {}, {}
+    for name, mesh in (("one", None), ("two", MeshConfig(data=2))):
+        (tmp_path / name).mkdir()
+        runs[name] = trainer_of(tmp_path / name, steps=2, mesh=mesh)
+        source = runs[name].batches
+        made = source.batch_at
+
+        def kept(step, model=None, made=made, name=name):
+            batches.setdefault(name, []).append(made(step, model))
+            return batches[name][-1]
+
+        source.batch_at = kept
+        runs[name].train()
+    assert runs["two"].mesh.size == 2 and runs["two"].batches.rows_per_step % 2 == 0
+    np.testing.assert_array_equal(batches["one"][0].tokens, batches["two"][0].tokens)
+    sampled = [batches[name][0].extra[SAMPLED_LOGPS] for name in ("one", "two")]
+    np.testing.assert_allclose(*sampled, atol=1e-5)
+    for name in ("loss", "grad_norm", "reward"):
+        got, want = (of_metric(runs[run], name) for run in ("two", "one"))
+        np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-5, err_msg=name)
+    with pytest.raises(ConfigError, match="mesh.fsdp = 2: objective.name = grpo samples answers.*set mesh.fsdp=1"):
+        trainer_of(tmp_path, mesh=MeshConfig(fsdp=2))
 
 
 def test_slots_are_planned_from_what_the_step_leaves(tmp_path):

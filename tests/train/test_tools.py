@@ -289,7 +289,6 @@ def turns_of(tokenizer, tools, script, most=200, **options):
     """(ToolTurns with a scripted sampler, the sampler)."""
     scripted = Scripted(tokenizer, script)
 
-    @dataclasses.dataclass(frozen=True)
     class Written(Sampling):
         def sampler(self, model, prompts, alone=False):
             assert alone

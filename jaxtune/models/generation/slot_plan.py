@@ -11,7 +11,6 @@ from flax import nnx
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation import slots as device
-
 from jaxtune.models.generation.decoded import LEAST_ROWS
 
 SLOTS = 64  # the default number of slots

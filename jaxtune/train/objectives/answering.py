@@ -9,6 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Protocol
 
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.generation.divided import DividedSampler, devices_of
 from jaxtune.models.generation.sampler import Piece, Sampler
 from jaxtune.train.config import ConfigError
 from jaxtune.train.objectives.packed_answers import Prompt, Settings
@@ -61,10 +62,12 @@ class Sampling:
         """The most answers that are sampled at a time."""
         return min(self.settings.slots, self.most_slots or self.settings.slots)
 
-    def sampler(self, model: Decoder, prompts: Sequence[Sequence[int]], alone: bool = False) -> Sampler:
+    def sampler(
+        self, model: Decoder, prompts: Sequence[Sequence[int]], alone: bool = False
+    ) -> Sampler | DividedSampler:
         """A sampler for answers to prompts, with as many slots (answers that are sampled at a time) as memory is free
         for, at most the settings' and one for each prompt. Its rows have room for the longest prompt and
-        max_completion_length.
+        max_completion_length. If several devices have the weights, they share the answers.
 
         Args:
           model: the model to sample from.
@@ -72,15 +75,19 @@ class Sampling:
           alone: prefills each prompt in a program of its own, so that an answer has the same bits whenever it is
             submitted.
         """
-        longest = max(len(ids) for ids in prompts)
-        return Sampler(
-            model,
-            length=longest + self.settings.max_completion_length,
-            most_slots=min(self.slots, len(prompts)),
-            prefills_alone=alone,
-        )
+        longest, devices = max(len(ids) for ids in prompts), devices_of(model)
 
-    def submit(self, sampler: Sampler, ids: Sequence[int], new: int, seed: int, index: int = 0) -> int:
+        def made(model: Decoder) -> Sampler:
+            return Sampler(
+                model,
+                length=longest + self.settings.max_completion_length,
+                most_slots=min(self.slots, -(-len(prompts) // len(devices))),
+                prefills_alone=alone,
+            )
+
+        return made(model) if len(devices) == 1 else DividedSampler(model, devices, len(prompts), made)
+
+    def submit(self, sampler: Sampler | DividedSampler, ids: Sequence[int], new: int, seed: int, index: int = 0) -> int:
         """Submits a prompt to a sampler with the run's options, and returns the number of the request, by which the
         sampler's pieces name it.
 
@@ -318,7 +325,7 @@ class ToolTurns:
             found.append(_Dialogue(Given(ids, messages, sampled=[]), seed, prompt.columns, environment))
         return found
 
-    def _submitted(self, sampler: Sampler, one: _Dialogue) -> int:
+    def _submitted(self, sampler: Sampler | DividedSampler, one: _Dialogue) -> int:
         """Submits the next turn of the answer `one` to the sampler, with all tokens so far as its prompt and with the
         room that is left, and notes where the turn begins; returns the number of the request."""
         given, most = one.given, self.sampling.settings.max_completion_length

@@ -11,7 +11,8 @@ import numpy as np
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.generation.ends import end_token_ids
-from jaxtune.train.config import ConfigError, DataConfig, TrainConfig
+from jaxtune.models.placement import partition
+from jaxtune.train.config import ConfigError, DataConfig, MeshConfig, TrainConfig
 from jaxtune.train.config.objective import ObjectiveConfig
 from jaxtune.train.data.formats import Example, detect_format, normalize, refuse_media
 from jaxtune.train.data.reading import open_sources
@@ -140,10 +141,16 @@ def sampled_answers(
         answers_per_step=config.rows_per_step,
         length=data.length,
         seed=config.seed,
+        rows_multiple=1 if config.mesh is None else _devices(config.mesh) * (config.micro_batches or 1),
         score=functools.partial(log_probs_of, settings.temperature) if objective.reuses else None,
         reference=reference,
         penalises=objective.penalises,
     )
+
+
+def _devices(mesh: MeshConfig) -> int:
+    """The number of devices of a mesh."""
+    return partition.make_mesh(*mesh.sizes).size
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ and resumed has the same answers. A generation that is used for several steps is
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -66,6 +67,7 @@ class SampledAnswers(BatchSource):
       answers_per_step: the number of answers in a step.
       length: the number of tokens in a row.
       seed: of sampling and of the order of prompts.
+      rows_multiple: the number of rows in a step is a multiple of it, so that devices can share them.
       score: computes log-probabilities under the model that it is given. If it is set, batches have OLD_LOGPS.
       reference: computes log-probabilities under the reference of the model that it is given. If it is set, batches
         have REFERENCE_LOGPS, or, if `penalises`, `advantages` gets the divergences of the answers.
@@ -87,6 +89,7 @@ class SampledAnswers(BatchSource):
         answers_per_step: int,
         length: int,
         seed: int,
+        rows_multiple: int = 1,
         score: Score | None = None,
         reference: Score | None = None,
         penalises: bool = False,
@@ -108,7 +111,8 @@ class SampledAnswers(BatchSource):
         self._length, self.answering, self._score = length, answering, score
         self._reference, self._penalises = reference, penalises
         full = length // (longest + settings.max_completion_length)
-        self.rows_per_step = -(-answers_per_step // full)
+        rows = math.ceil(answers_per_step / full)
+        self.rows_per_step = math.ceil(rows / rows_multiple) * rows_multiple
         self.rows = AnswerRows(
             self.rows_per_step,
             length,

@@ -1,0 +1,81 @@
+"""Samplers of several devices that share the rows, for a model whose weights every device has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.generation.sampler import Piece, Sampler
+
+type Device = Any  # a jax.Device
+
+
+def devices_of(model: Decoder) -> list[Device]:
+    """The devices that have the whole weights of a model, in the order of their numbers."""
+    first = jax.tree.leaves(nnx.state(model))[0]
+    return sorted(first.sharding.device_set, key=lambda device: device.id)
+
+
+def copy_on(model: Decoder, device: Device) -> Decoder:
+    """The model with the copy of its weights that a device has; nothing is copied."""
+
+    def own(array: jax.Array) -> jax.Array:
+        return next(shard.data for shard in array.addressable_shards if shard.device == device)
+
+    graph, state = nnx.split(model)
+    return nnx.merge(graph, jax.tree.map(own, state))
+
+
+class DividedSampler:
+    """Samplers of several devices with the methods of one (`Sampler.submit`, `step` and `pending`). The rows that are
+    submitted first are divided into consecutive parts, one for each device; a later row goes to the device with the
+    fewest rows.
+
+    Args:
+      model: its weights are whole on each device.
+      devices: the devices.
+      rows: the number of rows that are submitted first.
+      make: makes the sampler of a device from the model with that device's weights.
+    """
+
+    def __init__(self, model: Decoder, devices: Sequence[Device], rows: int, make: Callable[[Decoder], Sampler]):
+        self._devices, self._rows, self._submitted = devices, rows, 0
+        self._samplers: list[Sampler] = []
+        for device in devices:
+            with jax.default_device(device):
+                self._samplers.append(make(copy_on(model, device)))
+        self._numbers: list[dict[int, int]] = [{} for _ in devices]  # of each device: {its number of a request: ours}
+
+    def submit(self, prompt: Sequence[int], *arguments, **settings) -> int:
+        """Submits a prompt to one of the samplers, as Sampler.submit does; returns the number of the request."""
+        number, self._submitted = self._submitted, self._submitted + 1
+        count = len(self._samplers)
+        place = number * count // self._rows
+        if number >= self._rows:
+            place = min(range(count), key=lambda index: self._samplers[index].pending)
+        with jax.default_device(self._devices[place]):
+            own = self._samplers[place].submit(prompt, *arguments, **settings)
+        self._numbers[place][own] = number
+        return number
+
+    @property
+    def pending(self) -> int:
+        """The number of requests that are not done."""
+        return sum(sampler.pending for sampler in self._samplers)
+
+    def step(self) -> list[Piece]:
+        """Makes about one round of progress on every device that has work, and returns the new pieces. A device
+        computes its next round while the results of the others are read."""
+        found = []
+        for device, sampler, numbers in zip(self._devices, self._samplers, self._numbers, strict=True):
+            if sampler.pending:
+                with jax.default_device(device):
+                    pieces = sampler.step()
+                found += [
+                    Piece(numbers[piece.request], piece.ids, piece.logprobs, piece.finish_reason) for piece in pieces
+                ]
+        return found
