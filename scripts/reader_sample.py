@@ -6,8 +6,9 @@ An item is printed with its signature, its docstring and the comment lines direc
 is printed with its fields, their comments and the signatures of its methods; a module with the names that it defines.
 A method is printed below the first sentence on its class; one without a docstring has that of the class that it
 inherits from, as help() shows it. Private items are drawn as well. Functions within functions
-are not drawn, nor are methods like __init__: Python defines what they do, and a class documents its arguments. If
-somebody who knows JAX cannot say from an item what it takes, what it gives and why it exists, mend its words.
+are not drawn, nor are overloads, which the function itself documents, nor methods like __init__: Python defines what
+they do, and a class documents its arguments. If somebody who knows JAX cannot say from an item what it takes, what it
+gives and why it exists, mend its words.
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ def definitions(body: list[ast.stmt], outer: str = "") -> list[tuple[str, Defini
     for statement in body:
         if isinstance(statement, Definition):
             name = outer + statement.name
-            if not (outer and statement.name.startswith("__")):
+            overload = any(ast.unparse(each).endswith("overload") for each in statement.decorator_list)
+            if not overload and not (outer and statement.name.startswith("__")):
                 found.append((name, statement))
             if isinstance(statement, ast.ClassDef):
                 found += definitions(statement.body, f"{name}.")
