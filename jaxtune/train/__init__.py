@@ -16,7 +16,8 @@ _MODULE_OF = {"TrainConfig": "jaxtune.train.config", "Trainer": "jaxtune.train.t
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a name of `__all__` on its first use, because its module loads JAX. Raises AttributeError for others."""
+    """Imports the name `name`, one of `__all__`, when it is first used, and returns what it names. It is not imported
+    before, because its module loads JAX. Raises AttributeError for any other name."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_MODULE_OF[name]), name)

@@ -1,4 +1,5 @@
-"""`python -m jaxtune.train RECIPE [key.sub=value ...]`, the same command as `jaxtune train`."""
+"""Lets `python -m jaxtune.train RECIPE [key.sub=value ...]` run the train command, as `jaxtune train` does. RECIPE is
+the path of a YAML file or the name of a packaged recipe; each `key.sub=value` replaces one value of it."""
 
 import sys
 

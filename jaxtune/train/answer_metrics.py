@@ -33,11 +33,13 @@ class Answered:
     answers: the metrics, and some of the answers."""
 
     metrics: dict[str, float]
-    """`eval_answers/NAME`: the mean of a function over the answers that it applies to, NaN if there is none;
-    `eval_answer_tokens`: the mean length; `eval_answers_cut_off`: the share that reached evaluation.max_new_tokens."""
+    """`eval_answers/NAME`: the mean value of the function NAME over the answers that it applies to, NaN if there is
+    none; `eval_answer_tokens`: the mean number of tokens of an answer; `eval_answers_cut_off`: the share of answers
+    that reached evaluation.max_new_tokens."""
 
     samples: list[dict[str, object]]
-    """The first rows: {"question", "given": the model's answer} and the value of each function by its name."""
+    """The answers to the first evaluation.sample_rows rows, each as {"question": text, "given": the model's answer,
+    NAME: the value of the function NAME for this answer}."""
 
     def lines(self) -> list[str]:
         """The metrics and the samples in words, as lines for the screen: first the mean score of each function with
@@ -52,7 +54,8 @@ class Answered:
 
 @dataclasses.dataclass(frozen=True)
 class AnswerMetrics:
-    """Generates a model's answers to the questions of held-out rows, and scores them.
+    """Generates a model's answers to the questions of held-out rows, and scores them. `answer_metrics` makes it once
+    for a run; each evaluation calls it with the model and gets the results, an `Answered`.
 
     Example:
       metrics = answer_metrics(config, config.data.eval, tokenizer, model)
@@ -60,7 +63,8 @@ class AnswerMetrics:
     """
 
     prompts: Sequence[Prompt]
-    """The questions, with the rows' other columns."""
+    """The questions as token ids, each with the other columns of its row, such as the right answer, which functions may
+    read."""
 
     functions: RewardFunctions
     """The functions that score answers; each gets all answers in one call."""
@@ -81,13 +85,14 @@ class AnswerMetrics:
     """The seed of sampling."""
 
     sample_rows: int
-    """How many answers are shown."""
+    """How many answers, those to the first questions, the results have as samples."""
 
     most_slots: int
     """The most answers that are generated at a time."""
 
     deterministic: bool
-    """Whether equal answers have equal bits whatever is generated beside them; see Sampler."""
+    """True: an answer has the same bits whatever else is generated at the same time, which is slower. False: they may
+    differ."""
 
     @property
     def identity(self) -> str:
@@ -97,7 +102,8 @@ class AnswerMetrics:
 
     @property
     def sampled_rows(self) -> SampledRows:
-        """The rows that are generated at a time, by which their memory is planned."""
+        """The size of what is generated at a time: the most tokens of a row (the longest question and an answer) and
+        the most rows. The planner reserves memory for it."""
         longest = max(len(prompt.ids) for prompt in self.prompts)
         return SampledRows(longest + self.max_new_tokens, min(self.most_slots, len(self.prompts)))
 
@@ -143,13 +149,15 @@ class AnswerMetrics:
 
 
 def answer_metrics(config: TrainConfig, rows: object, tokenizer, model: Decoder) -> AnswerMetrics | None:
-    """The evaluation by generation that config.evaluation.generate asks for; None if it names no function.
+    """Makes the evaluation by generation that config.evaluation.generate asks for; returns None if it names no
+    function.
 
     Args:
       config: the config of the run.
       rows: the held-out rows: a path, a data set's name, or a list of dicts.
       tokenizer: a Hugging Face tokenizer with the chat template of the run.
-      model: the model; its arrays may be `jax.ShapeDtypeStruct`s.
+      model: the run's model, of which the context length and the end tokens are read; its arrays may be
+        `jax.ShapeDtypeStruct`s.
     Raises:
       ConfigError: a function does not exist, rows have no questions, or a question leaves no room for an answer.
     """

@@ -1,4 +1,5 @@
-"""The train command: from a config to an output folder with the trained model, and --check and --plan."""
+"""The train command: it turns a config into an output folder with the trained model. With --check it only shows the
+rows, with --plan only the memory plan."""
 
 from __future__ import annotations
 
@@ -58,11 +59,11 @@ BEFORE, AFTER = "before training", "after training"  # printed before the answer
 
 
 def answered(config: TrainConfig, limit: int) -> list[Example]:
-    """The first `limit` held-out rows that `config` names (data.eval), as examples, whose conversation ends with an
-    answer in words. Exact match compares the model's answers with these.
+    """Returns the first `limit` held-out rows (data.eval of `config`) that are conversations which end with an answer
+    in words, as examples; other rows are skipped. Exact match compares the model's answers with these.
 
     Raises:
-      ValueError: there is no such row; or a row is bad, and data.on_bad_row is "error".
+      ValueError: there is no such row; or a row cannot be used, and data.on_bad_row is "error".
     """
     rows = []
     sources = open_sources(config.data.eval, columns=config.data.columns)
@@ -159,7 +160,8 @@ def run(config: TrainConfig, check: bool = False, plan: bool = False, console: C
     Args:
       config: the run.
       check: only read the rows and show how they are tokenised and packed.
-      plan: only show the memory plan; with plan.device set or without rows, for a device that may not be here.
+      plan: only show the memory plan. If plan.device is set or data.train is empty, it is computed from the model's
+        shapes alone (`show_plan`), otherwise with the rows, and by compiling the step (`show_memory`).
       console: prints; None writes to the terminal.
     Returns:
       The process's exit code: 0, or 75 if a signal stopped the run and the same command continues from what is saved.
@@ -191,8 +193,8 @@ def run(config: TrainConfig, check: bool = False, plan: bool = False, console: C
 
 
 def require_fit_for_processes(config: TrainConfig) -> None:
-    """Raises ValueError if a run of several processes has different configs in them, or a config that several processes
-    cannot run yet. A single process is always accepted."""
+    """Raises ValueError for a run of several processes if their configs differ, or if the config asks for what several
+    processes cannot do yet: answers in evaluations, or optim.offload. A single process is always accepted."""
     if (count := processes.count()) == 1:
         return
     require_same_settings(config)
@@ -210,8 +212,8 @@ def require_fit_for_processes(config: TrainConfig) -> None:
 
 def _train(config: TrainConfig, console: Console, stop: StopSignal) -> int:
     """Does a run of the train command by its config: loads, trains, exports and evaluates, prints on `console` what to
-    do next, and returns the exit code 0. stop: the StopSignal that is in force; a signal raises TrainingInterrupted or
-    Interrupted."""
+    do next, and returns the exit code 0. stop: watches for signals such as SIGTERM, on which it ends the run with
+    TrainingInterrupted or Interrupted; `run` catches both."""
     with loading(config) as (weights, tokenizer, model):
         if note := report.cpu_note(model):
             console.print(note, markup=False, highlight=False)
@@ -261,13 +263,15 @@ def show_memory(trainer: Trainer, console: Console) -> dict[str, float]:
 
 
 class RunIsComplete(Exception):
-    """Raised instead of training: every result that the config asks for exists already and is verified to be this
-    run's."""
+    """Raised by `_Delivery.begin` before the first step if every result that the config asks for exists already and is
+    verified to be this run's. `_train` catches it, and prints the results instead of training."""
 
 
 class _Delivery:
-    """What happens to the trained model: it is exported first, so that no later failure can lose it, and then
-    evaluated. The Trainer calls `begin` and `finish` (folder.results.Delivery).
+    """What the train command does with the trained model: it is exported first, so that no later failure can lose it,
+    and then evaluated. The Trainer calls `begin` before the first step and `finish` after the last
+    (folder.results.Delivery). The attribute `numbers` has the content of results.json: exact match "before" and "after"
+    training, "eval_loss".
 
     Args:
       trainer: the run's.
@@ -286,7 +290,8 @@ class _Delivery:
         the config asks for that.
 
         Args:
-          run: returns what identifies the run.
+          run: a function that returns what identifies the run; it waits for the weights, so it is called only if
+            needed.
           start: the steps done so far.
         Raises:
           RunIsComplete: every result exists already.
@@ -324,8 +329,9 @@ class _Delivery:
         return answer(model, self.trainer.tokenizer, self.config, self.console, self.trainer.sampled, when)
 
     def _take_numbers(self, run: dict[str, Any]) -> None:
-        """Reads the results.json of an earlier process of this run into `numbers`. A file that is damaged or of another
-        run is deleted, as its metrics are. run: what identifies this run (`Trainer._same_run`)."""
+        """Reads the results.json that an earlier process of this run wrote into `numbers`. The file is deleted if it is
+        damaged or of another run, and ignored if it is of other held-out rows. run: what identifies this run
+        (`Trainer._same_run`)."""
         path = self.output / RESULTS
         try:
             numbers = json.loads(path.read_text(encoding="utf-8"))

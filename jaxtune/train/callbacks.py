@@ -27,7 +27,8 @@ class Between:
     save: Callable[[], None]
     """Saves a checkpoint of the state after this step; `Callback.saved` is called."""
     model: Callable[[], Decoder]
-    """Returns the model as it is now. The next step donates its trained arrays, so it must not be used later."""
+    """Returns the model as it is now. The next step donates its trained arrays, so what it returned must not be used
+    after `Callback.between` has returned."""
     stopped: bool = False
     """Whether `stop` was called."""
 
@@ -37,7 +38,9 @@ class Between:
 
 
 class Callback:
-    """The base class of callbacks for Trainer; subclasses override the methods that they need.
+    """The base class of callbacks for Trainer; subclasses override the methods that they need. `between` is called
+    after each step was dispatched, and can evaluate, save or stop; `stepped` gets the metrics of a step; `evaluating`
+    and `evaluated` are called before and after an evaluation, and `saved` after a checkpoint.
 
     All methods are called in the thread of the training loop, between steps. The device computes meanwhile, so a quick
     callback costs no time. An exception ends the run; TrainingStopped (monitor.py) ends it with a message of one line.
@@ -53,12 +56,14 @@ class Callback:
         They are those of metrics.jsonl, but come for every step. Entries that are added to `metrics` are logged too."""
 
     def evaluating(self, step: int, model: Callable[[], Decoder]) -> None:
-        """Called before an evaluation after `step` steps, which may be the first thing that a process does. model:
-        returns the model that is evaluated; the next step donates its trained arrays."""
+        """Called before the held-out rows are evaluated after `step` steps (0: before the first one). It may be the
+        first method that is called in a process. model: a function that returns the model that is evaluated; the next
+        step donates its trained arrays, so they must not be used after that step."""
 
     def evaluated(self, step: int, metrics: dict[str, Any]) -> None:
         """Called with the metrics of an evaluation after `step` steps. Entries that are added to `metrics` are logged
         too."""
 
     def saved(self, step: int) -> None:
-        """Called when a checkpoint of the state after `step` steps was handed to the thread that writes it."""
+        """Called when a checkpoint of the state after `step` steps was given to the thread that writes it, so its files
+        may not be complete yet."""

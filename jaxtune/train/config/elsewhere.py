@@ -23,7 +23,7 @@ class Translation:
     """A recipe made of another program's config, and what could not be translated."""
 
     program: str
-    """AXOLOTL or LLAMA_FACTORY."""
+    """The program that the config is for: "axolotl" or "LLaMA-Factory"."""
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
     """The recipe, as nested values."""
     lacking: list[str] = dataclasses.field(default_factory=list)
@@ -32,7 +32,8 @@ class Translation:
     """What the recipe does in another way than the config, or the user should look at, a sentence each."""
 
     def set(self, key: str, value: Any) -> None:
-        """Sets the dotted key `key` of the recipe `values` to `value`, and makes the sections around it."""
+        """Sets the dotted key `key`, such as "optim.eps", of the recipe `values` to `value`, and adds the sections in
+        which the key is if the recipe does not have them yet."""
         *sections, last = key.split(".")
         inner = self.values
         for section in sections:
@@ -158,7 +159,8 @@ _INSTEAD = {
 
 def _common(made: Translation, left: dict[str, Any]) -> None:
     """Translates the keys that both programs have. Called after `_axolotl` or `_llama_factory`, as it reads what they
-    have set. made: the recipe, which is extended. left: the keys not translated yet, of which it removes its own."""
+    have set. made: the recipe, which is extended. left: the config's keys that are not translated yet; those that this
+    function translates are removed from it."""
     adapted = "adapter" in made.values and "path" not in (made.values["adapter"] or {})
     for name, key in _SAME.items():
         if name in left and (value := left.pop(name)) is not None and (adapted or name not in _ADAPTERS):
@@ -210,17 +212,19 @@ def _choose(
 
 
 def _packing(made: Translation, packs: bool) -> None:
-    """Sets data.packing of the recipe `made`. packs: whether the other program packs documents into rows. If not, its
-    update has a number of documents, so data.packing becomes "step", with which a step has as many, and a note says
-    so."""
+    """Sets data.packing of the recipe `made`. packs: whether the other program packs several documents into a row. If
+    it does, data.packing becomes True. If it does not, each update of that program trains on a fixed number of
+    documents; data.packing then becomes "step", with which a step here trains on the same number, and a note in
+    made.notes says so."""
     made.set("data.packing", True if packs else "step")
     if not packs:
         made.notes.append("data.packing: step: an update has as many documents as there; true makes fewer updates")
 
 
 def _columns(made: Translation, columns: Mapping[str, str], of: str) -> None:
-    """Sets data.columns of the recipe `made`, which is one map for all rows; another map than before is reported as
-    lacking. columns: {name of a format's column: its name in the rows}. of: the name of the rows, for messages."""
+    """Sets data.columns of the recipe `made` to `columns` without the names that are the same in both. A recipe has one
+    such map for all rows, so if it has a different one already, `columns` is reported as lacking instead. columns:
+    {name of a column in a format of jaxtune: its name in these rows}. of: the name of the rows, for that report."""
     columns = {ours: source for ours, source in columns.items() if ours != source}
     known = made.values.get("data", {}).get("columns")
     if columns and known not in (None, columns):
@@ -255,7 +259,8 @@ _TEMPLATES = {
 
 def _axolotl(made: Translation, left: dict[str, Any], folder: Path) -> None:
     """Translates the keys that only axolotl has: rows, length, template, adapter, objective. made: the recipe, which is
-    extended. left: the config's keys, of which it removes those. folder: not used; `_llama_factory` has it too."""
+    extended. left: the config's keys, of which it removes those. folder: not used; `recipe_of` passes it because
+    `_llama_factory`, which it calls in the same way, needs it."""
     del folder
     _rows(made, "data.train", [_axolotl_rows(made, one) for one in left.pop("datasets", None) or []])
     _rows(made, "data.eval", [_axolotl_rows(made, one) for one in left.pop("test_datasets", None) or []])
@@ -301,7 +306,7 @@ def _axolotl(made: Translation, left: dict[str, Any], folder: Path) -> None:
 
 def _take(made: Translation, left: dict[str, Any], **names: str) -> None:
     """Sets keys of the section `adapter` of the recipe `made` from keys of `left`, which are removed; those that are
-    missing or off stay unset. names: {name in the other program: name in the section}."""
+    missing, null, false or empty stay unset. names: {name in the other program: name in the section}."""
     for source, ours in names.items():
         if value := left.pop(source, None):
             made.set(f"adapter.{ours}", value)

@@ -176,12 +176,16 @@ def read_values(path: Path, origins: dict[str, str] | None = None) -> dict[str, 
 
 def load_to_evaluate(recipe: str, overrides: Sequence[str] = ()) -> tuple[TrainConfig, float]:
     """Reads a recipe whose held-out rows may be replaced by an override of data.eval. Such an override also unsets the
-    recipe's data.eval_rows, which cannot be set beside data.eval. recipe and overrides are those of `load_config`, and
-    so are the errors.
+    recipe's data.eval_rows, which cannot be set beside data.eval.
 
+    Args:
+        recipe: the path of a YAML file, or the name of a packaged recipe.
+        overrides: texts such as "data.eval=rows.jsonl".
     Returns:
-      The configuration, and the data.eval_rows that was unset (0 if none was): the number of rows that a run of the
-        recipe would not have trained on.
+        The configuration, and the data.eval_rows that was unset (0 if none was): the number of rows that a run of the
+            recipe would not have trained on.
+    Raises:
+        ConfigError: the recipe cannot be read, or it has faults.
     """
     keys = {override.split("=")[0].strip() for override in overrides}
     if "data.eval" in keys and "data.eval_rows" not in keys:
@@ -252,7 +256,7 @@ def _parse_yaml(text: str, source: str, origins: dict[str, str] | None = None) -
         origins: if given, receives "source:line" for each dotted key.
 
     Raises:
-        ConfigError: it is not YAML, has a key twice, or exceeds the limits above.
+        ConfigError: it is not YAML, has a key twice, more than 10,000 values, or more than 20 levels of nesting.
     """
     try:
         node = yaml.compose(text, Loader=yaml.BaseLoader)
@@ -398,8 +402,9 @@ def _explain(fault: Any, origins: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _where(key: str, origins: Mapping[str, str]) -> str:
-    """Where a dotted key was set, as " (file:line)" to be put into a message, or else the innermost section around it
-    that was set; "" if neither was. origins: {dotted key: "file:line" or the override}."""
+    """Returns the place where the dotted key `key` was set, as " (file:line)" for a message. If `origins` does not have
+    the key, it is the place of the innermost section around it that `origins` has; "" if there is none. origins:
+    {dotted key: "file:line", or the override that set it}."""
     parts = key.split(".")
     for end in range(len(parts), 0, -1):
         origin = origins.get(".".join(parts[:end]))
@@ -409,11 +414,12 @@ def _where(key: str, origins: Mapping[str, str]) -> str:
 
 
 def _locate(location: tuple[int | str, ...]) -> tuple[str, Any, type]:
-    """Returns (the dotted key of a location in pydantic's `errors()`, the type of that key, the dataclass that has
-    it).
+    """Finds the field of the configuration that an error of pydantic is about. location: the "loc" of one of its
+    `errors()`, the names (or indices of lists) on the way from TrainConfig to the faulty value.
 
-    The walk stops at the first part that is not a field: an unknown key, which is part of the result, or the name of a
-    union's member, which is not.
+    Returns (the field's dotted key; the type of the last field on that way, None if there is none; the dataclass that
+    has the field). The walk stops at the first name that is not a field: an unknown key, which is part of the result,
+    or the name of a union's member, which is not.
     """
     section, hint, names = TrainConfig, None, []
     for part in location:

@@ -21,7 +21,9 @@ else:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Where the model comes from: exactly one of `path` and `from_config`."""
+    """The section `model` of a configuration: where the model comes from, exactly one of `path` and `from_config`; its
+    tokenizer; and how its frozen weights are stored and multiplied. A model from `from_config` has random weights: it
+    needs `tokenizer`, and cannot have `load_in`. What contradicts this raises ConfigError."""
 
     __pydantic_config__ = _STRICT
 
@@ -51,7 +53,9 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """A LoRA adapter; the names and meanings are PEFT's."""
+    """The section `adapter` of a configuration: a LoRA adapter. The names and meanings of the keys are those of PEFT's
+    LoraConfig, except `path`: with it, training starts from the weights and settings of an adapter that was saved
+    before, and no other key may be set."""
 
     __pydantic_config__ = _STRICT
 

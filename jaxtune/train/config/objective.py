@@ -77,7 +77,8 @@ _OPTIONS |= {
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """What is trained for; the names and meanings of the options are TRL's.
+    """The section `objective` of a configuration: what is trained for. The names and meanings of the options are TRL's.
+    An option that the objective `name` does not have raises ConfigError.
 
     An option that is None takes the default of the objective's class, which its description gives in brackets. So does
     loss_type = "sigmoid" for an objective that has no such loss.
@@ -258,13 +259,17 @@ class ObjectiveConfig:
 
     @property
     def of_source(self) -> tuple[str, ...]:
-        """The names of the options that belong to the source of sampled answers, and not to the objective's class."""
+        """The names of the options of reward functions and tools, such as "reward_funcs". They belong to the batch
+        source that samples and scores answers (grpo, rloo), and are no keyword arguments of the objective's class, so
+        whoever constructs that class from `options` leaves them out."""
         return _REWARDED
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of this objective that are set, {name: value}: the keyword arguments of its class, and for grpo
-        and rloo those of reward functions and tools (`of_source`). Options that are None have the class's defaults."""
+        """The options of this objective that are not None, as {name: value}: the keyword arguments of the objective's
+        class, which has its own defaults for the others. For grpo and rloo the dict also has the options of reward
+        functions and tools (their names are in the property `of_source`), and for distill `teacher_load_in`; all of
+        these are for the batch source or the loader, and must be left out when the class is constructed."""
         named = {name: getattr(self, name) for name in _OPTIONS[self.name]}
         if self.name == "grpo" and self.loss_type == "sigmoid":  # the default, which is dpo's
             del named["loss_type"]

@@ -250,7 +250,9 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """The memory that a run may use, and what happens to residuals between forward and backward."""
+    """The section `memory` of a configuration: the memory that a run may use, and whether each residual (a value that
+    the forward pass computes and the backward pass needs) is kept, recomputed, stored in FP8 or offloaded to the
+    host."""
 
     __pydantic_config__ = _STRICT
 
@@ -294,7 +296,8 @@ class PlanConfig:
 
 @dataclass(frozen=True)
 class QatConfig:
-    """Quantisation-aware training: the layers compute with weights rounded to a low-bit format."""
+    """The section `qat` of a configuration: quantisation-aware training, in which the layers compute with weights
+    rounded to a low-bit format, so that the model can be stored in that format afterwards."""
 
     __pydantic_config__ = _STRICT
 
@@ -309,7 +312,9 @@ class QatConfig:
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """How devices share the work: the sizes of the mesh's axes."""
+    """The section `mesh` of a configuration: how devices share the work. There are `data` groups of `fsdp` devices
+    each. All devices divide the rows of a step among them. The devices of a group also divide the weights and optimizer
+    states; each group has all of these. One of the two sizes may be -1: as many as the other one leaves."""
 
     __pydantic_config__ = _STRICT
 
@@ -326,8 +331,8 @@ class MeshConfig:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The number of devices along each axis of the mesh, in the order of models/placement/partition.py's AXES; -1
-        is as many as there are."""
+        """(data, fsdp): the number of devices along each axis of the mesh, in the order of AXES in
+        models/placement/partition.py. -1 means as many as the other axis leaves of all devices."""
         return tuple(vars(self).values())
 
     @property
@@ -346,7 +351,7 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When checkpoints are saved, and whether a run resumes from them."""
+    """The section `checkpoint` of a configuration: when checkpoints are saved, and whether a run resumes from them."""
 
     __pydantic_config__ = _STRICT
 
@@ -427,7 +432,7 @@ class GuardConfig:
 
 @dataclass(frozen=True)
 class MetricsConfig:
-    """Where metrics are written besides metrics.jsonl, and how often."""
+    """The section `metrics` of a configuration: where metrics are written besides metrics.jsonl, and how often."""
 
     __pydantic_config__ = _STRICT
 
@@ -456,7 +461,7 @@ class ProfileConfig:
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """What is exported to the output folder at the end of a run."""
+    """The section `export` of a configuration: what is exported to the output folder at the end of a run."""
 
     __pydantic_config__ = _STRICT
 

@@ -108,7 +108,8 @@ class TrainConfig:
     output: Annotated[str, "Folder for everything the run writes; {recipe} is the recipe's name."] = DEFAULT_OUTPUT
 
     def require_rows_for(self, devices: int) -> None:
-        """Raises `ConfigError` if the rows of a micro-batch cannot be divided evenly among this number of devices."""
+        """Raises `ConfigError` unless the rows of a micro-batch (rows_per_step / micro_batches) can be divided evenly
+        among `devices` devices."""
         rows = self.rows_per_step // (self.micro_batches or 1)
         require(
             rows % devices == 0,
@@ -152,8 +153,9 @@ class TrainConfig:
         self._check_evaluation()
 
     def _check_division_of_steps(self) -> None:
-        """Raises `ConfigError` if a step is too large, or cannot be divided into micro-batches or among devices, or a
-        key is set that does not work with mesh.fsdp."""
+        """Raises `ConfigError` if a step has more tokens than int32 can count, or its rows cannot be divided evenly
+        into micro-batches or among devices, or if mesh.fsdp divides weights and a key is set that does not work then:
+        optim.offload, sampling for distill (objective.on_policy), or evaluations in which the model generates."""
         tokens = self.rows_per_step * self.data.length
         require(
             tokens <= LARGEST_INTEGER,
@@ -190,7 +192,9 @@ class TrainConfig:
                 )
 
     def _check_exact_match(self) -> None:
-        """Raises `ConfigError` if exact match is evaluated with an objective whose rows have no single right answer."""
+        """Raises `ConfigError` if evaluation.exact_match_rows is set with an objective whose rows have no single right
+        answer (such as dpo) or whose model writes no answers (reward), or if evaluation.generate is set with the
+        objective reward."""
         why = "a reward model writes no answers" if self.objective.name == "reward" else "its rows have no right answer"
         require(
             self.objective.name in ("sft", "kto", "grpo", "rloo", "distill") or not self.evaluation.exact_match_rows,

@@ -62,15 +62,18 @@ class TokenDataset:
     length: int
     """The number of tokens in a packed row."""
     packing: Packing = True
-    """How documents share rows. With "step", `rows` has one document a row, and steps.py packs each step."""
+    """Whether several documents share a packed row (True) or each has a row of its own (False). With "step", `rows` has
+    one document a row, and steps.py packs the documents of each step."""
     overflow: Overflow = "truncate"
-    """What happens to documents that are longer than `length`."""
+    """What happens to documents that are longer than `length`: "truncate" cuts them, "split" divides them into several,
+    and "error" refuses them."""
     cached: bool = False
     """Whether the tokens were read from the token cache instead of being made."""
     mask_spans: tuple[tuple[str, str], ...] = ()
     """The (opening, closing) texts between which tokens of responses are not trained on."""
     order: Order = "shuffled"
-    """How the rows of an epoch are ordered, a key of `batches.ORDERS`."""
+    """How the rows of an epoch are ordered, a key of `batches.ORDERS`: "shuffled", "torch" (as transformers' Trainer
+    does) or "given" (as they were packed)."""
     max_documents: int | None = None
     """The most documents that a packed row may have, and for which its batches have room; None sets no limit."""
 
@@ -124,13 +127,15 @@ class TokenDataset:
 
     def batches(self, rows_per_step: int, *, seed: int = 0, shuffle: bool = True) -> Batches:
         """The source of batches of `rows_per_step` packed rows (`batches.Batches`). Each epoch has an order of its own
-        that depends on `seed`; with shuffle=False the rows keep the order in which they were packed."""
+        that depends on `seed` (the field `order` says how); with shuffle=False the rows keep the order in which they
+        were packed."""
         return Batches(self.rows, rows_per_step, seed=seed, order=self.order if shuffle else "given")
 
     def with_max_documents(self, documents: int) -> Self:
         """A copy whose packed rows have at most `documents` documents, and whose batches have room for as many.
 
-        Sets that are mixed in one run need batches of equal shapes, whatever their own rows would take.
+        Sets that are mixed in one run need batches of equal shapes, so each is given the largest number that any of
+        them needs.
         """
         return dataclasses.replace(self, max_documents=documents)
 
@@ -141,16 +146,15 @@ class TokenDataset:
         return self.length
 
     def in_rows(self, slots: int) -> TokenDataset:
-        """The data set to evaluate on, packed into rows of `slots` tokens, at least the longest document.
-
-        It differs from `self` only with packing="step", where training rows get their length when steps are packed.
-        """
+        """The data set as it is evaluated. With packing="step" it is a copy that is packed into rows of `slots` tokens,
+        at least the longest document, because the length of rows is known only when the training steps are packed
+        (`steps.pack_steps`). Otherwise it is `self`, and `slots` is not used."""
         return self if self.packing != "step" else dataclasses.replace(self, packing=True, length=slots)
 
     def split(self, eval_rows: float) -> tuple[TokenDataset, TokenDataset]:
-        """Divides the documents into two data sets (train, eval), with `eval_rows` documents for evaluation, or below
-        1 this share of them; `Documents.held_out` says which. Training documents that equal a held-out one are in
-        neither."""
+        """Divides the documents into two data sets (train, eval). eval_rows: the number of documents for evaluation, or
+        below 1 the share of them. Those whose tokens have the smallest hashes are chosen (`Documents.held_out`).
+        Training documents that equal a held-out one are in neither data set."""
         train, held_out = self.documents.held_out(np.arange(len(self.documents)), eval_rows, "rows")
         return self._of(train), self._of(held_out)
 
@@ -296,7 +300,8 @@ def _require_known(format: str, pairs: bool, on_bad_row: str, overflow: str) -> 
 
 
 def _stop_at_bad_rows(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
-    """Yields the chunks unchanged, and raises ValueError at the first one that has a bad row (on_bad_row="error")."""
+    """Yields the chunks of tokenised rows unchanged, and raises ValueError at the first one that has a bad row.
+    `prepare` uses it with on_bad_row="error"; otherwise bad rows are left out and counted."""
     for chunk in chunks:
         if chunk.problems:
             place, reason = chunk.problems[0]

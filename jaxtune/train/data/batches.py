@@ -39,7 +39,8 @@ class Batch:
     positions: Any
     """int32: the index of the token in its document, from 0; 0 on padding."""
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Further arrays `[rows, ...]` that an objective's rows need, by name."""
+    """Further arrays `[rows, ...]` by name, which the objective needs, such as the labels of pairs; {} if it needs
+    none."""
 
     @classmethod
     def empty(cls, rows: int, length: int) -> Batch:
@@ -56,8 +57,8 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class SampledRows:
-    """The rows that are sampled from the model beside the weights and the optimizer, by which their memory is
-    planned."""
+    """The size of the batch in which answers are sampled from the model during a run. The planner of the run's memory
+    reserves room for it, besides that for the weights and the optimizer."""
 
     length: int
     """The most tokens of a row, its prompt included."""
@@ -73,18 +74,23 @@ class BatchSource:
     the run or mixed from several sets. A source can also ask for the model that is being trained (`sees_model`) and
     make its rows with it, as reinforcement learning does when it samples answers. A `Trainer` accepts any source as its
     `train_rows`.
+
+    A subclass sets `rows_per_step` and defines `length` and `batch_at`, which makes the batch of a step; `empty` makes
+    one of padding. Before the first batch, `divide` says which rows this process needs, and `limit_slots` how many
+    answers may be sampled at a time. `position` and `resume` are for checkpoints, which also record `identity`;
+    `described`, `warnings` and `news` are texts for the screen, and `metrics_at` adds to the log.
     """
 
     rows_per_step: int
     """The number of rows in each batch, over all devices."""
     sees_model: bool = False
-    """Whether `batch_at` is given the model. A batch is then made only after the step before it, and the device waits
-    for it."""
+    """Whether `batch_at` is given the model (True), or None in its place (False). With the model, a batch is made only
+    after the step before it, and the device waits for it; otherwise batches are made ahead."""
     sampled_rows: SampledRows | None = None
-    """The rows that the source samples with the model at a time; None if it samples none."""
+    """The size of the batch in which the source samples answers with the model; None if it samples none."""
     lanes: int = 1
-    """The number of equal parts into which a batch is divided along its first axis. Each device that holds rows of its
-    own (or each group of devices that holds the same rows) takes its rows from one lane."""
+    """The number of blocks of consecutive rows, all of the same size, into which a batch is divided. The rows of one
+    block, a lane, are computed by one device (or by one group of devices that have the same rows)."""
 
     @property
     def length(self) -> int:
@@ -134,14 +140,17 @@ class BatchSource:
         return []
 
     def limit_slots(self, slots: int) -> None:
-        """Tells a source that samples how many rows it may sample at a time, by the plan of memory."""
+        """Sets the largest number of rows (`slots`) that a source which samples answers may sample at a time. It is
+        called when the memory of the run was planned; a source that does not sample ignores it."""
 
     def divide(self, lanes: int, own: Sequence[int]) -> None:
-        """Tells the source how devices share the rows; called once, before the first batch.
+        """Tells the source how devices share the rows of a batch; called once, before the first batch.
 
         Args:
-            lanes: the number of equal parts of a batch that different devices compute on.
-            own: the lanes whose rows this process needs. A source that sets `lanes` may leave the other rows empty.
+            lanes: the number of blocks of consecutive rows into which a batch is divided, one for each device (or group
+                of devices) that computes on rows of its own.
+            own: the indices of the blocks whose rows this process needs. A source that sets its attribute `lanes` to
+                this number may leave the other rows empty.
         """
 
     def position(self, step: int) -> Json:
@@ -179,8 +188,10 @@ class BatchSource:
 
 
 class Rows(Protocol):
-    """The interface of rows that are written into a batch on demand, such as `packing.PackedRows`: they are known by
-    number, and a source of batches writes each into the place where it needs it."""
+    """The interface of a set of rows that are written into batches on demand, such as `packing.PackedRows`. A row is
+    known by its index. `empty` makes a batch of padding, `fill` writes one of the rows into a row of that batch, and
+    `sources` says where a row came from. With data.packing=step, several of these rows are written into one row of the
+    batch."""
 
     length: int
     """The number of tokens in a row, padding included."""
@@ -213,13 +224,13 @@ class Rows(Protocol):
         ...
 
     def fill(self, batch: Batch, slot: int, row: int, at: int = 0, place: int = 0) -> int:
-        """Writes one of these rows into a batch.
+        """Writes one of these rows into a row of a batch.
 
         Args:
             batch: from `empty`.
-            slot: the row of the batch to write into.
-            row: the number of the row to write.
-            at: the index in the batch's row of the first token.
+            slot: the index of the batch's row that is written into.
+            row: the index of the row to write.
+            at: the index in the batch's row at which the first token is written.
             place: how many of these rows were written into the same row of the batch before this one.
 
         Returns:

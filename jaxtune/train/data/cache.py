@@ -41,8 +41,8 @@ DAMAGE = (OSError, ValueError, KeyError, TypeError, RecursionError)  # the error
 
 @dataclasses.dataclass
 class Summary:
-    """Counts of rows and tokens from reading and tokenising, before packing. Where rows are named, the lists have the
-    first `OFFENDERS` of them."""
+    """Counts of rows and tokens from reading and tokenising, before packing. Where rows are named, the lists have only
+    the first 10 (`OFFENDERS`) of them."""
 
     rows: int = 0
     """Rows read."""
@@ -57,13 +57,15 @@ class Summary:
     untrained_first: list[str] = dataclasses.field(default_factory=list)
     """The first rows without a trained token, each as "file:line"."""
     special: int = 0
-    """Rows whose own messages contain special tokens or marker strings."""
+    """Rows whose messages contain, as text that somebody wrote, special tokens or marker strings that only a template
+    should write."""
     special_first: list[str] = dataclasses.field(default_factory=list)
     """The first such rows, each as "file:line: the token or marker"."""
     left_out: int = 0
-    """Rows with a part that the chat template does not write, so that it is not trained on."""
+    """Rows of which the chat template does not write everything (such as a thought or the tools), so that it is not
+    trained on."""
     left_out_first: list[str] = dataclasses.field(default_factory=list)
-    """The first such rows, each as "file:line: the part"."""
+    """The first such rows, each as "file:line: what is not written"."""
     responses: int = 0
     """Responses found in the documents."""
     ended: int = 0
@@ -71,9 +73,9 @@ class Summary:
     masked: int = 0
     """Tokens of responses that are not trained on because of data.mask_spans."""
     unread: list[str] = dataclasses.field(default_factory=list)
-    """The first columns that have values and are not read."""
+    """The names of the first columns that have values and that the row format does not read."""
     cut: int = 0
-    """Rows of which only the beginning was tokenised, because they are long."""
+    """Rows of which only the beginning was tokenised, because they are very long and the rest is beyond data.length."""
     tokens: int = 0
     """Tokens in all documents."""
     trained_tokens: int = 0
@@ -82,7 +84,8 @@ class Summary:
     """The largest token id; -1 if there is no token."""
 
     def add(self, chunk: Chunk) -> None:
-        """Adds the counts of a chunk to this summary, in place; lists of rows are filled up to `OFFENDERS` entries."""
+        """Adds the counts of `chunk`, some rows that a worker tokenised, to this summary, in place. The lists of rows
+        are filled up to `OFFENDERS` entries."""
         self.rows += chunk.rows
         self.documents += len(chunk.lengths)
         self.bad_rows += len(chunk.problems)
@@ -140,11 +143,11 @@ class _Meta:
     """The content of the meta.json of a cache folder, which is written last and by which the folder is verified."""
 
     bytes: dict[str, int]
-    """The size of each field's file."""
+    """{name of an array, a key of `FIELDS`: the size of its file in bytes}."""
     crc32: dict[str, int]
-    """The CRC-32 of each field's file."""
+    """{name of an array: the CRC-32 of its file}."""
     files: list[str]
-    """The names of the files that rows came from; `origins` has indices into this list."""
+    """The names of the files that rows came from; the array `origins` has indices into this list."""
     summary: Summary
     """The counts of the rows."""
 
@@ -161,8 +164,9 @@ class CachedDocuments(NamedTuple):
 
 
 class _Store:
-    """Collects chunks in order. The fields (`FIELDS`) are appended to files in `folder`, an empty folder, or kept in
-    memory if it is None."""
+    """Collects chunks of tokenised rows, in order, by `add`. folder: an empty folder of the cache, to whose files (one
+    for each name in `FIELDS`) their arrays are appended, and which `finish` completes; None keeps the arrays in memory,
+    where `documents` returns them."""
 
     def __init__(self, folder: Path | None):
         self.folder = folder
@@ -176,8 +180,8 @@ class _Store:
         self.summary = Summary()
 
     def add(self, chunk: Chunk) -> None:
-        """Appends a chunk's documents to the fields and adds its counts to the summary. Raises OSError if the disk is
-        full."""
+        """Appends the arrays of a chunk of tokenised rows to those collected so far, and adds its counts to the
+        summary. Raises OSError if the disk is full."""
         origins = [(self.files.setdefault(file, len(self.files)), number) for file, number in chunk.origins]
         arrays = {name: getattr(chunk, name) for name in FIELDS if name != "origins"}
         arrays["origins"] = np.array(origins, np.int64).reshape(-1, 2)
@@ -282,7 +286,8 @@ def open_or_build(
 
 
 def _own_name(folder: Path) -> Path:
-    """The name of this user's folder when another user's folder has the name `folder`."""
+    """The name of this user's folder, for the case that another user's folder has the name `folder` and cannot be used:
+    the same name followed by a hyphen and the user's id."""
     return folder.with_name(f"{folder.name}-{os.getuid()}")
 
 

@@ -24,8 +24,8 @@ _INLINE = re.compile(r"(<think>)(.*\S.*)(</think>)", re.DOTALL)  # a thought wit
 
 
 class TextRange(NamedTuple):
-    """Where a message's own text is in a rendered conversation, as indices of characters; None for the start or the end
-    if it cannot be found."""
+    """Where a message's own text is in a rendered conversation, as indices of characters. `start` or `end` is None if
+    it cannot be found."""
 
     start: int | None
     """The index of its first character."""
@@ -157,11 +157,13 @@ class Conversations:
         return at + len(special)
 
     def _text_of(self, messages: list[dict], tools: list[dict] | None, text: str, index: int) -> TextRange:
-        """The range of `text` that changes when a part of message `index` is changed, which is the message's own text;
-        `text` is the whole conversation (messages, tools), rendered.
+        """The range of `text` that is the own text of message `index`; `text` is the whole conversation (messages,
+        tools), rendered. It is found by changing the message's content, thought or calls, one at a time, and comparing
+        the rendered texts: what differs is the message's own.
 
-        Two changes are used for its end only if no other shows it: a template may repeat a call's name in the turn of
-        its result, and text that is added beside a call brings line breaks of its own.
+        The changes "name" and "added" of `_changed` decide the end only if no other change shows it: a template may
+        repeat a call's name in the turn of its result, and text that is added beside a call brings line breaks of its
+        own.
         """
         low = high = weak = None
         for part, changed in _changed(messages[index]):
@@ -234,8 +236,9 @@ class Conversations:
 
 
 def _is_lost(content: str, text: str) -> bool:
-    """Whether a message's content is not in a rendered text. Content with a `<think>` block never counts as lost here,
-    because that block is checked as a part of its own."""
+    """Whether `content`, that of a message, is not in `text`, a rendered conversation (white space around it does not
+    count). It is False for content with a `<think>` block, which a template may leave out: the block is checked
+    separately."""
     return not _INLINE.search(content) and content.strip() not in text
 
 

@@ -26,7 +26,8 @@ _CHOICE = 0x6D6978  # makes the draws of which set a row comes from independent 
 
 class Feed(Protocol):
     """An endless iterator over the rows that one lane takes from one set. A lane is a device (or a group of devices
-    that hold the same rows) that computes on rows of its own."""
+    that have the same rows) that computes on rows of its own. `next` takes a row, `position` says for a checkpoint
+    which one is next, and `close` ends the feed."""
 
     def next(self) -> tuple[Rows, int]:
         """Returns (rows, index): the next row is row `index` of `rows`. `rows.fill(batch, slot, index)` writes it into
@@ -44,7 +45,10 @@ class Feed(Protocol):
 
 
 class RowSet(Protocol):
-    """A set of rows, read before or during the run, that feeds take their rows from."""
+    """The interface of a set of rows, read before or during the run: a stream, or one of several sets that are mixed.
+    `FedBatches` makes one feed for each lane by `feed`, takes rows from these feeds, and writes them into a batch that
+    `empty` makes. `identity` goes into checkpoints, so that a run cannot resume with other rows; `described`,
+    `warnings` and `news` are texts for the screen."""
 
     @property
     def name(self) -> str:
@@ -110,7 +114,7 @@ class FedBatches(BatchSource):
 
     Args:
         sets: one or several sets with rows of the same length.
-        weights: how often rows are taken from each set, up to a common factor.
+        weights: a number for each set: rows are taken from the sets in these proportions, which need not sum to 1.
         rows_per_step: the number of rows in a batch.
         seed: decides the choice of sets and the order within each.
 
@@ -150,7 +154,8 @@ class FedBatches(BatchSource):
         return self.sets[0].empty(rows)
 
     def divide(self, lanes: int, own: Sequence[int]) -> None:
-        """Divides the sets among `lanes` lanes; this process will open feeds for the lanes `own` only."""
+        """Divides the rows of a batch into `lanes` blocks of consecutive rows (one for each device with rows of its
+        own). This process will open feeds, and so read rows, only for the blocks with the indices `own`."""
         self.lanes, self._own = lanes, tuple(own)
 
     def batch_at(self, step: int, model: Callable[[], Decoder] | None = None) -> Batch:
@@ -204,7 +209,8 @@ class FedBatches(BatchSource):
         return self._sources.get(step, [])
 
     def position(self, step: int) -> Json:
-        """{lane: [the position of its feed of each set]} before `step`, of all lanes; all processes call it."""
+        """What a checkpoint before `step` records: {index of a lane, as text: [the position of its feed of each set]}
+        for all lanes. All processes call it, because each knows only the positions of its own lanes."""
         own = self._positions[step]
         return {lane: place for found in processes.all_of(own) for lane, place in found.items()}
 
@@ -220,7 +226,8 @@ class FedBatches(BatchSource):
         return {**known, "lanes": self.lanes}
 
     def _mixed_identity(self) -> dict[str, Json]:
-        """{index of a set, as text: its identity, with its share of the rows as "share"}."""
+        """{index of a set, as text: the set's `identity()`, with its share of the rows, 0 to 1, as "share"}: the part
+        of `identity` for several sets."""
         shares = np.diff(self._bounds, prepend=0.0)
         return {
             str(number): {**one.identity(), "share": round(float(share), 9)}
@@ -290,7 +297,8 @@ class PreparedSet:
         return _PreparedFeed(self.data.rows, lane, lanes, seed, position if isinstance(position, int) else 0)
 
     def identity(self) -> dict[str, Json]:
-        """Values that identify the rows, as `Batches.identity` returns them."""
+        """Values that identify the rows by name: the number of packed rows, a checksum of all tokens, and the number of
+        trained tokens. A run that resumes with other values is refused."""
         return self.data.batches(1).identity()
 
     def described(self) -> str:
@@ -317,7 +325,7 @@ class _PreparedFeed:
         self._order: tuple[int, np.ndarray] | None = None
 
     def next(self) -> tuple[Rows, int]:
-        """Returns (rows, index): the next row of this lane is row `index` of the packed rows `rows`."""
+        """Takes the next row of this lane, and returns (rows, index): it is row `index` of the packed rows `rows`."""
         epoch, place = divmod(self._taken * self._lanes + self._lane, len(self._rows))
         if self._order is None or self._order[0] != epoch:
             self._order = epoch, epoch_order(len(self._rows), self._seed, epoch)
@@ -325,7 +333,7 @@ class _PreparedFeed:
         return self._rows, int(self._order[1][place])
 
     def position(self) -> Json:
-        """The number of rows taken so far."""
+        """The number of rows taken so far, which a checkpoint records; it is the `taken` of the resumed run."""
         return self._taken
 
     def close(self) -> None:

@@ -17,10 +17,11 @@ _MOST_FILES = 32  # the most files of a folder that are opened
 
 
 def require_readable(config: TrainConfig) -> None:
-    """Opens the rows that a config names, and reads the first one of each file.
+    """Opens the rows that a config names (data.train and data.eval), and reads the first row of each file.
 
     Raises:
-      ConfigError: a file or data set is not there, or its first row cannot be used; the message names the key.
+      ConfigError: a file or data set is not there or has no rows, or its first row cannot be used and data.on_bad_row
+        is "error"; the message names the key.
       ValueError: the folder of the model has no tokenizer.
     """
     data = config.data
@@ -36,14 +37,15 @@ def require_readable(config: TrainConfig) -> None:
 
 
 def _look(key: str, rows: Any, config: TrainConfig) -> None:
-    """Opens one of the sources that a config key names, and reads its first row; of a folder, that of each file.
+    """Opens one of the sources that a config key names, and reads its first row; of a folder, the first row of each
+    file (of `_MOST_FILES` at most).
 
     Args:
       key: "data.train" or "data.eval".
       rows: the name of the source.
       config: the run's.
     Raises:
-      ConfigError: it cannot be opened, has no rows, or its first row cannot be used.
+      ConfigError: it cannot be opened, has no rows, or its first row cannot be used and data.on_bad_row is "error".
     """
     data, objective = config.data, config.objective.name
     streaming = data.streaming and key == "data.train"

@@ -92,9 +92,9 @@ class Pair:
     """Two answers to one prompt, each an example with the prompt before it. A labelled row has only one answer."""
 
     chosen: Example | None
-    """The preferred or desirable answer."""
+    """The preferred or desirable answer; None for a labelled row with an undesirable answer."""
     rejected: Example | None
-    """The worse or undesirable answer."""
+    """The worse or undesirable answer; None for a labelled row with a desirable answer."""
 
 
 def detect_format(columns: Iterable[str]) -> str:
@@ -223,11 +223,12 @@ def normalize(value: Mapping[str, Any], format: str) -> Example:
 
 
 def _answered(value: Mapping[str, Any], side: str) -> Example:
-    """The example of a prompt with one of its answers, in the formats of TRL and LLaMA-Factory. Raises `RowError` if
-    the row lacks one of them.
+    """The example of a row's prompt with one of its answers, in the formats of TRL and LLaMA-Factory. Raises `RowError`
+    if the row lacks one of them.
 
-    The answer is text after a prompt that is text; or it is a turn or a list of turns, and the prompt is a list of
-    turns (column prompt, messages or conversations) or the first of the answer's own turns.
+    If both are text, the example has both as text and as a conversation. Otherwise it is a conversation only: the turns
+    of the prompt (in a column of `_PROMPT`), then the answer, which is text, a turn or a list of turns. If there is no
+    prompt column, the answer's turns begin with the prompt.
 
     Args:
       value: the row's columns by name.
@@ -311,7 +312,8 @@ def _alpaca_prompt(instruction: str, context: str) -> str:
 
 
 def _after(system: str, prompt: str) -> str:
-    """`prompt`, plain text, with the system message `system` and an empty line before it, unless that is blank."""
+    """The text of a prompt in which the system message comes first: `system`, an empty line, and `prompt`. If `system`
+    is blank, it is `prompt` alone."""
     return f"{system}\n\n{prompt}" if system.strip() else prompt
 
 
@@ -323,8 +325,8 @@ def _exchange(system: str, user: str, assistant: str) -> list[dict[str, Any]]:
 
 
 def _column(value: Mapping[str, Any], names: tuple[str, ...], required: bool = True) -> Any:
-    """The value of the first column of the row `value` among `names` that is not null. If there is none, it raises
-    `RowError`, or returns None if the column is not required."""
+    """The value of a column of the row `value`, which different data sets name differently: of the columns `names`, the
+    first one that is not null. If there is none, it raises `RowError` (required) or returns None (not required)."""
     for name in names:
         if value.get(name) is not None:
             return value[name]
@@ -336,8 +338,9 @@ def _column(value: Mapping[str, Any], names: tuple[str, ...], required: bool = T
 
 
 def _text(value: Mapping[str, Any], names: tuple[str, ...], required: bool = True) -> str:
-    """The text in the first column of the row `value` among `names` that is not null. If there is none, it raises
-    `RowError`, or returns "" if the column is not required. Also raises it for another type or invalid Unicode."""
+    """The text of a column of the row `value`: of the columns `names`, the first one that is not null. If there is
+    none, it raises `RowError` (required) or returns "" (not required). It also raises `RowError` if the value is not
+    text, or is invalid Unicode."""
     found = _column(value, names, required)
     if found is None:
         return ""

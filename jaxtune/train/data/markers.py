@@ -40,8 +40,8 @@ class _Marker:
     Attributes:
         text: the marker.
         core: int32[n], the tokens of the marker that are the same whatever text is next to it.
-        lead, trail: the rest of the marker before and after the core, as the tokenizer's raw pieces (token strings). In
-            real text these tokens may be merged with their neighbours.
+        lead, trail: the marker's head and tail, the text before and after the core, as the tokenizer's raw pieces
+            (token strings). In real text these tokens may be merged with their neighbours.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer.
@@ -81,8 +81,9 @@ class _Marker:
 
     @staticmethod
     def _edge(tokenizer: Any, encoded: list[list[tuple[int, int, int]]], start: int, end: int) -> str:
-        """The raw pieces (token strings) of the characters `start:end` of the marker, joined, from the first context in
-        which whole tokens cover exactly these characters; "" if there is none.
+        """The raw pieces (token strings) of the characters `start:end` of the marker, its head or its tail, joined. The
+        marker was tokenised between several texts, the contexts; the pieces are those of the first context in which
+        whole tokens cover exactly these characters, or "" if there is none.
 
         Args:
             tokenizer: a fast Hugging Face tokenizer.
@@ -109,9 +110,9 @@ def _find(tokens: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 
 def _spellings(tokenizer: Any, text: str, key: str) -> list[_Marker]:
-    """Returns [the marker `text`], followed by the same marker after a space if its first token is then a different
-    one ("hi ASSISTANT:"), as tokens of `tokenizer`. key: its config key below `data`, for error messages. Raises
-    ValueError as `_Marker`."""
+    """The forms in which the marker `text` can occur in tokens: [the marker], followed by the same marker after a space
+    if its first token is then a different one ("hi ASSISTANT:"). key: its config key below `data`, for error messages.
+    Raises ValueError if the marker is empty or has no token that is the same in every context."""
     plain = _Marker(tokenizer, text, key)
     if text[0].isspace():
         return [plain]
@@ -124,8 +125,8 @@ def _spellings(tokenizer: Any, text: str, key: str) -> list[_Marker]:
 
 
 def _runs(kept: list[tuple[int, int, int]], tokens: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
-    """Divides the tokens of `kept`, a part of `tokens`, into runs that are consecutive in `tokens`, of which the
-    longest becomes a marker's core. Each token is (start, end, id)."""
+    """Divides the tokens `kept`, some of `tokens`, into runs that are consecutive in `tokens`, of which the longest
+    becomes a marker's core. Each token is (start, end, id): its characters in the marker, and its token id."""
     chosen, runs = set(kept), [[]]
     for token in tokens:
         if token in chosen:
@@ -142,7 +143,7 @@ def _is_blank(pieces: str) -> bool:
 
 
 class Markers:
-    """Finds responses by an instruction marker and a response marker.
+    """Finds responses by an instruction marker and a response marker: `spans` returns their token ranges in a row.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer.
@@ -203,8 +204,8 @@ class Markers:
         return [(start, end) for start, end in spans if start < end]
 
     def _after(self, tokens: np.ndarray, at: int, trail: str) -> int:
-        """The index of the first token after a marker: the marker's tail, which may follow its core, is skipped as far
-        as it is there.
+        """The index of the first token after a marker. The marker's tail, the text after its core, is skipped as far as
+        it follows there.
 
         A token that has the tail and more (":" and a line break) belongs to the marker, unless it is a word of the
         response that the tokenizer merged with the marker's last white space.
@@ -226,13 +227,14 @@ class Markers:
         return at
 
     def _before(self, tokens: np.ndarray, at: int, lead: str) -> int:
-        """The index at which a marker's optional head begins, or `at` if it is not there. A token that also has text
-        from before the marker is not counted.
+        """The index of the first token of a marker, at which a response before it ends. It is where the marker's head,
+        the text before its core, begins; or `at` if the head is not there. A token that also has text from before the
+        marker is not counted.
 
         Args:
             tokens: the row, int32[n].
             at: the index at which the marker's core begins.
-            lead: the marker's head as raw pieces.
+            lead: the marker's head as raw pieces (token strings, joined).
         """
         rest = lead
         while rest and at > 0:

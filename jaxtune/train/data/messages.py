@@ -106,8 +106,9 @@ def sharegpt_message(turn: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tool_call(call: Any) -> dict[str, Any]:
-    """A call in the form that chat templates expect, {type, function: {name, arguments: object}}. The call, and its
-    arguments, may be given as JSON text. Raises `RowError` if that is not valid."""
+    """Converts a call to the form that chat templates expect: {"id" (if it has one), "type": "function", "function":
+    {"name", "arguments": object}}. The call, and its arguments, may be given as JSON text. Raises `RowError` if that is
+    not valid, or the call has no name."""
     if isinstance(call, str):
         try:
             call = json.loads(call)

@@ -56,7 +56,7 @@ class PackingReport:
 
     @property
     def fill(self) -> float:
-        """The share of slots that are not padding, 0 to 1."""
+        """The share of the slots, the positions of all rows, that are tokens and not padding, 0 to 1."""
         return self.tokens / self.slots if self.slots else 0.0
 
     def __str__(self) -> str:
@@ -64,12 +64,13 @@ class PackingReport:
 
     @property
     def of_documents(self) -> str:
-        """The counts in words, without those of rows and slots: for data.packing=step, where rows are packed again for
-        each step."""
+        """The counts in words, without those of rows and of slots (tokens and padding): for data.packing=step, where
+        rows are packed again for each step."""
         return self._text("", "")
 
     def _text(self, rows: str, slots: str) -> str:
-        """The counts in words; `rows` and `slots` are inserted after the counts of documents and of tokens."""
+        """The counts in words. rows, slots: texts such as " in 8 rows", which are inserted after the number of
+        documents and after the number of tokens; "" leaves them out."""
         text = f"{self.documents:,} documents{rows}, {self.tokens:,} tokens{slots}, {self.trained_tokens:,} trained"
         if self.truncated:
             text += f"; {self.truncated:,} documents truncated, {self.cut_tokens:,} tokens cut"
@@ -308,8 +309,8 @@ class PackedRows:
         )
 
     def _is_trained(self, document: int, offset: int, count: int) -> bool:
-        """Whether a piece of a split document has a trained target; `plan_rows` leaves out other pieces. Also True for
-        every piece of a document that has no trained target at all.
+        """Whether a piece of a split document has a trained target; `plan_rows` leaves out pieces that have none. For a
+        document that has no trained target at all, it is True for every piece, so that all are kept.
 
         Args:
             document: the index of the document.
@@ -335,8 +336,8 @@ class PackedRows:
 
     def fill(self, batch: Batch, slot: int, row: int, at: int = 0, place: int = 0) -> int:
         """Writes row number `row` of these into row `slot` of a batch, from token `at` on, and returns the index after
-        its last token (`batches.Rows.fill`). Segment ids begin after those of the `place` rows that were written into
-        the same row of the batch before."""
+        its last token. place: how many of these rows were written into the same row of the batch before; segment ids
+        count from 1 + place x `max_documents`, so that those of different rows differ."""
         plan, documents = self.plan, self.documents
         pieces = range(plan.row_starts[row], plan.row_starts[row + 1])
         for segment, piece in enumerate(pieces, start=1 + place * self.max_documents):

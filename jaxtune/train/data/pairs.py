@@ -33,15 +33,15 @@ class PackedPairs:
 
     Args:
         documents: two documents for each pair.
-        length: the most tokens of a pair, or of each document if `width` is given; also the length of a row, unless
-            `width` is given.
-        overflow: what happens to longer pairs (or documents): "truncate" or "error".
+        length: without `width`, the most tokens of a pair, and the length of a row; with `width`, the most tokens of
+            each document.
+        overflow: what happens to what is longer: "truncate" or "error".
         packing: False gives every pair a row of its own.
         reference: float32[documents] or None, the sum of the log-probabilities of each document's answer under the
             reference model. NaN where it is not computed yet; it is filled in place later.
-        labels: float32[pairs] or None, the number in `LABELS` of each pair.
-        whole: leave out pairs that would have to be cut.
-        width: the number of tokens in a row, if `length` limits each document and not the pair.
+        labels: float32[pairs] or None, a number that the objective gives each pair, such as its margin.
+        whole: True leaves out pairs that would have to be cut; False cuts them.
+        width: the number of tokens in a row, at least that of the longest pair; None: `length` is that of a row.
         max_documents: the most documents in a row, for which batches have room; None is the most of any row.
 
     Raises:
@@ -136,8 +136,8 @@ class PackedPairs:
 
     def fill(self, batch: Batch, slot: int, row: int, at: int = 0, place: int = 0) -> int:
         """Writes the pairs of row number `row` of these, with their `extra` values, into row `slot` of a batch, from
-        token `at` on, and returns the index after their last token (`batches.Rows.fill`). place: how many of these rows
-        were written into the same row of the batch before."""
+        token `at` on, and returns the index after their last token. place: how many of these rows were written into the
+        same row of the batch before, so that segment ids and indices in `extra` do not overlap."""
         documents, before = self.documents, place * self.max_pairs
         for place, pair in enumerate(self.pairs(row), start=before):
             batch.extra[PAIRS][slot, place] = 1.0
@@ -162,8 +162,8 @@ class PackedPairs:
 
 
 def _shortened(lengths: np.ndarray, length: int) -> np.ndarray:
-    """int64[pairs, 2]: the lengths of both documents of each pair after truncation, whose sum is at most `length`.
-    lengths: int64[pairs, 2], those before."""
+    """int64[pairs, 2]: the lengths of both documents of each pair after truncation, so that their sum is at most
+    `length`: the longer one loses tokens first, then both equally. lengths: int64[pairs, 2], the lengths before."""
     shorter = np.minimum(lengths.min(1), length // 2)  # tokens of the shorter document that are always kept
     room = np.where(lengths.sum(1) > length, length - shorter, lengths.max(1))
     return np.minimum(lengths, room[:, None])
@@ -179,9 +179,10 @@ class PairDataset(TokenDataset):
     labels: np.ndarray | None = None
     """float32[pairs] or None: a number that the objective gives each pair, such as its margin (`LABELS`)."""
     whole: bool = False
-    """Whether pairs that would have to be cut are left out instead."""
+    """Whether pairs that would have to be cut are left out (True) or cut (False)."""
     width: int | None = None
-    """The number of tokens in a row, if `length` limits each document and not the pair."""
+    """The number of tokens in a row, if `length` is the most tokens of each document; None if it is the most of a
+    pair."""
 
     @functools.cached_property
     def rows(self) -> PackedPairs:  # type: ignore[override]
@@ -210,8 +211,9 @@ class PairDataset(TokenDataset):
         return 2 * self.length
 
     def in_rows(self, slots: int) -> PairDataset:
-        """The data set to evaluate on. With packing="step" it is packed into rows of `slots` tokens, at least the
-        longest pair, because steps pack training rows themselves; otherwise it is `self`."""
+        """The data set as it is evaluated. With packing="step" it is a copy that is packed into rows of `slots` tokens,
+        at least the longest pair, because the length of rows is known only when the training steps are packed;
+        otherwise it is `self`, and `slots` is not used."""
         return self if self.packing != "step" else dataclasses.replace(self, packing=True, width=slots)
 
     def split(self, eval_rows: float) -> tuple[PairDataset, PairDataset]:

@@ -58,21 +58,24 @@ class Source:
     file: Path | None = None
     """The file, if the source is one."""
     streams: bool = True
-    """Whether it can be read with only a few rows in memory at a time."""
+    """True if it can be read with only a few rows in memory at a time; False if it must be read whole, as a JSON
+    array."""
     part: bool = False
-    """Whether it is a window of a stream: such rows need not be usable by themselves, and get no progress bar."""
+    """True for the rows of a window of a stream after the first: a run leaves them out if none is usable. False for all
+    other sources."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """Consecutive rows of a stream that are tokenised as one set."""
+    """Consecutive rows of a stream that are tokenised as one set. `open_sources` accepts it as a source."""
 
     name: str
     """The name of the stream."""
     rows: Sequence[Row]
     """The rows."""
     part: bool = True
-    """Whether its rows need not be usable by themselves, as after the first window of a stream; False for the first."""
+    """False for the first window of a stream, whose rows must be usable; True for later ones, of which a run may leave
+    out one whose rows are not."""
 
 
 def open_sources(source: Any, streaming: bool = False, columns: Mapping[str, str] | None = None) -> list[Source]:
@@ -144,11 +147,13 @@ def _window_source(window: Window, rows: list[Row]) -> Source:
 
 
 def _with_format(rows: Iterator[Row], format: str) -> Iterator[Row]:
-    """Yields the rows of one source with their row format set. A row whose columns fit no format becomes a bad row.
+    """Yields the rows of one source with their row format set. A row whose columns fit no format becomes a bad row
+    (without columns, with the reason).
 
     Args:
         rows: the rows of the source.
-        format: a row format of `formats.FORMATS`; "auto" is that of the first row whose columns are known.
+        format: a row format of `formats.FORMATS`; with "auto" it is detected from the first row whose columns fit one,
+            and applies to all rows after it.
     """
     for row in rows:
         if row.value is not None:
@@ -224,12 +229,13 @@ def _file_count(file: Path) -> int:
 
 
 def _dataset_sources(dataset: Any, name: str, streaming: bool) -> list[Source]:
-    """The source of a `datasets` data set, or one for each of its shards if it streams.
+    """The sources of a data set of the library `datasets`: one for each of its shards if it is streamed, otherwise one
+    for all rows.
 
     Args:
         dataset: a Dataset or IterableDataset.
         name: its name in messages.
-        streaming: whether an IterableDataset is divided into its shards.
+        streaming: whether an IterableDataset is divided into its shards; a Dataset never is.
     """
     shards = dataset.num_shards if streaming and not hasattr(dataset, "__len__") else 1
     if shards > 1:
@@ -247,16 +253,16 @@ def _dataset_sources(dataset: Any, name: str, streaming: bool) -> list[Source]:
 
 
 def _first_rows(sources: list[Source], name: str, count: int, streaming: bool) -> Source:
-    """The source of the first `count` rows of another one.
+    """The source of the first `count` rows of another one, for a name such as rows.jsonl[:1000].
 
     Args:
         sources: a list with that source only.
         name: its name with the number of rows, for messages.
         count: how many rows are read.
-        streaming: whether it is streamed.
+        streaming: whether the rows are streamed, which is refused.
 
     Raises:
-        ValueError: there are several sources, or it is a stream.
+        ValueError: there are several sources, or `streaming` is set.
     """
     if len(sources) != 1 or streaming:
         why = "of a stream `steps` says how much is read" if streaming else "it is a folder of several files"
@@ -311,7 +317,8 @@ def _is_saved(folder: Path) -> bool:
 
 
 def _load_from_disk(folder: Path) -> object:
-    """The data set in a folder that `save_to_disk` wrote, or its split `train`. Raises ValueError if it has none."""
+    """The data set in a folder that `save_to_disk` of the library `datasets` wrote; of several splits, the one named
+    `train`. Raises ValueError if none of several splits has that name."""
     from datasets import DatasetDict, load_from_disk
 
     dataset = load_from_disk(str(folder))

@@ -69,7 +69,7 @@ def _table_row(file: str, number: int, value: Mapping[str, Any]) -> Row:
 
 
 def _without_none(value: object) -> object:
-    """A copy of `value`, nested mappings and lists, without those keys of its mappings that have the value None."""
+    """A copy of `value`, a cell of a table. In its nested mappings, keys with the value None are left out."""
     if isinstance(value, Mapping):
         return {key: _without_none(part) for key, part in value.items() if part is not None}
     return [_without_none(part) for part in value] if isinstance(value, list | tuple) else value
@@ -101,8 +101,8 @@ def _measure(value: Any) -> tuple[int, str]:
 
 
 def _too_long(unit: str) -> str:
-    """The reason why a row is too large, for the message about a bad row. unit: in what it was measured, "bytes" or
-    "characters"."""
+    """The reason why a row is too large, with the limit, for the message about a bad row. unit: the unit in which the
+    row was measured, "bytes" or "characters"."""
     return f"more than {MAX_ROW_SIZE:,} {unit}, the most that one row may have; divide it into several rows"
 
 
@@ -299,7 +299,8 @@ def read_parquet(file: Path, after: int) -> Iterator[Row]:
 
 
 def _parquet_row(file: Path, number: int, batch: Any, place: int) -> Row:
-    """Row `place` of the pyarrow RecordBatch `batch`, as row `number` of a file; a bad row if it cannot be decoded."""
+    """Row number `number` of the Parquet file `file`, from the row at index `place` of `batch`, a pyarrow RecordBatch.
+    It is a bad row (without columns, with the reason) if it cannot be decoded."""
     try:
         return _table_row(str(file), number, {name: batch[name][place].as_py() for name in batch.schema.names})
     except (ValueError, OverflowError) as error:  # text that is not UTF-8, or a date that Python cannot represent

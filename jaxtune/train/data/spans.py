@@ -75,8 +75,9 @@ def masked_spans(
 
 
 def _spans(text: str, low: int, high: int, opening: str, closing: str) -> Iterator[tuple[int, int]]:
-    """Yields the (start, end) character ranges, as indices of `text`, of the spans from `opening` to `closing` in the
-    response `text[low:high]`; see `masked_spans`."""
+    """Yields the (start, end) character ranges, as indices of `text`, of the spans that are not trained on in the
+    response `text[low:high]`: from each `opening` to the next `closing`, both included, or to the end of the response
+    if there is no `closing`. A response whose prompt ends with `opening` begins within a span."""
     # White space at the end of the prompt is not part of the opening: "<think>\n" comes before a thought.
     before = text[max(low - len(opening) - 16, 0) : low].rstrip()
     at = low if before.endswith(opening) else text.find(opening, low, high)

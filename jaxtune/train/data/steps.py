@@ -34,9 +34,9 @@ class StepBatches(Batches):
         per_step: the number of documents or pairs of a step.
         steps: the number of steps of the run, which are all packed in advance to find the number of rows.
         length: the number of tokens in a row, at least that of the longest document or pair.
-        parts: the number of micro-batches. The documents of a step are divided among them in their order, and documents
-            of different parts do not share rows. None is one part.
-        multiple: the number of rows in a part is a multiple of this, the number of devices that share the rows.
+        parts: the number of micro-batches of a step. The documents of a step are divided among them in their order, and
+            documents of different micro-batches do not share rows. None is one micro-batch.
+        multiple: the number of devices that share the rows; the number of rows in a micro-batch is a multiple of this.
         seed: a non-negative integer that decides, with the number of the epoch, the order of the rows.
         order: how an epoch is ordered, a key of `batches.ORDERS`.
     """
@@ -108,8 +108,9 @@ class StepBatches(Batches):
         ]
 
     def _epoch_plan(self, epoch: int) -> np.ndarray:
-        """The plan of an epoch that `_pack_epoch` returns: int64[steps, parts, documents of a part], the row of each
-        document. The plan computed last is kept, because a step needs only its own part of it."""
+        """The plan of epoch number `epoch` (from 0): the row of each document, as `_pack_epoch` returns it, an array
+        int64[steps, micro-batches of a step, documents of a micro-batch]. The plan computed last is kept, because each
+        step needs only a small share of it."""
         epoch = 0 if self.order == "given" else epoch
         known = self._plan  # read once, as in Batches._epoch
         if known is None or known[0] != epoch:
@@ -117,11 +118,13 @@ class StepBatches(Batches):
         return known[1]
 
     def _pack_epoch(self, epoch: int) -> np.ndarray:
-        """Packs all steps of an epoch by first fit, the longest document first.
+        """Packs all steps of epoch number `epoch` (from 0) by first fit, the longest document first. Each micro-batch
+        is packed separately.
 
         Returns:
-            int64[steps of the epoch, parts, documents of a part]: the index, within its part, of the row that each
-            document is in; -1 for a document that is empty or that the last step does not have.
+            int64[steps of the epoch, micro-batches of a step, documents of a micro-batch]: the index, within its
+                micro-batch, of the row that each document is in; -1 for a document that is empty or that the last step
+                does not have.
         """
         lengths = np.zeros(self.steps_per_epoch * self._taken, np.int64)
         lengths[: len(self.rows)] = self.rows.lengths[self._epoch(epoch)]
@@ -182,8 +185,9 @@ def pack_steps(
 
 
 def _devices(config: TrainConfig) -> int:
-    """The number of devices that the rows of a step are divided among, of which the rows of a part must be a multiple:
-    that of the mesh in `config`, or all devices if it has none. A single process on a CPU counts as one device."""
+    """The number of devices among which the rows of a micro-batch are divided, so that this number must divide the rows
+    evenly: that of the mesh in `config`, or all devices if it has none. A single process on a CPU counts as one
+    device."""
     if config.mesh is not None:
         return partition.mesh_shape(*config.mesh.sizes).size
     several = jax.default_backend() != "cpu" or processes.count() > 1  # a single process uses one CPU device

@@ -39,7 +39,8 @@ _SAMPLES, _SAMPLE_BYTES = 16, 4_096  # how many pieces of a file its fingerprint
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """A position between two rows of a lane, that is of the sequence of rows that one device takes from the stream."""
+    """A position between two rows of a lane. A lane is the sequence of rows that one device (or one group of devices)
+    takes from the stream."""
 
     epoch: int = 0
     """The number of the epoch, from 0."""
@@ -75,8 +76,8 @@ class StreamedRows:
     Args:
         name: the name of the stream in messages.
         sources: its shards, from `reading.open_sources`.
-        prepare: tokenises a Window into a data set.
-        buffer_size: the number of rows of a window.
+        prepare: a function that tokenises a Window and returns it as a data set.
+        buffer_size: the most rows of a window; one with long rows has fewer.
 
     Raises:
         ValueError: the rows cannot be used, or a shard can be read only as a whole (a JSON array).
@@ -119,8 +120,9 @@ class StreamedRows:
 
     @property
     def max_documents(self) -> int:
-        """The most documents that a packed row may have: twice those of the first window, and at least
-        `_LEAST_DOCUMENTS`."""
+        """The most documents that a packed row may have, for which batches have room. If documents are packed, it is
+        twice the most of the first window, and at least `_LEAST_DOCUMENTS`, because later windows may have shorter
+        documents; otherwise it is that of the first window."""
         return self._max_documents
 
     def with_max_documents(self, documents: int) -> StreamedRows:
@@ -192,7 +194,8 @@ class StreamedRows:
             ) from None
 
     def tokenised(self, begin: _Place, end: _Place, number: int, rows: list[Row], key: int) -> _TokenisedWindow | None:
-        """Tokenises and packs a window, and counts its rows for `news`. None if nothing of it can be trained on.
+        """Tokenises and packs a window, and counts its rows for the sentences of `news`. Returns None if nothing of it
+        can be trained on.
 
         Args:
             begin, end: the positions before its first row and after its last one.

@@ -114,8 +114,8 @@ def resolve_template(tokenizer: Any, template: str | None) -> str:
 
 
 def _names_that_fit(tokenizer: Any) -> str:
-    """Part of an error message: the packaged templates that this tokenizer can use, as "NAME, NAME, or to the path
-    of"."""
+    """A passage for error messages that propose another template: the names of the packaged templates that this
+    tokenizer can use, each followed by a comma, and at the end "or to the path of"."""
     return "".join(f"{name}, " for name in packaged_that_fit(tokenizer)) + "or to the path of"
 
 
