@@ -130,7 +130,7 @@ def _tokens(tokenizer: Any, text: str) -> list[int]:
 
 
 def _first(ids: Sequence[int], of: Set[int]) -> int | None:
-    """The first of `ids` that is in the set `of`, or None."""
+    """The first of the token ids `ids` that is in the set `of`; None if none is."""
     return next((token for token in ids if token in of), None)
 
 

@@ -28,22 +28,25 @@ from jaxtune.train.planning.meshes import mesh_of
 
 
 def load_model(config: TrainConfig) -> tuple[Decoder, Any]:
-    """Loads the model with its adapter, and the tokenizer, that a config asks for: (model with its arrays, tokenizer).
-    It waits until the weights are there. Raises ValueError if the folder has no tokenizer."""
+    """Loads what a config asks for, the model with its adapter (and, for a distillation, its teacher) and the
+    tokenizer: (model with its arrays, tokenizer). It waits until the weights are loaded. Raises ValueError if there is
+    no tokenizer."""
     with loading(config) as (weights, tokenizer, model):
         return model if weights is None else weights.result(), tokenizer
 
 
 @contextlib.contextmanager
 def loading(config: TrainConfig) -> Iterator[tuple[Future[Decoder] | None, Any, Decoder]]:
-    """A context that loads the model with its adapter, and the tokenizer, that a config asks for.
+    """A context that loads the model with its adapter, and the tokenizer, that a config asks for. It gives (weights,
+    tokenizer, model); the model of a distillation has its teacher attached.
 
-    It gives (weights, tokenizer, model), a model with the teacher of a distillation attached. A thread loads the
-    weights while rows are tokenised and programs compiled:
-    `weights` is the future of the model, and `model` has shapes instead of arrays. `weights` is None, and `model` has
-    its arrays, if the model is made from a config, if its adapter comes from a file, or if the checkpoint or the
-    teacher's is in four bits, whose shapes only its bytes show. Leaving the context cancels the loading. A missing
-    tokenizer raises ValueError on entering.
+    Usually a thread loads the weights while the caller tokenises rows and compiles programs: `weights` is the future of
+    the model, and `model` has jax.ShapeDtypeStruct in place of its arrays.
+    In three cases `weights` is None, and `model` has its arrays: the model is made from a config with random weights;
+    its adapter comes from a file; its checkpoint or its teacher's stores four-bit weights, whose shapes only its bytes
+    show.
+
+    Leaving the context cancels the loading. Raises ValueError on entering if there is no tokenizer.
     """
     wanted, teacher = config.model, open_teacher(config)
 
@@ -101,8 +104,8 @@ def _tokenizer(config: TrainConfig, folder: Path | None) -> Any:
 
 
 def adapted(model: Decoder, config: TrainConfig) -> Decoder:
-    """The loaded `model` made ready for a run: with the objective's head, a new adapter or that of adapter.path, and
-    products in FP8, as `config` asks for them."""
+    """Makes the loaded `model` ready for a run as `config` asks, and returns it: with matrix products in FP8
+    (model.compute), the head that the objective needs, and the adapter from adapter.path or a new one."""
     if config.model.compute == "fp8":
         model = compute_in_fp8(model)
     model = with_head(model, objective_of(config).head, config.seed)

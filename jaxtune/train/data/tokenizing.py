@@ -1,8 +1,9 @@
 """Tokenises texts and records the position of each token, at a cost that grows linearly with the length of a text.
 
-A text longer than a window is tokenised window by window. Neighbouring windows overlap, and are joined where both have
-the same token at the same position, away from the edges of both. There they agree with the text tokenised as a whole,
-except in a repetition longer than the overlap, whose tokens may begin at another of its periods.
+A text longer than a window (65,536 characters) is tokenised window by window. Neighbouring windows overlap, and are
+joined at a token that both have at the same position, away from the edges of both. There they agree with the text
+tokenised as a whole. The exception is a stretch of repeated text that is longer than the overlap: its tokens may begin
+at another character of the repeated unit than in the text tokenised as a whole.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ OVERLAP = 2_048  # characters that a window shares with the next one
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """The tokens of a text, with their positions in it."""
+    """The tokens of a text, with their positions in it. The positions say which tokens are of a prompt and which are of
+    a response, so that the loss counts only the latter."""
 
     ids: np.ndarray
     """int32[n]: token ids."""
@@ -28,21 +30,23 @@ class Tokens:
     ends: np.ndarray
     """int64[n]: the index in the text after each token's last character."""
     cut: bool = False
-    """Whether the rest of the text was not tokenised, because there were enough tokens."""
+    """True: the tokens are of the beginning of the text only, because tokenising stopped at `max_tokens`. False: of all
+    of it."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def part(self, first: int, last: int, shift: int = 0, cut: bool = False) -> Tokens:
-        """The tokens `first:last`, with `shift` characters added to their positions (those of a window count from the
-        window's beginning). cut: the `cut` of the result."""
+        """Returns the tokens with the indices first to last - 1. shift: the number of characters that is added to their
+        positions, which makes positions in a window into positions in the whole text. cut: the value of `cut` in the
+        result."""
         at = slice(first, last)
         return Tokens(self.ids[at], self.starts[at] + shift, self.ends[at] + shift, cut)
 
     @classmethod
     def joined(cls, parts: list[Tokens]) -> Tokens:
-        """The tokens of a text from `parts`, those of its consecutive parts, whose positions are in the whole text
-        already; they are `cut` if the last part is."""
+        """Joins `parts`, the tokens of consecutive parts of a text, whose positions are counted from the beginning of
+        the whole text: returns the tokens of that text. Its `cut` is that of the last part."""
         fields = (np.concatenate([getattr(part, name) for part in parts]) for name in ("ids", "starts", "ends"))
         return cls(*fields, cut=parts[-1].cut)
 
@@ -61,12 +65,14 @@ def tokenize(tokenizer: Any, texts: list[str], max_tokens: int | None = None) ->
 
 
 def tokenize_pieces(tokenizer: Any, text: str, cuts: list[int], max_tokens: int | None = None) -> Tokens:
-    """The tokens of a text, tokenised in pieces so that no token extends over one of the positions `cuts`.
+    """The tokens of a text that is cut into pieces, which are tokenised separately, so that no token extends over one
+    of the positions `cuts`. Training cuts where a response begins, because at inference the prompt before it is
+    tokenised alone.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer.
         text: the text.
-        cuts: indices of characters, in ascending order.
+        cuts: indices of characters, in ascending order; each is the first character of a piece.
         max_tokens: tokenising stops after the piece with which there are at least this many tokens; None never stops.
     """
     pieces, count = [], 0
@@ -101,9 +107,9 @@ def _at_once(tokenizer: Any, texts: list[str]) -> list[Tokens]:
 
 
 def _in_windows(tokenizer: Any, text: str, max_tokens: int | None) -> Tokens:
-    """The tokens of a `text` that is longer than `WINDOW`, tokenised by `tokenizer` window by window, because the time
-    for a text as a whole may grow faster than its length. max_tokens: tokenising stops once there are at least this
-    many tokens, and the result is `cut`; None never stops."""
+    """The tokens of a `text` of more than `WINDOW` characters, tokenised by `tokenizer` window by window, because the
+    time for a text as a whole may grow faster than its length. max_tokens: tokenising stops once there are at least
+    this many tokens, and the result's `cut` is then True; None never stops."""
 
     def window(low: int) -> Tokens:
         tokens = _at_once(tokenizer, [text[low : low + WINDOW]])[0]
@@ -128,10 +134,15 @@ def _in_windows(tokenizer: Any, text: str, max_tokens: int | None) -> Tokens:
 
 
 def _seam(before: Tokens, after: Tokens, low: int, high: int) -> tuple[int, int | None]:
-    """Where to join two windows: (index in `before`, index in `after`) of a token that both have.
+    """Where to join two overlapping windows of a text: (index in `before`, index in `after`) of a token that both have.
+    The tokens of `before` are used up to that index, and those of `after` from it on.
 
-    It is the common token (of equal id and position) nearest to the middle of their overlap, the characters `low:high`
-    of the text. If there is no common token, it returns the index in `before` of the token at the middle, and None.
+    Args:
+        before, after: the tokens of a window and of the next one, with positions in the whole text.
+        low, high: the overlap of the windows is the characters low to high - 1 of the text.
+    Returns:
+        the indices of the common token (of equal id and position) that is nearest to the middle of the overlap. If
+            there is no common token, the index in `before` of the token at the middle, and None.
     """
     middle = (low + high) // 2
     places = np.intersect1d(before.starts[before.starts >= low], after.starts[after.starts < high])

@@ -67,10 +67,12 @@ REASON_CHARACTERS = 500  # the most of a bad row's reason that is kept; a messag
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """The documents made from a chunk of rows, in flat arrays, and the rows that gave none. A place is `file:line`."""
+    """The documents made from a chunk of rows (what one worker tokenises at a time), in flat arrays, and lists of the
+    rows that made none. A document is the token ids of one example. A place is the text `file:line` of a row, for
+    messages."""
 
     rows: int
-    """The number of rows."""
+    """The number of rows in the chunk, bad ones included."""
     tokens: np.ndarray
     """int32[total]: the token ids of all documents, one document after another."""
     mask: np.ndarray
@@ -78,11 +80,11 @@ class Chunk:
     lengths: np.ndarray
     """int64[n]: the number of tokens of each document."""
     trained: np.ndarray
-    """int64[n]: the number of trained targets of each document."""
+    """int64[n]: the number of trained tokens of each document, without its first token, which nothing predicts."""
     origins: list[tuple[str, int]]
     """The (file, line) of each document."""
     problems: list[tuple[str, str]]
-    """The (place, reason) of each bad row."""
+    """The (place, reason) of each row that cannot be used."""
     untrained: list[str]
     """The places of rows without a trained token."""
     responses: int
@@ -90,15 +92,16 @@ class Chunk:
     ended: int
     """The number of responses whose trained tokens include one that ends the turn."""
     special: list[tuple[str, str]] = dataclasses.field(default_factory=list)
-    """(place, the token or marker) of each row whose messages contain a special token or marker."""
+    """(place, the token or marker) of each row whose messages contain a special token, or a marker of the template, as
+    text."""
     left_out: list[tuple[str, str]] = dataclasses.field(default_factory=list)
-    """(place, the parts) of each row with parts that the template does not write."""
+    """(place, what is left out, in words) of each row of whose conversation the template does not write everything."""
     masked: int = 0
-    """The number of tokens that mask_spans excludes."""
+    """The number of response tokens that are not trained on because the option `mask_spans` excludes them."""
     cut: int = 0
     """The number of documents of which only the beginning was tokenised."""
     unread: list[str] = dataclasses.field(default_factory=list)
-    """The names of columns that have values and are not read."""
+    """The names of columns in which a row has a value and which the rows' format does not use."""
 
 
 # The document of the answer that a labelled row does not have.
@@ -220,23 +223,26 @@ def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
 
 
 class _Encoder(Protocol):
-    """Tokenises chunks, in this process or in another. `encode` is called in a `_Worker` thread, the other methods in
-    the caller's thread."""
+    """The interface of what tokenises chunks of rows, in this process or in another one. `encode` tokenises one chunk
+    and is called in a `_Worker` thread. The other methods are called in the thread that waits for the chunk: `stopped`
+    says whether the process is stopped by a signal, `close` ends the encoder after its last chunk, and `kill` ends it
+    at once."""
 
     def encode(self, rows: list[Row]) -> Chunk:
-        """The chunk of some rows; blocks until it is made."""
+        """Tokenises some rows and returns their chunk; blocks until it is made. Raises what the tokenising raised."""
         ...
 
     def stopped(self) -> str:
-        """The process that was stopped by a signal and therefore makes no progress, in words for a message, or ""."""
+        """If the encoder's process was stopped by a signal such as SIGSTOP, and therefore makes no progress: the name
+        of that process in words, for a warning. Otherwise ""."""
         ...
 
     def close(self) -> None:
-        """Ends the encoder after the last chunk."""
+        """Ends the encoder when all chunks are done and it is idle."""
         ...
 
     def kill(self) -> None:
-        """Ends the encoder while it may be working on a chunk."""
+        """Ends the encoder at once, even while it is working on a chunk, after an error or an interrupt."""
         ...
 
 
@@ -263,12 +269,12 @@ class _Worker(threading.Thread):
 def _encode(
     chunks: Iterable[list[Row]], count: int, make: Callable[[], _Encoder], poll: Callable[[], None]
 ) -> Iterator[Chunk]:
-    """Yields the tokenised chunks in order.
+    """Tokenises chunks of rows with several workers at a time, and yields the results in the order of the chunks.
 
     Args:
         chunks: chunks of rows.
         count: the most workers, each a thread with an encoder of its own; no more are made than there are chunks.
-        make: makes an encoder.
+        make: a function that makes the encoder of one worker.
         poll: called for each chunk, and several times a second while one is waited for; what it raises ends the work.
     """
     tasks: queue.SimpleQueue = queue.SimpleQueue()
@@ -305,13 +311,13 @@ def _wait_for(
     workers: list[_Worker],
     poll: Callable[[], None],
 ) -> Chunk:
-    """The result of a chunk, calling `poll` while it waits.
+    """Waits for the result of one chunk and returns it, and calls `poll` meanwhile.
 
     Args:
         rows: the rows of the chunk, for messages and to decide how long to wait.
-        future: the chunk's future.
-        workers: all workers, to see whether a process was stopped.
-        poll: called several times a second; what it raises passes through.
+        future: the chunk's future, which a worker sets.
+        workers: all workers, to warn if the process of one was stopped by a signal.
+        poll: called several times a second; an exception that it raises passes through.
 
     Raises:
         ValueError: the chunk takes too long; also what its encoder raised.
@@ -356,7 +362,7 @@ class _InProcess:
         self.thread: int | None = None
 
     def encode(self, rows: list[Row]) -> Chunk:
-        """The chunk of some rows, made in the calling thread."""
+        """Tokenises some rows in the calling thread and returns their chunk."""
         self.thread = threading.get_ident()
         try:
             return encode_chunk(self.encoder, rows)
@@ -377,8 +383,9 @@ class _InProcess:
 
 
 class _Process:
-    """The `_Encoder` that tokenises in another process. It sends pickled rows to its stdin and reads pickled chunks or
-    errors from its stdout. setup: the pickled (tokenizer, options), sent before the first rows."""
+    """The `_Encoder` that tokenises in another process, which it starts. It sends pickled rows to the stdin of that
+    process and reads pickled chunks or errors from its stdout. setup: the pickled (tokenizer, keyword arguments of
+    RowEncoder), which is sent before the first rows."""
 
     def __init__(self, setup: bytes):
         root = str(Path(__file__).resolve().parents[3])
@@ -421,7 +428,8 @@ class _Process:
         return result
 
     def stopped(self) -> str:
-        """The process in words for a message, if it was stopped by a signal (state T in /proc), else ""."""
+        """The process in words for a warning, if a signal stopped it (state T in /proc); "" if it runs, or if there is
+        no /proc."""
         with contextlib.suppress(OSError):  # the process has ended, or the system has no /proc
             state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(") ")[2][:1]
             if state in ("T", "t"):

@@ -31,7 +31,7 @@ JSONL = "metrics.jsonl"
 
 
 class MetricsLogger:
-    """Appends metrics to `folder`/metrics.jsonl, and to TensorBoard, Weights & Biases and trackio if asked.
+    """Appends metrics to `folder`/metrics.jsonl, and to TensorBoard, Weights & Biases and trackio if asked. A context.
 
     The file is the primary record: one JSON object per line, written at each call. NaN and infinities are written as
     the strings "nan", "inf" and "-inf", so that every line is valid JSON. A logger that fails during training (network,
@@ -39,11 +39,11 @@ class MetricsLogger:
     processes only the first one records.
 
     Args:
-      folder: of the run.
+      folder: the run's folder.
       tensorboard: whether to write event files in `folder`/tensorboard.
-      wandb_project, trackio_project: project names. A resumed run continues its own run there.
-      config: JSON-able mapping shown by both.
-      resumed_step: the step from which a resumed run continues; lines of later steps, and a torn last line, are
+      wandb_project, trackio_project: names of projects there; None: not logged there. A resumed run continues its own.
+      config: JSON-able mapping that Weights & Biases and trackio show as the run's configuration.
+      resumed_step: the step from which a resumed run continues; lines of later steps, and an incomplete last line, are
         dropped. None for a new run.
 
     Raises:
@@ -83,8 +83,8 @@ class MetricsLogger:
                 self._sinks[name] = make()
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Records the values of the step after which `step` steps are done, {name: number (also a 0-d array), string,
-        None, or lists and dicts of them}, in every logger."""
+        """Records `values`, {metric's name: number (also a 0-d array), string, None, or lists and dicts of them}, in
+        every logger. step: the number of optimizer steps done."""
         line = {"step": int(step), "time": round(time.time(), 3)} | {
             key: _plain(value) for key, value in values.items()
         }
@@ -107,7 +107,8 @@ class MetricsLogger:
 
     @contextlib.contextmanager
     def _survived(self, name: str) -> Iterator[None]:
-        """A context that reports an error of the logger `name` once and removes the logger, except the file."""
+        """A context for a call of the logger `name`: an error in it is logged once and not raised, and the logger is
+        not called again. The logger of metrics.jsonl is kept."""
         try:
             yield
         except Exception as error:  # no error of a logger may end a run
@@ -119,13 +120,15 @@ class MetricsLogger:
 
 
 class _Sink:
-    """The interface of a logger: one place in which metrics are recorded, such as a file or TensorBoard."""
+    """The interface of a logger: one place in which metrics are recorded, such as a file or TensorBoard. `log` records
+    one line, and `close` is called once at the end of the run."""
 
     def log(self, line: dict[str, Any]) -> None:
-        """Records a line: JSON values with `step`, `time` and metrics. After an error only the file is tried again."""
+        """Records a line, {name: JSON value}: `step`, `time` (unix seconds) and metrics. May raise: MetricsLogger
+        catches it."""
 
     def close(self) -> None:
-        """Finishes writing."""
+        """Finishes writing and closes the logger."""
 
 
 class _JsonlSink(_Sink):
@@ -168,8 +171,9 @@ class _TensorBoardSink(_Sink):
 
 
 class _WandbSink(_Sink):
-    """The logger for Weights & Biases. project: its name there; config: shown as the run's configuration. The run's id
-    is stored in `folder`, the run's, so that a resumed run (resumed_step is not None) continues it."""
+    """The logger for Weights & Biases. folder: the run's, in which the id of the run there is stored, so that a resumed
+    run (resumed_step is not None) continues it. project: the project's name. config: shown as the run's
+    configuration."""
 
     def __init__(self, folder: Path, project: str, config: Mapping[str, Any] | None, resumed_step: int | None):
         import wandb
@@ -192,9 +196,9 @@ class _WandbSink(_Sink):
 
 
 class _TrackioSink(_Sink):
-    """The logger for trackio, which stores runs by name in its own folder (TRACKIO_DIR). The arguments are those of
-    _WandbSink. A run's name is that of the output folder with a random ending, so that two folders of the same name
-    are two runs."""
+    """The logger for trackio, which stores runs by name in its own folder (TRACKIO_DIR). The arguments mean what those
+    of _WandbSink mean. A run's name is that of the output folder with a random ending, so that two folders of the same
+    name are two runs."""
 
     def __init__(self, folder: Path, project: str, config: Mapping[str, Any] | None, resumed_step: int | None):
         import trackio
@@ -275,14 +279,14 @@ ROWS = "eval_rows"  # the key of an evaluation's line with Documents.identity of
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """The lines of the metrics.jsonl at `path`, with NaN and infinities as floats again. A torn line, left by a kill,
-    is skipped, and so is any other line that no run writes: every line must be an object with the number of a step."""
+    """The lines of the metrics.jsonl at `path`, with NaN and infinities as floats again. Lines that are no JSON object
+    with an integer `step`, such as one that a kill left incomplete, are skipped."""
     with open(path, "rb") as file:
         return [line for text in file if (line := parsed(text)) is not None]
 
 
 def parsed(text: bytes) -> dict[str, Any] | None:
-    """A line of a metrics.jsonl (its bytes, `text`) as read_metrics returns it; None for a line that no run writes."""
+    """`text`, one line of a metrics.jsonl in bytes, as read_metrics returns it; None if that skips the line."""
     with contextlib.suppress(ValueError, RecursionError):
         line = json.loads(text.decode("utf-8", "replace"))
         if isinstance(line, dict) and type(line.get("step")) is int:
@@ -291,14 +295,14 @@ def parsed(text: bytes) -> dict[str, Any] | None:
 
 
 def evaluations(path: Path, rows: str) -> dict[int, float]:
-    """{step: evaluation loss} from the metrics.jsonl at `path`, in its order, for evaluations of the rows with the
-    identity `rows` (Documents.identity). Empty if there is no file."""
+    """{step: evaluation loss} from the metrics.jsonl at `path`, for evaluations of the rows with the identity `rows`
+    (Documents.identity) or with none recorded. Empty if there is no file."""
     lines = read_metrics(path) if path.exists() else []
     return {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line and line.get(ROWS, rows) == rows}
 
 
 def _drop_after(path: Path, last_step: int) -> None:
-    """Removes the lines of steps after `last_step` from the file `path`: a resumed run repeats these steps."""
+    """Removes the lines of steps after `last_step` from the file `path`; a resumed run repeats these steps."""
     if not path.exists():
         return
     kept = [line for line in read_metrics(path) if line["step"] <= last_step]
@@ -317,15 +321,12 @@ def duration(seconds: float) -> str:
 
 class Progress:
     """A live progress bar on a terminal; elsewhere plain lines, at most one in `line_seconds`, and always the last
-    step.
-
-    It is used as a context.
+    step. It is used as a context. `update` shows a step, `compiling` and `evaluating` what happens between steps.
 
     Args:
-      total_steps: of the run.
-      start_step: steps done before a resume.
-      line_seconds: least time between two lines without a terminal.
-      console: a rich Console; None: stderr's.
+      total_steps, start_step: the steps of the whole run, and those done before a resume.
+      line_seconds: without a terminal, the least number of seconds between two lines.
+      console: the rich Console to print on; None: that of stderr.
     """
 
     def __init__(self, total_steps: int, start_step: int = 0, line_seconds: float = 5.0, console: Any = None):
@@ -363,10 +364,8 @@ class Progress:
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
-        """A context for compiling the step, whose time does not count in the estimate of the time left.
-
-        How long it takes depends on what is cached, so the bar shows only the time so far.
-        """
+        """A context for compiling the step, whose time does not count in the estimate of the time left. The bar shows
+        only the time so far, because how long it takes depends on what is cached."""
         started = time.monotonic()
         if self._live is None:
             self.print("compiling")
@@ -417,7 +416,7 @@ class Progress:
             self.print(f"step {step}/{self.total_steps}  {text}  {left}".rstrip())
 
     def evaluating(self, done: int, batches: int) -> None:
-        """Shows that `done` of an evaluation's `batches` batches are done; after the last, steps again."""
+        """Shows that `done` of an evaluation's `batches` batches are done. If all are, the bar shows steps again."""
         if self._live is not None:
             text = "step" if done == batches else f"evaluating {done}/{batches}"
             self._bar.update(self._task, description=text)
@@ -447,8 +446,9 @@ class Progress:
 
 
 def loss_plot(jsonl_path: str | os.PathLike, png_path: str | os.PathLike) -> None:
-    """Draws the finite losses in the metrics.jsonl at jsonl_path into the image png_path: every step, of many also a
-    moving average, and evaluations. ValueError if there are none, ImportError if matplotlib is missing."""
+    """Draws the finite losses in the metrics.jsonl at jsonl_path into the image png_path: that of every step and of
+    every evaluation, and from 50 steps on a moving average. ValueError if there are none, ImportError without
+    matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -484,8 +484,8 @@ def loss_plot(jsonl_path: str | os.PathLike, png_path: str | os.PathLike) -> Non
 
 
 def decorate(what: str, make: Callable[[], Any]) -> None:
-    """Calls `make` for something that a run can do without, such as a plot (`what`); an error is logged, and the run
-    continues."""
+    """Calls `make`, which makes something that a run can do without, such as a plot. An error is logged and not raised,
+    so that the run continues. what: the name of that thing, for the log."""
     try:
         make()
     except Exception as error:

@@ -39,13 +39,14 @@ _LEARNT = 1e-10  # the square of the gradient of a smaller loss may underflow in
 
 
 class TrainingStopped(ValueError):
-    """Raised when a guard ends the run, because it diverges or trains nothing; the message says what was seen and what
-    to do."""
+    """Raised when a guard (a check of each step's metrics) ends the run, because the loss is no longer finite or
+    nothing is trained; the message says what was seen and what to do."""
 
 
 def finished(arrays: Any, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Waits until the device has computed `arrays`, and returns the time of `clock` at that moment. A thread of the
-    monitor calls it, so that a step's time does not depend on when the host reads its metrics."""
+    """Waits until the device has computed `arrays` (any pytree), and returns the time in seconds, by `clock`, at that
+    moment. A thread of the monitor calls it, so that a step's time does not depend on when the host reads its
+    metrics."""
     with contextlib.suppress(Exception):  # an error of a failed step is raised where its values are read
         jax.block_until_ready(arrays)
     return clock()
@@ -53,12 +54,13 @@ def finished(arrays: Any, clock: Callable[[], float] = time.perf_counter) -> flo
 
 @dataclasses.dataclass
 class _Work:
-    """One or several steps: their number, the time that they took and the work done in it."""
+    """The work of one or several steps: their number, the seconds that they took, and sums over them of tokens and
+    FLOPs. Two are added by +, and `speeds` makes metrics of the sums."""
 
     steps: int = 0
     seconds: float = 0.0
-    slots: int = 0  # positions of the rows, padding included
-    tokens: int = 0  # without padding
+    slots: int = 0  # positions of tokens in the rows, padding included
+    tokens: int = 0  # tokens, without padding
     trained_tokens: int = 0  # tokens that count in the loss
     flops: float = 0.0  # model FLOPs
     data_wait_seconds: float = 0.0  # time that the host waited for rows
@@ -67,8 +69,9 @@ class _Work:
         return _Work(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
 
     def speeds(self, peak_flops: float | None) -> dict[str, Any]:
-        """The metrics on speed, by their names in metrics.jsonl. `peak_flops` is the peak FLOP/s of all devices; None:
-        unknown, and there is no mfu."""
+        """{name in metrics.jsonl: value} of the metrics on speed, such as tokens_per_second and step_seconds.
+        peak_flops: the peak FLOP/s of all devices, which is needed for mfu (model FLOPs utilisation); None: unknown,
+        and mfu is left out."""
         seconds = max(self.seconds, 1e-9)  # the clock may not have moved
         speeds = {
             "tokens_per_second": self.slots / seconds,
@@ -83,19 +86,19 @@ class _Work:
 
 @dataclasses.dataclass(frozen=True)
 class Watched:
-    """What a Monitor needs to know about its run."""
+    """What a Monitor needs to know about its run. A line is the dict of a step's metrics, as metrics.jsonl has it."""
 
-    config: TrainConfig
-    total_steps: int
-    batches: BatchSource  # of the run's steps
-    unit: str  # what a step's loss is a mean over (Objective.unit)
+    config: TrainConfig  # the run's
+    total_steps: int  # optimizer steps of the whole run
+    batches: BatchSource  # the source of the rows of the steps
+    unit: str  # what a step's loss is a mean over, such as "tokens" (Objective.unit)
     trained: Sequence[str]  # names of the trainable tensors
     flops: Callable[[np.ndarray], float]  # maps the lengths of a step's documents to its model FLOPs
-    peak_flops: float | None  # sum over all devices, per second; None: unknown
-    planner: Planner
+    peak_flops: float | None  # the peak FLOP/s of all devices; None: unknown
+    planner: Planner  # of the training step; it has the plan in words, and its forecast
     history: list[dict[str, Any]]  # every step's line is appended to it
-    callbacks: Sequence[Callback] = ()
-    # called with the line of the run's first step; may raise TrainingStopped
+    callbacks: Sequence[Callback] = ()  # each gets every step's line
+    # called with the line of the first step of the whole run; may raise TrainingStopped
     check_first: Callable[[dict[str, Any]], None] = lambda line: None
 
 
@@ -103,21 +106,22 @@ class Monitor:
     """Logs the metrics of each step, which are fetched one step late so that nothing waits, and applies the guards,
     which stop a run that trains nothing or diverges.
 
-    It is used as a context. The run's clock starts when it is made.
+    It is used as a context. The run's clock starts when it is made. The training loop calls `step_dispatched` after
+    each step that it dispatched, and does everything else, such as a save, in the context `pause`.
 
     Args:
-      run: what it monitors.
-      logger: records the lines.
-      progress: shows them.
-      finished: waits for a step's metrics and returns the time at which the device had them.
-      clock: returns the host's time in seconds, on the same clock.
+      run: what the Monitor needs to know about the run.
+      logger: records the lines of metrics.
+      progress: shows the metrics on the terminal.
+      finished: waits for a step's metrics and returns the time at which the device had computed them.
+      clock: returns the host's time in seconds; `finished` must use the same clock.
     Attributes:
       waiting: steps that were dispatched and not processed: (step, its metrics on the device, its counts, seconds that
-        the host waited for its rows, the time at which it is finished).
-      bad: (step, loss, gradient norm) of the steps in a row so far that were not finite.
-      applied: number of steps done when the latest update was made.
-      skipped_in_row: number of updates skipped since then.
-      seconds: the time of each step.
+        the host waited for its rows, the future of the time at which the device has finished it).
+      bad: (step, loss, gradient norm) of the latest steps in a row that were not finite; empty after a finite one.
+      applied: the number of steps done when the latest update was made.
+      skipped_in_row: the number of updates that were skipped since then.
+      seconds: the duration of each step, in seconds.
     """
 
     def __init__(
@@ -153,15 +157,14 @@ class Monitor:
 
     @contextlib.contextmanager
     def pause(self, name: str, step: int) -> Iterator[dict[str, Any]]:
-        """A context for work between steps, such as a save, whose time is not part of any step. It yields a dict. At
-        the end a line of metrics is logged, with `{name}_seconds` and the entries that were put into the dict. The
-        steps before it are waited for.
-
-        Entries that end in "_seconds" are parts of the pause, and are subtracted from its own time.
+        """A context for work between steps, such as a save, whose time is not part of any step. It first waits for the
+        steps that were dispatched. It yields a dict, to which the caller may add metrics. At the end it logs a line
+        with these and `{name}_seconds`, the duration of the work. The added metrics that end in "_seconds" are
+        durations of parts of the work, and are subtracted from `{name}_seconds`.
 
         Args:
-          name: of the pause: "load" (compiling is a part of it), "save", "eval" or "profile".
-          step: number of steps done.
+          name: what the work is: "load" (compiling is a part of it), "save", "eval" or "profile".
+          step: the number of steps done.
         """
         self.flush()
         values: dict[str, Any] = {}
@@ -176,8 +179,9 @@ class Monitor:
 
     @contextlib.contextmanager
     def planned(self, name: str, step: int) -> Iterator[dict[str, Any]]:
-        """A `pause` called `name` after `step` steps for work that compiles programs; its line of metrics has also
-        `plan`, the plan in force in words. It yields the dict of the line's other entries, as `pause` does."""
+        """The context `pause` for work that compiles programs: its line of metrics also has `plan`, the training step's
+        plan in words. It yields the dict to which the caller may add metrics. name: what the work is. step: the number
+        of steps done."""
         with self.pause(name, step) as values:
             yield values
             values["plan"] = self.run.planner.lines()
@@ -194,14 +198,14 @@ class Monitor:
         self._data_wait += self._clock() - began
 
     def step_dispatched(self, step: int, latest: dict, counts: dict) -> None:
-        """Records that a step was dispatched, and processes the metrics of the one before.
+        """Records that a step was dispatched to the device, and processes the metrics of the step before it.
 
         Args:
-          step: its number, from 0.
-          latest: its metrics on the device, as StepProgram.update returns them.
-          counts: its token counts and document lengths, as Engine.load_step returns them.
+          step: the step's number, from 0.
+          latest: its metrics as arrays on the device, as StepProgram.update returns them.
+          counts: {"tokens", "trained_tokens", "lengths" of its documents}, known on the host, from Engine.load_step.
         Raises:
-          TrainingStopped: a guard ends the run, because of the step before.
+          TrainingStopped: a guard ends the run because of the step before.
         """
         self.waiting.append((step, latest, counts, self._data_wait, self._stamps.submit(self._finished, latest)))
         self._data_wait = 0.0
@@ -209,8 +213,8 @@ class Monitor:
             self._take()
 
     def flush(self) -> None:
-        """Waits for all dispatched steps and processes their metrics; raises TrainingStopped as step_dispatched
-        does."""
+        """Waits for all dispatched steps and processes their metrics. Raises TrainingStopped if a guard ends the run
+        because of one of them."""
         while self.waiting:
             self._take()
 
@@ -275,13 +279,14 @@ class Monitor:
             self._guard_adapters(done, norms)
 
     def _guard_adapters(self, done: int, norms: np.ndarray) -> None:
-        """Raises TrainingStopped after the first steps if an adapter's gradient was exactly zero in all of them.
+        """Raises TrainingStopped in the third step that has a gradient, if an adapter's gradient was exactly zero in
+        all three. The loss does not depend on the module of such an adapter, so it would never train.
 
-        Such adapters are on modules that the loss does not depend on, and would never train.
+        It does nothing later, or if guards.adapters_without_gradient allows such adapters.
 
         Args:
-          done: number of steps done.
-          norms: float32[n], the norm of the gradient of each trainable tensor, in a step in which some were not zero.
+          done: the number of steps done.
+          norms: float32[n], the norm of the gradient of each trainable tensor, in a step in which some are not zero.
         """
         if self._looked_at == _FIRST_STEPS or self.run.config.guards.adapters_without_gradient:
             return
@@ -298,13 +303,15 @@ class Monitor:
         )
 
     def _guard(self, step: int, loss: float, norm: float, values: dict) -> None:
-        """Raises TrainingStopped if the run must end: the gradient is zero, no token is trained on, or too many steps
-        in a row were not finite. A single step that was not finite is printed with the names of its rows.
+        """Raises TrainingStopped if the run must end: the gradient is zero although the loss is not, no token is
+        trained on, or guards.max_nonfinite_in_row steps in a row were not finite. A step that was not finite is printed
+        with the names of its rows. An overflow of the scaled loss of fp16 is none of these. After the first step of a
+        run, `Watched.check_first` is called.
 
         Args:
           step: the step's number, from 0.
-          loss, norm: its loss and gradient norm.
-          values: its metrics, on the host.
+          loss, norm: the step's loss and gradient norm.
+          values: the step's metrics, as numpy arrays on the host.
         """
         done = step + 1
         if values["finite"]:

@@ -36,7 +36,8 @@ from jaxtune.train.program.step import trainable_names
 
 
 def parameter_counts(model: Decoder) -> tuple[int, int]:
-    """(trainable, all) parameters of `model`, two ints. Adapters count in both; a quantised parameter counts as one."""
+    """(trainable, all): the two numbers of parameters of `model`. Both include adapters, and the second counts each
+    element of a quantised weight as one, however it is packed."""
     return parameters(nnx.state(model, nnx.Param)), parameters(nnx.state(model))
 
 
@@ -45,8 +46,8 @@ LARGE_FOR_A_CPU = 400_000_000
 
 
 def cpu_note(model: Decoder) -> str:
-    """A warning that a large model is about to be trained on a CPU, with the fix; "" if there is a GPU, or the model is
-    small. The model's arrays may be abstract."""
+    """A warning that a large model is about to be trained on a CPU, with what to do; "" if there is a GPU, or the model
+    is small. The model's arrays may be abstract (jax.ShapeDtypeStruct)."""
     count = parameters(nnx.state(model))
     if jax.default_backend() != "cpu" or count < LARGE_FOR_A_CPU:
         return ""
@@ -57,8 +58,8 @@ def cpu_note(model: Decoder) -> str:
 
 
 def trained_table(model: Decoder) -> Table:
-    """A rich Table of a model's trainable tensors, with equal tensors of different layers in one line. The model's
-    arrays may be abstract."""
+    """A rich Table of a model's trainable tensors. Tensors of different layers with the same name and shape share a
+    line. The model's arrays may be abstract (jax.ShapeDtypeStruct)."""
     trainable = nnx.state(model, nnx.Param)
     groups: dict[tuple, list] = collections.defaultdict(list)
     for name, leaf in zip(trainable_names(trainable), jax.tree.leaves(trainable), strict=True):
@@ -173,15 +174,17 @@ def precision_notes(
     model: Decoder,
     qat: FakeQuant | None,
 ) -> list[str]:
-    """Lines on how a run stores and rounds weights, and on what it compares them with.
+    """Sentences on the numeric settings of a run, a sentence each, which are printed before it starts: the dtypes of
+    weights, gradients and optimizer state, losses that the layers add, the rounding of quantisation-aware training
+    (QAT), and, for dpo and kto with a loaded adapter, which model is the reference.
 
     Args:
       config: the run's.
-      storage: how "weights" and the state of the "optimizer" are stored.
-      gradients: the dtype in which they are summed.
-      aux_losses: the layers' own losses that are added.
-      model: as it was given.
-      qat: how its linears are rounded; None: not at all.
+      storage: {"weights", "optimizer": the dtype or format in which they are stored}, in words.
+      gradients: the dtype in which gradients are summed over micro-batches, in words.
+      aux_losses: losses of the layers themselves, such as a router's, that are added to the objective's loss.
+      model: the model as it was given; if it has an adapter that QAT trained, its format is compared with `qat`.
+      qat: how QAT rounds the model's linears; None: not at all.
     """
     rounding = ", matrices rounded stochastically and the rest in fp32" if storage["weights"] == "bf16" else ""
     host = ", in host memory" if config.optim.offload else ""
@@ -213,7 +216,7 @@ def precision_notes(
 
 
 def _last_parts(names: list[str]) -> str:
-    """How often each last part occurs among dotted `names`, in words: "q_proj (2), down_proj (2)"."""
+    """How many of `names`, which are dotted, have each last part, in words: "q_proj (2), down_proj (2)"."""
     return ", ".join(f"{part} ({n})" for part, n in collections.Counter(n.rsplit(".", 1)[1] for n in names).items())
 
 
@@ -232,10 +235,10 @@ def plan_lines(forecast: Forecast, parts: StepCost, device: Device, budget_bytes
     """A plan in words, a line each: the placement of each residual, what it costs, and the predicted peak and speed.
 
     Args:
-      forecast: of the plan.
-      parts: the step's costs.
+      forecast: the plan, with the memory and the times that are predicted for it.
+      parts: the sizes of the step's work and memory (rows, length, residuals) from which the forecast was made.
       device: the device; for a CPU only the first line is given, because its rates are unknown.
-      budget_bytes: device memory that a step may take; None: no limit.
+      budget_bytes: the bytes of device memory that a step may take; None: no limit.
     """
     plan = forecast.plan
     rows = parts.rows // plan.micro_batches
@@ -285,14 +288,14 @@ def plan_lines(forecast: Forecast, parts: StepCost, device: Device, budget_bytes
 
 
 def finish_line(forecast: Forecast, steps: int | None, dollars_per_hour: float | None, devices: int = 1) -> str:
-    """How long a run will take under its plan and what it will cost; for a run without a number of steps, a million
-    tokens.
+    """One line with the time that a run will take under its plan, and its price. If the number of steps is not known,
+    they are those of a million tokens.
 
     Args:
-      forecast: of the plan.
-      steps: of the whole run; None: unknown.
-      dollars_per_hour: for one device; None: no price.
-      devices: number of devices that the run uses.
+      forecast: what is predicted for the plan.
+      steps: the number of steps of the whole run; None: unknown.
+      dollars_per_hour: the price of one device; None: no price is given.
+      devices: the number of devices that the run uses.
     """
     if steps is None:
         what, seconds = "a million tokens take", 1e6 / forecast.tokens_per_second
@@ -325,16 +328,17 @@ def measured_lines(forecast: Forecast, device: Device, step_seconds: list[float]
 def memory_plan(
     forecast: Forecast, compiled_bytes: float, compile_seconds: float, budget_bytes: float | None, console: Console
 ) -> dict[str, float]:
-    """Prints on `console` the report of --plan on this machine, below the plan in words: the prediction, and the
-    compiler's figure for a step that fits.
+    """Prints on `console` the report of --plan for a step that fits this machine's device: the predicted memory at the
+    peak by what uses it, and the peak that the compiler reports. The caller has printed the plan in words above.
 
     Args:
       forecast: the prediction for the plan.
-      compiled_bytes: the step's peak memory by the compiler.
-      compile_seconds: how long it compiled.
-      budget_bytes: the device memory that a step may take; None: no limit.
+      compiled_bytes: the step's peak memory in bytes, as the compiler reports it.
+      compile_seconds: how long compiling the step took.
+      budget_bytes: the bytes of device memory that a step may take; None: no limit.
+      console: where it is printed.
     Returns:
-      the figures in GB: predicted, compiled (the step's peak), and limit if there is one.
+      {"predicted", "compiled", "limit" if there is a budget: GB}.
     """
     figures = {"predicted": forecast.peak_bytes / 1e9, "compiled": compiled_bytes / 1e9}
     console.print(_parts_table(forecast))
@@ -346,8 +350,8 @@ def memory_plan(
 
 
 def _parts_table(forecast: Forecast) -> Table:
-    """A rich Table of the device memory that `forecast` predicts at the peak of the step, by what it holds, in GB, the
-    largest part first and their sum last."""
+    """A rich Table of the device memory that `forecast` predicts for the peak of the step: a line for each use of the
+    memory (such as weights), in GB, the largest first, and their sum in the last line."""
     table = Table(title="Memory at the peak, on each device", title_justify="left", box=None)
     table.add_column("part")
     table.add_column("GB", justify="right")
@@ -360,14 +364,16 @@ def _parts_table(forecast: Forecast) -> Table:
 def plan_elsewhere(
     forecast: Forecast, parts: StepCost, device: Device, budget_bytes: float, longest: int, console: Console
 ) -> None:
-    """Prints on `console` the report of --plan for a device of another machine.
+    """Prints on `console` the report of --plan for a device of another machine: the plan in words, the memory at the
+    peak of the step by what uses it, and the longest row that fits.
 
     Args:
-      forecast: of the plan.
-      parts: the step's costs.
-      device: the device.
-      budget_bytes: its memory that a step may take.
-      longest: the number of tokens of the longest row that fits; 0: not even 1,024.
+      forecast: the plan, with what is predicted for it.
+      parts: the sizes of the step's work and memory, as for plan_lines.
+      device: the device that is planned for.
+      budget_bytes: the bytes of its memory that a step may take.
+      longest: the number of tokens of the longest single row that fits; 0: not even one of 1,024 tokens fits.
+      console: where it is printed.
     """
     lines = plan_lines(forecast, parts, device, budget_bytes)
     if device.host_note:
@@ -383,13 +389,14 @@ def plan_elsewhere(
 
 
 def new_rates(wanted: ScheduleConfig, schedule: optax.Schedule | None, step: int, total_steps: int) -> list[str]:
-    """Sentences about the learning rate of a run that is resumed after `step` steps with more steps than before; none
-    if the rate does not depend on the number of steps.
+    """Sentences about the learning rate of a run that is resumed with more steps than before: which rate it has from
+    here. [] if the rate does not depend on the number of steps.
 
     Args:
       wanted: config.schedule.
-      schedule: the learning rate by number of updates made; None if it is not known.
-      step, total_steps: the steps done, and those of the longer run.
+      schedule: maps the number of updates made to the learning rate; None if it is not known.
+      step: the number of steps done.
+      total_steps: the number of steps of the longer run.
     """
     if schedule is None or (wanted.name == "constant" and wanted.warmup_ratio is None):
         return []

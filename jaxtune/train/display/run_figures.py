@@ -56,7 +56,8 @@ class Curve:
 
 
 class Figures:
-    """The content of a metrics.jsonl that a run's page shows, added line by line.
+    """The content of a metrics.jsonl that a run's page shows: the curve of each metric, the evaluations, the plan, and
+    sums such as the wall time. `add` adds one line of the file.
 
     Only curves and sums are kept, because all lines of a long run would fill the memory.
     """
@@ -97,14 +98,15 @@ class Figures:
                 self.curves.setdefault(key, Curve()).add(self.step, value)
 
     def comparable_evaluations(self) -> list[tuple[int, dict[str, float]]]:
-        """(step, numbers) of the evaluations of the same rows as the last one's; those of others cannot be compared
-        with them."""
+        """(step, {metric's name: value}) of the evaluations of the same rows as the last evaluation's, and of those
+        whose lines do not say which rows they had. Evaluations of other rows cannot be compared with these."""
         last = self.evaluations[-1][1] if self.evaluations else ""
         return [(step, numbers) for step, rows, numbers in self.evaluations if rows in ("", last)]
 
 
 class RunFiles:
-    """Reads the figures of a run's folder; when asked again, it reads only the lines added since."""
+    """Reads the figures of the run in `folder` for its page. The object is kept between requests of a page that shows a
+    running run, so that a later call of `page` reads only the lines that were added to metrics.jsonl since."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -114,7 +116,8 @@ class RunFiles:
         self._page: JsonObject = {}
 
     def page(self) -> JsonObject:
-        """What the page shows of the run, as JSON values; the very same object while no file has changed.
+        """What the page shows of the run, as JSON values (see _page). While no file of the run has changed, it is the
+        same object as at the last call.
 
         Raises:
           ValueError: the folder has no run.
@@ -130,8 +133,9 @@ class RunFiles:
         return self._page
 
     def _read_lines(self, path: Path) -> None:
-        """Adds to the figures the lines that the metrics.jsonl at `path` got since the last call; all of them if the
-        file was replaced. A last line that is not whole yet is left for the next call."""
+        """Adds to the figures the lines that the metrics.jsonl at `path` got since the last call. If the file was
+        replaced by another, as a resume does, all of its lines are read into new figures. A last line without its line
+        end, which the run is writing, is left for the next call."""
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
             identity = (status.st_dev, status.st_ino)
@@ -156,12 +160,13 @@ def _identity(path: Path) -> Any:
 
 
 def _page(folder: Path, figures: Figures, state: RunState) -> JsonObject:
-    """The JSON object of one run that page.js draws: its name, state, facts, charts, samples and settings.
+    """The JSON object of one run that page.js draws: its name, state, results ("facts"), plan, charts, samples of
+    answers and settings.
 
     Args:
-      folder: the run's.
-      figures: what its metrics.jsonl holds.
-      state: of the run, as read_state returns it.
+      folder: the run's folder.
+      figures: what its metrics.jsonl contains.
+      state: whether the run is running or how it ended, as read_state returns it.
     """
     results = _json(folder / RESULTS)
     return {
@@ -191,9 +196,9 @@ def _seconds_left(figures: Figures, state: RunState) -> str:
 
 
 def _charts(figures: Figures) -> list[JsonObject]:
-    """The charts of a run's `figures`, in the order of the page. Each is {"key", "title", "unit", "zero": whether its
-    axis begins at 0, "line": the curve of one metric, "dots": the values of evaluations for the same metric}, the last
-    two as `thinned` gives them."""
+    """The charts of a run's `figures`, in the order of the page, one for each metric. Each is {"key": the metric's
+    name, "title", "unit", "zero": whether its axis begins at 0, "line": the curve of the training steps, "dots": the
+    values of evaluations for the same metric}; the last two have the form that `thinned` returns."""
     evaluations = figures.comparable_evaluations()
     dotted: dict[str, Curve] = {}
     for step, numbers in evaluations:
@@ -211,9 +216,13 @@ def _charts(figures: Figures) -> list[JsonObject]:
 
 
 def thinned(curve: Curve, factor: float = 1.0) -> dict[str, list[float]]:
-    """The finite points of a curve, times `factor`: {"x": steps, "y": values}.
+    """The finite points of a curve: {"x": steps, "y": values}. Of more than MOST_POINTS points, which a browser would
+    draw slowly, it makes at most that many intervals: "x" has the last step of each, "y" its mean, and two more lists,
+    "low" and "high", its smallest and largest value.
 
-    Of more than MOST_POINTS, "y" has the means of that many intervals, and "low" and "high" their extremes.
+    Args:
+      curve: the curve.
+      factor: multiplies the values, to convert their unit.
     """
     points = [
         (step, value * factor)
@@ -305,8 +314,8 @@ def _asked(found: Any) -> list[dict[str, str]]:
 
 
 def _settings(path: Path) -> dict[str, str]:
-    """{dotted key: value as JSON} of the settings in the config.yaml at `path` that differ from jaxtune's defaults;
-    none if the file cannot be read."""
+    """{dotted key: value as JSON text} of the settings in the config.yaml at `path` that differ from jaxtune's
+    defaults; {} if the file cannot be read."""
     import yaml
 
     from jaxtune.train.config.file import flat_keys
@@ -343,8 +352,9 @@ def _default_settings() -> JsonObject:
 
 
 def _as_json(default: object) -> JsonObject | None:
-    """The `default` of a section's key, a dataclass, as a JSON object of its fields; None for the marker of a key that
-    has no default. It is json.dumps' function for values that JSON does not have."""
+    """A function for json.dumps, which calls it with each `default` of a config key that JSON has no value for. For a
+    section, a dataclass, it returns {field: value}; for the marker of a key without a default it returns None
+    (null)."""
     if dataclasses.is_dataclass(default) and not isinstance(default, type):
         return dataclasses.asdict(default)
     return None
@@ -366,20 +376,22 @@ def _json(path: Path) -> JsonObject:
 
 
 def _is_drawn(key: str) -> bool:
-    """Whether the number with the key `key` of a line of metrics.jsonl is a curve of its own on the page."""
+    """Whether the metric `key` is drawn as a curve on the page. True for the metrics of `_FIRST`, such as loss, and for
+    all whose names do not say that they are times, speeds, sizes or counts, such as the rewards of an objective."""
     return key in _FIRST or not (key in _NOT_DRAWN or key.endswith(_NOT_DRAWN_ENDS))
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
-    """Whether `value`, a JSON value, is a number that a float can represent, and no boolean; JSON's integers have any
-    size."""
+    """Whether `value`, a JSON value, is a number that fits a float. False for true and false, and for an integer that
+    is too large, because JSON's integers have any size."""
     if isinstance(value, bool):
         return False
     return isinstance(value, float) or (isinstance(value, int) and abs(value) <= sys.float_info.max)
 
 
 def _wall_seconds(line: JsonMapping) -> float:
-    """The wall time that a line adds to the run (monitor.py): of its steps, or of a pause and its parts."""
+    """The wall time in seconds that a line of metrics.jsonl adds to the run's: that of its steps, or, for the line of a
+    pause such as a save, of the pause with its parts (monitor.py)."""
     if _is_number(line.get("step_seconds")):
         steps = line.get("steps", 1)
         return line["step_seconds"] * steps if _is_number(steps) else 0.0

@@ -15,8 +15,8 @@ from jaxtune.train.display.run_figures import JsonObject, RunFiles
 
 
 def run_page(folders: Sequence[Path]) -> str:
-    """The text of the HTML page of the runs in these folders, with all figures in it, so that it can be opened as a
-    file.
+    """The text of the HTML page of the runs in `folders`, with all figures in it, so that it can be opened as a file,
+    without a server. `jaxtune report` writes it.
 
     Raises:
       ValueError: a folder has no run.
@@ -26,8 +26,9 @@ def run_page(folders: Sequence[Path]) -> str:
 
 
 def page(title: str, runs: Sequence[JsonObject] | None) -> str:
-    """The text of the HTML page with the figures of `runs`, each as RunFiles.page returns it, under the title `title`.
-    runs=None: the page asks the server for them, every two seconds."""
+    """The text of the HTML page under the title `title`. runs: the figures that the page contains, those of each run as
+    RunFiles.page returns them; None: the page contains none, and asks the server of watch.py for them every two
+    seconds."""
     script, style = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("page.js", "page.css"))
     data = ""
     if runs is not None:

@@ -21,8 +21,12 @@ from jaxtune.train.display.run_page import page
 
 
 def server(runs: Sequence[Path], port: int = 0) -> http.server.ThreadingHTTPServer:
-    """A server, not yet running (serve_forever), of a page with these runs' folders; port 0 takes a free one.
+    """Makes the server of `jaxtune watch`, which shows the runs on one page at "/", and their figures as JSON at
+    "/runs". It runs when the caller calls its serve_forever.
 
+    Args:
+      runs: the runs' folders; a run may start later.
+      port: the port on the loopback address; 0 takes a free one.
     Raises:
       ValueError: the port is not available.
     """

@@ -19,10 +19,11 @@ _operations = itertools.count()  # numbers the saves; all processes count the sa
 
 
 def saver() -> Any:
-    """An Orbax checkpointer that copies arrays to the host and writes them in a thread of its own.
+    """An Orbax checkpointer for writing: it copies arrays to the host and then writes them in a thread of its own, so
+    that training continues meanwhile.
 
-    In a run of several processes it serves one save, because the name of the barrier at which they wait for each other
-    can be used once.
+    In a run of several processes it must be made anew for each save, because the processes wait for each other at a
+    barrier whose name can be used once.
     """
     import orbax.checkpoint as ocp
 
@@ -31,10 +32,11 @@ def saver() -> Any:
 
 
 def reader(largest_bytes: int) -> Any:
-    """A context with an Orbax checkpointer for one restore that keeps only a few arrays in host memory at a time.
+    """A context with an Orbax checkpointer for one restore. It limits the arrays that are in host memory at a time,
+    because Orbax would otherwise read all of them at once.
 
     Args:
-      largest_bytes: size of the largest array.
+      largest_bytes: the bytes of the largest array, for which there must be room.
     """
     import orbax.checkpoint as ocp
 
@@ -44,12 +46,13 @@ def reader(largest_bytes: int) -> Any:
 
 
 def _handler(options, read_at_once_gb: int | None = None):
-    """Orbax's handler for pytrees of arrays; as a side effect Orbax's own log lines are filtered out, because errors
-    are raised instead.
+    """Orbax's handler for pytrees of arrays, from which a checkpointer is made. As a side effect Orbax's log lines are
+    filtered out from now on, because its errors are raised here.
 
     Args:
       options: Orbax's MultiprocessingOptions, as _processes returns them.
-      read_at_once_gb: host memory for arrays that are read and not yet on their device; None: Orbax's default.
+      read_at_once_gb: the most GB of host memory for arrays that are read and not yet on their device; None: Orbax's
+        default, which is much larger. It has no effect on writing.
     """
     import orbax.checkpoint as ocp
 
@@ -64,10 +67,11 @@ def _handler(options, read_at_once_gb: int | None = None):
 
 
 def _processes():
-    """Orbax's options that name all processes of a run, so that they wait for each other through the coordination
-    service.
+    """Orbax's MultiprocessingOptions: in a run of several processes they name all of them, so that the processes wait
+    for each other through JAX's coordination service.
 
-    Orbax's other way is a collective. It waits for the devices, and the saver's thread would run it at any moment.
+    Without the names Orbax would wait by a collective operation on the devices. That needs idle devices, and the
+    saver's thread would start it while the devices train.
     """
     import orbax.checkpoint as ocp
 

@@ -57,11 +57,12 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 class Checkpointer:
-    """Writes and reads the checkpoints of one run. It has the folder's lock until `close`.
+    """Writes and reads the checkpoints of one run, as a context. It has the folder's lock until `close`. A checkpoint
+    is proven when a later step has shown, by `confirm`, that its state is good; `reject` removes a bad one.
 
     Args:
-      folder: created if missing.
-      keep: number of newest complete checkpoints that are kept (at least 1), not counting one that is not proven yet.
+      folder: the folder of the checkpoints, which is created if it is missing.
+      keep: the number of newest complete and proven checkpoints that are kept, at least 1.
     Raises:
       ValueError: the folder cannot be written, or another run uses it.
     """
@@ -99,16 +100,15 @@ class Checkpointer:
     # ---- writing
 
     def save(self, step: int, state: Any, meta: Mapping[str, Any], proven: bool = True) -> None:
-        """Starts a save and returns once the device arrays are copied to the host; the caller may donate them then.
-
-        It waits for the previous save, and raises its error if that failed.
+        """Starts a save and returns once the device arrays are copied to the host; the caller may donate them then. It
+        waits for the previous save first, and raises its error if that failed.
 
         Args:
           step: optimizer steps done.
           state: pytree of jax.Array (any sharding; typed PRNG keys too) or numpy arrays.
-          meta: JSON-able mapping.
-          proven: whether the state is known to be good. If not, it does not count among those kept, and replaces none,
-            until `confirm` is called.
+          meta: JSON-able mapping, which `restore` returns.
+          proven: True: the state is known to be good. False: it does not count among the `keep` checkpoints, so that no
+            older one is removed for it, until `confirm` is called.
         Raises:
           CheckpointError: the disk has too little room, or a leaf cannot be stored; nothing has been written then.
         """
@@ -156,16 +156,15 @@ class Checkpointer:
             raise error
 
     def confirm(self) -> None:
-        """Marks the newest state saved or restored as good, so that older checkpoints can be removed.
-
-        While its save is in progress this does nothing; call it again.
-        """
+        """Marks the state that was saved or restored last as proven, and removes checkpoints that are too old now. It
+        does nothing while its save is in progress, so it is called after every good step."""
         if self._unproven is not None and (self._thread is None or not self._thread.is_alive()):
             newest, self._unproven = self._unproven, None
             self._purge(newest)
 
     def reject(self) -> None:
-        """Removes the newest state saved or restored, because it is bad, if there is an older checkpoint."""
+        """Removes the checkpoint that was saved or restored last, because later steps have shown its state to be bad.
+        It does nothing if that one is proven, or if there is no older intact one."""
         self.wait()
         older = [step for step in self.steps() if step != self._unproven and step not in self._damaged]
         if self._unproven in self.steps() and older:
@@ -227,8 +226,8 @@ class Checkpointer:
         self._error.__cause__ = error
 
     def _purge(self, newest: int) -> None:
-        """Removes checkpoints older than the kept ones, damaged ones, and those of steps after `newest`, which a
-        rewound run abandoned."""
+        """Removes checkpoints older than the kept ones, damaged ones, and those of steps after `newest`, the newest
+        valid one, which a run abandoned when it was resumed from an earlier step."""
         self._damaged.discard(newest)
         steps = self.steps()
         usable = [step for step in steps if step <= newest and step not in self._damaged]
@@ -300,7 +299,7 @@ class Checkpointer:
 
     def _intact(self, step: int | None) -> int:
         """The newest step whose files all have their recorded size and checksum; if `step` is given, that step. Damaged
-        checkpoints are logged, and are not counted among those that are kept.
+        checkpoints are logged, and the next save removes them.
 
         Raises:
           CheckpointError: there is no such checkpoint, or it is damaged.
@@ -354,8 +353,8 @@ def _named_leaves(tree: Any) -> dict[str, Any]:
 
 
 def _describe(state: Any) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """(the arrays that Orbax stores, by name; the entry of meta.json for each array) of a state, a pytree; raises
-    CheckpointError for a leaf that cannot be stored. PRNG keys are stored as their data."""
+    """(the arrays that Orbax stores, by name; the entry of meta.json for each array) of `state`, a pytree. PRNG keys
+    are stored as their uint32 data. Raises CheckpointError for a leaf that cannot be stored."""
     import tensorstore
 
     arrays, described = {}, {}
@@ -404,8 +403,9 @@ def _record(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path, like: Any, partial: bool = False) -> tuple[Any, dict[str, Any]]:
-    """(state, meta) of the checkpoint folder `path`: the arrays in the structure of `like` (None: nested dicts by
-    name), and the caller's values. `partial`, and what is raised, are those of Checkpointer.restore."""
+    """(state, meta) of the checkpoint folder `path`. The state has the structure of `like`, or, if that is None, is
+    nested dicts by name. partial: the checkpoint may have arrays that `like` lacks. Raises CheckpointError if it does
+    not fit."""
     import orbax.checkpoint as ocp
 
     record = _record(path)
@@ -455,14 +455,16 @@ def _bytes(description: dict[str, Any]) -> int:
 
 
 def _empty(description: dict[str, Any], leaf: Any) -> np.ndarray | jax.Array:
-    """An array of no elements, of the shape and dtype in `description` and with the sharding of `leaf`."""
+    """An array of size 0, which Orbax cannot store, with the shape and dtype in `description` (its entry of meta.json)
+    and the sharding of `leaf`, its leaf of `like`."""
     empty = np.empty(description["shape"], jnp.dtype(description["dtype"]))
     sharding = _committed_sharding(leaf)
     return empty if sharding is None else partition.put(empty, sharding)
 
 
 def _committed_sharding(leaf: Any) -> jax.sharding.Sharding | None:
-    """The sharding that a leaf of `like` asks for: of a committed jax.Array, or the attribute; None without one."""
+    """The sharding in which `leaf`, a leaf of restore's `like`, wants its array; None if it has none or is an
+    uncommitted array."""
     if isinstance(leaf, jax.Array):
         return leaf.sharding if leaf.committed else None
     return getattr(leaf, "sharding", None)

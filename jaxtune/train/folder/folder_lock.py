@@ -86,8 +86,8 @@ class FolderLock:
 
 
 def _same_file(descriptor: int, path: Path) -> bool:
-    """Whether the open file `descriptor` is the one at `path`, and not one that was removed since; False if there is
-    none."""
+    """Whether the open file `descriptor` is the file that is now at `path`. False if that is another file, or there is
+    none, because a run that ended has removed the file that was opened."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:

@@ -92,13 +92,13 @@ def record_of(
 
     Args:
       config: the run's.
-      trainable: {name: array or shape}.
-      storage: how "weights" and the "optimizer"'s state are stored.
-      base: the model as it was given.
+      trainable: {name: array or jax.ShapeDtypeStruct} of the trainable tensors; shapes and dtypes are recorded.
+      storage: {"weights", "optimizer": the format in which they are stored}.
+      base: the model as it was given, whose digests are recorded.
       teacher: the digest of the weights of the teacher of a distillation, or None.
       data: values that identify the rows.
-      total_steps: of the run.
-      own: {part: values that identify it} for parts that the user's code gave (own_parts.py).
+      total_steps: the number of steps of the whole run.
+      own: {what it is: values that identify it} of what the user's code gave, such as a reward function (own_parts.py).
       numerics: values whose change leaves the run valid, but not bit for bit the same.
     """
     return {
@@ -116,14 +116,15 @@ def record_of(
 
 
 def require_same_run(saved: dict[str, Any], current: dict[str, Any], output: Path) -> list[str]:
-    """The harmless differences between a checkpoint's record and the current one, a sentence each.
+    """Compares a checkpoint's record with that of the run that resumes from it. Returns the differences that do not
+    forbid to continue, a sentence each.
 
     Args:
-      saved: the checkpoint's record, perhaps with a POSITION beside it.
+      saved: the checkpoint's record; an entry POSITION (where its rows continue) is ignored.
       current: the record of this run.
       output: the run's folder, for messages.
     Raises:
-      CheckpointError: it is another run; the message lists the differences.
+      CheckpointError: the checkpoint is of another run; the message lists the differences.
     """
     saved = {key: value for key, value in saved.items() if key != POSITION}
     keys = _INCOMPATIBLE
@@ -152,8 +153,8 @@ def _numeric(difference: Difference) -> bool:
 
 
 def _of_any_length(record: dict[str, Any]) -> bool:
-    """Whether each step of a record's run is the same whatever the number of steps that follow, because its learning
-    rate does not depend on it; such a run may also be made shorter."""
+    """Whether the steps of the run with this record are the same for any number of steps of the whole run. True if its
+    learning rate is constant without a warmup_ratio; such a run may also be made shorter."""
     schedule = record["config"]["schedule"]
     return schedule["name"] == "constant" and schedule["warmup_ratio"] is None
 
@@ -172,8 +173,8 @@ def same_run(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_digest_of(found: Any, run: dict[str, Any]) -> bool:
-    """Whether `found`, a value that was stored with a result, is the digest of the run as this or an older version
-    computes it. `run` is what same_run returned."""
+    """Whether `found`, a digest that was stored with a result, is that of the run `run` (as same_run returns it),
+    computed as this version of jaxtune or an older one does."""
     known = (run, by_what_it_holds({}, run))
     return found in [form(values) for form in (digest, _sha256) for values in known]
 
@@ -200,7 +201,8 @@ _FILES = ("data.template", "adapter.path")
 
 def require_same_settings(config: TrainConfig) -> None:
     """Raises ValueError if the processes of a run have different configs (this one has `config`) or different versions
-    of the packages that compute. Names of places may differ between hosts. A collective call."""
+    of the packages that compute. Paths may differ between hosts; of a template and an adapter the files' content is
+    compared. A collective call."""
     settings = {key: value for key, value in flat_keys(config_to_dict(config)).items() if key not in _PLACES}
     settings |= {key: _content(settings[key]) for key in _FILES if settings.get(key) is not None}
     versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")}
@@ -209,16 +211,17 @@ def require_same_settings(config: TrainConfig) -> None:
 
 
 def _content(place: str) -> Any:
-    """The fingerprints (size and CRC-32) of a file, or of the adapter_* files in a folder, by which processes compare
-    what `place` names; a name that is neither is returned unchanged."""
+    """What processes compare in place of `place`, a setting that may be a path and differ between hosts: the
+    fingerprints (size and CRC-32) of the file, or of the adapter_* files in the folder. If it is neither, `place`
+    itself."""
     path = Path(place).expanduser()
     files = [path] if os.path.isfile(path) else sorted(path.glob("adapter_*")) if os.path.isdir(path) else []
     return list(fingerprints(files).values()) or place
 
 
 def in_first_words(config: TrainConfig) -> TrainConfig:
-    """The config that all processes of a run record: data.template and adapter.path are those of the first process,
-    because files with the same content may have other names on other hosts. A collective call."""
+    """The config that all processes of a run record: `config`, with data.template and adapter.path as the first process
+    has them. Files with the same content may have other names on other hosts. A collective call."""
     if processes.count() == 1:
         return config
     template, path = processes.of_first(lambda: [config.data.template, config.adapter and config.adapter.path])
@@ -227,7 +230,8 @@ def in_first_words(config: TrainConfig) -> TrainConfig:
 
 
 def require_same_rows(sets: Mapping[str, TokenDataset | BatchSource | None]) -> None:
-    """Raises ValueError if processes of a run have different rows of tokens; `sets` are named by their config keys."""
+    """Raises ValueError if the processes of a run do not have the same rows of tokens. sets: {config key, such as
+    "data.train": the rows, or their source, or None}. A collective call."""
     if processes.count() == 1:
         return  # a single process need not compare, and reading every token takes time
     found = {
@@ -258,22 +262,22 @@ class Difference:
 
 
 def by_what_it_holds(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
-    """`current`, a record, without the keys that the older version that wrote `saved` did not record yet, so that the
-    two can be compared."""
+    """The record `current` without keys that the record `saved` lacks because an older version of jaxtune wrote it. The
+    two can then be compared."""
     return {key: value for key, value in current.items() if key in saved or key not in _NOT_ALWAYS}
 
 
 def compare_meta(
     saved: Mapping[str, Any], current: Mapping[str, Any], incompatible: Iterable[str]
 ) -> tuple[list[Difference], list[Difference]]:
-    """Differences of two metas, by dotted key. A config key that one of them lacks is newer than that meta, and has its
-    default there.
+    """The differences of two records (see record_of), by dotted key. A config key that only one of them has is no
+    difference if it has its default there: the other was written by a version without that key.
 
     Args:
-      saved, current: the metas.
+      saved, current: the records, of the checkpoint and of this run.
       incompatible: dotted keys; each covers itself and everything below it ("config.lora" covers "config.lora.r").
     Returns:
-      (differences that forbid a resume, harmless ones)
+      (differences that forbid a resume, because `incompatible` covers them; the others, harmless ones)
     """
     old, new = flat_keys(saved), flat_keys(json.loads(json.dumps(by_what_it_holds(saved, current))))
     forbidding = tuple(incompatible)
@@ -308,12 +312,12 @@ def require_compatible(
     incompatible: Iterable[str],
     hints: Mapping[str, str] = types.MappingProxyType({}),
 ) -> list[Difference]:
-    """The harmless differences of two metas, `saved` and `current`, which are compared by `compare_meta`.
+    """Compares two records by `compare_meta`, and returns their harmless differences.
 
     Args:
-      saved, current: the meta of the checkpoint, and that of this run.
+      saved, current: the record of the checkpoint, and that of this run.
       incompatible: dotted keys whose difference forbids a resume, with those below them.
-      hints: what else can be done, by key; printed if only that key forbids a resume.
+      hints: {dotted key: what else can be done}; printed if no other keys forbid a resume.
     Raises:
       CheckpointError: some differences are not harmless; the message lists them.
     """
@@ -333,15 +337,15 @@ def require_compatible(
 
 
 def recorded_config(config: TrainConfig, model: Decoder) -> TrainConfig:
-    """The config with `adapter`, `model.load_in` and `model.compute` as the model has them, for config.yaml and
-    checkpoints.
+    """The config that config.yaml and checkpoints record: `config`, with `adapter`, `model.load_in` and `model.compute`
+    set to what the model really has, because the caller may have given a model that the config does not describe.
 
     A setting that already describes the model stays as it was written ("all-linear" stays that). An adapter that was
     loaded from a folder stays named by the folder.
 
     Args:
       config: the run's.
-      model: what trains; its arrays may be shapes.
+      model: the model that trains; its arrays may be jax.ShapeDtypeStruct.
     Raises:
       ValueError: the model has adapters that no config can describe, or a setting contradicts them.
     """
@@ -369,8 +373,9 @@ def write_config(output: Path, config: TrainConfig) -> None:
 
 
 def require_same_config(output: Path, config: TrainConfig) -> bool:
-    """Whether the folder `output` has a config.yaml that is exactly that of this run's `config`; for a folder without
-    a checkpoint. False if the file is missing, incomplete, or was written by an older version but means the same.
+    """Checks that the folder `output`, which has no checkpoint, belongs to no other run. True: its config.yaml is
+    exactly that of this run's `config`. False: the caller must write it, because the file is missing, incomplete, or
+    was written by an older version but means the same.
 
     A file that is empty, or a beginning of this run's file, was left by a full disk or a power failure and counts as
     incomplete.

@@ -37,23 +37,28 @@ class Result:
 
 
 class Delivery(Protocol):
-    """The interface of what receives the result of a run, for example to export it; an argument of Trainer.train."""
+    """The interface of what receives the result of a run, for example to export it; an argument of Trainer.train.
+    `begin` is called before the steps and can refuse the run, for example because a folder that it would write is not
+    of this run; `finish` gets the trained model."""
 
     def begin(self, run: Callable[[], dict[str, Any]], start: int) -> None:
-        """Called before the run starts, or continues from step `start`; it may raise to stop the run.
+        """Called before the first step of this process, while the weights may still be loading; what it raises stops
+        the run.
 
         Args:
-          run: returns the values that identify the run; the call waits until the weights are loaded.
-          start: steps done before.
+          run: a function that returns the values that identify the run (record.same_run); it waits until the weights
+            are loaded.
+          start: the number of steps done by earlier processes of the run.
         """
 
     def finish(self, model: Decoder, run: dict[str, Any], trained: bool) -> None:
-        """Called with the trained model.
+        """Called once after the last step, while the run's folder is still locked.
 
         Args:
           model: the trained model.
-          run: the values that identify the run.
-          trained: whether this process made a step; False if the run was finished already when it started.
+          run: the values that identify the run (record.same_run).
+          trained: True: this process made a step. False: the run had made all its steps already when it was started
+            again.
         """
 
 
@@ -90,12 +95,12 @@ def read_result(folder: Path) -> Result:
 
 
 def require_own(folder: Path, run: dict[str, Any], steps: int) -> Result:
-    """The result of this run in a folder, or of the same run when it was to be shorter.
+    """Returns the result in `folder`, after checking that this run wrote it, or wrote it before it was made longer.
 
     Args:
-      folder: where the result is.
-      run: the values that identify the run.
-      steps: how many steps the run has.
+      folder: the folder of the result.
+      run: the values that identify the run, as record.same_run returns them.
+      steps: the number of steps of the whole run.
     Raises:
       ValueError: the folder was written by another run or by no run; the message says what differs and what to do.
     """
@@ -114,16 +119,17 @@ def require_own(folder: Path, run: dict[str, Any], steps: int) -> Result:
 
 
 def require_replaceable(folder: Path, run: dict[str, Any], steps: int) -> None:
-    """Raises ValueError unless `folder` is a result of this run that may be written again: it was written by the run
-    that the values `run` identify, or by the same run when it was to be shorter than `steps` steps, and it has no file
-    that no run wrote."""
+    """Raises ValueError unless `folder` is a result that this run may overwrite: this run wrote it, perhaps before it
+    was made longer, and nobody has added a file. run: the values that identify the run. steps: the number of its
+    steps."""
     if added := require_own(folder, run, steps).added:
         raise ValueError(f"{folder} has to be written again, but contains {added}, which no run wrote: move it away")
 
 
 def holds(folder: Path, run: dict[str, Any], step: int) -> bool:
-    """Whether a folder has the result of this run after `step`, so that it need not be written again. False if there is
-    no such folder; raises ValueError, as require_own does, if the folder is something else."""
+    """Whether `folder` is a result of this run after `step`, so that it need not be written again. False if there is no
+    such folder, or the result is of an earlier step of this run. run: the values that identify the run. Raises
+    ValueError if the folder is of another run or is no result."""
     return os.path.lexists(folder) and require_own(folder, run, step).step == step
 
 

@@ -31,22 +31,21 @@ def run_rows(
     reader: Reader, train_rows: object = None, eval_rows: object = None, apart: bool = False
 ) -> tuple[TokenDataset | BatchSource, TokenDataset | None]:
     """Tokenises the rows of a run as its objective reads them. On each host one process tokenises first, and the others
-    read its cache.
-
-    Returns:
-      (rows to train on, held-out rows or None). Rows to train on that are streamed, mixed or sampled are a BatchSource,
-      which makes them during the run.
-
-    A collective call in a run of several processes.
+    read its cache. A collective call in a run of several processes.
 
     Args:
       reader: tokenises rows for the run.
       train_rows, eval_rows: a path, a data set's name, a list of dicts, or a prepared TokenDataset; train_rows may also
-        be a BatchSource. None: the rows that the config names.
-      apart: rows that data.eval_rows takes from the training rows stay apart even if other rows are held out, as in the
-        run whose weights are evaluated.
+        be a BatchSource, or a list of (rows, weight) for a mixture. None: the rows that the config names.
+      apart: what happens to the training rows that data.eval_rows takes out for evaluation, if there are other rows to
+        evaluate on. False: they are trained on. True: they are left out of training all the same, as in the run whose
+        weights are evaluated now.
+    Returns:
+      (rows to train on, held-out rows or None). Rows to train on that are streamed, mixed or sampled are a BatchSource,
+        which makes them during the run.
     Raises:
-      ValueError: a document has more tokens than the model has positions; processes that see different rows.
+      ValueError: a document has more tokens than the model has positions; processes see different rows; an option does
+        not go with rows that are made during the run.
     """
     config, data = reader.config, reader.config.data
     wanted = data.train if train_rows is None else train_rows
@@ -92,13 +91,14 @@ def run_rows(
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
-    """Tokenises a run's rows, which are given by a path, a hub name or as a data set.
+    """Tokenises a run's rows, which are given by a path, a hub name or as a data set: all of them before the run
+    (`tokenised`), as prompts of sampled answers (`sampled`), or as a set from which batches draw (`row_set`).
 
     Args:
-      objective: reads the rows.
-      tokenizer: the run's.
+      objective: says what is read from a row.
+      tokenizer: the run's Hugging Face tokenizer.
       config: the run's.
-      model: the config of the model that trains on them.
+      model: the config of the model that trains on the rows.
       ends: the token ids that end an answer, for an objective that samples answers.
     """
 
@@ -110,7 +110,8 @@ class Reader:
     ends: tuple[int, ...] = ()
 
     def tokenised(self, rows: object, max_rows: int | None = None) -> TokenDataset:
-        """All of the rows, tokenised as the objective reads them; at most `max_rows` of them, if given.
+        """Tokenises `rows`, all of them or the first `max_rows`, as the objective reads them, and lays them out for
+        batches.
 
         Raises:
           ValueError: a document has more tokens than the model was made for, or what `Objective.prepare` raises.
@@ -126,8 +127,8 @@ class Reader:
         return prepared
 
     def sampled(self, rows: object) -> BatchSource:
-        """The source of the batches of an objective that `samples`: it samples answers to the prompts of `rows` during
-        the run."""
+        """The source of the batches of a run that samples answers (GRPO, RLOO, on-policy distillation). It samples
+        answers to the prompts of `rows` from the model during the run."""
         if isinstance(self.objective, Distill):
             positions = self.model.context_length
             return own_samples(self.objective, rows, self.tokenizer, self.config, self.ends, positions)
@@ -135,8 +136,8 @@ class Reader:
         return sampled_answers(self.objective, rows, self.tokenizer, self.config, self.ends, self.model.context_length)
 
     def row_set(self, rows: object) -> RowSet:
-        """One of the sets of rows that a run's batches are drawn from during the run: a stream, which is tokenised in
-        the background, or a set of a mixture that is tokenised here as a whole."""
+        """`rows` as one of the sets from which a run's batches are drawn during the run. Streamed rows are tokenised in
+        the background while the run trains; rows of a mixture that are not streamed are tokenised here, all at once."""
         data, name = self.config.data, str(rows) if isinstance(rows, str | os.PathLike) else "rows"
         if not is_stream(rows, data.streaming):
             return PreparedSet(name, self.tokenised(rows, data.max_rows))
@@ -175,9 +176,12 @@ def own_lanes(mesh: jax.sharding.Mesh) -> list[int]:
 def source_of(
     train: TokenDataset | BatchSource, held_out: TokenDataset | None, config: TrainConfig
 ) -> tuple[BatchSource, TokenDataset | None, int]:
-    """Makes the source of a run's batches from the rows that run_rows returned: `train`, tokenised rows or a source
-    already, and `held_out`, the rows of evaluations or None. config: the run's.
+    """Makes the source of a run's batches from the rows that run_rows returned.
 
+    Args:
+      train: the rows to train on, tokenised; a source is taken as it is.
+      held_out: the rows of evaluations, or None.
+      config: the run's.
     Returns:
       (the source of the batches; the held-out rows, which with data.packing=step are laid out as the steps' rows are;
         the number of steps of the run).

@@ -25,25 +25,28 @@ _LONGEST_REASON = 2000  # characters
 
 @dataclasses.dataclass(frozen=True)
 class RunState:
-    """How a run goes, or how its last process ended."""
+    """Whether a run is running, or how its last process ended; the pages of `jaxtune watch` and `jaxtune report` show
+    it. A run that was "stopped", by a signal or the user, can be continued; a "failed" one ended with an error; of a
+    "killed" one the process is gone without having written why; "unknown": the folder does not say."""
 
     name: Literal["running", "finished", "stopped", "failed", "killed", "unknown"]
     why: str = ""
-    """The message of the error, or what stopped the run."""
+    """The message of the error, or what stopped the run; "" if it is running, finished or unknown."""
     total_steps: int | None = None
     """Optimizer steps of the whole run; None if the folder does not say."""
 
 
 @contextlib.contextmanager
 def recorded_state(folder: Path, total_steps: int, stops: tuple[type[BaseException], ...]) -> Iterator[None]:
-    """A context for a run: state.json in `folder` says that it is running, and at the end how it ended.
+    """A context around a run: state.json in `folder` says that it is running, and at the end how it ended.
 
     A state that cannot be written is logged, and the run continues. In a run of several processes the first one writes.
 
     Args:
-      folder: of the run.
+      folder: the run's folder.
       total_steps: optimizer steps of the whole run.
-      stops: exceptions that mean that the run was stopped and can be continued; any other means that it failed.
+      stops: exceptions that mean that the run was stopped and can be continued; KeyboardInterrupt and SystemExit mean
+        that too. Any other means that it failed.
     """
     write = _Writer(folder, total_steps)
     write("running", "")
@@ -58,8 +61,9 @@ def recorded_state(folder: Path, total_steps: int, stops: tuple[type[BaseExcepti
 
 @dataclasses.dataclass(frozen=True)
 class _Writer:
-    """Writes the state of a run, its name and the reason for it, with `total_steps`, the steps of the whole run, to
-    state.json in `folder`; called with (name, why). An error is logged, and does not end the run."""
+    """A function (name, why) that writes the state of a run to state.json in `folder`: the state's name and the reason
+    for it (see RunState), with total_steps, the steps of the whole run. An error is logged, and does not end the
+    run."""
 
     folder: Path
     total_steps: int
@@ -75,7 +79,8 @@ class _Writer:
 
 
 def read_state(folder: Path) -> RunState:
-    """The state of the run in a folder. A run that says that it is running, and whose process is gone, was killed."""
+    """The state of the run in `folder`, from its state.json. It is "killed" if the file says that it is running, and
+    its process is gone; "unknown" if the file is missing or cannot be read."""
     try:
         found = json.loads((folder / STATE).read_text(encoding="utf-8"))
         name, why, total = found["state"], str(found["why"]), found["total_steps"]

@@ -21,18 +21,19 @@ class TrainingInterrupted(RuntimeError):
 
 @dataclasses.dataclass
 class SavePolicy:
-    """Decides when a save is due: after a number of steps, after a number of minutes, or both.
+    """Decides when a save is due: after a number of steps, after a number of minutes, or after either if both are set.
 
-    Its methods take `now_seconds` from any monotonic clock, such as time.monotonic(); the first call starts it.
+    Its methods take `now_seconds` from any monotonic clock, such as time.monotonic(). The minutes count from the first
+    call of `should_save`, and then from each save.
     """
 
-    every_steps: int | None = None  # None or 0: not by steps
-    every_minutes: float | None = None  # None or 0: not by time
+    every_steps: int | None = None  # steps between saves; None or 0: not by steps
+    every_minutes: float | None = None  # minutes between saves; None or 0: not by time
     _last_seconds: float | None = None
 
     def should_save(self, step: int, now_seconds: float) -> bool:
-        """Whether to save after optimizer step number `step`, at the time now_seconds; called once per step, and True
-        counts as the save."""
+        """Whether to save when `step` optimizer steps are done, at the time now_seconds. It is called once per step. If
+        it returns True, it takes the save as made, and counts the minutes from now."""
         if self._last_seconds is None:
             self._last_seconds = now_seconds
         due = bool(self.every_steps) and step > 0 and step % self.every_steps == 0
@@ -42,7 +43,8 @@ class SavePolicy:
         return due
 
     def time_is_up(self, now_seconds: float) -> bool:
-        """Whether at the time now_seconds `every_minutes` have passed since the last save; called between steps."""
+        """Whether at the time now_seconds `every_minutes` have passed since the last save. It is called between steps,
+        such as during an evaluation, and unlike `should_save` it changes nothing."""
         if not self.every_minutes or self._last_seconds is None:
             return False
         return now_seconds - self._last_seconds >= 60 * self.every_minutes
@@ -53,7 +55,9 @@ class SavePolicy:
 
 
 class Saver:
-    """Saves the state of one run while it trains and evaluates. All processes of a run save at the same steps.
+    """Saves the state of one run while it trains and evaluates. All processes of a run save at the same steps. The
+    training loop calls `after_step` after each step, `poll` during an evaluation, and `finish` at the end; the steps
+    run in the context `guarded`.
 
     A state is known to be good after a later step or evaluation with finite numbers. Until then earlier checkpoints are
     kept (Checkpointer.confirm). Nothing is saved while steps are not finite and their updates are skipped, because the
@@ -61,15 +65,15 @@ class Saver:
 
     Args:
       checkpointer: writes the checkpoints.
-      config: the section checkpoint.
-      start: optimizer steps done; a checkpoint of them exists unless it is 0.
-      meta: returns what the checkpoint of a step records.
-      monitor: knows which updates were made.
-      stop: knows whether a signal came.
+      config: the section `checkpoint` of the run's config, with every_steps and every_minutes.
+      start: the number of optimizer steps done when the process starts; if it is not 0, a checkpoint of them exists.
+      meta: maps a number of steps done to the mapping that its checkpoint stores with the arrays.
+      monitor: says which updates were made and which were skipped.
+      stop: says whether a signal asked the run to stop.
     Attributes:
       enabled: whether the config asks for saves during the run.
       policy: decides when a save is due.
-      saved: the step that was saved last, or `start`.
+      saved: the number of steps done in the state that was saved last; `start` before the first save.
     """
 
     def __init__(
@@ -89,12 +93,13 @@ class Saver:
         self._due = self._warned = False
 
     def after_step(self, done: int, state: Any, last: bool) -> None:
-        """Called after each step: saves if a save is due, and raises if a signal came.
+        """Called after each step: saves if a save is due, and raises if a signal came. After the last step it does
+        neither, because evaluation and the final save follow; a save that was due stays due.
 
         Args:
-          done: optimizer steps done.
-          state: after them.
-          last: whether this was the last step, after which the run saves in any case.
+          done: the number of optimizer steps done.
+          state: the TrainState after them.
+          last: whether this was the last step of the run.
         Raises:
           TrainingInterrupted: a signal came before the last step; the state was saved if possible.
         """
@@ -128,8 +133,9 @@ class Saver:
             self.save(done, state)
 
     def save(self, done: int, state: Any) -> None:
-        """Saves `state`, the TrainState after `done` steps, unless it is saved already, or updates are being skipped
-        because steps were not finite; then the save stays due. Callbacks get the step that was saved."""
+        """Saves `state`, the TrainState after `done` steps, and passes `done` to the run's callbacks. It does nothing
+        if that state is saved already. It saves nothing either while updates are being skipped because steps were not
+        finite; the save is then made as soon as they are finite again."""
         self.monitor.flush()
         if self.saved == done:
             self._due = False
@@ -149,9 +155,9 @@ class Saver:
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
-        """A context around the steps: if a guard ends the run in it (TrainingStopped), and only skipped updates
-        followed the last checkpoint, that checkpoint is removed, so that the one before it is the newest. The
-        exception passes on."""
+        """A context around the steps. If a guard ends the run in it (TrainingStopped), and all updates since the last
+        checkpoint were skipped, its state is taken to be bad: the checkpoint is removed, so that the one before it is
+        the newest. The exception passes on."""
         try:
             yield
         except TrainingStopped:
@@ -160,8 +166,8 @@ class Saver:
             raise
 
     def finish(self, good: bool) -> None:
-        """Called at the end of a run: waits for the last save. `good` says whether the last state is known to have
-        finite numbers, so that older checkpoints may be removed."""
+        """Called at the end of a run: waits until the last save is complete. good: True: the last state is known to
+        have finite numbers, and older checkpoints are removed. False: they are kept."""
         if self.enabled or self.saved:
             with self.monitor.pause("save", self.saved):
                 self.checkpointer.wait()

@@ -21,10 +21,10 @@ def measured(
     spread, lengths, and the share of answers that were cut off. Lengths count the tokens that were sampled.
 
     Args:
-      answers: the answers, prompt by prompt.
+      answers: the answers, those to the same prompt one after another.
       table: float32[answers, functions], the rewards, NaN where a function does not apply.
-      rewards: the reward functions.
-      settings: how answers were sampled.
+      rewards: the reward functions, which give the names and weights of the columns of `table`.
+      settings: how answers were sampled; num_generations is the number of answers to a prompt.
     """
     lengths = np.array([answer.length for answer in answers])
     cut = np.array([answer.finish_reason == "length" for answer in answers])
@@ -49,9 +49,16 @@ def measured(
 def screen_lines(
     sampled: Sampled, table: np.ndarray, answers: Sequence[Answer], rewards: RewardFunctions, settings: Settings
 ) -> list[str]:
-    """Lines for the screen about a generation of answers: the best one, and warnings if most are cut off or most
-    groups have equal rewards. answers, table, rewards and settings are those of `measured`. sampled: the answers as
-    reward functions got them."""
+    """Lines for the screen about a generation of answers: the one with the largest reward, and warnings if more than
+    half are cut off, or if in most groups (the answers to one prompt) all rewards are equal, which teaches nothing.
+
+    Args:
+      sampled: the prompts and answers as reward functions got them.
+      table: float32[answers, functions], the rewards, NaN where a function does not apply.
+      answers: the same answers as tokens, in the same order.
+      rewards: the reward functions, whose weights add up the columns of `table`.
+      settings: how answers were sampled.
+    """
     total = total_rewards(table, np.array(rewards.weights))
     best = int(np.nanargmax(np.where(np.isnan(total), -np.inf, total)))
     found = [
@@ -75,13 +82,15 @@ def screen_lines(
 
 
 def _equal_groups(total: np.ndarray) -> np.ndarray:
-    """bool[groups]: whether all rewards of a group are equal, or missing. total: float32[groups, answers]."""
+    """bool[groups]: True where the rewards of a group (the answers to one prompt) are equal, or where all are missing,
+    so that no answer has an advantage. total: float32[groups, answers], NaN where a reward is missing."""
     low, high = np.where(np.isnan(total), np.inf, total).min(1), np.where(np.isnan(total), -np.inf, total).max(1)
     return ~(high - low > 1e-8)
 
 
 def _line(value: Turns) -> str:
-    """`value`, a prompt (of messages its last one) or an answer, as text on one line, cut after `_SHOWN` characters."""
+    """`value`, a prompt or an answer, as text on one line, cut after `_SHOWN` characters. Of a list of messages only
+    the last one is shown."""
     text = value if isinstance(value, str) else value[-1].get("content", "")
     text = " ".join(str(text).split())
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

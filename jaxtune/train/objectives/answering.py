@@ -1,5 +1,5 @@
-"""How the answers of a generation are sampled: in one turn, in turns between which tools are called, or by a function
-of the user's code."""
+"""Samples the answers of a generation (all the answers of one round of sampling): in one turn, in turns between which
+tools are called, or by a function of the user's code. `Answering` is the interface of the three ways."""
 
 from __future__ import annotations
 
@@ -23,33 +23,34 @@ _MOST_SHOWN = 120  # characters of a prompt in a message
 
 @dataclasses.dataclass
 class Given:
-    """One answer to a prompt, as it is while it is sampled and until it is scored; the fields are those from which
-    reward functions and the rows for training are made."""
+    """One sampled answer to a prompt, filled while it is sampled. Reward functions get `shown`, `completion` and
+    `columns` of it, and the rows for training are made from its tokens."""
 
     prompt_ids: tuple[int, ...]
     """The token ids of the prompt."""
     shown: Turns
     """The prompt, as reward functions get it."""
     ids: list[int] = dataclasses.field(default_factory=list)
-    """The token ids of the answer, with what tools answered."""
+    """The token ids of the answer so far, those of the texts that tools returned included."""
     logps: list[float] = dataclasses.field(default_factory=list)
-    """The log-probability of each token; 0 for tokens that were not sampled."""
+    """For each token of `ids` its log-probability when it was sampled; 0 for tokens that tools returned."""
     sampled: list[bool] | None = None
-    """Whether each token was sampled; None: all were."""
+    """For each token of `ids`: True if the model sampled it, False if a tool returned it. None: all were sampled."""
     finish_reason: str = "stop"
-    """Why it ended: "length" if it reached the most tokens."""
+    """"length" if the answer ended because it reached the most tokens; "stop" if a token ended it."""
     completion: Turns = ""
     """The answer as reward functions get it: text, or the messages of its turns."""
     columns: Mapping[str, object] = dataclasses.field(default_factory=dict)
-    """Further columns for reward functions."""
+    """Columns that reward functions get in addition to those of the prompt's row, such as the answer's environment."""
 
 
 @dataclasses.dataclass
 class Sampling:
-    """The options with which every answer is sampled, and what turns tokens into text."""
+    """What the three ways of sampling an answer share: the options of sampling, the tokens that end an answer, and the
+    function that makes text of tokens. `sampler` makes a sampler with these, and `submit` gives it a prompt."""
 
     settings: Settings
-    """The sampling options."""
+    """The options by which a token is drawn (temperature, top_k, ...), and the most tokens of an answer."""
     ends: tuple[int, ...]
     """The token ids that end an answer, in ascending order."""
     decode: Callable[[Sequence[int]], str]
@@ -59,21 +60,22 @@ class Sampling:
 
     @property
     def slots(self) -> int:
-        """The most answers that are sampled at a time."""
+        """The most answers that are sampled at a time: the number in the settings, or that of the plan of memory if it
+        is smaller."""
         return min(self.settings.slots, self.most_slots or self.settings.slots)
 
     def sampler(
         self, model: Decoder, prompts: Sequence[Sequence[int]], alone: bool = False
     ) -> Sampler | DividedSampler:
-        """A sampler for answers to prompts, with as many slots (answers that are sampled at a time) as memory is free
-        for, at most the settings' and one for each prompt. Its rows have room for the longest prompt and
-        max_completion_length. If several devices have the weights, they share the answers.
+        """Makes a sampler for answers to `prompts`. It samples as many answers at a time (slots) as there is free
+        memory for, but at most `self.slots` and one for each prompt. Its rows have room for the longest prompt and
+        max_completion_length tokens. If several devices have copies of the weights, they share the answers.
 
         Args:
           model: the model to sample from.
           prompts: the token ids of each prompt, at least one.
-          alone: prefills each prompt in a program of its own, so that an answer has the same bits whenever it is
-            submitted.
+          alone: True: each prompt is prefilled in a program of its own, so that an answer has the same bits whenever it
+            is submitted. False: several prompts are prefilled at once, which is faster.
         """
         longest, devices = max(len(ids) for ids in prompts), devices_of(model)
 
@@ -88,15 +90,15 @@ class Sampling:
         return made(model) if len(devices) == 1 else DividedSampler(model, devices, len(prompts), made)
 
     def submit(self, sampler: Sampler | DividedSampler, ids: Sequence[int], new: int, seed: int, index: int = 0) -> int:
-        """Submits a prompt to a sampler with the run's options, and returns the number of the request, by which the
-        sampler's pieces name it.
+        """Submits a prompt to a sampler with the run's options, and returns the number of the request, with which the
+        sampler labels the tokens that it returns for it.
 
         Args:
-          sampler: the sampler, as `sampler` made it.
+          sampler: the sampler, as the method `sampler` made it.
           ids: the token ids of the prompt.
           new: the most tokens to sample.
-          seed: decides with `index` what is drawn.
-          index: tells apart requests with one seed, as the turns of an answer are.
+          seed: the sampling seed; `seed` and `index` decide what is drawn.
+          index: distinguishes requests with the same seed, such as the turns of an answer.
         """
         settings = self.settings
         return sampler.submit(
@@ -114,27 +116,33 @@ class Sampling:
         )
 
     def without_end(self, ids: Sequence[int]) -> list[int]:
-        """The token ids `ids` of an answer as a list, without the last one if that ends an answer."""
+        """`ids`, the token ids of an answer, as a list, without the last one if it is a token that ends an answer."""
         return list(ids[:-1] if ids and ids[-1] in self.ends else ids)
 
 
 class Answering(Protocol):
-    """What samples the answers of a generation (all the answers of one round of sampling). Three classes do:
-    `OneTurn`, `ToolTurns` and `RolloutFunction`; the run calls whichever its config asks for in the same way."""
+    """The interface of what samples the answers of a generation (all the answers of one round of sampling). The classes
+    `OneTurn`, `ToolTurns` and `RolloutFunction` have it, and the run calls whichever its config asks for in the same
+    way. A call returns one `Given` (a sampled answer to one prompt, with its tokens and log-probabilities) for each
+    prompt, and {metric's name: value} for the log. The three properties say how it samples, which tools the model may
+    call, and whether a prompt may become longer than it is in its data row."""
 
     @property
     def sampling(self) -> Sampling:
-        """The options of sampling."""
+        """The options of sampling, and what makes text of tokens."""
         ...
 
     @property
     def tool_names(self) -> Sequence[str]:
-        """The names of the tools that the model may call, which are shown on the screen and identify the run."""
+        """The names of the tools that the model may call; () if it calls none. They are shown on the screen, and a run
+        with other tools cannot resume from this one's checkpoints."""
         ...
 
     @property
     def changes_prompts(self) -> bool:
-        """Whether the prompts of answers may be longer than the rows'."""
+        """Whether the prompt of an answer may differ from the prompt in its data row and be longer than it, because a
+        tool environment adds text or a rollout function returns its own prompt. True: sampling is planned with room for
+        data.length tokens in a row. False: with room for the longest prompt and max_completion_length."""
         ...
 
     def __call__(
@@ -166,7 +174,7 @@ class OneTurn:
 
     @property
     def changes_prompts(self) -> bool:
-        """False: prompts are those of the rows."""
+        """False: the prompt of an answer is always that of its data row."""
         return False
 
     def __call__(
@@ -195,9 +203,9 @@ class OneTurn:
 
 
 def _extend(one: Given, piece: Piece) -> None:
-    """Adds the tokens of a piece (what a step of the sampler gave for one request) and their log-probabilities to the
-    answer `one`, which it changes, marked as sampled if the answer keeps such marks; sets the reason of the end if the
-    piece has one."""
+    """Adds to the answer `one`, in place, the tokens and log-probabilities of `piece`, which a step of the sampler
+    returned for its request, and marks them as sampled if the answer has such marks. If the piece is the last one, it
+    also sets finish_reason."""
     one.ids += piece.ids
     one.logps += piece.logprobs
     if one.sampled is not None:
@@ -207,25 +215,25 @@ def _extend(one: Given, piece: Piece) -> None:
 
 @dataclasses.dataclass
 class _Dialogue:
-    """An answer with calls of tools while its turns are sampled: the answer so far (given), its sampling seed, the
-    columns of its row, its environment or None, its messages so far, and the counts of turns, calls and failed
-    calls."""
+    """An answer with calls of tools, while its turns are sampled. A turn is what the model writes until it calls tools
+    or ends."""
 
-    given: Given
-    seed: int
-    columns: Mapping[str, object]
-    environment: object
+    given: Given  # the answer so far
+    seed: int  # its sampling seed
+    columns: Mapping[str, object]  # of its data row, for the tools
+    environment: object  # of this answer, whose methods are tools; None: the run has none
     began: int = 0  # the index in given.ids of the current turn's first token
     turns: int = 0  # turns in which tools were called
-    calls: int = 0
-    failures: int = 0
+    calls: int = 0  # calls of tools
+    failures: int = 0  # calls that failed
+    # the model's turns and what tools returned, as messages
     messages: list[Message] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)
 class ToolTurns:
     """Samples answers in which the model calls tools (`Answering`): it samples a turn, calls the tools that the turn
-    asks for, adds what they answered to the tokens, and samples the next turn.
+    asks for, adds what they returned to the tokens, and samples the next turn.
 
     While the tools of an answer run, its slot is given to another answer. Its next turn is a new request of the
     sampler, which prefills all its tokens again; each prompt is prefilled alone, so that what is sampled does not
@@ -233,13 +241,16 @@ class ToolTurns:
     """
 
     sampling: Sampling
-    """The options of sampling."""
+    """The options of sampling, and what makes text of tokens."""
     tools: Tools
-    """The tools, and the environments."""
+    """The tools that the model may call; some may be methods of environments, objects that are reset for each
+    answer."""
     format: ToolFormat
-    """How the model writes calls, and how the template writes what tools answer."""
+    """Parses the calls in the tokens that the model wrote, and makes tokens of what tools returned, in the model's
+    format."""
     encode: Callable[[Sequence[Message], Mapping[str, object]], tuple[int, ...]]
-    """(messages, a row's columns) -> the token ids of the prompt with the schemas of the row's tools."""
+    """Maps (messages, a row's columns) to the token ids of the prompt, which includes the schemas of the row's
+    tools."""
     length: int
     """The most tokens of a prompt with its answer."""
     most_iterations: int | None = None
@@ -252,7 +263,8 @@ class ToolTurns:
 
     @property
     def changes_prompts(self) -> bool:
-        """Whether environments may add to prompts."""
+        """True if the run has environments, whose `reset` may add text to a prompt; False: prompts are those of the
+        data rows."""
         return self.tools.has_environments
 
     def __call__(
@@ -300,9 +312,14 @@ class ToolTurns:
         }
 
     def _begun(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[_Dialogue]:
-        """The answers before their first turn, one for each of `prompts` with the sampling seed of the same place in
-        `seeds`. If the run has environments, each answer has one that was reset for it, and its prompt has the text
-        that `reset` returned. Raises ConfigError if that makes a prompt too long."""
+        """The answers before their first turn, one for each prompt. If the run has environments, each answer gets one
+        that was reset for it, and the text that `reset` returned is added to its prompt. Raises ConfigError if that
+        makes a prompt too long.
+
+        Args:
+          prompts: the prompts, each once for each of its answers.
+          seeds: the sampling seed of each answer, in the same order.
+        """
         if not self.tools.has_environments:
             return [
                 _Dialogue(Given(prompt.ids, prompt.given, sampled=[]), seed, prompt.columns, None)
@@ -326,17 +343,18 @@ class ToolTurns:
         return found
 
     def _submitted(self, sampler: Sampler | DividedSampler, one: _Dialogue) -> int:
-        """Submits the next turn of the answer `one` to the sampler, with all tokens so far as its prompt and with the
-        room that is left, and notes where the turn begins; returns the number of the request."""
+        """Submits the next turn of the answer `one` to `sampler`, and returns the number of the request. The request's
+        prompt is the prompt with all tokens of the answer so far, and its most tokens are those that
+        max_completion_length leaves."""
         given, most = one.given, self.sampling.settings.max_completion_length
         one.began = len(given.ids)
         ids = [*given.prompt_ids, *given.ids]
         return self.sampling.submit(sampler, ids, most - len(given.ids), one.seed, one.turns)
 
     def _called(self, loop: EventLoop, one: _Dialogue) -> Future[Answered] | None:
-        """Ends a turn of the answer `one`: adds its message, and starts the calls of tools in it in the event loop
-        `loop`. Returns the future of what the tools answer; or None if the answer is complete, because it calls no
-        tool, has had most_iterations turns with calls, or is as long as it may be."""
+        """Ends a turn of the answer `one`: parses it, adds its message, and starts the calls of tools in it in the
+        event loop `loop`. Returns the future of what the tools return. It returns None if the answer is complete: the
+        turn calls no tool, the answer has had most_iterations turns with calls, or it has reached the most tokens."""
         turn = self.sampling.without_end(one.given.ids[one.began :])
         message, calls = self.format.parsed(turn, self.tools.parameters(one.columns))
         one.messages.append(message)
@@ -348,9 +366,9 @@ class ToolTurns:
         return loop.run(self.tools.answer(calls, self.tools.of(one.environment)))
 
     def _goes_on(self, one: _Dialogue, answered: Answered) -> bool:
-        """Adds what tools answered to the answer `one`, as tokens that were not sampled and as messages, and counts
-        the failed calls. Returns True; or False, and adds nothing but the count, if no room for a token of the model
-        would be left. The answer is then complete."""
+        """Adds what tools returned (`answered`) to the answer `one`, as tokens that were not sampled and as messages,
+        and counts the failed calls. Returns True if the next turn is to be sampled. Returns False if the answer would
+        have no room for another token of the model: it is then complete, and what the tools returned is not added."""
         one.failures += answered.failures
         suffix = self.format.suffix(answered.messages)
         given = one.given

@@ -26,8 +26,8 @@ from jaxtune.train.program.loss import Forward
 def generalized_jsd(
     student_logits: jax.Array, teacher_logits: jax.Array, *, beta: float = 1.0, temperature: float = 1.0
 ) -> jax.Array:
-    """The generalised Jensen-Shannon divergence of each token's distributions, in nats, by its definition. Gradients
-    are the student's alone.
+    """Computes the generalised Jensen-Shannon divergence, in nats, between the student's and the teacher's next-token
+    distribution at each token, directly from its definition. Gradients are taken of the student's logits only.
 
     With m = beta teacher + (1 - beta) student it is beta KL(teacher || m) + (1 - beta) KL(student || m). At beta = 0 it
     is defined as the forward divergence KL(teacher || student), at beta = 1 as the reverse one, KL(student || teacher).
@@ -71,9 +71,9 @@ class Drawing:
     top_k: int = 0
     """Only this number of the most probable tokens can be sampled; 0 is all."""
     top_p: float = 1.0
-    """Only the most probable tokens with this total probability can be sampled."""
+    """Only the most probable tokens whose probabilities add up to top_p can be sampled; 1 is all."""
     min_p: float = 0.0
-    """Only tokens with at least this share of the highest probability can be sampled."""
+    """Only tokens whose probability is at least min_p times the highest one can be sampled; 0 is all."""
     repetition_penalty: float = 1.0
     """The penalty on tokens that the prompt or the answer already has; 1 is none."""
     slots: int = 64
@@ -98,8 +98,8 @@ class Distill(SFT):
     """
 
     teacher: str | None = None
-    """The teacher's folder or hub name, or "base" for the model with its adapter off. It only has to be given where a
-    config names the teacher."""
+    """The teacher's folder or hub name; "base" or None for the model with its adapter off. The train command loads the
+    teacher by this name. With a teacher that was attached in Python it may stay None."""
 
     beta: float = 1.0
     """Which divergence: 0 is the forward Kullback-Leibler divergence, KL(teacher || student), 1 the reverse one, and
@@ -109,8 +109,9 @@ class Distill(SFT):
     """Divides the logits of both models."""
 
     on_policy: float = 1.0
-    """The share of rows whose answer is sampled from the student (TRL's `lmbda`); the other rows keep their own
-    answers. It decides which rows a run makes (own_samples.py); the loss is the same for all of them."""
+    """The share of data rows, from 0 to 1, whose answer is sampled from the student (TRL's `lmbda`); the others keep
+    the answer that the data set has. It decides which rows a run makes (own_samples.py); the loss is the same for
+    all."""
 
     drawing: Drawing = dataclasses.field(default_factory=Drawing)
     """How answers are sampled."""
@@ -128,8 +129,9 @@ class Distill(SFT):
 
     @classmethod
     def of(cls, sampling_temperature: float | None = None, **options: object) -> Distill:
-        """The objective with the options of a config's section, each put into `drawing` or this class;
-        sampling_temperature becomes that of `drawing`. Options that are not given have the defaults."""
+        """Makes the objective from options with the names that a config's section `objective` has: those of sampling
+        are put into `drawing`, the others into this class. sampling_temperature: `drawing.temperature`. Options that
+        are not given have the defaults."""
         own = {field.name for field in dataclasses.fields(Drawing)} - {"temperature"}
         drawn = {key: value for key, value in options.items() if key in own}
         others = {key: value for key, value in options.items() if key not in own}
@@ -138,7 +140,7 @@ class Distill(SFT):
 
     @property
     def sampling_temperature(self) -> float:
-        """The temperature at which answers are sampled."""
+        """The temperature at which answers are sampled: that of `drawing`, or, if it is None, that of the loss."""
         return self.temperature if self.drawing.temperature is None else self.drawing.temperature
 
     @property
@@ -147,7 +149,8 @@ class Distill(SFT):
         return 1
 
     def check(self, model: Decoder) -> None:
-        """Raises ValueError if the model has no teacher attached and cannot be its own."""
+        """Raises ValueError if the model has no teacher attached, and the model with its adapter off cannot be the
+        teacher: because `teacher` names another one, the model has no adapter, or its base is trained too."""
         if model.teacher is not None:
             return
         if self.teacher not in (None, BASE):

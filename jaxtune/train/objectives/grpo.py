@@ -29,11 +29,13 @@ _SMALL = 1e-4  # added to a standard deviation before a division by it
 
 
 def total_rewards(rewards: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
-    """float32[answers]: the weighted sum of each answer's rewards, NaN if no function gave it one.
+    """The weighted sum of each answer's rewards, float32[answers]; NaN for an answer to which no function gave a
+    reward.
 
     Args:
-      rewards: [answers, functions], NaN where a function does not apply to an answer.
-      weights: [functions]; None: all 1.
+      rewards: float[answers, functions], the reward of each answer by each function; NaN where a function does not
+        apply.
+      weights: float[functions], the factor of each function; None: all 1.
     """
     rewards = np.asarray(rewards, np.float32)
     weights = np.ones(rewards.shape[1], np.float32) if weights is None else np.asarray(weights, np.float32)
@@ -50,7 +52,7 @@ def group_advantages(
     aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize",
 ) -> np.ndarray:
     """GRPO's advantages, float32[answers]: an answer's reward minus the mean of its group, divided by a standard
-    deviation.
+    deviation. A group is all the answers to one prompt.
 
     An answer without any reward has advantage 0 and does not count in its group's mean. Standard deviations are the
     unbiased estimates (divided by n - 1), plus 1e-4.
@@ -59,7 +61,8 @@ def group_advantages(
       rewards: [answers, functions], NaN where a function does not apply. The answers of a group are consecutive.
       num_generations: the number of answers in a group.
       weights: [functions], the factors of the functions' rewards; None: all 1.
-      scale_rewards: whose standard deviation is the divisor: the group's, the whole batch's, or none.
+      scale_rewards: the divisor: "group" is the standard deviation within the group, "batch" that over all answers, and
+        "none" divides by nothing. Not used with "normalize_then_sum".
       aggregation: "sum_then_normalize" adds up the functions' rewards first. "normalize_then_sum" normalises the
         rewards of each function within its group, adds them up, and normalises the sums over the batch (GDPO, arXiv
         2601.05242).
@@ -94,16 +97,19 @@ def rloo_advantages(
     beta: float = 0.0,
     normalize: bool = False,
 ) -> np.ndarray:
-    """RLOO's advantages, float32[answers]: an answer's reward minus the mean reward of the other answers of its group.
+    """RLOO's advantages, float32[answers]: an answer's reward minus the mean reward of the other answers of its group
+    (all the answers to one prompt). An answer without any reward, or without another scored one in its group, has
+    advantage 0.
 
     Args:
       rewards: [answers, functions], NaN where a function does not apply. The answers of a group are consecutive.
-      num_generations: the number of answers in a group, that is to one prompt.
+      num_generations: the number of answers in a group.
       weights: [functions], the factors of the functions' rewards; None: all 1.
       kl: float32[answers], for each answer the sum over its tokens of log p - log p_ref; beta times it is subtracted
         from the reward. None subtracts nothing.
       beta: the factor of `kl`.
-      normalize: whether the advantages are then normalised by their mean and standard deviation over the batch.
+      normalize: True: the advantages are normalised to mean 0 and standard deviation 1 over the batch. False: they are
+        not.
     Raises:
       ValueError: the answers do not divide into groups.
     """
@@ -137,15 +143,16 @@ def _in_groups(name: str, rewards: np.ndarray, num_generations: int) -> np.ndarr
 
 
 def _mean(values: np.ndarray, axis: int | None) -> np.ndarray:
-    """The mean of the values that are not NaN along an axis (None: all), which is kept; NaN if there are none."""
+    """The mean of the values that are not NaN along `axis` (None: of all values), with that axis kept as size 1. NaN if
+    there are none."""
     count = (~np.isnan(values)).sum(axis=axis, keepdims=True)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.nansum(values, axis=axis, keepdims=True, dtype=np.float32) / count
 
 
 def _deviation(values: np.ndarray, axis: int | None) -> np.ndarray:
-    """The unbiased standard deviation of the values that are not NaN along an axis (None: all), which is kept; NaN for
-    fewer than two values."""
+    """The unbiased standard deviation of the values that are not NaN along `axis` (None: of all values), with that axis
+    kept as size 1. NaN for fewer than two values."""
     count = (~np.isnan(values)).sum(axis=axis, keepdims=True)
     squares = np.nansum((values - _mean(values, axis)) ** 2, axis=axis, keepdims=True, dtype=np.float32)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -207,13 +214,15 @@ class PolicyLoss:
     """
 
     loss_type: LossType = "dapo"
-    """The kind of loss, and how the losses of tokens become one number: their mean over all tokens of a batch ("dapo",
-    "bnpo", "cispo"), the mean of the answers' means ("grpo", "sapo"), or their sum divided by the number of answers
-    times max_completion_length ("dr_grpo")."""
+    """The kind of loss, and how the losses of tokens become one number. "dapo" and "bnpo": clipped ratios, the mean
+    over all tokens of a batch ("dapo" over those of a generation). "grpo": clipped ratios, the mean of the answers'
+    means. "dr_grpo": clipped ratios, the sum divided by the number of answers times max_completion_length. "cispo": the
+    log-probability times the capped ratio, the mean over all tokens. "sapo": ratios with a soft clipping, the mean of
+    the answers' means."""
 
     importance_sampling_level: Level = "token"
-    """Whether the ratio of new to old probabilities is taken for each token, or for each answer as the geometric mean
-    over its tokens (GSPO)."""
+    """"token": each token has its own ratio of new to old probability. "sequence": all tokens of an answer have the
+    geometric mean of their ratios (GSPO)."""
 
     epsilon: float = 0.2
     """The ratio is clipped below at 1 - epsilon."""
@@ -226,13 +235,14 @@ class PolicyLoss:
     bound."""
 
     beta: float = 0.0
-    """The factor of the KL divergence from the reference model."""
+    """The factor of the KL divergence from the reference model, which is added to the loss; 0: there is none."""
 
     use_bias_correction_kl: bool = True
-    """Whether the divergence is multiplied by the ratio, and so differentiated through the ratio too."""
+    """True: the divergence of each token is multiplied by the ratio, and so differentiated through the ratio too.
+    False: it is not."""
 
     top_entropy_quantile: float = 1.0
-    """The share of tokens that count in the policy's loss: those with the largest entropy."""
+    """The share of tokens that count in the policy's loss, above 0: those with the largest entropy; 1 is all."""
 
     entropy_coef: float = 0.0
     """The factor of the mean entropy, which is subtracted from the loss."""
@@ -259,14 +269,14 @@ class PolicyLoss:
 
     @property
     def bound_above(self) -> float:
-        """The bound for clipping above: epsilon_high, or epsilon if that is None."""
+        """epsilon_high, or epsilon if that is None: what bounds the ratio above (1 + it; with "cispo" it itself)."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
 
 @dataclasses.dataclass(frozen=True)
 class Answers:
-    """A batch of sampled answers. Arrays are float32[answers, tokens] unless another shape is given; an answer's tokens
-    come first, then padding."""
+    """A batch of sampled answers, as arrays that the losses take. They are float32[answers, tokens] unless another
+    shape is given; an answer's tokens come first, then padding."""
 
     logps: jax.Array
     """The tokens' log-probabilities under the model that is trained. Gradients are taken through them."""
@@ -282,14 +292,16 @@ class Answers:
     ref_logps: jax.Array | None = None
     """The log-probabilities under the reference model; needed if beta is not 0."""
     ratio: jax.Array | None = None
-    """float32[answers, tokens or 1]: from `importance_ratio`; None corrects nothing."""
+    """float32[answers, tokens or 1]: the factors of `importance_ratio`, which correct for a sampler that rounds
+    differently; None: the losses are not corrected."""
     present: jax.Array | None = None
     """float32[answers]: 0 where a row of the arrays has no answer; None if all have one. An answer whose mask is all
     zeros, because it was cut off, is present."""
 
     @property
     def counted(self) -> jax.Array:
-        """float32[answers]: `present`, or ones if that is None."""
+        """float32[answers]: 1 where a row of the arrays has an answer, else 0. It is `present`, or ones if that is
+        None."""
         return jnp.ones(len(self.mask), jnp.float32) if self.present is None else self.present
 
 
@@ -308,8 +320,8 @@ def grpo_loss(answers: Answers, options: PolicyLoss = PolicyLoss()) -> tuple[jax
 
 
 def means_of(sums: dict[str, Any]) -> dict[str, Any]:
-    """{metric: mean} from the sums that `grpo_sums` returns, which may have been added up over several batches before.
-    If there are no tokens, all means are 0."""
+    """{metric: mean} from `sums`, the sums that `grpo_sums` or `rloo_sums` returns, which may have been added up over
+    several batches. If there are no tokens, all means are 0."""
     counts = {name: sums[name] for name in ("tokens", "ratios")}
     return {
         name: value / (count + (count == 0))
@@ -326,19 +338,19 @@ _BY_RATIO = (*_CLIPPED, "cispo_clip_ratio")
 
 
 def metric_names(options: PolicyLoss) -> tuple[str, ...]:
-    """The names of the sums that `grpo_sums` returns with these options, which an objective must state before its loss
-    is traced."""
+    """The names of the sums that `grpo_sums` returns with `options`. An objective must state them before its loss is
+    traced, because the train step adds them up."""
     clipped = {"cispo": ("cispo_clip_ratio",), "sapo": ()}.get(options.loss_type, _CLIPPED)
     return ("tokens", "ratios", "entropy", *(("kl",) if options.beta else ()), *clipped)
 
 
 def grpo_sums(answers: Answers, options: PolicyLoss) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """GRPO's loss of a batch of answers as sums: (sum of the losses, count, {metric: sum}), float32 scalars. `options`
-    choose the variant of the loss.
+    """GRPO's loss of a batch of answers as sums: (sum of the losses, the count that divides it, {metric: sum}), float32
+    scalars, so that several batches can be added up. `options` choose the variant of the loss.
 
     The loss of several batches is the total of the first divided by the total of the second; `means_of` makes metrics
-    of the totals. The count is that of tokens; of answers with "grpo" and "sapo"; and with "dr_grpo" of answers times
-    max_completion_length.
+    of the totals. The count is the number of answers with the loss types "grpo" and "sapo", the number of answers times
+    max_completion_length with "dr_grpo", and the number of tokens in the mask with the others.
 
     Raises:
       ValueError: beta is not 0, and there are no ref_logps.
@@ -379,13 +391,14 @@ def grpo_sums(answers: Answers, options: PolicyLoss) -> tuple[jax.Array, jax.Arr
 
 
 def _aggregated(losses, per_answer, answers: Answers, options: PolicyLoss) -> tuple[jax.Array, jax.Array]:
-    """(sum, count) of the losses of tokens, whose quotient is the loss of `options.loss_type`.
+    """Adds up the losses of tokens: (sum, count), two float32 scalars whose quotient is the loss of
+    `options.loss_type`.
 
     Args:
-      losses: [answers, tokens], 0 outside of the mask.
-      per_answer: [answers, 1], the number of tokens of each answer that count, at least 1.
-      answers: gives the mask, and which rows have an answer.
-      options: names the loss.
+      losses: float32[answers, tokens], 0 outside of the mask.
+      per_answer: float32[answers, 1], the number of tokens of each answer that count, at least 1.
+      answers: its mask, and which of its rows have an answer, are used.
+      options: its loss_type and max_completion_length are used.
     """
     if options.loss_type in ("grpo", "sapo"):
         return (losses / per_answer).sum(), answers.counted.sum()
@@ -396,10 +409,10 @@ def _aggregated(losses, per_answer, answers: Answers, options: PolicyLoss) -> tu
 
 def rloo_sums(answers: Answers, options: PolicyLoss) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     """RLOO's loss of a batch of answers as sums: (sum of the losses, number of answers, {metric: sum}), float32
-    scalars, as `grpo_sums` returns them.
+    scalars, so that several batches can be added up; `means_of` makes metrics of the sums.
 
-    An answer is one action, whose ratio is that of the product of its tokens' probabilities. Of the options only
-    epsilon and epsilon_high are used. The advantages should come from `rloo_advantages`.
+    An answer is one action, whose ratio is that of the product of its tokens' probabilities. Of `options` only epsilon
+    and epsilon_high are used. The advantages in `answers` should come from `rloo_advantages`.
     """
     mask = answers.mask.astype(jnp.float32)
     old = jax.lax.stop_gradient(answers.logps) if answers.old_logps is None else answers.old_logps
@@ -416,20 +429,22 @@ def rloo_sums(answers: Answers, options: PolicyLoss) -> tuple[jax.Array, jax.Arr
 
 
 def rloo_loss(answers: Answers, options: PolicyLoss = PolicyLoss()) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """(RLOO's loss of a batch of answers, a mean over them; its metrics {name: mean}): float32 scalars. Only epsilon
-    and epsilon_high of the options are used; the advantages should come from `rloo_advantages`."""
+    """RLOO's loss of a batch of answers, and its metrics: (the mean of the answers' losses, {name: mean}), float32
+    scalars. Of `options` only epsilon and epsilon_high are used. The advantages in `answers` should come from
+    `rloo_advantages`."""
     loss, count, sums = rloo_sums(answers, options)
     return loss / jnp.maximum(count, 1.0), means_of(sums)
 
 
 def _policy_losses(logps, ratio, advantages, options: PolicyLoss) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The policy's clipped losses, and which ratios were clipped: (losses, {metric: 0 or 1}), [answers, tokens or 1]
-    each. Padding is not masked here. Of the options, those of the loss's kind and of clipping are used.
+    """The policy's clipped losses, and which ratios were clipped: (losses, {metric: True where clipped}), each
+    [answers, tokens or 1]. Padding is not masked here.
 
     Args:
-      logps: [answers, tokens], log-probabilities under the model.
-      ratio: [answers, tokens or 1], new over old probabilities.
-      advantages: [answers, 1].
+      logps: float32[answers, tokens], log-probabilities under the model that is trained.
+      ratio: float32[answers, tokens or 1], new over old probabilities.
+      advantages: float32[answers, 1].
+      options: its loss_type and the bounds of clipping are used.
     """
     low, high = options.epsilon, options.bound_above
     if options.loss_type == "cispo":
@@ -446,9 +461,14 @@ def _policy_losses(logps, ratio, advantages, options: PolicyLoss) -> tuple[jax.A
 
 
 def _of_high_entropy(entropies: jax.Array, mask: jax.Array, share: float) -> jax.Array:
-    """float32[answers, tokens]: 1 at those tokens of the batch whose entropy is among the largest, for
-    top_entropy_quantile. entropies, mask: [answers, tokens]; only tokens with mask 1 count. share: the share of these
-    that get a 1."""
+    """float32[answers, tokens]: 1 at the tokens with the largest entropies of the batch, which are those that count
+    with the option top_entropy_quantile, else 0.
+
+    Args:
+      entropies: float32[answers, tokens].
+      mask: float32[answers, tokens], 1 at the tokens that are compared.
+      share: the share of these tokens that get a 1, from 0 to 1.
+    """
     entropies = jax.lax.stop_gradient(entropies)
     bound = jnp.nanquantile(jnp.where(mask > 0, entropies, jnp.nan), 1.0 - share)
     return ((entropies * mask >= bound) & (mask > 0)).astype(jnp.float32)
