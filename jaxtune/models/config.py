@@ -63,7 +63,9 @@ class RopeConfig:
 
 
 class PartConfig(Protocol):
-    """A frozen, hashable description of a mixer or a feed-forward that can build its module (Part.config)."""
+    """The interface of the settings of one mixer or feed-forward (Part.config), frozen and hashable. They differ from
+    one kind of mixer or feed-forward to another, so the class that has them also builds the module (`make`) and says
+    under which name files store its tensors (`hf_name`)."""
 
     @property
     def hf_name(self) -> str:
@@ -72,7 +74,8 @@ class PartConfig(Protocol):
         ...
 
     def make(self, config: DecoderConfig, key: Any, dtype: Any) -> nnx.Module:
-        """Builds the module. config: of the whole decoder. key: draws the random weights. dtype: of the weights."""
+        """Builds the module with random weights. config: the config of the whole decoder, such as its hidden_size.
+        key: the random key from which the weights are drawn. dtype: the dtype of the weights."""
         ...
 
 

@@ -79,9 +79,11 @@ def noised(x: jax.Array, layout: PackedLayout, key: jax.Array, alpha: float) -> 
 
 
 def _on_any_mesh[**P, R](method: Callable[P, R]) -> Callable[P, R]:
-    """A decorator, meshes.on_any_mesh for a method of Decoder whose first argument is an array. With it the method can
-    be called with arrays on a mesh of several devices: its result is divided over the devices as the first argument is.
-    As `self` is an argument too, on_any_mesh alone would take a weight for the first array."""
+    """A decorator for a method of Decoder whose first argument after `self` is an array. It lets the method run with
+    arrays on a mesh of several devices; the result is divided over the devices as that first argument is.
+
+    meshes.on_any_mesh does this for functions, and goes by the first array among all arguments. For a method that would
+    be one of the weights in `self`, so this decorator moves the array before `self`."""
 
     computed: Callable = method
 
@@ -163,13 +165,14 @@ class Decoder(nnx.Module):
     def given(
         self, tokens: jax.Array, x: jax.Array, dropout_key: jax.Array | None = None
     ) -> list[dict[str, jax.Array]] | None:
-        """For each layer {name: value [B, T, ...]} of what the decoder gives it (run_stack's `given`): its own
-        embeddings of the tokens. None for a model whose layers have none.
+        """Computes the inputs that the layers get in addition to the residual stream: the embeddings that each layer
+        has of its own (per-layer embeddings, Gemma 4). Returns one {name of the input: [B, T, size]} for each layer,
+        for run_stack's argument `given`, or None for a model without such embeddings.
 
         Args:
           tokens: int32[B, T].
-          x: [B, T, hidden], the input of the first layer.
-          dropout_key: draws the dropout mask of the adapter that takes part; None: no dropout.
+          x: [B, T, hidden], the input of the first layer, from which these embeddings are computed too.
+          dropout_key: the key of the dropout mask of the adapter on the projection of x; None: no dropout.
         """
         if self.per_layer is None:
             return None
@@ -225,9 +228,11 @@ class Decoder(nnx.Module):
           max_documents: an upper bound on the documents of a row, which allows faster attention; see PackedLayout.
           plan: the placement of each layer's residuals; everything is kept by default.
           dropout_key: draws the adapters' dropout masks in training; None: no dropout.
-          gradient_sums: {layer's index: state} of sums to which the layers' gradients are added during the backward;
-            see run_stack. None: gradients are returned as usual.
-          aux: names of the layers' auxiliary values that are returned too, such as router_sums.
+          gradient_sums: {layer's index: sums, an nnx.State like that of the layer's nnx.Params}, to which the layers'
+            gradients are added during the backward, so that no second set of them exists; see run_stack. None:
+            gradients are returned as usual.
+          aux: names of values that layers compute beside their outputs and that are returned too, such as
+            "router_sums", the sums for the experts' load-balancing loss.
           noise: (key, alpha) of NEFTune's noise on the embeddings in training.
         Returns:
           ([B, T, hidden] after the final norm, in the compute dtype; {name: sum over the layers} of the values `aux`

@@ -21,9 +21,10 @@ from jaxtune.pallas.fitted import Fitted
 
 @dataclasses.dataclass(frozen=True)
 class AttentionTime:
-    """The duration of attention, from which the planner forecasts steps."""
+    """The duration of attention, from which the planner forecasts steps. Speeds are in multiplications a second, and
+    compared with the speed of a large matrix product on the same device."""
 
-    share: float  # the share of a large product's speed that long documents reach
+    share: float  # the forward's speed for long documents over that of a large product
     half_tokens: float  # tokens of a document at which the forward reaches half of that speed
     backward: float  # duration of the backward over that of the forward, for long documents
     half_tokens_backward: float  # tokens of a document at which the backward reaches half of its speed
@@ -61,11 +62,11 @@ ATTENTION_STAGE = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class WideAttentionTime:
-    """Durations of attention with head dims above 256 over those with narrower heads and as many multiplications, which
-    ATTENTION_TIME and ATTENTION_STAGE give."""
+    """How many times as long attention with head dims above 256 takes as attention with narrower heads and as many
+    multiplications, whose duration ATTENTION_TIME and ATTENTION_STAGE give. Another kernel computes it."""
 
-    forward: float
-    backward: float
+    forward: float  # the ratio of the durations of the forward
+    backward: float  # the ratio of the durations of the backward
 
 
 WIDE_ATTENTION_TIME = Fitted(
@@ -80,13 +81,15 @@ WIDE_ATTENTION_TIME = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class DeltaRuleTime:
-    """Time of the delta rule's kernels beyond their products and beyond reading inputs and writing outputs.
+    """The time of the delta rule's kernels in addition to that of their matrix products and of reading inputs and
+    writing outputs, for the planner's forecast.
 
-    It is given per number of a token's values, in bytes that a copy within the device moves in that time.
+    It is given for each number in the values (all tokens, heads and value dims), as the bytes that a copy within the
+    device moves in that time.
     """
 
     forward: float  # of the forward
-    backward: float  # of the derivative
+    backward: float  # of the backward, without recomputing the forward
 
 
 DELTA_RULE_TIME = Fitted(
@@ -109,8 +112,8 @@ class ProductTime:
     passes_forward: float
     passes_backward: float  # the same in the backward
     decoded_bytes: float  # bytes that are moved to decode one number of a quantised weight
-    decoded_share: float  # the share of a copy's speed at which these bytes move
-    experts: float  # the share of dense products' speed that experts' products reach, with the sorting of rows
+    decoded_share: float  # the speed at which these bytes move over that of a copy within the device
+    experts: float  # the speed of experts' products, with the sorting of rows, over that of dense products
 
 
 PRODUCT_TIME = Fitted(
@@ -134,9 +137,10 @@ PRODUCT_TIME = Fitted(
 class StepTime:
     """Durations in a step that do not belong to one operation, for the planner's forecast."""
 
-    layer_seconds: float  # launches and gaps of a layer in one direction
-    micro_batch_seconds: float  # the same of a micro-batch
-    # the share of a layer's time in one direction under which transfers can be hidden (models/placement/transfers.py)
+    layer_seconds: float  # seconds of kernel launches and gaps in one layer's forward, and as many in its backward
+    micro_batch_seconds: float  # seconds of launches and gaps in a micro-batch in addition to those of its layers
+    # the share of the time of a layer's forward (or backward) during which transfers to and from the host can run
+    # unnoticed (models/placement/transfers.py)
     hidden: float
     lost: float  # the share of the transfers' time that is lost even if they are hidden
     # the share of a collective's time that products lose while it runs, because NCCL's kernels use multiprocessors
@@ -191,11 +195,13 @@ DEVICE_SHARES = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class AttentionBytes:
-    """Memory of attention's backward, for the planner."""
+    """Memory of attention's backward, for the planner. Each number is a multiple of the bytes of the query (all heads)
+    or of the layer's input."""
 
-    waiting: float  # multiple of the query: partial results that exist while the feed-forward's backward runs
-    stream: float  # multiple of the layer's input: values of the residual stream that exist during attention's backward
-    # multiple of the query: the backward's work space, if layers run in tiles and nothing larger exists
+    waiting: float  # of the query: partial results that exist while the feed-forward's backward runs
+    stream: float  # of the layer's input: values of the residual stream that exist during attention's backward
+    # of the query: the work space of attention's kernel in the backward, counted only if layers run in tiles of tokens;
+    # otherwise other values of the layer are larger
     work_space: float
 
 
@@ -212,10 +218,11 @@ ATTENTION_BYTES = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class DeltaNetBytes:
-    """Memory of the gated delta net's backward, for the planner."""
+    """Memory of the gated delta net's backward, for the planner. Each number is a multiple of the bytes of the net's
+    output (all heads' values) or of the layer's input."""
 
-    waiting: float  # multiple of its output: partial results that exist while the feed-forward's backward runs
-    stream: float  # multiple of the layer's input: values of the residual stream that exist during its backward
+    waiting: float  # of its output: partial results that exist while the feed-forward's backward runs
+    stream: float  # of the layer's input: values of the residual stream that exist during the net's backward
 
 
 DELTA_NET_BYTES = Fitted(
@@ -225,12 +232,13 @@ DELTA_NET_BYTES = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class MLPBytes:
-    """Memory of an MLP beside the residuals, in multiples of the layer's input, for the planner."""
+    """Memory of an MLP in addition to the residuals, for the planner, in multiples of the bytes of the layer's input.
+    An MLP runs whole, or in tiles of tokens, a tile at a time."""
 
-    forward: float  # at the end of the layer's forward
-    own: float  # in the backward, for its own computation
-    around: float  # partial gradients of other segments during the backward, if layers run whole
-    around_tiles: float  # the same if layers run in tiles
+    forward: float  # temporary values at the end of the layer's forward
+    own: float  # further values of the MLP's own backward, beside the activation and the gradients
+    around: float  # partial gradients of the layer's other segments during the MLP's backward, if it runs whole
+    around_tiles: float  # the same if the MLP runs in tiles
 
 
 MLP_BYTES = Fitted(
@@ -243,14 +251,17 @@ MLP_BYTES = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsBytes:
-    """Memory of a mixture of experts beside the residuals, for the planner."""
+    """Memory of a mixture of experts in addition to the residuals, for the planner, in multiples of the bytes of an
+    array. The sorted rows are each token's hidden state once for each of its experts; gate_up is the output of the
+    experts' gate and up products. The backward's peak is at one of two moments: one at which it has two arrays of
+    gate_up's size, and another at which it has one of these and the gradients of the rows."""
 
-    forward: float  # multiple of the layer's input: at the end of the layer's forward
-    own: float  # multiple of the layer's input: in the backward, for its own computation
-    rows: float  # multiple of the rows sorted by expert: beside the gradients of gate_up
-    rows_beside: float  # multiple of the sorted rows: beside twice gate_up
-    rows_again: float  # multiple of the sorted rows: if gate_up is recomputed
-    decoded: float  # multiple of the largest weight in the compute dtype, if it is decoded
+    forward: float  # of the layer's input: temporary values at the end of the layer's forward
+    own: float  # of the layer's input: further values of the backward, at both moments
+    rows: float  # of the sorted rows: values at the second moment in addition to one array of gate_up's size
+    rows_beside: float  # of the sorted rows: values at the first moment in addition to two arrays of gate_up's size
+    rows_again: float  # of the sorted rows: all values at the second moment if the backward recomputes gate_up
+    decoded: float  # of the experts' largest weight in the compute dtype: that weight, if it is stored quantised
 
 
 _EXPERTS = ExpertsBytes(forward=2.9, own=0.6, rows=1.3, rows_beside=0.0, rows_again=0.0, decoded=0.0)
@@ -267,10 +278,11 @@ EXPERTS_BYTES = Fitted(
 
 @dataclasses.dataclass(frozen=True)
 class AllocatorBytes:
-    """Memory that XLA's allocator takes beyond the values that exist at a time, for the planner."""
+    """Memory that XLA's allocator takes beyond the sum of the values that exist at a time, for the planner."""
 
-    leaving: float  # multiple of the values that are being copied to the host, with the gaps that they leave behind
-    loss: float  # multiple of the hidden states: values around the loss
+    # of the bytes of values that are being copied to the host: those values with the gaps that they leave in memory
+    leaving: float
+    loss: float  # of the bytes of the final hidden states: values that exist around the loss, beside the logits
 
 
 ALLOCATOR_BYTES = Fitted(

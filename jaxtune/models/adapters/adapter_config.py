@@ -68,9 +68,10 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
 
 def peft_name(model: Decoder, name: str) -> str:
     """The name that a module or tensor of the model has in the class that transformers builds for its base's folder.
+    An adapter's files have these names, because PEFT matches them with that class.
 
-    An adapter's files have these names, because PEFT matches them with that class: with the prefix of a whole model if
-    the base's folder has a vision tower, otherwise `name` unchanged.
+    name: the name in the text model, such as model.layers.0.mlp.up_proj. It is returned unchanged for a text model. If
+    the base's folder has a vision tower too, the text model's prefix is inserted: model.language_model.layers.0...
     """
     return whole_tensor_name(name) if is_nested(model) else name
 
@@ -121,11 +122,13 @@ def config_of(model: Decoder) -> dict[str, Any]:
 
 
 def _as_parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """{name: new value} of the settings that change for families in which PEFT takes some linears for experts by their
-    names. These linears are moved from target_modules to target_parameters, as `NAME.weight`, and the rank and alpha
-    patterns with their names are added for `NAME.weight`.
+    """Changes the settings for the families in which PEFT, given gate_proj, up_proj or down_proj in target_modules,
+    adapts experts and leaves out the plain linears of these names. Such linears are moved to target_parameters, as
+    `NAME.weight`, where PEFT adapts them. rank_pattern and alpha_pattern get entries for `NAME.weight` too.
 
-    settings: from adapter_settings, of a model of a family in _TAKEN_FOR_EXPERTS.
+    settings: {PEFT's setting: value}, from adapter_settings, of a model of a family in _TAKEN_FOR_EXPERTS.
+    Returns:
+      {setting: new value} of these four settings, with which the caller overwrites the old ones.
     """
 
     def as_experts(name: str) -> bool:
@@ -199,11 +202,12 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
 
 
 def base_of(folder: str | os.PathLike) -> str | None:
-    """The base model that an adapter folder names; None if the folder contains no adapter.
+    """The folder or hub name of the base model, as the adapter_config.json in `folder` has it, so that the base can be
+    loaded when only the adapter is named. None if `folder` has no adapter_config.json: it is no adapter.
 
     Raises:
-      ValueError: the adapter names no base, or a revision that cannot be loaded; it cannot be read
-        (read_adapter_config).
+      ValueError: the file names no base, or a revision of a hub model that is not main (only main is fetched); or
+        read_adapter_config refuses the file.
     """
     path = Path(folder).expanduser() / CONFIG_NAME
     if not path.is_file():
@@ -222,11 +226,11 @@ def base_of(folder: str | os.PathLike) -> str | None:
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """The content of a LoRA adapter's adapter_config.json, with every value checked and null entries left out. folder:
-    the adapter's.
+    """The content of a LoRA adapter's adapter_config.json, {PEFT's setting: value}, with every value checked and null
+    entries left out. folder: the folder that contains the file.
 
     Raises:
-      ValueError: no such file; not LoRA; a setting that is not supported, with file, key and value.
+      ValueError: no such file; an adapter that is not LoRA; a setting that is not supported, with file, key and value.
     """
     if not folder.is_dir():
         raise ValueError(f"load_adapter: {folder} is not a folder; it must contain {CONFIG_NAME} and {WEIGHTS_NAME}")

@@ -73,14 +73,16 @@ _BASE = {"jaxtune_base_digest": "base_digest", "jaxtune_base_fingerprint": "base
 
 @dataclasses.dataclass(frozen=True)
 class ExpertTensor:
-    """lora_A or lora_B of an expert matrix in the shape in which PEFT's files have it.
+    """A view of one LoRA variable of an expert matrix (lora_A or lora_B of all experts), in the two-dimensional shape
+    in which PEFT's files have it.
 
-    It has the methods of an nnx.Variable that saving and loading use, so that they treat both alike.
+    It has the methods of an nnx.Variable that saving and loading use (shape, get_value, set_value), so that the same
+    code handles it and the variables of linears; get_value and set_value convert between the two layouts.
     """
 
     variable: nnx.Variable  # the variable of ExpertLora: a [E, r, in] or b [E, out, r]
-    is_b: bool  # whether it is lora_B
-    transposed: bool  # whether the experts' weights are [in, out]
+    is_b: bool  # True: it is lora_B; False: lora_A
+    transposed: bool  # True: the matrix of each expert is [in, out]; False: [out, in]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -327,13 +329,14 @@ def _read_tensors(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
 
 
 def _targets(path: Path, config: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    """The names of the linears that PEFT would adapt, by its rules for target_modules, exclude_modules,
-    layers_to_transform.
+    """Chooses, from the model's linears, those that PEFT would adapt by its rules for target_modules, exclude_modules
+    and layers_to_transform, so that a loaded adapter gets the same linears. Returns their names, in the order of
+    `names`.
 
     Args:
-      path: of adapter_config.json, for errors.
-      config: its content.
-      names: of all linears of the model, as the adapter's file spells them.
+      path: the path of adapter_config.json, for errors.
+      config: its content, {PEFT's setting: value}.
+      names: the names of all linears of the model, as the adapter's file spells them.
     Raises:
       ValueError: a layers_pattern or regular expression that is not supported.
     """

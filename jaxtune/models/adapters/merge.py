@@ -114,16 +114,18 @@ def _roundoff(dtype) -> float:
 
 @dispatch.unsaid()  # it runs once, in float32, which training kernels do not support: no report of that is needed
 def _merged_matrix(name: str, linear: Linear | ExpertLinear, index: int, dtype: str, base_dtype: Any) -> jax.Array:
-    """The weight of a matrix with its adapter merged, after verification.
+    """Merges the adapter of one matrix into its weight, and verifies the result. Returns the merged weight, in the
+    shape of the stored one: [out, in], or of all experts [E, out, in] or [E, in, out].
 
     Args:
-      name: for errors.
+      name: the matrix's name, for errors.
       linear: the matrix, which has an adapter.
-      index: seeds the random rows of the verification.
-      dtype: to which a quantised weight is decoded.
-      base_dtype: the base's dtype, for errors.
+      index: the seed of the random rows with which the products are compared; each matrix has another one.
+      dtype: the dtype to which a quantised weight is decoded, and then that of the result; a weight that is not
+        quantised keeps its own.
+      base_dtype: the dtype that the error message names.
     Raises:
-      ArithmeticError: it is not finite, or its products differ from the adapter's.
+      ArithmeticError: the merged weight is not finite, or its products differ from the adapter's by more than rounding.
     """
     weight = dense(linear.stored_weight, dtype)
     probe = jax.random.normal(jax.random.key(index), (8, linear.sizes[-1]), jnp.float32)
@@ -348,7 +350,8 @@ class _Merged(Stored):
         return jax.lax.optimization_barrier(stored).astype(dtype or self.dtype_name)
 
     def _expert(self, weight: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-        """The merged weight of one expert, from its weight, a and b, in the dtype that it will be stored in."""
+        """Merges one expert's adapter: its weight plus scale b a, in the dtype that the merged weight is stored in.
+        weight: [out, in], or [in, out] if `transposed`, which the result is too. a: [r, in]. b: [out, r]."""
         weight = weight.T if self.transposed else weight
         stored = merged_weight(weight, LoraWeights(a, b, None, self.scale)).astype(self.dtype_name)
         return stored.T if self.transposed else stored
@@ -367,12 +370,12 @@ def _check_logits(model: Decoder, merged: Weights, views: dict[int, _Merged], ch
     matrix is the sharp one; this one covers the code between the matrices.
 
     Args:
-      model: with its adapter.
-      merged: the merged weights.
-      views: {identity of a variable of the merged model: its matrix}.
+      model: the model with its adapter, whose logits are the expected ones.
+      merged: the merged model with functions that compute its changed tensors.
+      views: {id() of a variable of the merged model: the _Merged that computes its value when it multiplies}.
       changed: the number of tensors that merging changes.
     Raises:
-      ArithmeticError: the logits differ by more.
+      ArithmeticError: the logits differ by more, or are not finite.
     """
     config = model.config
     walked = copy_structure(merged.model)
@@ -399,8 +402,9 @@ def _check_logits(model: Decoder, merged: Weights, views: dict[int, _Merged], ch
 
 
 def _pairs(copy: Decoder, model: Decoder) -> dict[str, tuple[nnx.Variable, nnx.Variable]]:
-    """{Hugging Face name: (variable of `copy`, variable of `model`)} of all tensors, by which `_check_logits`
-    finds for each variable of the copy the merged matrix that is known for the model's variable."""
+    """Pairs the variables of a model with those of its copy: {Hugging Face name of a tensor: (its variable in `copy`,
+    its variable in `model`)}. `_check_logits` has merged matrices for the variables of `model`, and sets them in the
+    copy's variables, so that the model itself stays as it is."""
     copied, originals = tensors_of(copy), tensors_of(model)
     return {name: (copied[name], originals[name]) for name in originals}
 

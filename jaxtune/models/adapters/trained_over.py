@@ -88,7 +88,12 @@ def read(folder: Path) -> TrainedOver | None:
 
 
 def _from_record(where: str, record: Any) -> TrainedOver:
-    """The checked content of a record, as JSON has it; where: file and key, for errors. Raises ValueError."""
+    """Makes a TrainedOver from the JSON object `record` in an adapter's file; a key that is missing or null gets the
+    field's default. where: the file and key, for errors.
+
+    Raises:
+      ValueError: `record` is no object, has a key that this version does not know, or a value that is not supported.
+    """
     values.mapping(where, record)
     fields = {field.name for field in dataclasses.fields(TrainedOver)}
     if unknown := sorted(record.keys() - fields):
@@ -133,15 +138,20 @@ def of_run(folder: Path) -> TrainedOver | None:
 
 
 def _one_of(where: str, value: Any, known: Sequence[str]) -> None:
-    """Raises ValueError unless a record's value is None or one of the known ones; where: file and key, for it."""
+    """Raises ValueError unless `value`, read from a record, is None (not recorded) or one of `known`, the values that
+    this version supports. where: the file and key, for the error."""
     if value is not None and value not in known:
         raise ValueError(f"{where} = {value!r} is unknown to this version of jaxtune; it knows {', '.join(known)}")
 
 
 def difference(over: TrainedOver, base: Decoder) -> str | None:
-    """How a base's weights differ from those that an adapter was trained over, as a phrase for a warning. None if both
-    are quantised in the same format or both are not; also None if the record names no format and the base's own files
-    store it quantised."""
+    """How the format of a base's weights differs from the format that an adapter was trained over, as a phrase for a
+    warning, such as "it was trained over weights not quantised, and this base's are ...". Only the formats are
+    compared. None if both are quantised in the same format or both are not; also None if the record names no format
+    and the base's own files store it quantised.
+
+    over: the adapter's record. base: the model to which the adapter is added.
+    """
     found = stored_in(base)
     if found == over.load_in or (over.load_in is None and _stored_so(base)):
         return None

@@ -19,10 +19,12 @@ _THREADS = min(8, os.cpu_count() or 1)
 
 
 class Sums:
-    """The checksums of bytes that are being written, one for each CHUNK_BYTES; is_as_written compares a file with them.
+    """The checksums of the bytes of one Writer.append, one for each chunk of CHUNK_BYTES, while the bytes are still
+    being written. is_as_written compares the finished file with them.
 
-    Attributes:
-      size_bytes: the number of the bytes.
+    Args:
+      size_bytes: the number of bytes; also an attribute.
+      futures: for each chunk in order, the future of its checksum, which is done when the chunk is written.
     """
 
     def __init__(self, size_bytes: int, futures: list[Future[int]]):
@@ -94,8 +96,9 @@ class Writer:
             future.exception()
 
     def _write(self, part: memoryview, at: int) -> int:
-        """Writes a part of the data at the byte `at` of the file, in a thread, and returns its checksum; after another
-        part has failed it writes nothing and returns 0, because the file is useless then."""
+        """Writes one chunk of the data (`part`, at most CHUNK_BYTES) at the byte `at` of the file, in a thread, and
+        returns its checksum (XXH3-64). After the write of any chunk has failed it writes nothing and returns 0, because
+        the file is useless then. Raises OSError if the write fails."""
         if self._failed.is_set():
             return 0
         try:

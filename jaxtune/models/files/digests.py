@@ -111,7 +111,8 @@ def _sampled(what: str, size: int, read: Callable[[int, int], np.ndarray]) -> by
 def base_digest(config: DecoderConfig, weights: bytes) -> str:
     """The identity of a base model, 64 hexadecimal digits: SHA-256 over its config and `weights`.
 
-    weights: the `whole` digest of all its tensors, or what stands for it in a model with random weights.
+    weights: `Digest.whole` of all its tensors; for random weights, which follow from their key, random_digest passes a
+      text with the key and the dtype instead.
     """
     return hashlib.sha256(_said(config) + weights).hexdigest()
 
@@ -148,12 +149,14 @@ def _said(config: DecoderConfig) -> bytes:
 
 
 def cache_folder() -> Path:
-    """The folder of cached digests: `weights` in JAXTUNE_CACHE, or in ~/.cache/jaxtune."""
+    """The folder in which DigestCache keeps its files: the subfolder "weights" of the folder that the environment
+    variable JAXTUNE_CACHE names, or of ~/.cache/jaxtune if it is not set. The folder need not exist."""
     return Path(os.environ.get("JAXTUNE_CACHE") or Path.home() / ".cache" / "jaxtune").expanduser() / "weights"
 
 
 class DigestCache:
-    """A cache on disk of the digests of tensors that would be read only for their digest; thread-safe.
+    """A cache on disk, for one checkpoint, of the digests of tensors that would be read only for their digest. `get`
+    looks a digest up, `put` adds one, and `save` writes the cache at the end of a load; thread-safe.
 
     Args:
       files: the weight files of the checkpoint; the cached digests are valid while none of them changes.
@@ -175,8 +178,9 @@ class DigestCache:
         self._before = dict(self._known)
 
     def _look(self) -> list[list[Any]]:
-        """For each file [path, size, modification time, change time, inode, device], of which some change when it is
-        written; nobody can set the change time."""
+        """The state of each weight file as the file system reports it now: [path, size in bytes, modification time,
+        change time (both in ns), inode, device]. If it equals the state in the cache, the file has not been written
+        since: writing sets the change time, which no program can set back."""
         found = [(os.path.abspath(file), os.stat(file)) for file in self._files]
         return [[path, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, s.st_dev] for path, s in found]
 

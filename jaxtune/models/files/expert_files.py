@@ -97,17 +97,20 @@ def read_stacked(entry: StackedEntry, start: int, stop: int) -> np.ndarray:
 
 
 class ExpertPiece(NamedTuple):
-    """A part of an expert matrix [E, rows, in] that is one tensor in files."""
+    """One tensor of a checkpoint's files that is a part of the model's expert matrix [E, rows, in]: the gate, up or
+    down matrix of one expert. How many rows it has, pieces_of says."""
 
-    name: str  # of the tensor in files
-    expert: int  # the expert's number
-    start: int  # its first row within that expert's matrix
+    name: str  # the name of the tensor in files
+    expert: int  # the expert's index, from 0 to before E
+    start: int  # the first of its rows in that expert's matrix [rows, in]; it is not 0 for the up matrix
 
 
 def pieces_of(name: str, shape: tuple[int, ...], files: ExpertFiles) -> tuple[int, list[ExpertPiece]]:
-    """(rows of each piece, the pieces in order) in which files store the expert matrix of this name.
+    """The tensors in which files store an expert matrix, one for each expert and matrix (gate, up or down): (the number
+    of rows of each, the tensors in the order of experts and rows).
 
-    shape: of the matrix, (E, rows, in). files: how the family names experts in files.
+    name: the model's name of the matrix, such as model.layers.0.mlp.experts.gate_up_proj. shape: its shape, (E, rows,
+    in). files: how the family names experts in files.
     """
     match = _FUSED.fullmatch(name)
     assert match is not None

@@ -14,9 +14,10 @@ from jaxtune.system.files import hold, remove_left, sync, unfinished_name
 
 
 def require_new(path: str | os.PathLike, what: str) -> Path:
-    """The resolved `path`, if it does not exist or is an empty folder, so that nothing is ever overwritten.
+    """Checks that an output folder can be created: returns the absolute `path` if nothing exists there, or an empty
+    folder, so that nothing is ever overwritten.
 
-    what: the caller, for errors.
+    what: the name of the calling function, such as "save_pretrained", with which the error message begins.
 
     Raises:
       ValueError: a file, a folder that is not empty, or a mount point.
@@ -52,7 +53,7 @@ def new_folder(path: str | os.PathLike, what: str) -> Iterator[Path]:
 
     Args:
       path: a folder that does not exist or is empty.
-      what: the caller, for errors.
+      what: the name of the calling function, such as "save_pretrained", with which the error message begins.
 
     Raises:
       ValueError: `path` is a file, a folder that is not empty, or a mount point.

@@ -21,7 +21,8 @@ from jaxtune.pallas.formats.layout import Config
 
 
 def check_load_in(name: str | None) -> None:
-    """Raises ValueError for a format name that weights cannot be quantised to on loading; None is allowed."""
+    """Raises ValueError if `name` is not a format to which weights can be quantised on loading (such as "nf4"); the
+    error lists these. None, which means that nothing is quantised, is allowed."""
     if name is not None and name not in load_in():
         raise ValueError(f"load_in {name!r} is not supported; supported: None, {', '.join(map(repr, load_in()))}")
 

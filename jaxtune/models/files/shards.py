@@ -89,10 +89,13 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
 
 
 def _entry(name: str, item: Mapping[str, Any], file: Path, start: int) -> TensorEntry:
-    """The TensorEntry of one item of a file's header, as the JSON has it. name: of the tensor.
+    """Makes the TensorEntry of one tensor from its item in the header of a safetensors file.
 
-    start: the byte of the file at which the tensors begin.
-
+    Args:
+      name: the tensor's name, the item's key in the header.
+      item: its value there, {"dtype", "shape", "data_offsets"}.
+      file: the file.
+      start: the byte of the file at which the data of its tensors begin, from which data_offsets count.
     Raises:
       KeyError, TypeError, ValueError: an item that is not as the format says.
     """

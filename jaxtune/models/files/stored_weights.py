@@ -21,7 +21,8 @@ from jaxtune.pallas.formats.layout import FileTensor, Found
 
 @dataclasses.dataclass(frozen=True)
 class StoredEntry(shards.TensorEntry):
-    """A quantised weight in files: a matrix [out, in], or an experts' matrix [E, rows, in] that is stored in pieces.
+    """A quantised weight in files: a matrix [out, in], or an experts' matrix [E, rows, in] that is stored in pieces,
+    one matrix (gate, up or down) for each expert. It is made from the files' headers, before anything is read.
 
     `shape` is the decoded weight's, `dtype`, `file` and `offset` are those of its first codes, and `size_bytes` is the
     sum over all its tensors.
@@ -89,13 +90,14 @@ def _entry(layout: Layout, name: str, tensors: Mapping[str, shards.TensorEntry])
 
 
 def stacked(name: str, parts: Sequence[shards.TensorEntry], shape: tuple[int, ...], per_expert: int) -> StoredEntry:
-    """The entry of an expert matrix [E, rows, in] that is stored as one quantised matrix per piece.
+    """Combines the entries of an expert matrix [E, rows, in] that files store as quantised matrices, one for each
+    expert and projection (gate, up or down): the entry of the whole matrix.
 
     Args:
-      name: of the expert matrix.
-      parts: the pieces' entries, in order.
-      shape: of the expert matrix.
-      per_expert: how many pieces are the rows of one expert.
+      name: the model's name of the expert matrix.
+      parts: the entries of the files' matrices, in the order of their rows in the whole one.
+      shape: the shape of the whole matrix, (E, rows, in).
+      per_expert: how many of these matrices are the rows of one expert: 2 for gate_up_proj, 1 for down_proj.
     Raises:
       ValueError: pieces in different formats, or whose blocks cannot form one tensor.
     """
@@ -113,8 +115,8 @@ def stacked(name: str, parts: Sequence[shards.TensorEntry], shape: tuple[int, ..
 
 
 def require_alike(parts: Sequence[shards.TensorEntry]) -> None:
-    """Raises ValueError unless all entries in `parts`, pieces of an expert matrix, are matrices of the same shape and
-    dtype."""
+    """Raises ValueError unless all entries in `parts`, the matrices of single experts that form one expert matrix, are
+    matrices of the same shape and dtype."""
     first = parts[0]
     for part in parts:
         if (part.shape, part.dtype) != (first.shape, first.dtype) or len(part.shape) != 2:
@@ -149,13 +151,18 @@ def read(entry: StoredEntry, dtype_name: str) -> tuple[Stored, Digest]:
 
 
 def group(name: str, weight: Stored, make: Callable[[], Stored], pieces: tuple[int, Iterable] | None) -> Group:
-    """The Group (file_plan.py) that says as which tensors a quantised weight is written to files.
+    """Plans how a quantised weight is written to files. The returned Group (file_plan.py) lists the tensors to write,
+    with names, shapes and dtypes, and computes their values later, one weight at a time.
 
     Args:
-      name: of the weight's tensor.
-      weight: the weight, or its shapes.
-      make: computes the weight.
-      pieces: for experts [E, rows, in]: (rows of a piece, the pieces) from expert_files.pieces_of; None: a matrix.
+      name: the name of the weight's tensor in the model, such as model.layers.0.mlp.up_proj.weight.
+      weight: the quantised weight, or the same with jax.ShapeDtypeStruct in place of its arrays: shapes and dtypes are
+        enough to plan the files' headers.
+      make: a function that returns the quantised weight with its numbers. It is called when the tensors are written;
+        before that only if the layout needs a number of the weight for the header (such as NF4).
+      pieces: for a weight [E, rows, in] of all experts: (the number of rows of a piece, the pieces), as
+        expert_files.pieces_of returns them. A piece is one matrix (gate, up or down) of one expert, which files store
+        as a weight with a name of its own. None: the weight is a single matrix, stored as one.
     Raises:
       ValueError: quantisation blocks that cross from one piece into the next.
     """
@@ -177,15 +184,17 @@ def group(name: str, weight: Stored, make: Callable[[], Stored], pieces: tuple[i
 
 
 def _piece(whole: Stored, expert: int, start: int, rows: int) -> Stored:
-    """Rows `start` to before `start + rows` of one expert's matrix, quantised as `whole` [E, rows, in] is."""
+    """One matrix (gate, up or down) of one expert: the rows from `start` to before `start + rows` of the matrix of the
+    expert with the index `expert` in `whole` [E, all rows, in]. It stays quantised, in the same format."""
     return whole.piece(expert, start, rows)
 
 
 def _named(layout: Layout, name: str, weight: Stored, number: float | None) -> dict[str, FileTensor]:
     """{name in the file: tensor} of a quantised weight whose tensor is called `name`.
 
-    weight: the weight, or its shapes. number: what Layout.header_number gave for it, a number that must be known before
-    the file's header is written; None if the layout needs none.
+    weight: the quantised weight; shapes and dtypes are enough in place of its arrays. number: what Layout.header_number
+    gave for it, a number that must be known before the file's header is written (such as NF4's offset of double
+    quantisation); None if the layout needs none.
     """
     module = name.removesuffix(layout.weight)
     return {module + key: tensor for key, tensor in layout.tensors(weight, number).items()}

@@ -17,10 +17,10 @@ COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def dtype_name(dtype) -> str:
-    """The name of a dtype that models can compute in.
+    """The name of a dtype, such as "bfloat16". dtype: the dtype or its name, as a user passes it.
 
     Raises:
-      ValueError: another dtype.
+      ValueError: a dtype that models cannot compute in (COMPUTE_DTYPES).
     """
     try:
         name = jnp.dtype(dtype).name
@@ -58,13 +58,14 @@ def _same_content(first: shards.TensorEntry, second: shards.TensorEntry) -> bool
 
 
 def match(wanted: Mapping[str, tuple[int, ...]], entries: dict, tied: bool, folder: Path) -> dict:
-    """{name: entry} for every tensor that the model needs.
+    """Finds the entry of every tensor that the model needs: {name: entry}, in the order of `wanted`.
 
     Args:
       wanted: {name: shape} of the model's tensors.
       entries: {name: entry} of the files' tensors.
-      tied: whether the head is the embedding; a separate head in the files must then equal it.
-      folder: for errors.
+      tied: True: the model's head is its embedding, and a separate head in the files must equal it; False: the head is
+        a tensor of its own.
+      folder: the checkpoint's folder, for errors.
     Raises:
       ValueError: tensors that are missing, unexpected or of another shape, all in one list.
     """

@@ -49,26 +49,29 @@ def tensors_of(model: Decoder) -> dict[str, nnx.Variable]:
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """A model of which some tensors are computed only when they are needed, as when it is saved merged."""
+    """A model of which some tensors are computed only when they are needed, as when it is saved merged, so that only
+    one of these is in memory at a time. `changed`, `dequantized` and `quantized` add further such changes without
+    computing anything, and `maker` gives the function that computes a tensor."""
 
-    # gives structure, configs and shapes; a tensor that `made` computes is a jax.ShapeDtypeStruct in it, also if
-    # quantised
+    # the changed model's structure, configs, shapes and unchanged tensors; a tensor that `made` computes has a
+    # jax.ShapeDtypeStruct in place of each array in it
     model: Decoder
     # {Hugging Face name: function that computes the tensor}; a caller that keeps none of the results has one in memory
     made: Mapping[str, Callable[[], Any]] = types.MappingProxyType({})
 
     def maker(self, name: str, variable: nnx.Variable) -> Callable[[], Any]:
-        """The function that computes a tensor: the one in `made`, or one that returns the value of the variable.
+        """The function, without arguments, that returns the value of a tensor: the one in `made`, or, for an unchanged
+        tensor, one that returns the value of `variable`.
 
-        name, variable: an item of tensors_of(self.model)."""
+        name, variable: the Hugging Face name of the tensor and its variable, an item of tensors_of(self.model)."""
         return self.made.get(name, variable.get_value)
 
     def changed(self, changes: Mapping[str, Callable[[Any], Any]]) -> Weights:
-        """Returns these weights with some matrices replaced.
+        """Returns these weights with some matrices replaced, which nothing computes yet.
 
         Args:
-          changes: {name of a matrix: a function that takes the old matrix and returns the new one}. It is called when
-            the matrix is made.
+          changes: {name of a matrix, as lora.matrices gives it: a function that takes the old weight and returns the
+            new one}. The function is called when the matrix is needed; until then only its result's shape is derived.
         """
         model, made = copy_structure(self.model), dict(self.made)
         names = {id(variable): name for name, variable in tensors_of(model).items()}
@@ -93,8 +96,9 @@ class Weights:
         return self.changed({name: decode for name in found if chosen(name)})
 
     def quantized(self, load_in: str) -> Weights:
-        """These weights with all linears and experts in the format `load_in`, except routers; those in another format
-        are decoded first."""
+        """These weights with all linears and experts in the layers quantised to the format `load_in` (such as "nf4"),
+        each when it is needed; those in another format are decoded first. Routers are not quantised. If the model is
+        stored in that format already, the result is these weights themselves."""
         if quant.stored_in(self.model) == load_in:
             return self
         plain = self.dequantized()

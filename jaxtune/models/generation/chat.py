@@ -20,10 +20,11 @@ class Conversation:
       model: with or without an adapter.
       tokenizer: with a chat template.
       system: the system message, if any.
-      settings: arguments of generate, such as max_new_tokens, temperature and top_p.
+      settings: arguments of `generate` (generate.py) for every answer, such as max_new_tokens, temperature and top_p.
     Attributes:
       messages: [{"role", "content"}], as the chat template takes them.
-      adapter: whether the model's adapter is used; it can be changed at any time.
+      adapter: True: the next answer is the adapted model's; False: the base model's. It can be set at any time, and is
+        False at first only for a model without an adapter.
     Raises:
       ValueError: no tokenizer, or one without a chat template.
     """

@@ -21,7 +21,8 @@ def devices_of(model: Decoder) -> list[Device]:
 
 
 def copy_on(model: Decoder, device: Device) -> Decoder:
-    """The model with the copy of its weights that a device has; nothing is copied."""
+    """A model on one device for a Sampler, made of the arrays of `model` that `device` already has; nothing is copied.
+    model: a model whose weights are whole on each of several devices, this one included."""
 
     def own(array: jax.Array) -> jax.Array:
         return next(shard.data for shard in array.addressable_shards if shard.device == device)
@@ -51,7 +52,9 @@ class DividedSampler:
         self._numbers: list[dict[int, int]] = [{} for _ in devices]  # of each device: {its number of a request: ours}
 
     def submit(self, prompt: Sequence[int], *arguments, **settings) -> int:
-        """Submits a prompt to one of the samplers, as Sampler.submit does; returns the number of the request."""
+        """Submits a prompt to one of the samplers; returns the request's number, which `step` gives with its tokens.
+
+        prompt: token ids. arguments, settings: the other arguments of Sampler.submit, such as max_new_tokens."""
         number, self._submitted = self._submitted, self._submitted + 1
         count = len(self._samplers)
         place = number * count // self._rows
@@ -68,8 +71,9 @@ class DividedSampler:
         return sum(sampler.pending for sampler in self._samplers)
 
     def step(self) -> list[Piece]:
-        """Makes about one round of progress on every device that has work, and returns the new pieces. A device
-        computes its next round while the results of the others are read."""
+        """Makes about one round (a few tokens of each row) of progress on every device that has work. Returns the new
+        Pieces, each with new tokens of one request. A device computes its next round while the results of the others
+        are read."""
         found = []
         for device, sampler, numbers in zip(self._devices, self._samplers, self._numbers, strict=True):
             if sampler.pending:

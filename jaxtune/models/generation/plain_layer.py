@@ -64,8 +64,8 @@ def norm_before(block: Block, part: str) -> RMSNorm:
 
 
 def rounding(norm: RMSNorm) -> dict:
-    """{eps, offset, float32} of an RMSNorm of the model (norm), the keyword arguments of added_norm and placed by
-    which these norm as it does."""
+    """The settings of an RMSNorm of the model, {"eps", "offset", "float32"}, as keyword arguments for the kernels
+    added_norm and placed, which compute the same norm inside another operation."""
     return dict(eps=norm.eps, offset=norm.offset, float32=norm.float32)
 
 
@@ -104,8 +104,10 @@ def step(
 
 
 def _feed_forward(feed_forward, stream: Stream, context: Context) -> jax.Array:
-    """What a feed-forward, an MLP or experts, adds to the residual stream `stream`, as partial sums [splits, N,
-    hidden]. context: the layer's, which experts read."""
+    """The output of a layer's feed-forward (an MLP or experts) for one new token of each of N rows: [splits, N,
+    hidden], partial sums, whose sum over the first axis is the output. The kernel that adds them to the residual stream
+    computes that sum too. stream: the residual stream before the feed-forward. context: the layer's Context, which
+    experts read."""
     if type(feed_forward) is MLP and not feed_forward.config.fused_gate_up:
         gate, up = feed_forward.gate_proj, feed_forward.up_proj
         if all(_is_array(linear, stream.x.dtype) for linear in (gate, up, feed_forward.down_proj)):
@@ -129,8 +131,9 @@ def _is_array(linear: Linear, dtype) -> bool:
 
 
 def _parts(x: jax.Array, linears: Sequence[Linear]) -> jax.Array:
-    """The products of x [N, in] with linears side by side, as partial sums [splits, N, sum of out]: by
-    few_rows.products if all are plain arrays, else by the linears' own product, as a single part."""
+    """The products of x [N, in] with several linears, concatenated: [splits, N, sum of the linears' out], partial sums,
+    whose sum over the first axis is the product. The kernel few_rows.products computes them if all weights are plain
+    arrays (_is_array); otherwise the linears compute the product as usual, and splits is 1."""
     if all(_is_array(linear, x.dtype) for linear in linears):
         return products(x, [linear.weight[...] for linear in linears])
     return jnp.concatenate(apply_fused(x[:, None], tuple(linears)), axis=-1)[None, :, 0]

@@ -60,19 +60,22 @@ class _Long:
 
 
 class Prefills:
-    """The prompts of waiting requests, prefilled ahead of the slots.
+    """Prefills the prompts of waiting requests before a slot is free, and keeps their states (such as caches of keys
+    and values). `wanted` and `unwanted` count the requests that wait for a prompt, `advance` prefills, `ready` finds a
+    prompt's states, and `take` hands them to a request that gets a slot.
 
-    Prompts of models whose mixers are attention stand one behind the other in a program, so that those of unequal
-    lengths need no padding; others, and short ones, are padded rows of it. A prompt longer than `chunk` tokens is
-    prefilled in several programs: a forward pass over its first tokens, as many as leave whole chunks, and then one
-    program for each chunk.
+    For models whose mixers are attention, one program computes several prompts packed into one row, so that those of
+    unequal lengths need no padding; prompts of other models, and short ones, are padded rows of a batch. A prompt
+    longer than `chunk` tokens is prefilled in several programs: a forward pass over its first tokens, as many as leave
+    whole chunks, and then one program for each chunk.
 
     Args:
       programs: the compiled functions.
       structure: the model without its arrays.
-      shapes: of the model's arrays.
+      shapes: the shapes and dtypes of the model's arrays.
       chunk: the most tokens that one program prefills.
-      one: whether each prompt is prefilled alone, so that its states do not depend on which other prompts wait.
+      one: True: each prompt is prefilled alone, so that its states do not depend on which other prompts wait; False:
+        several prompts may share a program.
 
     Attributes:
       switch: the row length above which a longrope model uses its long factors and needs other states, or slots.NEVER.
@@ -110,7 +113,8 @@ class Prefills:
         return key
 
     def unwanted(self, request: Request) -> None:
-        """Registers that a request no longer waits; states for which no request waits are freed."""
+        """Registers that a request no longer waits for its prompt, because it was cancelled or gets a slot. A batch is
+        freed when no request waits for any of its prompts."""
         self._wanted[request.key] -= 1
         if self._wanted[request.key] <= 0:
             del self._wanted[request.key]
@@ -194,9 +198,11 @@ class Prefills:
         return [r for r, end in zip(requests[:most], lengths, strict=False) if end <= self._chunk]
 
     def _pack(self, leaves, requests: Sequence[Request], width: int) -> device.States:
-        """The states after the prompts of some requests, which one program computes behind each other.
+        """The states after the prompts of some requests, which one program computes packed into one row of `chunk`
+        tokens, one prompt behind the other.
 
-        leaves: the model's arrays. width: the padded length of the prompts, for which the states have room."""
+        leaves: the model's arrays. width: the number of tokens of a row for which the states have room, to which each
+        prompt alone would be padded."""
         tokens = np.zeros((1, self._chunk), np.int32)
         room = 2 * self._chunk // width
         starts, lengths, totals = np.full(room, self._chunk, np.int32), *np.zeros((2, room), np.int32)
@@ -220,7 +226,8 @@ class Prefills:
         return self._chunk
 
     def _keep(self, batch: Batch) -> None:
-        """Adds a batch, and drops the oldest one if there are more than _KEPT; its prompts are prefilled again."""
+        """Adds a batch of prefilled prompts. If there are more than _KEPT batches, the oldest one is dropped; those of
+        its prompts for which requests still wait are prefilled again later."""
         self._batches = [*self._batches[-(_KEPT - 1) :], batch]
 
 

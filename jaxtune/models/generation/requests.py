@@ -13,7 +13,8 @@ from jaxtune.models.generation.sampling import Sampling
 
 
 class Decodes(Protocol):
-    """A tokenizer, as far as stop strings need one."""
+    """The interface of a tokenizer of which only `decode` is used, which turns token ids into text: stop strings need
+    no more than that."""
 
     def decode(self, token_ids: Sequence[int], /) -> str:
         """The text of the tokens with the ids token_ids."""
@@ -30,7 +31,7 @@ class StopStrings:
     Args:
       strings: at least one, none of them empty.
       tokenizer: its `decode` turns token ids into text.
-      what: the caller, for errors.
+      what: the name of the calling function, with which error messages begin.
     Raises:
       ValueError: there is no tokenizer, or an empty string.
     """
@@ -74,16 +75,19 @@ class Request:
     stops: StopStrings | None  # strings that end it, or None
     slot: int | None = None  # the slot in which it decodes; None while it waits
     placed: int = 0  # how often it was placed in a slot
-    rounds: int = 0  # dispatched rounds that decode it and were not read yet
+    rounds: int = 0  # how many rounds that decode it were dispatched to the device and have not been read
     # identifies the tokens of which its states are computed, so that requests with equal prompts share a prefill; set
     # while it waits
     key: bytes = b""
     done: bool = False  # whether it has ended
 
     def take(self, tokens: list[int]) -> tuple[list[int], FinishReason | None]:
-        """Adds the tokens that the device made, and removes those after the end of a stop string.
+        """Adds tokens that the device made for this row, up to the one that completes a stop string; later ones are
+        left out.
 
-        Returns (the tokens of these that belong to the row, why it ends with them, or None if it does not).
+        tokens: their ids, the next ones after those that the row has.
+
+        Returns (the ids that were added, the reason why the row ends with them, or None if it does not end).
         """
         known = len(self.tokens) - self.start
         self.tokens += tokens

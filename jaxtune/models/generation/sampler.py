@@ -73,7 +73,8 @@ class Piece:
 
 @dataclasses.dataclass
 class _Round:
-    """A round: a dispatched call of `decode`, a few tokens of every slot, whose results have not been read."""
+    """A round, that is one call of the compiled function `decode`, which makes a few tokens in every slot. It has been
+    dispatched to the device, and its results have not been read."""
 
     emitted: device.Emitted  # its results, which may not have arrived
     requests: dict[int, tuple[Request, int]]  # {slot: (the request that it decodes, Request.placed at that time)}
@@ -324,7 +325,8 @@ class Sampler:
     # ---- filling slots
 
     def _wait(self, request: Request, first: bool = False) -> None:
-        """Puts a request into the queue, before all others if `first` (a row that paused), and asks for its prefill."""
+        """Puts a request into the queue and asks for its prefill. first: True: before all others, for a row that gave
+        up its slot to have its states computed anew (a longrope model changed its factors); False: as the last."""
         request.slot, request.key = None, self._prefills.wanted(request)
         (self._waiting.appendleft if first else self._waiting.append)(request)
 
@@ -485,8 +487,9 @@ class Sampler:
 
 
 def seeds_of(seed: int | Sequence[int], count: int, what: str) -> list[tuple[int, int]]:
-    """(seed, index), by which a row draws, of each of `count` rows: the one seed and its index, or its own seed and 0.
-    what: the caller, for errors."""
+    """The pair (seed, index) of each of `count` rows, which determines what the row draws. seed: one for all rows, each
+    of which then has its own index; or one for each row, with the index 0, so that a row draws as it does alone. what:
+    the calling function, for the ValueError that is raised for a `seed` that is neither one integer nor `count`."""
     if isinstance(seed, int | np.integer):
         return [(int(seed), index) for index in range(count)]
     seeds = np.asarray(seed)

@@ -47,7 +47,8 @@ class Family:
     """Prefixes of the names of tensors that published checkpoints of such a model have although it does not use them;
     they are neither loaded nor saved."""
     text_alone: bool = False
-    """Whether AutoModelForCausalLM of transformers builds the text model alone of a multimodal model (`text_of`)."""
+    """What AutoModelForCausalLM of transformers builds for a folder of a multimodal model (`text_of`): True: only its
+    text model; False: the whole model."""
 
     @functools.cached_property
     def entries(self) -> tuple[Entry, ...]:

@@ -224,7 +224,8 @@ class _Sharing:
         return {"layers": tuple(layers)}
 
     def write(self, config: DecoderConfig) -> Fields:
-        """num_kv_shared_layers, and use_double_wide_mlp, for the config.json of `config`."""
+        """{key: value} of num_kv_shared_layers and use_double_wide_mlp for the config.json of a model with this
+        `config`: the inverse of `read`."""
         takers = [layer for layer in config.layers if _shape_of(layer).takes_keys is not None]
         wide = MLPShape(2 * config.intermediate_size)
         doubled = any(wide in (layer.config_of("mlp"), layer.config_of("dense")) for layer in takers)
@@ -262,8 +263,8 @@ class _PerLayer:
         return {"per_layer_size": size, "per_layer_vocab_size": rows, "layers": tuple(layers)}
 
     def write(self, config: DecoderConfig) -> Fields:
-        """Both keys, for the config.json of `config`; a model without these embeddings has 0 and the size of its
-        vocabulary."""
+        """{key: value} of both keys for the config.json of a model with this `config`. A model without these
+        embeddings has 0 for hidden_size_per_layer_input, and its vocabulary's size for the other."""
         rows = config.per_layer_vocab_size or config.vocab_size
         return {"hidden_size_per_layer_input": config.per_layer_size or 0, "vocab_size_per_layer_input": rows}
 
@@ -309,8 +310,8 @@ class _Experts:
         return {"moe": moe, "layers": tuple(layers)}
 
     def write(self, config: DecoderConfig) -> Fields:
-        """enable_moe_block, and the sizes of the experts, which are null in a dense model, for the config.json of
-        `config`."""
+        """{key: value} of enable_moe_block and the numbers and size of experts for the config.json of a model with
+        this `config`. In a dense model enable_moe_block is false and the others are null."""
         sizes: Fields = dict.fromkeys((key.name for key in self.record.keys), None)
         if config.moe is not None:
             sizes = self.record.described(config.moe)

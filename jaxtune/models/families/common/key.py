@@ -23,11 +23,12 @@ FLOAT = Conversion(float, lambda ours: ours)
 
 
 class Entry(Protocol):
-    """An entry of a family's table, which translates between keys of config.json and fields of DecoderConfig: a Key, or
-    an object that reads several keys.
+    """The interface of an entry in a family's table, which translates between some keys of config.json and some fields
+    of DecoderConfig: a Key, or an object that reads several keys at once.
 
-    `fields` in `read` are the fields that earlier entries have set. `layers` is one of them, which several entries may
-    change in turn.
+    `keys` are the keys that it reads, and `gives` the fields that only it sets. `read` makes fields from a config.json,
+    and `write` makes the config.json's keys from a DecoderConfig. `read` also gets the fields that earlier entries have
+    set, because several entries may change the field `layers` in turn.
     """
 
     @property
@@ -145,7 +146,9 @@ class Record:
         return {} if self.field is None else {self.field: self.made(hf)}
 
     def write(self, config: Any) -> Fields:
-        """{key: value} for the object in that field of a DecoderConfig, `config`; {} if the Record sets no field."""
+        """The keys of config.json, {key: value}, that describe the object which the DecoderConfig `config` has in its
+        attribute `self.field`, such as its MoEConfig in the attribute moe. If `self.field` is None, the result is {},
+        because another Entry writes the keys of that object."""
         return {} if self.field is None else self.described(getattr(config, self.field))
 
 
@@ -158,12 +161,13 @@ def checked(hf: Config, keys: Iterable[Key]) -> None:
 
 
 def completed(hf: Config, keys: Iterable[Key], defaults: Config) -> Fields:
-    """A config.json in which every key has a value: its own, the one that null stands for, or the default.
+    """The config.json `hf` with a value for every key, so that it can be read key by key. A key that is missing gets
+    its default; one that is null gets the value that null stands for (Key.null), or else its default.
 
     Args:
-      hf: the config.json.
-      keys: in the order of their declaration.
-      defaults: the family's, which take precedence over the keys' own.
+      hf: the parsed config.json.
+      keys: the declared keys, in the order of their declaration, in which a default may depend on earlier keys.
+      defaults: {key's name: its default in the family}, which take precedence over Key.default.
     Raises:
       ValueError: a required key is missing.
     """

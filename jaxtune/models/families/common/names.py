@@ -1,4 +1,5 @@
-"""The names of tensors in checkpoints. All weights have Hugging Face's layout [out, in]; none is transposed."""
+"""The names that a Decoder's tensors have in checkpoints, as Hugging Face's classes name them. A weight has the same
+layout in the file and in the model ([out, in] for a linear), so none is transposed."""
 
 from __future__ import annotations
 
@@ -36,13 +37,15 @@ QWEN_EXPERTS = ExpertFiles("mlp", "gate_proj", "up_proj", "down_proj")
 def tensor_name(
     path: Sequence[Any], norms: Mapping[str, str], layers: Sequence[LayerSpec] = (), head: str = "lm_head"
 ) -> str:
-    """Hugging Face's name of a Decoder's tensor.
+    """The name that a Decoder's tensor has in a checkpoint, such as model.layers.0.mlp.up_proj.weight.
 
     Args:
-      path: of the tensor in the module, such as ("layers", 0, "mlp", "up_proj", "weight").
-      norms: {a Block's norm, or router: its name in the checkpoint}.
-      layers: the decoder's specs, needed if a layer has parts with their own configs.
-      head: the name of the decoder's head.
+      path: the attributes and indices that lead from the Decoder to the tensor, such as ("layers", 0, "mlp", "up_proj",
+        "weight").
+      norms: {attribute of a Block that is a norm or the router: its name in the family's checkpoints}.
+      layers: the spec of each layer, by which tensors of parts with their own configs are named; it may be left out if
+        no layer has such parts.
+      head: the name of the decoder's head in the checkpoint.
     """
     if path[0] == "layers":
         _, index, part, *rest = map(str, path)
