@@ -17,23 +17,27 @@ INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uin
 
 
 class Parted(Protocol):
-    """A quantised weight that consists of several arrays, as the checks see it (formats.Stored is one). This file
-    imports no formats, because they import it."""
+    """The interface of a quantised weight that consists of several arrays (formats.Stored has it), as far as the checks
+    here use it: they call `problem`, and refuse a weight that returns a reason. This file imports no formats, because
+    they import it."""
 
     def problem(self) -> str | None:
-        """The reason why the parts do not belong to one tensor; None if they do."""
+        """Returns the reason, in words, why the weight's arrays do not belong to one tensor, such as sizes that do not
+        fit each other; None if they do. `Arguments.array` calls it and puts the reason into its error."""
         ...
 
 
 class Arguments:
-    """A checker for the arguments of one call of `op`.
+    """A checker for the arguments of one call of the operation `op`. Each method checks one argument and raises an
+    error that names the operation and the argument: `array` an array's dtype and shape, `is_a` a class, `sequence` a
+    list or tuple, `number` a number and its range, `choice` one of several strings.
 
     A shape is written as words: "B T heads D". A word is a size that is bound by the first array that has it, and that
     every other array with the word must have. A number stands for itself, and a leading "..." for any number of axes.
 
     Args:
-      op: name of the operation, for messages.
-      sizes: sizes of words that are known before any array.
+      op: the name of the operation, for messages.
+      sizes: {word: size} of words that are known before any array.
     """
 
     def __init__(self, op: str, **sizes: int):
@@ -45,15 +49,15 @@ class Arguments:
         """Checks that a value is an array of this shape and dtype.
 
         Args:
-          name: of the argument.
+          name: the argument's name, for messages.
           value: the argument.
-          shape: in words; see the class.
-          dtypes: a dtype, or the names of all allowed ones.
-          stored: classes of quantised weights that are allowed in its place; for them the shape is checked, and that
-            their arrays fit each other.
+          shape: its axes in words, such as "B T heads D"; the class explains them.
+          dtypes: the only allowed dtype, or a tuple of the names of all allowed ones.
+          stored: classes of quantised weights that are allowed in place of an array. For such a weight the shape is
+            checked, and that its arrays fit each other, but no dtype.
         Raises:
           TypeError: it is not an array, or has another dtype.
-          ValueError: it has another shape.
+          ValueError: it has another shape, or the arrays of a quantised weight do not fit each other.
         """
         if isinstance(value, stored):
             if value.problem() is not None:
@@ -126,18 +130,19 @@ class Arguments:
         below: float | None = None,
         optional: bool = False,
     ) -> None:
-        """Checks a finite number that is known while tracing.
+        """Checks that an argument is a finite Python number, which is known while tracing.
 
         Args:
-          name: of the argument.
+          name: the argument's name, for messages.
           value: the argument.
-          whole: it must be an integer.
-          least: it must not be smaller.
-          above, below: it must be larger, or smaller.
-          optional: None is allowed too.
+          whole: True: it must be an integer; False: any real number is allowed.
+          least: the smallest number allowed; None: no limit.
+          above: it must be larger than this number; None: no limit.
+          below: it must be smaller than this number; None: no limit.
+          optional: True: None is allowed too; False: it is refused.
         Raises:
           TypeError: it is not such a number.
-          ValueError: it is out of range.
+          ValueError: it is out of range, infinite or NaN.
         """
         if optional and value is None:
             return
@@ -184,8 +189,8 @@ def _kind(value: Any) -> str:
 
 
 def _either(words: Sequence[str]) -> str:
-    """The words joined by commas and "or", for messages; the list of all integer dtypes (INTEGERS) as "an integer
-    dtype"."""
+    """Returns the words, for messages, with commas between them and "or" before the last: "a, b or c". The list of all
+    integer dtypes (INTEGERS) becomes "an integer dtype"."""
     if tuple(words) == INTEGERS:
         return "an integer dtype"
     return " or ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]

@@ -106,10 +106,20 @@ def triton_graph_call(
     aliases: Mapping[int, int] | None = None,
     **constants: int | float,
 ) -> list[jax.Array]:
-    """As `triton_call`, with a call that XLA launches as one of its own kernels: it becomes a node of a CUDA graph
-    beside the kernels around it, and costs no time between kernels. jax-triton's calls are no nodes of graphs.
+    """Calls a Triton kernel as XLA launches its own kernels: the call becomes a node of a CUDA graph beside the kernels
+    around it, and costs no time between kernels. The calls of jax-triton, which `triton_call` makes, are no nodes of
+    graphs. The kernel must be one of a few in a program, because each call has the kernel's whole assembly with it.
 
-    The kernel must be one of a few in a program: each call has the kernel's assembly with it.
+    Args:
+      kernel: a function under triton.jit that takes pointers to `arguments` and to the outputs, and `constants`.
+      arguments: its input arrays.
+      out_types: shapes and dtypes of its outputs.
+      grid: number of programs along each axis.
+      warps, stages: Triton's num_warps and num_stages.
+      aliases: {index of an argument: index of the output that takes its memory, for a kernel that changes it in place}.
+      constants: its compile-time constants.
+    Returns:
+      the outputs, one for each of out_types.
     """
     capability = dispatch.compute_capability()
     assert capability is not None
@@ -139,10 +149,10 @@ def triton_graph_call(
 class _Assembly:
     """A Triton kernel, compiled to PTX, with what a launch must know about it."""
 
-    name: str  # of the kernel in the assembly
-    ptx: str
-    shared_bytes: int  # dynamic shared memory of a program
-    scratch: int  # pointers to scratch memory that the kernel takes after its arrays
+    name: str  # the kernel's name in the assembly
+    ptx: str  # the assembly, NVIDIA's PTX as text
+    shared_bytes: int  # bytes of dynamic shared memory that a program needs
+    scratch: int  # how many pointers to scratch memory the kernel takes after its arrays
 
 
 @functools.cache

@@ -1,5 +1,6 @@
-"""Lane-level operations of the Adam kernel, which Pallas does not have; as in lanes.py, all threads of a warpgroup call
-each of them."""
+"""Lane-level operations of the Adam kernel, which Pallas does not have: a look-up of many codes in a table, the step's
+direction by approximate instructions, the encoding of a moment, and the storing of a chunk. All threads of a warpgroup
+call each of them at the same point."""
 
 from __future__ import annotations
 
@@ -30,16 +31,16 @@ from jaxtune.system.private_mlir import arith, ir, llvm
 
 
 def _elementwise(arrays, refs, layout, dtype, function):
-    """Applies a function of PTX instructions to each element of arrays in registers, for operations that Pallas does
-    not have.
+    """Applies a function of single elements to arrays in registers. The function writes PTX or MLIR instructions that
+    Pallas has no operation for.
 
     Args:
-      arrays: in registers, all of one shape and of `layout`.
-      refs: arrays in memory that the function may read.
-      layout: of the arrays and of the result.
-      dtype: of the result.
-      function: called with the list of the arrays' elements at one place, as MLIR scalars, and `refs`; it returns the
-        result's element, an MLIR scalar.
+      arrays: the arrays in registers, all of one shape and of `layout`.
+      refs: arrays in memory that the function may read, such as a table.
+      layout: the layout of the arrays and of the result (plgpu.Layout).
+      dtype: the dtype of the result.
+      function: called once for every index, with a list of one MLIR scalar from each of `arrays`, and `refs`; it
+        returns the result's element at that index, an MLIR scalar.
     Returns:
       an array of `dtype` with the shape and the layout of the first of `arrays`.
     """
@@ -62,9 +63,15 @@ def _elementwise(arrays, refs, layout, dtype, function):
 
 
 def looked_up(codes, table_smem, layout):
-    """float32 entries of a table at uint8 codes, in registers of `layout` both, 4 n in each register. table_smem is
-    float32[256, 32] in shared memory, from lanes.fill_banks and after a barrier: each lane reads its own column,
-    without bank conflicts."""
+    """Returns table[codes], float32 in the shape of `codes`: the decoding of a moment, before the factor absmax.
+
+    Args:
+      codes: uint8 in registers; every register has a multiple of four of them.
+      table_smem: float32[256, 32] in shared memory: the table of 256 numbers, repeated in 32 columns, as
+        lanes.fill_banks writes it. Each lane reads its own column, so that lanes never read the same memory bank. A
+        barrier must come between the writing and this call.
+      layout: the layout of the codes and of the result.
+    """
 
     @mosaic_types.inline_mgpu(
         arg_types=(layout, plgpu.RefType()), return_type=plgpu.ShapeDtypeStruct(codes.shape, jnp.float32, layout)
@@ -87,13 +94,15 @@ def looked_up(codes, table_smem, layout):
 
 
 def direction(m, v, mean_factor, root_factor, eps, layout):
-    """Adam's direction m mean_factor / (sqrt(v) root_factor + eps), by the approximate square root and reciprocal
-    (errors of 1 and 2 units in the last place), which are much faster than exact ones.
+    """Returns Adam's direction m mean_factor / (sqrt(v) root_factor + eps), float32, by the approximate square root and
+    reciprocal (errors of 1 and 2 units in the last place), which are much faster than exact ones.
 
     Args:
-      m, v, mean_factor, root_factor: float32, in registers of `layout`; the factors are the bias corrections.
-      eps: Adam's, a Python float.
-      layout: of all arrays and of the result.
+      m, v: the first and the second moment, float32 in registers of `layout`.
+      mean_factor: the bias correction of m, 1 / (1 - beta1^t), as an array of m's shape and layout.
+      root_factor: the bias correction of sqrt(v), 1 / sqrt(1 - beta2^t), as an array of m's shape and layout.
+      eps: Adam's eps, a Python float.
+      layout: the layout of all arrays and of the result.
     """
 
     def of_one(elements, _):
@@ -109,19 +118,20 @@ def direction(m, v, mean_factor, root_factor, eps, layout):
 
 
 def places(x, cells_smem, shift: int, first_cell: int, signed: bool, layout):
-    """uint8 codes of float32 x in [-1, 1] (or [0, 1] if not `signed`) in a dynamic map: the index of the nearest value.
+    """Encodes numbers in a dynamic map of 256 values (blockwise8.py): returns the uint8 code of each x, which is the
+    index of the value nearest to it.
 
-    The upper bits of |x| are the number of its cell, within which the code rises by one at most. A cell's entry is such
-    that the sum with the lower bits of |x| overflows into the code exactly where it rises, so a code takes one read of
-    memory and no search.
+    The map is divided into cells, ranges of magnitudes that have the same upper bits in float32, and within a cell the
+    code rises by one at most. The table has an entry for each cell; the entry plus the lower bits of |x| overflows into
+    the code exactly where the code rises. So a code takes one read of memory and no search.
 
     Args:
-      x: float32, in registers of `layout`.
-      cells_smem: int32 in shared memory, the table adam8.api.cells(signed).
-      shift: the number of lower bits of a float32 within a cell.
-      first_cell: the number of the first cell; smaller magnitudes count as its start.
-      signed: whether the map is the signed one.
-      layout: of x and of the result.
+      x: float32 in registers of `layout`, in [-1, 1] if `signed`, otherwise in [0, 1].
+      cells_smem: the table adam8.api.cells(signed), int32, in shared memory.
+      shift: the number of lower bits of a float32 that differ within a cell; the bits above them are the cell's number.
+      first_cell: the number of the table's first cell; a smaller magnitude is encoded as the start of this cell.
+      signed: True for the first moment's map, which has negative values too; False for the second moment's.
+      layout: the layout of x and of the result.
     """
     one, mask = 0x3F800000, (1 << shift) - 1
 
@@ -145,16 +155,16 @@ def places(x, cells_smem, shift: int, first_cell: int, signed: bool, layout):
 
 
 def store_chunk(array, ref, number, layout):
-    """ref[size number :][: size] = array: stores an array from registers as chunk `number` of a flat array in global
-    memory.
+    """Stores an array of `size` elements from registers as chunk `number` of a flat array in global memory: ref[size
+    number : size (number + 1)] = array, row by row.
 
-    The start is computed in 64 bits, because number times size may exceed int32.
+    The address is computed in 64 bits, because number times size may exceed int32.
 
     Args:
-      array: [rows, columns] with `size` elements, in registers of `layout`.
-      ref: one-dimensional, of array's dtype.
-      number: int32[].
-      layout: of array.
+      array: [rows, columns] in registers of `layout`; rows times columns is `size`.
+      ref: the flat array, one-dimensional, of array's dtype.
+      number: int32[], the index of the chunk, counted from 0.
+      layout: the layout of `array`.
     """
 
     @mosaic_types.inline_mgpu(arg_types=(layout, SCALAR, plgpu.RefType()))

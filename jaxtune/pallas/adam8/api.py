@@ -4,8 +4,8 @@ A warp has whole blocks of 256 elements, so a block's new absmax is known before
 moments twice, once for the absmax and again to encode them. The gradient is scaled here, and moments are updated in
 place, so that in addition to the state only the direction is in memory.
 
-A warpgroup goes from chunk to chunk. While it computes one from registers, bulk copies load its next one into shared
-memory; they are not delayed by stores to the same arrays.
+A warpgroup works through chunks of 8 blocks. While it computes one chunk from registers, bulk copies load its next
+chunk into shared memory; they are not delayed by stores to the same arrays.
 """
 
 from __future__ import annotations
@@ -50,14 +50,16 @@ _LAYOUT = plgpu.Layout.TILED(Tiling(((4, 128), (4,))), warp_dims=(-3,), lane_dim
 
 @functools.cache
 def cells(signed: bool) -> np.ndarray:
-    """The table, int32, with which `adam_lanes.places` encodes a number of a moment in one read: for the signed or the
-    unsigned dynamic map, whose codes are the indices of its 256 values.
+    """Makes the table, int32[cells], with which `adam_lanes.places` encodes a number of a moment in one read. The
+    number's code is the index of the nearest of the 256 values of a dynamic map.
 
     A cell is a range of magnitudes whose float32 bits are equal except the lowest 17 (signed) or 16. The entry of a
     cell is the number of codes below it, shifted by that many bits, plus a number to which the lower bits of a
     magnitude are added: the sum overflows into the code exactly if the magnitude is above the bound between two codes
     that is within the cell. Entries go from the cell of the smallest values to that of 1.
 
+    Args:
+      signed: True for the map of the first moment, which has negative values; False for that of the second moment.
     Raises:
       AssertionError: a cell has more than one bound between codes, so one entry is not enough.
     """
@@ -73,10 +75,12 @@ def cells(signed: bool) -> np.ndarray:
 
 
 def refusal(gradient, m_codes) -> str | None:
-    """The reason why the kernel cannot serve this tensor, or None; on a GPU it is compared with XLA at its first use.
+    """Returns the reason why the kernel cannot update this tensor, or None if it can; the optimizer then calls
+    adam_update, otherwise plain_update. On a GPU, the first call for a dtype runs a small case on the kernel and
+    compares it with XLA; a difference is a reason too.
 
     Args:
-      gradient: the gradient, or its jax.ShapeDtypeStruct.
+      gradient: the gradient, or its jax.ShapeDtypeStruct; only dtype and size matter.
       m_codes: the codes of the first moment, or their jax.ShapeDtypeStruct.
     """
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
@@ -91,11 +95,12 @@ def refusal(gradient, m_codes) -> str | None:
 
 
 def _small_case(dtype):
-    """Runs the case with which the kernel is checked at its first use: (the kernel's results, XLA's results), each a
-    list of the decoded moments, and of the direction where the step is taken.
+    """Runs the case with which the kernel is checked at its first use, and returns (the kernel's results, XLA's
+    results). Each is a list of the decoded moments, and of the direction where the step is taken.
 
-    The case is a second step of Adam with gradients in `dtype`, once taken and once skipped (`finite` is false). One
-    program runs it, whose warpgroups have three chunks or four; XLA computes the elements after the last chunk.
+    The case is a second step of Adam with gradients in `dtype`, once taken and once skipped (`finite` is false). A
+    single program of the kernel processes all of it, so that some of its warpgroups have three chunks and others four;
+    XLA computes the elements after the last chunk.
     """
     betas, eps, size = (0.9, 0.95), 1e-8, (3 * WARPGROUPS + 2) * _CHUNK + 300
 
@@ -124,12 +129,22 @@ def _small_case(dtype):
 
 
 def plain_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, scale, finite, *, betas, eps):
-    """`adam_update` in plain jnp, on any machine, divided by XLA over any mesh: the fallback if the kernel refuses a
-    tensor, and the reference with which the kernel is compared.
+    """One step of Adam on a tensor with 8-bit moments in plain jnp, which runs on any machine and which XLA divides
+    over any mesh. It is used if the kernel refuses a tensor, and is the reference with which the kernel is compared.
 
-    Arguments (without `divided`), results and errors are those of `adam_update`: the gradient, the moments m and v
-    with their m_absmax and v_absmax, correction1 and correction2 (1 - beta^t, float32), scale, finite, betas and eps.
-    It returns (direction, m, m_absmax, v, v_absmax).
+    It does the same as `adam_update`, without the argument `divided`, and raises the same errors.
+
+    Args:
+      gradient: bfloat16 or float32, of any shape.
+      m, v: the codes of the moments, uint8[blocks, 256], as from blockwise8.encode.
+      m_absmax, v_absmax: the largest magnitude in each block of a moment, float32[blocks].
+      correction1, correction2: float32, 1 - beta^t for the first and the second of `betas`.
+      scale: float32, by which the gradient is multiplied.
+      finite: bool; True: the step is taken; False: the moments stay as they are, and the direction is meaningless.
+      betas: Adam's (beta1, beta2).
+      eps: Adam's eps.
+    Returns:
+      (direction float32 of gradient's shape, and the new m, m_absmax, v, v_absmax).
     """
     _check("plain_update", gradient, m, m_absmax, v, v_absmax, betas, eps)
     (beta1, beta2), shape, old = betas, gradient.shape, (m, m_absmax, v, v_absmax)
@@ -162,12 +177,13 @@ def _check(op, gradient, m, m_absmax, v, v_absmax, betas, eps) -> None:
 
 
 def _written_out_places(x, table, signed: bool):
-    """The same codes as adam_lanes.places, uint8, but in jnp, because Pallas' interpreter cannot run PTX.
+    """Encodes numbers in a dynamic map as adam_lanes.places does, in jnp, because Pallas' interpreter cannot run PTX.
+    It returns the uint8 code of each x, the index of the nearest of the map's 256 values.
 
     Args:
-      x: float32 in [-1, 1], or [0, 1] if not `signed`.
+      x: float32, in [-1, 1] if `signed`, otherwise in [0, 1].
       table: int32, `cells(signed)`.
-      signed: whether the codes are those of the signed map.
+      signed: True for the first moment's map, which has negative values too; False for the second moment's.
     """
     shift, first = _SHIFT[signed], _FIRST[signed]
     bits = lax.bitcast_convert_type(x, jnp.int32)
@@ -183,15 +199,16 @@ def _kernel(g_ref, m_ref, m_max_ref, v_ref, v_max_ref, factors_ref, *refs, betas
     and writes only its own chunks, and has each in registers before it writes it.
 
     Args:
-      g_ref: the gradient, flat, in global memory as all others.
-      m_ref, m_max_ref, v_ref, v_max_ref: codes uint8[blocks, 256] and absmax float32[blocks] of the moments, updated in
-        place up to the direction's size.
+      g_ref: the gradient, flat; this and the other refs up to the direction are in global memory.
+      m_ref, m_max_ref, v_ref, v_max_ref: codes uint8[blocks, 256] and absmax float32[blocks] of the moments. They are
+        updated in place, except the blocks after the last whole chunk, which the direction does not have either.
       factors_ref: float32[4]: 1 / correction1, 1 / sqrt(correction2), the gradient's scale, and 0 if nothing may
         change.
-      refs: the two maps and the two tables of `cells`; the direction, float32 and flat; then shared memory: the four
-        tables, a slot of each of the five inputs for each warpgroup, and the slots' barriers.
-      betas, eps: Adam's.
-      interpreted: whether Pallas' interpreter runs it.
+      refs: the two maps and the two tables of `cells`, first those of the first moment; the direction, float32 and
+        flat; then shared memory: the four tables, a slot of each of the five inputs for each warpgroup, and the slots'
+        barriers.
+      betas, eps: Adam's (beta1, beta2) and eps.
+      interpreted: True if Pallas' interpreter runs it, which gets jnp in place of PTX; False on a GPU.
     """
     tables, direction_ref, smem, slots, full_smem = refs[:4], refs[4], refs[5:9], refs[9:14], refs[14]
     moments = (m_ref, m_max_ref, v_ref, v_max_ref)
@@ -278,19 +295,21 @@ def _kernel(g_ref, m_ref, m_max_ref, v_ref, v_max_ref, factors_ref, *refs, betas
 def adam_update(
     gradient, m, m_absmax, v, v_absmax, correction1, correction2, scale, finite, *, betas, eps, divided=None
 ):
-    """One step of Adam on a tensor with 8-bit moments; see `refusal`.
+    """One step of Adam on a tensor with 8-bit moments, by the kernel for Hopper GPUs. The caller first asks `refusal`,
+    and calls plain_update for a tensor that the kernel cannot update.
 
     Donated moments are updated in place if nothing else reads them. Choosing between old and new moments outside would
     read them, so the choice is made here.
 
     Args:
       gradient: bfloat16 or float32, of any shape.
-      m, v: uint8[blocks, 256], as from blockwise8.encode.
-      m_absmax, v_absmax: float32[blocks].
-      correction1, correction2: float32 1 - beta^t.
+      m, v: the codes of the two moments, uint8[blocks, 256], as from blockwise8.encode.
+      m_absmax, v_absmax: the largest magnitude in each block of a moment, float32[blocks].
+      correction1, correction2: float32, 1 - beta^t for the first and the second of `betas`.
       scale: float32, by which the gradient is multiplied in float32.
-      finite: bool; if it is false, the moments stay as they are, and the direction is meaningless.
-      betas, eps: Adam's.
+      finite: bool; True: the step is taken; False: the moments stay as they are, and the direction is meaningless.
+      betas: Adam's (beta1, beta2).
+      eps: Adam's eps.
       divided: the axis of the mesh along which each device has a part of the gradient and of its moments; None: they
         are whole. A whole tensor is updated by each device in full, because updating parts and exchanging them takes
         longer and more memory.

@@ -26,12 +26,12 @@ def implementations(
     soft_cap=None,
     sinks=None,
 ) -> dispatch.Table:
-    """The implementations of a call in the order in which they are tried, each with a function that returns why it
-    refuses the call, gradients included.
+    """Returns the implementations of a call in the order in which they are tried: {name: a function that returns the
+    reason why it refuses the call, gradients included, or None}. dispatch.choose takes the first that does not refuse.
 
     Args:
       query: [B, T, heads, D]; only shape and dtype are used.
-      layout: its static guarantees decide the order and what cuDNN serves.
+      layout: the bounds of the documents; its static guarantees decide the order of the names and what cuDNN can run.
       kv_heads: number of key and value heads; None: as many as query heads.
       window: a query sees itself and the window - 1 keys before it; None: all keys before it.
       soft_cap: scores s become cap * tanh(s / cap); None: no cap.
@@ -118,12 +118,13 @@ def _pick(query, key, value, layout, implementation, **options):
 
 
 def _by_rows(function, operands: int, results: int):
-    """Returns function(*arrays, layout, sinks) such that each device of a mesh runs it on its own rows, the kernels
-    being programs for one device.
+    """Returns a function f(*arrays, layout, sinks) that calls `function` on each device of a mesh with the device's own
+    rows of the batch, because the kernels are programs for one device.
 
     Args:
-      function: an implementation's forward or backward, which takes sinks as a keyword; the last argument becomes it.
-      operands: how many of the first arguments have rows as their leading axis, and are divided.
+      function: an implementation's forward or backward. It takes the same arguments, with `sinks` as a keyword.
+      operands: how many of f's first arguments, the layout included, have the batch's rows as their leading axis, and
+        are divided among the devices. The arguments after them, sinks, are whole on every device.
       results: how many of the first results have rows as their leading axis. Further ones (dsinks) are summed over
         devices.
     """

@@ -20,12 +20,13 @@ MAX_DOCUMENTS = 32
 
 
 def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | None:
-    """The reason why cuDNN cannot serve this call exactly; None if it can.
+    """Returns the reason why cuDNN cannot compute this call exactly; None if it can. Reasons are the GPU, the dtype,
+    the head dim, a soft cap, sinks, and a layout without the guarantee of at most 32 documents a row.
 
     Args:
       query: [B, T, heads, D]; only shape and dtype are used.
       layout: only its static guarantee max_documents is used.
-      window: how many keys a query sees, of a sliding window; None: all.
+      window: how many keys a query sees, of a sliding window; None: all. It is never a reason.
       soft_cap: the cap on scores, or None.
       sinks: float[heads], an extra logit for each head that has no value, or None.
     """
@@ -87,9 +88,16 @@ def _stat_index(layout: PackedLayout):
 
 
 def _call_arguments(layout, query, scale, window):
-    """(arrays, static arguments) that JAX's call of cuDNN takes after query, key and value: the documents' lengths and
-    offsets if rows of `layout` are packed, and empty arrays for features that are not used. scale and window are those
-    of the attention; of query only the dtype is used."""
+    """Returns (arrays, static arguments) that JAX's call of cuDNN takes after query, key and value. The arrays are the
+    documents' lengths and offsets if rows are packed (max_documents is not 1), and empty arrays for features that are
+    not used, such as a bias. The static arguments are a dict of keywords.
+
+    Args:
+      layout: the bounds of the documents of the batch's rows.
+      query: only its dtype is used, for the empty arrays.
+      scale: the factor on scores.
+      window: how many keys a query sees, of a sliding window; None: all.
+    """
     unused = jnp.zeros(0, query.dtype)
     if layout.max_documents == 1:
         mask, arrays = cudnn.MaskType.CAUSAL, (unused, unused, unused, unused)
@@ -118,10 +126,17 @@ def _real(layout, array):
 
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """(out [B, T, heads, D], lse float32[B, heads, T]) of packed causal attention, computed by cuDNN: query [B, T,
-    heads, D], key and value [B, T, kv_heads, D], within the documents of `layout`. scale multiplies the scores; window
-    (keys that a query sees), soft_cap and sinks float[heads] are those of api.attention_forward, and None where there
-    is none. soft_cap and sinks must be None, because cuDNN has neither."""
+    """Returns (out [B, T, heads, D], lse float32[B, heads, T]) of packed causal attention, computed by cuDNN. soft_cap
+    and sinks must be None, because cuDNN has neither; they are there because all implementations are called with the
+    same arguments.
+
+    Args:
+      query: [B, T, heads, D].
+      key, value: [B, T, kv_heads, D].
+      layout: the bounds of the documents; a query sees only its own document.
+      scale: the factor on scores.
+      window: how many keys a query sees, itself included; None: all of its document before it.
+    """
     arrays, static = _call_arguments(layout, query, scale, window)
     out, stats = cudnn._dot_product_attention_fwd_p_wrapper.bind(query, key, value, *arrays, **static, is_training=True)
     if layout.max_documents == 1:
@@ -132,10 +147,15 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
 
 
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """(dquery, dkey, dvalue, dsinks or None) of packed causal attention, computed by cuDNN: the gradients of its
-    operands query, key, value (and sinks), from its saved results out and lse and from dout, the gradient of out [B,
-    T, heads, D]. layout, scale, window, soft_cap and sinks are those of the forward, which explains them. soft_cap and
-    sinks must be None, because cuDNN has neither."""
+    """Returns (dquery, dkey, dvalue, None) of packed causal attention, computed by cuDNN: the gradients of its
+    operands. The None is for sinks. soft_cap and sinks must be None, because cuDNN has neither.
+
+    Args:
+      query, key, value: the operands of `forward`.
+      out, lse: the results of `forward`, which were saved.
+      dout: the gradient of out, [B, T, heads, D].
+      layout, scale, window: the arguments of `forward`.
+    """
     arrays, static = _call_arguments(layout, query, scale, window)
     if layout.max_documents == 1:
         stats = lse

@@ -30,16 +30,17 @@ _DOCUMENT_LENGTHS = (90, 1, 160, 7, 110)
 
 
 def refusal(name: str, module, query, kv_heads: int | None, soft_cap, blocks: Mapping[str, Mapping]) -> str | None:
-    """The reason why this GPU must not run the kernels of `module` for calls like this one, or None, from comparing the
-    forward and the gradients of a small packed case with the reference.
+    """Returns the reason why this GPU must not run the kernels of `module` for calls like this one, or None. It
+    compares the forward and the gradients of a small packed case with the reference, once for each kind of call.
 
     Args:
-      name: the implementation.
-      module: has its functions `forward` and `backward`.
+      name: the implementation's name, such as "mosaic".
+      module: the implementation's module, which has the functions `forward` and `backward`.
       query: of the call, [B, T, heads, D]; only shape and dtype are used.
       kv_heads: of the call; None: as many as query heads.
-      soft_cap: of the call.
-      blocks: {operation of tuning.py: the blocks that the call takes}; other blocks are another kernel, and checked
+      soft_cap: of the call; None: no cap.
+      blocks: how the kernels divide their work in the call, {name in tuning.py, such as "attention forward": the fields
+        of its Blocks}; empty for an implementation that is not tuned. Other blocks are another kernel, and checked
         again.
     """
     dim, dtype = query.shape[-1], jnp.dtype(query.dtype)
@@ -73,22 +74,23 @@ def refusal(name: str, module, query, kv_heads: int | None, soft_cap, blocks: Ma
 
 
 def _arrays(shape: tuple[int, int], heads: int, kv_heads: int, dim: int, dtype) -> list[jax.Array]:
-    """Random query, key, value and dout of `dtype`, each [*shape, heads or kv_heads, dim], for a case of `shape` (rows,
-    tokens)."""
+    """Makes random query, key, value and dout of `dtype` for a small case, each [rows, tokens, its number of heads,
+    dim]: `heads` for query and dout, `kv_heads` for key and value. shape: (rows, tokens)."""
     keys = jax.random.split(jax.random.key(0), 4)
     counts = (heads, kv_heads, kv_heads, heads)
     return [jax.random.normal(key, (*shape, count, dim)).astype(dtype) for key, count in zip(keys, counts, strict=True)]
 
 
 def cudnn_refusal(query, kv_heads: int | None, layout: PackedLayout, window: int | None) -> str | None:
-    """The reason why this GPU must not run cuDNN for calls like this one, or None, from comparing the forward and the
-    gradients with the reference.
+    """Returns the reason why this GPU must not run cuDNN for calls like this one, or None. It compares the forward and
+    the gradients with the reference, on packed rows of the call's own sizes, or for rows of one document each on one
+    shorter row; once for each kind of call.
 
     Args:
       query: of the call, [B, T, heads, D]; only shape and dtype are used.
       kv_heads: of the call; None: as many as query heads.
       layout: of the call; its guarantee `max_documents` must not be None.
-      window: of the call, or None.
+      window: the sliding window of the call; None: none. The case has one of at most 100 keys.
     """
     rows, length, heads, dim = query.shape
     kv_heads, dtype, documents = kv_heads or heads, jnp.dtype(query.dtype), layout.max_documents

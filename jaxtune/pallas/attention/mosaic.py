@@ -65,13 +65,14 @@ _SHORT_WINDOW = 1024
 
 
 def bucket(dim: int, whole: bool, window: int | None) -> str:
-    """The part of a call that the fastest blocks depend on: the head dim of the kernels, and how many blocks a tile
+    """Returns the name of the class of calls for which the tuner stores one choice of blocks, such as "head_dim=128,
+    whole rows". It has what the fastest blocks depend on: the head dim of the kernels, and how many blocks a tile
     visits. A short window makes the visits short whatever the documents are; a long window hardly matters.
 
     Args:
-      dim: the head dim.
-      whole: whether every row is one document.
-      window: the window, or None.
+      dim: the head dim of the kernels (`kernel_dim`).
+      whole: True: every row is one document; False: rows are packed with several.
+      window: the sliding window in keys, or None.
     """
     if window is not None and window <= _SHORT_WINDOW:
         return f"head_dim={dim}, window up to {max(128, 1 << (window - 1).bit_length())}"
@@ -140,7 +141,7 @@ def _bounds(layout: PackedLayout, window: int | None):
 
 
 def _padded(array, axis):
-    """The array padded with zeros along an axis, that of tokens, to a multiple of 128, so that the tokens that one
+    """Pads `array` with zeros along `axis`, the axis of tokens, to a multiple of 128, so that the tokens that one
     warpgroup takes at a time are never cut by the end of a row."""
     extra = -array.shape[axis] % _PAD
     if not extra:
@@ -177,14 +178,16 @@ def _prepare(layout, window):
 
 
 def _table(starts, first, count, falling: bool | None):
-    """The work of a kernel, int32[B * tiles, 4], a line for each tile of each row: row, first token, first block of the
-    other side, number of blocks. The programs take the lines in this order, so the most expensive come first.
+    """Makes the table of a kernel's work, int32[B * tiles, 4]. A line is a tile of one row of the batch: row, first
+    token of the tile, first block that it visits, number of blocks that it visits. A tile of queries visits blocks of
+    keys, a tile of keys blocks of queries. The programs take the lines in this order, so the most expensive come first.
 
     Args:
       starts: int32[tiles], numpy, the first token of each tile.
-      first, count: int32[B, tiles], the first block of the other side that the tile needs, and how many.
-      falling: True or False if `count` falls or rises along every row and rows are equal, which spares the sort; None:
-        lines are sorted by falling count.
+      first: int32[B, tiles], the number of the first block that the tile visits.
+      count: int32[B, tiles], how many blocks it visits.
+      falling: True if `count` falls and False if it rises along every row, and rows are equal, which spares the sort;
+        None: lines are sorted by falling count.
     """
     rows, tiles = count.shape
     row = np.broadcast_to(np.arange(rows, dtype=np.int32)[:, None], count.shape)
@@ -202,14 +205,16 @@ def _whole_blocks(tokens, blocks: Blocks):
 
 
 def _query_table(lower, blocks: Blocks, pairs: bool, full: bool):
-    """The work of the forward and of dq, int32[B * tiles, 4]. A line is a tile of queries: (row, first query, first
-    block of keys that it sees, number of blocks); `_table` makes and orders the lines.
+    """Makes the table of work of the forward and of dq, int32[B * tiles, 4]. A line is a tile of queries: (row, first
+    query, first block of keys that it sees, number of blocks); `_table` makes and orders the lines.
 
     Args:
       lower: int32[B, T], the first key that each query sees, from `_prepare`.
-      blocks: of the kernel.
-      pairs: whether the two warpgroups take the same tile of two heads; otherwise a tile has queries for both.
-      full: whether every row is one document without padding, so that rows are equal and need no sort.
+      blocks: how the kernel divides its work.
+      pairs: True: the two warpgroups take the same blocks.own queries of two heads; False: a tile has queries for both
+        warpgroups, 2 blocks.own.
+      full: True: every row is one document without padding, so that rows are equal and need no sort; False: lines are
+        sorted.
     """
     size = blocks.own * (1 if pairs else WARPGROUPS)
     starts = np.arange(0, lower.shape[1], size, dtype=np.int32)
@@ -222,14 +227,16 @@ def _query_table(lower, blocks: Blocks, pairs: bool, full: bool):
 
 
 def _key_table(upper, blocks: Blocks, shared: bool, full: bool):
-    """The work of dk and dv, int32[B * tiles, 4]. A line is a tile of keys: (row, first key, first block of queries
-    that sees it, number of blocks); `_table` makes and orders the lines.
+    """Makes the table of work of dk and dv, int32[B * tiles, 4]. A line is a tile of keys: (row, first key, first block
+    of queries that sees it, number of blocks); `_table` makes and orders the lines.
 
     Args:
       upper: int32[B, T], the query after the last that sees each key, from `_prepare`.
-      blocks: of the kernel.
-      shared: whether both warpgroups have the same keys (wide heads); otherwise a tile has keys for both.
-      full: whether every row is one document without padding, so that rows are equal and need no sort.
+      blocks: how the kernel divides its work.
+      shared: True: both warpgroups have the same blocks.own keys (wide heads); False: a tile has keys for both, 2
+        blocks.own.
+      full: True: every row is one document without padding, so that rows are equal and need no sort; False: lines are
+        sorted.
     """
     size = blocks.own * (1 if shared else WARPGROUPS)
     starts = np.arange(0, upper.shape[1], size, dtype=np.int32)
@@ -239,13 +246,13 @@ def _key_table(upper, blocks: Blocks, shared: bool, full: bool):
 
 
 def _barriers(blocks: Blocks, own_copies: int, brought_copies: int, buffers: int) -> list:
-    """The barriers of most kernels, in the order of their parameters. An item is a piece of work of a program
-    (mosaic_parts.py).
+    """Makes the barriers of most kernels, in the order of their parameters. An item is what a program computes at a
+    time (mosaic_parts.py): a tile of queries, or of keys.
 
-    First come those that complete when an item's own arrays (its queries, or its keys and values) are in shared memory,
-    one for each of `buffers` buffers, after `own_copies` copies. Then come the four arrays of `_pipeline_barriers` for
-    the blocks that an item visits, of which each array needs `brought_copies` copies a block. The last one is that of
-    Turns.
+    The first array of barriers has one for each of `buffers` buffers in shared memory for the item's own operands (its
+    queries, or its keys and values); such a barrier completes after `own_copies` copies. Then come the four arrays of
+    `_pipeline_barriers` for the blocks that an item visits; a block of each operand needs `brought_copies` copies. The
+    last barrier is the one at which the two warpgroups take turns (mosaic_parts.Turns).
     """
     return [
         plgpu.Barrier(num_arrivals=own_copies, num_barriers=buffers),
@@ -280,15 +287,17 @@ def _ring_barriers(blocks: Blocks, copies: tuple[int, int], readers: tuple[int, 
 
 
 def _call(kernel, out_type, scratch, blocks: Blocks, compiler: dict[str, Any] | None = None, **static):
-    """Returns a kernel as a function of its arrays in global memory.
+    """Returns a kernel as a function of its arrays in global memory, with one program for each multiprocessor, two
+    computing warpgroups and a loading one.
 
     Args:
-      kernel: the body, whose name without "_kernel" becomes a part of the kernel's.
+      kernel: the body, a Python function such as forward_kernel; its name without "_kernel" becomes a part of the
+        kernel's.
       out_type: shapes and dtypes of the results.
-      scratch: its shared memory and barriers.
-      blocks: given to the body.
+      scratch: the shared memory and barriers that the body takes after the arrays.
+      blocks: how the work is divided, which is passed to the body.
       compiler: further parameters of plgpu.CompilerParams.
-      static: further keyword arguments of the body.
+      static: further keyword arguments of the body, such as scale.
     """
     return gpu_kernel.kernel(
         functools.partial(kernel, blocks=blocks, interpreted=gpu_kernel.interpreter() is not None, **static),
@@ -369,15 +378,16 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
 
 
 def _halved_rings(blocks: Blocks, dtype, pieces_first: bool = True) -> list:
-    """Slots of shared memory for the two arrays whose blocks a kernel for heads of 512 loads: [for the first, for the
-    second].
+    """Makes the slots of shared memory for the two operands whose blocks a kernel for heads of 512 loads: [slots of the
+    first, slots of the second], each [slots, blocks.step, columns]. A block of tokens is copied with some of its 512
+    columns at a time: in pieces of 128 columns if it is used once, for scores, and in halves of 256 if it is also
+    multiplied into the result.
 
     Args:
-      blocks: has the tokens of a block, and the number of slots of the first array (`stages`) and of the second
-        (`value_stages`).
-      dtype: of the arrays.
-      pieces_first: whether the first comes in pieces of 128 columns and the second in halves of 256; False: the
-        reverse.
+      blocks: has the tokens of a block (`step`), and the number of slots of the first operand (`stages`) and of the
+        second (`value_stages`).
+      dtype: of both operands.
+      pieces_first: True: the first comes in pieces of 128 columns and the second in halves of 256; False: the reverse.
     """
     columns = [mosaic_halves.PIECE, mosaic_halves.HALF]
     slots = zip((blocks.stages, blocks.value_stages), columns if pieces_first else columns[::-1], strict=True)
@@ -385,16 +395,17 @@ def _halved_rings(blocks: Blocks, dtype, pieces_first: bool = True) -> list:
 
 
 def _halved_gradient(kernel, operands, bounds, like, blocks: Blocks, table, options):
-    """dq, dk or dv of heads of 512, in the shape of `like`, by a kernel of mosaic_halves.py.
+    """Computes dq, dk or dv of heads of 512, in the shape of `like`, by one of the three backward kernels of
+    mosaic_halves.py and mosaic_halves_keys.py.
 
     Args:
-      kernel: half_query_kernel, half_key_kernel or half_value_kernel.
-      operands: the arrays that it takes first.
-      bounds: int32[B, T], lower or upper of `_prepare`.
-      like: query, key or value.
-      blocks: of the kernel.
-      table: its work.
-      options: scale and soft_cap.
+      kernel: the body: half_query_kernel for dq, half_key_kernel for dk, half_value_kernel for dv.
+      operands: the arrays that the body takes first, such as query, key, value, dout, stat and delta for dq.
+      bounds: int32[B, T], from `_prepare`: lower for dq, upper for dk and dv.
+      like: the operand whose gradient it is: query, key or value.
+      blocks: how the kernel divides its work.
+      table: int32[lines, 4], the work, from _query_table or _key_table.
+      options: {"scale": the factor on scores, "soft_cap": the cap or None}.
     """
     own, dtype = blocks.own, like.dtype
     both = smem((WARPGROUPS, own, mosaic_halves.HALF), dtype)
@@ -416,15 +427,15 @@ def _halved_gradient(kernel, operands, bounds, like, blocks: Blocks, table, opti
 
 
 def _query_gradient(operands, lower, blocks: Blocks, layout, options):
-    """dq, in query's shape, of padded operands.
+    """Computes dq, in query's shape. All arrays are padded as `_operand` and `_prepare` do it.
 
     Args:
-      operands: query, key, value, dout [B, T, heads, D], and float32[B, heads, T] lse in units of log2 and delta (sum
-        of out * dout) times scale.
-      lower: int32[B, T], from `_prepare`.
-      blocks: of the kernel.
-      layout: of the call.
-      options: scale and soft_cap.
+      operands: (query, key, value, dout, stat, delta). The first four are [B, T, heads or kv_heads, D]; stat and delta
+        are float32[B, heads, T], the log-sum-exp in units of log2, and the sum of out * dout over a head times scale.
+      lower: int32[B, T], the first key that each query sees, from `_prepare`.
+      blocks: how the kernel divides its work.
+      layout: the documents of the call; only `full` is used.
+      options: {"scale": the factor on scores, "soft_cap": the cap or None}.
     """
     query, key = operands[:2]
     if query.shape[-1] == HALVED:
@@ -448,9 +459,16 @@ def _query_gradient(operands, lower, blocks: Blocks, layout, options):
 
 
 def _key_gradients(operands, upper, blocks: Blocks, layout, options):
-    """(dk, dv), in the shapes of key and value, by one of two kernels: for head dims above NARROW, whose gradients do
-    not fit the registers of one warpgroup, that of mosaic_backward_wide.py. operands, blocks, layout and options are as
-    in `_query_gradient`; upper is int32[B, T] from `_prepare`."""
+    """Computes (dk, dv), in the shapes of key and value, by one of two kernels: for head dims above NARROW, whose
+    gradients do not fit the registers of one warpgroup, by that of mosaic_backward_wide.py. All arrays are padded.
+
+    Args:
+      operands: (query, key, value, dout, stat, delta), as `_query_gradient` describes them.
+      upper: int32[B, T], the query after the last that sees each key, from `_prepare`.
+      blocks: how the kernel divides its work.
+      layout: the documents of the call; only `full` is used.
+      options: {"scale": the factor on scores, "soft_cap": the cap or None}.
+    """
     query, key, value = operands[:3]
     own, dim = blocks.own, query.shape[-1]
     block = smem((blocks.stages, blocks.step, dim), query.dtype)
@@ -474,8 +492,13 @@ def _key_gradients(operands, upper, blocks: Blocks, layout, options):
 
 
 def _halved_key_gradients(operands, upper, blocks: Blocks, value_blocks: Blocks, layout, options):
-    """(dk, dv) of heads of 512, each by a kernel of its own. operands, upper, blocks (of dk's kernel), layout and
-    options are the arguments of `_key_gradients`; value_blocks are those of dv's kernel."""
+    """Computes (dk, dv) of heads of 512, each by a kernel of its own, because the two do not fit the registers at once.
+
+    Args:
+      operands, upper, layout, options: the arguments of `_key_gradients`, which describes them.
+      blocks: how the kernel of dk divides its work.
+      value_blocks: how the kernel of dv divides its work.
+    """
     query, key, value, dout, stat, _ = operands
 
     def gradient(kernel, operands, like, blocks):
@@ -487,12 +510,14 @@ def _halved_key_gradients(operands, upper, blocks: Blocks, value_blocks: Blocks,
 
 
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """(dquery, dkey, dvalue, dsinks or None) of packed causal attention, computed by the Mosaic kernels.
+    """Returns (dquery, dkey, dvalue, dsinks) of packed causal attention, computed by the Mosaic kernels. dsinks is None
+    without sinks.
 
     Args:
       query, key, value: the operands of `forward`.
-      out, lse: its results, which were saved; dout: the gradient of out.
-      layout, scale, window, soft_cap, sinks: as in the forward; without sinks there are no dsinks.
+      out, lse: its results, which were saved.
+      dout: the gradient of out, [B, T, heads, D].
+      layout, scale, window, soft_cap, sinks: the arguments of `forward`.
     """
     _, length, _, given_dim = query.shape
     lower, upper = _prepare(layout, window)

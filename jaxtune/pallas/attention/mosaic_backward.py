@@ -1,5 +1,6 @@
-"""The bodies of the backward kernels of attention for Hopper GPUs: query_kernel computes dq, key_kernel dk and dv.
-mosaic.py calls them; mosaic_parts.py describes what the kernels share."""
+"""The bodies of the backward kernels of attention for Hopper GPUs and head dims up to 128 (query_kernel up to 256):
+query_kernel computes dq, key_kernel dk and dv. mosaic.py calls them, and mosaic_parts.py describes how a kernel's
+programs and warpgroups share the work."""
 
 from __future__ import annotations
 
@@ -30,18 +31,20 @@ from jaxtune.pallas.attention.mosaic_parts import (
 
 
 def _weights_and_gradient(scores, dweights, shape, stat, seen, between, issued, scale, soft_cap):
-    """(weights times the slope of the soft cap, dweights), float32 of `shape` in registers: what dq, dk and dv are
-    products of. Two products give the raw scores and dweights, the gradients of the weights; the weights are computed
-    while the tensor cores compute dweights.
+    """Computes for dq, from one block of keys, (the softmax weights times the slope of the soft cap, the gradients of
+    the weights), both float32 of `shape` in registers. The tensor cores start on two products, scores and dweights; the
+    weights are computed from the scores while dweights is still being multiplied.
 
     Args:
-      scores, dweights: (left, right) of the two products, in shared memory.
-      shape: of the results, [queries, keys] or [keys, queries].
+      scores: (queries, transposed keys) in shared memory, whose product is the raw scores.
+      dweights: (output gradients, transposed values) in shared memory, whose product is the gradients of the weights.
+      shape: (queries, keys), of the results.
       stat: each query's log-sum-exp in units of log2, broadcast to `shape`.
-      seen: maps weights to weights with 0 where a query does not see a key.
-      between: a function without arguments, called between the starts of the two products.
-      issued: a function without arguments, called after both are started.
-      scale, soft_cap: of the attention.
+      seen: a function that returns weights with 0 where a query does not see a key.
+      between: a function without arguments, called after the start of the first product and before the second, which
+        waits until the values have arrived in shared memory.
+      issued: a function without arguments, called after both products are started, which passes the tensor cores on.
+      scale, soft_cap: the factor on scores, and their soft cap or None.
     """
 
     def compute(score_acc, dweight_acc):
@@ -89,15 +92,20 @@ def query_kernel(
     a program, one on each multiprocessor.
 
     Args:
-      q_ref, k_ref, v_ref, do_ref: [B, T, heads or kv_heads, D], in global memory as all refs.
+      q_ref, k_ref, v_ref, do_ref: query, key, value and dout, [B, T, heads or kv_heads, D], in global memory as all
+        refs.
       stat_ref, delta_ref: float32[B, heads, T], the log-sum-exp in log2, and the sum of out * dout times scale.
       lower_ref: int32[B, T], the first key that each query sees.
-      table_ref: int32[lines, 4], the work; see QuerySide.
+      table_ref: int32[lines, 4], the work, a tile of queries a line: row, first query, first block of keys, number of
+        blocks.
       dq_ref: the result, as q_ref.
-      q_smem to v_smem: shared memory for an item's queries, dout, numbers and bounds, and slots of keys and values.
+      q_smem to v_smem: shared memory for an item's queries, dout, numbers (stat and delta) and bounds, and slots of
+        keys and values.
       own_full to turn_barrier: barriers, as mosaic._barriers makes them.
-      blocks, pairs: how the work is divided; see QuerySide.
-      scale, soft_cap: of the attention.
+      blocks: how the work is divided.
+      pairs: True: the two warpgroups take the same queries of two heads that share their keys; False: neighbouring
+        queries of one head.
+      scale, soft_cap: the factor on scores, and their soft cap or None.
       interpreted: whether Pallas' interpreter runs it.
     """
     wg = lax.axis_index("wg")
@@ -188,8 +196,15 @@ def query_kernel(
 
 
 def masked_keys(weights, *, base, upper, queries, lean):
-    """`weights` float32[keys from `base` on, queries from `queries` on], in registers, with 0 where a query does not
-    see a key. upper: int32[keys], the query after the last that sees each key. lean: as Blocks.lean."""
+    """Returns `weights`, float32[keys, queries] in registers, with 0 where a query does not see a key.
+
+    Args:
+      weights: the softmax weights of a block.
+      base: the index in the row of the first key.
+      upper: int32[keys], the query after the last that sees each key.
+      queries: the index in the row of the first query.
+      lean: how the mask is computed: True: by one unsigned comparison (`within`); False: by two comparisons.
+    """
     shape = weights.shape
     if lean:
         key_ids = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=plgpu.Layout.WGMMA.reduce(1)) + base
@@ -201,16 +216,18 @@ def masked_keys(weights, *, base, upper, queries, lean):
 
 
 def bring_queries(items, group, width, operands, slots, full, free):
-    """The work of the warpgroup that loads blocks of `width` queries for dk and dv, for each of the `group` heads that
-    share a key head.
+    """Copies the blocks of queries that the dk/dv kernel visits into shared memory, for all items of a program: the
+    work of its loading warpgroup. For each tile of keys it goes through the `group` query heads that share the key
+    head, and for each through the blocks that see the tile, as far ahead as there are free slots.
 
     Args:
-      items: the work of the program, an Items.
+      items: deals the work to the program, an Items.
       group: number of query heads that share a key head.
       width: queries of a block.
-      operands: query, dout, stat and delta in global memory.
-      slots: shared memory for query, dout, and both vectors of numbers.
-      full, free: barriers of query and dout, (that a block has arrived), (that its slot is free).
+      operands: (query, dout, stat, delta) in global memory.
+      slots: shared memory, (slots of query, slots of dout, numbers: a vector of stat for each slot, then one of delta).
+      full: (query's, dout's) barriers, one for each slot, which complete when a block has arrived.
+      free: (query's, dout's) barriers, one for each slot, at which readers arrive when the slot is free again.
     """
     q_ref, do_ref, stat_ref, delta_ref = operands
     q_smem, do_smem, numbers_smem = slots

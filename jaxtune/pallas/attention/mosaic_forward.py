@@ -1,4 +1,6 @@
-"""The body of the forward kernel; mosaic_parts.py describes what the kernels share."""
+"""The forward of packed attention on Hopper GPUs for head dims up to 256: the body of the kernel, forward_kernel, and
+the running softmax, Softmax, which the kernel for heads of 512 uses too. mosaic.py calls the kernel, and
+mosaic_parts.py describes how a kernel's programs and warpgroups share the work."""
 
 from __future__ import annotations
 
@@ -28,13 +30,16 @@ _UNSEEN = -1e20
 
 
 class Softmax:
-    """The running softmax of the forward, in powers of two, in the registers of one warpgroup. Its state is, for each
-    row, the maximum so far and the sum of weights, float32[own] each.
+    """The running softmax of the forward, in powers of two, in the registers of one warpgroup. Its state is (maximum so
+    far, sum of weights), float32[own] each, one number for each of the warpgroup's `own` queries. `start` makes the
+    first state, `step` takes one block of keys, and `end` gives 1 / sum and the log-sum-exp.
 
     Args:
-      scale, soft_cap: of the attention.
-      lean: the maximum is taken over raw scores (over the tanh, with a soft cap), and the factor on them is applied in
-        the multiply-add that subtracts the maximum.
+      scale: the factor on scores.
+      soft_cap: the cap on scores, or None.
+      lean: True: the maximum is taken over raw scores (over the tanh, with a soft cap), and the factor on them is
+        applied in the multiply-add that subtracts the maximum, which takes fewer instructions; a factor that is not
+        positive switches it off. False: scores are scaled first.
     """
 
     def __init__(self, scale, soft_cap, lean):
@@ -43,7 +48,8 @@ class Softmax:
         self.lean = lean and self.unit > 0  # a negative factor would turn the maximum into the minimum
 
     def start(self, own, layout):
-        """The initial state for `own` rows, (maximum, sum), in the layout of vectors with one number per row."""
+        """Returns the state before the first block of keys, (maximum, sum), for `own` queries. layout: that of vectors
+        with one number for each row of scores (plgpu.Layout.WGMMA.reduce(1))."""
         return filled((own,), _UNSEEN if self.lean else MASKED, layout), filled((own,), 0.0, layout)
 
     def step(self, scores, state, mask):
@@ -109,14 +115,17 @@ def forward_kernel(
     lse (natural log, without sinks; 0 at padding) of the tiles of queries that are dealt to it.
 
     Args:
-      q_ref, k_ref, v_ref: [B, T, heads or kv_heads, D], in global memory as all refs.
+      q_ref, k_ref, v_ref: query, key and value, [B, T, heads or kv_heads, D], in global memory as all refs.
       lower_ref: int32[B, T], the first key that each query sees.
-      table_ref: int32[lines, 4], the work; see QuerySide.
+      table_ref: int32[lines, 4], the work, a tile of queries a line: row, first query, first block of keys, number of
+        blocks.
       out_ref, lse_ref: the results, as q_ref and float32[B, heads, T].
-      qo_smem to v_smem: shared memory for queries and results, their bounds, lse, and slots of keys and values.
+      qo_smem to v_smem: shared memory for queries and later results, their bounds, lse, and slots of keys and values.
       own_full to turn_barrier: barriers, as mosaic._barriers makes them.
-      blocks, pairs: how the work is divided; see QuerySide.
-      scale, soft_cap: of the attention.
+      blocks: how the work is divided.
+      pairs: True: the two warpgroups take the same queries of two heads that share their keys; False: neighbouring
+        queries of one head.
+      scale, soft_cap: the factor on scores, and their soft cap or None.
       interpreted: whether Pallas' interpreter runs it.
     """
     wg = lax.axis_index("wg")

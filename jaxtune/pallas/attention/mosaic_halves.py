@@ -38,19 +38,23 @@ PIECE = 128  # columns that are brought at a time of a block that only scores ar
 
 
 def columns_of(number, size: int):
-    """The slice of columns (pl.ds) of piece, or half, `number` (int or int32[]) of a head, each of `size` columns."""
+    """Returns the slice (pl.ds) of the columns of a head that its piece or half `number` (int or int32[]) has, counted
+    from 0: number * size to (number + 1) * size - 1. size is 128 for pieces and 256 for halves."""
     return pl.ds(number * size, size)
 
 
 def bring_pieces(ref, place, number, ring, full, free, which=None):
-    """Starts the copies of pieces of a block.
+    """Starts the copies of a block into slots of shared memory. A block is a run of tokens with all 512 columns of a
+    head; each copy, a piece, has all the tokens and some of the columns.
 
     Args:
-      ref: [B, T, heads, 512] in global memory.
+      ref: the array with the block, [B, T, heads, 512], in global memory.
       place: (row, slice of tokens, head) of the block.
-      number: of the block, int32[].
-      ring, full, free: slots [slots, tokens, columns of a piece] and barriers, as in `bring`.
-      which: the numbers of the pieces; None: all of the block.
+      number: int32[], how many blocks this program has loaded into `ring` before it.
+      ring: the slots, [slots, tokens, columns of a piece], with 128 or 256 columns.
+      full: a barrier for each slot, which completes when a piece has arrived.
+      free: a barrier for each slot, at which readers arrive when the slot may be overwritten.
+      which: the numbers of the pieces to copy; None: all of the block.
     """
     row, tokens, head = place
     size = ring.shape[-1]
@@ -61,24 +65,29 @@ def bring_pieces(ref, place, number, ring, full, free, which=None):
 
 
 def bring_both(pieces, halves):
-    """Starts the copies of a block in pieces and of one in halves, for a step that uses first all pieces and then both
-    halves, which stay until its end. A copy waits until its slot is free; in this order none waits behind a copy that
-    is needed later. Each argument: those of `bring_pieces` but the last."""
+    """Starts the copies of two blocks that one step uses, one in four pieces of 128 columns and one in two halves of
+    256. The step uses first all pieces and then both halves, which stay until its end. A copy waits until its slot is
+    free; the order of the copies is such that none waits behind a copy that is needed later.
+
+    pieces, halves: each a tuple (ref, place, number, ring, full, free), the arguments of `bring_pieces`.
+    """
     for ring, which in ((pieces, (0, 1)), (halves, (0,)), (pieces, (2,)), (halves, (1,)), (pieces, (3,))):
         bring_pieces(*ring, which=which)
 
 
 def multiply(acc, own, first, ring, full, number, release=None):
-    """Starts the tensor cores on acc += own block^T over all columns of a head: acc [own rows, block rows].
+    """Starts the tensor cores on acc += left block^T, a sum over all 512 columns of a head, piece by piece as the
+    pieces of the block arrive. The caller waits for the result, and releases the slot of the last piece (`last_slot`).
 
     Args:
-      acc: the accumulator.
-      own: shared memory [halves, own rows, 256] with the two halves of the left side at `first` and first + 1.
+      acc: the accumulator, [left's rows, tokens of the block].
+      own: shared memory [halves, rows, 256]: the left factor is the two halves at index `first` and first + 1.
       first: int32[].
-      ring, full: the slots of the block's pieces and the barriers that complete when one has arrived.
-      number: of the block, int32[].
-      release: a function of a piece's slot, called for all pieces but the last one when their products are done; None:
-        nothing is called, and nothing waited for.
+      ring: the slots with the block's pieces, [slots, tokens, columns of a piece].
+      full: a barrier for each slot, which completes when a piece has arrived.
+      number: int32[], the block's number among those that were loaded into `ring`.
+      release: a function that gets the slot of a piece and marks it as free; it is called for all pieces but the last
+        one when their products are done. None: the slots are still needed, and nothing is waited for.
     """
     size = ring.shape[-1]
     pieces, before = 2 * HALF // size, None
@@ -96,8 +105,9 @@ def multiply(acc, own, first, ring, full, number, release=None):
 
 
 def slot_of(number, piece, ring):
-    """The slot of a piece (int or int32[]) of block `number` in a ring [slots, tokens, columns of a piece]; an int, if
-    it is known and the same for every block."""
+    """Returns the index of the slot that has piece `piece` (int or int32[]) of block `number` (int32[]), which is taken
+    modulo the slots of `ring`. ring: [slots, tokens, columns of a piece]. The result is an int where it is the same for
+    every block, otherwise int32[]."""
     stages, pieces = ring.shape[0], 2 * HALF // ring.shape[-1]
     if isinstance(piece, int) and pieces % stages == 0:
         return piece % stages
@@ -105,7 +115,13 @@ def slot_of(number, piece, ring):
 
 
 def last_slot(number, ring):
-    """The slot of the last piece of block `number` (int32[]) in a ring [slots, tokens, columns of a piece]."""
+    """Returns the index of the slot that has the last piece of a block. A block is a run of tokens with all 512 columns
+    of a head, and is copied into shared memory in pieces with some of the columns each, so it has 512 / (columns of a
+    piece) of them. The caller releases this slot after the product with the last piece, because `multiply` releases
+    only the earlier ones.
+
+    number: int32[], the block's number. ring: the slots, [slots, tokens, columns of a piece].
+    """
     return slot_of(number, 2 * HALF // ring.shape[-1] - 1, ring)
 
 
@@ -117,7 +133,8 @@ def unknown_zero(i):
 
 
 def meet_other(barrier):
-    """Waits until both computing warpgroups have called this, each with the same `barrier`."""
+    """Waits until both computing warpgroups have called this, each with the same `barrier`. They call it at the end of
+    an item, before either overwrites shared memory that the other may still read."""
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
 
@@ -148,18 +165,22 @@ def half_forward_kernel(
     interpreted,
 ):
     """The body of the forward kernel for heads of 512: writes out and lse (natural log, without sinks; 0 at padding) of
-    the tiles of queries that are dealt to a program; an item is one half of out.
+    the tiles of queries that are dealt to a program. An item is one half, 256 columns, of the output of a tile.
 
     Args:
-      q_ref, k_ref, v_ref: [B, T, heads or kv_heads, 512], in global memory as all refs.
+      q_ref, k_ref, v_ref: query, key and value, [B, T, heads or kv_heads, 512], in global memory as all refs.
       lower_ref: int32[B, T], the first key that each query sees.
-      table_ref: int32[lines, 4], the work; see QuerySide.
+      table_ref: int32[lines, 4], the work, a tile of queries a line: row, first query, first block of keys, number of
+        blocks.
       out_ref, lse_ref: the results, as q_ref and float32[B, heads, T].
       q_smem to v_smem: shared memory for both halves of each warpgroup's queries, and later results; their bounds; lse;
         slots for pieces of keys, and for halves of values.
-      own_full to v_free: barriers; see mosaic._ring_barriers.
-      blocks, pairs: how the work is divided; see QuerySide.
-      scale, soft_cap: of the attention.
+      own_full to v_free: barriers: the queries and bounds of each warpgroup have arrived; a piece of keys, a half of
+        values has arrived; the slot of a piece, of a half is free again.
+      blocks: how the work is divided.
+      pairs: True: the two warpgroups take the same queries of two heads that share their keys; False: neighbouring
+        queries of one head.
+      scale, soft_cap: the factor on scores, and their soft cap or None.
       interpreted: whether Pallas' interpreter runs it.
     """
     wg = lax.axis_index("wg")
@@ -301,21 +322,24 @@ def half_query_kernel(
     soft_cap,
     interpreted,
 ):
-    """The body of the kernel for dq of heads of 512: writes dq of the tiles of queries that are dealt to a program,
-    which both warpgroups share; each makes one half.
+    """The body of the kernel for dq of heads of 512: writes dq of the tiles of queries that are dealt to a program.
+    Both warpgroups have the same queries, and each computes one half of the columns of dq.
 
     Args:
-      q_ref, k_ref, v_ref, do_ref: [B, T, heads or kv_heads, 512], in global memory as all refs.
+      q_ref, k_ref, v_ref, do_ref: query, key, value and dout, [B, T, heads or kv_heads, 512], in global memory as all
+        refs.
       stat_ref, delta_ref: float32[B, heads, T], the log-sum-exp in log2, and the sum of out * dout times scale.
       lower_ref: int32[B, T], the first key that each query sees.
-      table_ref: int32[lines, 4], the work; see QuerySide.
+      table_ref: int32[lines, 4], the work, a tile of queries a line: row, first query, first block of keys, number of
+        blocks.
       dq_ref: the result, as q_ref.
-      q_smem to v_smem: shared memory for both halves of an item's queries and dout, its numbers and bounds, slots for
-        halves of keys, and for pieces of values.
-      own_full to v_free: barriers; see mosaic._ring_barriers.
-      meet: a barrier at which both warpgroups arrive when they are done with an item's own side.
+      q_smem to v_smem: shared memory for both halves of an item's queries and dout, its numbers (stat and delta) and
+        bounds, slots for halves of keys, and for pieces of values.
+      own_full to v_free: barriers: the item's operands have arrived; a half of keys, a piece of values has arrived; the
+        slot of a half, of a piece is free again.
+      meet: a barrier at which both warpgroups arrive when they no longer read an item's queries and dout.
       blocks: how the work is divided.
-      scale, soft_cap: of the attention.
+      scale, soft_cap: the factor on scores, and their soft cap or None.
       interpreted: whether Pallas' interpreter runs it.
     """
     wg = lax.axis_index("wg")

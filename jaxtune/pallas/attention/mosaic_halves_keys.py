@@ -1,4 +1,7 @@
-"""The bodies of the dk and dv kernels for heads of 512; mosaic_halves.py describes how their results are made."""
+"""The bodies of the kernels that compute dk and dv, the gradients of keys and values, for a head dim of 512. A float32
+accumulator of 64 rows and 512 columns does not fit the registers of one warpgroup. So both warpgroups of a program have
+the same 64 keys, and each computes the gradient of one half, 256 of the 512 columns. mosaic_halves.py has the forward
+and dq kernels, and the functions that all of them share."""
 
 from __future__ import annotations
 
@@ -34,11 +37,16 @@ from jaxtune.pallas.attention.mosaic_parts import (
 
 
 def _bring_queries(items, group, width, copies):
-    """The work of the warpgroup that loads blocks of `width` queries for dk or dv, for each of the `group` heads that
-    share a key head. Returns the number of all steps, int32[].
+    """Starts the copies of all blocks of queries that a dk or dv kernel visits, for all items of a program: the work of
+    its loading warpgroup. For each tile of keys it goes through the query heads that share the key head, and for each
+    through the blocks that see the tile. Returns the number of all blocks, int32[].
 
-    items: the work of the program, an Items. copies: a function that starts the copies of one block, given the block's
-    number, its row, its slice of tokens and its head.
+    Args:
+      items: deals the work to the program, an Items.
+      group: number of query heads that share a key head.
+      width: queries of a block.
+      copies: a function that starts the copies of one block, given how many blocks came before it, its row, its slice
+        of tokens and its query head.
     """
 
     def work(turn, done, item, following):
@@ -56,12 +64,14 @@ def _bring_queries(items, group, width, copies):
 
 
 class _KeySide:
-    """What dk and dv share, whose items are tiles of keys that both warpgroups share: where the keys are, and which
-    weights are masked.
+    """What the kernels of dk and dv share: `items` deals the work to programs (an Items; an item is a tile of keys that
+    both warpgroups have), `group` is the number of query heads that share a key head, `place` says which keys an item
+    has, and `masked` masks the weights of a block of queries.
 
     Args:
-      q_ref, k_ref: query and key in global memory, for their sizes.
-      table_ref: int32[lines, 4]: row, first key, first block of queries, number of blocks.
+      q_ref, k_ref: query and key in global memory; only their numbers of heads are used.
+      table_ref: int32[lines, 4], the work, a tile of keys a line: row, first key, first block of queries, number of
+        blocks.
       blocks: how the kernel divides its work.
     """
 
@@ -71,13 +81,21 @@ class _KeySide:
         self.items = Items(table_ref, k_ref.shape[2])
 
     def place(self, item):
-        """(row, keys, key head) of an item."""
+        """Returns where an item's keys are: (row, slice of tokens, key head), an index into key without its last axis.
+        item: [key head, the columns of its line of the table], as Items.at returns it."""
         return item[1], pl.ds(pl.multiple_of(item[2], self.blocks.own), self.blocks.own), item[0]
 
     def masked(self, weights, item, i, upper, first_upper):
-        """`weights` [own, step] with 0 where a query of step i of an item does not see a key; unchanged if no bound
-        crosses the block. upper: int32[own] in registers, the query after the last that sees each key; first_upper:
-        int32[], that of the first key."""
+        """Returns `weights`, float32[keys of the item, queries of a block], with 0 where a query does not see a key;
+        unchanged if no bound crosses the block.
+
+        Args:
+          weights: the softmax weights, in registers.
+          item: [key head, the columns of its line of the table], as Items.at returns it.
+          i: int32[], the number of the step within the item, which determines the query head and the block.
+          upper: int32[keys] in registers, the query after the last that sees each key.
+          first_upper: int32[], that number for the item's first key, the smallest.
+        """
         base, width = item[2], self.blocks.step
         queries = (item[3] + lax.rem(i, item[4])) * width
         masked = functools.partial(masked_keys, base=base, upper=upper, queries=queries, lean=self.blocks.lean)
@@ -113,22 +131,25 @@ def half_key_kernel(
     soft_cap,
     interpreted,
 ):
-    """The body of the kernel for dk of heads of 512: writes dk of the tiles of keys that are dealt to a program, which
-    both warpgroups share; each makes one half. It visits the query blocks that see the tile, for every query head in
-    turn.
+    """The body of the kernel for dk of heads of 512: writes dk of the tiles of keys that are dealt to a program. Both
+    warpgroups have the same keys, and each computes one half of the columns of dk. It visits the query blocks that see
+    the tile, for every query head in turn.
 
     Args:
-      q_ref, k_ref, v_ref, do_ref: [B, T, heads or kv_heads, 512], in global memory as all refs.
+      q_ref, k_ref, v_ref, do_ref: query, key, value and dout, [B, T, heads or kv_heads, 512], in global memory as all
+        refs.
       stat_ref, delta_ref: float32[B, heads, T], the log-sum-exp in log2, and the sum of out * dout times scale.
       upper_ref: int32[B, T], the query after the last that sees each key.
-      table_ref: int32[lines, 4], the work; see _KeySide.
+      table_ref: int32[lines, 4], the work, a tile of keys a line: row, first key, first block of queries, number of
+        blocks.
       dk_ref: the result, as k_ref.
       k_smem to numbers_smem: shared memory for both halves of an item's keys and values, its bounds, slots for halves
-        of queries, for pieces of dout, and for both vectors of numbers, which come with each half of the queries.
-      own_full to do_free: barriers; see mosaic._ring_barriers.
-      meet: a barrier at which both warpgroups arrive when they are done with an item's own side.
+        of queries, for pieces of dout, and for the vectors of stat and delta, which come with each half of the queries.
+      own_full to do_free: barriers: the item's operands have arrived; a half of queries, a piece of dout has arrived;
+        the slot of a half, of a piece is free again.
+      meet: a barrier at which both warpgroups arrive when they no longer read an item's keys and values.
       blocks: how the work is divided.
-      scale, soft_cap: of the attention.
+      scale, soft_cap: the factor on scores, and their soft cap or None.
       interpreted: whether Pallas' interpreter runs it.
     """
     wg = lax.axis_index("wg")
@@ -249,22 +270,24 @@ def half_value_kernel(
     soft_cap,
     interpreted,
 ):
-    """The body of the kernel for dv of heads of 512: writes dv of the tiles of keys that are dealt to a program, which
-    both warpgroups share; each makes one half. It visits the query blocks that see the tile, for every query head in
-    turn.
+    """The body of the kernel for dv of heads of 512: writes dv of the tiles of keys that are dealt to a program. Both
+    warpgroups have the same keys, and each computes one half of the columns of dv. It visits the query blocks that see
+    the tile, for every query head in turn.
 
     Args:
-      q_ref, k_ref, do_ref: [B, T, heads or kv_heads, 512], in global memory as all refs.
+      q_ref, k_ref, do_ref: query, key and dout, [B, T, heads or kv_heads, 512], in global memory as all refs.
       stat_ref: float32[B, heads, T], the log-sum-exp in log2.
       upper_ref: int32[B, T], the query after the last that sees each key.
-      table_ref: int32[lines, 4], the work; see _KeySide.
+      table_ref: int32[lines, 4], the work, a tile of keys a line: row, first key, first block of queries, number of
+        blocks.
       dv_ref: the result, as k_ref.
       k_smem to numbers_smem: shared memory for both halves of an item's keys, its bounds, slots for pieces of queries,
-        for halves of dout, and for a vector of numbers that comes with each of those.
-      own_full to do_free: barriers; see mosaic._ring_barriers. Each half of dout is freed by one warpgroup.
-      meet: a barrier at which both warpgroups arrive when they are done with an item's own side.
+        for halves of dout, and for a vector of stat that comes with each half of dout.
+      own_full to do_free: barriers: the item's operands have arrived; a piece of queries, a half of dout has arrived;
+        the slot of a piece, of a half is free again. Each half of dout is read and freed by one warpgroup.
+      meet: a barrier at which both warpgroups arrive when they no longer read an item's keys.
       blocks: how the work is divided.
-      scale, soft_cap: of the attention.
+      scale, soft_cap: the factor on scores, and their soft cap or None.
       interpreted: whether Pallas' interpreter runs it.
     """
     wg = lax.axis_index("wg")

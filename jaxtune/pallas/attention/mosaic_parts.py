@@ -33,17 +33,20 @@ class Blocks:
     """How one of the kernels divides its work, and which of its variants runs. Measured ones come from tuning.py,
     others from mosaic.HEURISTIC."""
 
-    own: int  # rows of a warpgroup's own side
-    step: int  # rows of the other side that are taken at a time
-    stages: int  # blocks of `step` rows that are being loaded at a time
-    turns: bool  # whether the two warpgroups take turns on the tensor cores (Turns)
-    # fewer instructions per score: a mask by one comparison and, in the forward, scaling and subtraction of the maximum
-    # in one multiply-add
+    own: int  # tokens whose results a computing warpgroup accumulates: queries in the forward and dq, keys in dk and dv
+    step: int  # tokens of a block that a step visits: keys in the forward and dq, queries in dk and dv
+    # slots in shared memory for blocks of `step` tokens, or for heads of 512 for their pieces, that are loaded ahead
+    stages: int
+    # True: the two warpgroups take turns on the tensor cores (Turns); False: each runs as fast as it can
+    turns: bool
+    # True: fewer instructions per score: a mask by one comparison and, in the forward, scaling and subtraction of the
+    # maximum in one multiply-add; False: a mask by two comparisons, and scores that are scaled first
     lean: bool = False
-    # for an item's own side, in the forward and dq; 1 if shared memory has no room for 2 (the forward then has three
-    # for both warpgroups)
+    # how many items' own operands (such as queries) a warpgroup has room for in shared memory, in the forward and dq:
+    # 2, so that the next item's are loaded ahead; 1 if 2 do not fit (the forward then has three for both warpgroups)
     buffers: int = 2
-    # `stages` of the values in dq, which are freed before the keys; None: the same as for keys
+    # slots for the second of the two operands that are loaded in blocks, if not `stages`: the values in the forward and
+    # dq, dout in dk and dv of heads of 512; None: `stages`
     value_stages: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -70,7 +73,8 @@ def filled(shape, value, layout):
 
 
 def ids(shape, axis, base):
-    """`base` + the index along an axis, as int32 of this shape in registers (Layout.WGMMA): the positions of tokens."""
+    """Returns `base` + the index along `axis`, int32 of `shape` in registers (Layout.WGMMA): the index in the row of
+    each token of a tile that starts at token `base`. Masks compare these."""
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA) + base
 
 
@@ -90,9 +94,10 @@ def capped(scores, scale, soft_cap):
 
 
 def products(*pairs, shape, issued):
-    """Multiplies each pair (left, right) on the tensor cores (wgmma) into a new float32 accumulator of `shape`, and
-    returns them in registers. `issued`, a function without arguments, runs while the tensor cores compute. The calling
-    warpgroup computes them; left and right are in shared memory."""
+    """Multiplies each pair (left, right), both in shared memory, on the tensor cores (wgmma) into a new float32
+    accumulator of `shape`, and returns the list of the results, left right, in registers. The calling warpgroup
+    computes them. `issued`, a function without arguments, is called after all products are started and before they are
+    waited for."""
 
     def compute(*accs):
         for acc, (left, right) in zip(accs, pairs, strict=True):
@@ -118,26 +123,27 @@ def add_product(total, left, right, interpreted):
 
 class Turns:
     """Keeps the two computing warpgroups half a step apart: while one uses the tensor cores, the other computes its
-    softmax (the ping-pong schedule of FlashAttention-3, arXiv 2407.08608). Every step swaps twice, in both warpgroups,
-    which must make the same number of steps.
+    softmax (the ping-pong schedule of FlashAttention-3, arXiv 2407.08608). Each warpgroup calls `begin` before its
+    first step, `swap` twice in every step, and `end` after its last; both must make the same number of steps.
 
     Args:
-      barrier: at which both warpgroups arrive and wait.
-      wg: the warpgroup, 0 or 1.
-      wanted: whether they take turns at all; otherwise all methods do nothing.
+      barrier: the barrier at which both warpgroups arrive and wait.
+      wg: the number of the calling warpgroup, 0 or 1.
+      wanted: True: they take turns; False: all methods do nothing.
     """
 
     def __init__(self, barrier, wg, wanted: bool):
         self.barrier, self.wg, self.wanted = barrier, wg, wanted
 
     def swap(self):
-        """Hands the tensor cores to the other warpgroup and waits for its own turn."""
+        """Passes the tensor cores to the other warpgroup and waits until that one passes them back."""
         if self.wanted:
             plgpu.barrier_arrive(self.barrier)
             plgpu.barrier_wait(self.barrier)
 
     def begin(self):
-        """Makes the second warpgroup start half a step later."""
+        """Makes warpgroup 1 wait for the first `swap` of warpgroup 0, so that it starts half a step later. Both call
+        it."""
         pl.when(self.wg == 1)(self.swap)
 
     def end(self):
@@ -148,9 +154,14 @@ class Turns:
 
 
 def within(shape, axis, base, first, count):
-    """bool of this shape: whether base + the index along `axis` is one of the `count` numbers from `first` on; count
-    and first, int32 in registers, have one value for each index of the other axis. On unsigned numbers one comparison
-    is enough (Blocks.lean)."""
+    """Returns a mask, bool of `shape`: whether base + the index along `axis` is one of the numbers first, first + 1,
+    ..., first + count - 1. It takes one unsigned comparison in place of two (Blocks.lean).
+
+    Args:
+      shape: (rows, columns), of which `axis` is one (0 or 1).
+      base: int32[], the token at index 0 of `axis`.
+      first, count: int32 in registers, a number for each index of the other axis.
+    """
     offset = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
     offset = offset - lax.broadcast_in_dim(first - base, shape, [1 - axis])
     count = lax.broadcast_in_dim(count, shape, [1 - axis])
@@ -159,14 +170,15 @@ def within(shape, axis, base, first, count):
 
 class Items:
     """Deals the work of a kernel to its programs: each line of the work table (mosaic._table), a tile of a row, is
-    `heads` items, one for each head or pair of heads.
+    `heads` items, one for each head or pair of heads. `rounds` is the number of this program's items, int32[]; `each`
+    calls a function for all of them, and `at` reads one.
 
     Lines are sorted by falling cost and dealt back and forth, program 0 to n - 1, then n - 1 to 0, so that every
-    program gets about the same amount of work. `rounds` is the number of this program's items, int32[].
+    program gets about the same amount of work.
 
     Args:
       table_ref: int32[lines, columns], in global memory.
-      heads: items of a line: query heads, pairs of them, or key heads.
+      heads: the number of items of a line: query heads, pairs of them, or key heads.
     """
 
     def __init__(self, table_ref, heads: int):
@@ -183,8 +195,9 @@ class Items:
         return turn * self.programs + jnp.where(forth, self.me, self.programs - 1 - self.me)
 
     def at(self, turn):
-        """[head number, the line's columns...] of this program's item in a turn (int32[]), all int32[]; past the last
-        item, any item, so that the next one can be read early."""
+        """Returns one of this program's items: [number of its head or pair of heads, the columns of its line of the
+        table...], all int32[]. turn: int32[], counts this program's items from 0. Past the last item it returns some
+        valid item, so that the next one can be read early without a condition."""
         number = jnp.minimum(self._number(turn), self.table_ref.shape[0] * self.heads - 1)
         line = lax.div(number, jnp.int32(self.heads))
         columns = [self.table_ref[line, column] for column in range(self.table_ref.shape[1])]
@@ -209,8 +222,9 @@ class Items:
 
 
 def computing(wg, number: int | None = None):
-    """Returns a decorator that runs a function without arguments in the computing warpgroups, or in warpgroup `number`
-    alone, with more registers. wg is the warpgroup that runs this code."""
+    """Returns a decorator that runs a function without arguments at once, in the two computing warpgroups, or in
+    warpgroup `number` alone; other warpgroups skip it. It first raises the registers of each thread to 240, which
+    `bringing` makes free. wg: the number of the warpgroup that runs this code."""
 
     def decorate(body):
         @pl.when(wg < WARPGROUPS if number is None else wg == number)
@@ -222,8 +236,9 @@ def computing(wg, number: int | None = None):
 
 
 def bringing(wg):
-    """Returns a decorator that runs a function without arguments in the warpgroup that loads blocks, with fewer
-    registers. wg is the warpgroup that runs this code."""
+    """Returns a decorator that runs a function without arguments at once, in the warpgroup that loads blocks; others
+    skip it. It first lowers the registers of each thread to 24, so that the computing warpgroups can have more. wg: the
+    number of the warpgroup that runs this code."""
 
     def decorate(body):
         @pl.when(wg == WARPGROUPS)
@@ -258,19 +273,21 @@ def drain(done, *rings):
 
 
 class QuerySide:
-    """What the forward and dq share, whose items are tiles of queries: where an item's queries are, which keys a step
-    takes, and which scores are masked. `items` deals the work (Items); a line of its table is (row, first query, first
-    block of keys, number of blocks).
+    """What the forward and dq share, whose items are tiles of queries. `items` deals the work to programs (Items); a
+    line of its table is (row, first query, first block of keys, number of blocks). `place` says which queries an item
+    has, `keys` which keys a step takes, `masked` masks their scores, `bring_keys` loads keys and values, and `part`
+    says which columns of the result an item computes.
 
     Args:
-      q_ref, k_ref: query and key in global memory, for their sizes.
+      q_ref, k_ref: query and key in global memory; only their shapes are used.
       table_ref: int32[lines, 4], the table of work in global memory.
       blocks: how the kernel divides its work.
-      pairs: whether the two warpgroups take the same queries of two heads that share their keys; otherwise they take
+      pairs: True: the two warpgroups take the same queries of two heads that share their keys; False: they take
         neighbouring queries of one head.
       wg: the number of the warpgroup that runs this code.
-      shared: whether both warpgroups take the same queries of one head; `pairs` is then not used.
-      parts: how many items make different columns of the result of the same queries (`part`).
+      shared: True: both warpgroups take the same queries of one head, and `pairs` is not used; False: see `pairs`.
+      parts: the number of items into which the result of a tile is divided by columns: 2 in the forward for heads of
+        512, where an item has one half of the output's columns; otherwise 1.
     """
 
     def __init__(self, q_ref, k_ref, table_ref, blocks: Blocks, pairs: bool, wg, *, shared=False, parts=1):
@@ -280,8 +297,8 @@ class QuerySide:
         self.items = Items(table_ref, parts * (heads // WARPGROUPS if self.pairs else heads))
 
     def part(self, item):
-        """Which of the `parts` of its queries' results an item is, int32[]. `item` is one of `items`, as Items.at
-        returns it."""
+        """Returns which of the `parts` ranges of columns of the result the item computes, int32[] counted from 0. item:
+        [head number, the columns of its line of the table], as Items.at returns it."""
         return lax.rem(item[0], jnp.int32(self.parts))
 
     def place(self, item, wg=None):
@@ -299,26 +316,30 @@ class QuerySide:
         return item[1], self._head(item), pl.multiple_of(first, own)
 
     def _head(self, item):
-        """The number, int32[], of the query head of an item, or of its pair of heads."""
+        """Returns the number, int32[], of the query head of an item, or of its pair of heads if `pairs`. item: [head
+        number, the columns of its line of the table], as Items.at returns it; its head number counts `parts` items for
+        each head."""
         return item[0] if self.parts == 1 else lax.div(item[0], jnp.int32(self.parts))
 
     def keys(self, item, i):
-        """The index into key and value [B, T, kv_heads, D] of the block of keys that an item's step i takes: (row,
-        slice of tokens, key head)."""
+        """Returns the index into key and value [B, T, kv_heads, D] of the block of keys that step i (int32[]) of an
+        item takes: (row, slice of tokens, key head). item: [head number, the columns of its line of the table], as
+        Items.at returns it."""
         head = self._head(item) * WARPGROUPS if self.pairs else self._head(item)
         first = (item[3] + i) * self.blocks.step
         return item[1], pl.ds(first, self.blocks.step), lax.div(head, jnp.int32(self.group))
 
     def masked(self, values, item, i, lower, last_lower, fill):
-        """`values` [own, step], with `fill` where a query of this warpgroup does not see a key of step i of an item;
-        unchanged if no bound crosses the block.
+        """Returns `values`, float32[own, step], with `fill` where a query of this warpgroup does not see a key of the
+        block; unchanged if no bound crosses the block.
 
         Args:
-          values: float32 in registers: scores, or weights.
-          item, i: a line of the table of work (`items`), and the number of the step within it.
+          values: scores or weights of a block, in registers.
+          item: [head number, the columns of its line of the table], as Items.at returns it.
+          i: int32[], the number of the step within the item, which determines the block of keys.
           lower: int32[own] in registers, the first key that each query sees.
-          last_lower: int32[], that of the last query.
-          fill: a number.
+          last_lower: int32[], that number for the last query, the largest.
+          fill: the number to fill in: MASKED for scores, 0 for weights.
         """
         base, keys, shape = self.place(item)[2], (item[3] + i) * self.blocks.step, values.shape
 

@@ -37,8 +37,15 @@ def _scores(query, key, scale, soft_cap):
 
 
 def _visible(start, end, first, length, window):
-    """bool[B, 1, 1, Q, T]: whether each of the queries first, first + 1, ... sees each of `length` keys. start, end:
-    int32[B, Q], the bounds of the queries' documents. window: as in api.attention_forward."""
+    """Returns the mask of a chunk of queries, bool[B, 1, 1, Q, T]: whether each of the queries first, first + 1, ...
+    sees each of the row's keys.
+
+    Args:
+      start, end: int32[B, Q], the bounds of the queries' documents (doc_start and doc_end).
+      first: int32[], the index in the row of the chunk's first query.
+      length: T, the number of keys of a row.
+      window: how many keys a query sees, itself included; None: all of its document before it.
+    """
     queries = first + jnp.arange(start.shape[1], dtype=jnp.int32)
     keys = jnp.arange(length, dtype=jnp.int32)
     visible = (keys >= start[..., None]) & (keys <= queries[:, None]) & (queries < end)[..., None]

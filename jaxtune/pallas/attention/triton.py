@@ -71,10 +71,15 @@ def tiles(dim: int) -> Tiles:
 
 
 def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | None:
-    """The reason why these kernels cannot or should not serve a call here (no Triton, a dtype other than 16 bits, a
-    head dim without tiles, heads of 512 on rows of one document each), or None. query is [B, T, heads, D], of which
-    only dtype and head dim matter. window, soft_cap and sinks have no effect, because the kernels support all of them;
-    they are taken because other implementations need them."""
+    """Returns the reason why these kernels cannot or should not compute a call here, or None: no Triton, a dtype other
+    than bfloat16 and float16, a head dim without tiles, or heads of 512 on rows of one document each.
+
+    Args:
+      query: [B, T, heads, D]; only dtype and head dim matter.
+      layout: only its guarantee max_documents matters.
+      window, soft_cap, sinks: not used, because the kernels support all of them; they are there because all
+        implementations are asked with the same arguments.
+    """
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -88,17 +93,19 @@ def refusal(query, layout: PackedLayout, *, window, soft_cap, sinks) -> str | No
 
 
 def _call(kernel, tile: Tile, own: int, grid_heads: int, arguments, out_types, key, *, scale, window, soft_cap):
-    """Calls a kernel whose programs have `own` queries, or keys, of one head of one row, and returns its outputs.
+    """Calls one of the kernels of triton_kernels.py and returns its outputs. A program has `own` queries, or `own`
+    keys, of one head of one row.
 
     Args:
-      kernel: the function.
-      tile: its tile.
-      own: tokens of a program, tile.queries or tile.keys.
-      grid_heads: the number of query heads or of key heads, whichever a program has one of.
+      kernel: the function under triton.jit.
+      tile: how many queries and keys the kernel takes at a time.
+      own: tokens of a program: tile.queries in the forward and dq, tile.keys in dk and dv.
+      grid_heads: the number of heads among which programs are divided: query heads in the forward and dq, key heads in
+        dk and dv.
       arguments: the input arrays, the first of which is query.
       out_types: shapes and dtypes of the outputs.
-      key: for the number of its heads.
-      scale, window, soft_cap: of the attention.
+      key: the keys; only their number of heads is used.
+      scale, window, soft_cap: the factor on scores, the sliding window and the soft cap; None for no window, no cap.
     Raises:
       ValueError: scale is not positive.
     """

@@ -218,10 +218,15 @@ def forward_kernel(
 def _to_query(acc, query, dout, key, value, stat, delta, rows, lower, begin, end,
               LENGTH: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
               KEYS: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """Adds to dq / SCALE of a tile of queries the part that comes from the keys begin .. end - 1, in blocks of KEYS:
-    returns the updated acc [QUERIES, DIM], which is the sum so far. query and dout [QUERIES, DIM] are loaded already;
-    stat and delta [QUERIES] are each query's log-sum-exp in units of log2 and its sum of out * dout. key, value, rows,
-    lower, LENGTH, STRIDE, SCALE, CAP and MASKED are as in _attend."""
+    """Adds to dq / SCALE of a tile of queries what the keys begin .. end - 1 contribute, in blocks of KEYS: returns the
+    updated acc [QUERIES, DIM], which is the sum so far.
+
+    query and dout [QUERIES, DIM] are loaded already; stat and delta [QUERIES] are each query's log-sum-exp in units of
+    log2 and its sum of out * dout. key and value point to their head's first row, of LENGTH rows that are STRIDE
+    numbers apart. rows and lower [QUERIES] are the queries' positions and the first keys that they see. SCALE and CAP
+    are the factor on scores and the soft cap (0: none). MASKED: a bound may cross the blocks, so weights are masked;
+    otherwise all keys are seen by all queries.
+    """
     UNIT: tl.constexpr = (CAP if CAP > 0.0 else SCALE) * _LOG2E
     for first in range(begin, end, KEYS):
         k = _block(key, first, LENGTH, STRIDE, DIM, KEYS, MASKED)
@@ -292,12 +297,13 @@ def query_kernel(query, key, value, out, dout, lse, starts, ends, dquery, delta,
 def _to_key(dk, dv, query, dout, k, v, lse, delta, columns, upper, begin, end,
             LENGTH: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
             QUERIES: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """Adds to dk / SCALE and dv of a tile of keys the parts that come from the queries begin .. end - 1 of one head,
-    in blocks of QUERIES: returns the updated (dk, dv), [KEYS, DIM] each, which are the sums so far.
+    """Adds to dk / SCALE and dv of a tile of keys what the queries begin .. end - 1 of one head contribute, in blocks
+    of QUERIES: returns the updated (dk, dv), [KEYS, DIM] each, which are the sums so far.
 
     k and v [KEYS, DIM] are loaded already; query, dout (rows STRIDE numbers apart), lse and delta point to the head's
     first token, of LENGTH. columns and upper [KEYS] are the positions of the keys, and for each the query after the
-    last that sees it. Scores have keys in rows. SCALE, CAP and MASKED: as in _attend.
+    last that sees it. Scores have keys in rows. SCALE and CAP are the factor on scores and the soft cap (0: none).
+    MASKED: a bound may cross the blocks, so weights are masked; otherwise all queries see all keys.
     """
     UNIT: tl.constexpr = (CAP if CAP > 0.0 else SCALE) * _LOG2E
     for first in range(begin, end, QUERIES):

@@ -19,8 +19,13 @@ KERNELS = ("forward", "dquery", "dkey", "dvalue")
 
 
 def candidates(kernel: str, dim: int) -> list[dict[str, Any]]:
-    """Blocks to try for a kernel (one of KERNELS) and a head dim for which it exists, as dictionaries, those of the
-    heuristic first. Some exceed the shared memory; the tuner skips them."""
+    """Returns the blocks to try for a kernel and a head dim, a list of dictionaries (fields of mosaic.Blocks), those of
+    mosaic.HEURISTIC first. Some exceed the shared memory; the tuner skips them.
+
+    Args:
+      kernel: one of KERNELS: "forward", "dquery", "dkey" or "dvalue".
+      dim: a head dim for which this kernel exists.
+    """
     first = mosaic.HEURISTIC[kernel][dim]
     if dim == mosaic.HALVED:  # nothing else fits shared memory, and these kernels take no turns
         return [first.as_dict()]
@@ -48,7 +53,8 @@ def tune(
 
     Args:
       case: shapes, documents, window, soft cap.
-      kernels: some of KERNELS; those that the head dim does not have are left out.
+      kernels: some of "forward", "dquery", "dkey" (which also makes dv, except for heads of 512) and "dvalue"; those
+        that the head dim does not have are left out.
       dtype: of the operands.
       say: gets a line for each candidate: its blocks before it runs, its time or the problem after.
       path: the file that stores the result; None: the user's cache.
@@ -99,9 +105,18 @@ def tune(
 
 
 def _measured(kernel: str, case: Case, dtype, prepare, say, path) -> dict[str, Any]:
-    """Times one kernel (one of KERNELS) with each of its candidate blocks for the rows and head dim of
-    `case`, and returns the entry that tuning.measure made of it. dtype is that of the operands; prepare (makes the
-    work to time), say (prints a line) and path (the file of entries) are those of tuning.measure."""
+    """Times one kernel with each of its candidate blocks, for the rows and head dim of `case`, and returns the entry
+    that tuning.measure made and stored: the fastest blocks, their time, and what was tried.
+
+    Args:
+      kernel: one of KERNELS.
+      case: shapes, documents and window.
+      dtype: of the operands.
+      prepare: a function without arguments that compiles the kernel with the blocks under test and returns a function
+        that runs it once.
+      say: gets a line of text for each candidate.
+      path: the file that stores the entry; None: the user's cache.
+    """
     dim = mosaic.kernel_dim(case.dim)
     return tuning.measure(
         f"attention {kernel}",

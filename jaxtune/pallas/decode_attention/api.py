@@ -15,8 +15,8 @@ IMPLEMENTATIONS = {"mosaic": mosaic, "triton": triton, "reference": reference}
 
 
 def implementations(query, keys, *, soft_cap=None) -> dispatch.Table:
-    """{name: function that gives the reason why the implementation refuses this call, or None}, in the order of
-    preference.
+    """Returns {name: a function that returns the reason why the implementation refuses this call, or None}, in the
+    order of preference; dispatch.choose takes the first that does not refuse.
 
     Args:
       query, keys: of the call, [B, heads, D] and [B, kv_heads, capacity, D]; only shapes and dtypes matter.
@@ -33,12 +33,14 @@ def implementations(query, keys, *, soft_cap=None) -> dispatch.Table:
 
 
 def _first_use(name: str, module, query, keys, soft_cap) -> str | None:
-    """The reason why this GPU must not run a kernel for such calls, or None, from comparing a small case with the
-    reference. The case has an empty row, a full tile, a tile with one key, and a ring.
+    """Returns the reason why this GPU must not run a kernel for such calls, or None. It compares a small case with the
+    reference, once for each kind of call. The case has an empty row, rows that end within and at the end of a tile of
+    keys, and rows longer than the cache, which is then a ring.
 
     Args:
-      name: the implementation.
-      module: its functions `decode` and `variant`.
+      name: the implementation's name, "mosaic" or "triton".
+      module: the implementation's module: its function `decode` computes the case, and `variant` names the tiles with
+        which the kernel is compiled for such a query.
       query, keys: of the call; only shapes and dtypes matter.
       soft_cap: of the call, or None.
     """

@@ -162,15 +162,16 @@ def _split(query, keys, values, table, lines, blocks: Blocks, scale, soft_cap):
 
 
 def _combine(parts, lse, order, count, sinks, group: int, dtype):
-    """Runs the kernel that combines the splits, the second of the two: the output of the attention, [B, kv_heads,
-    group, D] in dtype.
+    """Runs the kernel that combines the splits, the second of the two, and returns the output of the attention, [B,
+    kv_heads, group, D] in dtype.
 
     Args:
       parts, lse: the outputs and log-sum-exps of splits, from _split.
-      order, count: which splits have visible keys, from work_of.
+      order, count: from work_of: int32[B, splits], a row's splits, those with visible keys first; int32[B], how many
+        those are.
       sinks: float32[kv_heads, padded heads], in units of log2; MASKED for none.
       group: the number of query heads of a KV head.
-      dtype: of the result.
+      dtype: the dtype of the result.
     """
     rows, kv_heads, splits, padded, dim = parts.shape
     heads = min(group, MOST_HEADS)
@@ -189,9 +190,18 @@ def _combine(parts, lse, order, count, sinks, group: int, dtype):
 
 
 def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, sinks=None):
-    """The Mosaic implementation of api.decode_attention: query [B, heads, D] of the newest tokens, the caches keys and
-    values [B, kv_heads, capacity, D] and lengths int32[B] -> [B, heads, D]. scale, window, soft_cap and sinks are
-    those of decode_attention, which explains them."""
+    """The Mosaic implementation of decode_attention: returns the attention of the newest token of each row over its
+    cache, [B, heads, D] in query's dtype.
+
+    Args:
+      query: [B, heads, D], of the newest tokens.
+      keys, values: the caches, [B, kv_heads, capacity, D].
+      lengths: int32[B], tokens of each row with the newest one.
+      scale: factor on query . key.
+      window: how many tokens the newest one sees, itself included; None: all.
+      soft_cap: scores s become cap * tanh(s / cap); None: no cap.
+      sinks: float[heads], an extra logit per head that has no value; None: none.
+    """
     rows, heads, dim = query.shape
     kv_heads, capacity = keys.shape[1:3]
     group = heads // kv_heads

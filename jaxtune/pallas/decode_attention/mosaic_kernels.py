@@ -35,22 +35,25 @@ def split_kernel(
     soft_cap,
     interpreted,
 ):
-    """Attention over one split of the keys at a time.
+    """The body of the kernel over splits: attention of the query heads of one KV head over one split of the keys at a
+    time.
 
-    A worker is a warpgroup. It takes every n-th item, an item being one KV head of one line of the table, and copies
-    the tiles of its next items into its own slots of shared memory while it computes.
+    A worker is a warpgroup. Of n workers it takes every n-th item; an item is one KV head of one line of the table. It
+    copies the tiles of its next items into its own slots of shared memory while it computes.
 
     Args:
-      q_ref: [B, kv_heads, heads of a group, D], in global memory as all refs.
-      k_ref, v_ref: the caches.
-      table_ref: int32[lines, 6], see mosaic.work_of.
-      count_ref: int32[1], how many lines have tiles.
-      out_ref: float32[B, kv_heads, splits, heads of a group, D], normalised over the split.
-      lse_ref: the log-sum-exp of each, in units of log2.
+      q_ref: the queries, [B, kv_heads, heads of a group, D], in global memory as all refs.
+      k_ref, v_ref: the caches of keys and values, [B, kv_heads, capacity, D].
+      table_ref: int32[lines, 6], the work: row, split, first tile, tiles, index of the row's newest key, and how many
+        keys the row sees (mosaic.work_of).
+      count_ref: int32[1], how many lines of the table have tiles.
+      out_ref: float32[B, kv_heads, splits, heads of a group, D], the output over each split alone, normalised by the
+        split's own sum of weights.
+      lse_ref: float32[B, kv_heads, splits, heads of a group], the log-sum-exp of each split's scores, in units of log2.
       k_smem, v_smem: slots for tiles in shared memory, [workers * stages, step, D].
       k_full, v_full: a barrier for each slot, which completes when its tile has arrived.
       blocks: how the work is divided.
-      scale, soft_cap: of the attention.
+      scale, soft_cap: the factor on scores, and their soft cap or None.
       interpreted: whether Pallas' interpreter runs it.
     """
     wg, program = lax.axis_index("wg"), lax.axis_index("program")
@@ -147,9 +150,9 @@ def split_kernel(
 
 
 def product(left, right, shape, interpreted):
-    """left @ right in a float32 array of `shape` in registers, with `left` in registers and `right` in shared memory,
-    by the calling warpgroup. interpreted: computes it by jnp for Pallas' interpreter, which does not support this
-    wgmma."""
+    """Multiplies left @ right on the tensor cores, by the calling warpgroup, and returns float32 of `shape` in
+    registers. `left` is in registers and `right` in shared memory. interpreted: True: Pallas' interpreter runs it,
+    which does not support this wgmma, and jnp computes it; False on a GPU."""
     if interpreted:
         return lax.dot(left, right[...], preferred_element_type=jnp.float32)
 
@@ -161,16 +164,19 @@ def product(left, right, shape, interpreted):
 
 
 def combine_kernel(part_ref, lse_ref, order_ref, count_ref, sinks_ref, out_ref, *, heads, dim):
-    """Combines the results of a row's splits in order; a program has some heads of one KV head.
+    """The body of the kernel that combines the results of a row's splits, in order. A program has `heads` heads of one
+    KV head of one row. The outputs of its heads are concatenated and cut into lines of LINE numbers, one of which the
+    program has in one register per thread.
 
     Args:
-      part_ref: float32[B, kv_heads, splits, lines, LINE], the heads of the group concatenated, in lines.
-      lse_ref: float32[B, kv_heads, splits, padded heads].
-      order_ref: int32[B, splits], the splits with tiles first.
-      count_ref: int32[B], the number of splits with tiles.
+      part_ref: float32[B, kv_heads, splits, lines, LINE], the output over each split alone, the heads of a group
+        concatenated.
+      lse_ref: float32[B, kv_heads, splits, padded heads], the splits' log-sum-exps in units of log2.
+      order_ref: int32[B, splits], the numbers of a row's splits, those with tiles first.
+      count_ref: int32[B], the number of splits with tiles; the others are not read.
       sinks_ref: float32[kv_heads, padded heads], in units of log2; MASKED: no sink.
-      out_ref: [B, kv_heads, lines, LINE], with the heads of whole programs.
-      heads: of a program: all heads of the group, or as many as fill whole lines.
+      out_ref: the result, [B, kv_heads, lines, LINE], with the heads of whole programs, some of which may be padding.
+      heads: the heads of a program: all heads of the group, or MOST_HEADS of a larger group.
       dim: size of a head.
     """
     row, head, part = (lax.axis_index(name) for name in ("row", "kv_head", "part"))

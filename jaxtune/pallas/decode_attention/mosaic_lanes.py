@@ -46,13 +46,13 @@ def _column():
 
 
 def load_rows(ref, chunk, shape: tuple[int, int]):
-    """Loads chunk number `chunk` of a buffer as a tile, by one warpgroup: [64, columns] in registers, in Layout.WGMMA
-    and ref's dtype.
+    """Loads a small matrix as a tile of 64 rows, by one warpgroup: [64, columns] in registers, in Layout.WGMMA and
+    ref's dtype. In this way the query heads of a KV head are loaded into a tensor-core tile without shared memory.
 
     Args:
-      ref: in global memory, any shape; chunk i is its i-th [rows, columns].
-      chunk: int32[].
-      shape: (rows, columns), at most 64 rows. The other rows of the tile repeat rows of the chunk.
+      ref: the buffer in global memory, of any shape; read as a sequence of matrices [rows, columns].
+      chunk: int32[], the index of the matrix in this sequence.
+      shape: (rows, columns), at most 64 rows. The other rows of the tile repeat rows of the matrix.
     """
     (rows, columns), dtype = shape, jnp.dtype(ref.dtype)
 
@@ -79,14 +79,15 @@ def load_rows(ref, chunk, shape: tuple[int, int]):
 
 
 def store_rows(values, numbers, out_ref, numbers_ref, chunk, rows: int):
-    """Stores the first `rows` rows of a tile, and one number for each, as chunk number `chunk` of two buffers in global
-    memory, by one warpgroup.
+    """Stores the first `rows` rows of a tile, and one number for each row, into two buffers in global memory, by one
+    warpgroup. The output and the log-sum-exp of a split are written so.
 
     Args:
-      values: float32[64, columns] in registers in Layout.WGMMA, stored to out_ref, whose chunks are [rows, columns].
-      numbers: float32[64] in registers, stored to numbers_ref, whose chunks are [rows].
-      out_ref, numbers_ref: float32, of any shape.
-      chunk: int32[].
+      values: float32[64, columns] in registers in Layout.WGMMA, stored to out_ref.
+      numbers: float32[64] in registers, one for each row, stored to numbers_ref.
+      out_ref: float32 of any shape, taken as a sequence of matrices [rows, columns].
+      numbers_ref: float32 of any shape, taken as a sequence of vectors [rows].
+      chunk: int32[], the index of the matrix, and of the vector, in these sequences.
       rows: at most 64.
     """
     columns = values.shape[1]

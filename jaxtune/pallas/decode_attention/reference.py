@@ -14,9 +14,18 @@ _MASKED = -1e30  # finite, so that a row without keys does not compute inf - inf
 
 
 def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, sinks=None):
-    """The reference implementation of api.decode_attention: query [B, heads, D] of the newest tokens, the caches keys
-    and values [B, kv_heads, capacity, D] and lengths int32[B] -> [B, heads, D]. scale, window, soft_cap and sinks are
-    those of decode_attention, which explains them."""
+    """The implementation of decode_attention in plain jnp, with which kernels are compared: returns the attention of
+    the newest token of each row over its cache, [B, heads, D] in query's dtype.
+
+    Args:
+      query: [B, heads, D], of the newest tokens.
+      keys, values: the caches, [B, kv_heads, capacity, D].
+      lengths: int32[B], tokens of each row with the newest one.
+      scale: factor on query . key.
+      window: how many tokens the newest one sees, itself included; None: all.
+      soft_cap: scores s become cap * tanh(s / cap); None: no cap.
+      sinks: float[heads], an extra logit per head that has no value; None: none.
+    """
     rows, heads, dim = query.shape
     kv_heads, capacity = keys.shape[1:3]
     precision = jax.lax.Precision.HIGHEST if query.dtype == jnp.float32 else jax.lax.Precision.DEFAULT

@@ -36,7 +36,8 @@ WHOLE_TILES = {64: Tile(64, 4, 3), 128: Tile(32, 4, 4), 256: Tile(32, 4, 2), 512
 
 
 def width(dim: int) -> int:
-    """The power of two to which the kernels pad a head dim, at least 64."""
+    """Returns the number of columns that the kernels use for a head dim: the next power of two, at least 64. Columns
+    past the head dim are zeros."""
     return max(64, 1 << (dim - 1).bit_length())
 
 
@@ -60,15 +61,26 @@ def refusal(query, keys) -> str | None:
 
 
 def variant(query) -> str:
-    """A phrase that differs between calls whose kernels are compiled with other tiles, so that these are checked
-    separately at their first use. Of query [B, heads, D], only the head dim matters."""
+    """Returns a phrase that names the tile sizes with which the kernels are compiled for such a query. It becomes a
+    part of the name of the check at first use, so that kernels with other tiles are checked separately. Of query [B,
+    heads, D], only the head dim matters."""
     return str(TILES[width(query.shape[-1])])
 
 
 def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, sinks=None):
-    """The Triton implementation of api.decode_attention: query [B, heads, D] of the newest tokens, the caches keys and
-    values [B, kv_heads, capacity, D] and lengths int32[B] -> [B, heads, D]. scale, window, soft_cap and sinks are
-    those of decode_attention, which explains them."""
+    """The Triton implementation of decode_attention: returns the attention of the newest token of each row over its
+    cache, [B, heads, D] in query's dtype. A cache of at most WHOLE keys takes one kernel, a longer one a kernel over
+    splits of the keys and one that combines them.
+
+    Args:
+      query: [B, heads, D], of the newest tokens.
+      keys, values: the caches, [B, kv_heads, capacity, D].
+      lengths: int32[B], tokens of each row with the newest one.
+      scale: factor on query . key.
+      window: how many tokens the newest one sees, itself included; None: all.
+      soft_cap: scores s become cap * tanh(s / cap); None: no cap.
+      sinks: float[heads], an extra logit per head that has no value; None: none.
+    """
     from jaxtune.pallas.decode_attention import triton_kernels
 
     rows, heads, dim = query.shape

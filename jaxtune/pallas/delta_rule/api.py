@@ -95,12 +95,16 @@ def gated_delta_rule(
 def delta_rule_state(
     key: jax.Array, value: jax.Array, decay: jax.Array, beta: jax.Array, lengths: jax.Array
 ) -> jax.Array:
-    """The state after the first `lengths` tokens of each row, which is one document; for generation.
+    """Returns the state after the first `lengths` tokens of each row, float32[B, heads, K, V], from which generation
+    continues with delta_rule_step. Each row is one document, a prompt.
 
     Args:
-      key, value, decay, beta: those of gated_delta_rule, which explains them: [B, T, key_heads, K], [B, T, heads, V]
-        and float32[B, T, heads] each.
-      lengths: int[B], from 0 to T.
+      key: [B, T, key_heads, K] bfloat16, float16 or float32.
+      value: [B, T, heads, V] in key's dtype; heads is a multiple of key_heads.
+      decay: float32[B, T, heads], the logarithm of the factor on the state, at most 0.
+      beta: float32[B, T, heads], in [0, 1], the share of what the state stores at the key that is replaced by the
+        value.
+      lengths: int[B], from 0 to T; tokens after them are ignored.
     Returns:
       float32[B, heads, K, V].
     Raises:
@@ -158,12 +162,13 @@ def delta_rule_chunk(
 
 @meshes.on_any_mesh
 def short_convolution(x: jax.Array, weight: jax.Array, layout: PackedLayout) -> jax.Array:
-    """silu of each channel's causal convolution along its document; differentiable. Sums are float32.
+    """Returns silu of each channel's causal convolution with k weights along its document; differentiable. It mixes a
+    few neighbouring tokens before the gated delta rule. Sums are float32.
 
     Args:
       x: [B, T, C] bfloat16, float16 or float32, finite at padding, too.
       weight: float[C, k]; the last column multiplies the token itself, the first the token k - 1 before it.
-      layout: document bounds.
+      layout: the bounds of the documents, which the convolution does not cross.
     Returns:
       [B, T, C] in x's dtype; padding gives 0, and gets no gradient.
     Raises:
@@ -178,14 +183,14 @@ def short_convolution(x: jax.Array, weight: jax.Array, layout: PackedLayout) -> 
 
 @meshes.on_any_mesh
 def short_convolution_step(x: jax.Array, weight: jax.Array, window: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """One more token of each row: its output and the next window.
+    """One more token of each row in generation: returns its short_convolution and the next window.
 
     Args:
-      x: [B, 1, C].
-      weight: float[C, k], as in short_convolution.
-      window: [B, k - 1, C] in x's dtype, the tokens before this one, 0 where there were none.
+      x: [B, 1, C], the token.
+      weight: float[C, k]; the last column multiplies the token itself, the first the token k - 1 before it.
+      window: [B, k - 1, C] in x's dtype, the k - 1 tokens before this one in order, 0 where there were none.
     Returns:
-      (out [B, 1, C] in x's dtype, the next window).
+      (out [B, 1, C] in x's dtype, the next window, [B, k - 1, C], which ends with this token).
     Raises:
       TypeError, ValueError: an argument is not as described here.
     """

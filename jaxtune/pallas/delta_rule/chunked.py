@@ -96,15 +96,15 @@ def _run(query, key, value, decay, beta, doc_start, first=None):
 
 
 def _group(precision, state, group):
-    """The rule over the chunks of one group, the body of `_run`'s scan over groups: (the state after the group, the
-    group's output, float32[B, chunks, chunk, heads, V]). It is recomputed in the backward, so that one state per group
-    is stored.
+    """The rule over the chunks of one group, the body of `_run`'s scan over groups: returns (the state after the group,
+    the group's output, float32[B, chunks, chunk, heads, V]). JAX recomputes it in the backward, so that only one state
+    per group is stored.
 
     Args:
-      precision: of matrix products.
+      precision: the precision of matrix products (jax.lax.Precision).
       state: float32[B, key_heads, value heads of a key head, K, V], before the group.
-      group: a tuple: int32[chunks], the index of the first token of each chunk; then query, key, value, decay, beta and
-        doc_start of `_run`, each [B, chunks, chunk, ...].
+      group: a tuple: int32[chunks], the index in the row of the first token of each chunk; then query, key, value,
+        decay, beta and doc_start of `_run`, each [B, chunks, chunk, ...], cut into chunks of `chunk` tokens.
     """
     firsts, query, key, value, decay, beta, doc_start = group
     chunk, key_heads, key_dim = key.shape[2:]
@@ -151,12 +151,15 @@ def _group(precision, state, group):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def unit_lower_inverse(lower: jax.Array, precision) -> jax.Array:
-    """The inverse of 1 + lower, float32[..., n, n] with zeros on and above the diagonal; n is a power of two.
-    precision: of matrix products. It has a custom derivative, which stores only the inverse.
+    """Returns the inverse of the matrix 1 + lower, float32[..., n, n]. Its derivative stores only the inverse.
 
     The inverses of diagonal blocks give those of blocks twice as large, by matrix products. This is as stable as
     substitution. The series in powers of `lower`, which needs the same products, is not, because its terms grow as
     binomials.
+
+    Args:
+      lower: float32[..., n, n], strictly lower triangular (zeros on and above the diagonal); n is a power of two.
+      precision: the precision of matrix products (jax.lax.Precision).
     """
     n = lower.shape[-1]
     row, column = jnp.arange(n)[:, None], jnp.arange(n)
@@ -171,15 +174,23 @@ def unit_lower_inverse(lower: jax.Array, precision) -> jax.Array:
 
 
 def _inverse_fwd(lower, precision):
-    """The forward rule of `unit_lower_inverse`, with its arguments lower and precision: (the inverse, the residual),
-    which are the same array."""
+    """The forward rule of `unit_lower_inverse` for jax.custom_vjp: returns (the inverse of 1 + lower, the residual for
+    the backward rule). The residual is that same inverse, because the gradient needs nothing else.
+
+    lower: float32[..., n, n], strictly lower triangular (zeros on and above the diagonal). precision: the precision of
+    matrix products.
+    """
     inverse = unit_lower_inverse(lower, precision)
     return inverse, inverse
 
 
 def _inverse_bwd(precision, inverse, gradient):
-    """The backward rule of `unit_lower_inverse`: a tuple of one, the gradient of `lower`, which is -inverse^T gradient
-    inverse^T. `gradient` is that of the inverse; all are float32[..., n, n]. precision: of matrix products."""
+    """The backward rule of `unit_lower_inverse` for jax.custom_vjp: returns (dlower,), where dlower = -inverse^T
+    gradient inverse^T.
+
+    precision: the precision of matrix products. inverse: the inverse of 1 + lower, the residual of the forward rule.
+    gradient: the gradient of that inverse. All arrays are float32[..., n, n].
+    """
     turned = jnp.swapaxes(inverse, -1, -2)
     return (-jnp.matmul(jnp.matmul(turned, gradient, precision=precision), turned, precision=precision),)
 

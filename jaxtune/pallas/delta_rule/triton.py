@@ -73,9 +73,9 @@ def refusal(key, value) -> str | None:
 
 
 def _first_use(dtype, group: int) -> str | None:
-    """The reason why this GPU must not run the kernels in `dtype` with `group` value heads a key head, or None, from
-    comparing a small packed case, with its gradients, with the reference. Released versions of Triton have compiled
-    such kernels wrongly."""
+    """Returns the reason why this GPU must not run the kernels in `dtype` with `group` value heads for each key head,
+    or None. It compares a small packed case, with its gradients, with the reference, once for each such call. Released
+    versions of Triton have compiled such kernels wrongly."""
 
     def compare():
         runs = ((1, 70), (0, 5), (2, 1), (3, 130), (4, 64), (0, 27))
@@ -139,8 +139,9 @@ _rule.defvjp(_rule_fwd, _rule_bwd)
 
 
 def _by_rows(function, rows: int):
-    """Returns `function` such that each device of a mesh runs it on its own rows, because XLA cannot divide a kernel;
-    all its results have rows as leading axis. `rows` is the number of its first arguments that do."""
+    """Returns a function that calls `function` on each device of a mesh with the device's own rows of the batch,
+    because XLA cannot divide a kernel. `rows` is the number of its first arguments that have the batch's rows as their
+    leading axis and are divided; all of its results have."""
     return meshes.on_each_device(function, rows=rows)
 
 
@@ -183,7 +184,7 @@ class Made(NamedTuple):
     """What the first two kernels compute, the values of chunks that do not depend on a state: two matrices of each
     chunk, and numbers of tokens, float32[B, heads, tokens] with tokens padded to whole chunks."""
 
-    inverse: jax.Array  # [B, heads, chunks, CHUNK, CHUNK]
+    inverse: jax.Array  # [B, heads, chunks, CHUNK, CHUNK]: the inverse of 1 + B, which maps v - d k S to the errors z
     weights: jax.Array  # of the same shape: weights with which queries read the errors of the chunk's tokens
     total: jax.Array  # sum of decays since the start of the token's document within the chunk
     share: jax.Array  # beta; 0 at padding
@@ -192,8 +193,8 @@ class Made(NamedTuple):
     kept: jax.Array  # factor with which a token's key reads the chunk's first state
     read: jax.Array  # factor with which a token's query reads the chunk's first state
     written: jax.Array  # factor with which a token's error enters the chunk's last state
-    reach: jax.Array  # `written` without beta
-    faded: jax.Array  # [B, heads, chunks]: factor of a chunk's first state in its last
+    reach: jax.Array  # `written` without its factor beta
+    faded: jax.Array  # [B, heads, chunks]: factor of the chunk's first state in its last; 0 where a document starts
 
 
 def _chunks(query, key, decay, beta, value, layout) -> Made:

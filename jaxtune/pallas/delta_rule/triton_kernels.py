@@ -27,9 +27,9 @@ def _tokens(array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.co
 
 @triton.jit
 def _tokens_turned(array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr):
-    """The transpose [DIM, CHUNK] of CHUNK tokens of one head from token `first` on, loaded in that layout, because a
-    transposed result cannot be an operand of a product. `array` points to the head's first token, STRIDE is the
-    numbers from token to token; tokens past the row (LENGTH) are 0."""
+    """Loads CHUNK tokens of one head, from token `first` on, as the transpose [DIM, CHUNK], because a transposed result
+    cannot be an operand of a product. `array` points to the head's first token, STRIDE is the numbers from token to
+    token; tokens past the row (LENGTH) are 0."""
     rows = tl.arange(0, CHUNK)
     pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[None, :] * STRIDE + tl.arange(0, DIM)[:, None]
     if LENGTH % CHUNK == 0:
@@ -65,8 +65,8 @@ def _piece_turned(
 def _put_tokens(
     array, values, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Stores values [CHUNK, DIM] as the tokens from `first` on, without those past the row, in the dtype of `array`;
-    array, STRIDE and LENGTH are those of _tokens."""
+    """Stores values [CHUNK, DIM] as the tokens of one head from token `first` on, in the dtype of `array`, without
+    those past the row (LENGTH). `array` points to the head's first token, STRIDE is the numbers from token to token."""
     rows = tl.arange(0, CHUNK)
     pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[:, None] * STRIDE + tl.arange(0, DIM)[None, :]
     values = values.to(array.dtype.element_ty)
@@ -80,8 +80,9 @@ def _put_tokens(
 def _put_tokens_turned(
     array, values, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Stores the transpose of values [DIM, CHUNK] as the tokens from `first` on, without those past the row, in the
-    dtype of `array`; array, STRIDE and LENGTH are those of _tokens."""
+    """Stores the transpose of values [DIM, CHUNK] as the tokens of one head from token `first` on, in the dtype of
+    `array`, without those past the row (LENGTH). `array` points to the head's first token, STRIDE is the numbers from
+    token to token."""
     rows = tl.arange(0, CHUNK)
     pointers = array + tl.cast(first, tl.int64) * STRIDE + rows[None, :] * STRIDE + tl.arange(0, DIM)[:, None]
     values = values.to(array.dtype.element_ty)
@@ -93,15 +94,18 @@ def _put_tokens_turned(
 
 @triton.jit
 def _along(sums, array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr):
-    """float32[CHUNK]: the inner product of each row of `sums` [CHUNK, DIM] with its token, which is loaded again,
-    because keeping it would take registers. array, first, STRIDE and LENGTH are those of _tokens."""
+    """Returns float32[CHUNK]: the inner product of each row of `sums` [CHUNK, DIM], a gradient, with the vector of its
+    token (a query), which is loaded again, because keeping it would take registers. `array` points to the head's first
+    token, `first` is the number of the chunk's first token in the row, STRIDE the numbers from token to token; tokens
+    past the row (LENGTH) are 0."""
     return tl.sum(sums * _tokens(array, first, STRIDE, DIM, LENGTH, CHUNK).to(tl.float32), 1)
 
 
 @triton.jit
 def _inverse_length(array, first, STRIDE: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr):
-    """float32[CHUNK]: 1 over the length of each token's vector, a query or a key of DIM numbers. array, first, STRIDE
-    and LENGTH are those of _tokens."""
+    """Returns float32[CHUNK]: 1 over the length of each token's vector, a query or a key of DIM numbers, by which it is
+    normalised. `array` points to the head's first token, `first` is the number of the chunk's first token in the row,
+    STRIDE the numbers from token to token; tokens past the row (LENGTH) are 0."""
     wide = _tokens(array, first, STRIDE, DIM, LENGTH, CHUNK).to(tl.float32)
     return tl.rsqrt(tl.sum(wide * wide, 1) + _EPS)
 
@@ -128,9 +132,9 @@ def _put_matrix(array, values, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _bounds(starts, ends, first, LENGTH: tl.constexpr, CHUNK: tl.constexpr):
-    """(int32[CHUNK] first token of each token's document, bool[CHUNK] whether it is a real token) for the tokens
-    from `first` on; tokens past the row's LENGTH are padding. starts and ends point to the row's document bounds,
-    int32[T]."""
+    """Returns, for CHUNK tokens from number `first` on, (int32[CHUNK] the number in the row of the first token of each
+    token's document, bool[CHUNK] True for a token of a document, False for padding). Padding, which includes tokens
+    past the row's LENGTH, gets its own number. starts and ends point to the row's document bounds, int32[T]."""
     places = first + tl.arange(0, CHUNK)
     start = tl.load(starts + places, mask=places < LENGTH, other=0)
     end = tl.load(ends + places, mask=places < LENGTH, other=0)
@@ -147,16 +151,24 @@ def _reads(start, places):
 
 @triton.jit
 def _left(sums, seen):
-    """float32[CHUNK, CHUNK]: the factor that is left of a token's writing (column) when another token (row) reads it,
-    the decay between the two; 0 unless `seen`, from _reads. sums: float32[CHUNK], the decays summed since the start of
-    each token's document within the chunk."""
+    """Returns float32[CHUNK, CHUNK]: the decay from one token of a chunk to another, the factor that is left of what
+    the first (column) wrote into the state when the second (row) reads it; 0 where not `seen`.
+
+    sums: float32[CHUNK], the logarithms of decays, summed over each token's document within the chunk, up to the token.
+    seen: bool[CHUNK, CHUNK] from _reads, whether the token of the row sees that of the column.
+    """
     return tl.where(seen, tl.exp(tl.minimum(sums[:, None] - sums[None, :], 0.0)), 0.0)
 
 
 @triton.jit
 def _after(sums, start, places, is_last):
-    """float32[CHUNK]: the factor of each token's writing in the state after the chunk; 0 for documents that end before.
-    sums, start and places are as in _left and _reads; is_last marks the chunk's last token."""
+    """Returns float32[CHUNK]: the factor with which what each token writes is in the state after the chunk; 0 for
+    documents that end before.
+
+    sums: float32[CHUNK], the logarithms of decays, summed over each token's document within the chunk, up to the token.
+    start, places: int32[CHUNK], the number in the row of the first token of each token's document, and of the token.
+    is_last: bool[CHUNK], True for the chunk's last token only.
+    """
     last = tl.sum(tl.where(is_last, sums, 0.0), 0)
     last_start = tl.sum(tl.where(is_last, start, 0), 0)
     return tl.where(places >= last_start, tl.exp(tl.minimum(last - sums, 0.0)), 0.0)
@@ -164,17 +176,19 @@ def _after(sums, start, places, is_last):
 
 @triton.jit
 def _sum_from_begin(before, before_begins, token, begins):
-    """Combines two neighbouring runs of tokens in a scan that sums a number from the start of each token's document to
-    the token. A run is (sum, flag): (before, before_begins), then (token, begins). The sum restarts where the flag
-    marks a document's first token, so a sum to the left of one is dropped. Returns the combined run."""
+    """Combines two neighbouring runs of tokens, for tl.associative_scan, which sums a number from the start of each
+    token's document to the token. A run is (sum, flag): (before, before_begins) is the left one, (token, begins) the
+    right one. A flag that is not 0 says that a document begins in the run; a sum to the left of a document's first
+    token is dropped. Returns the combined run."""
     return tl.where(begins != 0, token, before + token), before_begins | begins
 
 
 @triton.jit
 def _sum_to_end(after, after_ends, token, ends):
-    """Combines two neighbouring runs of tokens in a scan from the last token back, which sums a number from each token
-    to the end of its document. A run is (sum, flag): (after, after_ends), then (token, ends). The sum restarts where
-    the flag marks a document's last token, so a sum to the right of one is dropped. Returns the combined run."""
+    """Combines two neighbouring runs of tokens, for tl.associative_scan from the last token back, which sums a number
+    from each token to the end of its document. A run is (sum, flag): (after, after_ends) is the right one, (token,
+    ends) the left one. A flag that is not 0 says that a document ends in the run; a sum to the right of a document's
+    last token is dropped. Returns the combined run."""
     return tl.where(ends != 0, token, token + after), after_ends | ends
 
 
@@ -184,13 +198,15 @@ def numbers_kernel(query, key, decay, beta, starts, ends,
                    LENGTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr,
                    HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
                    WIDTH: tl.constexpr):  # fmt: skip
-    """The numbers of a chunk's tokens, the fields total to faded of triton.Made (total, share, unit_q, unit_k, kept,
-    read, written, reach, faded), for all value heads of a key head. Grid: (key_heads, chunks, B).
+    """Computes the numbers of a chunk's tokens, the fields total to faded of triton.Made, which explains them (total,
+    share, unit_q, unit_k, kept, read, written, reach, faded), for all value heads of a key head. Grid: (key_heads,
+    chunks, B).
 
     They have a kernel of their own, because a kernel with matrix products has layouts in which a thread would compute
-    each number 16 times. query, key, decay and beta are those of the rule, starts and ends the document bounds,
-    int32[B, T]. The compile-time constants are the sizes: LENGTH tokens of a row in CHUNKS chunks of CHUNK, KEY_HEADS
-    of KEY_DIM, HEADS of VALUE_DIM; SCALE multiplies queries; WIDTH is not used.
+    each number 16 times. query and key are [B, T, key_heads, K], decay (its logarithm) and beta float32[B, T, heads],
+    starts and ends the document bounds, int32[B, T]. The compile-time constants are the sizes: LENGTH tokens of a row
+    in CHUNKS chunks of CHUNK, KEY_HEADS of KEY_DIM, HEADS of VALUE_DIM; SCALE, 1 / sqrt(K), multiplies queries; WIDTH
+    is not used.
     """
     key_head = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -228,9 +244,10 @@ def numbers_kernel(query, key, decay, beta, starts, ends,
 
 @triton.jit
 def _inverse(lower, CHUNK: tl.constexpr):
-    """The inverse of 1 + lower, float32[CHUNK, CHUNK] with zeros on and above the diagonal. It starts with blocks of 2
-    on the diagonal, from which blocks twice as large follow. Factors of products are float16: the inverse maps errors
-    of unit vectors, is at most 1, and float16 has TF32's 11 bits."""
+    """Returns the inverse of 1 + lower, float32[CHUNK, CHUNK]. lower: float32[CHUNK, CHUNK], strictly lower triangular
+    (zeros on and above the diagonal). It starts with blocks of 2 on the diagonal, from which blocks twice as large
+    follow. Factors of products are float16: the inverse maps errors of unit vectors, is at most 1, and float16 has
+    TF32's 11 bits."""
     LEVELS: tl.constexpr = 6 if CHUNK == 64 else 5
     row = tl.arange(0, CHUNK)[:, None]
     column = tl.arange(0, CHUNK)[None, :]
@@ -265,11 +282,13 @@ def chunk_kernel(
     SCALE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """The two matrices of a chunk of a value head, the fields inverse and weights of triton.Made, from query, key, the
-    document bounds starts and ends, and numbers_kernel's total, share, unit_q and unit_k. Grid: (heads, chunks, B).
+    """Computes the two matrices of a chunk of a value head that triton.Made has: inverse, of 1 + B, and weights, with
+    which queries read the chunk's own tokens. Grid: (heads, chunks, B).
 
-    The compile-time constants are the sizes: LENGTH tokens of a row in CHUNKS chunks of CHUNK, KEY_HEADS of KEY_DIM,
-    HEADS of VALUE_DIM; SCALE and WIDTH are not used.
+    query and key are [B, T, key_heads, K], starts and ends the document bounds, int32[B, T]; of numbers_kernel's
+    results it reads total (sums of decays), share (beta), and unit_q and unit_k (1 over the lengths of queries and
+    keys). The compile-time constants are the sizes: LENGTH tokens of a row in CHUNKS chunks of CHUNK, KEY_HEADS of
+    KEY_DIM, HEADS of VALUE_DIM; SCALE and WIDTH are not used.
     """
     head = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -302,11 +321,14 @@ def _walk(
     VALUE_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Where a program's data is that walks along a row with WIDTH columns of a value head (Grid: (parts of values,
-    heads, B)): (its first column of the values, the offset of its key head's first token in query and key, that of
-    its columns' first token in value and out, the number of its first chunk among those of all rows and heads).
-    Offsets count numbers of an array. LENGTH, CHUNKS, KEY_HEADS, HEADS, KEY_DIM and VALUE_DIM are the sizes of
-    forward_kernel."""
+    """Returns where the data of a program is that walks along a row with WIDTH columns of a value head: (the number of
+    its first column of the values, the offset of its key head's first token in query and key, that of its columns'
+    first token in value and out, the number of its first chunk among those of all rows and heads). Offsets count
+    numbers of an array. Grid: (VALUE_DIM / WIDTH, heads, B).
+
+    The compile-time constants are the sizes: LENGTH tokens of a row in CHUNKS chunks, KEY_HEADS of KEY_DIM, HEADS of
+    VALUE_DIM.
+    """
     part = tl.program_id(0) * WIDTH
     head = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
@@ -319,13 +341,16 @@ def forward_kernel(query, key, value, inverse, weights, kept, read, written, fad
                    LENGTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr,
                    HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
                    WIDTH: tl.constexpr, SAVE: tl.constexpr):  # fmt: skip
-    """The states of a value head along a row, WIDTH of their columns, and the outputs `out` read from them. Everything
-    is transposed: the state is always the left operand of its products, and stays in registers. If SAVE, it also
-    stores `error` (z) and `states`, those before each chunk, for the backward. Grid: (parts of values, heads, B).
+    """Computes the states of a value head along a row, WIDTH of their columns, and the outputs `out` [B, T, heads, V]
+    that queries read from them. Everything is transposed: the state is always the left operand of its products, and
+    stays in registers. Grid: (VALUE_DIM / WIDTH, heads, B).
 
-    query, key and value are those of the rule; inverse, weights, kept, read, written and faded the fields of
-    triton.Made. The compile-time constants are the sizes: LENGTH tokens of a row in CHUNKS chunks of CHUNK, KEY_HEADS
-    of KEY_DIM, HEADS of VALUE_DIM; SCALE is not used.
+    SAVE: True: it also stores `error` (the errors z that tokens write into the state, as value) and `states` (those
+    before each chunk) for the backward; False: these two are not written. query and key are [B, T, key_heads, K], value
+    [B, T, heads, V]; inverse, weights, kept, read, written and faded are the fields of triton.Made, which explains
+    them: the matrices of chunks, and the factors with which tokens and chunks read and change the state. The
+    compile-time constants are the sizes: LENGTH tokens of a row in CHUNKS chunks of CHUNK, KEY_HEADS of KEY_DIM, HEADS
+    of VALUE_DIM; SCALE is not used.
     """
     part, keys, values, line = _walk(LENGTH, CHUNKS, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, WIDTH)
     state = tl.zeros([WIDTH, KEY_DIM], tl.float32)
@@ -361,12 +386,14 @@ def reverse_kernel(query, key, dout, inverse, weights, kept, read, written, fade
                    LENGTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr,
                    HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
                    WIDTH: tl.constexpr):  # fmt: skip
-    """The gradients of a value head's states from the row's end, and dvalue, with forward_kernel's structure and
-    arguments. dout is the gradient of the output; dstates are the gradients of the states after each chunk. Grid:
-    (parts of values, heads, B).
+    """Computes the gradients of a value head's states from the row's end back, WIDTH of their columns, and dvalue [B,
+    T, heads, V]. dstates are the gradients of the states after each chunk, in the shape of `states`. Grid: (VALUE_DIM /
+    WIDTH, heads, B).
 
-    inverse, weights, kept, read, written and faded are the fields of triton.Made. The compile-time constants are the
-    sizes: LENGTH tokens of a row in CHUNKS chunks of CHUNK, KEY_HEADS of KEY_DIM, HEADS of VALUE_DIM.
+    query and key are [B, T, key_heads, K]; dout is the gradient of the output, [B, T, heads, V]; inverse, weights,
+    kept, read, written and faded are the fields of triton.Made, which explains them: the matrices of chunks, and the
+    factors with which tokens and chunks read and change the state. The compile-time constants are the sizes: LENGTH
+    tokens of a row in CHUNKS chunks of CHUNK, KEY_HEADS of KEY_DIM, HEADS of VALUE_DIM; SCALE is not used.
     """
     part, keys, values, line = _walk(LENGTH, CHUNKS, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, WIDTH)
     dstate = tl.zeros([WIDTH, KEY_DIM], tl.float32)
@@ -398,14 +425,16 @@ def pairs_kernel(query, key, starts, ends, error, dvalue, dout, total, share, un
                  LENGTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr,
                  HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
                  WIDTH: tl.constexpr):  # fmt: skip
-    """The gradients of a value head's two matrices of a chunk, from the products of queries and keys with keys, and
-    their part of the decays' and beta's gradients. Grid: (heads, chunks, B).
+    """Computes the gradients of a value head's two matrices of a chunk (triton.Made's weights and 1 + B), from the
+    products of queries and keys with keys, and what these contribute to the gradients of decay and beta. Grid: (heads,
+    chunks, B).
 
-    It stores to_weights and to_system, matrices by which dquery and dkey follow from keys and queries, and for each
-    token flow and dbeta, the parts of ddecay (before its sum over later tokens) and dbeta. It reads query, key, the
-    document bounds (starts, ends), forward_kernel's error, dvalue, dout, and the numbers total, share, unit_q and
-    unit_k of triton.Made. The compile-time constants are the sizes: LENGTH tokens of a row in CHUNKS chunks of CHUNK,
-    KEY_HEADS of KEY_DIM, HEADS of VALUE_DIM; WIDTH columns are read at a time.
+    It stores to_weights and to_system, matrices [CHUNK, CHUNK] of each chunk by which dquery and dkey follow from keys
+    and queries; and for each token flow, the contribution to ddecay before its sum over later tokens, and dbeta, that
+    to beta's gradient. It reads query, key, the document bounds (starts, ends), forward_kernel's error, dvalue, dout,
+    and of triton.Made total (sums of decays), share (beta), unit_q and unit_k (1 over the lengths of queries and keys).
+    The compile-time constants are the sizes: LENGTH tokens of a row in CHUNKS chunks of CHUNK, KEY_HEADS of KEY_DIM,
+    HEADS of VALUE_DIM; WIDTH columns are read at a time, and SCALE is not used.
     """
     head = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -471,13 +500,15 @@ def dquery_kernel(
     SCALE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """dquery of a chunk, from all value heads of a key head. `asked` is, for each value head, the part of the gradient
-    from reading states, which also enters the decays' gradients. Grid: (key_heads, chunks, B).
+    """Computes dquery of a chunk, a sum over all value heads of a key head. It also stores `asked`, for each token and
+    value head the inner product of the query with the gradient that it gets from reading the states, which enters the
+    decays' gradients. Grid: (key_heads, chunks, B).
 
-    Factors per token are applied to rows of a product's result, so that its operands can be used as they are in
-    memory. It reads query, key, dout, forward_kernel's states, `read` of triton.Made, and pairs_kernel's to_weights.
-    The compile-time constants are the sizes: LENGTH tokens of a row in CHUNKS chunks of CHUNK, KEY_HEADS of KEY_DIM,
-    HEADS of VALUE_DIM; WIDTH columns are read at a time.
+    Factors per token are applied to rows of a product's result, so that its operands can be used as they are in memory.
+    It reads query, key, dout (the output's gradient), forward_kernel's states, `read` of triton.Made (the factors with
+    which queries read a chunk's first state), and pairs_kernel's to_weights. The compile-time constants are the sizes:
+    LENGTH tokens of a row in CHUNKS chunks of CHUNK, KEY_HEADS of KEY_DIM, HEADS of VALUE_DIM; WIDTH columns are read
+    at a time, and SCALE is not used.
     """
     key_head = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -515,17 +546,19 @@ def dkey_kernel(query, key, error, dvalue, states, dstates, kept, written, to_we
                 LENGTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr,
                 HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
                 WIDTH: tl.constexpr):  # fmt: skip
-    """dkey of a chunk, from all value heads of a key head, transposed: eight warps share its rows. Grid: (key_heads,
-    chunks, B).
+    """Computes dkey of a chunk, a sum over all value heads of a key head, transposed: eight warps share its rows. Grid:
+    (key_heads, chunks, B).
 
-    One loop runs over all value heads, and within each over WIDTH columns of their states and an equal part of the
+    One loop runs over all value heads, and within each over WIDTH columns of their states and an equal share of the
     chunk's tokens. The operands of all products are prefetched, also from one value head to the next.
 
-    Parts of the decays' gradients are stored for each value head: `lost` and `gained`, the products of keys with
-    dvalue and with the error through the states, and `fading`, the product of the state before the chunk with dstates.
-    It reads query, key, error, dvalue, states, dstates, the numbers kept and written of triton.Made, and
-    pairs_kernel's to_weights and to_system. The compile-time constants are the sizes: LENGTH tokens of a row in CHUNKS
-    chunks of CHUNK, KEY_HEADS of KEY_DIM, HEADS of VALUE_DIM.
+    For each value head it stores what enters the decays' gradients: `lost` and `gained`, for each token the inner
+    product of its key with the state before the chunk times dvalue, and with dstates times the error; and `fading`, for
+    each chunk the inner product of the state before it with dstates. It reads query, key, error, dvalue, states,
+    dstates (the gradients of the states after each chunk), kept and written of triton.Made (the factors with which keys
+    read and errors enter the state), and pairs_kernel's to_weights and to_system. The compile-time constants are the
+    sizes: LENGTH tokens of a row in CHUNKS chunks of CHUNK, KEY_HEADS of KEY_DIM, HEADS of VALUE_DIM; SCALE is not
+    used.
     """
     key_head = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -586,13 +619,15 @@ def rates_kernel(share, starts, ends, kept, faded, reach, flow, dbeta_of_pairs, 
                  LENGTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr,
                  HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SCALE: tl.constexpr,
                  WIDTH: tl.constexpr):  # fmt: skip
-    """ddecay and dbeta of a chunk of a value head, float32[B, T, heads]. Grid: (heads, chunks, B).
+    """Computes ddecay and dbeta of a chunk of a value head, float32[B, T, heads], the last of the backward's kernels.
+    Grid: (heads, chunks, B).
 
     A decay's gradient is a sum over the later tokens: the reading queries' and keys' inner products with their own
-    gradients, minus those of the writing keys. It reads share, kept, faded and reach of triton.Made, the document
-    bounds (starts, ends), and what the kernels before it stored: flow and dbeta_of_pairs, asked, lost, gained and
-    fading. The compile-time constants are the sizes: LENGTH tokens of a row in CHUNKS chunks of CHUNK, KEY_HEADS of
-    KEY_DIM, HEADS of VALUE_DIM.
+    gradients, minus those of the writing keys. It reads share (beta), kept, faded and reach of triton.Made, the
+    document bounds (starts, ends), and what the kernels before it stored for each token: flow and dbeta_of_pairs
+    (pairs_kernel's dbeta), asked (dquery_kernel), lost and gained, and for each chunk fading (dkey_kernel). The
+    compile-time constants are the sizes: LENGTH tokens of a row in CHUNKS chunks of CHUNK, KEY_HEADS of KEY_DIM, HEADS
+    of VALUE_DIM; SCALE and WIDTH are not used.
     """
     head = tl.program_id(0)
     chunk = tl.program_id(1)
