@@ -1,9 +1,9 @@
-"""The heads that a model can have: what each computes for a token, and its names in checkpoints and adapters.
+"""The heads that a model can have: a head is the linear map of the hidden states after the final norm. Each declaration
+says what it computes for a token, and its names in checkpoints and adapters.
 
-A head that is not a language model's replaces that one (models/reward.py) and is trained whole beside adapters. All
-code that depends on the head reads its declaration here. To add a head, add it to HEADS; an objective requests it by
-its attribute `head`.
-"""
+The usual head gives the logits of a language model. Another head, such as a reward model's, replaces it
+(models/reward.py) and is trained whole beside adapters. All code that depends on the head reads its declaration here.
+To add a head, add it to the list HEADS; an objective requests it by its attribute `head`."""
 
 from __future__ import annotations
 
@@ -13,29 +13,32 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """The declaration of a head: a linear map of the hidden states after the final norm."""
+    """The declaration of a head, a linear map of the hidden states after the final norm. `is_text` says whether it is a
+    language model's; `hf_config` and `architecture_of` give what config.json says about it."""
 
-    name: str  # of its module in a checkpoint
-    outputs: int | None  # how many numbers it gives for each token; None: one logit for each token of the vocabulary
-    architecture: str  # the end of the names of Hugging Face's classes with this head
+    name: str  # the name of the head's module in a checkpoint, such as "lm_head"
+    outputs: int | None  # how many numbers it computes for each token; None: one logit for each token of the vocabulary
+    architecture: str  # how the names of Hugging Face's classes with this head end, such as "ForCausalLM"
     task_type: str  # PEFT's name of it in adapter_config.json
-    what: str  # describes a model with this head in error messages
+    # a clause that describes a model with this head, used in error messages, such as "this is a language model"
+    what: str
 
     @property
     def is_text(self) -> bool:
-        """Whether it is a language model's head, whose logits can be scaled and capped, sampled from, and tied to the
-        embedding."""
+        """True for a language model's head, whose logits can be scaled and capped, sampled from, and tied to the
+        embedding; False for a head with a fixed number of outputs, such as a reward model's."""
         return self.outputs is None
 
     def hf_config(self) -> dict[str, Any]:
-        """The entries of config.json that describe it (id2label and label2id), beside `architectures`; {} for a
-        language model's head."""
+        """The entries id2label and label2id of config.json, which name the outputs of a head that has a fixed number of
+        them; {} for a language model's head. The entry `architectures` is not among them (`architecture_of`)."""
         labels = {} if self.outputs is None else {str(index): f"LABEL_{index}" for index in range(self.outputs)}
         return labels and {"id2label": labels, "label2id": {label: int(index) for index, label in labels.items()}}
 
     def architecture_of(self, causal: str) -> str:
-        """The name of Hugging Face's class with this head, from `causal`, the name of the language model's class, such
-        as "LlamaForCausalLM"."""
+        """The name of Hugging Face's class of the same family with this head, such as "LlamaForSequenceClassification";
+        it is written to config.json. causal: the name of the family's language model class, such as "LlamaForCausalLM".
+        """
         return causal.replace(TEXT.architecture, self.architecture)
 
 

@@ -1,4 +1,5 @@
-"""Loads models from Hugging Face folders and saves them, one tensor at a time, so that no model is in memory twice."""
+"""Loads models from Hugging Face folders and saves them. Tensors are read and written one at a time, so that a model is
+never twice in memory. from_pretrained and save_pretrained are the functions for users."""
 
 from __future__ import annotations
 
@@ -58,9 +59,8 @@ _DTYPE = "bfloat16"  # the default
 
 def _abstract(config: DecoderConfig, dtype: str):
     """The structure of a Decoder without its arrays, by which a checkpoint is checked before any tensor is read.
-    config: of the decoder.
 
-    dtype: of weights and compute, by its name.
+    config: of the decoder. dtype: the name of the dtype of weights and compute.
 
     Returns:
       (graph, [(path, variable with only a shape)], names of all linears and expert matrices that may be quantised)
@@ -72,21 +72,25 @@ def _abstract(config: DecoderConfig, dtype: str):
 
 class Pretrained:
     """A checkpoint folder whose config and weight headers have been read and checked, before any tensor is read.
+    `device_bytes` says how much memory the model takes, and `load` then reads it, so that a plan can be made before.
 
     Args:
       path: a folder with config.json and safetensors, or a hub name.
       dtype: of weights and compute.
-      load_in: the format to which linears are quantised on loading; None: none is quantised then.
-      max_length: tokens of the longest row that will be used; None: not checked.
+      load_in: the format, such as "nf4", to which linears are quantised on loading; None: none is quantised then. It
+        has no effect on a checkpoint whose own weights are quantised.
+      max_length: tokens of the longest row that will be used, which must not exceed the model's positions; None: not
+        checked.
       skip_modules: names of linears that `load_in` does not quantise.
 
     Attributes:
       config: the DecoderConfig.
       folder: the local folder.
       packed: whether the checkpoint's own weights are quantised.
-      stored_in: the name of the format that they are stored in, or None.
+      stored_in: the name of the format in which the checkpoint stores quantised weights; None if it stores none.
     Raises:
-      ValueError: as in from_pretrained, except for errors in a tensor's bytes, which come from `load`.
+      ValueError: an unsupported model, missing or misshaped tensors, and the other errors of from_pretrained; only
+        damaged bytes of a tensor are noticed later, by `load`.
     """
 
     def __init__(
@@ -149,10 +153,10 @@ class Pretrained:
         self._qat = None if self._encoded else quant.grid_of(f"{folder / 'config.json'}", whole)
 
     def device_bytes(self, load_in: str | None = None) -> int:
-        """Bytes of the model on a device that has all of it.
+        """The bytes of the model on a device that has all of it, computed from the headers of the files.
 
-        load_in: a format; the bytes are then those of a model whose linears are all in it. None: as `load` loads it.
-        """
+        load_in: a format; the bytes are then those of a model whose linears are all in this format, which tells how
+        much smaller it would be. None: the bytes of the model that `load` returns."""
         shapes = {name: variable.get_value().shape for name, (_, variable) in self._variables.items()}
         encoded = self._encoded if load_in is None else dict.fromkeys(self._quantizable, load_in)
         return load_memory.load_bytes(shapes, self._entries, self._dtype, encoded, self._decoded)
@@ -250,14 +254,15 @@ def load_base(
 
 
 def _format(load_in: str | None) -> str | None:
-    """The argument load_in of from_pretrained as Pretrained takes it: None for "stored", which quantises no weight."""
+    """Translates load_in of from_pretrained for Pretrained, where None means that no weight is quantised on loading:
+    "stored" becomes None, and other values are returned as they are."""
     return None if load_in == "stored" else load_in
 
 
 def _loaded(pretrained: Pretrained, tokenizers: Sequence[Path]) -> tuple[Decoder, Any]:
-    """(the model of a checkpoint `pretrained`, the tokenizer of the first of the folders `tokenizers` that has one, or
-    None if none has). Both are loaded at the same time, because importing transformers for the tokenizer takes
-    seconds."""
+    """Loads the model of the checkpoint `pretrained` and its tokenizer: (model, tokenizer). The tokenizer is that of
+    the first of the folders `tokenizers` that has one, or None if none has. Both are loaded at the same time, because
+    importing transformers for the tokenizer takes seconds."""
 
     def first() -> Any:
         return next((found for folder in tokenizers if (found := load_tokenizer(folder)) is not None), None)
@@ -294,12 +299,11 @@ def model_from_config(config: str | os.PathLike | Mapping[str, Any], key: jax.Ar
 
 
 def hf_config_of(model: Decoder, tokenizer=None) -> dict[str, Any]:
-    """The content of config.json for a model that is saved: the one that it was loaded with, or a new one if the model
-    was changed since. dtype, quantisation and QAT's grid are the model's own.
+    """The content of config.json for a model that is saved. It is the one that the model was loaded with, or a new one
+    if the model's config was changed since. dtype, quantisation and the grid of quantisation-aware training (QAT) are
+    always those of the model now.
 
-    Args:
-      tokenizer: gives the ids of special tokens that the config lacks.
-    """
+    tokenizer: gives the ids of special tokens that the config lacks; None: they stay missing."""
     own = family(model.config.family).to_hf(model.config)
     source = json.loads(model.source.config) if model.source is not None else {}
     if source and config_from_hf(source) == model.config:
@@ -329,14 +333,15 @@ def hf_config_of(model: Decoder, tokenizer=None) -> dict[str, Any]:
 
 
 def _group(name: str, value: Any, make: Callable[[], Any], dtype: np.dtype, files) -> Group:
-    """The Group (file_plan.py) that says as which tensors one tensor of a model is written to files.
+    """Plans as which file tensors one tensor of a model is written: the returned Group (file_plan.py) lists their
+    names, shapes and dtypes and computes them later. A mixture's experts become several tensors.
 
     Args:
       name: Hugging Face's name of the tensor.
-      value: the tensor, or only its shape.
-      make: computes the tensor.
+      value: the tensor, or only its shape (jax.ShapeDtypeStruct), from which the headers of the files are planned.
+      make: computes the tensor; it is called when the tensor is written.
       dtype: of tensors that are not quantised.
-      files: how the family names experts in files, or None.
+      files: how the family's checkpoints name experts (its `expert_files`); None: as the model does.
     Raises:
       ValueError: quantised experts of a family whose checkpoints cannot store them.
     """
@@ -382,8 +387,17 @@ def save_pretrained(
 def save_weights(
     weights: Weights, path: str | os.PathLike, tokenizer=None, max_shard_bytes: int = 5_000_000_000
 ) -> None:
-    """Writes a model whose tensors are computed one at a time (`weights`), such as a merged one (merged_weights), as
-    save_pretrained does. path, tokenizer, max_shard_bytes and the errors are those of save_pretrained."""
+    """Writes a model as a Hugging Face folder, as save_pretrained does, but with tensors that are computed one at a
+    time when they are written. So a model with merged adapters is saved without being in memory as a whole.
+
+    Args:
+      weights: the model and how its tensors are computed, such as merged_weights returns it.
+      path: a folder that does not exist or is empty.
+      tokenizer: saved with the model, if given.
+      max_shard_bytes: larger weights are divided into several files with an index.
+    Raises:
+      ValueError: the errors of save_pretrained.
+    """
     planned = checkpoint_tensors(weights)
     require_space(require_new(path, "save_pretrained").parent, file_plan.size_bytes(planned))
     with new_folder(path, "save_pretrained") as folder:
@@ -392,9 +406,11 @@ def save_weights(
 
 
 def checkpoint_tensors(weights: Weights) -> Planned:
-    """The plan of all tensors that a checkpoint of the model contains, passthrough tensors included: {Hugging Face's
-    name of a model's tensor: the Group of the file tensors that are computed from it}, in the order of the files. No
-    tensor is computed yet. weights: the model, of which some tensors may be computed when they are written.
+    """Plans all tensors that a checkpoint of the model contains, passthrough tensors (of a vision tower, for example)
+    included. Returns {Hugging Face's name of a model's tensor: the Group of the file tensors that are computed from
+    it}, in the order of the files. No tensor is computed yet.
+
+    weights: the model, of which some tensors may be computed only when they are written.
 
     Raises:
       ValueError: adapters that are not merged; 4-bit experts that no checkpoint could store.
@@ -412,17 +428,16 @@ def checkpoint_tensors(weights: Weights) -> Planned:
 def write_checkpoint(
     folder: Path, planned: Planned, hf: Mapping[str, Any], max_shard_bytes: int
 ) -> dict[str, shards.Written]:
-    """Writes weights, their index and config.json into an empty folder.
-
-    Returns {tensor's name in the files: shape, dtype and checksums of what was written}, to verify the files by.
-
-    One tensor of the model is computed at a time; host memory also has the tensors that wait to be written.
+    """Writes weights, their index and config.json into an empty folder. One tensor of the model is computed at a time;
+    host memory also has the tensors that wait to be written.
 
     Args:
       folder: the empty folder.
-      planned: from checkpoint_tensors.
+      planned: the tensors, from checkpoint_tensors.
       hf: content of config.json.
       max_shard_bytes: larger weights are divided into several files with an index.
+    Returns:
+      {tensor's name in the files: shape, dtype and checksums of what was written}, by which the files can be verified.
     Raises:
       ValueError: max_shard_bytes is not positive.
     """
@@ -446,6 +461,7 @@ def write_checkpoint(
 
 
 def write_companions(folder: Path, model: Decoder, tokenizer: Any) -> None:
-    """Writes the files beside weights and config.json into a folder: generation_config.json and image processor
-    configs as the model's source has them, and the files of the tokenizer, if it is not None."""
+    """Writes the other files of a checkpoint, beside weights and config.json, into a folder: generation_config.json and
+    image processor configs as the folder had them that the model was loaded from (model.source), and the files of the
+    tokenizer, if it is not None."""
     save_companions(folder, model.source.companions if model.source is not None else (), tokenizer)

@@ -23,19 +23,20 @@ class Frozen(nnx.Variable):
 
 
 def frozen(variable: nnx.Variable) -> Frozen:
-    """A `Frozen` variable, which is not trained, with the value and metadata (logical axes) of another variable."""
+    """Makes a `Frozen` variable, which is not trained, with the value and metadata (logical axes) of `variable`."""
     return Frozen(variable.get_value(), **variable.get_metadata())
 
 
 def trained(variable: nnx.Variable, value: jax.Array | jax.ShapeDtypeStruct) -> nnx.Param:
-    """An `nnx.Param`, which is trained, with this value and the metadata (logical axes) of another variable."""
+    """Makes an `nnx.Param`, which is trained, with this value and the metadata (logical axes) of another variable,
+    whose place it takes in a module."""
     return nnx.Param(value, **variable.get_metadata())
 
 
 @jax.custom_vjp
 def not_differentiated(frozens):
-    """`frozens`, the frozen tensors of a model's layers, unchanged; a gradient with respect to them raises
-    TypeError."""
+    """Returns `frozens`, a pytree with the frozen tensors of a model's layers, unchanged. Whoever asks for a gradient
+    with respect to them gets a TypeError instead of misleading zeros."""
     return frozens
 
 
@@ -54,18 +55,20 @@ not_differentiated.defvjp(_differentiated, lambda _, cotangents: (cotangents,), 
 
 
 class Lora(nnx.Module):
-    """The LoRA adapter of one linear: a [r, in] and b [out, r] (zero at the start), float32, and DoRA's magnitude
+    """The LoRA adapter of one linear: a [r, in] and b [out, r] (zero at the start), float32, and with DoRA a magnitude
     [out].
 
-    The scale follows from alpha and rslora, as in PEFT.
+    The linear's output gets scale * b a x added, where the scale follows from alpha and rslora, as in PEFT. With DoRA
+    the rows of the sum are scaled to the magnitude. `weights` gives the adapter to the kernels.
 
     Args:
       in_size, out_size, rank: in, out and r of these shapes.
       alpha: the adapter's output is multiplied by alpha / r.
-      rate: of dropout on the adapter's input in training.
+      rate: of dropout on the adapter's input in training, from 0 to 1.
       key: draws the initial a.
-      rslora: whether the output is multiplied by alpha / sqrt(r) instead.
-      dora: whether the adapter has a magnitude, which get_peft_model then sets to the norms of the weight's rows.
+      rslora: True: the output is multiplied by alpha / sqrt(r) instead; False: by alpha / r.
+      dora: True: the adapter has a magnitude, which get_peft_model then sets to the norms of the weight's rows; False:
+        it has none.
     """
 
     def __init__(
@@ -96,15 +99,15 @@ class Lora(nnx.Module):
 
     @property
     def scale(self) -> float:
-        """The factor on b a x: alpha / r, or alpha / sqrt(r) for rsLoRA (arXiv 2312.03732)."""
+        """The factor on the adapter's product b a x: alpha / r, or alpha / sqrt(r) with rslora (arXiv 2312.03732)."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def weights(self, base: jax.Array | Stored) -> LoraWeights:
-        """The adapter as quant_matmul takes it.
+        """The adapter as the argument of quant_matmul: a, b, the scale, and with DoRA the factor on each row of the
+        result.
 
-        base: the weight [out, in] that it adapts, an array or quantised. Only DoRA reads it: the scale of its rows
-        depends on the norms of the merged weight's rows.
-        """
+        base: the weight [out, in] that it adapts, an array or quantised. Only DoRA reads it, because its factor on a
+        row is the magnitude divided by the norm of that row of the merged weight."""
         a, b = self.a[...], self.b[...]
         row_scale = None
         if self.magnitude is not None:
@@ -113,10 +116,12 @@ class Lora(nnx.Module):
 
 
 def row_norm(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
-    """float32[out]: the norms of the rows of weight + scale b a, computed without forming the sum.
+    """The Euclidean norms of the rows of weight + scale b a, float32[out], computed without forming the sum; DoRA
+    divides by them.
 
-    |w + s b a|^2 = |w|^2 + 2 s (w a^T) . b + s^2 b (a a^T) . b        (DoRA, arXiv 2402.09353)
-    """
+        |w + s b a|^2 = |w|^2 + 2 s (w a^T) . b + s^2 b (a a^T) . b        (arXiv 2402.09353)
+
+    weight: [out, in]. a: [r, in]. b: [out, r]. scale: the adapter's factor (Lora.scale)."""
     precision = jax.lax.Precision.HIGHEST
     square = jnp.einsum("oi,oi->o", weight, weight, preferred_element_type=jnp.float32, precision=precision)
     a, b = a.astype(jnp.float32), b.astype(jnp.float32)
@@ -127,8 +132,9 @@ def row_norm(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax
 
 
 def merged_weight(weight: jax.Array, lora: LoraWeights) -> jax.Array:
-    """The weight [out, in] with its adapter `lora` merged into it, row_scale * (weight + scale b a), float32[out, in];
-    row_scale is DoRA's, and left out for other adapters."""
+    """Merges an adapter into the weight [out, in]: row_scale * (weight + scale b a), float32[out, in]. lora: the
+    adapter's a, b, scale and row_scale; the last is DoRA's factor on each row, and None (no factor) for other adapters.
+    """
     update = jnp.einsum(
         "or,ri->oi", lora.b.astype(jnp.float32), lora.a.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
     )
@@ -138,7 +144,7 @@ def merged_weight(weight: jax.Array, lora: LoraWeights) -> jax.Array:
 
 class Linear(nnx.Module):
     """A linear layer: weight [out, in] as in Hugging Face checkpoints or quantised, optional bias [out], optional
-    adapter.
+    adapter. Calling it on x [..., in] gives [..., out].
 
     Args:
       in_size, out_size: in and out of these shapes.
@@ -147,9 +153,11 @@ class Linear(nnx.Module):
       key: draws it.
       dtype: of weight and bias.
     Attributes:
-      fp8: whether a weight in FP8 is multiplied as it is stored, without decoding (by quant_matmul).
-      fake_quant: the grid to which the weight, with its adapter merged in, is rounded before it multiplies; None: none.
-      original: for a head that is trained beside adapters (modules_to_save), its weight before training.
+      lora: the adapter (Lora), or None.
+      fp8: True: a weight that is stored in FP8 is multiplied as it is, without decoding; False: it is decoded first.
+      fake_quant: for quantisation-aware training: the grid to which the weight, with its adapter merged in, is rounded
+        before it multiplies; None: it is not rounded.
+      original: for a head that is trained beside adapters (modules_to_save), its weight before training; else None.
     """
 
     num_experts = 0  # as ExpertLinear has, for code that handles both
@@ -173,16 +181,17 @@ class Linear(nnx.Module):
 
     @property
     def stored_weight(self) -> jax.Array | Stored:
-        """The weight as it is stored: an array, or quantised (then the variable cannot be indexed as others are)."""
+        """The weight in the form in which the model stores it: an array, or a quantised weight (Stored), whose variable
+        cannot be indexed as others are."""
         return self.weight.get_value()
 
     def rounded_weight(self, x: jax.Array) -> jax.Array:
-        """The weight [out, in] rounded to the grid of `fake_quant`, with the adapter merged in first if there is one.
+        """For quantisation-aware training: the weight [out, in] rounded to the grid of `fake_quant`, with the adapter
+        merged in first if there is one.
 
         x: the activations that it multiplies. The rounding is tied to them; otherwise XLA would keep the rounded weight
-        from the forward to the backward. A trained weight gets its gradient unchanged (straight_through), a frozen one
-        none.
-        """
+        from the forward to the backward. The gradient passes the rounding unchanged to a trained weight; a frozen one
+        gets none."""
         assert self.fake_quant is not None
         weight = self.stored_weight
         if isinstance(self.weight, nnx.Param):
@@ -199,13 +208,12 @@ class Linear(nnx.Module):
 
 
 def apply_fused(x: jax.Array, linears: tuple[Linear, ...], key: jax.Array | None = None) -> tuple[jax.Array, ...]:
-    """Applies several linears to the same x [..., in], in one quant_matmul: a tuple with one output [..., out] for
-    each, in x's dtype, adapters and biases included. Projections that share an input, such as query, key and value,
-    are computed so, because one operation reads x once.
+    """Applies several linears to the same x [..., in] in one operation, which reads x once: a tuple with one output
+    [..., out] for each, in x's dtype, adapters and biases included. Projections that share an input, such as query, key
+    and value, are computed so.
 
-    `key` draws the dropout mask of their adapters, which share one; None: no dropout. Weights that QAT rounds
-    (fake_quant) are rounded with their adapters merged in.
-    """
+    key: draws the dropout mask, which the adapters of all these linears share; None: no dropout. Weights with a
+    `fake_quant` are rounded with their adapters merged in."""
     rates = [linear.lora.rate for linear in linears if linear.lora is not None]
     weights, loras = [], []
     for linear in linears:

@@ -1,10 +1,10 @@
 """Adds LoRA adapters to a model (`get_peft_model`): selects the matrices that get one, and freezes the rest.
 
-The module also removes adapters (`without_adapter`), lists the matrices that can have one, and describes the adapters
-of a model as arguments of `get_peft_model` (`adapter_settings`); by `gives_adapter` a run compares them with its
-config. `savable` names the whole matrices that can be trained beside adapters (modules_to_save). Functions that return
-a model return a new module that shares the frozen arrays; their argument is never changed.
-"""
+The module also removes adapters (`without_adapter`), lists the matrices that can have one (`linears`, `experts`,
+`matrices`), and describes the adapters of a model as arguments of `get_peft_model` (`adapter_settings`); with
+`gives_adapter` a run checks that a model's adapters are those of its config. `savable` names the whole matrices that
+can be trained beside adapters (modules_to_save). Functions that return a model return a new module that shares the
+frozen arrays; their argument is never changed."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from jaxtune.pallas.formats import dense
 
 
 def savable(model: Decoder) -> tuple[str, str]:
-    """("embed_tokens", the name of the head of `model`, such as "lm_head"): the names that modules_to_save, the
-    matrices that are trained whole beside adapters, may contain for this model."""
+    """The names that modules_to_save may contain for this model, which are the matrices that can be trained whole
+    beside adapters: ("embed_tokens", the name of the head, such as "lm_head")."""
     return "embed_tokens", model.config.head.name
 
 
 def linears(model: Decoder) -> Iterator[tuple[str, Linear]]:
-    """Yields (Hugging Face module name, linear) of all linears in the layers in order, such as
-    model.layers.0.self_attn.q_proj, and of the linear that makes embeddings of each layer, where the model has these.
-    Matrices of experts, embedding and head are not among them."""
+    """Yields (Hugging Face module name, Linear) of all linears in the layers in order, such as
+    model.layers.0.self_attn.q_proj. In a model with per-layer embeddings (Gemma 4 E2B), the linear that computes these
+    comes last. Matrices of experts, embedding and head are not among them."""
     yield from ((name, matrix) for name, matrix in _in_layers(model) if not matrix.num_experts)
     if model.per_layer is not None:
         yield "model.per_layer_model_projection", model.per_layer.projection
 
 
 def experts(model: Decoder) -> Iterator[tuple[str, ExpertLinear]]:
-    """Yields (Hugging Face parameter name, ExpertLinear, the matrix of all experts of a layer) in order, such as
-    model.layers.0.mlp.experts.gate_up_proj."""
+    """Yields (Hugging Face parameter name, ExpertLinear) in order, such as model.layers.0.mlp.experts.gate_up_proj;
+    each has one matrix of all experts of a layer. Nothing in a model without experts."""
     yield from ((name, matrix) for name, matrix in _in_layers(model) if matrix.num_experts)
 
 
@@ -62,31 +62,33 @@ def matrices(model: Decoder) -> Iterator[tuple[str, Linear | ExpertLinear]]:
 
 
 def has_adapter(model: Decoder) -> bool:
-    """Whether any linear or expert matrix of the model has a LoRA adapter."""
+    """Whether any linear or expert matrix of the model has a LoRA adapter; matrices that are trained whole do not
+    count."""
     return any(matrix.lora is not None for _, matrix in matrices(model))
 
 
 def copy_structure(model):
-    """A new module (nnx.Module) over the same arrays as `model`, whose structure, types of variables and values can be
-    changed without an effect on `model`; it takes no memory."""
+    """Returns a copy of `model` (an nnx.Module) that shares its arrays and so takes no memory. The copy's structure,
+    types of variables and values can be changed without an effect on `model`."""
     graph, state = nnx.split(model)
     return nnx.merge(graph, jax.tree.map(lambda array: array, state))  # new variables: split returns the model's own
 
 
 def name_matches(name: str, target: str) -> bool:
-    """Whether `target`, an entry of a list such as target_modules, selects the module of this dotted name by PEFT's
-    rule: it is the whole name, or its last part or parts ("q_proj" or "self_attn.q_proj")."""
+    """Whether `target`, an entry of target_modules, target_parameters or a similar list, selects the module of this
+    dotted name by PEFT's rule: it is the whole name, or the end of it after a dot ("q_proj" or "self_attn.q_proj")."""
     return name == target or name.endswith("." + target)
 
 
 def pattern_values(key: str, patterns: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
-    """{name: value} for the names that a pattern matches; the first pattern that matches a name decides.
+    """Looks up the settings of modules by patterns: {name: value} for the names that a pattern matches; the first
+    pattern that matches a name decides.
 
     This is PEFT's rule for rank_pattern and alpha_pattern, whose patterns are regular expressions over the end of a
-    name.
+    name, after a dot, or the whole name.
 
     Args:
-      key: of the config, for errors.
+      key: the config's key that has the patterns, such as "rank_pattern", for error messages.
       patterns: {regular expression: value}.
       names: the modules' names.
     """
@@ -99,20 +101,21 @@ def pattern_values(key: str, patterns: Mapping[str, float], names: Sequence[str]
 
 
 def _ends(name: str) -> list[str]:
-    """The strings that a pattern for `name`, a dotted name, may match: the whole name, and what follows each dot."""
+    """The strings that a pattern may match for the dotted name `name`: the whole name, and what follows each dot; for
+    "a.b.c" ["a.b.c", "b.c", "c"]."""
     parts = name.split(".")
     return [".".join(parts[start:]) for start in range(len(parts))]
 
 
 def select_targets(names: Sequence[str], target_modules: str | Sequence[str], experts: Sequence[str] = ()) -> list[str]:
-    """The names of the linears that target_modules selects.
+    """Returns the names of the linears that target_modules selects, in the order of `names`.
 
     Args:
       names: of all linears.
       target_modules: "all-linear"; a regular expression over the whole name; or a list of names or last parts of names.
-      experts: names of expert matrices, which target_parameters selects, for the error message.
+      experts: names of expert matrices, which target_parameters selects; only the error message names them.
     Raises:
-      ValueError: a target that matches no linear, with the names that exist.
+      ValueError: target_modules is empty, or a target matches no linear; the message has the names that exist.
     """
     known = sorted({name.rsplit(".", 1)[1] for name in names})
     if target_modules == "all-linear":
@@ -141,14 +144,14 @@ def select_targets(names: Sequence[str], target_modules: str | Sequence[str], ex
 
 
 def select_parameters(names: Sequence[str], target_parameters: Sequence[str]) -> list[str]:
-    """The names of the expert matrices that target_parameters selects: a target is the whole name or its end, as in
-    PEFT.
+    """Returns the names of the expert matrices that target_parameters selects, in the order of `names`: a target is the
+    whole name or its end, as in PEFT.
 
     Args:
       names: of all expert matrices.
-      target_parameters: such as ["mlp.experts.down_proj"].
+      target_parameters: a list such as ["mlp.experts.down_proj"].
     Raises:
-      ValueError: a target that matches nothing.
+      ValueError: a target that matches nothing, or a string in place of a list.
     """
     if isinstance(target_parameters, str):
         raise ValueError(f"target_parameters = {target_parameters!r}: must be a list, such as [mlp.experts.down_proj]")
@@ -175,11 +178,11 @@ def freeze(model: Decoder) -> Decoder:
 def _chosen(
     model: Decoder, r, lora_alpha, target_modules, target_parameters, rank_pattern, alpha_pattern
 ) -> dict[str, tuple[int, float]]:
-    """{name of a matrix of the model that gets an adapter: (rank, alpha)}. The arguments are those of get_peft_model:
-    r, lora_alpha, target_modules, target_parameters, rank_pattern and alpha_pattern.
+    """The matrices that get_peft_model would adapt: {matrix's name: (rank, alpha)}. The arguments, from r to
+    alpha_pattern, are those of get_peft_model, of which r is the default rank and lora_alpha the default alpha.
 
     Raises:
-      ValueError: a target or pattern that matches nothing, or a rank or alpha out of range.
+      ValueError: a target or pattern that matches nothing, or a rank or alpha in a pattern that is out of range.
     """
     expert_names = [name for name, _ in experts(model)]
     parameters = select_parameters(expert_names, target_parameters or ())
@@ -297,10 +300,10 @@ def without_adapter(model: Decoder) -> Decoder:
 
 
 def adapter_settings(model: Decoder) -> dict[str, Any] | None:
-    """{name: value} of the arguments of get_peft_model (without the seed) that would give the model's adapters; None if
-    it has none.
+    """Describes the adapters of a model as the arguments of get_peft_model (without the seed) that would give them:
+    {name: value}; None if the model has no adapters.
 
-    They are what adapter_config.json says of an adapter.
+    adapter_config.json is written from them, and gives_adapter compares them with a config.
 
     Raises:
       ValueError: a setting that differs between modules although PEFT has one value for all.
@@ -342,11 +345,11 @@ def adapter_settings(model: Decoder) -> dict[str, Any] | None:
 
 
 def gives_adapter(model: Decoder, settings: Mapping[str, Any]) -> bool:
-    """Whether get_peft_model(base, **settings) gives adapters like those of `model`, apart from their values.
+    """Whether get_peft_model(base, **settings) would give adapters like those of `model`, apart from their values. A
+    run checks by it that the model that it was given has the adapters of its config.
 
-    A run compares a given model with its config's section `adapter` by it. settings: every argument of get_peft_model
-    but the seed; settings that match nothing in the model give False.
-    """
+    settings: every argument of get_peft_model but the seed. False too if the model has no adapters, or if a setting
+    matches nothing in it."""
     actual = adapter_settings(model)
     if actual is None:
         return False
@@ -366,17 +369,17 @@ def gives_adapter(model: Decoder, settings: Mapping[str, Any]) -> bool:
 
 
 def _saved(model: Decoder) -> list[str]:
-    """Those of the names that `savable` gives, the embedding's and the head's, whose weight is trained: the value of
-    modules_to_save for the model. If the head is tied to a trained embedding, both names are in it."""
+    """The value of modules_to_save for the model: those of the names ("embed_tokens", the head's name) whose weight is
+    trained whole. If the head is tied to a trained embedding, both names are in it."""
     holders = zip(savable(model), (model.embedding.weight, model.head_variable), strict=True)
     return [name for name, variable in holders if isinstance(variable, nnx.Param)]
 
 
 def _compress(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """A setting of all adapters, such as the rank, as PEFT's config has it: a default, and patterns for the exceptions.
+    """Divides a setting of all adapters, such as the rank, into a default and exceptions, as PEFT's config has it.
 
-    values: {module's name: its value of the setting}. Returns (the most common value,
-    {last part of a name, or whole name: value} of the modules with other values).
+    values: {module's name: its value of the setting}. Returns (the most common value, {last part of a name, or whole
+    name: value} of the modules with other values). A last part is used if all modules that end so have the same value.
     """
     default = Counter(values.values()).most_common(1)[0][0]
     by_part: dict[str, set] = {}
@@ -391,5 +394,6 @@ def _compress(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def _number(value: float) -> int | float:
-    """A rank or alpha (`value`) as PEFT writes it to JSON: as an int if it is a whole number, otherwise as a float."""
+    """A rank or alpha as PEFT writes it to JSON: `value` as an int if it is a whole number, otherwise unchanged, as a
+    float."""
     return int(value) if float(value).is_integer() else value

@@ -1,4 +1,5 @@
-"""RMSNorm and LayerNorm, each with the rounding of the families that use it."""
+"""RMSNorm and LayerNorm. Each casts to the compute dtype at the same point of its computation as the families do that
+use it, so that results agree with transformers'."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ class LayerNorm(nnx.Module):
 
 
 def norm_of(config: DecoderConfig, size: int, dtype) -> RMSNorm | LayerNorm:
-    """A norm over `size` numbers of the kind that the decoder's config asks for, whose weight has `dtype`."""
+    """Makes the norm over `size` numbers that the decoder's config asks for: a LayerNorm if it says `centred_norm`,
+    otherwise an RMSNorm with the config's offset and rounding. dtype: of its weight."""
     if config.centred_norm:
         return LayerNorm(size, config.norm_eps, dtype)
     return RMSNorm(size, config.norm_eps, config.norm_offset, dtype, config.float32_norm)

@@ -14,7 +14,9 @@ MOST_RANKED = 20  # the most tokens of which top_logprobs gives log-probabilitie
 
 
 class Numbers(NamedTuple):
-    """The sampling settings of all rows as arrays, so that one program serves all values."""
+    """The sampling settings of N rows as arrays, one number for each row, which the compiled programs get as an
+    argument. So one program serves all values of the settings. `Sampling.numbers` makes them; the values of settings
+    that are off have no effect."""
 
     draws: Any  # bool[N]: whether the row samples its tokens; otherwise it takes the most likely one
     temperature: Any  # float32[N]; 1 where the row does not sample
@@ -22,17 +24,19 @@ class Numbers(NamedTuple):
     top_p: Any  # float32[N]; 1 where it is off
     min_p: Any  # float32[N]; 0 where it is off
     repetition_penalty: Any  # float32[N]; 1 where it is off
-    # float32[N]: the logits are divided by it before the log-probability of a token is computed
+    # float32[N]: the logits are divided by it before the log-probability of a token is computed; 1, or the row's
+    # temperature if its scaled_logprobs is True
     logprob_temperature: Any
 
 
 class Kind(NamedTuple):
-    """Which operations a program must contain because at least one of its rows needs them; static."""
+    """Which operations a program must contain because at least one of its rows needs them. It is a static argument of
+    the programs, so that an operation that no row needs costs nothing. `a | b` has the operations that a or b needs."""
 
-    draws: bool  # random sampling
-    filters: bool  # top_k, top_p or min_p
+    draws: bool  # the random choice of tokens; False: every row takes its most likely token
+    filters: bool  # top_k, top_p or min_p, which all need the logits in sorted order
     penalises: bool  # the repetition penalty
-    ranks: bool = False  # the log-probabilities of the most likely tokens
+    ranks: bool = False  # the log-probabilities of the most likely tokens (top_logprobs)
 
     def __or__(self, other: Kind) -> Kind:  # type: ignore[override]
         """The operations that either of the two needs."""
@@ -44,13 +48,16 @@ class Sampling:
     """The sampling settings of one row.
 
     The operations are applied to the logits in the order repetition_penalty, temperature, top_k, top_p, min_p. The
-    defaults change nothing and take the most likely token.
+    defaults change no logits and take the most likely token. The property `kind` says which operations the row needs,
+    and `numbers` gives its settings as one entry of a program's arrays.
 
     Raises:
-      ValueError: a setting out of its range, or filters with temperature 0, where they have no effect.
+      ValueError: a setting out of its range, or filters (top_k, top_p, min_p) with temperature 0, where they have no
+        effect.
     """
 
-    temperature: float = 0.0  # the logits are divided by it; 0 takes the most likely token
+    # the logits are divided by it, and a token is drawn at random; 0: the most likely token is taken
+    temperature: float = 0.0
     top_k: int = 0  # only this many most likely tokens remain (and those that are equally likely); 0: all
     top_p: float = 1.0  # only the most likely tokens remain, as few as have at least this total probability
     min_p: float = 0.0  # only tokens remain that are at least this many times as likely as the most likely one
@@ -58,8 +65,8 @@ class Sampling:
     repetition_penalty: float = 1.0
     top_logprobs: int = 0  # how many of the most likely tokens are returned with each new token; at most MOST_RANKED
     scaled_logprobs: bool = False
-    """Whether the log-probability of a token is computed from the logits divided by the temperature, or from the logits
-    themselves. Penalty and filters change neither."""
+    """True: the log-probability of a token is computed from the logits divided by the temperature; False: from the
+    logits themselves. In both cases it is computed without penalty and filters."""
 
     def __post_init__(self):
         for key, right, must in (
@@ -80,14 +87,16 @@ class Sampling:
 
     @property
     def kind(self) -> Kind:
-        """Which operations a program must contain for this row."""
+        """The operations that a program must contain for this row. A program that serves several rows contains those of
+        all of them (their Kinds joined with `|`)."""
         draws = self.temperature > 0
         filters = draws and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
         return Kind(draws, filters, self.repetition_penalty != 1.0, self.top_logprobs > 0)
 
     def numbers(self, vocab_size: int) -> Numbers:
-        """The settings as numpy scalars, for this row's entry of a program's arrays; settings that are off have the
-        values that Numbers says. vocab_size: the model's, which takes the place of a top_k of 0."""
+        """The settings as a Numbers of numpy scalars, which the sampler writes into this row's entry of a program's
+        arrays. Settings that are off get the values that have no effect (see the fields of Numbers). vocab_size: the
+        tokens of the model's vocabulary, which a top_k of 0 becomes."""
         top_k = min(self.top_k or vocab_size, vocab_size)
         top_p, min_p, penalty = map(np.float32, (self.top_p, self.min_p, self.repetition_penalty))
         draws, temperature = np.bool_(self.kind.draws), np.float32(self.temperature or 1.0)
@@ -96,17 +105,26 @@ class Sampling:
 
 
 def penalised(logits: jax.Array, seen: jax.Array, penalty: Any) -> jax.Array:
-    """The logits float32[B, V] with the repetition penalty (a number, or float32[B, 1]) applied to the tokens that the
-    row contains: `seen`, bool[B, V]."""
+    """Applies the repetition penalty: returns the logits, of which those of tokens that the row contains are divided by
+    the penalty if positive, and multiplied by it if negative.
+
+    Args:
+      logits: float32[B, V], one for each token of the vocabulary.
+      seen: bool[B, V], whether the row contains the token.
+      penalty: a number, or float32[B, 1], one for each row; 1 changes nothing.
+    """
     return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def filtered(logits: jax.Array, numbers: Numbers) -> jax.Array:
-    """The logits [B, V], already divided by the temperature, with -inf for the tokens that top_k, top_p and min_p
-    remove.
+    """Applies top_k, top_p and min_p: returns the logits [B, V] with -inf for the tokens that these remove.
 
     Each filter treats the tokens that the one before left as the whole distribution. A row whose filters are off keeps
-    all. numbers: the settings of the B rows.
+    all tokens, and every row keeps its most likely one.
+
+    Args:
+      logits: [B, V], already divided by the temperature.
+      numbers: the settings of the B rows, of which top_k, top_p and min_p are read.
     """
     top_k, top_p, min_p = (jnp.reshape(a, (-1, 1)) for a in (numbers.top_k, numbers.top_p, numbers.min_p))
     descending = -jnp.sort(-logits, axis=-1)
@@ -124,9 +142,13 @@ _BLOCK = 256  # tokens whose probabilities are added up before a draw looks for 
 
 
 def block_sums(scores: jax.Array, top: jax.Array) -> jax.Array:
-    """exp(scores - top) added up over blocks of _BLOCK tokens, float32[B, blocks], in one pass over the scores.
+    """Sums exp(scores - top) over blocks of _BLOCK (256) consecutive tokens of the vocabulary: float32[B, blocks].
+    `drawn` finds the block of the drawn token by these sums; their sum over all blocks is the normaliser of the
+    softmax.
 
-    scores: float32[B, V]. top: float32[B], the largest score of each row.
+    Args:
+      scores: float32[B, V].
+      top: float32[B], the largest score of each row, subtracted so that the exponential does not overflow.
     """
     padding = -scores.shape[1] % _BLOCK
     weights = jnp.exp(scores - top[:, None])
@@ -134,14 +156,16 @@ def block_sums(scores: jax.Array, top: jax.Array) -> jax.Array:
 
 
 def drawn(scores: jax.Array, likeliest: jax.Array, keys: jax.Array) -> jax.Array:
-    """Draws a token of each row with the probabilities softmax(scores): int32[B].
+    """Draws a token of each row with the probabilities softmax(scores), and returns its number: int32[B].
 
-    A uniform number is looked up in the cumulative sums, first those of blocks and then those of the block that it
-    falls into. So there is one random number a row, and one pass over the vocabulary.
+    A uniform random number is looked up in the cumulative sums, first in those of blocks of the vocabulary and then in
+    those of the tokens of the block that it falls into. So there is one random number for each row, and one pass over
+    the vocabulary.
 
     Args:
       scores: float32[B, V], -inf for tokens that must not be drawn.
-      likeliest: int32[B], the token with the largest score of each row.
+      likeliest: int32[B], the token with the largest score of each row; it is also taken where rounding would lead to a
+        token of probability 0.
       keys: the random key of each row, [B].
     """
     top = jnp.take_along_axis(scores, likeliest[:, None], axis=1)[:, 0]

@@ -1,4 +1,5 @@
-"""Plans how many slots a sampler has and how long their rows may be, by the free device memory."""
+"""Plans how many rows a sampler decodes at the same time and how long they may be, by the free device memory. The
+memory of one such row, with the caches of its keys and values, is a slot (slots.py)."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ _SPARED = 0.1  # the share of free memory that is left for activations of prefil
 
 
 def capacity_bucket(tokens: int) -> int:
-    """The capacity of a row's caches for this many tokens: 128 times a power of two, or three quarters of that.
+    """The capacity, in tokens, of a row's caches of keys and values, for a row of this many tokens: the next number up
+    that is 128 times a power of two, or three quarters of such a number (from 384 on).
 
     There are few capacities, because each needs compiled programs of its own.
 
@@ -36,10 +38,11 @@ def capacity_bucket(tokens: int) -> int:
 class SlotPlan:
     """The number of slots and the length of rows for which a sampler allocates memory."""
 
-    slots: int  # rows that decode in one batch
-    length: int  # tokens that a row may have, its prompt included
-    bytes: int  # of the states of all slots at this length, and of the logits
-    decoded_bytes: int = 0  # of quantised weights that are decoded once; 0: each product decodes them
+    slots: int  # the number of rows that decode in one batch
+    length: int  # the most tokens that a row may have, its prompt included
+    bytes: int  # device bytes of the states of all slots at this length, and of the logits of a step
+    # bytes of quantised weights that are decoded once and kept in memory; 0: each product decodes its weight again
+    decoded_bytes: int = 0
 
     def __str__(self) -> str:
         decoded = f", weights decoded once {self.decoded_bytes / 1e9:.2f} GB" if self.decoded_bytes else ""
@@ -47,9 +50,14 @@ class SlotPlan:
 
 
 def slot_bytes(structure: device.Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], slots: int, length: int) -> int:
-    """Device bytes of the states of `slots` slots of `length` tokens, and of the values around a step's logits.
+    """The device bytes of the states of `slots` slots with `length` tokens each, and of the values around the logits of
+    one step (16 bytes for each slot and token of the vocabulary).
 
-    structure: the model without its arrays. shapes: the shape and dtype of each of them.
+    Args:
+      structure: the model without its arrays.
+      shapes: the shape and dtype of each of the model's arrays, in the order of jax.tree.leaves(nnx.state(model)).
+      slots: the number of rows that decode at the same time.
+      length: the most tokens of a row; the capacity of its caches is rounded up (capacity_bucket).
     """
     states = device.states_shape(structure, shapes, slots, capacity_bucket(length))
     kept = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(states))
@@ -57,8 +65,11 @@ def slot_bytes(structure: device.Structure, shapes: tuple[jax.ShapeDtypeStruct, 
 
 
 def slots_for(model: Decoder, room_bytes: float, length: int, most_slots: int) -> SlotPlan:
-    """The plan of a sampler of a model whose arrays may be shapes: as many slots of `length` tokens as `room_bytes`
-    bytes of device memory have room for, at most `most_slots`. Raises ValueError if there is no room for one."""
+    """The slots with which a sampler would run, for the plan of a training run that samples answers: as many slots of
+    `length` tokens as fit into `room_bytes` bytes of device memory, at most `most_slots`.
+
+    model: its arrays may be jax.ShapeDtypeStructs, because only their shapes are read. Raises ValueError if there is no
+    room for a single slot."""
     graph, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
     structure = device.structure_of(graph, treedef, model.config)
@@ -79,19 +90,22 @@ def plan_slots(
     most_slots: int = SLOTS,
     decoded_bytes: int = 0,
 ) -> SlotPlan:
-    """The plan with the most slots, up to `most_slots`, and the longest rows for which there is memory.
+    """Chooses the most slots, up to `most_slots`, and then the longest rows for which there is device memory.
 
-    Decoded weights get memory if they take at most half of what is free, if there are enough slots for them to be
-    faster (decoded.LEAST_ROWS), and if as many slots fit beside them as without them.
+    Quantised weights can also be decoded once and kept so in memory. The plan says so (SlotPlan.decoded_bytes) if they
+    take at most half of what is free, if there are enough slots for this to be faster (decoded.LEAST_ROWS), and if as
+    many slots fit beside them as without them.
 
     Args:
-      bytes_of: (slots, tokens of a row) -> bytes of the states and of a step's logits.
-      positions: of the model, the limit of `length`.
-      room_bytes: free memory; None: not known, which limits nothing.
-      slots: a fixed number of slots; None: planned.
-      length: a fixed length of rows; None: planned.
-      most_slots: the limit of planned slots.
-      decoded_bytes: of the quantised weights, if they were decoded; 0: they cannot be.
+      bytes_of: (number of slots, tokens of a row) -> bytes of their states and of a step's logits.
+      positions: the most tokens of a row that the model has positions for; `length` may not exceed it.
+      room_bytes: free device memory in bytes, of which a tenth is left for other buffers; None: it is not known, and
+        limits nothing.
+      slots: a fixed number of slots; None: it is planned.
+      length: a fixed length of rows in tokens; None: it is planned.
+      most_slots: the limit of a planned number of slots.
+      decoded_bytes: the bytes of the quantised weights if they were decoded; 0: there are none that can be decoded
+        once.
     Raises:
       ValueError: fixed values that do not fit, or are not positive integers.
     """
@@ -120,8 +134,18 @@ def _planned(
     length: int | None,
     most_slots: int,
 ) -> SlotPlan:
-    """The plan with the most slots and the longest rows for which `room` bytes suffice, without decoded weights. The
-    other arguments (bytes_of, positions, slots, length, most_slots) are those of plan_slots, checked."""
+    """The plan with the most slots and then the longest rows for which `room` bytes suffice, without decoded weights;
+    plan_slots calls it once without them and once with the room that they leave.
+
+    Args:
+      bytes_of: (number of slots, tokens of a row) -> bytes of their states and of a step's logits.
+      positions: the most tokens of a row that the model has positions for.
+      room: bytes that may be used; infinity: there is no limit.
+      slots, length: fixed values, which have been checked; None: planned.
+      most_slots: the limit of a planned number of slots.
+    Raises:
+      ValueError: not even the smallest plan fits.
+    """
 
     def fits(slots: int, length: int) -> bool:
         return bytes_of(slots, length) <= room
@@ -142,8 +166,8 @@ def _planned(
 
 
 def room_bytes(share: float = 1.0) -> float | None:
-    """The bytes that slots may take: this share of the free memory of this process's first device; None if the device
-    does not report it."""
+    """The bytes of device memory that slots may take: the fraction `share` (0 to 1) of what is free on this process's
+    first device. None if the device does not report its memory, as a CPU."""
     stats = jax.local_devices()[0].memory_stats()
     if not stats or "bytes_limit" not in stats:
         return None

@@ -49,13 +49,11 @@ NEVER = np.iinfo(np.int32).max  # a length that no row reaches
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Structure:
-    """A model without its arrays, which is the static argument of the programs; structure_of makes it.
-
-    The programs get the arrays apart, as the argument `leaves`.
-    """
+    """A model without its arrays: the static argument of the sampler's programs, made by structure_of. The programs get
+    the arrays apart, as the argument `leaves`, and build the model from both (`model`)."""
 
     graph: nnx.GraphDef  # the model's structure
-    treedef: Hashable  # of the model's state
+    treedef: Hashable  # the tree structure of nnx.state(model), by which the list of arrays becomes that state again
     config: DecoderConfig  # the model's config
 
     def model(self, leaves: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> Decoder:
@@ -75,8 +73,9 @@ def structure_of(graph: nnx.GraphDef, treedef: Hashable, config: DecoderConfig) 
 
 
 def flattened(model: Decoder) -> tuple[Structure, list[jax.Array]]:
-    """(the model without its arrays, its arrays), which programs take apart: flattening a deep model takes the host as
-    long as the device takes for many tokens.
+    """Takes a model apart for the programs: (its Structure, which has no arrays, the list of its arrays). The sampler
+    does so once and not for each call, because flattening a deep model takes the host as long as the device takes for
+    many tokens.
 
     Raises:
       ValueError: weights are divided over devices.
@@ -88,29 +87,33 @@ def flattened(model: Decoder) -> tuple[Structure, list[jax.Array]]:
 
 
 class Live(NamedTuple):
-    """What decoding changes of each of the N slots, apart from its states: the numbers of the row in it."""
+    """What each decoding step changes of the row in each of the N slots, apart from its states: three numbers for each
+    row."""
 
     token: Array  # int32[N]: the newest token, which no state contains yet
     length: Array  # int32[N]: tokens of the row, the newest one included
-    active: Array  # bool[N]: whether the row has not ended
+    # bool[N]: True while the slot's row decodes; False if it has ended or paused, or if the slot is empty
+    active: Array
 
 
 class Rows(NamedTuple):
-    """What does not change while a row decodes, of the rows in the N slots."""
+    """What does not change while a row decodes, as arrays with one entry for the row in each of the N slots."""
 
-    start: Array  # int32[N]: tokens of the prompt
+    start: Array  # int32[N]: how many tokens the prompt has
     limit: Array  # int32[N]: the row ends when it has this many tokens
-    # int32[N]: the row pauses when it has more tokens than this, because its states must then be computed anew
+    # int32[N]: the row pauses when it has more tokens than this, because its states must then be computed anew (a
+    # longrope model changes its factors there)
     pause: Array
     ends: Array  # int32[N, E]: tokens that end the row, padded with -1
-    seed: Array  # uint32[N]: with `index` and the step, determines what the row draws
+    # uint32[N]: the sampling seed; with `index` and the number of tokens made it determines the row's random draws
+    seed: Array
     index: Array  # uint32[N]: tells rows with the same seed apart
     numbers: Numbers  # the sampling settings
 
 
 def empty_rows(count: int, ends: int, vocab_size: int) -> Rows:
-    """The Rows (numpy arrays) of `count` empty slots, with room for `ends` end tokens each; vocab_size is that of the
-    model."""
+    """The Rows, with numpy arrays, of `count` empty slots. ends: how many end tokens each row has room for (E of Rows).
+    vocab_size: the tokens of the model's vocabulary."""
 
     def whole(dtype):
         return np.zeros(count, dtype)
@@ -129,9 +132,10 @@ def empty_rows(count: int, ends: int, vocab_size: int) -> Rows:
 
 
 class Emitted(NamedTuple):
-    """The tokens that a call of `decode` made in the N slots, which the host reads a round later."""
+    """The tokens that a call of `decode` made in the N slots. The host reads them one call later, so that the device
+    does not wait for the host."""
 
-    tokens: jax.Array  # int32[steps, N]: slot i made the tokens [:counts[i], i]; the others mean nothing
+    tokens: jax.Array  # int32[steps, N]: slot i made the tokens [:counts[i], i]; the others are to be ignored
     logprobs: jax.Array  # float32[steps, N]: the log-probability of each token under the model
     counts: jax.Array  # int32[N]: how many tokens the row in each slot made
     # (int32[steps, N, MOST_RANKED], the most likely tokens in descending order; float32, their log-probabilities), or
@@ -143,7 +147,7 @@ class Programs(NamedTuple):
     """The compiled functions of the sampler, defined below."""
 
     prefill: Callable[..., States]  # _prefill: the states after prompts
-    pack: Callable[..., States]  # _pack: the states after prompts that stand behind each other in one row
+    pack: Callable[..., States]  # _pack: the states after several prompts that were concatenated in one row
     extend: Callable[..., States]  # _extend: the states after one more chunk of long prompts
     insert: Callable[..., States]  # _insert: copies prefilled states into slots, whose old states are donated
     # _decode: the next tokens of all slots, whose states, `live` and `seen` are donated
@@ -154,9 +158,9 @@ class Programs(NamedTuple):
 def programs(same_choices: bool) -> Programs:
     """The sampler's functions as jitted programs, each compiled when it is first called with new shapes.
 
-    same_choices: whether another process must compile the same machine code; then the vendor libraries' first
-    algorithms are taken and not those that are fastest when timed.
-    """
+    same_choices: True: another process must compile the same machine code, so the first algorithms of the vendor
+    libraries (such as cuBLAS) are taken. False: those are taken that are fastest when timed, which can differ between
+    processes."""
     options = {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0} if same_choices else {}
     jit = functools.partial(jax.jit, compiler_options=options)
     return Programs(
@@ -169,9 +173,8 @@ def programs(same_choices: bool) -> Programs:
 
 
 def empty_states(structure: Structure, shapes: Sequence[jax.ShapeDtypeStruct], rows: int, capacity: int) -> States:
-    """The generation states (caches of keys and values, states of delta nets) of `rows` rows that have no tokens yet.
-
-    They are zeros, with room for `capacity` tokens in each row.
+    """The generation states (caches of keys and values, states of delta nets) of `rows` rows that have no tokens yet:
+    zeros, with room for `capacity` tokens in each row. The sampler allocates its slots so.
 
     Args:
       structure: the model without its arrays.
@@ -183,24 +186,24 @@ def empty_states(structure: Structure, shapes: Sequence[jax.ShapeDtypeStruct], r
 
 @functools.lru_cache(64)
 def states_shape(structure: Structure, shapes: tuple[jax.ShapeDtypeStruct, ...], rows: int, capacity: int) -> States:
-    """The states of `rows` rows of at most `capacity` tokens as jax.ShapeDtypeStructs; nothing is computed.
+    """The shapes of the generation states of `rows` rows of at most `capacity` tokens, as a pytree of
+    jax.ShapeDtypeStruct; nothing is computed. The sampler's plan takes the bytes of slots from it.
 
-    structure: the model without its arrays. shapes: the shape and dtype of each of them, as in empty_states.
-    """
+    structure: the model without its arrays. shapes: the shape and dtype of each of them, in the order of
+    jax.tree.leaves(nnx.state(model))."""
     tokens, counts = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 1), (1,)))
     one = jax.eval_shape(functools.partial(_prefill, structure, capacity), list(shapes), tokens, counts, counts)
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype), one)
 
 
 def _prefill(structure: Structure, capacity: int, leaves, tokens, lengths, totals) -> States:
-    """The states after the first `lengths` tokens of each row, computed by the forward pass of training.
+    """The states after the first lengths[i] tokens of each row i, computed by the forward pass of training.
 
     Args:
-      structure: the model without its arrays.
-      capacity: tokens for which the states have room, at least T.
-      leaves: the model's arrays.
-      tokens: int32[R, T].
-      lengths: int32[R], from 1 to T.
+      structure, leaves: the model without its arrays, and its arrays.
+      capacity: the number of tokens for which the states have room, at least T.
+      tokens: int32[R, T], prompts without their last token, with padding after them.
+      lengths: int32[R], from 1 to T: how many of a row's tokens are not padding.
       totals: int32[R], tokens of the whole row, by which a longrope model chooses its factors.
     """
     model = structure.model(leaves)
@@ -214,17 +217,16 @@ def _prefill(structure: Structure, capacity: int, leaves, tokens, lengths, total
 
 
 def _pack(structure: Structure, width: int, leaves, tokens, starts, lengths, totals) -> States:
-    """The states after prompts that stand one behind the other in a single row, for models whose mixers are attention.
-
-    So prompts of unequal lengths need no padding; they do not see each other.
+    """The states after G prompts that were concatenated in a single row, for models whose mixers are all attention. So
+    prompts of unequal lengths need no padding; they do not see each other.
 
     Args:
-      structure: the model without its arrays.
+      structure, leaves: the model without its arrays, and its arrays.
       width: the most tokens of a prompt, for which the states have room.
-      leaves: the model's arrays.
-      tokens: int32[1, T].
-      starts, lengths: int32[G], where each prompt begins, ascending, and its tokens; T and 0 for one that is not there.
-      totals: int32[G], tokens of the whole row, by which a longrope model chooses its factors.
+      tokens: int32[1, T], the prompts.
+      starts: int32[G], the index of each prompt's first token, ascending; T for an entry without a prompt.
+      lengths: int32[G], the tokens of each prompt; 0 for an entry without a prompt.
+      totals: int32[G], tokens of each whole row, by which a longrope model chooses its factors.
     """
     model, length = structure.model(leaves), tokens.shape[1]
     index = jnp.arange(length, dtype=jnp.int32)
@@ -246,18 +248,19 @@ def _pack(structure: Structure, width: int, leaves, tokens, starts, lengths, tot
 
 
 def _rows_layout(config: DecoderConfig, shape: tuple[int, int], lengths, totals) -> PackedLayout:
-    """The layout, with rotary tables by `config`, of rows of one prompt each: shape (R, T), of which the first
-    lengths[i] tokens of row i are real; totals int32[R] are the tokens of the whole rows, by which a longrope model
-    chooses its factors."""
+    """The layout (document boundaries and rotary tables) of R rows that contain one prompt each.
+
+    config: the decoder's, for the rotary tables. shape: (R, T). lengths: int32[R], how many tokens of a row are no
+    padding. totals: int32[R], tokens of the whole rows, by which a longrope model chooses its factors."""
     index = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
     layout = packed_layout(shape, (index < lengths[:, None]).astype(jnp.int32), max_documents=1)
     return dataclasses.replace(layout, rotary=rotary_tables(config, index, totals[:, None]))
 
 
 def _forward(model: Decoder, tokens, layout: PackedLayout, first_state: Callable[..., object]) -> States:
-    """Runs prompts, tokens int32[R, T] with their `layout`, through all layers of `model` as training does. Returns a
-    list with what first_state(layer, its spec, {name: value} of the residuals that its `state_reads` names) builds for
-    each."""
+    """Runs prompts through all layers of `model` as training does, and returns the generation states, a list with one
+    for each layer. tokens: int32[R, T]. layout: the tokens' document boundaries and rotary tables. first_state: (layer,
+    its LayerSpec, {name: value} of the residuals that the layer's `state_reads` names) -> the layer's state."""
     x = model.embed(tokens)
     states, shared = [], {}
     given = model.given(tokens, x) or [{}] * len(model.layers)
@@ -272,14 +275,13 @@ def _forward(model: Decoder, tokens, layout: PackedLayout, first_state: Callable
 
 
 def _extend(structure: Structure, leaves, states, tokens, at, totals) -> States:
-    """The states after more tokens of each row, by which a long prompt is prefilled in chunks.
+    """The states after C more tokens of each row, by which a long prompt is prefilled in chunks.
 
     Args:
-      structure: the model without its arrays.
-      leaves: the model's arrays.
-      states: of R rows, from _prefill or the chunk before.
-      tokens: int32[R, C], all of them real.
-      at: int32[R], tokens that the states contain already.
+      structure, leaves: the model without its arrays, and its arrays.
+      states: the states of the R rows, from _prefill or from the chunk before; donated.
+      tokens: int32[R, C], none of them padding.
+      at: int32[R], how many tokens the states contain already.
       totals: int32[R], tokens of the whole row, by which a longrope model chooses its factors.
     """
     model = structure.model(leaves)
@@ -291,10 +293,11 @@ def _extend(structure: Structure, leaves, states, tokens, at, totals) -> States:
 
 
 def _insert(states, staged, rows, slots) -> States:
-    """The states of all slots, with row rows[i] of `staged` copied into slot slots[i]; rows and slots are int32[G].
+    """Copies the states of prefilled rows into slots, and returns the states of all slots: row rows[i] of `staged` goes
+    into slot slots[i].
 
-    The caches of `staged` may have a smaller capacity. Both are pytrees of arrays whose first axis is rows.
-    """
+    states: those of all slots. staged: those of the prefilled rows; their caches may have a smaller capacity. Both are
+    pytrees of arrays whose first axis is rows. rows, slots: int32[G]."""
 
     def one(kept, new):
         if len(new) == len(slots) == 1:
@@ -306,15 +309,18 @@ def _insert(states, staged, rows, slots) -> States:
 
 @functools.partial(jax.jit, static_argnums=1)
 def grown(state: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """`state`, one array of the slots' states, padded with zeros to a larger shape: that of a larger capacity of the
-    caches."""
+    """One array of the slots' states, padded with zeros at the ends to `shape`. The sampler calls it when its slots
+    need a larger capacity of the caches."""
     return jnp.pad(state, [(0, new - old) for old, new in zip(state.shape, shape, strict=True)])
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def mark_seen(seen, slot, tokens, length) -> jax.Array:
-    """`seen` bool[N, V], the tokens that the row in each slot contains, with a new row in slot `slot`, which contains
-    the first `length` of `tokens` int32[T]. The repetition penalty reads it; `seen` is donated."""
+    """Records the tokens of a new row, which the repetition penalty reads: returns `seen` with the entries of slot
+    `slot` replaced.
+
+    seen: bool[N, V], whether the row in each slot contains a token; donated. slot: int32[], the slot's number. tokens:
+    int32[T], of which the row contains the first `length`."""
     row = jnp.zeros(seen.shape[1], bool).at[tokens].max(jnp.arange(len(tokens)) < length)
     return seen.at[slot].set(row)
 
@@ -322,16 +328,15 @@ def mark_seen(seen, slot, tokens, length) -> jax.Array:
 def _decode(
     structure: Structure, kind: Kind, steps: int, leaves, states, live: Live, seen, changed, given: Live, rows: Rows
 ) -> tuple[States, Live, jax.Array | None, Emitted]:
-    """Makes `steps` more tokens in each active slot, or fewer where a row ends.
+    """Makes `steps` more tokens in each active slot, or fewer where a row ends or pauses.
 
     Args:
-      structure: the model without its arrays.
+      structure, leaves: the model without its arrays, and its arrays.
       kind: which sampling operations the program contains.
-      leaves: the model's arrays.
       states, live: of the N slots, as the last call returned them.
-      seen: bool[N, V], tokens that each row contains; None if no row has a repetition penalty.
-      changed: bool[N], the slots that the host has given another row, or ended, since the last call.
-      given: replaces `live` for these slots.
+      seen: bool[N, V], whether each row contains a token; None if no row has a repetition penalty.
+      changed: bool[N], the slots in which the host has started or ended a row since the last call.
+      given: the values that replace those of `live` in the `changed` slots.
       rows: what does not change while rows decode.
     Returns:
       (states, live, seen, the tokens made): the first three are the arguments of the next call.
@@ -363,21 +368,20 @@ def _decode(
 
 
 def _split(model: Decoder) -> list[tuple]:
-    """[(graph, trainable, frozen) of each layer of `model`], as `_layer_step` takes them. A program splits the layers
-    only once, and not in each of its steps."""
+    """Splits every layer of `model` by nnx.split into (graph, trainable tensors, frozen tensors), the arguments by
+    which `_layer_step` gets a layer. A program does this once for all of its steps."""
     return [nnx.split(layer, nnx.Param, ...) for layer in model.layers]
 
 
 def _through_layers(model: Decoder, splits, tokens, states, at, tables, real) -> tuple[jax.Array, States]:
-    """Runs new tokens int32[N, C] of N rows through all layers and the final norm, for a step of generation: (the
-    result [N, C, hidden], the new states of the layers).
+    """Runs new tokens of N rows through all layers and the final norm, for a step of generation. Returns (the hidden
+    states after the final norm [N, C, hidden], the layers' new states).
 
     Args:
-      model: the decoder.
-      splits: from _split, of the same model.
-      tokens: int32[N, C].
+      model, splits: the decoder, and its split layers from _split.
+      tokens: int32[N, C], the next C tokens of each row.
       states: of the N rows, one pytree for each layer.
-      at: int32[N], position of each row's first token in `tokens`; -1 for a row that has none.
+      at: int32[N], the position of each row's first token in `tokens`; -1 for a row that has none.
       tables: the rotary tables of the positions, one for each of the decoder's rotary bases.
       real: bool[N], whether a row has tokens here.
     """
@@ -404,17 +408,17 @@ def _through_layers(model: Decoder, splits, tokens, states, at, tables, real) ->
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _layer_step(graph, spec: LayerSpec, trainable, frozen, layer_input, tables, state, at, real, taken):
-    """Runs one layer for new tokens: (layer_output [N, C, hidden], the new state, {name: value} of what it gives to
-    later layers).
+    """Runs one layer for C new tokens of each row: (layer_output [N, C, hidden], the layer's new state, {name: value}
+    of what it gives to later layers, such as keys and values that they share).
 
     It is jitted so that layers of one kind are traced once. Rows that are not real are marked as padding, so that
     experts get no tokens from them.
 
     Args:
       graph, trainable, frozen: the layer's Block, from nnx.split(layer, nnx.Param, ...).
-      spec: its kind.
+      spec: the layer's kind (its parts, window and rotary base).
       layer_input: [N, C, hidden].
-      tables: the rotary tables of the tokens' positions.
+      tables: the rotary tables of the tokens' positions, one for each of the decoder's rotary bases.
       state: {mixer's name: its state}.
       at: int32[N], position of each row's first token; -1 for a row that has none.
       real: bool[N], whether a row has tokens here.
@@ -425,7 +429,8 @@ def _layer_step(graph, spec: LayerSpec, trainable, frozen, layer_input, tables, 
 
 
 def _context(spec: LayerSpec, length: int, tables, real) -> Context:
-    """The Context of `length` new tokens of each row, as `_layer_step` describes spec, tables and real."""
+    """The Context with which a layer of kind `spec` runs `length` new tokens of each row. tables: the rotary tables of
+    the tokens' positions. real: bool[N]; a row where it is False is marked as padding."""
     index = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (len(real), length))
     end = jnp.where(real[:, None], length, index)
     return Context(spec, PackedLayout(jnp.where(real[:, None], 0, index), end, tables, max_documents=1))
@@ -434,12 +439,13 @@ def _context(spec: LayerSpec, length: int, tables, real) -> Context:
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _plain_step(graph, spec: LayerSpec, trainable, frozen, stream, tables, state, at, real, next_weight):
     """Runs one layer for one new token of each row by plain_layer.step, in fewer kernels than `_layer_step`: (its
-    output, a plain_layer.Stream, and the new state).
+    output, a plain_layer.Stream, and the new state). It is used where all layers are plain ones (plain_layer.is_plain).
 
     Args:
       graph, spec, trainable, frozen, tables, state, at, real: those of `_layer_step`.
-      stream: the layer's input and its norm.
-      next_weight: [hidden], of the norm before the next layer or the head.
+      stream: the layer's input, and the same normed for its mixer.
+      next_weight: [hidden], the weight of the norm before the next layer, or of the final norm after the last layer;
+        the output is normed with it in the same kernel.
     """
     context = _context(spec, 1, tables, real)
     return plain_layer.step(nnx.merge(graph, trainable, frozen), stream, state, at, context, next_weight)
@@ -449,8 +455,9 @@ def _chosen(model: Decoder, kind: Kind, hidden, seen, live: Live, rows: Rows):
     """Chooses the next token of each row from hidden states [N, 1, hidden] after the final norm.
 
     Args:
+      model: the decoder, whose head computes the logits.
       kind: which sampling operations the program contains.
-      seen: bool[N, V], tokens that each row contains; None without repetition penalties.
+      seen: bool[N, V], whether each row contains a token; None without repetition penalties.
       live, rows: what decoding changes of the rows, and what it does not.
     Returns:
       (the tokens int32[N], the log-probability of each under the model, float32[N]: that of the logits divided by the
@@ -479,11 +486,10 @@ def _chosen(model: Decoder, kind: Kind, hidden, seen, live: Live, rows: Rows):
 
 
 def _keys(rows: Rows, made: Array) -> jax.Array:
-    """The random key of the next draw of each of the N `rows`, [N]: jax.random.key(seed), folded with the row's index
-    and its step.
+    """The random keys of the next draw of each of the N `rows`, [N]: jax.random.key(seed), folded with the row's index
+    and with `made`. So a row's draws depend neither on its slot nor on the other rows.
 
-    made: int32[N], the step, which is the number of tokens that the row has made so far.
-    """
+    made: int32[N], how many tokens each row has made so far."""
     data = jnp.stack([jnp.zeros_like(rows.seed), rows.seed], axis=-1)
     keys = jax.random.wrap_key_data(data, impl="threefry2x32")
     for number in (rows.index, made):

@@ -1,3 +1,3 @@
 """What a layer can be made of: mixers (attention, gated delta nets), feed-forwards (MLP, experts), and the Block that
-connects them to the residual stream with norms (block.py). Each computes in segments (segment.py), between which a
-plan decides what is kept for the backward."""
+connects them to the residual stream with norms (block.py). Each computes in segments (segment.py). Between segments
+there are residuals, and a plan decides which of these are kept for the backward pass and which are recomputed."""

@@ -1,5 +1,6 @@
-"""Softmax attention, a mixer: query, key and value projections, attention within the documents of a row, output
-projection."""
+"""Softmax attention, a mixer: the projections of queries, keys and values, attention within the documents of a row, and
+the output projection. It runs in three segments (project, attend, mix) in training, and with caches of keys and values
+in generation."""
 
 from __future__ import annotations
 
@@ -31,17 +32,17 @@ from jaxtune.pallas.decode_attention import (
 
 @dataclasses.dataclass(frozen=True)
 class AttentionShape:
-    """The settings of an attention that differ from the decoder's, given as Part.config; None takes the decoder's
-    setting.
+    """The settings of an attention that differ from the decoder's, given as Part.config; a field that is None takes the
+    decoder's setting (DecoderConfig's field of the same name). So layers of one model can have different attentions.
 
-    Window and rotary base are not set here: the LayerSpec has them.
-    """
+    Sliding window and rotary base are not set here: the LayerSpec has them. `make` builds the module."""
 
-    num_heads: int | None = None  # query heads
-    num_kv_heads: int | None = None  # key and value heads
+    num_heads: int | None = None  # number of query heads
+    num_kv_heads: int | None = None  # number of key and value heads
     head_dim: int | None = None  # size of a head
     attention_scale: float | None = None  # factor on the scores before the softmax
-    # norm of queries and keys: of each head, of the whole projection, or "none"
+    # what each norm of queries and keys is computed over: one head, or the whole projection (all heads as one vector);
+    # "none": there is no such norm
     qk_norm: Literal["head", "projection", "none"] | None = None
     value_norm: bool | None = None  # whether each head's values are normed, without a weight
     values_are_keys: bool | None = None  # whether values are the projected keys before their norm; there is no v_proj
@@ -50,7 +51,7 @@ class AttentionShape:
     attention_gate: bool | None = None  # whether each head's output is multiplied by the sigmoid of a gate
     # whether each head has a learned logit that takes part in its softmax and has no value
     attention_sinks: bool | None = None
-    # a name under which later layers can take its keys and values; None: it gives none away
+    # a name under which later layers can take this attention's keys and values; None: it gives none away
     gives_keys: str | None = None
     # the layer has no keys and values of its own and takes those that an earlier layer gives under this name; None: it
     # has its own
@@ -58,8 +59,8 @@ class AttentionShape:
     hf_name: str = "self_attn"  # the part's name in Hugging Face's tensor names
 
     def make(self, config: DecoderConfig, key: jax.Array, dtype) -> Attention:
-        """The attention module, with the decoder's settings (`config`) where this shape has none; `key` draws the
-        weights, in `dtype`."""
+        """Builds the attention module. config: the decoder's settings, which hold where this shape has None. key: draws
+        the initial weights. dtype: of the weights."""
         own = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
         del own["hf_name"]
         sharing = own.pop("gives_keys", None), own.pop("takes_keys", None)
@@ -73,22 +74,25 @@ class Attention(nnx.Module):
     and keys.
 
     With `attention_gate`, q_proj gives each head a gate after its query; the sigmoid of the gate multiplies the head's
-    output.
-
-    With `values_are_keys` there is no v_proj: values are the keys as k_proj gives them, before norm and rotation.
+    output. With `values_are_keys` there is no v_proj: values are the keys as k_proj gives them, before norm and
+    rotation.
 
     Where queries, keys or values are normed, the residuals are the projections before the norm. The norm's derivative
     reads its input, which a matrix product would otherwise compute again. The backward norms and rotates them once
     more. Values that are keys are no residual of their own.
 
-    An attention that gives its keys and values to later layers (`gives`) has them normed and rotated as residuals, so
-    that the later layers need none of its weights. One that takes them (`takes`) projects queries alone.
+    An attention can share its keys and values with later layers. One that gives them (`gives`) has them normed and
+    rotated as residuals, so that the later layers need none of its weights. One that takes them (`takes`) projects
+    queries alone. `in_matrices` and `state_reads` name its input projections and the residuals that fill its caches;
+    `first_state` and `step` run it in generation, and `backward_bytes` and `waiting_bytes` are estimates for the
+    planner.
 
     Args:
       config: gives the sizes and the features.
       key: draws the initial weights.
       dtype: of the weights.
-      gives_keys, takes_keys: the fields of AttentionShape with these names.
+      gives_keys, takes_keys: the name under which it gives its keys and values to later layers, and the name under
+        which it takes an earlier layer's in place of its own; None: it does not. It cannot do both.
     """
 
     def __init__(
@@ -124,28 +128,32 @@ class Attention(nnx.Module):
 
     @property
     def gives(self) -> dict[str, str]:
-        """{residual: the name under which later layers take it}: its keys and values, or nothing (LayerPart.gives)."""
+        """{residual: the name under which later layers take it}, for this attention's residuals `key` and `value`; {}
+        if it gives none to later layers. The block reads it to pass the values on."""
         return (
             {} if self.gives_keys is None else dict(zip(("key", "value"), _shared_names(self.gives_keys), strict=True))
         )
 
     @property
     def takes(self) -> dict[str, tuple[int, ...]]:
-        """{name: shape for one token} of an earlier layer's keys and values, or nothing (LayerPart.takes)."""
+        """{name: shape for one token} of the keys and values that it takes from an earlier layer; {} if it has its own.
+        The block reads it to pass the values in."""
         heads = (self.config.num_kv_heads, self.config.head_dim)
         return {} if self.takes_keys is None else dict.fromkeys(_shared_names(self.takes_keys), heads)
 
     @property
     def state_reads(self) -> tuple[str, ...]:
-        """Names of the residuals from which the caches are filled after a prompt (Mixer.state_reads): none where keys
-        and values are another layer's."""
+        """Names of the residuals from which the caches of keys and values are filled after a prompt: ("key", "value"),
+        or ("key",) where the values are computed from the same residual; () where keys and values are another layer's.
+        """
         if self.takes:
             return ()
         return ("key",) if self.config.values_are_keys and self._normed_late else ("key", "value")
 
     @property
     def in_matrices(self) -> tuple[str, ...]:
-        """Names of the linears that read the layer's input: projections of queries, keys and values."""
+        """Names of the linears that read the layer's input: the projections of queries, keys and values that this
+        attention has, or its fused qkv_proj."""
         if self.config.fused_qkv:
             return ("qkv_proj",)
         if self.takes:
@@ -154,13 +162,15 @@ class Attention(nnx.Module):
 
     @property
     def _normed_late(self) -> bool:
-        """Whether the residuals query, key and value are projections before a norm (as the class says), so that
-        attention norms and rotates them when it reads them. Taken keys and values are normed and rotated already."""
+        """True: the residuals query, key and value are projections before norm and rotation, which `attended` applies
+        when attention reads them (keys and values taken from another layer have both already). False: the segment
+        `project` has applied both."""
         features = self.config.qk_norm is not None or self.config.value_norm or self.config.values_are_keys
         return bool(self.takes) or (features and not self.gives)
 
     def segments(self) -> tuple[Segment, ...]:
-        """Its segments: `project` (query, key, value), `attend` (attention) and `mix` (output projection)."""
+        """Its three segments in the order in which they run: `project` (query, key, value), `attend` (attention) and
+        `mix` (output projection). They tell the stack how to run the attention and the planner what it costs."""
         width = self.config.query_size
         gates = (Residual("output_gate"),) if self.config.attention_gate else ()
         given = bool(self.gives)
@@ -210,28 +220,31 @@ class Attention(nnx.Module):
         )
 
     def options(self, window: int | None) -> dict[str, Any]:
-        """Keyword arguments of the attention functions that are the same for training and generation.
+        """The keyword arguments of the attention functions (scale, window, soft_cap, sinks), which are the same for
+        training and generation.
 
-        window: the layer's sliding window in tokens (LayerSpec.window); None: full attention.
-        """
+        window: the layer's sliding window in tokens (LayerSpec.window); None: full attention."""
         sinks = None if self.sinks is None else self.sinks[...]
         config = self.config
         return dict(scale=config.attention_scale, window=window, soft_cap=config.attention_soft_cap, sinks=sinks)
 
     def project(self, x: jax.Array, rotary, key: jax.Array | None = None):
-        """x [B, T, hidden] -> query [B, T, heads, D], key and value [B, T, kv_heads, D], normed and rotated.
+        """Computes queries, keys and values that are ready for attention, normed and rotated: (query [B, T, heads, D],
+        key and value [B, T, kv_heads, D]); with attention_gate, the gates [B, T, heads, D] follow.
 
-        With attention_gate, the gates [B, T, heads, D] follow. `rotary` is the layer's rotary table (Context.rotary),
-        or None. `key` draws the adapters' dropout masks; None: no dropout.
+        Args:
+          x: [B, T, hidden], the layer's normed input.
+          rotary: the layer's rotary table (Context.rotary); None: queries and keys are not rotated.
+          key: draws the adapters' dropout masks; None: no dropout.
         """
         query, key_, *others = self._projections(x, key)
         value = self._value(key_ if self.config.values_are_keys else others.pop(0))
         return self._query(query, rotary), self._key(key_, rotary), value, *others
 
     def _projections(self, x: jax.Array, key: jax.Array | None):
-        """(query, key, value, gates) of `project` before norms and rotation, each [B, T, heads or kv_heads, D]. There
-        is no value where values are keys, neither key nor value where both are another layer's, and no gates without
-        attention_gate. x: [B, T, hidden]. key: draws the adapters' dropout masks; None: no dropout."""
+        """The projections of x without norms and rotation: (query, key, value, gates), each [B, T, heads or kv_heads,
+        D]. There is no value where values are keys, neither key nor value where both are another layer's, and no gates
+        without attention_gate. x: [B, T, hidden]. key: draws the adapters' dropout masks; None: no dropout."""
         config = self.config
         if config.fused_qkv:
             both = self.qkv_proj(x, key)
@@ -246,54 +259,60 @@ class Attention(nnx.Module):
         return *heads, *gates
 
     def _query(self, x: jax.Array, rotary) -> jax.Array:
-        """x, a projected query [B, T, heads, D], normed, and rotated by the rotary table (None: not rotated), whose
-        third array, if it has one, scales the query by its position."""
+        """Norms a projected query x [B, T, heads, D] and rotates it. rotary: the rotary table; if it has a third array,
+        that scales the query by its position. None: the query is not rotated."""
         return scaled_by_position(rotate(self._normed("q_norm", x), rotary, self.config.interleaved_rotary), rotary)
 
     def _key(self, x: jax.Array, rotary) -> jax.Array:
-        """x, a projected key [B, T, kv_heads, D], normed, and rotated by the rotary table (None: not rotated)."""
+        """Norms a projected key x [B, T, kv_heads, D] and rotates it by the rotary table. rotary: None: the key is not
+        rotated."""
         return rotate(self._normed("k_norm", x), rotary, self.config.interleaved_rotary)
 
     def _value(self, x: jax.Array) -> jax.Array:
-        """x, a projected value [B, T, kv_heads, D]; where values are normed (value_norm), divided by each head's root
-        mean square, computed in float32."""
+        """The values as attention reads them, from projected values x [B, T, kv_heads, D]. With value_norm each head's
+        values are divided by their root mean square, computed in float32; otherwise x is returned unchanged."""
         if not self.config.value_norm:
             return x
         wide = x.astype(jnp.float32)
         return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + self.config.norm_eps)).astype(x.dtype)
 
     def _normed(self, norm: str, x: jax.Array) -> jax.Array:
-        """x [B, T, heads, D] after the norm of that attribute, if there is one, which norms each head or all heads as
-        one vector."""
+        """x [B, T, heads, D] after the norm of queries or keys; unchanged if there is none. norm: the attribute,
+        "q_norm" or "k_norm". The norm is over each head, or over all heads as one vector (qk_norm)."""
         if self.config.qk_norm is None:
             return x
         shape = x.shape if self.config.qk_norm == "head" else (*x.shape[:2], -1)
         return getattr(self, norm)(x.reshape(shape)).reshape(x.shape)
 
     def output(self, out: jax.Array, gate: jax.Array | None = None, key: jax.Array | None = None) -> jax.Array:
-        """o_proj of the heads' outputs, `out`: [B, T, heads, D] -> [B, T, hidden].
+        """Projects the heads' outputs `out` [B, T, heads, D] by o_proj: [B, T, hidden].
 
-        gate: [B, T, heads, D], whose sigmoid multiplies the outputs first; None: no gate. key: draws the adapter's
-        dropout mask; None: no dropout.
-        """
+        gate: [B, T, heads, D], whose sigmoid multiplies `out` first; None: no gate. key: draws the dropout mask of the
+        adapter of o_proj; None: no dropout."""
         if gate is not None:
             out = out * jax.nn.sigmoid(gate)
         return self.o_proj(out.reshape(*out.shape[:2], -1), key)
 
     def _project(self, context: Context, x: jax.Array):
-        """`run` of the segment `project`: (query, key, value, gates) from the layer's normed input x [B, T, hidden];
-        some may be missing (_projections). context: has the rotary tables and the dropout key.
+        """The function `run` of the segment `project`: (query, key, value, gates) from the layer's normed input x [B,
+        T, hidden], without those that this attention does not have (_projections). context: has the rotary tables and
+        the dropout key.
 
-        Queries and keys are normed and rotated here only where nothing is normed; otherwise `attended` does it.
-        """
+        They are normed and rotated here only if `_normed_late` is False; otherwise `attended` does it."""
         if self._normed_late:
             return self._projections(x, context.key)
         return self.project(x, context.rotary, context.key)
 
     def attended(self, context: Context, query: jax.Array, key: jax.Array, *value: jax.Array) -> tuple[jax.Array, ...]:
-        """(query, key, value) in the form in which attention reads them, normed and rotated, from the residuals of the
-        segment `project`, or key and value as an earlier layer gives them. value: empty where values are keys. context:
-        has the rotary tables."""
+        """(query, key, value) in the form in which the attention kernels read them, normed and rotated. Queries, keys
+        and values that are already so are returned unchanged.
+
+        Args:
+          context: has the rotary tables.
+          query: the residual of the segment `project`.
+          key, value: residuals of the same segment, or as an earlier layer gives them; no value is passed where values
+            are keys.
+        """
         if not self._normed_late:
             return query, key, *value
         if self.takes:
@@ -302,28 +321,31 @@ class Attention(nnx.Module):
         return self._query(query, context.rotary), self._key(key, context.rotary), self._value(value_)
 
     def _attend(self, context: Context, *residuals: jax.Array):
-        """`run` of the segment `attend`: (output [B, T, heads, D], the log-sum-exp of each query's scores). context:
-        has the document boundaries and the window.
+        """The function `run` of the segment `attend`: (output [B, T, heads, D], the log-sum-exp of each query's scores,
+        which the backward reads). context: has the document boundaries and the window.
 
-        residuals: query, key and, unless values are keys, value, as the segment `project` gives them, or an earlier
-        layer gives key and value.
-        """
+        residuals: query, key and, unless values are keys, value. The segment `project` makes them, except a key and
+        value that an earlier layer gives."""
         query, key, value = self.attended(context, *residuals)
         return attention_forward(query, key, value, context.layout, **self.options(context.spec.window))
 
     def _mix(self, context: Context, out: jax.Array, *gates: jax.Array):
-        """`run` of the segment `mix`: (`output` [B, T, hidden],) from the heads' outputs `out` [B, T, heads, D], and
-        their gates if there are any. context: has the dropout key."""
+        """The function `run` of the segment `mix`: (`output` [B, T, hidden],) from the heads' outputs `out` [B, T,
+        heads, D], and from their gates if there is an attention_gate. context: has the dropout key."""
         return (self.output(out, *gates, key=context.key),)
 
     # ---- generation
 
     def first_state(self, values: Mapping[str, jax.Array], lengths: jax.Array, new_tokens: int, context: Context):
-        """The caches (keys, values), each [B, kv_heads, capacity, D], filled with the prompts; () where keys and values
-        are another layer's.
+        """The caches (keys, values) for generation, each [B, kv_heads, capacity, D], filled with the prompts; () where
+        keys and values are another layer's.
 
-        The capacity has room for `new_tokens` more, or only for the window if the layer has one. values: {name: value}
-        of the residuals that state_reads names; lengths: int32[B], tokens of each prompt; context: that of the prompts.
+        Args:
+          values: {name: value} of the residuals that state_reads names, computed from the prompts.
+          lengths: int32[B], tokens of each prompt.
+          new_tokens: for how many more tokens the caches have room; with a sliding window they have room only for the
+            window.
+          context: the one with which the prompts ran, which has their rotary tables.
         """
         if self.takes:
             return ()
@@ -334,22 +356,25 @@ class Attention(nnx.Module):
         return cache_of(key, lengths, capacity), cache_of(value, lengths, capacity)
 
     def step(self, x: jax.Array, state, at: jax.Array, context: Context):
-        """Runs the next N tokens of each row: x [B, N, hidden] -> (output [B, N, hidden], the state after them).
+        """Runs the next N tokens of each row in generation: (output [B, N, hidden], the state after them).
 
-        The state is (keys, values) as from `first_state`. at: int32[B], the position of the first of the N tokens,
-        which is also the number of tokens in the state; negative for a row that does not decode. context: its layout
-        has the rotary tables of these positions; where keys and values are another layer's, `taken` has them.
+        Args:
+          x: [B, N, hidden], the layer's normed input.
+          state: (keys, values), from `first_state` or the previous step.
+          at: int32[B], the position of the first of the N tokens, which is also the number of tokens in the state;
+            negative for a row that does not decode.
+          context: its layout has the rotary tables of these positions; where keys and values are another layer's, its
+            `taken` has them.
         """
         return self.step_giving(x, state, at, context)[:2]
 
     def step_giving(self, x: jax.Array, state, at: jax.Array, context: Context):
-        """`step`, with the same arguments (x, state, at, context), and with a third result: {name: (cache, new)} of
-        the keys and of the values that this layer gives to later layers; {} if it gives none.
+        """Runs the next N tokens of each row as `step` does, with the same arguments, and has a third result: {name:
+        (cache, new)} of the keys and of the values that this layer gives to later layers; {} if it gives none.
 
-        A cache [B, kv_heads, capacity, D] contains the N tokens if N is 1, and `new` is None. Otherwise it is the
-        cache before them, because a window's cache has no room for them and for all that they see, and `new` is their
-        keys or values [B, N, kv_heads, D].
-        """
+        If N is 1, `cache` [B, kv_heads, capacity, D] contains the new token, and `new` is None. Otherwise `cache` is
+        the one before the N tokens, because a window's cache has no room for them and for all that they see, and `new`
+        is their keys or values [B, N, kv_heads, D]."""
         options, chunk = self.options(context.spec.window), x.shape[1] > 1
         if self.takes:
             query, *gates = self._projections(x, None)
@@ -373,21 +398,21 @@ class Attention(nnx.Module):
     # ---- for the planner
 
     def waiting_bytes(self, sizes: Sizes) -> float:
-        """Bytes of partial results that exist while the feed-forward's backward runs, for the planner.
+        """An estimate of the bytes of attention's partial results that are in memory while the backward of the layer's
+        feed-forward runs; the planner adds it to what that backward needs.
 
-        They are a multiple of the query's bytes, fitted to compiled programs (models/fitted.py). sizes: the bytes of
-        the layer's residuals by name.
-        """
+        It is a multiple of the query's bytes, fitted to compiled programs (models/fitted.py). sizes: the bytes of the
+        layer's residuals by name."""
         return ATTENTION_BYTES.of("cudnn", sizes.device).waiting * sizes["query"]
 
     def backward_bytes(self, sizes: Sizes) -> float:
-        """Bytes of its backward in addition to the residuals, for the planner.
+        """An estimate of the bytes that attention's backward needs in addition to the residuals; the planner adds it to
+        the layer's peak.
 
         They are the gradients of query, key and value, a second array of the query's size, values of the residual
         stream (a multiple of the layer's input), and the normed queries, keys and values if attention norms them when
-        it reads them. If layers run in tiles of tokens, the backward's work space, a multiple of the query, comes in
-        addition, and the stream has one value less. sizes: the bytes of the layer's residuals by name.
-        """
+        it reads them. If layers run in tiles of tokens, the backward's work space, a multiple of the query, is added,
+        and the stream has one value less. sizes: the bytes of the layer's residuals by name."""
         fit = ATTENTION_BYTES.of("cudnn", sizes.device)
         stream = fit.stream * sizes["layer_input"]
         value = sizes[self.state_reads[-1]] if self.state_reads else 0.0
@@ -400,15 +425,16 @@ class Attention(nnx.Module):
 
 
 def _shared_names(name: str) -> tuple[str, str]:
-    """The names under which a layer's keys and values are known to the later layers that read them: (`name`_key,
-    `name`_value)."""
+    """The names (`name`_key, `name`_value) of the keys and values that layers share under `name`, the value of
+    gives_keys or takes_keys."""
     return f"{name}_key", f"{name}_value"
 
 
 def _written_one(cache: jax.Array, new: jax.Array, at: jax.Array) -> jax.Array:
-    """Writes one token of each row into a cache of keys or of values, and returns the new cache: cache [B, kv_heads,
-    capacity, D], new [B, 1, kv_heads, D], at the positions `at`, int32[B]; a row with a negative position is left as
-    it is."""
+    """Writes the keys or the values of one token of each row into a cache, and returns the new cache.
+
+    cache: [B, kv_heads, capacity, D]. new: [B, 1, kv_heads, D]. at: int32[B], the token's position; a row with a
+    negative position is left unchanged."""
     return written(cache, new[:, 0], at)
 
 

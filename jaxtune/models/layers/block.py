@@ -7,7 +7,11 @@ stream. The layer of most families has two stages of one part:
 
 A layer can also have a single part, parts in parallel on one norm (Command R), or parts in parallel whose sum is normed
 (Gemma 4's experts beside the dense MLP); see Part, Stage and LayerSpec in models/config.py.
-"""
+
+A Block runs as a chain of segments (layers/segment.py): functions that read named values and compute named values, the
+residuals, each of which can be kept, offloaded or recomputed for the backward. A part brings its own segments. This
+module renames their values to names that are unique in the layer, and adds the norms and the additions to the residual
+stream."""
 
 from __future__ import annotations
 
@@ -46,36 +50,40 @@ LAYER_INPUT, MID, LAYER_OUTPUT = "layer_input", "mid", "layer_output"
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """How one part (a mixer or feed-forward) is connected to the residual stream of its layer."""
+    """How one part (a mixer or feed-forward) is connected to the residual stream of its layer, as names of values and
+    of norms. _layout computes it from the layer's stages."""
 
-    reads: str  # name of the value of the residual stream that its stage reads
-    norm: str | None  # the block's attribute of the norm before the part, or None
-    post_norm: str | None  # the block's attribute of the norm of the part's output, or None
+    reads: str  # name of the value of the residual stream that the part reads, the same for all parts of its stage
+    norm: str | None  # the block's attribute with the norm before the part; None: the part reads the stream as it is
+    post_norm: str | None  # the block's attribute with the norm of the part's output; None: there is none
     adds_to: str | None  # name of the value that the part's output is added to; None for the first part of a normed sum
-    makes: str  # name of the value after that addition
-    in_sum: bool  # `makes` is a partial sum of a stage's outputs that is normed later, and not the residual stream
+    makes: str  # name of the result of that addition
+    # True: `makes` is a partial sum of a stage's outputs that is normed later; False: it is the residual stream
+    in_sum: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class _SumNorm:
     """The norm of the sum of a stage's outputs (Stage.post_norm), and how it is connected to the residual stream."""
 
-    name: str  # the block's attribute
+    name: str  # the block's attribute that has the norm
     total: str  # name of the sum that it norms
-    adds_to: str  # name of the value that the normed sum is added to
-    makes: str  # name of the value after that addition
+    adds_to: str  # name of the value of the residual stream that the normed sum is added to
+    makes: str  # name of the result of that addition
 
 
 class PartMatrix(NamedTuple):
-    """A matrix of a layer, with the names by which adapters, quantisation and tensor names refer to it."""
+    """One weight matrix of a layer, with the names by which adapters, quantisation and tensor names refer to it."""
 
-    part: str  # the block's attribute of the part that has it
-    name: str  # its dotted name within the part
+    part: str  # the block's attribute of the part that has it, such as "mixer"
+    name: str  # its dotted name within the part, such as "q_proj" or "experts.down_proj"
     matrix: Any  # Linear or ExpertLinear
 
 
 class Block(nnx.Module):
-    """The modules of one layer: each part as the attribute that its Part names, and the norms around the parts.
+    """The modules of one layer: its mixers and feed-forwards (each part is the attribute that its Part names) and the
+    norms around them. `segments` is the chain in which training runs the layer; `first_state` and `step` run it in
+    generation; the methods that end in `_bytes` are the planner's estimates of its memory.
 
     A block contains nothing that differs between layers of the same kind, such as an index, so that their programs are
     traced once.
@@ -108,17 +116,20 @@ class Block(nnx.Module):
 
     @property
     def parts(self) -> dict[str, Any]:
-        """{name: the module}, an nnx.Module, of every mixer and feed-forward, in the order in which they run."""
+        """{name: the module} of every mixer and feed-forward, in the order in which they run. A name is both the Part's
+        and the block's attribute; a module is an nnx.Module."""
         return {part.name: getattr(self, part.name) for stage in self.stages for part in stage.parts}
 
     @property
     def mixers(self) -> dict[str, Mixer]:
-        """The parts that are mixers, which have a state in generation: {attribute: module}."""
+        """{name: module} of the parts that are mixers, such as attention, which are the parts with a state in
+        generation."""
         return {name: module for name, module in self.parts.items() if hasattr(module, "state_reads")}
 
     @property
     def takes(self) -> dict[str, tuple[int, ...]]:
-        """{name of a value that the layer takes from outside: its shape for one token} (LayerPart.takes)."""
+        """{name: its shape for one token} of the values that the layer's parts read from outside the layer: keys and
+        values of an earlier layer, or what the decoder computes for each layer."""
         taken: dict[str, tuple[int, ...]] = {}
         for module in self.parts.values():
             taken |= getattr(module, "takes", {})
@@ -126,7 +137,8 @@ class Block(nnx.Module):
 
     @property
     def gives(self) -> dict[str, str]:
-        """{the block's name of a residual: the name under which later layers take it} (LayerPart.gives)."""
+        """{the block's name of a residual: the name under which later layers take it}, for the values that the layer
+        shares with later ones, such as keys and values; {} for most layers."""
         return {
             self._own_segments()[part][1][own]: name
             for part, module in self.parts.items()
@@ -134,20 +146,18 @@ class Block(nnx.Module):
         }
 
     def normed(self, part: str, x: jax.Array) -> jax.Array:
-        """x [B, T, hidden], a value of the residual stream, after the norm before the part of that name; unchanged if
-        the part reads the stream without a norm."""
+        """Applies the norm before the part named `part` to x [B, T, hidden], a value of the residual stream; returns x
+        unchanged if the part reads the stream without a norm."""
         norm = _layout(self.stages)[0][part].norm
         return x if norm is None else getattr(self, norm)(x)
 
     def added(self, part: str, x: jax.Array | None, out: jax.Array) -> jax.Array:
-        """x plus a part's output, which passes its post-norm first if it has one; the output alone where x is None.
+        """Adds a part's output to x: the output passes its post-norm first if it has one, and is returned alone if x is
+        None.
 
-        Args:
-          part: the part's name.
-          x: the value [B, T, hidden] that the output is added to: the residual stream, or in a stage whose sum is
-            normed the sum of the outputs so far; None for the first part of such a stage.
-          out: the part's output [B, T, hidden].
-        """
+        part: the part's name. x: the value [B, T, hidden] that the output is added to: the residual stream, or in a
+        stage whose sum is normed the sum of the outputs so far; None for the first part of such a stage. out: [B, T,
+        hidden]."""
         place = _layout(self.stages)[0][part]
         out = out if place.post_norm is None else getattr(self, place.post_norm)(out)
         if x is None:
@@ -157,11 +167,10 @@ class Block(nnx.Module):
         return self._on_stream(x, out, place.makes)
 
     def _on_stream(self, x: jax.Array, out: jax.Array, makes: str) -> jax.Array:
-        """x plus `out` times residual_scale, both [B, T, hidden].
+        """Adds `out` times the config's residual_scale to x, a value of the residual stream; both are [B, T, hidden].
 
         makes: the name of the result. If it is `layer_output`, the end of the layer, the result is multiplied by the
-        layer's scalar, if the layer has one.
-        """
+        layer's scalar, if the layer has one."""
         if self.residual_scale != 1.0:  # in float32, rounded once, as torch multiplies a tensor by a number
             out = (out.astype(jnp.float32) * self.residual_scale).astype(out.dtype)
         out = x + out
@@ -172,12 +181,12 @@ class Block(nnx.Module):
     # ---- the chain
 
     def segments(self, tile: int | None = None, aux: Collection[str] = ()) -> tuple[Segment, ...]:
-        """The chain of segments from layer_input to layer_output, whose `run` and `backward` take this block as their
-        module.
+        """The chain of segments from layer_input to layer_output, which the stack runs for training. Their `run` and
+        `backward` take this block as their module.
 
         Args:
-          tile: how many tokens of each row tokenwise segments process at a time, as one joined segment; None: whole
-            rows.
+          tile: neighbouring tokenwise segments become one segment, which processes this many tokens of each row at a
+            time; None: every segment processes whole rows.
           aux: names of the auxiliary values (such as router_sums, from which a router's losses are computed) that are
             wanted beside the layer's output; segments that compute others are left out.
         """
@@ -187,23 +196,23 @@ class Block(nnx.Module):
 
     @property
     def aux(self) -> dict[str, Segment]:
-        """{name: the segment that computes it} for all auxiliary values that the layer can return beside its output."""
+        """{name: the segment that computes it} of all auxiliary values that the layer can return beside its output,
+        such as router_sums, from which a router's losses are computed; {} for a layer without experts."""
         return {s.outputs[0]: s for name in self.parts for s in self.part_segments(name) if s.aux}
 
     def part_segments(self, part: str) -> tuple[Segment, ...]:
-        """The segments of the part of that name as segments of the block: they include the norms around the part and
-        the addition to the residual stream, and their `run` takes the block."""
+        """The segments of the part named `part` as segments of the block: they include the norms around the part and
+        the addition to the residual stream, and their `run` takes the block as its module."""
         (segments, names), (places, norms) = self._own_segments()[part], _layout(self.stages)
         place = places[part]
         made = tuple(new for s in segments for new in _in_block(s, part, place, names))
         return made + (() if part not in norms else (_sum_norm_segment(norms[part], made[-1].tokenwise),))
 
     def _own_segments(self) -> dict[str, tuple[tuple[Segment, ...], dict[str, str]]]:
-        """{part: (its segments, {the part's name of a residual: the block's name of it})}.
+        """{part's name: (its segments, {the part's name of a residual: the block's name of it})}.
 
         A segment or residual whose name an earlier part also uses is called `{part}_{name}` in the block, because the
-        names of a plan's residuals and of dropout keys must be unique within a layer.
-        """
+        names of a plan's residuals and of dropout keys must be unique within a layer."""
         found: dict[str, tuple[tuple[Segment, ...], dict[str, str]]] = {}
         taken: dict[str, set[str]] = {"segments": set(), "residuals": set()}
 
@@ -230,7 +239,8 @@ class Block(nnx.Module):
         return (Residual(LAYER_INPUT, recomputable=False), *made[:-1])
 
     def matrices(self) -> list[PartMatrix]:
-        """Every matrix of the layer that can have an adapter or be quantised, in the order in which they multiply."""
+        """Every weight matrix of the layer that can have an adapter or be quantised, in the order in which the layer
+        multiplies by them."""
         named = (name for segment in self.segments() for name in segment.matrices)
         parted = ((name, name.partition(".")) for name in named)
         return [PartMatrix(part, rest, matrix_of(self, name)) for name, (part, _, rest) in parted]
@@ -238,7 +248,7 @@ class Block(nnx.Module):
     @property
     def order(self) -> BackwardOrder:
         """The order in which the stack computes the layer's backward, combined from the orders that its feed-forwards
-        declare: what any of them needs holds for the layer. Residuals have the block's names."""
+        declare: a condition that any of them needs holds for the whole layer. Residuals have the block's names."""
         orders, shared, free = [], [], []
         for part, module in self.parts.items():
             if part not in self.mixers:
@@ -256,11 +266,10 @@ class Block(nnx.Module):
     # ---- for the planner
 
     def forward_bytes(self, sizes: Sizes) -> float:
-        """Bytes at the end of the layer's forward in addition to the residuals: the largest need of a feed-forward.
-
-        A layer without a feed-forward needs its input, its output and the difference of the two. sizes: the sizes of
-        the residuals of one micro-batch on one device, by the block's names.
-        """
+        """An estimate of the bytes in memory at the end of the layer's forward in addition to the residuals; the
+        planner adds it to the peak. It is the largest need of a feed-forward; a layer without one needs its input, its
+        output and the difference of the two. sizes: the sizes of the residuals of one micro-batch on one device, by the
+        block's names."""
         found = [
             module.forward_bytes(self.sizes_of(part, sizes))
             for part, module in self.parts.items()
@@ -269,15 +278,12 @@ class Block(nnx.Module):
         return max(found, default=3.0 * sizes[LAYER_INPUT])
 
     def backward_bytes(self, part: str, sizes: Sizes) -> Scratch:
-        """The scratch memory, in bytes, that the backward of one part needs in addition to the residuals.
+        """The scratch memory, in bytes, that the backward of one part needs in addition to the residuals; the planner
+        adds it to its forecast of the peak. For a mixer `around` (bytes of other segments' partial gradients that exist
+        at the same time) is 0, because a mixer states only what its own computation needs.
 
-        The planner adds it to its forecast of the peak. For a mixer `around` (bytes of other segments' partial
-        gradients that exist at the same time) is 0, because a mixer states only what its own computation needs.
-
-        Args:
-          part: the name of a mixer or feed-forward of the layer.
-          sizes: the sizes of the residuals of one micro-batch on one device, by the block's names.
-        """
+        part: the name of a mixer or feed-forward of the layer. sizes: the sizes of the residuals of one micro-batch on
+        one device, by the block's names."""
         found = self.parts[part].backward_bytes(self.sizes_of(part, sizes))
         return Scratch(found, 0.0, covers_mixer=False) if part in self.mixers else found
 
@@ -291,8 +297,8 @@ class Block(nnx.Module):
         return self.parts[part].waiting_bytes(self.sizes_of(part, sizes))
 
     def sizes_of(self, part: str, sizes: Sizes) -> Sizes:
-        """The Sizes of a layer, in which the residuals of one part also have the part's own names, because the part's
-        formulas read sizes by these.
+        """The layer's Sizes under the names that one part uses: the residuals of this part have its own names beside
+        the block's, because the formulas of the part look them up so.
 
         part: the name of a mixer or feed-forward of the layer. sizes: by the block's names of residuals."""
         changed = {own: name for own, name in self._own_segments()[part][1].items() if own != name}
@@ -309,19 +315,20 @@ class Block(nnx.Module):
 
     @property
     def state_reads(self) -> tuple[str, ...]:
-        """The block's names of the residuals from which `first_state` builds the mixers' states for generation."""
+        """The block's names of the residuals that `first_state` reads to build the mixers' states for generation; a
+        prefill must compute and return these."""
         return tuple(self._own_segments()[part][1][name] for part, m in self.mixers.items() for name in m.state_reads)
 
     def first_state(
         self, values: Mapping[str, jax.Array], lengths: jax.Array, new_tokens: int, context: Context
     ) -> dict[str, object]:
-        """{mixer's name: its state for generation, any pytree} after prompts.
+        """Builds {mixer's name: its state for generation, any pytree} after prompts have run through the layer.
 
         Args:
           values: {name: value} of the residuals that `state_reads` names, computed from the prompts.
           lengths: int32[B], tokens of each prompt.
-          new_tokens: how many more tokens the states must have room for.
-          context: the layer's spec, and the layout that the prompts ran in.
+          new_tokens: for how many more tokens the states must have room.
+          context: the layer's spec, and the layout with which the prompts ran.
         """
         found: dict[str, object] = {}
         for part, mixer in self.mixers.items():
@@ -346,8 +353,8 @@ class Block(nnx.Module):
           at: int32[B], the position of the first of the N tokens of each row, which is also the number of tokens that
             the state has already. A negative number marks a row that does not decode; its results are ignored.
           context: the layer's spec, and a layout with the rotary tables of these positions.
-          taken: {name: value} of what the layer takes (`takes`), for these tokens; a mixer's as an earlier layer's
-            `step` gave it. None: it takes nothing.
+          taken: {name: value} of what the layer takes from outside (`takes`) for these tokens, as the decoder or an
+            earlier layer's `step` gave it; None: it takes nothing.
         Returns:
           (layer_output [B, N, hidden], {mixer's name: its state after these tokens}, {name: value} of what the layer
             gives to later layers)
@@ -376,10 +383,10 @@ class Block(nnx.Module):
 
 @functools.lru_cache(64)
 def _layout(stages: tuple[Stage, ...]) -> tuple[dict[str, _Place], dict[str, _SumNorm]]:
-    """How the parts of a layer are wired to its residual stream, from its stages.
+    """Computes from a layer's stages how its parts are connected to the residual stream.
 
     Returns:
-      ({part's name: its place}, {name of the last part of a stage whose sum is normed: the norm of that sum})
+      ({part's name: its _Place}, {name of the last part of a stage whose sum is normed: the _SumNorm of that sum})
     """
     places, norms = {}, {}
     count, made, stream = sum(len(stage.parts) for stage in stages), 0, LAYER_INPUT
@@ -401,7 +408,7 @@ def _layout(stages: tuple[Stage, ...]) -> tuple[dict[str, _Place], dict[str, _Su
 
 
 def _in_block(segment: Segment, part: str, place: _Place, names: Mapping[str, str]) -> tuple[Segment, ...]:
-    """A part's segment as one or two segments of the block, whose `run` takes the block as its module.
+    """Converts one segment of a part into one or two segments of the block, whose `run` takes the block as its module.
 
     Values are renamed to the block's names, INPUT is computed by the norm before the part, and the part's output is
     added to the residual stream. If the output has a norm, that norm and the addition are a segment of their own: the
@@ -464,11 +471,10 @@ def _renamed(residuals: tuple[Residual, ...], names: Mapping[str, str]) -> tuple
 
 
 def _sum_norm_segment(norm: _SumNorm, tokenwise: bool) -> Segment:
-    """The segment of the block that norms the sum of a stage's outputs and adds it to the residual stream. norm: which
-    norm, and the names of the sum and of the stream's values.
+    """The segment of the block that norms the sum of a stage's outputs and adds it to the residual stream.
 
-    tokenwise: whether it may run over tiles of tokens with the segment before it (Segment.tokenwise).
-    """
+    norm: the names of the norm, of the sum and of the stream's values. tokenwise: whether the segment may run over
+    tiles of tokens, with the segment before it (Segment.tokenwise); if False it runs on whole rows."""
 
     def run(block: Block, context: Context, total: jax.Array, x: jax.Array):
         del context
@@ -478,12 +484,13 @@ def _sum_norm_segment(norm: _SumNorm, tokenwise: bool) -> Segment:
 
 
 def _backward_in_block(backward, part: str, block_of, trainable, *arguments):
-    """Calls the hand-written backward of a part's segment with the part as its module.
+    """Calls the hand-written backward of a part's segment, which expects the part as its module, in a layer, where the
+    stack passes the whole block.
 
     Args:
       backward: the Backward of the part's segment.
       part: the part's name.
-      block_of: builds the whole block from trainable tensors, as the stack passes it.
+      block_of: builds the whole block from trainable tensors.
       trainable: the block's trainable tensors.
       arguments: the other arguments of a Backward: context, inputs, outputs and gradients.
     """

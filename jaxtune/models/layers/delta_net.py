@@ -37,17 +37,19 @@ _OUT = "remembered"  # the recurrence's output, by its name in plans and run fol
 
 @dataclasses.dataclass(frozen=True)
 class DeltaNetShape:
-    """The sizes of a gated delta net, given as Part.config."""
+    """The sizes of a gated delta net, given as Part.config; `make` builds the module. Queries and keys have `key_heads`
+    heads, and values have `heads`, a multiple of it."""
 
     hf_name: ClassVar[str] = "linear_attn"  # the part's name in Hugging Face's tensor names
 
-    key_heads: int  # heads of queries and keys; divides `heads`
-    heads: int  # heads of values
+    key_heads: int  # number of heads of queries, and of keys; divides `heads`
+    heads: int  # number of heads of values
     key_dim: int  # size of a query or key head
     value_dim: int  # size of a value head
-    taps: int  # of the convolution: how many tokens each of its outputs reads
-    # one matrix gives queries, keys, values and gates, key head by key head, and another the rates (Qwen3-Next);
-    # otherwise each kind has its own matrix (Qwen3.5)
+    taps: int  # length of the short convolution: each of its outputs is a weighted sum over this many tokens
+    # True (Qwen3-Next): one matrix gives queries, keys, values and gates, key head by key head, and another one b and a
+    # (from which beta and decay are computed); False (Qwen3.5): there is one matrix for queries, keys and values, and
+    # one each for gates, b and a
     fused: bool = False
 
     def __post_init__(self):
@@ -66,37 +68,38 @@ class DeltaNetShape:
 
     @property
     def key_size(self) -> int:
-        """The size of a token's queries, and of its keys, summed over all heads."""
+        """key_heads * key_dim: how many numbers all of a token's queries have, and all of its keys."""
         return self.key_heads * self.key_dim
 
     @property
     def value_size(self) -> int:
-        """The size of a token's values, summed over all heads."""
+        """heads * value_dim: how many numbers all of a token's values have."""
         return self.heads * self.value_dim
 
     def make(self, config: DecoderConfig, key: jax.Array, dtype) -> DeltaNet:
-        """The gated delta net of these sizes; `config` gives other settings, `key` draws the weights, in `dtype`."""
+        """Builds the gated delta net of these sizes. config: the decoder's, for all other settings. key: draws the
+        initial weights. dtype: of the weights."""
         return DeltaNet(self, config, key, dtype)
 
     def derivative_bytes(self, sizes: Sizes) -> float:
-        """Bytes that the derivative of the recurrence keeps from its recomputation until its gradient arrives, for the
-        planner (Segment.derivative_bytes).
+        """The bytes that the derivative of the recurrence keeps in memory, if the segment is recomputed in the
+        backward, from then until its gradient arrives; the planner counts them (Segment.derivative_bytes).
 
-        The kernels keep queries and keys after the convolution, the prediction errors, and two matrices and the state
-        of each chunk. The reference implementation keeps less. sizes: the bytes of the layer's residuals by name.
-        """
+        The kernels keep queries and keys after the convolution, the prediction errors, and for each chunk of tokens two
+        matrices and the state. The reference implementation keeps less. sizes: the bytes of the layer's residuals by
+        name."""
         numbers = 2 * self.key_size + self.value_size + 2 * self.heads * CHUNK
         state = self.heads * self.key_dim * self.value_dim / CHUNK
         return sizes[_OUT] / self.value_size * (numbers + state)
 
 
 class Convolution(nnx.Module):
-    """The weight of the short convolution, [channels, 1, taps], as in Hugging Face's conv1d.
-
-    It only contains the parameter; short_convolution (pallas/delta_rule) computes with it.
+    """The weight of the short convolution over the tokens, [channels, 1, taps], as in Hugging Face's conv1d. The class
+    only holds the parameter under that name; short_convolution (pallas/delta_rule) computes with it.
 
     Args:
-      channels: the numbers of a token's queries, keys and values, each of which is convolved alone.
+      channels: how many numbers a token's queries, keys and values have altogether; each is convolved on its own
+        (depthwise).
       taps: how many tokens each output reads.
       std: the standard deviation of the initial weight.
       key: draws it.
@@ -108,10 +111,13 @@ class Convolution(nnx.Module):
 
 
 class DeltaNet(nnx.Module):
-    """The gated delta net; its attributes have the names of Hugging Face's tensors.
+    """The gated delta net as a mixer; its attributes have the names of Hugging Face's tensors.
 
     These are in_proj_qkv, in_proj_z, in_proj_b and in_proj_a (or in_proj_qkvz and in_proj_ba), conv1d, norm and
-    out_proj. A head's log decay is -exp(A_log) softplus(a + dt_bias), and its beta is sigmoid(b).
+    out_proj. A head's log decay is -exp(A_log) softplus(a + dt_bias), and its beta is sigmoid(b); a and b are called
+    rates. `segments` is its computation in training, `first_state` and `step` that in generation, and `backward_bytes`
+    and `waiting_bytes` are estimates for the planner. `state_reads` names the residuals from which the state is built
+    after a prompt.
 
     Args:
       shape: the sizes of the delta net.
@@ -147,7 +153,9 @@ class DeltaNet(nnx.Module):
         self.out_proj = linear(keys[6], shape.value_size, hidden)
 
     def segments(self) -> tuple[Segment, ...]:
-        """Its segments: `project`, `remember` (convolution and recurrence) and `mix` (gated norm and out_proj)."""
+        """Its segments in the order in which they run: `project` (the input projections), `remember` (convolution and
+        recurrence) and `mix` (gated norm and out_proj). They tell the stack how to run the mixer and the planner what
+        it costs."""
         shape, time = self.shape, DELTA_RULE_TIME.of("triton", dispatch.device_kind() or "")
         # Per token and head: the state is read twice and written once; two triangular matrices of a chunk count half.
         products = shape.heads * (3 * shape.key_dim * shape.value_dim + CHUNK * (shape.key_dim + shape.value_dim))
@@ -183,17 +191,16 @@ class DeltaNet(nnx.Module):
         )
 
     def _project(self, context: Context, x: jax.Array):
-        """`run` of the segment `project`: (queries, keys and values; gates; rates), as the method `project` gives them,
-        from the layer's normed input x, with the context's dropout key."""
+        """The function `run` of the segment `project`: (queries, keys and values; gates; rates) from the layer's normed
+        input x [B, T, hidden], with the shapes that the method `project` states. context: has the dropout key."""
         return self.project(x, context.key)
 
     def project(self, x: jax.Array, key: jax.Array | None = None):
-        """x [B, T, hidden] -> three arrays: (queries, keys and values; gates; rates).
+        """Projects x [B, T, hidden] to the three inputs of the delta net: (queries, keys and values; gates; rates).
 
         Queries, keys and values are concatenated, [B, T, 2 key_size + value_size]. Gates are [B, T, heads, value_dim].
-        Rates are b and a, from which beta and decay are computed, concatenated: [B, T, 2 heads]. `key` draws the
-        adapters' dropout masks; None: no dropout.
-        """
+        Rates are b and a, from which beta and decay are computed, concatenated: [B, T, 2 heads]. key: draws the
+        adapters' dropout masks; None: no dropout."""
         shape = self.shape
         if not shape.fused:
             qkv, gate, b, a = apply_fused(x, (self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a), key)
@@ -211,21 +218,19 @@ class DeltaNet(nnx.Module):
         )
 
     def _recur(self, context: Context, qkv: jax.Array, rates: jax.Array):
-        """Computes the segment `remember`, whose function it is: the short convolution of qkv, decay and beta from
-        rates, and the gated delta rule. Returns a tuple of one array, the rule's output [B, T, heads, value_dim].
+        """The function `run` of the segment `remember`: the short convolution of qkv, decay and beta from rates, and
+        the gated delta rule. Returns a tuple of one array, the rule's output [B, T, heads, value_dim].
 
         context: has the document boundaries (`layout`). qkv: [B, T, 2 key_size + value_size], queries, keys and values
-        from `project`, before the convolution. rates: [B, T, 2 heads], b and a from `project`.
-        """
+        from `project`, before the convolution. rates: [B, T, 2 heads], b and a from `project`."""
         return (gated_delta_rule(*self.tokens(qkv, rates, context.layout), context.layout),)
 
     def tokens(self, qkv: jax.Array, rates: jax.Array, layout):
-        """(query, key, value, decay, beta) as gated_delta_rule takes them, with the shapes that `_split` states.
+        """Computes the inputs of the recurrence for whole rows: (query, key, value, decay, beta) in the form in which
+        gated_delta_rule takes them, with the shapes that `_split` states. The convolution is applied to qkv here.
 
-        qkv, rates: from `project`, for all tokens of each row (`step` does this for the next tokens in generation). The
-        convolution is applied to qkv here.
-        layout: the document boundaries of the batch, which the convolution does not cross.
-        """
+        qkv, rates: from `project`, for all tokens of each row. layout: the document boundaries of the batch, which the
+        convolution does not cross."""
         return self._split(short_convolution(qkv, self._taps(), layout), rates)
 
     def _taps(self) -> jax.Array:
@@ -233,12 +238,12 @@ class DeltaNet(nnx.Module):
         return self.conv1d.weight[...][:, 0]
 
     def _split(self, qkv: jax.Array, rates: jax.Array):
-        """(query, key, value, decay, beta) of the recurrence, from qkv [B, T, 2 key_size + value_size] after the
-        convolution and from the rates [B, T, 2 heads].
+        """Divides convolved queries, keys and values into heads, and computes decay and beta from the rates: (query,
+        key, value, decay, beta) of the recurrence.
 
         Query and key are [B, T, key_heads, key_dim], value is [B, T, heads, value_dim]; decay (the logarithm of a
-        head's decay) and beta are float32[B, T, heads].
-        """
+        head's decay) and beta are float32[B, T, heads]. qkv: [B, T, 2 key_size + value_size], after the convolution.
+        rates: [B, T, 2 heads]."""
         shape = self.shape
         query, key, value = jnp.split(qkv, (shape.key_size, 2 * shape.key_size), axis=-1)
         query, key = (x.reshape(*x.shape[:2], shape.key_heads, shape.key_dim) for x in (query, key))
@@ -248,23 +253,22 @@ class DeltaNet(nnx.Module):
         return query, key, value.reshape(*value.shape[:2], -1, shape.value_dim), decay, jax.nn.sigmoid(b)
 
     def output(self, out: jax.Array, gate: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        """`out`, the recurrence's output [B, T, heads, value_dim], normed and gated -> out_proj of it, [B, T, hidden].
+        """Norms the recurrence's output `out` [B, T, heads, value_dim], multiplies it by SiLU(gate), and projects it by
+        out_proj: [B, T, hidden].
 
-        The gate [B, T, heads, value_dim] multiplies the normed output by its SiLU. `key` draws the adapter's dropout
-        mask; None: no dropout.
-        """
+        gate: [B, T, heads, value_dim], from `project`. key: draws the adapter's dropout mask; None: no dropout."""
         out = self.norm(out).astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
         return self.out_proj(out.astype(gate.dtype).reshape(*gate.shape[:2], -1), key)
 
     # ---- generation
 
     def first_state(self, values: Mapping[str, jax.Array], lengths: jax.Array, new_tokens: int, context: Context):
-        """The state after prompts: (inputs of the convolution, the recurrence's state).
+        """The state for generation after prompts: (inputs of the convolution, the recurrence's state).
 
-        The first is [B, taps - 1, 2 key_size + value_size], the last inputs of each prompt; the second is float32[B,
-        heads, key_dim, value_dim]. The state does not grow, so `new_tokens` is not used, and neither is `context`.
-        values: {name: value} of the residuals qkv and rates of the prompts; lengths: int32[B], tokens of each prompt.
-        """
+        The first is [B, taps - 1, 2 key_size + value_size], the qkv of each prompt's last tokens; the second is
+        float32[B, heads, key_dim, value_dim]. The state does not grow, so `new_tokens` is not used, and neither is
+        `context`; every mixer is called with them. values: {name: value} of the residuals qkv and rates of the prompts.
+        lengths: int32[B], tokens of each prompt."""
         qkv, rates = values["qkv"], values["rates"]
         rows, length = rates.shape[:2]
         _, key, value, decay, beta = self.tokens(qkv, rates, packed_layout((rows, length)))
@@ -273,10 +277,11 @@ class DeltaNet(nnx.Module):
         return jnp.where((at >= 0)[..., None], window, 0), delta_rule_state(key, value, decay, beta, lengths)
 
     def step(self, x: jax.Array, state, at: jax.Array, context: Context):
-        """Runs the next N tokens of each row: x [B, N, hidden] -> (output [B, N, hidden], the state after them).
+        """Runs the next N tokens of each row in generation: x [B, N, hidden] -> (output [B, N, hidden], the state after
+        them).
 
-        The state is a pair as from `first_state`. It depends on no positions, so that `at` and `context` are not used.
-        """
+        state: a pair, from `first_state` or the previous step. It depends on no positions, so that `at` and `context`,
+        which every mixer gets, are not used."""
         window, state = state
         qkv, gate, rates = self.project(x)
         if x.shape[1] > 1:
@@ -292,11 +297,11 @@ class DeltaNet(nnx.Module):
     # ---- for the planner: counted from chunked.py and triton.py; their memory has not been measured on a GPU yet.
 
     def waiting_bytes(self, sizes: Sizes) -> float:
-        """Bytes of partial results that exist while the feed-forward's backward runs, for the planner.
+        """An estimate of the bytes of the delta net's partial results that are in memory while the backward of the
+        layer's feed-forward runs; the planner adds it to what that backward needs.
 
-        They are taken to be a fixed multiple (models/fitted.py) of the bytes of the recurrence's output. sizes: the
-        bytes of the layer's residuals by name.
-        """
+        It is a fixed multiple (models/fitted.py) of the bytes of the recurrence's output. sizes: the bytes of the
+        layer's residuals by name."""
         return DELTA_NET_BYTES.of("triton", sizes.device).waiting * sizes[_OUT]
 
     def backward_bytes(self, sizes: Sizes) -> float:

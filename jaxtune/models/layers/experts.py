@@ -1,8 +1,8 @@
-"""A mixture of experts, a feed-forward: a router, and experts whose tokens are sorted into groups of rows.
+"""A mixture of experts, a feed-forward: a router chooses experts for each token, and the tokens' rows are sorted by
+expert, so that each expert's matrix multiplies consecutive rows.
 
 A token's weight for an expert is applied before the down projection, where the rows are narrow. The router's gradient
-then does not need the experts' outputs.
-"""
+then does not need the experts' outputs."""
 
 from __future__ import annotations
 
@@ -51,15 +51,17 @@ _RANK_STEP = 64  # grouped_matmul's kernels sum over multiples of this many numb
 
 
 class ExpertLora(nnx.Module):
-    """The LoRA adapters of one matrix of every expert: a [E, r, in] and b [E, out, r] (zero at the start), float32.
+    """The LoRA adapters of one matrix of every expert, stacked: a [E, r, in] and b [E, out, r] (zero at the start),
+    float32. It is the attribute `lora` of an ExpertLinear, whose output gets scale * b a x added.
 
     The scale follows from `alpha` and `rslora`, as in PEFT. There is no dropout, because PEFT has none on experts.
+    `weights` gives the adapters to the kernels.
 
     Args:
       experts, in_size, out_size, rank: E, in, out and r of these shapes.
       alpha: the adapters' output is multiplied by alpha / r.
       key: draws the initial a.
-      rslora: whether it is multiplied by alpha / sqrt(r) instead.
+      rslora: True: it is multiplied by alpha / sqrt(r) instead; False: by alpha / r.
     """
 
     rate = 0.0  # of dropout
@@ -90,27 +92,34 @@ class ExpertLora(nnx.Module):
 
     @property
     def scale(self) -> float:
-        """The factor on b a x: alpha / r, or alpha / sqrt(r) for rsLoRA."""
+        """The factor on the adapters' product b a x: alpha / r, or alpha / sqrt(r) with rslora."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def weights(self) -> GroupedLora:
-        """The adapters as grouped_matmul takes them: a, b and the scale."""
+        """The adapters as the argument of grouped_matmul, the product of rows that are sorted by expert: a, b and the
+        scale."""
         return GroupedLora(self.a[...], self.b[...], self.scale)
 
 
 class ExpertLinear(nnx.Module):
-    """One matrix of every expert, with optional biases [E, out] and optional adapters.
+    """One weight matrix for each of E experts, stacked in one array, with optional biases [E, out] and optional
+    adapters.
 
     The weight is [E, out, in], or [E, in, out] if `transposed` (as in Hugging Face's class), as an array or quantised.
-    With `fp8`, a weight in FP8 is multiplied as it is stored, without decoding (by grouped_matmul).
+    `of_tokens` multiplies each token by the matrices of its experts and gives rows that are sorted by expert;
+    `to_tokens` multiplies such rows and sums them for each token.
 
     Args:
       experts, in_size, out_size: E, in and out of these shapes.
-      transposed: whether the weight is [E, in, out].
+      transposed: whether the weight is [E, in, out]; False: [E, out, in].
       bias: whether there are biases.
       std: the standard deviation of the initial weights.
       key: draws them.
       dtype: of weight and biases.
+    Attributes:
+      fp8: whether a weight that is stored in FP8 is multiplied as it is, without decoding; False until the loader sets
+        it.
+      lora: the adapters (ExpertLora), or None.
     """
 
     quantizable = True  # as Linear has, for code that handles both
@@ -135,34 +144,35 @@ class ExpertLinear(nnx.Module):
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """(experts, out, in), the weight's sizes in this order, also if it is transposed or quantised."""
+        """(experts, out, in), the sizes of the weight, always in this order, whether or not it is transposed or
+        quantised."""
         experts, first, second = self.weight.shape
         return (experts, second, first) if self.transposed else (experts, first, second)
 
     @property
     def stored_weight(self) -> jax.Array | Stored:
-        """The weight as it is stored: an array, or quantised."""
+        """The weight in the form in which the model stores it: an array, or a quantised weight (Stored)."""
         return self.weight.get_value()
 
     def adapter(self) -> GroupedLora | None:
-        """The adapters as grouped_matmul takes them; None if there are none."""
+        """The adapters as the argument of grouped_matmul (a, b and the scale); None if there are none."""
         return None if self.lora is None else self.lora.weights()
 
     def adapter_bytes(self, itemsize: int) -> float:
-        """Bytes of the adapters as kernels take them: with the rank padded, in a compute dtype of `itemsize` bytes per
-        number; 0 without adapters. The planner counts these copies."""
+        """The bytes of the copies of the adapters that kernels read: with the rank padded, in the compute dtype; 0
+        without adapters. The planner counts these copies. itemsize: bytes of one number in the compute dtype."""
         if self.lora is None:
             return 0.0
         experts, rank, in_size = self.lora.a.shape
         return float(experts * (in_size + self.lora.b.shape[1]) * -(-rank // _RANK_STEP) * _RANK_STEP * itemsize)
 
     def of_tokens(self, x: jax.Array, routing: Routing) -> jax.Array:
-        """Multiplies each token x [T, in] by the matrices of its experts: [rows, out], rows sorted by expert.
+        """Multiplies each token of x [T, in] by the matrices of its experts: [rows, out], one row for each pair of
+        token and expert, sorted by expert.
 
         If a quantised weight must be decoded, the decoded weight is kept for the derivative, which is expected to be
-        computed right after (`derivative_follows` of grouped_matmul). routing: which expert each row belongs to, from
-        `route`.
-        """
+        computed right after (`derivative_follows` of grouped_matmul). routing: which token and expert each row belongs
+        to, from `route`."""
         options: dict[str, Any] = dict(transposed=self.transposed, derivative_follows=True, fp8=self.fp8)
         out = matmul_of_tokens(x, self.stored_weight, routing, self.adapter(), **options)
         if self.bias is None:
@@ -172,20 +182,23 @@ class ExpertLinear(nnx.Module):
     def to_tokens(
         self, rows: jax.Array, lora: GroupedLora | None, routing: Routing, choice: jax.Array, weights: jax.Array
     ) -> jax.Array:
-        """Rows sorted by expert [rows, in] -> [T, out], summed over each token's experts; see matmul_to_tokens.
+        """Multiplies rows [rows, in], one for each pair of token and expert and sorted by expert, by the experts'
+        matrices, and sums the results of each token: [T, out].
 
         Args:
-          lora: `adapter()`, which the caller has read already; None: no adapters.
+          rows: they have been multiplied by the router's weights already.
+          lora: the adapters, from `adapter()`; None: there are none.
           routing: which expert and token each row belongs to, from `route`.
           choice: int32[T, k], each token's experts.
-          weights: [T, k], multiply the bias if there is one; the rows have been multiplied by them already.
+          weights: [T, k], the router's weights, by which the biases are multiplied if there are any.
         """
         out = matmul_to_tokens(rows, self.stored_weight, routing, lora, transposed=self.transposed, fp8=self.fp8)
         return out if self.bias is None else token_bias(out, weights, self.bias[...], choice)
 
 
 class Experts(nnx.Module):
-    """The matrices of all experts, gate_up_proj and down_proj.
+    """The matrices of all experts of a layer: gate_up_proj (gate and up in one) and down_proj, each an ExpertLinear. It
+    has no computation of its own; MoE multiplies by them.
 
     Args:
       config: gives the hidden size and the range of initial weights.
@@ -206,10 +219,10 @@ class Experts(nnx.Module):
 
 @jax.custom_vjp
 def _gradients_at_once(values):
-    """The values (any pytree) unchanged. In the backward, whatever reads the gradient of one of them waits for the
-    gradients of all.
+    """Returns `values`, any pytree, unchanged. In the backward, whatever reads the gradient of one of its arrays waits
+    until the gradients of all have been computed.
 
-    The large operands from which the other gradients are computed are free by then.
+    The large operands from which the other gradients are computed can be freed by then, which lowers the peak memory.
     """
     return values
 
@@ -219,24 +232,27 @@ _gradients_at_once.defvjp(lambda values: (values, None), lambda _, gradients: (o
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsShape:
-    """The settings of experts that the decoder's other layers do not have, given as Part.config."""
+    """The settings of the experts of a layer in a model whose other layers have none or other ones, given as
+    Part.config; `make` builds the module."""
 
     moe: MoEConfig  # number and size of the experts, and how tokens are routed to them
     hf_name: str = "mlp"  # the part's name in Hugging Face's tensor names
 
     def make(self, config: DecoderConfig, key: jax.Array, dtype) -> MoE:
-        """The mixture of experts with these settings, and the decoder's (`config`) otherwise; `key` draws the weights,
-        in `dtype`."""
+        """Builds the mixture of experts with these settings. config: the decoder's, for all other settings. key: draws
+        the initial weights. dtype: of the weights."""
         return MoE(dataclasses.replace(config, moe=self.moe), key, dtype)
 
 
 class MoE(nnx.Module):
-    """A mixture of experts: a router, the experts, and a shared expert if the config has one.
+    """A mixture of experts: a router, the experts, and a shared expert, which every token passes, if the config has
+    one.
 
-    In its methods x is [B, T, hidden], and choice int32[B * T, k] as from `choose`. Norm and router run in each segment
-    that reads them, because they are cheap; `choice` is computed only once, because it must be the same everywhere.
-    A scaled router, which may have an adapter with dropout, is a segment of its own. Then x stands for its logits
-    [B, T, E] in the methods that read x for the router's sake.
+    In its methods x is [B, T, hidden], and choice is int32[B * T, k], the numbers of each token's k experts, as from
+    `choose`. Norm and router run in each segment that reads them, because they are cheap; `choice` is computed only
+    once, because it must be the same everywhere. A scaled router, which may have an adapter with dropout, is a segment
+    of its own. Then x stands for its logits [B, T, E] in the methods that read x for the router's sake. `segments` is
+    the computation of a layer, and `forward_bytes` and `backward_bytes` are the planner's estimates of its memory.
 
     Args:
       config: of the decoder, whose `moe` describes the experts.
@@ -263,15 +279,15 @@ class MoE(nnx.Module):
             self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False, std=std, key=keys[1], dtype=dtype)
 
     def _logits(self, x: jax.Array) -> jax.Array:
-        """The router's logits [B * T, E] of its input x [B, T, hidden], or of the logits [B, T, E] of a scaled
-        router."""
+        """The router's logits [B * T, E]. x: the router's input [B, T, hidden], which it multiplies; or, with a scaled
+        router, which is a segment of its own, the logits [B, T, E] that it has computed."""
         x = x.reshape(-1, x.shape[-1])
         return self.router(x) if isinstance(self.router, Router) else x
 
     @jax.named_scope("router")
     def choose(self, x: jax.Array, real: jax.Array | None = None) -> jax.Array:
-        """The numbers of each token's k experts, those with the largest logits of the router: int32[B * T, k]. x: [B,
-        T, hidden], the part's input.
+        """Chooses each token's k experts, those with the largest logits of the router: their numbers int32[B * T, k].
+        x: [B, T, hidden], the part's input (a scaled router's logits [B, T, E]).
 
         real: bool[B, T], False for padding, which gets the number E and is routed nowhere; None: all tokens are real.
         """
@@ -282,27 +298,29 @@ class MoE(nnx.Module):
         """The sums over tokens from which the router's losses (load balancing and z-loss) are computed; padding is left
         out.
 
-        x: [B, T, hidden], the part's input. choice: int32[B * T, k], each token's experts.
-        """
+        x: [B, T, hidden], the part's input (a scaled router's logits [B, T, E]). choice: int32[B * T, k], each token's
+        experts."""
         return router_sums(self._logits(x), choice)
 
     @jax.named_scope("experts")
     def gate_up(self, x: jax.Array, choice: jax.Array) -> jax.Array:
-        """x [B, T, hidden] -> gate and up of each token's experts, [rows, 2 * expert_size], rows sorted by expert.
+        """Multiplies each token of x [B, T, hidden] by the gate and up matrices of its experts: [rows, 2 *
+        expert_size], one row for each pair of token and expert, sorted by expert.
 
-        choice: int32[B * T, k], each token's experts.
-        """
+        choice: int32[B * T, k], each token's experts."""
         routing = route(choice, self.moe.num_experts)
         return self.experts.gate_up_proj.of_tokens(x.reshape(-1, x.shape[-1]), routing)
 
     @jax.named_scope("experts")
     def down(self, gate_up: jax.Array, choice: jax.Array, x: jax.Array) -> jax.Array:
-        """gate and up of sorted rows -> [B, T, hidden], summed over each token's experts with the router's weights.
+        """Computes the experts' output from gate and up: activation and down projection, summed over each token's
+        experts with the router's weights: [B, T, hidden].
 
         Args:
-          gate_up: [rows, 2 * expert_size], from `gate_up`.
+          gate_up: [rows, 2 * expert_size], rows sorted by expert, from the method `gate_up`.
           choice: int32[B * T, k], each token's experts.
-          x: [B, T, hidden], the part's input, from which the router's weights are computed again.
+          x: [B, T, hidden], the part's input, from which the router's weights are computed again (a scaled router's
+            logits [B, T, E]).
         """
         weights = self.router.weights(self._logits(x), choice)
         routing = route(choice, self.moe.num_experts)
@@ -312,9 +330,10 @@ class MoE(nnx.Module):
         return linear.to_tokens(inner, lora, routing, choice, weights).reshape(*x.shape[:-1], -1)
 
     def _activated(self, gate_up: jax.Array) -> jax.Array:
-        """gate_up [rows, 2 * expert_size] -> float32[rows, expert_size], the input of the down projection:
-        activation(gate) * up, or with swiglu_limit gpt-oss's clipped form (MoEConfig.swiglu_limit). Gate and up are
-        the halves of gate_up's columns, or its even and odd columns if `interleaved`."""
+        """The input of the down projection, float32[rows, expert_size], from gate_up [rows, 2 * expert_size]:
+        activation(gate) * up, or with swiglu_limit gpt-oss's clipped form (MoEConfig.swiglu_limit). Gate is the first
+        half of the columns and up the second, or gate the even and up the odd columns if the config says `interleaved`.
+        """
         if self.moe.interleaved:
             gate, up = gate_up[:, 0::2], gate_up[:, 1::2]
         else:
@@ -329,9 +348,10 @@ class MoE(nnx.Module):
         return (up + 1) * gate * jax.nn.sigmoid(self.moe.swiglu_alpha * gate)
 
     def segments(self) -> tuple[Segment, ...]:
-        """Its segments: `score` (a scaled router's logits), `route` (to `choice`), `balance` (the sums for the router's
-        losses), `expand` (gate_up), `expand_shared` (with a shared expert) and `contract` (activation and down
-        projection)."""
+        """Its segments: `score` (a scaled router's logits), `route` (computes `choice`), `balance` (the sums for the
+        router's losses), `expand` (gate and up), `expand_shared` (gate and up of a shared expert) and `contract`
+        (activation and down projection). `score` and `expand_shared` are left out where the model has no such router or
+        expert."""
         active, hidden = self.moe.experts_per_token, self.config.hidden_size
         choice = Residual("choice", recomputable=False, small=True)
 
@@ -405,11 +425,11 @@ class MoE(nnx.Module):
         )
 
     def _contract(self, context: Context, gate_up, choice, x, shared_gate=None, shared_up=None):
-        """`run` of the segment `contract`: ([B, T, hidden],), the experts' output plus that of the shared expert, if
-        there is one, times the sigmoid of its gate. context: has the dropout key.
+        """The function `run` of the segment `contract`: ([B, T, hidden],), the experts' output plus that of the shared
+        expert, if there is one, times the sigmoid of its gate. context: has the dropout key.
 
-        gate_up, choice, shared_gate and shared_up are the residuals of the other segments, x is what the router's
-        weights are computed from: the part's input, or a scaled router's logits.
+        gate_up, choice, shared_gate and shared_up are the residuals of the other segments, the last two None without a
+        shared expert; x is what the router's weights are computed from: the part's input, or a scaled router's logits.
         """
         out = self.down(gate_up, choice, x)
         if shared_gate is not None and shared_up is not None:
@@ -418,8 +438,9 @@ class MoE(nnx.Module):
         return (out,)
 
     def _route(self, context: Context, x: jax.Array):
-        """`run` of the segment `route`: (int32[B * T, k],), the chosen experts of each token of the part's input x [B,
-        T, hidden]. context: its layout says which tokens are padding, which gets no expert."""
+        """The function `run` of the segment `route`: (int32[B * T, k],), the chosen experts of each token. x: the
+        part's input [B, T, hidden], or a scaled router's logits [B, T, E]. context: its layout says which tokens are
+        padding, which gets no expert."""
         layout = context.layout
         real = None if layout.full else jnp.arange(layout.doc_end.shape[1]) < layout.doc_end
         # The barrier makes it an array of its own: otherwise XLA keeps the whole sort that it is a part of.
@@ -428,22 +449,22 @@ class MoE(nnx.Module):
     # ---- for the planner
 
     def forward_bytes(self, sizes: Sizes) -> float:
-        """Bytes at the end of the layer's forward in addition to the residuals, for the planner.
+        """An estimate of the bytes in memory at the end of the layer's forward in addition to the residuals; the
+        planner adds it to the peak.
 
         It is a multiple of the layer's input that was fitted to compiled programs (models/fitted.py). sizes: the bytes
-        of the layer's residuals by name.
-        """
+        of the layer's residuals by name."""
         return EXPERTS_BYTES.of("mosaic" if sizes.hopper else "reference", sizes.device).forward * sizes["layer_input"]
 
     def backward_bytes(self, sizes: Sizes) -> Scratch:
-        """Bytes of its backward in addition to the residuals, for the planner.
+        """An estimate of the bytes that the backward of the layer needs in addition to the residuals; the planner adds
+        it to the peak. It was fitted to the whole layer, so it covers the mixer's backward too.
 
-        They are the activation, its gradients, the gradients of gate_up and of the experts' rows, twice the bytes of a
+        It counts the activation, its gradients, the gradients of gate_up and of the experts' rows, twice the bytes of a
         shared expert's gate and up, and a multiple of the layer's input. The experts' rows are a copy of each token's
-        hidden state for each of its experts. Where the matrix product does not gather rows itself, the sorted rows come
-        in addition, and where the weight is decoded, the decoded weight. Where FP8 codes are multiplied, the rows'
-        codes and the weight's transposed codes do. sizes: the bytes of the layer's residuals by name.
-        """
+        hidden state for each of its experts. If the matrix product does not gather rows itself, the sorted rows are
+        added, and if the weight is decoded, the decoded weight. If FP8 codes are multiplied, the rows' codes and the
+        weight's transposed codes are added. sizes: the bytes of the layer's residuals by name."""
         gate_up = sizes["gate_up"]
         rows = self.config.hidden_size / (2 * self.moe.expert_size) * gate_up
         linears = (self.experts.gate_up_proj, self.experts.down_proj)

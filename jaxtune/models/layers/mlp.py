@@ -17,18 +17,23 @@ from jaxtune.pallas.gated import ACTIVATIONS, gated_backward, mosaic
 
 @dataclasses.dataclass(frozen=True)
 class MLPShape:
-    """The settings of an MLP whose width differs from the decoder's, given as Part.config."""
+    """The settings of an MLP whose width differs from the decoder's, given as Part.config; `make` builds the module."""
 
-    intermediate_size: int  # the width between the matrices
+    intermediate_size: int  # how many numbers gate and up have for each token
     hf_name: str = "mlp"  # the part's name in Hugging Face's tensor names
 
     def make(self, config: DecoderConfig, key: jax.Array, dtype) -> MLP:
-        """The MLP of this width, with the decoder's other settings (`config`); `key` draws its weights, in `dtype`."""
+        """Builds the MLP of this width. config: the decoder's, for all other settings. key: draws the initial weights.
+        dtype: of the weights."""
         return MLP(dataclasses.replace(config, intermediate_size=self.intermediate_size), key, dtype)
 
 
 class MLP(nnx.Module):
-    """down(activation(gate(x)) * up(x)), with gate_proj and up_proj, or one gate_up_proj, and down_proj.
+    """The gated MLP, down(activation(gate(x)) * up(x)), with the matrices gate_proj and up_proj, or one gate_up_proj,
+    and down_proj.
+
+    `segments` is its computation in a layer, and `order` says in which order the layer's backward runs. `forward_bytes`
+    and `backward_bytes` are the planner's estimates of its memory.
 
     Args:
       config: gives the sizes, the activation, and whether matrices are fused and have biases.
@@ -54,8 +59,8 @@ class MLP(nnx.Module):
         self.down_proj = linear(keys[2], inner, hidden)
 
     def gate_up(self, x: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        """x [B, T, hidden] -> (gate, up), each [B, T, intermediate], before the activation. `key` draws the adapters'
-        dropout masks; None: no dropout."""
+        """Multiplies x [B, T, hidden] by the gate and up matrices: (gate, up), each [B, T, intermediate], before the
+        activation. key: draws the adapters' dropout masks; None: no dropout."""
         if self.config.fused_gate_up:
             both = self.gate_up_proj(x, key)
             half = self.config.intermediate_size
@@ -64,14 +69,15 @@ class MLP(nnx.Module):
         return gate, up
 
     def down(self, gate: jax.Array, up: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        """gate and up [B, T, intermediate] -> down(activation(gate) * up), [B, T, hidden].
+        """Computes the MLP's output down(activation(gate) * up), [B, T, hidden], from gate and up [B, T, intermediate],
+        with a derivative that needs little memory (_down).
 
-        `key` draws the adapter's dropout mask; None: no dropout.
-        """
+        key: draws the adapter's dropout mask; None: no dropout."""
         return _down(self.config.activation, *nnx.split(self.down_proj, nnx.Param, ...), gate, up, key)
 
     def segments(self) -> tuple[Segment, ...]:
-        """Its segments, `expand` (gate and up) and `contract` (activation and down projection)."""
+        """Its two segments in the order in which they run: `expand` (gate and up) and `contract` (activation and down
+        projection). They tell the stack how to run the MLP and the planner what it costs."""
         in_fp8 = self.down_proj.fp8  # then the product reads gate and up through e4m3, and their gradients too
         return (
             Segment(
@@ -96,23 +102,23 @@ class MLP(nnx.Module):
     # ---- for the planner
 
     def forward_bytes(self, sizes: Sizes) -> float:
-        """Bytes at the end of the layer's forward in addition to the residuals, for the planner.
+        """An estimate of the bytes in memory at the end of the layer's forward in addition to the residuals; the
+        planner adds it to the peak.
 
-        They are the activation's output, those of gate and up that are recomputed in the backward instead of kept, and
+        It counts the activation's output, those of gate and up that are recomputed in the backward instead of kept, and
         values of the residual stream, a multiple of the layer's input (models/fitted.py). sizes: the bytes of the
-        layer's residuals by name.
-        """
+        layer's residuals by name."""
         dropped = sum(sizes[name] for name in ("gate", "up") if name in sizes.recomputed)
         return sizes["gate"] + dropped + self._fitted(sizes).forward * sizes["layer_input"]
 
     def backward_bytes(self, sizes: Sizes) -> Scratch:
-        """The bytes of device memory that its backward takes in addition to the residuals, for the planner.
+        """An estimate of the bytes that the MLP's backward needs in addition to the residuals; the planner adds it to
+        the peak.
 
         `own` of the result is the gradient of the activation's output alone, if a kernel overwrites gate and up with
         their gradients (`_in_place`); otherwise it is the activation's output, its gradient, the gradients of gate and
         up, and values of the residual stream. `around` is the partial gradients of other segments, a multiple of the
-        layer's input (models/fitted.py). sizes: the bytes of the layer's residuals by name.
-        """
+        layer's input (models/fitted.py). sizes: the bytes of the layer's residuals by name."""
         gate, up, stream = sizes["gate"], sizes["up"], sizes["layer_input"]
         fit = self._fitted(sizes)
         around = (fit.around if sizes.tiles == 1 else fit.around_tiles) * stream
@@ -141,13 +147,14 @@ class MLP(nnx.Module):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _down(activation: str, graph, trainable, frozen, gate, up, key):
-    """activation(gate) * up, multiplied by the linear that nnx.merge builds from graph, trainable and frozen.
+    """activation(gate) * up, multiplied by the linear (down_proj) that nnx.merge builds from graph, trainable and
+    frozen.
 
     Its backward never has more than three arrays of gate's size: gate, up and one gradient, which are overwritten in
     place.
 
     Args:
-      activation: key of ACTIVATIONS.
+      activation: a key of ACTIVATIONS, such as "silu".
       graph, trainable, frozen: the linear, from nnx.split(linear, nnx.Param, ...).
       gate, up: [B, T, intermediate].
       key: draws the adapter's dropout mask; None: no dropout.
@@ -163,10 +170,9 @@ def _down_fwd(activation, graph, trainable, frozen, gate, up, key):
 
 def _down_bwd(activation, graph, residuals, dout):
     """The backward rule of `_down`: (gradients of trainable, None for frozen, gradients of gate and up, None for key).
-    activation, graph: as in `_down`.
 
-    residuals: from `_down_fwd`. dout: [B, T, hidden], the gradient of the output.
-    """
+    activation, graph: the static arguments of `_down`, a key of ACTIVATIONS and the linear's structure. residuals: from
+    `_down_fwd`. dout: [B, T, hidden], the gradient of the output."""
     trainable, frozen, gate, up, key = residuals
 
     def linear(trainable, x):

@@ -1,9 +1,8 @@
-"""Embeddings of each layer (Gemma 4 E2B, E4B): a second table, from which every layer adds a gated row of its own to
-the residual stream.
+"""Per-layer embeddings (Gemma 4 E2B and E4B): besides the usual embedding, a second table has an embedding of each
+token for every layer, which the layer adds to its residual stream.
 
 The decoder computes the values of all layers once for a batch (PerLayerInputs) and gives each layer its own; in the
-layer they enter the residual stream through a gate (PerLayerGate).
-"""
+layer they enter the residual stream through a gate (PerLayerGate)."""
 
 from __future__ import annotations
 
@@ -25,18 +24,24 @@ PER_LAYER = "per_layer_input"  # the name of a layer's own value among what it t
 
 @dataclasses.dataclass(frozen=True)
 class PerLayerShape:
-    """The part of a layer that adds the layer's own embedding, given as Part.config."""
+    """The settings of the part that adds a layer's embedding of the token to the residual stream, given as Part.config;
+    `make` builds the module."""
 
-    size: int  # numbers of a layer's embedding of a token
-    hf_name: str = ""  # the part's name in Hugging Face's tensor names: its matrices are the layer's own
+    size: int  # how many numbers a layer's embedding of a token has
+    # the part's name in Hugging Face's tensor names: empty, because these name its matrices directly under the layer
+    hf_name: str = ""
 
     def make(self, config: DecoderConfig, key: jax.Array, dtype) -> PerLayerGate:
-        """The part with these settings in a decoder (`config`); `key` draws the weights, in `dtype`."""
+        """Builds the part. config: the decoder's. key: draws the initial weights. dtype: of the weights."""
         return PerLayerGate(config, self.size, key, dtype)
 
 
 class PerLayerGate(nnx.Module):
-    """per_layer_projection(activation(per_layer_input_gate(x)) * the layer's embedding of the token), a feed-forward.
+    """A feed-forward that adds the layer's embedding of each token:
+    per_layer_projection(activation(per_layer_input_gate(x)) * the layer's embedding of the token).
+
+    `takes` names that embedding, `segments` is the computation, and `forward_bytes` and `backward_bytes` are the
+    planner's estimates of its memory.
 
     Args:
       config: gives the hidden size, the activation and the range of initial weights.
@@ -56,11 +61,13 @@ class PerLayerGate(nnx.Module):
 
     @property
     def takes(self) -> dict[str, tuple[int, ...]]:
-        """{name: shape for one token} of the layer's own embedding, which the decoder gives (LayerPart.takes)."""
+        """{name: shape for one token} of the value that the part reads from outside the layer: the layer's embedding of
+        the token, which the decoder gives."""
         return {PER_LAYER: (self.size,)}
 
     def segments(self) -> tuple[Segment, ...]:
-        """Its segments: `gate_per_layer` (the gate) and `project_per_layer` (the product, and the projection)."""
+        """Its two segments: `gate_per_layer` (computes the gate) and `project_per_layer` (multiplies the embedding by
+        the activated gate, and projects the product to the hidden size)."""
         return (
             Segment(
                 "gate_per_layer",
@@ -83,20 +90,21 @@ class PerLayerGate(nnx.Module):
     # ---- for the planner
 
     def forward_bytes(self, sizes: Sizes) -> float:
-        """Bytes at the end of the layer's forward in addition to the residuals, for the planner: the gated embedding,
-        and input, output and normed output of the part. sizes: {residual's name: bytes} of the layer."""
+        """An estimate of the bytes in memory at the end of the layer's forward in addition to the residuals, for the
+        planner: the gated embedding, and input, output and normed output of the part. sizes: the bytes of the layer's
+        residuals by name."""
         return sizes["per_layer_gate"] + 3.0 * sizes["layer_input"]
 
     def backward_bytes(self, sizes: Sizes) -> Scratch:
-        """Bytes of its backward in addition to the residuals, for the planner: gradients of the gate and of the
-        embedding, their product, and two values of the residual stream. sizes: {residual's name: bytes} of the
-        layer."""
+        """An estimate of the bytes that the part's backward needs in addition to the residuals, for the planner:
+        gradients of the gate and of the embedding, their product, and two values of the residual stream. sizes: the
+        bytes of the layer's residuals by name."""
         return Scratch(3.0 * sizes["per_layer_gate"] + 2.0 * sizes["layer_input"], 0.0, covers_mixer=False)
 
 
 class PerLayerInputs(nnx.Module):
-    """The embeddings of a token in all layers, which Decoder gives to the layers: the mean of a row of a table and of
-    a projection of the token's embedding, times sqrt(2).
+    """Computes the per-layer embeddings of tokens for all layers, which the Decoder gives to the layers. Each is the
+    sum of a row of a table and of a projection of the token's usual embedding x, divided by sqrt(2):
 
         given = (norm(projection(x) / sqrt(hidden)) + table[token] * sqrt(size)) / sqrt(2)
 

@@ -1,5 +1,5 @@
-"""Routers, the part of a mixture of experts that gives each token its logits over the experts. ScaledRouter is the one
-that normalises and scales its input."""
+"""Routers, the part of a mixture of experts that gives each token its logits over the experts. Router is a plain
+matrix; ScaledRouter (Gemma 4) also normalises and scales its input."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from jaxtune.pallas.routing import expert_weights
 
 
 class Router(nnx.Module):
-    """The matrix that gives each token's logits over the experts: weight [E, hidden], optional bias [E].
+    """The matrix that gives each token's logits over the experts: weight [E, hidden], optional bias [E]. Calling it
+    computes the logits; `weights` then computes the factors of the chosen experts.
 
     Args:
       config: gives the hidden size and the range of initial weights.
@@ -37,7 +38,10 @@ class Router(nnx.Module):
         return logits if self.bias is None else logits + self.bias[...].astype(jnp.float32)
 
     def weights(self, logits: jax.Array, choice: jax.Array) -> jax.Array:
-        """float32[T, k]: the weights of each token's experts choice int32[T, k], from its logits [T, E]."""
+        """The factors by which the outputs of each token's experts are multiplied before they are summed: float32[T,
+        k].
+
+        logits: float32[T, E], the router's. choice: int32[T, k], the numbers of each token's experts."""
         return expert_weights(logits, choice, renormalize=self.renormalize)
 
 
@@ -74,7 +78,9 @@ class ScaledRouter(nnx.Module):
         return self.proj((scaled.astype(jnp.float32) * x.shape[-1] ** -0.5).astype(x.dtype), key)
 
     def weights(self, logits: jax.Array, choice: jax.Array) -> jax.Array:
-        """float32[T, k]: the weights of each token's experts choice int32[T, k], from its logits [T, E]; 0 where it has
-        no expert."""
+        """The factors by which the outputs of each token's experts are multiplied before they are summed: float32[T,
+        k]; 0 where the token has no expert.
+
+        logits: [T, E], the router's. choice: int32[T, k], the numbers of each token's experts; E where it has none."""
         scale = self.per_expert_scale[...].astype(jnp.float32).at[choice].get(mode="clip")
         return expert_weights(logits, choice, renormalize=True) * scale

@@ -1,11 +1,10 @@
 """The declarations by which a layer describes itself: its segments, residuals and costs.
 
 A layer is a block around parts: mixers, in which a token reads other tokens, and feed-forwards, which treat each token
-alone. Each part yields the segments that it is run in, which are pieces between named residuals. The stack
-(models/stack.py) runs the chain of segments and follows a plan that says for every residual whether it is kept,
-offloaded or recomputed. The planner, generation, adapters and the mapping of tensor names read the same declarations.
-None of them knows a segment, a residual or a kind of layer by name.
-"""
+alone. Each part runs as a chain of segments, functions that read named values and compute named values, the residuals.
+The stack (models/stack.py) runs the chain and follows a plan that says for every residual whether it is kept, offloaded
+or recomputed. The planner, generation, adapters and the mapping of tensor names read the same declarations. None of
+them knows a segment, a residual or a kind of layer by name."""
 
 from __future__ import annotations
 
@@ -28,16 +27,18 @@ INPUT, STREAM, OUTPUT = "input", "stream", "output"
 
 @dataclasses.dataclass(frozen=True)
 class Residual:
-    """A residual: an intermediate value of a layer's forward that its backward may read, placed by a plan."""
+    """A residual: an intermediate value of a layer's forward that its backward may read. A plan says whether it is kept
+    in device memory, kept in FP8, offloaded to host memory, or recomputed."""
 
     name: str  # the name that plans, configs and reports use
-    # another residual of the layer that always has the same placement, because treating the two differently gains
-    # nothing
+    # the name of another residual of the layer that always has the same placement, because treating the two differently
+    # gains nothing; None: its placement is its own choice
     decided_with: str | None = None
-    recomputable: bool = True  # whether running earlier segments again can compute it
+    # whether running earlier segments again can compute it; False: it must be kept or offloaded
+    recomputable: bool = True
     small: bool = False  # it has so few bytes that the planner only considers plans that keep it
-    # whether it may be kept in e4m3 with one scale per token: the segments that read it round their inputs to e4m3
-    # anyway
+    # whether it may be kept in e4m3 with one scale per token, because the segments that read it round their inputs to
+    # e4m3 anyway; False: it is only kept in the compute dtype
     in_fp8: bool = False
 
 
@@ -46,27 +47,28 @@ class Context:
     """What a segment receives beside its values: its layer's spec, the batch's layout and a dropout key."""
 
     spec: LayerSpec  # the layer's kind: its parts, attention window and rotary base
-    layout: PackedLayout  # document boundaries and rotary tables of the batch
+    layout: PackedLayout  # document boundaries and rotary tables (by rotary base) of the batch
     key: jax.Array | None = None  # draws the adapters' dropout masks; None: no dropout
     # in generation: {name: value} of what the part takes from outside of its layer (LayerPart.takes)
     taken: Mapping = dataclasses.field(default_factory=dict)
 
     @property
     def rotary(self) -> Any:
-        """The rotary table of this layer's rotary base, (cos, sin) as rope.rotary_table gives it; None for a layer
-        without rotary embeddings."""
+        """The rotary table of this layer's rotary base: (cos, sin), each float32[B, T, rotary_dim / 2], and for some
+        models a third array, the factor on queries by position. None for a layer without rotary embeddings."""
         return None if self.spec.rotary is None else self.layout.rotary[self.spec.rotary]
 
 
 class Backward(Protocol):
-    """The signature of a segment's hand-written derivative, which is called instead of jax.vjp of its `run`.
+    """The signature of a segment's hand-written derivative, which the stack calls instead of jax.vjp of the segment's
+    `run`.
 
     Args:
       module_of: builds the segment's module from trainable tensors like `trainable`.
       trainable: the module's trainable tensors.
       context: what `run` received: the layer's spec, the batch's layout and the dropout key.
       inputs: the values that the segment read.
-      outputs: the values that the segment made in the forward; None for one that was not saved.
+      outputs: the values that the segment computed in the forward; None for one that was not saved.
       gradients: the gradients of the outputs, only of those that have one.
     Returns:
       (gradients of the trainable tensors, or None where there are none; one gradient for each input)
@@ -85,94 +87,111 @@ class Backward(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class AuxLoss:
-    """A loss that a part of the model computes about itself and that training may add, such as a router's balancing
-    loss."""
+    """An auxiliary loss, which a part of the model computes from its own values and which training may add to the
+    objective's loss, such as a router's load-balancing loss."""
 
-    name: str  # of the metric; the config key `{name}_coef` sets the factor by which training multiplies the loss
-    title: str  # what reports call it
-    # float32[] mean over tokens, computed from the segment's output summed over all layers, rows and devices
+    # the name of its metric; the config key `{name}_coef` sets the factor by which training multiplies the loss
+    name: str
+    title: str  # its name in reports, such as "load-balancing loss"
+    # (the segment's output summed over all layers, rows and devices) -> the loss, float32[], a mean over tokens
     value: Callable[..., jax.Array]
-    # the factor that the model's own config sets, used unless the run's config has one; 0: not added
+    # the factor on the loss that the model's own config sets, used unless the run's config has one; 0: not added
     coefficient: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """A piece of a layer's computation between named residuals.
+    """One step of a layer's computation: a function that reads named values and computes named values, the residuals.
+    Residuals exist only between segments, so the segments decide what a plan can keep or recompute.
 
     Only the first four fields are needed to run a segment; the others tell the stack how it may be run and tell the
-    planner what it costs.
-    """
+    planner what it costs."""
 
     name: str  # its name in profiles and among the dropout keys
-    reads: tuple[str, ...]  # names of the values it takes; INPUT and STREAM are what the block feeds the part
-    makes: tuple[Residual, ...]  # the residuals it computes; one that is named OUTPUT is the end of the part
-    run: Callable[..., tuple]  # (module, context, *values) -> a tuple with one value for each of `makes`
-    # dotted names of the module's matrices that it multiplies by ("experts.down_proj"), in the order in which the keys
-    # of adapters are drawn
+    # names of the values it takes: residuals of earlier segments; INPUT and STREAM are the residual stream with and
+    # without the block's norm
+    reads: tuple[str, ...]
+    # the residuals it computes; one named OUTPUT is the part's result, which the block adds to the residual stream
+    makes: tuple[Residual, ...]
+    # (module, context, *values) -> a tuple with one value for each of `makes`; module is the part or block that the
+    # segment belongs to, and `values` are those that it reads
+    run: Callable[..., tuple]
+    # dotted names of the module's weight matrices that it multiplies by ("experts.down_proj"), in the order in which
+    # the keys of adapters are drawn
     matrices: tuple[str, ...] = ()
     backward: Backward | None = None  # its hand-written derivative; None: jax.vjp of `run`
-    differentiable: bool = True  # whether any gradient flows through it
+    # whether any gradient flows through it; False for one with integer outputs, such as a choice of experts
+    differentiable: bool = True
     # the losses that are computed from its one output. That output is no residual: if a loss is wanted, it is returned
     # beside the layer's output, summed over the layers that compute it.
     aux: tuple[AuxLoss, ...] = ()
     experts_per_token: int = 0  # for matrices with experts: how many experts each token is multiplied by
-    separable: bool = False  # each of its outputs can be computed without the others
-    tokenwise: bool = False  # it may run over tiles of tokens, as one with neighbouring segments that also may
-    # when it is run again in the backward, the weights that it decodes also serve its gradients
+    # True: each of its outputs can be computed without the others, so recomputing one of them costs only its share;
+    # False: all are computed at once
+    separable: bool = False
+    # True: it treats each token alone and may run over tiles of tokens, as one with neighbouring segments that also
+    # may; False: it runs on whole rows
+    tokenwise: bool = False
+    # True: when it is run again in the backward, the quantised weights that it decodes also serve its gradients; False:
+    # they are decoded again
     decodes_once: bool = False
     # Sizes -> bytes that its derivative keeps. If set, a recomputed segment is differentiated when it is recomputed,
     # and these bytes are kept until its gradient arrives. None: the segment runs once more when its gradient arrives,
     # and takes no memory before.
     derivative_bytes: Callable[[Sizes], float] | None = None
-    scoped: bool = True  # its kernels have its name as their scope in profiles
+    # True: its kernels have its name as their scope in profiles; False: it sets no scope, because it runs others that
+    # do
+    scoped: bool = True
     # query heads times head dim of an attention, which costs 4 FLOPs per visible key for each of them
     attention_width: int = 0
     # (forward, backward): its attention's duration over that of usual head dims with as many FLOPs
     attention_slower: tuple[float, float] = (1.0, 1.0)
     token_flops: float = 0.0  # FLOPs of its forward for one token, without its matrices and without attention
-    # (forward, derivative): time per token of its own kernels beyond token_flops and beyond moving inputs and outputs,
-    # in bytes that a device copy moves in that time
+    # (forward, derivative): the time that its own kernels take for one token, beyond token_flops and beyond moving
+    # inputs and outputs, stated as the bytes that a device copy moves in that time
     kernel_bytes: tuple[float, float] = (0.0, 0.0)
-    # (tokens of the batch, tokens of a row, backward) -> its duration, in multiplications that a large matrix product
-    # does in that time; None: computed from its matrices and token_flops
+    # (tokens of the batch, tokens of a row, True for the backward) -> its duration, stated as the number of
+    # multiplications that a large matrix product does in that time; None: computed from its matrices and token_flops
     multiplications: Callable[[int, int, bool], float] | None = None
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Names of the values that it computes."""
+        """Names of the values that it computes, those of the residuals in `makes`."""
         return tuple(residual.name for residual in self.makes)
 
 
 @dataclasses.dataclass(frozen=True)
 class BackwardOrder:
-    """The order in which a layer's backward computes, declared by feed-forwards where XLA's own order costs memory or
-    time. The stack follows it in layer_backward."""
+    """The order in which the backward of a layer computes, declared by feed-forwards where XLA's own order costs memory
+    or time. The stack follows it in layer_backward. The defaults suit an MLP."""
 
-    # differentiate a recomputed segment when it is recomputed, and keep what its derivative reads. For thin products
-    # and rows sorted by expert, computing them twice takes longer than recomputing more of other layers.
+    # True: a recomputed segment is differentiated when it is recomputed, and what its derivative reads is kept; for
+    # thin products and rows sorted by expert, computing them twice takes longer than recomputing more of other layers.
+    # False: the segment is run once more when its gradient arrives.
     derivatives_at_once: bool = False
-    # values that several segments read, and that may be computed before a segment's gradient arrives
+    # names of values that several segments read, and that may be computed before a segment's gradient arrives
     shared: tuple[str, ...] = ()
-    # a segment waits for the weight gradients of the segments after it. Otherwise XLA puts the adapters' gradients off
-    # to the end of the layer, and keeps the wide operands of these thin products until then.
+    # True: a segment's backward waits for the weight gradients of the segments after it. Otherwise XLA puts the
+    # adapters' gradients off to the end of the layer, and keeps the wide operands of these thin products until then.
+    # False: it does not wait.
     weights_first: bool = True
-    # residuals that are not tied to the layer's gradient unless memory is short, so that XLA may keep what the forward
-    # computed from them alone, and does not compute it again
+    # names of residuals that are not tied to the layer's gradient unless memory is short, so that XLA may keep what the
+    # forward computed from them alone, and does not compute it again
     free: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The sizes from which a layer computes how many scratch bytes one micro-batch takes on one device. sizes[name]
-    gives the bytes of the residual of that name."""
+    """The sizes from which a part of a layer computes how many scratch bytes one micro-batch takes on one device. The
+    planner makes it; sizes[name] gives the bytes of the residual of that name."""
 
     residuals: Mapping[str, float]  # bytes of each residual by name; for tiled segments, of one tile
-    recomputed: frozenset[str]  # names of the residuals that are recomputed
+    recomputed: frozenset[str]  # names of the residuals that the plan recomputes in the backward
     tiles: int  # number of tiles that tokenwise segments run over; 1: they run whole
     dtype: jnp.dtype  # compute dtype
-    length: int  # tokens of a row
-    hopper: bool  # whether the device runs kernels for compute capability 9.0
+    length: int  # number of tokens of a row
+    # whether the device runs kernels for compute capability 9.0 (Hopper); False: other implementations run
+    hopper: bool
     device: str  # the device's name, which selects numbers in models/fitted.py
 
     def __getitem__(self, name: str) -> float:
@@ -182,16 +201,22 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class Scratch:
-    """Bytes that the backward of a part, usually a feed-forward, takes in addition to the residuals."""
+    """The scratch memory, in bytes, that the backward of one part of a layer (a feed-forward, or a mixer such as
+    attention) needs in addition to the residuals; the planner adds it to its forecast of the peak. A part runs as
+    several segments."""
 
-    own: float  # for its own computation
-    around: float  # of partial gradients of other segments that exist at the same time
-    # these bytes were fitted to the backward of the whole layer, so that the mixer's need not be added
+    own: float  # bytes that the computation of the part's own gradients needs
+    # bytes of partial gradients from other segments of the layer that are in memory while this part's backward runs; 0
+    # for a mixer
+    around: float
+    # True: `own` and `around` were fitted to measurements of the whole layer's backward, so they include the mixer's
+    # scratch memory, and the planner does not add that; False: the mixer's is counted on its own
     covers_mixer: bool
 
 
 class LayerPart(Protocol):
-    """What the block requires of every mixer and feed-forward, which are nnx modules.
+    """What the block requires of every mixer and feed-forward, which are nnx modules: `segments`, the chain of
+    functions in which the part runs.
 
     A part may also read values that are not computed in its layer, and give values to later layers. It says so by two
     attributes, which most parts do not have:
@@ -201,101 +226,107 @@ class LayerPart(Protocol):
       or from the decoder, which computes it for each layer (Decoder.given).
     - `gives`, {name of one of its residuals: name of the value for other layers}: every later layer that takes the
       value gets this residual, until another layer gives the same. Such a residual is always kept (`small`), and its
-      gradient is the sum over the layers that read it. A mixer that gives values has a method `step_giving`.
-    """
+      gradient is the sum over the layers that read it. A mixer that gives values has a method `step_giving`."""
 
     def segments(self) -> tuple[Segment, ...]:
-        """The part's computation from INPUT (or STREAM) to OUTPUT, in the order in which it runs."""
+        """The chain of segments that computes OUTPUT, the part's result, from INPUT (the normed residual stream) or
+        STREAM (without the norm), in the order in which they run."""
         ...
 
 
 class Mixer(LayerPart, Protocol):
-    """A part in which a token reads other tokens, such as attention.
+    """A part of a layer in which a token reads other tokens, such as attention. `first_state` and `step` run it in
+    generation. `backward_bytes` and `waiting_bytes` are estimates by which the planner predicts the peak memory of
+    training.
 
     To add one, write a file with the module and with a frozen dataclass whose `make(config, key, dtype)` builds it. A
-    LayerSpec names that dataclass as the `config` of a Part. Having `state_reads` is what marks a part as a mixer.
-    """
+    LayerSpec names that dataclass as the `config` of a Part. Having `state_reads` is what marks a part as a mixer."""
 
     state_reads: tuple[str, ...]  # names of the residuals from which the state for generation is built after a prompt
 
     def backward_bytes(self, sizes: Sizes) -> float:
-        """Bytes that the mixer's own backward takes in addition to the residuals, for the planner's peak.
+        """An estimate of the bytes that the mixer's own backward needs in addition to the residuals; the planner adds
+        it to its forecast of the peak.
 
-        sizes: of one micro-batch on one device, by the mixer's own names of residuals.
-        """
+        sizes: of one micro-batch on one device, by the mixer's own names of residuals."""
         ...
 
     def waiting_bytes(self, sizes: Sizes) -> float:
-        """Bytes of the mixer's partial results that exist while the feed-forward's backward runs.
+        """An estimate of the bytes of the mixer's partial results that stay in memory while the backward of the layer's
+        feed-forward runs, which comes before the mixer's own backward. The planner adds it to what that backward needs.
 
-        The planner adds them to what that backward needs. sizes: of one micro-batch on one device, by the mixer's own
-        names of residuals.
-        """
+        sizes: of one micro-batch on one device, by the mixer's own names of residuals."""
         ...
 
     def first_state(
         self, values: Mapping[str, jax.Array], lengths: jax.Array, new_tokens: int, context: Context
     ) -> Any:
-        """The state for generation after prompts, any pytree.
+        """The mixer's state for generation (such as caches of keys and values) after prompts, any pytree of arrays
+        whose first axis is rows.
 
         Args:
-          values: the residuals that `state_reads` names, computed from the prompts.
+          values: {name: value} of the residuals that `state_reads` names, computed from the prompts.
           lengths: int32[B], tokens of each prompt.
           new_tokens: how many more tokens the state must have room for.
-          context: the layer's spec, and the layout that the prompts ran in.
+          context: the layer's spec, and the layout with which the prompts ran.
         """
         ...
 
     def step(self, x: jax.Array, state: Any, at: jax.Array, context: Context) -> tuple[jax.Array, Any]:
-        """Runs the next N tokens of each row: (the part's output [B, N, hidden], the state after them).
+        """Runs the next N tokens of each row in generation: (the part's output [B, N, hidden], the state after them).
 
         N is 1 while rows decode; a long prompt is prefilled in chunks of more tokens.
 
         Args:
-          x: [B, N, hidden].
+          x: [B, N, hidden], the part's input after the norm.
           state: from `first_state` or the previous step.
           at: int32[B], the position of the first of the N tokens, which is also the number of tokens in the state. A
             negative number marks a row that is not decoding; its output and state are ignored.
-          context: the layer's spec, a layout with the rotary tables of these positions, and what the part takes from
-            earlier layers, as their `step_giving` returned it.
+          context: the layer's spec, a layout with the rotary tables of these positions, and in `taken` what the part
+            takes from earlier layers, as their `step_giving` returned it.
         """
         ...
 
 
 class GivingMixer(Mixer, Protocol):
-    """A mixer that gives values to later layers (LayerPart.gives)."""
+    """A mixer that gives values, such as its keys and values, to later layers (LayerPart.gives). In generation the
+    block calls `step_giving` instead of `step`, to pass these values on."""
 
     def step_giving(
         self, x: jax.Array, state, at: jax.Array, context: Context
     ) -> tuple[jax.Array, object, dict[str, object]]:
-        """`Mixer.step`, with the same arguments (x, state, at, context), and with a third result: {name: value} of
-        what later layers take in this step, any pytrees."""
+        """Runs the next N tokens of each row as Mixer.step does, with the same arguments, and returns a third result:
+        {name: value} of what later layers take in this step, each any pytree."""
         ...
 
 
 class FeedForward(LayerPart, Protocol):
-    """A part that treats each token alone, such as an MLP. One is added like a mixer: by a file with the module and a
-    frozen dataclass whose `make(config, key, dtype)` builds it, which a LayerSpec names as the `config` of a Part."""
+    """A part of a layer that treats each token alone, such as an MLP. `order` says how the layer's backward is ordered;
+    `forward_bytes` and `backward_bytes` are estimates by which the planner predicts the peak memory of training.
 
-    order: BackwardOrder  # how its layer's backward is ordered
+    One is added like a mixer: by a file with the module and a frozen dataclass whose `make(config, key, dtype)` builds
+    it, which a LayerSpec names as the `config` of a Part."""
+
+    order: BackwardOrder  # the order in which the layer's backward computes
 
     def forward_bytes(self, sizes: Sizes) -> float:
-        """Bytes at the end of the layer's forward in addition to the residuals, for the planner's peak.
+        """An estimate of the bytes in memory at the end of the layer's forward in addition to the residuals; the
+        planner adds it to its forecast of the peak.
 
-        sizes: of one micro-batch on one device, by the feed-forward's own names of residuals.
-        """
+        sizes: of one micro-batch on one device, by the feed-forward's own names of residuals."""
         ...
 
     def backward_bytes(self, sizes: Sizes) -> Scratch:
-        """Bytes of its backward in addition to the residuals, for the planner's peak.
+        """An estimate of the bytes that the feed-forward's backward needs in addition to the residuals; the planner
+        adds it to its forecast of the peak.
 
-        sizes: of one micro-batch on one device, by the feed-forward's own names of residuals.
-        """
+        sizes: of one micro-batch on one device, by the feed-forward's own names of residuals."""
         ...
 
 
 def matrix_of(module: nnx.Module, name: str) -> Any:
-    """The Linear or ExpertLinear of a module under this dotted name, such as "experts.down_proj" (Segment.matrices)."""
+    """Looks up the Linear or ExpertLinear of a module by its dotted name, such as "experts.down_proj", as
+    Segment.matrices has it."""
     for part in name.split("."):
         module = getattr(module, part)
     return module
@@ -303,23 +334,25 @@ def matrix_of(module: nnx.Module, name: str) -> Any:
 
 def weights_per_token(segment: Segment, matrix: Any) -> int:
     """How many numbers of a segment's matrix one token is multiplied by: all of a linear's weight, and of a matrix of
-    experts only the weights of the experts that the token is routed to. matrix: a Linear or ExpertLinear."""
+    experts only the weights of the experts that the token is routed to (segment.experts_per_token). matrix: a Linear or
+    ExpertLinear."""
     if not matrix.num_experts:
         return math.prod(matrix.sizes)
     return math.prod(matrix.sizes[1:]) * segment.experts_per_token
 
 
 def multiplications(segment: Segment, module: nnx.Module, tokens: int, length: int, backward: bool = False) -> float:
-    """The duration of a segment for `tokens` tokens in rows of `length`, in multiplications that large products do in
-    that time. The stack spreads copies and collectives over segments by it.
+    """The duration of a segment for `tokens` tokens in rows of `length`, stated as the number of multiplications that
+    large matrix products do in that time. By these durations the stack distributes copies and collectives over the
+    segments that they run beside.
 
     Args:
       segment: of a block, or of a part.
       module: that block or part, which has the segment's matrices.
       tokens: of the whole micro-batch on this device.
       length: tokens of a row.
-      backward: whether it is the duration of the derivative, where the segment has a formula of its own; others are
-        counted as in the forward.
+      backward: True: the duration of the derivative, if the segment has a formula of its own for it; a segment without
+        one is counted as in the forward. False: that of the forward.
     """
     if segment.multiplications is not None:
         return segment.multiplications(tokens, length, backward)

@@ -1,4 +1,5 @@
-"""Runs segments over tiles of tokens, one tile at a time, so that their inner values exist for one tile only."""
+"""Runs segments over tiles of tokens, one tile at a time, so that the values that they pass to each other exist for one
+tile only. This saves memory with long rows, at the cost of computing each tile again in the backward."""
 
 from __future__ import annotations
 
@@ -12,17 +13,18 @@ from jaxtune.models.layers.segment import Context, Segment, multiplications
 
 
 def tiled_residuals(segments: tuple[Segment, ...]) -> tuple[str, ...]:
-    """Names of the values that tokenwise segments of a layer's chain pass to each other.
+    """Names of the values that neighbouring tokenwise segments of a layer pass to each other, such as an MLP's gate and
+    up. segments: the layer's chain.
 
-    Where the segments run over tiles, these values exist for one tile only, so all of them are recomputed in the
-    backward.
-    """
+    If these segments run over tiles, the values exist for one tile only. So tiles are possible only if a plan
+    recomputes all of them in the backward."""
     return tuple(name for chain in _chains(segments) for s in chain for name in s.outputs if s is not chain[-1])
 
 
 def _chains(segments: tuple[Segment, ...]) -> list[tuple[Segment, ...]]:
-    """The groups of consecutive tokenwise segments, among the segments of a layer, that can run over tiles. Each has at
-    least two segments and one output at the end, and no segment outside of the group reads a value inside it."""
+    """Finds the runs of consecutive tokenwise segments in a layer's chain that can run over tiles. Each has at least
+    two segments, its last one has a single output, and no segment outside the run reads a value that is passed within
+    it."""
     runs = [tuple(run) for tokenwise, run in itertools.groupby(segments, lambda s: s.tokenwise) if tokenwise]
 
     def closed(run: tuple[Segment, ...]) -> bool:
@@ -34,10 +36,13 @@ def _chains(segments: tuple[Segment, ...]) -> list[tuple[Segment, ...]]:
 
 
 def in_tiles(module: nnx.Module, segments: tuple[Segment, ...], tile: int) -> tuple[Segment, ...]:
-    """The chain of segments with each run of tokenwise segments replaced by one segment that runs over tiles.
+    """Returns a layer's chain of segments in which each run of consecutive tokenwise segments is replaced by one
+    segment that runs over tiles.
 
-    A tile is `tile` tokens of each row. The gradients of weights are then summed tile by tile. module: the block of the
-    segments, from whose matrices the duration of the joined segment is computed.
+    Args:
+      module: the block of the segments, from whose matrices the duration of the joined segment is computed.
+      segments: the chain.
+      tile: tokens of each row in a tile. The gradients of weights are summed tile by tile.
     """
     for chain in _chains(segments):
         first = segments.index(chain[0])
@@ -92,17 +97,17 @@ def _joined(module: nnx.Module, chain: tuple[Segment, ...], tile: int) -> Segmen
 
 
 def _over_tiles(step, sums, arrays: tuple[jax.Array, ...], beside: tuple[jax.Array, ...], tile: int):
-    """Runs `step` for each tile of the second axis and overwrites `arrays` with its results: (last sums, arrays).
-
-    Args:
-      step: (sums, tiles of `arrays`, tiles of `beside`) -> (sums, new tiles of `arrays`).
-      sums: a pytree that each step updates.
-      arrays: [B, T, ...], overwritten in place.
-      beside: [B, T, ...], only read.
-      tile: tokens of a tile, which divides T.
+    """Runs `step` for each tile of the second axis and overwrites `arrays` with its results: (the last sums, arrays).
 
     This is no lax.scan, because a scan stacks its outputs in new arrays, and XLA keeps inputs and outputs until the
     backward.
+
+    Args:
+      step: (sums, tiles of `arrays`, tiles of `beside`) -> (sums, new tiles of `arrays`); each tile is an argument.
+      sums: a pytree that each step updates, such as the sums of the weights' gradients.
+      arrays: [B, T, ...], overwritten in place.
+      beside: [B, T, ...], only read.
+      tile: tokens of a tile, which divides T.
     """
 
     def one(index, state):
