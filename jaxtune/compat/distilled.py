@@ -214,7 +214,15 @@ class GKDTrainer(DistilledTrainer):
         )
 
     def _read(self, dataset: object, formatting_func: object) -> tuple[object, str]:
-        """(rows, their format) of a script's data set; raises ValueError if they are texts without an answer."""
+        """Reads a script's data set: returns (its rows, the name of their format).
+
+        Args:
+          dataset: the data set, with a column `messages`, or with `prompt` and `completion`.
+          formatting_func: must be None; this trainer accepts the argument only to refuse it with an error.
+        Raises:
+          ValueError: formatting_func is given, or the rows are plain texts, which have no answer that is separate from
+            the prompt.
+        """
         if formatting_func is not None:
             raise ValueError(f"{type(self).__name__}: it has no formatting_func; give a column `messages`")
         rows, form = SFTTrainer._read(self, dataset, None)

@@ -213,8 +213,10 @@ class SFTTrainer(Evaluations):
         self.pop_callback(callback)
 
     def _events(self, leave: Callable[[int], Any] = lambda step: None) -> Events:
-        """The callback of jaxtune.train that passes a run's events to the script's callbacks. `leave` is called with
-        the number of steps after a save that was due or requested."""
+        """Makes the callback of jaxtune.train that passes a run's events to the script's callbacks. leave: a function
+        that writes the current model as a checkpoint-N folder in TRL's layout; it gets N, the number of steps done so
+        far, after each save that save_steps made due or a callback requested (not after a save caused by a signal). By
+        default nothing is written."""
         return Events(
             self.args,
             self.state,

@@ -33,7 +33,9 @@ _UNKNOWN_SPREAD = 0.01
 
 @dataclasses.dataclass
 class Comparison(ComparisonData):
-    """The result of `compare`, which can be read as text or as an HTML page."""
+    """The differences between the profiles of two runs, A (the base) and B, as `compare` found them: what became faster
+    or slower in the step, by category, scope and kernel. It adds to the tables in ComparisonData their form as text and
+    as an HTML page."""
 
     def to_text(self, width: int = 120) -> str:
         """The tables for a terminal of `width` columns."""

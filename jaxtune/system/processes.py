@@ -429,9 +429,10 @@ def _heard(client: Any) -> None:
 
 
 def _watch() -> None:
-    """Runs in a thread from `join` on: waits until a process reports its end, and then prints its message and ends this
-    process with its exit code. Without this a process would wait forever in a collective operation with one that is
-    gone."""
+    """Runs in a thread from `join` on and waits until a process reports its end. If that process failed, this one
+    prints its message and exits at once with the same exit code; if the first process disappeared without a report,
+    this one exits with code 1. If the run ended normally (code 0), the thread just returns. Without this thread a
+    process would wait forever in a collective operation with one that is gone."""
     from jax.errors import JaxRuntimeError
 
     client = _client()

@@ -1,9 +1,8 @@
 """Optimizers, schedules and objectives that a user's code gives to Trainer instead of the config's.
 
-Checkpoints record what identifies such a part, so that a run is not resumed with another one. A part from the config is
-identified by its settings, but of a function only its behaviour can be recorded: an optimizer is identified by its
-states and the program of its update, a schedule by its rates, and an objective by its class and fields.
-"""
+Checkpoints record an identity of each of them, so that a run is not resumed with another one. What comes from the
+config is identified by its settings, but of a function only its behaviour can be recorded: an optimizer is identified
+by its states and the program of its update, a schedule by its rates, and an objective by its class and fields."""
 
 from __future__ import annotations
 
@@ -28,12 +27,8 @@ _KEPT = ("weights",)
 
 
 def require_own_optimizer(config: TrainConfig) -> None:
-    """Checks that config.optim sets nothing that has no effect because an optimizer was given to Trainer, so that a
-    user notices it.
-
-    Raises:
-      ValueError: a key of config.optim has no effect.
-    """
+    """Raises ValueError if config.optim sets a key that has no effect because an optimizer was given to Trainer, so
+    that a user notices it. Only `optim.weights` still has an effect."""
     if config.optim.offload:
         raise ValueError(
             "optim.offload = True: the states of an optimizer given to Trainer stay on the device, because the size of "
@@ -61,7 +56,8 @@ def require_nothing_beside(
     objective: Objective | None,
 ) -> None:
     """Raises ValueError if the config sets a key that has no effect because of an optimizer, a schedule or an objective
-    that was given to Trainer. A part that was not given is None."""
+    that was given to Trainer; each of these is None if it was not given, and its section of the config is then not
+    checked."""
     if optimizer is not None:
         require_own_optimizer(config)
     if schedule is not None:
@@ -77,13 +73,13 @@ def identities(
     schedule: optax.Schedule | None,
     objective: Objective | None,
 ) -> dict[str, Any]:
-    """What identifies each part that was given to Trainer, by "objective", "schedule" and "optimizer"; a part that is
-    None has no entry.
+    """The identities of what was given to Trainer, as checkpoints record them: {"objective", "schedule" or "optimizer":
+    its identity}; what is None has no entry.
 
     Args:
       trainable: the tensors that the optimizer updates.
       total_steps: the steps of the run.
-      optimizer, schedule, objective: the parts.
+      optimizer, schedule, objective: what was given to Trainer, or None.
     """
     known: dict[str, Any] = {}
     if objective is not None:
@@ -114,8 +110,8 @@ def _require_defaults(section: str, given: Any, default: Any, part: str, kept: t
 
 
 def optimizer_identity(optimizer: optax.GradientTransformation, trainable: Any) -> dict[str, str]:
-    """What identifies an optimizer: {"states": a digest of its states' shapes, "update": a digest of its update's
-    jaxpr}, which contains its constants. trainable: the tensors that it updates, which may be
+    """The identity of an optimizer in checkpoints: {"states": a digest of its states' shapes, "update": a digest of its
+    update's jaxpr}, which contains its constants. trainable: the tensors that it updates, which may be
     `jax.ShapeDtypeStruct`s."""
     wide = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), trainable)
     states = jax.eval_shape(optimizer.init, wide)
@@ -127,13 +123,13 @@ def optimizer_identity(optimizer: optax.GradientTransformation, trainable: Any) 
 
 
 def schedule_identity(schedule: optax.Schedule, total_steps: int) -> list[float]:
-    """What identifies a schedule: its learning rates at `_SCHEDULE_POINTS` steps, evenly spread from the first to the
+    """The identity of a schedule in checkpoints: its learning rates at 16 steps, evenly spread from the first to the
     last of the `total_steps` steps of the run."""
     return [float(np.asarray(schedule(int(step)))) for step in np.linspace(0, total_steps - 1, _SCHEDULE_POINTS)]
 
 
 def objective_identity(objective: Objective) -> str:
-    """What identifies an objective in checkpoints: its repr if it is a dataclass, which has its fields, else the name
+    """The identity of an objective in checkpoints: its repr, which has its fields, if it is a dataclass; else the name
     of its class."""
     return repr(objective) if dataclasses.is_dataclass(objective) else type(objective).__qualname__
 

@@ -42,11 +42,13 @@ _TOLD_EVERY = 10  # generations between two samples and warnings on the screen
 
 
 class Advantages(Protocol):
-    """A function that computes the advantages of a generation's answers from their rewards."""
+    """A function that computes the advantages of a generation's answers from their rewards: how much better each answer
+    is than the others, by which the loss weights its log-probabilities. GRPO and RLOO each give SampledAnswers one."""
 
     def __call__(self, rewards: np.ndarray, /, kl: np.ndarray | None = None) -> np.ndarray:
-        """float32[answers] from rewards [answers, functions], NaN where a function does not apply. The answers of a
-        group are consecutive. kl: [answers], their divergences from the reference if rewards are reduced by them."""
+        """Returns the advantages, float32[answers]. rewards: [answers, reward functions], NaN where a function does not
+        apply to an answer; the answers to one prompt are consecutive. kl: [answers], the divergence of each answer from
+        the reference model, if it is to be subtracted from the rewards; else None."""
         ...
 
 
@@ -61,19 +63,23 @@ class SampledAnswers(BatchSource):
     Args:
       prompts: the prompts; an epoch uses each once, in an order drawn for the epoch.
       rewards: the reward functions.
-      settings: how answers are sampled.
+      settings: the settings of sampling: among them the number of answers to a prompt, and for how many steps the
+        answers of a generation (one round of sampling) are used.
       advantages: computes advantages from rewards.
       answering: samples the answers of a generation.
       answers_per_step: the number of answers in a step.
       length: the number of tokens in a row.
       seed: of sampling and of the order of prompts.
       rows_multiple: the number of rows in a step is a multiple of it, so that devices can share them.
-      score: computes log-probabilities under the model that it is given. If it is set, batches have OLD_LOGPS.
-      reference: computes log-probabilities under the reference of the model that it is given. If it is set, batches
-        have REFERENCE_LOGPS, or, if `penalises`, `advantages` gets the divergences of the answers.
-      penalises: whether divergences are subtracted from rewards.
+      score: computes the log-probabilities of a batch's tokens under the model that it is given. If it is set, batches
+        have them in `Batch.extra[OLD_LOGPS]`.
+      reference: computes the log-probabilities of a batch's tokens under the frozen reference of the model that it is
+        given. If it is set, batches have them in `Batch.extra[REFERENCE_LOGPS]`, unless `penalises`.
+      penalises: what `reference` is for. True: `advantages` gets the answers' divergences from the reference and
+        subtracts them from the rewards. False: the loss uses the reference's log-probabilities.
     Raises:
-      ConfigError: answers_per_step is not a multiple of a group, or a prompt leaves no room for an answer.
+      ConfigError: answers_per_step is not a multiple of the number of answers to a prompt, or a prompt leaves no room
+        for an answer.
     """
 
     sees_model = True
@@ -140,7 +146,7 @@ class SampledAnswers(BatchSource):
 
     @property
     def max_documents(self) -> int:
-        """The most answers, each with its prompt, that a row is given."""
+        """The most documents in a row; a document is one answer with its prompt."""
         return self.rows.places
 
     @property
@@ -159,9 +165,10 @@ class SampledAnswers(BatchSource):
         return self.rows.empty(rows)
 
     def batch_at(self, step: int, model: Callable[[], Decoder] | None = None) -> Batch:
-        """The batch of `step` (from 0). The first step of a generation samples its answers and calls the reward
-        functions; the other steps use answers that are there. model: returns the model as it is before the step, which
-        samples and, if asked, scores the answers."""
+        """Returns the batch of `step` (from 0). The first step of a generation samples its answers and calls the reward
+        functions; the other steps use answers that were sampled then. model: returns the model as it is before the
+        step; it samples the answers, and computes OLD_LOGPS and REFERENCE_LOGPS if batches have them. None is enough if
+        nothing must be sampled or computed."""
         if self._made is not None and self._made[0] == step:
             return self._made[1]
         number, within = divmod(step, self.settings.steps)
@@ -190,8 +197,8 @@ class SampledAnswers(BatchSource):
         return [f"answers sampled for step {step}"]
 
     def position(self, step: int) -> Json:
-        """The answers of the generation that `step` still uses, with their log-probabilities, as JSON for a checkpoint;
-        None if `step` samples a new one."""
+        """The answers of the current generation if `step` uses them too, with their log-probabilities, as JSON for a
+        checkpoint, so that a resumed run need not sample them again; None if `step` samples a new generation."""
         if step % self.settings.steps == 0 or self._generation is None:
             return None
         number, answers = self._generation
@@ -236,22 +243,24 @@ class SampledAnswers(BatchSource):
         return news
 
     def metrics_at(self, step: int) -> dict[str, float]:
-        """The metrics of the generation that was sampled for the step; none if the step used an earlier one."""
+        """The metrics of the generation that was sampled for the step, {name: value}, which are given out once; {} if
+        the step uses a generation that was sampled for an earlier one."""
         return self._metrics.pop(step, {})
 
     # ---- a generation
 
     def _chosen(self, number: int) -> list[int]:
-        """The indices of the prompts of generation `number`. Generations take the prompts of an epoch in the order of
-        its permutation, then those of the next epoch."""
+        """The indices, in `prompts`, of the prompts of generation `number` (from 0). Generations take the prompts of an
+        epoch in the epoch's random order, then those of the next epoch."""
         wanted, count = self._prompts_per_generation, len(self.prompts)
         places = range(number * wanted, (number + 1) * wanted)
         orders = {epoch: epoch_order(count, self.seed, epoch) for epoch in {place // count for place in places}}
         return [int(orders[place // count][place % count]) for place in places]
 
     def _sampled(self, number: int, step: int, model: Decoder) -> list[Answer]:
-        """Makes generation `number` before `step`: samples answers from `model`, calls the reward functions, keeps the
-        metrics for `metrics_at(step)`, and returns the answers with their advantages, prompt by prompt."""
+        """Makes generation `number` before `step`: samples answers from `model`, calls the reward functions, stores the
+        metrics for `metrics_at(step)`, and returns the answers with their advantages; all answers to one prompt are
+        consecutive."""
         # The weights are waited for, so that the memory of the step before is free and counts as room for slots.
         jax.block_until_ready(jax.tree.leaves(nnx.state(model)))
         settings, started = self.settings, time.monotonic()
@@ -293,8 +302,9 @@ class SampledAnswers(BatchSource):
         return made
 
     def _divergences(self, model: Decoder, answers: Sequence[Answer]) -> np.ndarray:
-        """float32[answers]: the divergence of each answer from the reference of `model`, the sum of log p - log p_ref
-        over its tokens that count, where p is the sampler's probability."""
+        """float32[answers]: the divergence of each answer from the reference of `model`: the sum of log p - log p_ref
+        over the answer's tokens, where p is the probability with which the sampler drew a token. Tokens that do not
+        count in the loss, such as those that tools wrote, are left out."""
         assert self._reference is not None
         found = np.zeros(len(answers), np.float32)
         for start in range(0, len(answers), self.answers_per_step):

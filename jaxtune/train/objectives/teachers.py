@@ -67,11 +67,11 @@ def without_teacher(model: Decoder) -> Decoder:
 
 
 def teacher_of(config: TrainConfig) -> str | None:
-    """The folder or hub name of the teacher that a config asks for; None if the objective has no teacher, or the model
-    is its own.
+    """The folder or hub name of the teacher that a config asks for (objective.teacher); None if the objective has no
+    teacher, or the teacher is the trained model itself with its adapter off.
 
     Raises:
-      ConfigError: it is the folder of an adapter.
+      ConfigError: the folder is that of an adapter.
     """
     path = config.objective.teacher
     if path is None or path == BASE:
@@ -82,16 +82,24 @@ def teacher_of(config: TrainConfig) -> str | None:
 
 
 def teacher_shapes(config: TrainConfig) -> Decoder | None:
-    """The teacher that a config asks for with shapes in place of its arrays, from its config.json alone; None if it
-    asks for none."""
+    """The teacher that a config asks for, with shapes (jax.ShapeDtypeStruct) in place of its arrays, from its
+    config.json alone; None if the config asks for none. With it the planner counts the teacher's memory before weights
+    are loaded."""
     path = teacher_of(config)
     return None if path is None else _shapes(path, COMPUTE_DTYPES[config.precision], config.objective.teacher_load_in)
 
 
 @functools.lru_cache(4)
 def _shapes(path: str, dtype: str, load_in: str | None) -> Decoder:
-    """The teacher of `teacher_shapes` in a folder or hub name (`path`), with weights of this dtype, or quantised to
-    `load_in` or as the checkpoint stores them. It is made once for the same arguments."""
+    """Builds the teacher with shapes (jax.ShapeDtypeStruct) in place of its arrays, from its config.json alone; no
+    weights are read. The result is cached for the same arguments.
+
+    Args:
+      path: the teacher's folder or hub name.
+      dtype: the dtype of the weights that are not quantised.
+      load_in: the format in which the weights are quantised; None means the format that the checkpoint itself stores,
+        and no quantisation if it stores plain floats.
+    """
     hf = find_config(path)
     shape, load_in = config_from_hf(hf), load_in or weights_stored_in(hf)
 
@@ -113,17 +121,20 @@ def open_teacher(config: TrainConfig) -> Pretrained | None:
 def load_teacher(
     pretrained: Pretrained | None, cancelled: threading.Event | None = None, mesh: jax.sharding.Mesh | None = None
 ) -> Decoder | None:
-    """The teacher `pretrained` (from open_teacher) with its arrays, frozen; None if there is none to load. cancelled:
-    an event that ends the loading when it is set. mesh: the devices over which weights are divided, or None."""
+    """Loads the teacher `pretrained` (from open_teacher) and returns it frozen, as a Decoder with its arrays; None if
+    `pretrained` is None. cancelled: an event that ends the loading when it is set. mesh: the devices over which its
+    weights are divided, or None for one device."""
     return None if pretrained is None else freeze(pretrained.load(cancelled, mesh))
 
 
 def require_same_tokens(tokenizer: PreTrainedTokenizerFast, teacher: Pretrained | None) -> None:
-    """Checks that the teacher's tokenizer, if its folder has one, gives tokens the ids that the student's gives them.
+    """Checks that the teacher's tokenizer gives each token the id that the student's tokenizer gives it, because
+    distillation compares distributions over the same tokens. Nothing is checked if the teacher's folder has no
+    tokenizer.
 
     Args:
       tokenizer: the student's.
-      teacher: the teacher's folder, or None.
+      teacher: the teacher's folder; None if there is no teacher.
     Raises:
       ConfigError: a token that both have has two ids; the message names it.
     """
@@ -141,8 +152,9 @@ def require_same_tokens(tokenizer: PreTrainedTokenizerFast, teacher: Pretrained 
 
 
 def described(model: Decoder, objective: object) -> list[str]:
-    """A line for the screen about the teacher of `model`, with its size in parameters and in memory; or about the
-    model as its own teacher, if `objective` says so; [] without one."""
+    """The lines that a run prints about its teacher: one with the size of `model.teacher` in parameters and in memory;
+    or, if objective.teacher is "base", one that says that the model itself with its adapter off is the teacher; []
+    without a teacher."""
     teacher = model.teacher
     if teacher is None:
         own = getattr(objective, "teacher", None) == BASE

@@ -1,9 +1,8 @@
 """How models write calls of tools, by the kind of their chat template, and how templates write what tools answer.
 
-A model's answer is parsed as text. What a tool answered is added to the tokens that were sampled: the tokens that the
-template writes after the end of the model's turn, up to where its next turn begins. The sampled tokens themselves are
-never made again from text.
-"""
+A model's answer is parsed as text. A tool's answer is added behind the sampled tokens as the tokens that the template
+writes between the end of the model's turn and the begin of its next one. The sampled tokens themselves are never
+decoded and tokenised again, because that could change them."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ _PROBE = "\ue000 what a tool answered \ue001"  # a tool's answer by which the te
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of a tool that a model wrote, as its answer was parsed."""
+    """One call of a tool that a model wrote, parsed from the text of its answer."""
 
     name: str
     """The tool's name."""
@@ -37,7 +36,8 @@ class Call:
 
     @property
     def message(self) -> Message:
-        """The call as an entry of a message's `tool_calls`."""
+        """The call as a dict {"type": "function", "function": {...}}, an entry of the list `tool_calls` in a chat
+        message, which chat templates read."""
         return {"type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
@@ -164,9 +164,10 @@ class Kind:
     name: str
     """Its name in messages."""
     marks: tuple[str, ...]
-    """The texts that the Jinja text of such a template has, by all of which it is recognised."""
+    """Texts that the Jinja source of a template contains if it is of this kind; all must be there."""
     parse: Parse
-    """Parses an answer."""
+    """Parses an answer: from (its text, {tool's name: JSON schema of its parameters}) it returns (the text outside of
+    calls, the calls), and it raises ValueError for a malformed call."""
 
 
 # The first kind whose marks a template has is taken.
@@ -179,11 +180,12 @@ KINDS = (
 
 
 class ToolFormat:
-    """How one tokenizer's chat template writes calls of tools and their answers.
+    """How one tokenizer's chat template writes calls of tools and their answers. Sampling with tools uses it to find
+    the calls in an answer, and to make the tokens of what tools answered.
 
     Args:
       tokenizer: a fast Hugging Face tokenizer.
-      template: as in data.template; None is the tokenizer's own.
+      template: the chat template, as the config key data.template names it; None: the tokenizer's own.
       ends: the token ids that end an answer.
     Raises:
       ConfigError: the template is of no known kind, does not write what tools answer, or does not end the model's turn
@@ -214,8 +216,8 @@ class ToolFormat:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def parsed(self, ids: Sequence[int], schemas: Schemas) -> tuple[Message, list[Call]]:
-        """(the message of an answer, the calls in it). An answer with a malformed call is a text without calls, as in
-        TRL.
+        """(the answer as a message of role "assistant", the calls in it). An answer with a malformed call counts as a
+        text without calls, as in TRL.
 
         Args:
           ids: the token ids of one turn of the model, without the token that ended it.
@@ -236,14 +238,14 @@ class ToolFormat:
         """The token ids that the template writes after the end of a turn that called tools: what the tools answered,
         and the begin of the model's next turn.
 
-        They are cut out of a short conversation with the same answers, behind as many tokens that end a turn as the
-        conversation has without the answers.
+        They are cut out of a short conversation that the template writes twice, without and with the tools' answers.
+        Without them it has n tokens that end a turn; the result is what follows the n-th such token with them.
 
         Args:
           messages: the tools' answers, of role "tool", with "name" and "content".
         Raises:
           RowError: the template fails.
-          ValueError: no token in it ends the model's turn.
+          ValueError: no token in the conversation ends the model's turn.
         """
         call = Call(str(messages[0].get("name", "tool")), {}).message
         asked = [{"role": "user", "content": "-"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
@@ -256,6 +258,6 @@ class ToolFormat:
         return whole[places[count - 1] + 1 :]
 
     def _ids(self, text: str) -> list[int]:
-        """The token ids of a text, special tokens that it names included, without tokens that the tokenizer adds
-        around it."""
+        """The token ids of a text. A special token that is written in the text becomes its one id; the tokens that a
+        tokenizer adds before and after a text are left out."""
         return [int(token) for token in tokenize(self._tokenizer, [text])[0].ids]

@@ -58,19 +58,21 @@ class Answered:
     messages: list[Message]
     """A message of role "tool" for each call, in their order."""
     failures: int
-    """How many calls failed: an unknown tool, an exception, or a timeout. The answer is then {"error": ...}."""
+    """How many calls failed: an unknown tool, an exception, or a timeout. The message of such a call is {'error':
+    ...}."""
 
 
 class Tools:
     """The tools and environments of a run.
 
     Args:
-      functions: tools of all answers.
-      environments: called without arguments, returns an environment; or {name: such a callable}, of which the column
-        `environment` of a row selects one.
+      functions: the tools that every answer has.
+      environments: a class or function that is called without arguments and returns an environment; or {name: such a
+        callable}, of which the column `environment` of a row selects one; None if answers have no environments.
       timeout_seconds: the longest that one call may take; None is no limit.
     Raises:
-      ConfigError: a tool has no types or docstring; an environment has no `reset`, or is a client of OpenEnv itself.
+      ConfigError: a tool has no types or docstring; an environment has no `reset`, or is an object of OpenEnv's client
+        class, whose `step` no model can call.
     """
 
     def __init__(
@@ -92,14 +94,14 @@ class Tools:
 
     @classmethod
     def named(cls, functions: Sequence[str], environment: str | None, timeout_seconds: float | None) -> Tools:
-        """The tools that a recipe names; runs the files with them.
+        """Makes the Tools that a recipe asks for, with functions of files that are run for it.
 
         Args:
           functions: the tools of all answers, each as file.py:name.
-          environment: what makes environments, as file.py:name; None if answers have none.
+          environment: the class or function that returns an environment, as file.py:name; None if answers have none.
           timeout_seconds: the longest that one call may take; None is no limit.
         Raises:
-          ConfigError: one cannot be loaded, or is not what `Tools` takes.
+          ConfigError: a file or name cannot be loaded, or is refused by Tools.
         """
         return cls(
             [load_from_file(name, "objective.tools") for name in functions],
@@ -109,27 +111,31 @@ class Tools:
 
     @property
     def has_environments(self) -> bool:
-        """Whether each answer has an environment."""
+        """Whether each answer has an environment (True), or answers only have the tools that are plain functions
+        (False)."""
         return bool(self._factories)
 
     @property
     def names(self) -> list[str]:
-        """The names of all tools, for the screen and for what identifies the run."""
+        """The sorted names of all tools, which are printed, and stored in checkpoints so that no run resumes with other
+        tools."""
         return sorted({name for schemas in self._schemas.values() for name in _parameters(schemas)})
 
     def schemas(self, columns: Mapping[str, object]) -> list[Message]:
-        """The JSON schemas of the tools of a row, as chat templates expect them. columns: the row's, by name. Raises
-        ConfigError if the row names no environment of the run."""
+        """The JSON schemas of the tools of a row, in the form that chat templates expect. columns: the row's columns,
+        {name: value}, of which `environment` may name its environment. Raises ConfigError if the run has no environment
+        of that name."""
         return self._schemas[self._name(columns)]
 
     def parameters(self, columns: Mapping[str, object]) -> Schemas:
-        """{tool's name: JSON schema of its parameters} of a row, whose columns are given by name."""
+        """{tool's name: JSON schema of its parameters} for the tools of a row, by which calls are parsed. columns: the
+        row's columns, {name: value}."""
         return _parameters(self.schemas(columns))
 
     def rewards(self, functions: RewardFunctions | None) -> RewardFunctions:
-        """The reward functions of the run, to which `get_reward` of environments is added with weight 1, once for each
-        class, under the name of the class. functions: the others; None if there are none. Raises ConfigError if there
-        is no reward function at all."""
+        """The reward functions of the run: `functions` (None if there are none), and for each class of environments
+        with a `get_reward` one function that calls it, with weight 1 and the name of the class. Raises ConfigError if
+        there is no reward function at all."""
         kinds = dict.fromkeys(type(pool[0]) for pool in self._pool.values() if hasattr(pool[0], "get_reward"))
         added: list[RewardFunction] = [_reward_of(kind) for kind in kinds]
         if functions is None:
@@ -139,14 +145,19 @@ class Tools:
         return dataclasses.replace(functions, functions=(*functions.functions, *added), names=names, weights=weights)
 
     def reset(self, prompts: Sequence[Turns], columns: Sequence[Mapping[str, object]]) -> list[tuple[object, Turns]]:
-        """Gives each answer of a generation an environment that was reset for it. Environments are used again in the
-        next generation, so that each is made once and reset often.
+        """Gives each answer of a generation (one round of sampling) an environment of its own and calls its `reset`.
+        The same objects serve again in the next generation, so that few are made.
 
         Args:
-          prompts: of each answer, messages.
-          columns: the rows' other columns, by which `reset` is called beside `prompt`.
+          prompts: for each answer, its prompt as messages.
+          columns: for each answer, the other columns of its data row, {name: value}; they and `prompt` are the keyword
+            arguments of `reset`.
         Returns:
-          [(environment, messages)], where a text that `reset` returned is added to the last message.
+          for each answer (its environment, its prompt); a text that `reset` returned is added to the prompt's last
+            message.
+        Raises:
+          ConfigError: `reset` returned something else than None or a text, or a text for a prompt that is no list of
+            messages.
         """
         used: dict[str | None, int] = {}
         found = []
@@ -171,8 +182,8 @@ class Tools:
         return found
 
     def of(self, environment: object) -> dict[str, Callable]:
-        """The tools of one answer, {name: function}: those of the run, and the methods of its environment; None if it
-        has no environment."""
+        """The tools of one answer, {name: function}: the functions of the run, and the methods of the answer's
+        environment. If `environment` is None, the answer has no environment, and only the functions are returned."""
         own = () if environment is None else methods(environment)
         return {tool.__name__: tool for tool in (*self.functions, *own)}
 
@@ -202,8 +213,8 @@ class Tools:
 
     async def _called(self, call: Call, tool: Callable | None) -> tuple[str, bool]:
         """Calls one tool: (what it answered as text, whether the call failed). An async tool runs in the event loop,
-        another one in a thread. An unknown tool, an exception and a timeout are failures, and the text is then
-        "{'error': ...}".
+        any other in a new thread. An unknown tool, an exception and a timeout are failures, and the text is then
+        "{'error': ...}", which the model reads as the tool's answer.
 
         Args:
           call: the call that the model wrote.
@@ -221,8 +232,9 @@ class Tools:
             return str({"error": str(error)}), True
 
     def _name(self, columns: Mapping[str, object]) -> str | None:
-        """The name of the environment that a row selects by its column `environment`; None if the run has only one or
-        none. columns: the row's, by name. Raises ConfigError if the run has none of that name."""
+        """The name of the environment that a row selects by its column `environment`; None if the run has only one
+        environment, or has none. columns: the row's columns, {name: value}. Raises ConfigError if the run has no
+        environment of that name."""
         if not self._several:
             return None
         name = columns.get(ENVIRONMENT)
@@ -233,7 +245,8 @@ class Tools:
 
 
 def methods(environment: object) -> list[Callable]:
-    """The methods of an environment that are tools: the public ones, except `reset` and `get_reward`, by name."""
+    """The methods of an environment that a model may call as tools: the public ones, except `reset` and `get_reward`,
+    in the order of their names."""
     found = inspect.getmembers(type(environment), predicate=inspect.isfunction)
     names = [name for name, _ in found if not name.startswith("_") and name not in _NOT_TOOLS]
     return [getattr(environment, name) for name in names]

@@ -1,5 +1,5 @@
-"""Functions of the user's code, such as rewards and tools: loading one that a recipe names as file.py:name, and
-calling it beside the run, whether it is async or not, so that the run can stop waiting for it."""
+"""Functions of the user's code, such as rewards and tools: loading one that a recipe names as file.py:name, and calling
+it, whether it is async or not, in another thread, so that the run can stop waiting for it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def load_from_file(name: str, key: str) -> Callable:
 
 
 def called(function: Callable) -> Callable:
-    """The function itself, or the method __call__ of a callable object, which shows whether it is async."""
+    """What a call of `function` runs: the function itself, or the method __call__ of a callable object. Only this shows
+    whether a callable object is async."""
     return function if inspect.isroutine(function) else function.__call__
 
 
@@ -54,8 +55,8 @@ def is_async(function: Callable) -> bool:
 
 
 def arguments(function: Callable, given: Mapping[str, object]) -> dict[str, object]:
-    """The keyword arguments with which a function is called: of those that are given, the ones that its parameters
-    name, or all if it has **parameters."""
+    """The keyword arguments with which to call a user's function, so that it may leave out those that it does not need:
+    the entries of `given`, {name: value}, that are names of its parameters, or all if it has **parameters."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return dict(given)
@@ -63,13 +64,13 @@ def arguments(function: Callable, given: Mapping[str, object]) -> dict[str, obje
 
 
 def in_words(error: BaseException | None) -> str:
-    """An exception (error) as "Type: message", for messages; "unknown" for None."""
+    """An exception as the text "Type: message", for error messages; "unknown" if `error` is None."""
     return "unknown" if error is None else f"{type(error).__name__}: {error}"
 
 
 class EventLoop:
-    """A context with an event loop in a daemon thread, in which functions of the user's code run beside the run and can
-    time out."""
+    """A context manager with an asyncio event loop in a daemon thread. It calls functions of the user's code while the
+    run's own thread waits for the results, so that a call can time out."""
 
     def __enter__(self) -> EventLoop:
         """Starts the event loop in its thread."""
@@ -87,15 +88,16 @@ class EventLoop:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def start(self, function: Callable, given: Mapping[str, object]) -> Future:
-        """Calls a function, and returns at once the future of what it returns: an async one runs in the event loop,
-        another one in a new daemon thread, so that the caller can stop waiting for it. given: the keyword arguments."""
+        """Calls a function with the keyword arguments `given`, and returns at once the future of what it returns: an
+        async function runs in the event loop, any other in a new daemon thread, so that the run can stop waiting for
+        it."""
         return self.run(called(function)(**given)) if is_async(function) else in_thread(function, given)
 
 
 def in_thread(function: Callable, given: Mapping[str, object]) -> Future:
-    """Calls a function that is not async in a new daemon thread, and returns at once the future of its result or
-    exception. given: the keyword arguments. A thread of an executor would keep Python from ending while it runs; this
-    one does not."""
+    """Calls a function that is not async, with the keyword arguments `given`, in a new daemon thread, and returns at
+    once the future of its result or exception. A thread of an executor would keep Python from exiting while the
+    function runs; a daemon thread does not."""
     result: Future = Future()
 
     result.set_running_or_notify_cancel()  # from here on nobody can cancel it, and the result can always be set

@@ -38,7 +38,9 @@ def scale_by_adam_8bit(beta1: float, beta2: float, eps: float) -> optax.Gradient
     optax.scale_by_adam.
 
     The state takes 2 + 8/256 bytes per element. The direction is float32, computed from moments that are not yet
-    rounded to 8 bits in this step. The update takes `scale`, `finite` and `divided` as optim.StepOptimizer does.
+    rounded to 8 bits in this step. The update takes three more arguments, which optim.StepOptimizer explains: `scale`,
+    a factor of the gradients, `finite`, whether the states may change, and `divided`, which gradients are divided over
+    devices.
 
     Args:
       beta1, beta2: decay rates of the first and second moments.

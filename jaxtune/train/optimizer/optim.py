@@ -16,15 +16,15 @@ BF16_WEIGHTS_ABOVE = 2_000_000_000  # with more trained parameters than this, we
 
 
 def weight_storage(wanted: Literal["fp32", "bf16"] | None, precision: str, parameters: int) -> Literal["fp32", "bf16"]:
-    """The storage of trained weights (StepProgram.weights).
+    """The dtype in which trained weights are stored: `wanted`, or, if that is None, "bf16" (with stochastic rounding)
+    for a run in precision bf16 that trains more than 2 billion parameters, else "fp32".
 
-    Full fine-tuning of a model whose float32 weights would not fit (8B: 32 GB, and as much again for gradients) stores
-    them in bf16 with stochastic rounding. Adapters never have that many parameters. Runs in fp32 and fp16 store
-    float32.
+    Full fine-tuning of such a model (8B: 32 GB of float32 weights, and as much again for gradients) would not fit in
+    float32. Adapters never have that many parameters.
 
     Args:
-      wanted: optim.weights; None: not set.
-      precision: of the run.
+      wanted: the config key optim.weights; None if it is not set.
+      precision: the config's precision, "bf16", "fp16" or "fp32".
       parameters: number of trained parameters.
     """
     if wanted is not None:
@@ -34,17 +34,18 @@ def weight_storage(wanted: Literal["fp32", "bf16"] | None, precision: str, param
 
 @dataclasses.dataclass(frozen=True)
 class UpdateBound:
-    """A bound on one update of weights: no element w moves by more than rate * (direction + decay * |w|), where rate
-    is the learning rate. A step uses it to decide before the update whether all new weights will be finite."""
+    """A bound on one update of weights: no element w changes by more than rate * (direction + decay * |w|), where rate
+    is the learning rate. A step uses it to decide before the update whether all new weights will be finite. `direction`
+    bounds the optimizer's direction for an element, and `decay` is the factor of weight decay."""
 
     direction: float
     decay: float
 
 
 def update_bound(config: OptimConfig, max_grad_norm: float | None) -> UpdateBound | None:
-    """How far one update of the optimizer in `config` can move a weight, if gradients are clipped to max_grad_norm;
-    None without clipping (max_grad_norm is None) and for optimizers other than adamw and adamw_8bit. The
-    bias-corrected mean of the gradients is at most that norm, and it is divided by at least eps."""
+    """The bound on one update of the optimizer in `config`, if gradients are clipped to the norm `max_grad_norm`; None
+    if they are not clipped (None) and for optimizers other than adamw and adamw_8bit. It holds because the
+    bias-corrected mean of the gradients is at most that norm, and Adam divides it by at least eps."""
     if max_grad_norm is None or config.name not in ("adamw", "adamw_8bit"):
         return None
     faster = max(1.0, _embedding_share(config))
@@ -74,8 +75,10 @@ def embedding_tensors(parameters) -> list[bool]:
 
 
 def _scale_embeddings(share: float) -> optax.GradientTransformationExtraArgs:
-    """Multiplies the updates of embeddings by `share`. Its update takes `embeddings`, the result of embedding_tensors
-    for parameters that come without their names."""
+    """An optax transformation that multiplies the updates of embeddings and output head by `share`, so that they have a
+    learning rate of their own. Its update takes `embeddings`, one bool for each tensor (see embedding_tensors); it is
+    needed if the parameters are a list, which has no names by which embeddings can be found. None: they are found by
+    name."""
 
     def update(updates, state, params=None, *, embeddings: list[bool] | None = None, **others):
         del others
@@ -88,8 +91,9 @@ def _scale_embeddings(share: float) -> optax.GradientTransformationExtraArgs:
 
 
 def _add_decay(rate: float) -> optax.GradientTransformationExtraArgs:
-    """Weight decay, `rate` times the parameter, as an optax transformation. Its update takes `decayed`, the result of
-    decayed_tensors, for parameters that come without their names because tensors are updated one by one."""
+    """Weight decay as an optax transformation: it adds `rate` times the parameter to the update. Its update takes
+    `decayed`, one bool for each tensor (see decayed_tensors); it is needed if the parameters are a list, as when
+    tensors are updated one by one, which has no names. None: biases are recognised by name."""
 
     def decay(decayed: list[bool] | None = None) -> optax.GradientTransformation:
         def mask(tree):
@@ -105,18 +109,19 @@ def _add_decay(rate: float) -> optax.GradientTransformationExtraArgs:
 
 
 class StepOptimizer(optax.GradientTransformationExtraArgs):
-    """An optimizer whose update takes three more arguments, for work that has to be done while states are read and
-    written.
+    """An optimizer whose `update` takes three more arguments, so that what they ask for is done in the same pass over
+    memory in which states are read and written.
 
-    `scale` is a float32 number by which gradients of any float dtype are multiplied in float32. `finite` is a bool; if
-    it is false, the states stay as they are, and the updates are meaningless. `divided` says for each gradient whether
-    devices have a part of it and of its states; None: no gradient is divided.
-    """
+    `scale` is a float32 number by which gradients of any float dtype are multiplied in float32. `finite` is a bool: if
+    it is true, the update is an ordinary one; if it is false, the new states equal the old ones, and the returned
+    updates must not be used. `divided` is a list with a bool for each gradient: whether that gradient and its states
+    are divided over the devices of the mesh (True) or whole on each (False); None: no gradient is divided."""
 
 
 def step_optimizer(optimizer: optax.GradientTransformation) -> StepOptimizer:
-    """`optimizer` as a StepOptimizer: itself if it is one, else one that scales gradients before it and selects the
-    states after it, so that a train step can treat all optimizers alike."""
+    """Returns `optimizer` as a StepOptimizer, so that a train step can treat all optimizers alike: itself if it is one,
+    else an optimizer that multiplies gradients by `scale` before the update, and takes the old states instead of the
+    new ones if `finite` is false."""
     if isinstance(optimizer, StepOptimizer):
         return optimizer
 
@@ -135,13 +140,17 @@ def _where(finite, new, old):
 
 
 def make_optimizer(config: OptimConfig, schedule: optax.Schedule) -> StepOptimizer:
-    """The optimizer named by `config`. Gradients come clipped, parameters in float32. Everything is float32 except the
-    stored moments of adamw_8bit.
+    """Makes the optimizer that `config` names. It expects gradients that are already clipped, and float32 parameters.
+    Its states are float32, except the stored moments of adamw_8bit, which have 8 bits.
 
-    Each optimizer's update is a direction plus weight_decay times the parameter, times the learning rate, so that decay
-    has the same meaning in all. For embeddings, embedding_learning_rate takes the place of the schedule's peak.
-    Adafactor (arXiv 1804.04235) has factored second moments and update clipping, and uses the learning rate as it is.
+    Each optimizer's update is minus the learning rate times (a direction plus weight_decay times the parameter), so
+    that decay has the same meaning in all. Embeddings use embedding_learning_rate as the peak of the schedule, if it is
+    set. Adafactor (arXiv 1804.04235) has factored second moments and update clipping, and does not scale the learning
+    rate by the size of the parameters.
 
+    Args:
+      config: the section `optim` of the run's config.
+      schedule: the learning rate by step.
     Raises:
       ValueError: the name is unknown.
     """

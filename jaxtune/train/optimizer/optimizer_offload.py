@@ -39,30 +39,36 @@ def hosted_bytes(opt_state: Any) -> int:
 
 
 def shardings(opt_state: Any, device: Sharding) -> Any:
-    """A tree of shardings, one for each array of the optimizer's state `opt_state`: arrays that `is_hosted` names, of
-    64 KiB or more, get `device` with the memory kind pinned_host, and smaller ones get `device` itself. device: the
-    sharding of arrays that are in device memory."""
+    """A tree of shardings, one for each array of the optimizer's state `opt_state`: arrays of 64 KiB or more get
+    `device` with the memory kind pinned_host, and smaller ones get `device` itself. device: the sharding of arrays that
+    are in device memory."""
     host = device.with_memory_kind("pinned_host")
     return jax.tree.map(lambda leaf: host if is_hosted(leaf) else device, opt_state)
 
 
 def _like_parameters(structure) -> Callable[[Any], bool]:
-    """A function that tells whether a tree has the parameters' tree structure (`structure`), as the moments in an
-    optimizer's state do."""
+    """A function that returns True for a tree with the tree structure of the parameters (`structure`), as the moments
+    in an optimizer's state have it, and False for any other."""
     return lambda tree: jax.tree.structure(tree) == structure
 
 
 def states_of(opt_state: Any, structure: Any, index: int) -> Any:
-    """The optimizer's state of one parameter alone: every subtree of `opt_state` that has the parameters' tree
-    structure (`structure`) is reduced to a list of its leaf `index`; values that all parameters share, such as a count,
-    stay."""
+    """The optimizer's state of one parameter alone, with which that parameter is updated: every subtree of `opt_state`
+    that has the parameters' tree structure (`structure`), such as the first moments, becomes a list of one array, that
+    of parameter `index` in the order of jax.tree.leaves. Values that all parameters share, such as a count, stay."""
     same = _like_parameters(structure)
     return jax.tree.map(lambda tree: [jax.tree.leaves(tree)[index]] if same(tree) else tree, opt_state, is_leaf=same)
 
 
 def joined(opt_state: Any, structure: Any, parts: list[Any]) -> Any:
-    """The inverse of states_of: the whole state, with the structure of `opt_state`, from `parts`, the states of all its
-    tensors in order. Values that they share are those of the last one."""
+    """The inverse of states_of: the state of all parameters, from those of each one.
+
+    Args:
+      opt_state: a state whose structure the result has; its arrays are not used.
+      structure: the parameters' tree structure.
+      parts: the state of each parameter, in order, as states_of returns it. Of values that all parameters share, such
+        as a count, the last one's is used.
+    """
     same = _like_parameters(structure)
     trees, outline = jax.tree.flatten(opt_state, is_leaf=same)
     columns = [outline.flatten_up_to(part) for part in parts]
@@ -74,9 +80,9 @@ def joined(opt_state: Any, structure: Any, parts: list[Any]) -> Any:
 
 
 def first_states(optimizer: optax.GradientTransformation, parameters: Any, device: Sharding) -> Any:
-    """The result of optimizer.init with each array on the device or the host, as is_hosted says; the device never has
-    more than one tensor's states at a time. `parameters` may be abstract. device: the sharding of arrays that stay in
-    device memory."""
+    """The result of optimizer.init, made one parameter at a time, so that the device never has more than one
+    parameter's states at once. Arrays of 64 KiB or more are in pinned host memory, smaller ones on the device.
+    `parameters` may be abstract. device: the sharding of arrays that stay in device memory."""
     leaves, structure = jax.tree.flatten(parameters)
     parts = []
     for leaf in leaves:
@@ -87,8 +93,8 @@ def first_states(optimizer: optax.GradientTransformation, parameters: Any, devic
 
 @dataclasses.dataclass(frozen=True)
 class _Stage:
-    """What happens at the same time in update_by_tensor. A group is a number of tensors that are updated one behind
-    another; groups are given by index."""
+    """What happens at the same time in update_by_tensor: at most one update and one copy in each direction. A group is
+    a list of tensors that are updated in turn; a field has the index of a group, or None if there is nothing to do."""
 
     update: int | None  # the group that is updated
     incoming: int | None  # the group whose states are copied to the device
@@ -112,8 +118,8 @@ def _stages(sizes: list[int]) -> list[_Stage]:
 
 
 def _groups(sizes: list[int]) -> list[list[int]]:
-    """The indices of the tensors, in order, in groups of at most GROUP_BYTES or of one tensor; `sizes` are the bytes of
-    each tensor's states."""
+    """Divides the tensors, in their order, into groups: the indices of each group's tensors. A group's states have at
+    most GROUP_BYTES, or the group is one larger tensor. sizes: the bytes of each tensor's states."""
     groups: list[list[int]] = [[]]
     for tensor, size in enumerate(sizes):
         if groups[-1] and sum(sizes[other] for other in groups[-1]) + size > GROUP_BYTES:
@@ -126,10 +132,11 @@ def update_by_tensor(work: Work, parameters: Any, opt_state: Any, gradients: Any
     """Updates every tensor by `work`, in order: returns (new parameters, new states), trees like the given ones.
 
     Args:
-      work: updates one tensor.
+      work: updates one tensor: gets (its index, the parameter, its states as states_of returns them, its gradient), and
+        returns (the new parameter, the new states).
       parameters, opt_state, gradients: trees of all tensors.
-      offload: the large arrays of opt_state are on the host, as are those of the result; they are on the device during
-        `work` only.
+      offload: True: arrays of 64 KiB or more in opt_state and in the returned states are in host memory, and are on the
+        device only around their tensor's update. False: everything is on the device.
     """
     weights, structure = jax.tree.flatten(parameters)
     slopes = jax.tree.leaves(gradients)

@@ -12,11 +12,12 @@ from jaxtune.train.config import ScheduleConfig, TrainConfig
 
 
 def total_steps(config: TrainConfig, steps_per_epoch: int | None) -> int:
-    """The number of optimizer steps of a run: config.steps, or else config.epochs times `steps_per_epoch`, which is
-    None if the number of rows is unknown.
+    """The number of optimizer steps of a run: config.steps if it is set, else config.epochs times `steps_per_epoch`
+    (None if the number of rows is unknown).
 
     Raises:
-      ValueError: there are more than a counter of 32 bits can count, or config.steps is needed and not set.
+      ValueError: there are more steps than a counter of 32 bits can count, or steps_per_epoch is None and config.steps
+        is not set.
     """
     if config.steps is not None:
         return config.steps

@@ -41,11 +41,12 @@ CHUNK_LOGITS = (2**28, 2**27, 2**26, 2**25, 2**24)
 
 
 class LayerPlans(Sequence[LayerPlan]):
-    """Plans for one layer, stored as an array and converted to LayerPlan when they are indexed.
+    """Plans for one layer, stored as an array and converted to LayerPlan when they are indexed. A plan gives each
+    residual a placement: keep, keep in fp8, offload to the host, or recompute.
 
     Args:
       known: the layer's residuals.
-      placed: int[plans, known], indices into PLACEMENTS.
+      placed: int[plans, known], indices into PLACEMENTS, the tuple of the four placements.
     """
 
     def __init__(self, known: tuple[Residual, ...], placed: np.ndarray):
@@ -102,8 +103,9 @@ def layer_plans(parts: StepCost, offload: bool) -> LayerPlans:
 
 
 def splits(rows: int, devices: int, wanted: int | None) -> list[int]:
-    """The numbers of micro-batches into which `rows` rows of a step can be divided, so that each has equally many rows
-    for each of `devices` devices, in ascending order; only `wanted` if the config sets it (None: it does not)."""
+    """The numbers of micro-batches into which the `rows` rows of a step can be divided, ascending, so that each of
+    `devices` devices has equally many rows of each micro-batch. If the config sets a number (`wanted`), only that
+    one."""
     if wanted is not None:
         return [wanted]
     return [count for count in range(1, rows + 1) if rows % count == 0 and (rows // count) % devices == 0]
@@ -128,7 +130,7 @@ def choose(
       config: the run's.
       device: the device.
       budget_bytes: device memory; None: no limit.
-      chunk_logits: the numbers of logits at a time to choose from.
+      chunk_logits: the candidates for the most logits (tokens times vocabulary size) that exist at a time in the loss.
       resident: the least number of layers whose frozen weights are whole on each device, because they already are.
       unlike: plans that failed; plans that resemble them are left out.
     Raises:
@@ -180,15 +182,15 @@ def trained_bytes(parts: StepCost) -> float:
 
 
 def saved_bytes(parts: StepCost) -> float:
-    """Bytes of one device's part of the run's state in a checkpoint: trained parameters and optimizer states. A save
+    """Bytes of the trained parameters and optimizer states that one device stores, as a checkpoint saves them. A save
     copies them to host memory. parts: the step's costs."""
     return trained_bytes(parts) + parts.fixed["optimizer states"] + parts.hosted_bytes
 
 
 def _residents(parts: StepCost, least: int) -> list[int]:
-    """The candidates for a plan's `resident`, the number of layers whose frozen weights are whole on each device
-    though weights are divided over devices: `least`, half of the layers, or all. Only `least` if no frozen weights are
-    divided. parts: the step's costs."""
+    """The candidates for a plan's `resident`: of how many layers each device keeps the whole frozen weights for the
+    whole run, though weights are divided over devices: `least`, half of the layers, or all. Only `least` if no frozen
+    weights are divided. parts: the step's costs."""
     if not parts.frozen_layer_bytes:
         return [least]
     return sorted({least, max(least, parts.num_layers // 2), parts.num_layers})
@@ -253,7 +255,8 @@ def _run_alike(plan: StepPlan, micro: int, tile: int | None) -> bool:
 
 def _related(parts: StepCost, plan: StepPlan, others: Sequence[StepPlan]) -> bool:
     """Whether `plan` resembles one of `others`, plans that failed: it has the same micro-batches and tile, and the
-    placements of its first and last layers are near the other's (`_near`). parts: the step's costs."""
+    placements of its first and last layers differ in at most a tenth of the residuals' bytes. parts: the step's
+    costs."""
     layers = plan.residuals.layers
     placed = np.array([[PLACEMENTS.index(layers[at].of(r)) for r in parts.known] for at in (0, -1)])
     return any(
@@ -278,10 +281,11 @@ class _Relatives:
         self._near = [[_near(parts, table.placed, layer) for layer in layers] for layers in ends]
 
     def among(self, rows: slice, number: np.ndarray, count: int) -> np.ndarray:
-        """bool[rows, plans]: which pairs of layer plans resemble a failed plan.
+        """bool[rows, plans]: which pairs of layer plans resemble a failed plan. The first plan of a pair is one of the
+        plans `rows` in the table; the second can be every plan of the table.
 
         Args:
-          rows: the plans of the table that are the first of their pairs; every plan of the table is a second one.
+          rows: the range of the first plans' indices in the table.
           number: int[rows, plans], how many layers each pair has under its first plan; the rest are under its second.
           count: the number of layers.
         """
@@ -458,13 +462,13 @@ def _unbeaten(figures: np.ndarray) -> list[int]:
 
 
 class PlanError(ValueError):
-    """No plan fits the device.
+    """No plan fits the device. `choose` and the planner raise it, and its message says how to make the run fit.
 
     Args:
       smallest: the forecast with the lowest peak.
       budget_bytes: the device memory that a step may take.
       fixes: changes of the config with which a plan would fit, for the message.
-      compiled: whether the smallest plan was compiled, or run, and was too large.
+      compiled: True: the smallest plan was compiled or run, and was too large. False: only its forecast was too large.
       need_bytes: bytes that the compiler says the smallest plan needs; None: memory ran out while it ran.
     """
 

@@ -40,18 +40,22 @@ TEACHER = "teacher's weights"  # the name of their bytes in StepCost.fixed
 
 @dataclasses.dataclass(frozen=True)
 class SegmentCost:
-    """A segment of the layers that have it; its work is averaged over all layers of the model."""
+    """The cost of one segment, a function in the chain of functions by which a layer is computed, such as the q, k and
+    v products. It reads residuals and makes others. The cost is the mean over all layers of the model."""
 
     name: str
     outputs: tuple[str, ...]  # names of the residuals that it makes
-    work: Work
-    in_mixer: bool  # it belongs to a mixer
-    first: bool  # it is the first segment of a mixer
-    ends: bool  # it makes the layer's output
-    separable: bool  # each of its outputs can be computed without the others
-    tokenwise: bool  # it may run over tiles of tokens
-    decodes_once: bool  # run again in the backward, it decodes weights that also serve its gradients
-    runs_again: bool = False  # its backward runs its forward once more, which also recomputes its outputs
+    work: Work  # FLOPs and bytes; layers without the segment count as zero in the mean
+    in_mixer: bool  # whether it belongs to a mixer, such as attention; False: to a feed-forward
+    first: bool  # whether it is the first segment of a mixer
+    ends: bool  # whether it makes the layer's output
+    separable: bool  # whether each of its outputs can be computed without the others; False: only all at once
+    tokenwise: bool  # whether it may run over tiles of a row's tokens; False: it needs whole rows
+    # if it is run again in the backward: whether the weights that it decodes also serve its gradients, or (False) the
+    # gradients decode them once more
+    decodes_once: bool
+    # True: its backward always runs its forward once more, which also recomputes its outputs; False: it does not
+    runs_again: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +63,9 @@ class Exchange:
     """Bytes that a device receives from the other devices of its mesh in a step, by what they are, from which the
     planner forecasts how long collectives take."""
 
-    weights: float = 0.0  # of all layers' weights, gathered for the forward and again for the backward
-    gradients: float = 0.0  # of the layers' trained and divided weights, in the backward
-    around: float = 0.0  # weights and gradients of embedding and head, during which nothing is computed
+    weights: float = 0.0  # of all layers' weights, gathered once; the backward may gather them again
+    gradients: float = 0.0  # of the layers' trained weights that are divided over devices, in the backward
+    around: float = 0.0  # weights and gradients of embedding and head, during whose transfer nothing is computed
     sums: float = 0.0  # gradients of trained weights that are whole on each device, once a step
     frozen: float = 0.0  # the part of `weights` that does not train
     frozen_around: float = 0.0  # the part of `around` that does not train
@@ -74,7 +78,7 @@ class StepCost:
 
     rows: int  # of the step, on all devices
     length: int  # tokens of a row
-    devices: int
+    devices: int  # the number of devices of the run's mesh
     num_layers: int
     hidden_size: int
     vocab_size: int
@@ -90,10 +94,10 @@ class StepCost:
     cast_bytes: float  # the layers' trained weights in the compute dtype, which live from forward to backward
     head_bytes: float  # at the loss: gradient and compute-dtype copies of a trained head, and a head padded by the loss
     head_gradient_bytes: float  # after the loss: gradient of a trained head
-    head_trains: bool
+    head_trains: bool  # whether the output head trains; False: it has no gradient
     trained: float  # number of trained parameters
     trained_here: float  # those that this device updates
-    has_experts: bool = False
+    has_experts: bool = False  # whether any layer has a mixture of experts
     # residuals of which only one tile exists at a time if tokenwise segments run over tiles of tokens
     tiled: tuple[str, ...] = ()
     hosted_bytes: float = 0.0  # optimizer states of this device in host memory
@@ -119,14 +123,15 @@ class StepCost:
         return self.fixed["frozen weights"] + self.fixed.get(TEACHER, 0.0)
 
     def fixed_bytes(self, micro_batches: int, resident: int = 0) -> float:
-        """Device bytes in memory during the whole step of `micro_batches` micro-batches: weights, optimizer states and
-        gradient sums. `resident` is the number of layers whose frozen weights, divided over devices, are whole on
-        each."""
+        """Device bytes of weights, optimizer states and gradient sums, which are in memory during the whole step of
+        `micro_batches` micro-batches. resident: of how many layers the device keeps the whole frozen weights, though
+        they are divided over devices."""
         less = self.less_sums if micro_batches == 1 else 0.0
         return sum(self.fixed.values()) + self.resident_bytes(resident) - less
 
     def resident_bytes(self, resident: int) -> float:
-        """Bytes added on a device by the frozen weights of `resident` layers that are whole for the whole run."""
+        """Bytes added on a device if it keeps the whole frozen weights of `resident` layers for the whole run, instead
+        of its share of them; with all layers, also those of embedding and head."""
         around = self.resident_around_bytes if resident == self.num_layers else 0.0
         return resident * self.resident_layer_bytes + around
 
@@ -143,9 +148,9 @@ def step_cost(
     optimizer: optax.GradientTransformation | None = None,
     reference_runs: int = 0,
 ) -> StepCost:
-    """Computes the costs of a step of `model`, whose arrays may be abstract, from shapes alone. `length` is the tokens
-    of a row (None: config.data.length); `keeps_model` says whether the caller keeps the model in memory; `optimizer`
-    None is config.optim's; `reference_runs` counts the passes of a frozen model in each micro-batch."""
+    """Computes a step's costs from the shapes of `model` (arrays may be abstract). length: tokens of a row; None:
+    config's. keeps_model: whether the given model stays in memory beside the copies that train, for a program that may
+    read it. optimizer: None is config.optim's. reference_runs: forward passes of a frozen model in each micro-batch."""
     length, shape = length or config.data.length, model.config
     dtype = jnp.dtype(COMPUTE_DTYPES[config.precision])
     _, trainable, frozen = nnx.split(model, nnx.Param, ...)
@@ -224,9 +229,14 @@ def _configured_optimizer(config: TrainConfig) -> optax.GradientTransformation:
 
 
 def _head_costs(head: nnx.Variable, vocab_size: int, dtype, storage: str) -> tuple[float, float]:
-    """(bytes in addition to the head's weight while the loss runs, bytes of the head's gradient after it). `head` is
-    the weight, which trains if it is an nnx.Param and has vocab_size rows; `dtype` is the compute dtype; `storage`
-    says how trained weights are stored, "fp32" or "bf16"."""
+    """(bytes in addition to the head's weight while the loss runs, bytes of the head's gradient after it).
+
+    Args:
+      head: the variable of the head's weight; the head trains if it is an nnx.Param.
+      vocab_size: the number of its rows.
+      dtype: the compute dtype.
+      storage: the dtype in which trained weights are stored, "fp32" or "bf16".
+    """
     trains, size = isinstance(head, nnx.Param), math.prod(head.shape)
     loss = 8.0 if storage == "bf16" else 4.0 + (dtype.itemsize if dtype.itemsize < 4 else 0)
     copy = 0.0 if trains and storage != "bf16" else 2.0 * fills_up(vocab_size, dtype)
@@ -234,22 +244,24 @@ def _head_costs(head: nnx.Variable, vocab_size: int, dtype, storage: str) -> tup
 
 
 def _whole_layer_bytes(trees, layers: int, parts: int) -> float:
-    """Bytes of the gathered weights of that one of `layers` layers for which they are largest; only weights that are
-    divided over `parts` devices count. `trees` are nnx.States of the model's trained and frozen weights."""
+    """The largest number of bytes that the gathered weights of one of the `layers` layers take; only weights that are
+    divided over devices count. trees: nnx.States of the model's trained and of its frozen weights. parts: the number of
+    devices over which weights are divided."""
     by_layer = [[tree["layers"][i] for tree in trees if i in tree.get("layers", {})] for i in range(layers)]
     return max(sum(partition.divided_sizes(tree, parts)[0] for tree in layer) for layer in by_layer)
 
 
 def _frozen_parts(frozen: nnx.State, parts: int) -> dict[str, float]:
-    """{what: bytes} on each device of the weights that do not train (`frozen`, their nnx.State): the model's own and
-    its teacher's. parts: the number of devices that divide them."""
+    """{name: bytes on each device} of the weights that do not train: the model's own ("frozen weights") and those of
+    its teacher, if it has one. frozen: the nnx.State of both. parts: the number of devices over which weights are
+    divided."""
     every, of_teacher = weight_bytes(frozen, parts), weight_bytes(frozen.get("teacher", {}), parts)
     return {"frozen weights": every - of_teacher, **({TEACHER: of_teacher} if of_teacher else {})}
 
 
 def _exchange(trained, frozen, shape: partition.MeshShape) -> Exchange:
-    """The bytes that a device receives from the others of a mesh of this shape in a step; `trained` and `frozen` are
-    states of variables as they are stored on the devices."""
+    """The bytes that a device receives in a step from the other devices of a mesh of this shape. trained, frozen:
+    nnx.States of the weights that train, with the dtypes in which they are stored, and of those that do not."""
 
     parts = shape.parts
 
@@ -273,16 +285,16 @@ def _exchange(trained, frozen, shape: partition.MeshShape) -> Exchange:
 
 
 def _whole_gradient_bytes(model: Decoder, storage: str) -> float:
-    """Bytes of the gradients of the trained matrices of that layer of `model` for which they are largest, as they are
-    computed and in float32 as they are summed. storage: how trained weights are stored, "fp32" or "bf16"."""
+    """The largest number of bytes that the gradients of one layer's trained matrices take, each once as it is computed
+    and once in float32 as it is summed. storage: the dtype in which trained weights are stored, "fp32" or "bf16"."""
     layers = ([matrix.weight for *_, matrix in layer.matrices()] for layer in model.layers)
     sizes = (sum(math.prod(w.shape) for w in weights if isinstance(w, nnx.Param)) for weights in layers)
     return max(sizes) * (6.0 if storage == "bf16" else 8.0)
 
 
 def _adapter_bytes(layer: Block, dtype) -> float:
-    """Bytes of a layer's experts' adapters in the kernels' layout; none in float32, the dtype in which they are
-    stored."""
+    """Bytes of the adapters of a layer's experts, copied to the layout and compute dtype (`dtype`) of the kernels; 0 if
+    that is float32, because adapters are stored in it and are not copied."""
     experts = (matrix for *_, matrix in layer.matrices() if matrix.num_experts and dtype.itemsize < 4)
     return sum(matrix.adapter_bytes(dtype.itemsize) for matrix in experts)
 
@@ -295,10 +307,10 @@ def _masked_sizes(model: Decoder) -> list[int]:
 
 
 def _given_bytes(model: Decoder, dtype) -> float:
-    """Bytes per token of what layers of `model` take from outside, in the compute dtype `dtype`: for what the decoder
-    gives each layer, the value, what it is computed from and its gradient; for what earlier layers give, which is
-    counted once, the value and its gradient. The value of an earlier layer is counted even if that layer's plan keeps
-    it."""
+    """Bytes per token of the values that layers of `model` read but do not compute, in the compute dtype `dtype`. A
+    value that the decoder computes for one layer counts three times: itself, what it is computed from, and its
+    gradient. A value that an earlier layer computed counts once for all readers, with its gradient, even if that
+    layer's plan keeps it."""
     from_decoder, from_layers, given = 0, dict[str, int](), set[str]()
     for layer in model.layers:
         for name, shape in layer.takes.items():
@@ -316,7 +328,8 @@ def _mean(values: list[float]) -> float:
 
 
 def _segment_costs(kinds: list[LayerKind]) -> tuple[SegmentCost, ...]:
-    """The segments of all layers with their mean work; `kinds` has one kind for each layer."""
+    """The costs of all segments of a model's layers, with their work averaged over the layers. kinds: the LayerKind of
+    each layer, in order."""
     found: dict[tuple, tuple[Segment, bool, bool]] = {}
     for kind in {id(kind): kind for kind in kinds}.values():
         for segment in kind.block.segments():
@@ -333,15 +346,14 @@ def _segment_costs(kinds: list[LayerKind]) -> tuple[SegmentCost, ...]:
 
 
 def _makes(kind: LayerKind, name: str, outputs: tuple[str, ...]) -> bool:
-    """Whether layers of this kind have a segment with this name that makes exactly these outputs (names of
-    residuals)."""
+    """Whether layers of this kind have a segment with this name that makes exactly the residuals named `outputs`."""
     return any((segment.name, segment.outputs) == (name, outputs) for segment in kind.block.segments())
 
 
 def _update_bytes(masters, config: TrainConfig) -> float:
-    """Device bytes that the update by the optimizer of `config` takes in addition to weights, states and gradients, at
-    the largest tensor, because it is done tensor by tensor (optimizer_offload.py). 0 for adapters, where it is
-    negligible. `masters` are the float32 shapes of the trained weights."""
+    """Device bytes that the update takes in addition to weights, states and gradients. It is done tensor by tensor
+    (optimizer_offload.py), so they are those of the largest tensor; 0 with an adapter, where they are negligible.
+    masters: the trained weights' shapes in float32. config: has the optimizer."""
     if config.adapter is not None:
         return 0.0
     size = max((leaf.size for leaf in jax.tree.leaves(masters)), default=0)
@@ -373,6 +385,7 @@ def abstract_model(shape, config: TrainConfig) -> Decoder:
 
 
 def _trained_matrix_bytes(layer: Block, dtype) -> float:
-    """Bytes of a layer's trained matrices in the compute dtype, if that is not the dtype of their masters."""
+    """Bytes of the copies of a layer's trained matrices in the compute dtype `dtype`; 0 if that is float32, in which
+    they are stored, so that no copy is made."""
     trained = [matrix.weight for *_, matrix in layer.matrices() if isinstance(matrix.weight, nnx.Param)]
     return 0.0 if dtype.itemsize >= 4 else sum(math.prod(w.shape) for w in trained) * float(dtype.itemsize)

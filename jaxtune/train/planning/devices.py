@@ -79,20 +79,20 @@ def host_memory_bytes() -> float:
 
 
 def allow_pinned_memory() -> None:
-    """Lets XLA pin as much of this machine's memory as the planner counts on, unless the environment sets a limit.
+    """Lets XLA pin as much of this machine's memory (keep it in place for copies to and from the GPU) as the planner
+    counts on, by an environment variable; a limit that is already set there stays.
 
-    It must be called before JAX starts its devices, when XLA reads the limit. The pool grows as it is used.
-    """
+    It must be called before JAX starts its devices, when XLA reads the limit. The memory is pinned as it is used."""
     os.environ.setdefault(_PINNED_LIMIT, str(int(host_memory_bytes() * _PINNED_SHARE) >> 30))
 
 
 def _pinnable_bytes(on_host: int, in_process: int) -> float:
-    """Bytes of host memory that one device may pin: its share of what the machine allows, or of what XLA lets this
-    process pin, whichever is less.
+    """Bytes of host memory that one device may pin: the smaller of its share of what the machine allows, and its share
+    of what XLA lets this process pin.
 
     Args:
-      on_host: devices of the run on this host.
-      in_process: devices of this process.
+      on_host: number of the run's devices on this host.
+      in_process: number of the run's devices that this process uses.
     """
     limit = int(os.environ.get(_PINNED_LIMIT, 64)) * 2.0**30
     return min(host_memory_bytes() * _PINNED_SHARE / on_host, limit / in_process)
@@ -111,13 +111,14 @@ def devices_here(count: int) -> tuple[int, int]:
 
 
 def card_bytes(size_gb: float) -> float:
-    """Bytes that JAX's allocator may give out on a card of `size_gb`, in GiB as cards are sold: its memory without that
-    of the CUDA context."""
+    """Bytes that JAX's allocator may give out on a card that is sold with `size_gb` GiB of memory: all of it, less the
+    memory of the CUDA context."""
     return size_gb * _CARD_GB - CONTEXT_BYTES
 
 
 def card_gb(needed: float) -> float:
-    """The size of the smallest card on which a plan of `needed` bytes fits, in steps of 0.1 GB."""
+    """The memory of the smallest card on which a plan of `needed` bytes fits, in GiB as cards are sold, rounded up to
+    0.1."""
     return math.ceil((with_fragments(needed) + CONTEXT_BYTES) / _CARD_GB * 10) / 10
 
 
@@ -127,14 +128,17 @@ def find_device(
     host_gb: float | None = None,
     sharing: tuple[int, int] = (1, 1),
 ) -> Device:
-    """A device by name, with rates measured on it (`jaxtune profile ceilings`) or from its data sheet.
+    """Returns the planner's Device of this name, with rates measured on it (`jaxtune profile ceilings`) or from its
+    data sheet.
 
     Args:
       name: jax.Device.device_kind, a card's name, or "cpu".
-      memory_bytes: what the allocator of this machine's device may give out; None: a device of another machine, with
-        the memory that its data sheet leaves after the CUDA context.
-      host_gb: host memory for each device, for a device of another machine; None: what such machines usually have.
-      sharing: what `devices_here` returned.
+      memory_bytes: the bytes that the allocator of this machine's device may give out; None: the device is one of
+        another machine, with the memory that its data sheet leaves after the CUDA context.
+      host_gb: host memory for each device, in GB, for a device of another machine; None: what such machines usually
+        have.
+      sharing: (devices of the run on this host, devices of this process), as `devices_here` returns them; they share
+        the host's memory.
     Raises:
       ValueError: the device is refused, with the reason, or unknown, with the known ones.
     """
@@ -193,8 +197,8 @@ def find_device(
 
 
 def limit(config: TrainConfig, device: Device) -> float | None:
-    """Bytes of the memory of `device` that the allocator may give out to the run of `config`: those that the device
-    has, or memory.budget_gb if that is less. None if nothing limits them, as on a CPU."""
+    """Bytes of the memory of `device` that the allocator may give out to the run of `config`: all that the device has,
+    or memory.budget_gb if that is set and less. None if nothing limits them, as on a CPU."""
     limits = [] if device.memory_bytes is None else [device.memory_bytes]
     if config.memory.budget_gb is not None:
         size = config.memory.budget_gb
@@ -211,7 +215,8 @@ def budget(config: TrainConfig, device: Device) -> float | None:
 
 
 def with_fragments(needed: float) -> float:
-    """Bytes that a GPU's allocator must have so that `needed` of them are usable."""
+    """Bytes that a GPU's allocator must have so that `needed` bytes of them are usable, in spite of the gaps between
+    arrays."""
     return max(needed / (1 - _FRAGMENTS), needed + _FRAGMENT_BYTES)
 
 

@@ -28,8 +28,8 @@ type Figure = Any  # a float, or an array of floats, one for each plan
 
 @dataclasses.dataclass(frozen=True)
 class LayerForecast:
-    """Bytes and seconds of one layer under a plan, for one micro-batch; arrays with a value for each plan if several
-    are forecast at once."""
+    """Bytes and seconds of one layer under a plan, for one micro-batch; each field is a number, or, if several plans
+    are forecast at once, an array with a value for each plan."""
 
     kept: Figure  # bytes on the device from forward to backward
     hosted: Figure  # bytes on the host from forward to backward
@@ -68,7 +68,7 @@ class Forecast:
 
     @property
     def tokens_per_second(self) -> float:
-        """Speed, padding included."""
+        """The predicted speed on all devices, padding counted as tokens."""
         return self.tokens / self.step_seconds
 
 
@@ -84,8 +84,8 @@ def _step_time(device: Device) -> StepTime:
 
 
 def bytes_with_gaps(leaving: Figure, device: Device) -> Figure:
-    """Bytes of the memory of `device` that `leaving` bytes of values on their way to the host take, with the gaps that
-    they leave in the allocator's memory."""
+    """Bytes that values on their way to the host take in the memory of `device`: their own (`leaving`), and the gaps
+    that they leave in the allocator's memory."""
     return ALLOCATOR_BYTES.of("xla", device.name).leaving * leaving
 
 
@@ -125,9 +125,9 @@ def layer_forecast(
 def layer_forecasts(
     parts: StepCost, placed: np.ndarray, tokens: float, device: Device, tile_tokens: int | None
 ) -> LayerForecast:
-    """layer_forecast for many plans at once, with arrays of a value for each plan; parts, tokens, device and
-    tile_tokens are its arguments. `placed` is int[plans, parts.known]: the placement of each residual under each plan,
-    as an index into PLACEMENTS."""
+    """The forecasts of the mean layer under many plans at once: a LayerForecast of arrays with a value for each plan.
+    placed: int[plans, parts.known], the placement of each residual under each plan, as an index into PLACEMENTS. parts,
+    tokens, device, tile_tokens: the costs, tokens, device and tile of layer_forecast."""
     whole = {name: parts.residual_bytes(name, tokens) for name in parts.residuals}
     of_kinds = [{name: kind.residual_bytes(name, tokens) for name in kind.residuals} for kind in parts.kinds]
     most_tiles = 1 if tile_tokens is None or not parts.tiled else parts.length // tile_tokens
@@ -210,9 +210,9 @@ def _remade(parts: StepCost, dropped, rounded, whole, of_kinds, seconds, device,
       parts: the step's costs.
       dropped: names of residuals that are recomputed.
       rounded: names of residuals that are kept in FP8.
-      whole: {residual: bytes}.
-      of_kinds: the same for each kind of layer.
-      seconds: (forward, backward) by segment.
+      whole: {residual: its bytes in a micro-batch, as the mean of all layers}.
+      of_kinds: for each kind of layer, {residual: its bytes in a micro-batch}.
+      seconds: (forward, backward) of each segment.
       device: the device.
       tiles: number of tiles that the tokenwise segments run over.
     Returns:
@@ -251,17 +251,17 @@ def _remade(parts: StepCost, dropped, rounded, whole, of_kinds, seconds, device,
 
 
 def _travelling(parts: StepCost, offloaded, whole, hosted: float, seconds, device) -> tuple[float, float]:
-    """(forward, backward) bytes that are still being copied over the host link while the feed-forward of the next layer
-    runs, and therefore take device memory there.
+    """(in the forward, in the backward) bytes that are still being copied over the host link while the feed-forward of
+    the next layer runs, and therefore take device memory there.
 
-    The largest offloaded residuals are copied out first and back last, under the mixer if its time is enough.
+    The largest offloaded residuals are copied out first and back last, while the mixer runs if its time is enough.
 
     Args:
       parts: the step's costs.
       offloaded: names of the residuals that are offloaded.
       whole: {residual: bytes}.
       hosted: bytes of all offloaded residuals.
-      seconds: (forward, backward) by segment.
+      seconds: (forward, backward) of each segment.
       device: the device.
     """
     travelling = [hosted, hosted]
@@ -350,10 +350,10 @@ def forecast(parts: StepCost, plan: StepPlan, device: Device) -> Forecast:
 
 
 def gathered_bytes(parts: StepCost, whole_weights: int, resident: int = 0) -> tuple[float, float, float]:
-    """Bytes of gathered weights, and of their gradients, at three moments of a step (costs `parts`): at the loss, in a
-    layer's forward, and in a layer's backward, when the next layer's weights arrive. whole_weights and resident are
-    the numbers of layers whose weights stay gathered from forward to backward, and whose frozen weights do for the
-    whole run."""
+    """Bytes of gathered weights, and of their gradients, in a step with the costs `parts`: (at the loss, in a layer's
+    forward, in a layer's backward when the next layer's weights arrive). whole_weights: the number of layers whose
+    weights stay gathered from forward to backward. resident: the number of layers whose frozen weights stay whole for
+    the whole run."""
     frozen = parts.frozen_layer_bytes
 
     def of(layers: int) -> float:
@@ -366,14 +366,14 @@ def gathered_bytes(parts: StepCost, whole_weights: int, resident: int = 0) -> tu
 
 
 def _all_resident(parts: StepCost, resident: int) -> bool:
-    """Whether `resident`, the number of layers whose frozen weights a plan keeps whole on each device, is that of all
-    layers (`parts` has it). The frozen embedding and head are then whole as well, and need not be gathered."""
+    """Whether the number `resident` of layers whose frozen weights a plan keeps whole on each device is that of all
+    layers. The frozen embedding and head are then whole as well, and need not be gathered. parts: the step's costs."""
     return resident == parts.num_layers
 
 
 def head_forecast(parts: StepCost, chunk_tokens: int, tokens: float, device: Device) -> tuple[float, float]:
-    """The cost of the output head and the loss, in a step with the costs `parts`, of a micro-batch of `tokens` tokens
-    on `device`, whose logits exist for `chunk_tokens` tokens at a time.
+    """The cost of the output head and the loss, for a micro-batch of `tokens` tokens on `device`. parts: the step's
+    costs. chunk_tokens: the number of tokens whose logits exist at a time.
 
     Returns:
       (device bytes at the loss, seconds of its forward and backward)
@@ -394,24 +394,24 @@ def head_forecast(parts: StepCost, chunk_tokens: int, tokens: float, device: Dev
 
 
 def _reference_forecast(parts: StepCost, plan: StepPlan, tokens: float, device: Device) -> tuple[float, float]:
-    """(seconds, bytes in a layer) of a forward pass over `tokens` tokens on `device` of a frozen reference or teacher
-    with the costs `parts`, and of its head with the chunks of `plan`: one of the two or three products that it needs
-    in training."""
+    """(seconds, bytes in a layer) of a forward pass of a frozen reference or teacher over `tokens` tokens on `device`.
+    parts: the costs of that model. plan: has the number of tokens whose logits exist at a time. Its head needs one
+    matrix product, of the two or three that head_forecast counts."""
     layer, head = layer_forecast(parts, KEEP, tokens, device), head_forecast(parts, plan.chunk_tokens, tokens, device)
     seconds = layer.forward * parts.num_layers + head[1] / (3 if parts.head_trains else 2)
     return seconds, layer.kept + layer.work_forward
 
 
 def state_seconds(parts: StepCost, device: Device) -> float:
-    """Seconds per step to copy the optimizer's states (`parts` has their bytes) from the host of `device` and then
-    back."""
+    """Seconds per step to copy the optimizer's offloaded states from the host to `device` and back. parts: the step's
+    costs."""
     return 2 * parts.hosted_bytes / (device.link or device.copy)
 
 
 def _collective_seconds(parts: StepCost, plan, forward: float, backward: float, device) -> tuple[float, float]:
-    """Seconds of a step's collective operations between devices, whose bytes are in `parts` and whose rate is that of
-    `device`, under `plan` (StepPlan). `forward` and `backward` are the seconds of all layers in a micro-batch, under
-    which collectives can run.
+    """Seconds of a step's collective operations between devices. parts: the step's costs, with the bytes. plan: the
+    StepPlan. forward, backward: seconds of all layers in a micro-batch, during which collectives can run. device: has
+    the rate.
 
     Returns:
       (seconds of all collectives, seconds in which the step waits for them)
@@ -430,13 +430,13 @@ def _collective_seconds(parts: StepCost, plan, forward: float, backward: float, 
 
 
 def _forecast(parts: StepCost, plan, groups: list[tuple[LayerForecast, int]], head, tokens, device) -> Forecast:
-    """The forecast of a step from those of its parts.
+    """The forecast of a step from those of its layers and head.
 
     Args:
       parts: the step's costs.
       plan: the StepPlan.
       groups: (forecast of a layer, number of layers) of consecutive layers with the same plan, the first layers first.
-      head: what head_forecast returned.
+      head: (device bytes, seconds) of the head and loss, from head_forecast.
       tokens: tokens of a micro-batch on one device.
       device: the device.
     """

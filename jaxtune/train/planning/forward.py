@@ -1,5 +1,10 @@
-"""The plan of a forward pass: an evaluation, a pass over a reference, or `--check`. A forward pass has no optimizer, no
-gradients and no residuals, so it fits where a step of the same model does not."""
+"""The plan of a forward pass without a backward, such as an evaluation or a pass over a reference model. It chooses
+into how many micro-batches the rows of a batch are divided, and for how many tokens the logits exist at a time, so that
+the pass fits the device's memory. A forward pass has no optimizer, no gradients and no residuals, so it fits where a
+training step of the same model does not.
+
+`jaxtune train --check`, which shows the rows and runs nothing, uses this plan too, so that it works for a model whose
+training step would not fit."""
 
 from __future__ import annotations
 
@@ -45,22 +50,23 @@ def forward_bytes(parts: StepCost, tokens: float, chunk_tokens: int, device: Dev
 
 
 class ForwardPlanner:
-    """Chooses into how many parts the rows of a batch are divided so that a forward pass fits a device.
+    """Chooses into how many micro-batches the rows of a batch are divided so that a forward pass fits a device.
 
     Engine takes it in place of a Planner, whose attributes `plan`, `device` and `budget_bytes` it has.
 
     Args:
       model: its arrays may be abstract.
-      config: with the mesh of the run.
+      config: the run's, with its mesh.
       length: tokens of a row.
       device: a jax.Device of this process.
 
     Attributes:
-      device: planning.devices.Device.
+      device: the planner's Device for it.
       budget_bytes: device bytes that weights and programs may take; None if nothing limits them.
-      weight_bytes: of the model's weights on one device, as given.
-      cost: StepCost of the model, without an optimizer.
-      plan: the StepPlan in force; its residuals have no meaning here.
+      weight_bytes: bytes of the model's weights on one device.
+      cost: the StepCost of the model, without an optimizer.
+      plan: the StepPlan in force: the number of micro-batches, and the tokens whose logits exist at a time; its
+        residuals have no meaning here.
     """
 
     def __init__(self, model: Decoder, config: TrainConfig, length: int, device: Any):
@@ -89,12 +95,14 @@ class ForwardPlanner:
         self.plan = next(fitting, self._plans[-1])
 
     def _chunks(self, count: int) -> set[int]:
-        """Candidates for the tokens whose logits exist at a time, if the rows are divided into `count` parts."""
+        """Candidates for the number of tokens whose logits exist at a time, if the rows are divided into `count`
+        micro-batches."""
         tokens = int(self._tokens(count))
         return {max(1, min(tokens, logits // self.cost.vocab_size)) for logits in CHUNK_LOGITS}
 
     def _tokens(self, count: int) -> float:
-        """Tokens that one device computes at a time, if the rows are divided into `count` parts."""
+        """The number of tokens that one device computes at a time, if the rows are divided into `count`
+        micro-batches."""
         return self.cost.rows / count / self.cost.devices * self.cost.length
 
     def working_bytes(self, plan: StepPlan) -> float:
@@ -102,11 +110,12 @@ class ForwardPlanner:
         return forward_bytes(self.cost, self._tokens(plan.micro_batches), plan.chunk_tokens, self.device)
 
     def smaller(self, program: Any) -> bool:
-        """Takes a smaller plan if the compiler says that `program`, compiled for the plan in force, needs more than
-        there is.
+        """Changes `plan` to a smaller one if the compiler says that `program`, compiled for the present plan, needs
+        more device memory than there is.
 
         Returns:
-          whether it took one. False also if there is no smaller plan; then running the program decides.
+          whether the plan was changed, so that it must be compiled again. False: the program fits, or its need is
+            unknown, or there is no smaller plan, in which case running the program shows whether it fits.
         """
         analysis = program.memory_analysis()
         if self.budget_bytes is None or analysis is None:

@@ -41,13 +41,14 @@ class KnownFailures:
         self._found: list[dict[str, Any]] = processes.of_first(self._read)
 
     def _read(self) -> list[dict[str, Any]]:
-        """The stored failures, dicts with "plan", "need" and "budget"; none if nothing is cached."""
+        """The stored failures, one dict each: "plan" (StepPlan.to_record), "need" (the bytes that it needs, or None)
+        and "budget" (the bytes that it might take); [] if nothing is cached."""
         content = None if self._cache is None else self._cache.get(self._key)
         return [] if content is None else json.loads(content)
 
     def of(self, forecast: Forecast, budget_bytes: float | None) -> Failed | None:
-        """Returns the recorded failure of exactly the forecast's plan if it shows that the plan is too large for
-        `budget_bytes`, otherwise None."""
+        """The recorded failure of exactly the plan of `forecast`, if it shows that the plan is too large for
+        `budget_bytes` of device memory (None: no limit); otherwise None."""
         plan = forecast.plan.to_record()
         for one in self._found:
             # A plan that ran out of memory may still fit a larger budget.
@@ -59,16 +60,16 @@ class KnownFailures:
         return None
 
     def add(self, failed: Failed, budget_bytes: float | None) -> None:
-        """Records `failed`, a plan that needed more than `budget_bytes` of device memory (None: no budget), in the
-        cache."""
+        """Records in the cache that the plan `failed` was too large. budget_bytes: the device memory that it might
+        take; None: nothing limited it, and memory ran out."""
         self._found.append({"plan": failed.plan.to_record(), "need": failed.need_bytes, "budget": budget_bytes})
         if self._cache is not None and processes.first():
             self._cache.put(self._key, json.dumps(self._found).encode())
 
 
 def _cache() -> ProgramCache | None:
-    """The cache of compiled programs; None if programs are not cached, and on a CPU, whose plans are for tests and tiny
-    runs."""
+    """The cache of compiled programs, in which the failures are stored; None if programs are not cached, and on a CPU,
+    whose plans are for tests and tiny runs."""
     return None if jax.local_devices()[0].platform == "cpu" else in_use()
 
 

@@ -30,8 +30,8 @@ _PROBE_TOKENS = 128
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The work of the forward of one segment, a piece of a layer's computation between named residuals; per token
-    unless a field says otherwise."""
+    """The work of the forward of one segment (a function of a layer's computation that reads and makes named
+    residuals), from which the planner predicts its seconds; per token unless a field says otherwise."""
 
     flops: float = 0.0  # of products; one in FP8 counts the FLOPs that a 16-bit product does in the same time
     # Of attention scores and sums; FLOPs of heads that attend more slowly than usual ones are counted as more.
@@ -39,11 +39,12 @@ class Work:
     # The FLOPs that a forward would have whose backward takes as long as this segment's.
     attention_flops_backward: float = 0.0
     moved_bytes: float = 0.0  # read and written by everything that is not a product
-    kernel_forward: float = 0.0  # Segment.kernel_bytes, of the forward
-    kernel_backward: float = 0.0  # Segment.kernel_bytes, of the backward
-    weight_flops: float = 0.0  # of the weights' own gradients
-    weight_bytes: float = 0.0  # weights read once a pass, whatever the number of tokens
-    decoded: float = 0.0  # weights decoded once a pass
+    # Time of its own kernels beyond that, as the bytes that a device copy moves in that time.
+    kernel_forward: float = 0.0
+    kernel_backward: float = 0.0
+    weight_flops: float = 0.0  # of the products that compute the weights' gradients
+    weight_bytes: float = 0.0  # bytes of weights that are read once a pass, whatever the number of tokens
+    decoded: float = 0.0  # number of weights that are decoded (from a quantised format) once a pass
     empty_flops: float = 0.0  # once a pass: products with the rows that pad experts' last tiles
 
 
@@ -78,8 +79,8 @@ class LayerKind:
 
     @functools.cached_property
     def derivative_bytes(self) -> tuple[tuple[tuple[str, ...], Callable[[Sizes], float]], ...]:
-        """(names of its outputs, a function from the residuals' sizes to bytes) of each segment that is
-        differentiated when it is recomputed, and keeps this many bytes until its gradient arrives."""
+        """For each segment that is differentiated as soon as it is recomputed: (the names of its outputs, a function
+        from Sizes, the residuals' sizes, to the bytes that it then keeps until the gradient of its outputs arrives)."""
         block = self.block
 
         def of_part(part: str, bytes_of: Callable[[Sizes], float]) -> Callable[[Sizes], float]:
@@ -103,9 +104,16 @@ def kind_of(layer: Block, spec, shape, length: int, dtype) -> LayerKind:
 
 @functools.lru_cache(64)
 def _kind_of(graph, spec, shape, length: int, dtype, leaves, structure) -> LayerKind:
-    """`kind_of` for a layer that is given by hashable values, so that it can be cached: its nnx.GraphDef `graph`, and
-    the (shape, dtype) of each of its arrays (`leaves`) with their tree `structure`. spec, shape, length and dtype are
-    those of kind_of."""
+    """Makes the LayerKind of a layer (see kind_of) from hashable values, so that the result can be cached.
+
+    Args:
+      graph: the layer's nnx.GraphDef.
+      spec: its entry in DecoderConfig.layers.
+      shape: the model's DecoderConfig.
+      length: tokens of a row.
+      dtype: the compute dtype.
+      leaves, structure: (shape, dtype) of each of its arrays, and the tree that they form.
+    """
     arrays = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*leaf) for leaf in leaves])
     block = nnx.merge(graph, *arrays)
     once, twice = (_residual_shapes(graph, spec, shape, dtype, arrays, n * _PROBE_TOKENS) for n in (1, 2))
@@ -122,12 +130,12 @@ def _kind_of(graph, spec, shape, length: int, dtype, leaves, structure) -> Layer
 
 
 def _segment_work(segment: Segment, block: Block, residuals, seen_keys: float, hidden: int, dtype) -> Work:
-    """The work of one segment of a layer, FLOPs and bytes for each token.
+    """The work of one segment of a layer, in FLOPs and bytes for each token.
 
     Args:
-      segment: the segment, which names its matrices and what it reads and makes.
+      segment: the segment, which names its matrices and the values that it reads and makes.
       block: the layer; its arrays may be abstract.
-      residuals: bytes per token of each value between segments, by name.
+      residuals: {name: bytes per token} of every value that segments read or make.
       seen_keys: the mean number of keys that a token attends to.
       hidden: the hidden size.
       dtype: the compute dtype.

@@ -28,11 +28,12 @@ def mesh_of(config: TrainConfig, model: Callable[[], Decoder], **changes: Any) -
 
     Args:
       config: the run's.
-      model: returns what trains, whose arrays may be abstract; called only if there is a choice.
-      changes: further arguments of step_cost.
+      model: a function that returns the model that trains, whose arrays may be abstract; it is called only if there is
+        a choice.
+      changes: further arguments of step_cost, such as the optimizer.
     Returns:
-      (mesh, reason); the reason is None without a choice: the config names a mesh, there is one device, or the devices
-        are CPUs, which are one machine however many devices JAX shows.
+      (mesh, reason in words); the reason is None if there was no choice: the config names a mesh, there is one device,
+        or the devices are CPUs. The CPUs that JAX shows in one process are one machine, and get a mesh of one device.
     """
     found, here = jax.devices(), jax.local_devices()[0]
     if config.mesh is not None or len(found) == 1 or (here.platform == "cpu" and processes.count() == 1):
@@ -66,19 +67,20 @@ def choose_mesh(
     count: int,
     on_one_host: int | None = None,
 ) -> tuple[MeshConfig, str]:
-    """The fastest mesh over as many of `count` devices as can share the rows.
+    """The mesh with the fastest plan, over as many of `count` devices as can share the rows equally.
 
-    Of meshes whose forecasts are too close to tell apart, the one that divides the least is chosen. Weights are divided
-    within one host if any such plan fits, because dividing them between hosts has not been measured. If no plan fits on
-    any mesh, the one that needs the least is returned, and the planner then says what would fit.
+    Of meshes whose forecasts are too close to tell apart, the one that divides weights over the fewest devices is
+    chosen. Weights are divided within one host if any such plan fits, because dividing them between hosts has not been
+    measured. If no plan fits on any mesh, the one that needs the least memory is returned, and the planner then raises
+    an error that says what would fit.
 
     Args:
-      cost_on: returns the costs of a step on a mesh.
+      cost_on: a function that returns the costs of a step on a mesh.
       config: the run's.
-      device: the device.
+      device: one of the devices, which are all alike.
       budget_bytes: its memory; None: no limit.
       count: number of devices.
-      on_one_host: devices of one host; None: all.
+      on_one_host: number of devices of one host; None: all are on one host.
     Returns:
       (mesh, reason in words)
     """
@@ -117,5 +119,5 @@ def _name(mesh: MeshConfig) -> str:
 
 
 def _figures(forecast: Forecast) -> str:
-    """Speed and memory of a forecast in words."""
+    """The predicted speed (tokens/s) and memory (GB a device) of a forecast as text, for the reason of a mesh."""
     return f"{forecast.tokens_per_second:,.0f} tokens/s at {forecast.peak_bytes / 1e9:.1f} GB a device"

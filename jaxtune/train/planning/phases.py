@@ -1,9 +1,8 @@
 """The phases of a run, from loading to exporting, and the memory that each of them needs.
 
-A run is more than its step: it loads, may resume, scores rows with a reference, evaluates, samples answers, saves and
-exports. Each phase keeps a part of what the step keeps and needs some memory of its own. The table is made before step
-0, so that a phase that will not fit is reported then and not after the last step.
-"""
+A run is more than its steps: it loads, may resume, scores rows with a reference, evaluates, samples answers, saves and
+exports. Each phase keeps some of the arrays that the step keeps, and needs some memory of its own. The table is made
+before step 0, so that a phase that will not fit is reported then and not after the last step."""
 
 from __future__ import annotations
 
@@ -50,8 +49,8 @@ _SHORTER = {
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """The memory that one phase of a run (such as "load", "step" or "export") needs at its peak, and what makes it
-    smaller."""
+    """The memory that one phase of a run (such as "load", "step" or "export") needs at its peak, and a change of the
+    config with which it would need less."""
 
     # The phase's name in the report and in errors.
     name: str
@@ -92,7 +91,7 @@ class Sampled:
 def questions_at_a_time(
     parts: StepCost, device: Device, budget_bytes: float | None, prompt: int, answer: int, most: int = 32
 ) -> Sampled:
-    """As many questions at a time as fit beside the model, at most `most`.
+    """Plans how many questions the model answers at a time: `most`, halved until their caches fit beside the model.
 
     Args:
       parts: the step's costs.
@@ -101,6 +100,8 @@ def questions_at_a_time(
       prompt: tokens of the longest prompt.
       answer: tokens of the longest answer.
       most: the largest number of questions.
+    Returns:
+      the number, with `prompt` and `answer` rounded up to powers of two, to which sampling pads them.
     """
     prompt, answer = (
         1 << (tokens - 1).bit_length() for tokens in (prompt, answer)
@@ -115,7 +116,7 @@ def questions_at_a_time(
 
 def prefill_bytes(parts: StepCost, device: Device) -> float:
     """Device bytes of the forward pass by which a sampler prefills prompts, in addition to the weights and to the
-    states of its slots."""
+    caches of the answers that it samples."""
     return forward_bytes(parts, _PREFILL_TOKENS, 0, device)
 
 
@@ -134,14 +135,14 @@ def phases_of(
 
     Args:
       model: what trains; its arrays may be abstract.
-      given: its trainable tensors in their original dtypes.
+      given: its trainable tensors in the dtypes in which they were loaded.
       parts: the step's costs.
-      forecast: of the plan in force.
+      forecast: the forecast of the step under the plan in force.
       device: the device.
       config: the run's.
-      weight_parts: number of devices that divide the weights.
-      sampled: how questions are answered; None: none are.
-      slots: {phase: the slots in which it samples answers between two steps}, from setup.with_slots.
+      weight_parts: the number of devices over which weights are divided.
+      sampled: how held-out questions are answered at the end; None: none are.
+      slots: {phase: the memory plan of the rows in which it samples answers between two steps}, from setup.with_slots.
     """
     plan, fixed = forecast.plan, parts.fixed
     weights = parts.frozen_bytes + parts.resident_bytes(plan.residuals.resident)
@@ -199,13 +200,15 @@ def phase_lines(
     sampled: Sampled | None = None,
     slots: Mapping[str, SlotPlan] = MappingProxyType({}),
 ) -> list[str]:
-    """The table of phases as text: one line, a warning for each phase that will not fit, and how answers are sampled.
+    """The table of phases as lines of text, printed before step 0: one line for all of them, a warning for each phase
+    that will not fit, and how answers are sampled.
 
     Args:
       phases: as phases_of returns them.
       budget_bytes: memory of a device; None: no limit.
       host_bytes: memory of this machine; None: unknown.
-      sampled, slots: as in phases_of.
+      sampled: how held-out questions are answered; None: none are.
+      slots: {phase: the memory plan of the rows in which it samples answers between two steps}.
     """
     device = ", ".join(f"{phase.name} {phase.device_bytes / 1e9:.2f}" for phase in phases)
     host = ", ".join(f"{phase.name} {phase.host_bytes / 1e9:.2f}" for phase in phases if phase.host_bytes >= 1e7)

@@ -41,7 +41,7 @@ class StepPlan:
     """How a step is run. A plan is static: a program is compiled for one plan."""
 
     residuals: ResidualPlan  # the placements, by layer
-    micro_batches: int  # number of parts that the rows of a step are computed in
+    micro_batches: int  # number of micro-batches into which the rows of a step are divided
     chunk_tokens: int  # number of tokens whose logits exist at a time
 
     def to_record(self) -> dict[str, object]:
@@ -51,7 +51,8 @@ class StepPlan:
 
     @classmethod
     def from_record(cls, record: dict, num_layers: int, residuals: Sequence[Residual]) -> StepPlan:
-        """The plan in a checkpoint's record, for a model of `num_layers` layers with these residuals."""
+        """The plan in a checkpoint's `record`, which to_record made, for a model of `num_layers` layers that have these
+        residuals."""
         plan = parse_residuals(record["residuals"], num_layers, residuals)
         return cls(plan, int(record["micro_batches"]), int(record["chunk_tokens"]))
 
@@ -117,8 +118,8 @@ def parse_residuals(text: str, num_layers: int, residuals: Sequence[Residual]) -
 
 
 def _parse_layer(text: str, residuals: Sequence[Residual]) -> LayerPlan:
-    """The plan of one layer from its part of the text, such as "recompute, layer_input=offload", for a layer with these
-    residuals; raises ValueError, without naming the key, for what cannot be read."""
+    """The plan of one layer from what the text says about it, such as "recompute, layer_input=offload", for a layer
+    with these residuals. Raises ValueError for what cannot be read; its message does not name the config key."""
     rest: Placement = "keep"
     named: dict[str, Placement] = {}
     known = [residual.name for residual in residuals]

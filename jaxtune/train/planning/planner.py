@@ -36,7 +36,8 @@ class Planner:
       config: the run's.
       length: tokens of a row.
       device: a jax.Device of this process.
-      keeps_model: whether the caller keeps the model in memory during the run.
+      keeps_model: True: the model that was given stays in memory during the run, beside the copies of its trained
+        tensors. False: only the copies exist.
       optimizer: updates the weights; None: the one that config.optim asks for.
       reference_runs: how many forward passes of a frozen reference model each loss has (Objective.reference_runs).
       note: a line printed before the plan, such as the reason for the mesh.
@@ -78,7 +79,7 @@ class Planner:
 
     @property
     def plan(self) -> StepPlan:
-        """The plan in force."""
+        """The plan in force: the one with which the step is compiled, until `adopt` or `replan` takes another."""
         return self.forecast.plan
 
     @property
@@ -92,17 +93,16 @@ class Planner:
         return len(self._failed) + 1
 
     def lines(self) -> list[str]:
-        """The plan as lines of text."""
+        """The plan as the lines of text that a run prints: placements, memory and speed."""
         lines = plan_lines(self.forecast, self.cost, self.device, self.budget_bytes)
         return lines if self._note is None else [self._note, *lines]
 
     def adopt(self, record: dict[str, Any]) -> None:
-        """Takes the plan in `record`, that of a checkpoint, because a plan chosen anew might differ and would then
-        change results in the last bits.
+        """Takes the plan in `record`, that of the checkpoint from which the run resumes, because a plan chosen anew
+        might differ and would then change results in the last bits.
 
         The plan is not taken if the config asks for another one, or if the mesh is another. Results on another mesh
-        differ in any case, and its devices may have less memory, more memory, or too few rows for the micro-batches.
-        """
+        differ in any case, and its devices may have less memory, more memory, or too few rows for the micro-batches."""
         mesh = self.config.mesh or MeshConfig()
         if partition.MeshShape.from_record(record) != partition.mesh_shape(*mesh.sizes):
             return
@@ -114,12 +114,13 @@ class Planner:
             self.forecast, self._smallest = forecast(self.cost, stored, self.device), False
 
     def _recorded(self, record: dict[str, Any]) -> StepPlan:
-        """The StepPlan for this model in a record that StepPlan.to_record made: the checkpoint's, or the one that the
-        first process sent."""
+        """The StepPlan for this model in a `record` that StepPlan.to_record made, in a checkpoint or in the first
+        process of the run."""
         return StepPlan.from_record(record, self.cost.num_layers, self.cost.known)
 
     def skip_known_failures(self, known: KnownFailures) -> None:
-        """Skips plans that failed in earlier runs of the same programs; further failures are added to `known`."""
+        """Replaces the plan in force as long as `known` says that an earlier run of the same programs failed with it;
+        failures of this run are then added to `known`. If all plans failed earlier, the first one is tried again."""
         self._known = known
         while (failure := known.of(self.forecast, self.budget_bytes)) is not None:
             self._failed.append(failure)
@@ -133,16 +134,17 @@ class Planner:
     def replan(
         self, problem: str, need_bytes: float | None, print_line: Callable[[str], None], placed: bool = False
     ) -> None:
-        """Chooses another plan after the one in force failed, with what was learned from it (search.py).
+        """Chooses another plan after the one in force failed; what the failure showed corrects the forecasts
+        (search.py).
 
         Args:
           problem: why it failed, for the line that is printed.
           need_bytes: device bytes that it needs; None: unknown.
           print_line: prints a line.
-          placed: whether the weights are already on the devices as the plan in force says, which the next plan must
-            keep.
+          placed: True: the weights are already on the devices, so the next plan must keep as many layers' frozen
+            weights whole as this one. False: they are not, and the next plan is free.
         Raises:
-          PlanError: the smallest plan is the one that failed.
+          PlanError: no plan is left.
         """
         room = "" if self.budget_bytes is None else f" in {self.budget_bytes / 1e9:.2f} GB"
         print_line(f"the plan does not fit{room}: {problem}; planning again")
@@ -154,8 +156,8 @@ class Planner:
             print_line(line)
 
     def fits(self, need_bytes: float) -> bool:
-        """Whether a compiled step that needs `need_bytes` of device memory may run; the smallest plan may use all of
-        the allocator's memory, and not only the budget."""
+        """Whether a compiled step that needs `need_bytes` of device memory may run: within the budget, or, if its plan
+        is the smallest there is, within all of the allocator's memory."""
         return self.room.fits(need_bytes, self._smallest)
 
     def _next(self, resident: int = 0) -> tuple[Forecast, bool]:
@@ -192,11 +194,10 @@ class Planner:
         return fitting_settings(self.shape, config, self.device, budget_bytes, **self._changes)
 
     def compiled_bytes(self, *programs: Any) -> float:
-        """Device bytes that the programs of a step need at most, by the compiler, with everything that is in memory
-        beside their arguments.
+        """Device bytes that a step needs at its peak: the memory that the compiler reports for the largest of its
+        `programs` (jax.stages.Compiled), and the weights, states and gradient sums, which are always there.
 
-        Workspace that vendor libraries choose at run time is not included.
-        """
+        Workspace that vendor libraries choose at run time is not included."""
         needs = []
         for program in programs:
             analysis = program.memory_analysis()

@@ -47,21 +47,22 @@ class Failed:
 
     @property
     def ratio(self) -> float:
-        """By which factor the plan needs more bytes than predicted; assumed if its need is unknown."""
+        """The bytes that the plan needs over those that were predicted; an assumed 1.15 if its need is unknown."""
         return (self.need_bytes or self.peak_bytes * _MORE) / self.peak_bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """The device memory for a step, in bytes: what a plan should take, and what the smallest plan may try to use.
-    None: nothing limits it."""
+    """The device memory for a step, in bytes: what a plan should take, and what the smallest plan may try to use. Both
+    are None if nothing limits them."""
 
     budget_bytes: float | None  # what a plan may take, without what fragmentation loses
     limit_bytes: float | None  # all of the allocator's memory, which the smallest plan may try to use
 
     def fits(self, need_bytes: float, smallest: bool) -> bool:
         """Whether a compiled step that needs `need_bytes` of device memory may run: within the budget, which it may
-        exceed by half a percent. If its plan is the `smallest` there is, it may use all of the allocator's memory."""
+        exceed by half a percent. smallest: True: its plan is the smallest there is, and may use all of the allocator's
+        memory; False: it is not."""
         if self.budget_bytes is None or self.limit_bytes is None:
             return True
         within = self.budget_bytes * (1 + _EXCESS)
@@ -69,8 +70,9 @@ class Room:
 
 
 def goal(budget_bytes: float | None, failed: Sequence[Failed]) -> float | None:
-    """The largest predicted peak, in bytes, that the next plan may have after the failures `failed`, if a step may
-    take budget_bytes (None: no limit); None if there is neither a failure nor a budget."""
+    """The largest predicted peak, in bytes, that the next plan may have, if a step may take budget_bytes (None: no
+    limit). The failures `failed` lower it, because they show by how much forecasts are too low. None if there is
+    neither a failure nor a budget."""
     if not failed:
         return budget_bytes
     ratios = [one.ratio for one in failed]

@@ -25,11 +25,12 @@ def packed_slack(frozen) -> float:
 
 
 def weight_bytes(frozen, parts: int) -> float:
-    """Bytes on each device of `frozen`, an nnx.State of frozen weights, of which `parts` devices divide those that can
-    be divided; with what the allocator loses on quantised ones."""
+    """Bytes of frozen weights on each device, with what the allocator loses on quantised ones. frozen: their nnx.State.
+    parts: the number of devices over which weights are divided; those that cannot be divided count in full."""
     return partition.bytes_per_device(frozen, parts) + packed_slack(frozen) / parts
 
 
 def _is_stored(leaf) -> bool:
-    """Whether `leaf`, of a tree of arrays, is a quantised weight, which is not looked into as a tree of its own."""
+    """Whether `leaf` is a quantised weight (True): as `is_leaf` of jax.tree functions it keeps them from looking into
+    the weight's own arrays."""
     return isinstance(leaf, Stored)

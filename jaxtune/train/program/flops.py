@@ -1,4 +1,5 @@
-"""Model FLOPs of a step: what its matrices and its documents' attention need, without recomputation."""
+"""Model FLOPs of a step: what its matrices and its documents' attention need, without recomputation. The metric `mfu`
+compares them with the device's peak."""
 
 from __future__ import annotations
 
@@ -56,8 +57,9 @@ def flop_counter(model: Decoder) -> Callable[[np.ndarray], float]:
 
 
 def _seen(lengths: np.ndarray, window: int | None) -> float:
-    """Twice the number of pairs of tokens that see each other in causal attention, for documents of these lengths: the
-    sum of length^2, less what is outside of a sliding window of `window` tokens (None: no window)."""
+    """Twice the number of pairs of tokens that see each other in causal attention: the sum of length^2 over the
+    documents, less what is outside of a sliding window. lengths: the documents' tokens. window: the window's tokens;
+    None: no window."""
     hidden = 0 if window is None else np.maximum(lengths - window, 0)
     return float((lengths.astype(float) ** 2 - hidden**2).sum())
 

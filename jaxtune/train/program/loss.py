@@ -1,12 +1,11 @@
 """The training loss: a sum and a count, divided once by the count of the whole optimizer step.
 
-Parts of layers may have losses of their own (AuxLoss in models/layers/segment.py), such as those of experts' routers.
-These are means over all layers and over the tokens of a micro-batch on all its devices; padding does not count. Each
-micro-batch adds its own times its number of targets, so that after the one division they are the mean over
-micro-batches, weighted as the token losses are. The load-balancing loss is a product of two means, so it depends on how
-rows are divided into micro-batches, as it does in other trainers: it asks for equally used experts within each
-micro-batch. With one micro-batch a step has exactly transformers' loss.
-"""
+Mixers and feed-forwards of layers may have losses of their own (AuxLoss in models/layers/segment.py), such as those of
+experts' routers. These are means over all layers and over the tokens of a micro-batch on all its devices; padding does
+not count. Each micro-batch adds its own times its number of targets, so that after the one division they are the mean
+over micro-batches, weighted as the token losses are. The load-balancing loss is a product of two means, so it depends
+on how rows are divided into micro-batches, as it does in other trainers: it asks for equally used experts within each
+micro-batch. With one micro-batch a step has exactly transformers' loss."""
 
 from __future__ import annotations
 
@@ -36,8 +35,8 @@ from jaxtune.train.data.batches import Batch
 
 @dataclasses.dataclass(frozen=True)
 class AuxLosses:
-    """The losses that parts of a model's layers declare, with the coefficients by which they are added to the mean
-    loss. They are measured if any coefficient is not zero."""
+    """The losses that a model's layers declare, such as a router's load-balancing loss, with the coefficients by which
+    they are added to the mean loss. They are measured if any coefficient is not zero."""
 
     # (name of the sums that the layers make for it, the loss, its coefficient), in the order of the layers
     losses: tuple[tuple[str, AuxLoss, float], ...] = ()
@@ -48,7 +47,7 @@ class AuxLosses:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the losses, which are those of their metrics."""
+        """The names of the losses, which are also those of their metrics in the log."""
         return tuple(loss.name for _, loss, _ in self.losses)
 
     @property
@@ -58,16 +57,19 @@ class AuxLosses:
         return tuple(dict.fromkeys(name for name, *_ in self.losses))
 
     def values(self, sums: Mapping[str, object]) -> jax.Array:
-        """float32[n]: each loss before its coefficient. sums: {name: sum over all layers, rows and devices}."""
+        """float32[n]: the value of each of the n losses, in the order of `names`, not yet multiplied by its
+        coefficient. sums: {name in `made_of`: the sum over all layers, rows and devices}."""
         return jnp.stack([loss.value(sums[name]) for name, loss, _ in self.losses])
 
     def added(self, values: jax.Array) -> jax.Array:
-        """float32[]: the loss to add to the mean loss, from what `values` returned."""
+        """float32[]: the sum of the losses times their coefficients, which is added to the mean loss. values:
+        float32[n], what `values` returned."""
         terms = [coefficient * values[index] for index, (*_, coefficient) in enumerate(self.losses)]
         return functools.reduce(operator.add, terms)
 
     def weighted(self, coefficients: Mapping[str, float | None]) -> AuxLosses:
-        """The same losses with coefficients by name; a loss that is not named, or with None, keeps its coefficient."""
+        """Returns the same losses with other coefficients, given as {loss's name: coefficient}; a loss that is not
+        named, or whose entry is None, keeps its coefficient."""
 
         def one(loss: AuxLoss, old: float) -> float:
             new = coefficients.get(loss.name)
@@ -84,7 +86,8 @@ NO_AUX_LOSSES = AuxLosses()
 
 
 def declared_losses(model: Decoder) -> AuxLosses:
-    """The losses that the layers of `model` declare, each once, with the coefficients of the model's own config."""
+    """The losses that the layers of `model` declare, each once, with the coefficients that the model's config.json
+    sets."""
     found: dict[str, tuple[str, AuxLoss, float]] = {}
     for layer in model.layers:
         for name, segment in layer.aux.items():
@@ -94,8 +97,8 @@ def declared_losses(model: Decoder) -> AuxLosses:
 
 
 def aux_losses(config: TrainConfig, model: Decoder) -> AuxLosses:
-    """The layers' losses of a run: with `{name}_coef` of the config, or the model's coefficient if that key is unset,
-    as in transformers.
+    """The layers' losses of a run, each with the coefficient `{name}_coef` of the run's config, or that of the model if
+    the key is unset, as in transformers.
 
     Raises:
       ValueError: the config has a coefficient for a loss that no layer of the model declares.
@@ -110,7 +113,8 @@ def aux_losses(config: TrainConfig, model: Decoder) -> AuxLosses:
 
 
 class Forward:
-    """Runs the model over a micro-batch for an objective.
+    """Runs the model over a micro-batch for an objective: a call returns the hidden states, and the methods compute
+    losses from them.
 
     It applies the step's plan and dropout, and collects what the step sums in addition to the objective's sums: the
     layers' gradients and the layers' own losses. One Forward is made for each micro-batch while the step is traced.
@@ -118,9 +122,9 @@ class Forward:
     Args:
       max_documents: the largest number of documents in a row, which allows faster attention (see PackedLayout).
       plan: the placement of residuals.
-      chunk_tokens: tokens whose logits exist at a time.
+      chunk_tokens: the number of tokens whose logits exist at a time; None: chosen by the loss.
       dropout_key: key for the adapters' dropout; None: no dropout.
-      noise: (key, alpha) of the noise on the embeddings; None: no noise.
+      noise: (key, alpha) of the noise on the embeddings, whose size alpha sets (NEFTune); None: no noise.
       gradient_sums: sums to which the layers' gradients are added layer by layer in the backward (run_stack), so that
         they exist for one layer at a time; None: gradients are returned as usual.
       aux_losses: the layers' own losses to collect.
@@ -164,27 +168,29 @@ class Forward:
         return hidden
 
     def frozen(self, model: Decoder, batch: Batch) -> jax.Array:
-        """[rows, length, hidden]: the hidden states of `batch` after the final norm of `model`, which does not train,
-        such as without_adapter(model); without dropout and gradient."""
+        """[rows, length, hidden]: the hidden states of `batch` after the final norm of `model`, without dropout and
+        gradient. model: one that does not train, such as the reference of a preference loss, without_adapter(model), or
+        a teacher."""
         with jax.named_scope("reference"):
             hidden, _ = self._run(model, batch)
             return jax.lax.stop_gradient(hidden)
 
     def _run(self, model: Decoder, batch: Batch, **options: Any) -> tuple[jax.Array, dict[str, Any]]:
-        """(hidden states [rows, length, hidden], values that the layers return beside them, by name) of a run of
-        `model` over `batch`. options: further arguments of Decoder.run."""
+        """Runs `model` over `batch`: (hidden states [rows, length, hidden], {name: value} of what the layers return for
+        their own losses). options: further arguments of Decoder.run."""
         arrays = (batch.tokens, batch.segment_ids, batch.positions)
         return model.run(*arrays, max_documents=self._max_documents, **options)
 
     def cross_entropy(self, model: Decoder, hidden: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """(sum of weighted next-token losses in nats, sum of weights), float32 scalars: the losses of the targets of
-        `batch` under the head of `model`, from `hidden`, hidden states as a call returns them. The logits never exist
-        as a whole."""
+        """The cross-entropy of the batch's targets under the head of `model`, without logits that exist as a whole:
+        (sum of weighted next-token losses in nats, sum of weights), float32 scalars. hidden: [rows, length, hidden],
+        what a call of this object returned for `batch`."""
         return self._of_head(linear_cross_entropy, model, hidden, batch)
 
     def token_losses(self, model: Decoder, hidden: jax.Array, batch: Batch) -> jax.Array:
         """float32[rows, length]: the next-token loss of each target of `batch` in nats, times its weight, under the
-        head of `model`, from `hidden`, hidden states as a call returns them. The logits never exist as a whole."""
+        head of `model`. The logits never exist as a whole. hidden: [rows, length, hidden], what a call of this object
+        returned for `batch`."""
         return self._of_head(linear_token_losses, model, hidden, batch)
 
     def log_probs(
@@ -195,10 +201,10 @@ class Forward:
 
         Args:
           model: whose head is used.
-          hidden: hidden states as a call returns them.
+          hidden: [rows, length, hidden], hidden states as a call returns them.
           batch: whose targets are scored.
           temperature: divides the logits.
-          entropy_gradient: whether gradients flow through the entropies.
+          entropy_gradient: whether gradients flow through the entropies (True), or they are only measured (False).
         Returns:
           (log-probabilities, entropies), float32[rows, length] each, in nats.
         """
@@ -229,14 +235,15 @@ class Forward:
         temperature: float,
     ) -> tuple[jax.Array, jax.Array]:
         """The divergence of the model's next-token distributions from a teacher's, without logits that exist as a
-        whole. Gradients are the model's alone.
+        whole: the loss of distillation. Only the model gets gradients.
 
         Args:
           model, teacher: whose heads are used.
-          hidden: the model's hidden states, as a call returns them.
-          teacher_hidden: the teacher's, as `frozen` returns them.
+          hidden: [rows, length, hidden], the model's hidden states, as a call returns them.
+          teacher_hidden: [rows, length, teacher's hidden], as `frozen` returns them.
           weights: float32[rows, length], the factors of the tokens.
-          beta: 0 for the forward divergence, 1 for the reverse one; see linear_divergence.
+          beta: 0 for the forward KL divergence, 1 for the reverse one, between them for a mixture; see
+            linear_divergence.
           temperature: divides the logits of both.
         Returns:
           (sum of weights * divergence, sum of weights * entropy of the model's distribution), float32 scalars, of which
@@ -265,8 +272,9 @@ class Forward:
             return loss, (entropies * weights).sum()
 
     def _of_head(self, function: Callable[..., Any], model: Decoder, hidden: jax.Array, batch: Batch) -> Any:
-        """The result of `function`, a loss of pallas/linear_cross_entropy, for `hidden` hidden states, the head of
-        `model` (its gradient too if it trains), and the targets and weights of `batch`."""
+        """Returns what `function`, a loss of pallas/linear_cross_entropy, returns for hidden states, the weight of the
+        head of `model`, and the targets and weights of `batch`. The head's gradient is computed only if the head
+        trains."""
         head = model.head_variable
         with jax.named_scope("loss"):
             weight, hidden = gathers.whole_beside(head, hidden)

@@ -59,17 +59,17 @@ def in_use() -> ProgramCache | None:
 
 
 def _checked_cache(path: str) -> tuple[CacheInterface, str]:
-    """(a ProgramCache in the folder `path`, the folder): takes the place of JAX's function with this signature, which
+    """Returns (a ProgramCache in the folder `path`, `path`). It replaces JAX's function with this signature, which
     makes a cache that trusts its files."""
     return ProgramCache(Path(path), jax.config.jax_compilation_cache_max_size), path
 
 
 class ProgramCache(CacheInterface):
-    """A cache with JAX's interface: `get` and `put` of bytes by key.
+    """A cache of compiled programs in a folder, with the interface that JAX expects: `get` and `put` of bytes by key.
 
     Args:
-      folder: created, for its owner alone, if it is missing.
-      max_bytes: the most recently used entries that fit are kept; -1: all are.
+      folder: the folder; it is created, for its owner alone, if it is missing.
+      max_bytes: the most bytes of all entries; the least recently used ones are removed to make room. -1: no limit.
     """
 
     def __init__(self, folder: Path, max_bytes: int = -1):
@@ -111,7 +111,8 @@ class ProgramCache(CacheInterface):
             atomic_write(self._file(key), entry, mode=0o600, durable=False)
 
     def _file(self, key: str) -> Path:
-        """The path of a key's file, which may not exist. Its ending names the compression that JAX uses."""
+        """The path of the file of the entry `key`, which may not exist. Its ending names the compression that JAX
+        uses."""
         # zstandard may be installed or removed between two runs, and JAX's key does not always tell how it compressed.
         found = getattr(compilation_cache, "zstd", None) or getattr(compilation_cache, "zstandard", None)
         return self._path / f"{key}.{'zlib' if found is None else 'zstd'}{_SUFFIX}"
