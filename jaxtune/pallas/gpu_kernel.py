@@ -1,5 +1,7 @@
-"""`plgpu.kernel` for all Mosaic kernels of jaxtune: interpreted on request, with a name that profiles show, and with a
-module that XLA's compilation cache recognises. `interpreted` is the one switch for tests without a GPU.
+"""`kernel`, by which all Mosaic GPU kernels of jaxtune are made, in place of Pallas' `plgpu.kernel`. It gives a kernel
+a name that profiles show, traces equal kernels once, and makes XLA's compilation cache recognise them. Within
+`interpreted`, kernels run in Pallas' interpreter, for tests without a GPU. `compile_beside` compiles a program's
+kernels in parallel.
 
 jaxlib 0.11 puts a name for dumps into each kernel's module, with a number that counts the modules of the process. The
 number is part of the key of XLA's compilation cache, so a program whose kernels are lowered in another order than last
@@ -45,22 +47,24 @@ def interpreted():
 
 
 def interpreter() -> Any:
-    """The interpreter's parameters within `interpreted`, to be given to `kernel`; None outside. Refusals also ask for
-    it, because the interpreter needs no Hopper GPU."""
+    """What a caller passes to `kernel` as `interpret`: within `interpreted` the parameters of Pallas' GPU interpreter,
+    otherwise None. The functions that say why a kernel cannot run also ask for it, because the interpreter needs no
+    Hopper GPU."""
     return _interpret
 
 
 def kernel(body, name: str, interpret=None, **options):
-    """Returns plgpu.kernel(body, **options), a function of arrays, run by the interpreter if `interpret` has its
-    parameters. On a mesh of several devices each device runs it on plain local arrays (meshes.on_each_device).
+    """Returns a Mosaic GPU kernel as a function of arrays, plgpu.kernel(body, **options). On a mesh of several devices
+    each device runs it on its local arrays (meshes.on_each_device).
 
     Args:
-      body: a module's function, or a functools.partial of one. Its arguments, and the options, are hashable, or lists
-        and dictionaries of hashable values: they identify the kernel, so that equal kernels are traced and lowered
-        once.
-      name: a scope in op_names, by which jaxtune.profile recognises the kernel.
-      interpret: the interpreter's parameters, from `interpreter()`, or None.
-      options: of plgpu.kernel.
+      body: the kernel's body, a function of references: a module's function, or a functools.partial of one. The
+        arguments of the partial, and the options, must be hashable, or lists and dictionaries of hashable values: they
+        identify the kernel, so that equal kernels are traced and lowered once.
+      name: the kernel's name, a scope in the op_names of the program, by which jaxtune.profile recognises the kernel.
+      interpret: the interpreter's parameters, from `interpreter()`, with which the interpreter runs the kernel; None:
+        the GPU runs it.
+      options: the keyword arguments of plgpu.kernel, such as grid and out_type.
     """
     _name_modules_alike()
     if interpret is not None:  # not jitted, because in a separate program the interpreter's callbacks hung
@@ -80,9 +84,9 @@ _traced_once: dict[Hashable, Callable[..., Any]] = {}
 
 
 def _jitted(function, name: str) -> Callable[..., Any]:
-    """`function`, a Mosaic kernel as a function of arrays, under an inlined jit with this name, traced without x64. The
-    jit makes JAX trace and lower the kernel once for all calls with the same shapes; inlining keeps the program as if
-    there were no jit."""
+    """Returns `function`, a Mosaic kernel as a function of arrays, under a jit with the name `name` that is inlined,
+    traced without x64, in which numbers created in the kernel would have 64 bits. The jit makes JAX trace and lower the
+    kernel once for all calls with the same shapes; inlining keeps the program as if there were no jit."""
 
     def call(*operands):
         with jax.enable_x64(False):  # with it, numbers created in a kernel would have 64 bits
@@ -96,12 +100,17 @@ _TARGET = "mosaic_gpu_v2"
 
 
 def compile_beside(program: jax.stages.Lowered, device: Any, pool: Executor) -> list[Future[None]]:
-    """Starts to compile the Mosaic kernels of a lowered program for `device`, a jax.Device, each in a thread of
-    `pool`, and returns their futures, which have no result but raise what a compilation raised.
+    """Starts to compile the Mosaic kernels of a lowered program in parallel, and returns a future for each, which has
+    no result but raises what the compilation raised. It shortens the start of a run.
 
-    XLA would compile them one by one at the end of a program, and also those of a program that it takes from its
-    cache. A kernel that the process has compiled before, in any program, is not compiled again, so that XLA finds
-    these done.
+    XLA would compile them one by one at the end of a program, and also those of a program that it takes from its cache.
+    Mosaic does not compile a kernel again that the process has compiled before, in any program, so XLA then finds them
+    done.
+
+    Args:
+      program: the lowered program, such as jax.jit(f).lower(x).
+      device: the jax.Device to compile for.
+      pool: the threads; each kernel is compiled in one of them.
     """
     module: Any = program.compiler_ir()
     kernels: dict[bytes, dict[str, Any]] = {}
@@ -118,14 +127,15 @@ def compile_beside(program: jax.stages.Lowered, device: Any, pool: Executor) -> 
 
 
 def _value(setting) -> Any:
-    """The Python value of `setting`, one MLIR attribute in the backend_config of a kernel's custom call, so that the
-    call can be made again: bytes for a string, else a number or bool."""
+    """Converts `setting`, an MLIR attribute in the backend_config of a kernel's custom call, to a Python value, with
+    which `_compile` makes the call again: bytes for a string, else a number or bool."""
     return setting.value_bytes if isinstance(setting, ir.StringAttr) else setting.value
 
 
 def _compile(kernel: dict[str, Any], device: Any) -> None:
-    """Compiles a kernel for `device`, a jax.Device, in a program that never runs, so its arguments do not matter.
-    `kernel` has the settings of its custom call, {name: value}."""
+    """Compiles a kernel for `device`, a jax.Device, by compiling a small program that calls it. The program never runs,
+    so its arguments do not matter; what counts is that the process has then compiled the kernel. kernel: the settings
+    of the kernel's custom call, {name: value}."""
     call = jax.ffi.ffi_call(_TARGET, jax.ShapeDtypeStruct((), jnp.int32), has_side_effect=True)
     given = jax.ShapeDtypeStruct((), jnp.int32, sharding=SingleDeviceSharding(device))
     jax.jit(lambda given: call(given, **kernel)).lower(given).compile()

@@ -51,7 +51,8 @@ ROW, TILE, MATRIX = (1, None), (128, 128), (None, None)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FP8(Stored):
-    """A tensor [..., out, in] in e4m3 with a scale for each block."""
+    """A weight tensor [..., out, in] in e4m3 (8 bits for each number) with a scale for each block of numbers: a number
+    of the tensor is its code times the scale of its block. It implements the interface of quantised weights, Stored."""
 
     codes: jax.Array  # float8_e4m3fn[..., out, in]
     # float of 16 or 32 bits, [..., blocks along out, blocks along in]; the last block along an axis may be shorter
@@ -86,11 +87,13 @@ class FP8(Stored):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the tensor."""
+        """The shape of the decoded tensor, [..., out, in], which is also that of its codes."""
         return tuple(self.codes.shape)
 
     def problem(self) -> str | None:
-        """The reason why the arrays cannot belong to one tensor, or None."""
+        """Returns the reason why the arrays cannot belong to one tensor, or None. The reason is that codes or scales
+        have another dtype, or that the scales' shape does not fit the codes' shape and `block`. `decode` and the
+        operations refuse such a weight with this reason."""
         if str(self.codes.dtype) != "float8_e4m3fn" or self.codes.ndim < 2:
             return f"codes are {describe(self.codes)}; they must be float8_e4m3fn[..., out, in]"
         wanted = (*self.shape[:-2], *scale_shape(self.shape, self.block))
@@ -111,7 +114,9 @@ class FP8(Stored):
         product, for the planner's forecast of a step.
 
         Args:
-          as_stored: whether the product multiplies the codes in FP8. If it decodes them, the result is 1.
+          as_stored: True: the product multiplies the codes in FP8, and the result is a measured number, which differs
+            between scales for 128 x 128 blocks and others. False: the product decodes the weight first and multiplies
+            in 16 bits; the result is 1.
           device: the device's name, such as "NVIDIA H200".
         """
         return _PRODUCT_TIME.of("mosaic", device)[self.block == TILE] if as_stored else 1.0
@@ -120,9 +125,9 @@ class FP8(Stored):
         """How many times a product in one direction (forward or backward), on average of both, writes the decoded
         tensor or a copy of its codes to memory, for the planner's forecast of a step.
 
-        It is 1 unless the product multiplies in FP8 (`as_stored`), which decodes nothing: then it is 0 for a matrix,
-        and 0.5 for experts [E, out, in], whose codes are transposed in one of the two directions; that moves as many
-        bytes as decoding.
+        as_stored: False: the product decodes the weight first, and the result is 1. True: the product multiplies the
+        codes in FP8 and decodes nothing. The result is then 0 for a matrix, and 0.5 for experts [E, out, in], whose
+        codes are transposed in one of the two directions; that moves as many bytes as decoding.
         """
         return 1.0 if not as_stored else 0.5 if self.ndim == 3 else 0.0
 
@@ -134,9 +139,9 @@ class FP8(Stored):
             return (self.codes.astype(jnp.float32) * self.scales_of_numbers()).astype(dtype or self.dtype)
 
     def scales_of_numbers(self) -> jax.Array:
-        """The scale of each number of the tensor, float32, in a shape that broadcasts to [..., out, in]: an axis along
-        which a block has more than one number is repeated to its full size, except that it has size 1 if one block
-        spans the axis."""
+        """The scale of each number of the tensor, float32, in a shape that broadcasts to [..., out, in]: [..., out, 1]
+        with a scale for each row, [..., 1, 1] with one for the matrix, and [..., out, in], each scale repeated 128
+        times along both axes, with one for each 128 x 128 numbers."""
         scales = self.scales.astype(jnp.float32)
         for axis, size in zip((-2, -1), self.block, strict=True):
             if size is not None and size > 1:
@@ -153,20 +158,21 @@ def scale_shape(shape: tuple[int, ...], block: Block) -> tuple[int, int]:
 
 
 def scale_of(largest: jax.Array, scale: jax.Array) -> jax.Array:
-    """Makes the scales of blocks safe to divide by: returns `scale`, but at least LEAST_SCALE, and 1 for blocks of
-    zeros (a largest magnitude below LEAST_SCALE, which some devices treat as zero).
+    """Makes the scales of blocks safe to divide by: returns `scale`, but at least LEAST_SCALE (2^-126, below which some
+    devices take a number for zero), and 1 for blocks of zeros, whose largest magnitude is below LEAST_SCALE.
 
     Args:
       largest: float32, the largest magnitude of each block.
-      scale: float32 of the same shape, `largest` over 448 as the caller computed it. NaN stays NaN.
+      scale: float32 of the same shape: `largest` over 448, the largest number of e4m3; callers compute the quotient
+        differently. NaN stays NaN.
     """
     return jnp.where(largest < LEAST_SCALE, 1.0, jnp.where(scale < LEAST_SCALE, LEAST_SCALE, scale))
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _encode(array: jax.Array, block: Block) -> FP8:
-    """Quantises an array [..., out, in] with a scale for each `block`: what FP8.encode does once it has checked its
-    arguments, as one jitted function."""
+    """Quantises an array [..., out, in] to FP8 with a scale for each `block`, (rows, columns). It is the jitted
+    computation of FP8.encode, which checks its arguments before."""
     wide = array.astype(jnp.float32)
     wide = jnp.where(jnp.abs(wide) < LEAST_SCALE, jnp.copysign(jnp.zeros_like(wide), wide), wide)
     rows, columns = (whole if size is None else size for whole, size in zip(wide.shape[-2:], block, strict=True))
@@ -188,14 +194,16 @@ _ADVICE = "use the 16-bit original, or a checkpoint of one of these kinds"
 
 
 class FP8Files(Layout):
-    """The layout of FP8 checkpoints: codes in F8_E4M3 with their scales, of two kinds.
+    """The layout of FP8 checkpoints, by which jaxtune/models/files reads and writes them: codes in F8_E4M3 in
+    `X.weight`, with one tensor of scales beside them, of two kinds.
 
     - `quant_method: fp8` (Qwen, DeepSeek): `X.weight_scale_inv` has a scale for each 128 x 128 numbers, by which,
       despite its name, the codes are multiplied.
     - `quant_method: compressed-tensors` with `format: float-quantized` (vLLM's llm-compressor): `X.weight_scale` has
       one for each row ("channel") or for the whole matrix ("tensor").
 
-    With both, servers quantise activations dynamically.
+    Both kinds tell servers such as vLLM to quantise activations too, with scales computed while they serve. The
+    attributes and methods are explained in Layout.
     """
 
     title = "FP8 (quant_method fp8, or compressed-tensors' float-quantized)"
@@ -210,8 +218,10 @@ class FP8Files(Layout):
         return method == "fp8" or (method == "compressed-tensors" and kind == "float-quantized")
 
     def check(self, settings: Settings) -> None:
-        """Raises ValueError, with key and value, if `settings`, a quantization_config, has a setting that is not
-        supported: only dynamic activation scales, e4m3, the known blocks, and no quantised key/value cache are."""
+        """Raises ValueError, with key and value, if `settings`, a quantization_config that `recognises` accepts, has a
+        setting that is not supported. Supported are weights in e4m3 with a scale for each row, each 128 x 128 numbers
+        or the matrix, and activation scales that are computed while serving ("dynamic"); a quantised key/value cache is
+        not."""
         method = settings.get("quant_method")
         if method == "fp8":
             known = {"activation_scheme": ("dynamic", None), "fmt": ("e4m3", None)}
@@ -236,8 +246,8 @@ class FP8Files(Layout):
 
         Args:
           name: the weight's name in the model.
-          tensors: {key: header}.
-          read: not used.
+          tensors: {key, such as ".weight_scale": header}.
+          read: a function that returns a tensor's bytes; it is not called, because the headers say everything.
         Raises:
           ValueError: there is not exactly one tensor of scales, or its shape or dtype does not fit the codes.
         """
@@ -264,14 +274,14 @@ class FP8Files(Layout):
         return Found(name, tensors, codes.shape, block)
 
     def read(self, found: Found, arrays: Arrays, dtype_name: str) -> FP8:
-        """The quantised weight of one matrix, with numpy arrays as leaves.
+        """Makes the quantised weight of one matrix, with numpy arrays as leaves, from the content of its tensors.
 
         Args:
-          found: from `describe`.
-          arrays: {key: array}, the content of the tensors that it found.
-          dtype_name: the dtype that the model computes in.
+          found: what `describe` returned for the weight.
+          arrays: {key: array}, the content of the tensors in `found`.
+          dtype_name: the dtype that the model computes in, to which the weight is decoded by default.
         Raises:
-          ValueError: scales are out of range (`_check_scales`).
+          ValueError: a scale is out of range (negative, too small, or so large that decoded numbers are not finite).
         """
         codes, (key,) = arrays[self.codes], [key for key in self.others if key in arrays]
         block: Any = found.details
@@ -280,9 +290,14 @@ class FP8Files(Layout):
         return FP8(*leaves, block=block, dtype_name=dtype_name)
 
     def joining(self, pieces: Sequence[Found], per_expert: int) -> str | None:
-        """The reason why experts' matrices cannot become one tensor [E, out, in], or None: scales of different kinds,
-        or blocks that would cross from one matrix into the next. pieces: the matrices in order, of which `per_expert`
-        are one expert's."""
+        """The reason why the matrices of a layer's experts, which a checkpoint stores one by one, cannot become one
+        tensor [E, out, in], or None if they can. The reason is that their scales are of different kinds, or that a
+        block would cross from one matrix into the next.
+
+        Args:
+          pieces: the matrices, as `describe` found them, in the order of their rows in the tensor.
+          per_expert: how many consecutive ones are the rows of one expert, such as 2 for gate and up.
+        """
         first, rows = pieces[0], pieces[0].shape[0]
         kinds = {(p.details, *(h.dtype for key, h in p.tensors.items() if key != self.codes)) for p in pieces}
         if len(kinds) > 1:
@@ -295,9 +310,11 @@ class FP8Files(Layout):
         return None
 
     def tensors(self, weight: Stored, number: float | None) -> dict[str, FileTensor]:
-        """The tensors of a file that store this weight, {key: FileTensor}. A FileTensor has the shape, the dtype, and a
-        function that takes the computed weight and returns the array to be written; headers are written before the
-        weights are computed, so the leaves of `weight` may be shapes alone. number is not used."""
+        """Describes the tensors of a file that store `weight`, {key, such as ".weight_scale": FileTensor}. A FileTensor
+        has a shape, a dtype, and a function that later takes the same weight with its arrays and returns the array to
+        write. A file's header is written before the weights have been quantised, so `weight` may contain shapes and
+        dtypes (jax.ShapeDtypeStruct) instead of arrays. number: the number that some layouts put into the header, from
+        `header_number`; this layout has none and ignores it."""
         assert isinstance(weight, FP8)
         shape = (1,) if weight.block == MATRIX else tuple(weight.scales.shape)
         scales = FileTensor(shape, np.dtype(weight.scales.dtype), lambda w: w.scales.reshape(shape))
@@ -305,8 +322,14 @@ class FP8Files(Layout):
         return {self.codes: file_tensor(weight.codes, lambda w: w.codes), key: scales}
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
-        """The entry quantization_config of config.json for weights in this layout. plain: names of the linears that are
-        not quantised. dtype is not used."""
+        """Returns the entry quantization_config of the config.json of a checkpoint whose weights are stored in this
+        layout: that of `quant_method: fp8` if scales are for 128 x 128 numbers, else that of compressed-tensors.
+
+        Args:
+          weights: the weights in FP8; the blocks of the first one decide.
+          plain: the names of the linears that are not quantised.
+          dtype: not used.
+        """
         first = weights[0]
         assert isinstance(first, FP8)
         if first.block == TILE:

@@ -38,7 +38,8 @@ _BY_ROWS = np.zeros((), np.uint8)  # bitsandbytes' weight_format for codes in ro
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Int8(Stored):
-    """A tensor [..., out, in] in int8 with a scale for each row: a number is code * absmax / 127."""
+    """A weight tensor [..., out, in] in int8 with a scale for each row: a number is code * absmax / 127, absmax being
+    the largest magnitude of its row. It implements the interface of quantised weights, Stored."""
 
     codes: jax.Array  # int8[..., out, in]
     absmax: jax.Array  # float32[..., out], the largest magnitude of each row, which bitsandbytes calls SCB
@@ -46,8 +47,8 @@ class Int8(Stored):
 
     @staticmethod
     def encode(array: jax.Array) -> Int8:
-        """Quantises an array [..., out, in]; the bytes equal those of bitsandbytes on a CPU, which first rounds to
-        float16.
+        """Quantises an array [..., out, in] of floats to an Int8, whose `decode` returns the array's dtype by default.
+        The bytes equal those of bitsandbytes on a CPU, which first rounds to float16.
 
         Rows with numbers beyond float16's range, for which bitsandbytes stores infinity, are quantised from float32.
         """
@@ -56,11 +57,12 @@ class Int8(Stored):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the tensor."""
+        """The shape of the decoded tensor, [..., out, in], which is also that of its codes."""
         return tuple(self.codes.shape)
 
     def problem(self) -> str | None:
-        """The reason why the arrays cannot belong to one tensor, or None."""
+        """Returns the reason why the arrays cannot belong to one tensor (absmax has not one number for each row of the
+        codes), or None. `decode` and the operations refuse such a weight with this reason."""
         if self.absmax.shape == self.shape[:-1]:
             return None
         return f"absmax is {list(self.absmax.shape)}; codes of {list(self.shape)} need {list(self.shape[:-1])}"
@@ -85,16 +87,16 @@ class Int8(Stored):
         return (axis, None if axis == self.ndim - 1 else axis)
 
     def _decode(self, dtype) -> jax.Array:
-        """The decoded tensor in `dtype` (None: dtype_name): code times scale in float32, in bitsandbytes' order, then
-        cast."""
+        """The decoded tensor [..., out, in] in `dtype`, or in that of dtype_name if it is None: code * absmax / 127 in
+        float32, multiplied in bitsandbytes' order so that the result is the same, then cast."""
         numbers = self.codes * self.absmax[..., None] * np.float32(1 / _LARGEST)  # in bitsandbytes' order
         return numbers.astype(dtype or self.dtype)
 
 
 @jax.jit
 def _encode(array: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(codes int8[..., out, in], absmax float32[..., out]) of an array [..., out, in], as Int8.encode describes
-    them."""
+    """Quantises an array [..., out, in] and returns (codes int8[..., out, in], absmax float32[..., out], the largest
+    magnitude of each row). It is the jitted computation of Int8.encode."""
     exact = array.astype(jnp.float32)
     half = _as_float16(exact)
     numbers = jnp.where(jnp.isfinite(half).all(-1, keepdims=True), half, exact)
@@ -114,10 +116,11 @@ def _as_float16(x: jax.Array) -> jax.Array:
 
 
 class LLMInt8(Layout):
-    """The layout of bitsandbytes' checkpoints with `load_in_8bit`.
+    """The layout of bitsandbytes' checkpoints with `load_in_8bit`, by which jaxtune/models/files reads and writes them.
 
     The tensors are `X.weight` int8[out, in], `X.SCB` float32[out], the largest magnitudes of the rows, and
-    `X.weight_format` uint8[], the order of the codes: 0 for row-major order, which is assumed if it is missing.
+    `X.weight_format` uint8[], the order of the codes: 0 for row-major order, which is assumed if it is missing. The
+    attributes and methods are explained in Layout.
     """
 
     title = "bitsandbytes' in eight bits (LLM.int8)"
@@ -142,10 +145,11 @@ class LLMInt8(Layout):
 
     def describe(self, name: str, tensors: Headers, read: Read) -> Found:
         """Describes the weight that a module's tensors store, from their headers and the one byte of `.weight_format`.
+        Returns a Found with its name, headers and shape [out, in].
 
         Args:
           name: the weight's name in the model.
-          tensors: {key: header}.
+          tensors: {key, such as ".SCB": header}.
           read: takes a tensor's key and returns its bytes.
         Raises:
           ValueError: SCB is missing or does not fit the codes, the codes are no matrix, or they are not in row-major
@@ -167,12 +171,12 @@ class LLMInt8(Layout):
         return Found(name, tensors, codes.shape)
 
     def read(self, found: Found, arrays: Arrays, dtype_name: str) -> Int8:
-        """The quantised weight of one matrix, with numpy arrays as leaves.
+        """Makes the quantised weight of one matrix, with numpy arrays as leaves, from the content of its tensors.
 
         Args:
-          found: from `describe`.
-          arrays: {key: array}, the content of the tensors that it found.
-          dtype_name: the dtype that the model computes in, to which the weight is decoded.
+          found: what `describe` returned for the weight.
+          arrays: {key: array}, the content of the tensors in `found`.
+          dtype_name: the dtype that the model computes in, to which the weight is decoded by default.
         Raises:
           ValueError: a largest magnitude is negative.
         """
@@ -183,9 +187,11 @@ class LLMInt8(Layout):
         return Int8(*leaves, dtype_name=dtype_name)
 
     def tensors(self, weight: Stored, number: float | None) -> dict[str, FileTensor]:
-        """The tensors of a file that store this weight, {key: FileTensor}. A FileTensor has the shape, the dtype, and a
-        function that takes the computed weight and returns the array to be written; headers are written before the
-        weights are computed, so the leaves of `weight` may be shapes alone. number is not used."""
+        """Describes the tensors of a file that store `weight`, {key, such as ".SCB": FileTensor}. A FileTensor has a
+        shape, a dtype, and a function that later takes the same weight with its arrays and returns the array to write.
+        A file's header is written before the weights have been quantised, so `weight` may contain shapes and dtypes
+        (jax.ShapeDtypeStruct) instead of arrays. number: the number that some layouts put into the header, from
+        `header_number`; this layout has none and ignores it."""
         assert isinstance(weight, Int8)
         return {
             self.codes: file_tensor(weight.codes, lambda w: w.codes),
@@ -194,8 +200,14 @@ class LLMInt8(Layout):
         }
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
-        """The entry quantization_config of config.json for weights in this layout. plain: names of the linears that are
-        not quantised. dtype is not used."""
+        """Returns the entry quantization_config of the config.json of a checkpoint whose weights are stored in this
+        layout.
+
+        Args:
+          weights: all weights in this format; the entry does not depend on them.
+          plain: the names of the linears that are not quantised.
+          dtype: not used.
+        """
         return {
             "quant_method": "bitsandbytes",
             "load_in_4bit": False,

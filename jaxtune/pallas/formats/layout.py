@@ -1,8 +1,10 @@
-"""Layouts: how one kind of checkpoint stores the weights of a format, as data.
+"""The interface Layout, which says how one kind of checkpoint stores the quantised weights of a format, and Format,
+which lists what jaxtune knows about a format.
 
-A layout describes the tensors of a matrix by name, dtype and shape, the entry of config.json, and how arrays become a
-weight and a weight becomes arrays. The caller reads and writes files (jaxtune/models/files). A tensor is identified by
-its key, which follows the module's name: `.weight_scale` is the key of `model.layers.0.mlp.up_proj.weight_scale`.
+A layout describes the tensors that store a weight by name, dtype and shape, and the entry quantization_config of
+config.json; it makes a weight from the arrays of its tensors, and these arrays from a weight. It opens no file:
+jaxtune/models/files reads and writes them. A tensor is identified by its key, the end of its name after the module's
+name: `.weight_scale` is the key of `model.layers.0.mlp.up_proj.weight_scale`.
 """
 
 from __future__ import annotations
@@ -43,22 +45,22 @@ class Header(Protocol):
 
     @property
     def dtype(self) -> str:
-        """Its dtype by safetensors' name, such as F8_E4M3."""
+        """The tensor's dtype by safetensors' name, such as F8_E4M3."""
         ...
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The lengths of its axes."""
+        """The tensor's shape, the lengths of its axes."""
         ...
 
     @property
     def file(self) -> Path:
-        """The path of the safetensors file that has it."""
+        """The path of the safetensors file that contains the tensor."""
         ...
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of its data."""
+        """The number of bytes that the tensor's data has in the file."""
         ...
 
 
@@ -66,61 +68,76 @@ Headers = Mapping[str, Header]  # by key
 
 
 class FileTensor(NamedTuple):
-    """A tensor that is to be written to a file."""
+    """A tensor that is to be written to a file: its shape and dtype, which the file's header needs before the weights
+    have been quantised, and the function `of`, which returns the tensor's array later."""
 
     shape: tuple[int, ...]  # its dimensions
     dtype: np.dtype  # its dtype
-    of: Of  # takes the weight that the tensor is a part of, and returns the tensor's array
+    of: Of  # takes the quantised weight that the tensor stores, or helps to store, and returns the tensor's array
 
     @property
     def size_bytes(self) -> int:
-        """The number of its bytes."""
+        """The number of bytes of the tensor's data, from its shape and dtype."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
 def file_tensor(like: jax.Array | np.ndarray | None, of: Of) -> FileTensor:
-    """The FileTensor whose shape and dtype are those of `like`, an array or its jax.ShapeDtypeStruct. of: takes the
-    weight and returns the array that is written."""
+    """Makes the FileTensor whose shape and dtype are those of `like`, which is an array, or a jax.ShapeDtypeStruct
+    while the weight has not been computed. of: takes the quantised weight and returns the array that is written. The
+    type of `like` allows None only because optional fields of weights have it; None fails an assertion."""
     assert like is not None
     return FileTensor(tuple(like.shape), np.dtype(like.dtype), of)
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """A weight in a checkpoint of which only the headers have been read."""
+    """A quantised weight in a checkpoint of which only the headers have been read: what Layout.describe returns, and
+    Layout.read takes with the content of the tensors."""
 
-    name: str  # of the weight in the model
-    tensors: Headers  # the headers of its tensors by key
-    shape: tuple[int, ...]  # of the weight, [out, in]
-    details: object = None  # what else the layout read from the headers, for its `read`
+    name: str  # the weight's name in the model
+    tensors: Headers  # the headers of the tensors that store it, by key
+    shape: tuple[int, ...]  # the decoded weight's shape in the model: [out, in], or [E, in, out] for gpt-oss's experts
+    # what the same layout's `read` needs beside the arrays, such as the size of FP8's blocks; None: nothing
+    details: object = None
 
     @property
     def where(self) -> str:
-        """The file and the name of the weight, for the beginning of error messages."""
+        """The beginning of error messages about the weight, "FILE: NAME": the path of the file that contains the first
+        of its tensors, and its name in the model."""
         return f"{next(iter(self.tensors.values())).file}: {self.name}"
 
 
 class Layout:
-    """How one kind of checkpoint stores matrices in one format, read and written by jaxtune/models/files.
+    """How one kind of checkpoint stores weight matrices in one quantised format. jaxtune/models/files reads and writes
+    checkpoints by it. A subclass sets the class attributes and implements `recognises`, `describe`, `read`, `tensors`
+    and `config`; the other methods have defaults.
 
-    A subclass sets the class attributes and implements `recognises`, `describe`, `read`, `tensors` and `config`; the
-    other methods have defaults. A checkpoint may store an experts' matrix [E, out, in] in pieces, one or more matrices
-    for each expert: `joining` and `splitting` return the reason why pieces cannot be joined or written, or None if they
-    can. `header_number` returns a number that must be known before a file's header is written.
+    To read, the loader asks `recognises` whether a config.json names this layout, and `check` whether its settings are
+    supported. It divides the tensors' names into module and key (`key_of`), asks `claims` whether a module's tensors
+    are a quantised weight, and makes the weight with `describe` (from headers) and `read` (from arrays); `decoded`
+    returns its array if the layout is `decoded_on_load`. `digested` lists the tensors that enter the base model's
+    checksum. To write, it uses the first layout of a format that `can_store` the weight, and `tensors` and `config`;
+    `header_number` returns a number that must be known before a file's header is written.
+
+    A checkpoint may store an experts' matrix [E, out, in] in pieces, which are separate matrices, one or more for each
+    expert. `joining` and `splitting` return the reason why pieces cannot be joined to one tensor, or cut from it, or
+    None if they can.
     """
 
-    title: ClassVar[str]  # which checkpoints these are, for errors, such as "bitsandbytes' in four bits"
-    codes: ClassVar[str]  # the key of the tensor of codes
+    title: ClassVar[str]  # a phrase that names such checkpoints in errors, such as "bitsandbytes' in four bits"
+    codes: ClassVar[str]  # the key of the tensor that has the weight's codes, such as ".weight"
     codes_dtype: ClassVar[str]  # the dtype of that tensor, by safetensors' name
-    others: ClassVar[tuple[str, ...]] = ()  # the keys of the tensors beside it
-    weight: ClassVar[str] = ".weight"  # the end of the weight's name in a model, after the module's name
+    others: ClassVar[tuple[str, ...]] = ()  # the keys of the tensors that accompany the codes, such as scales
+    weight: ClassVar[str] = ".weight"  # what follows the module's name in the weight's name in the model
     # keys of tensors that are read as uint8[bytes], whatever dtype their header has
     raw: ClassVar[tuple[str, ...]] = ()
-    # whether weights are decoded when they are read (`decoded`), because no model keeps this format
+    # True: the loader decodes weights when it reads them (`decoded`), because no model trains over this format; False:
+    # the model keeps them quantised
     decoded_on_load: ClassVar[bool] = False
     # the model types whose checkpoints are stored like this; None: all
     families: ClassVar[tuple[str, ...] | None] = None
-    # a warning that is given when experts are written in this layout, such as who cannot load them; None: none
+    # a warning that is given when experts are written in this layout, such as which programs cannot load them; None: no
+    # warning
     expert_note: ClassVar[str | None] = None
     # whether the base model's digest, a checksum by which an adapter's file recognises the model that it was trained
     # over, includes one digest for each piece of an experts' matrix (True) or those of all tensors of all pieces, in
@@ -130,66 +147,69 @@ class Layout:
     # ---- reading
 
     def recognises(self, settings: Settings) -> bool:
-        """Whether `settings`, the quantization_config of a config.json, says that the weights are stored in this
-        layout. Each layout implements it."""
+        """Whether `settings`, the quantization_config of a checkpoint's config.json, says that the weights are stored
+        in this layout. The loader asks all layouts, to find that of a checkpoint. Each layout implements it."""
         raise NotImplementedError
 
     def check(self, settings: Settings) -> None:
-        """Raises ValueError, with key and value, if a quantization_config (`settings`) that `recognises` accepts has
-        an unsupported setting.
-
-        By default every setting is accepted.
-        """
+        """Raises ValueError, whose message names the key and its value, if `settings`, a quantization_config that
+        `recognises` accepts, has a setting that is not supported. Otherwise it returns nothing. By default every
+        setting is accepted."""
 
     def key_of(self, name: str) -> tuple[str, str] | None:
-        """(module, key) of a tensor's name; None for a name that no tensor of this layout has."""
+        """Divides the name of a tensor in a file into (module, key): the key is the longest of `codes` and `others`
+        with which the name ends, and the module is what precedes it. Returns None for a name that ends with none of
+        them. The loader collects the tensors of one weight with it."""
         keys = sorted((self.codes, *self.others), key=len, reverse=True)
         return next(((name.removesuffix(key), key) for key in keys if name.endswith(key)), None)
 
     def claims(self, tensors: Headers) -> bool:
-        """Whether a module's tensors, given by their headers, are a weight of this layout. By default: there are codes,
-        in the right dtype."""
+        """Whether a module's tensors, {key: header}, store a weight in this layout. By default they do if they include
+        the codes, in the dtype `codes_dtype`. A layout whose codes could be those of another one also looks for the
+        tensors beside them."""
         return self.codes in tensors and tensors[self.codes].dtype == self.codes_dtype
 
     def describe(self, name: str, tensors: Headers, read: Read) -> Found:
-        """Describes the weight that a module's tensors store, before their content is read.
+        """Describes the weight that a module's tensors store, before their content is read. Each layout implements it.
 
         Args:
-          name: of the weight.
-          tensors: {key: header}, which `claims` accepted.
-          read: returns the bytes of a tensor by its key, for small tensors that describe the others.
+          name: the weight's name in the model.
+          tensors: {key: header}, for which `claims` returned True.
+          read: a function that takes a tensor's key and returns its bytes, for a small tensor that says how the others
+            are stored.
         Returns:
-          the weight's name, headers and shape, and in `details` whatever else `read` of the layout needs.
+          the weight's name, headers and shape, and in `details` what this layout's `read` needs besides.
         Raises:
-          ValueError: a tensor is missing, or does not fit the others.
+          ValueError: a tensor is missing, or its dtype or shape does not fit the others.
         """
         raise NotImplementedError
 
     def read(self, found: Found, arrays: Arrays, dtype_name: str) -> Stored:
-        """The weight, with numpy arrays as leaves.
+        """Makes the quantised weight, with numpy arrays as leaves, from the content of its tensors. Each layout
+        implements it.
 
         Args:
-          found: from `describe`.
-          arrays: the content of found.tensors.
-          dtype_name: the dtype that the model computes in.
+          found: what `describe` returned for the weight.
+          arrays: {key: array}, the content of the tensors in `found`.
+          dtype_name: the dtype that the model computes in, to which the weight is decoded by default.
         Raises:
-          ValueError: values that cannot be right.
+          ValueError: an array has values that cannot be right, such as a negative scale.
         """
         raise NotImplementedError
 
     def decoded(self, weight: Stored, dtype: str) -> jax.Array:
-        """The array of a weight in `dtype`, for layouts with `decoded_on_load`; in the model's order of axes, where the
-        checkpoint has another."""
+        """The decoded array of `weight` in the dtype `dtype`, as the model has it. The loader calls it if the layout is
+        `decoded_on_load`. A layout that stores the axes in another order than the model overrides it and swaps them."""
         return weight.decode(dtype)
 
     def joining(self, pieces: Sequence[Found], per_expert: int) -> str | None:
         """The reason why the matrices of a layer's experts, which a checkpoint stores one by one, cannot become one
-        tensor [E, out, in] (Stored.joined), or None; by default they can. The loader then refuses the checkpoint with
-        this reason.
+        tensor [E, out, in] (Stored.joined), such as blocks that would cross from one matrix into the next; None if they
+        can, as by default. The loader then refuses the checkpoint with this reason.
 
         Args:
-          pieces: the matrices as `describe` found them, in order.
-          per_expert: how many of them are one expert's, such as 2 for gate and up.
+          pieces: the matrices, as `describe` found them, in the order of their rows in the tensor.
+          per_expert: how many consecutive ones are the rows of one expert, such as 2 for gate and up.
         """
         del pieces, per_expert
         return None
@@ -206,54 +226,62 @@ class Layout:
     # ---- writing
 
     def can_store(self, weight: Stored) -> bool:
-        """Whether this weight can be written in this layout, by default always. A format's layouts are asked in order,
-        and the first that says yes is used."""
+        """Whether `weight` can be written in this layout; by default True. A format may have several layouts, such as
+        one for each program that writes it; they are asked in order, and the first that returns True is used."""
         del weight
         return True
 
     def splitting(self, weight: Stored, rows: int) -> str | None:
-        """The reason why `weight`, experts [E, out, in], cannot be written as separate matrices of `rows` rows each,
-        which Stored.piece would cut from it, or None. By default they can."""
+        """The reason why `weight`, experts [E, out, in], cannot be written as separate matrices, such as blocks that
+        would be cut, or None if it can, as by default. rows: the number of rows of each matrix, which Stored.piece cuts
+        from the tensor."""
         del weight, rows
         return None
 
     def header_number(self, weight: Stored, make: Callable[[], Stored]) -> float | None:
-        """A number of the weight that is part of the files' headers or sizes, and must therefore be known before the
-        weights are written; None if there is no such number. It is given to `tensors`.
+        """Returns a number of the weight that is part of the files' headers or sizes, and must therefore be known
+        before the weights are written, such as NF4's offset of double quantisation; None, as by default, if the layout
+        has no such number. It is passed to `tensors`.
 
         Args:
-          weight: the weight, or only its shapes.
-          make: computes the weight.
+          weight: the weight, or the same object with shapes (jax.ShapeDtypeStruct) in place of its arrays.
+          make: a function without arguments that quantises the weight and returns it with its arrays; it is called only
+            if the number is needed and `weight` has only shapes.
         """
         del weight, make
 
     def tensors(self, weight: Stored, number: float | None) -> dict[str, FileTensor]:
-        """{key: tensor} of what is written for a weight [out, in], of which only the shapes need be known: headers are
-        written before the weights are computed. Each layout implements it.
+        """Describes the tensors of a file that store `weight`, a matrix [out, in]: {key: FileTensor}. A FileTensor has
+        a shape, a dtype, and a function that later takes the same weight with its arrays and returns the array to
+        write. A file's header is written before the weights have been quantised, so `weight` may contain shapes and
+        dtypes (jax.ShapeDtypeStruct) instead of arrays. Each layout implements it.
 
-        number: from `header_number`; None if headers have no number.
+        number: what `header_number` returned; None if the layout has no such number.
         """
         raise NotImplementedError
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
-        """The entry quantization_config of config.json.
+        """Returns the entry quantization_config of the config.json of a checkpoint whose weights are stored in this
+        layout. Each layout implements it.
 
         Args:
           weights: all weights in this format.
-          plain: names of the linears that are not quantised, the head's among them.
-          dtype: the dtype that the model computes in.
+          plain: the names of the linears that are not quantised, including the head's.
+          dtype: the name of the dtype that the model computes in.
         """
         raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
 class Export:
-    """A format as a target of `jaxtune export`, in which every matrix of the layers is written."""
+    """A format as a target of `jaxtune export`, a command that writes a checkpoint for servers, with all weight
+    matrices of the layers in this format."""
 
-    name: str  # the value of --to
+    name: str  # the value of the command's option --to
     title: str  # its description in the command's help
-    keeps: tuple[str, ...] = ()  # ends of the names of linears that stay in 16 bits
-    without_experts: str | None = None  # the reason why models with experts are refused; None: they are not
+    keeps: tuple[str, ...] = ()  # linears whose names end with one of these stay in 16 bits
+    # the reason with which a model with experts is refused; None: such a model is exported too
+    without_experts: str | None = None
 
 
 _SLACK = Fitted({("H200", "xla"): (0.12, "FP8's, for formats that have not been measured")})
@@ -261,23 +289,26 @@ _SLACK = Fitted({("H200", "xla"): (0.12, "FP8's, for formats that have not been 
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """Everything that jaxtune knows about a format of weights, except its kernels. The table is formats.FORMATS."""
+    """Everything that jaxtune knows about a format of quantised weights, except its kernels: its classes, its layouts
+    in checkpoints, and how options and messages call it. The table of all formats is formats.FORMATS."""
 
     name: str  # the value of model.load_in, by which messages and records call the format
     title: str  # a phrase such as "in four bits (NF4)"
-    kinds: tuple[type[Stored], ...]  # its classes; the `encode(array)` of the first one quantises 16-bit weights
+    kinds: tuple[type[Stored], ...]  # the classes of its weights; that of the first one quantises 16-bit weights
     layouts: tuple[Layout, ...]  # how checkpoints store it; a weight is written in the first one that `can_store` it
     # the argument of Unsloth's from_pretrained that asks for it, such as "load_in_4bit", or None
     flag: str | None = None
     # the share of the weights' bytes that the device's allocator loses, because the 16-bit originals leave holes of
     # other sizes; measured by loading an 8B model
     slack: Fitted[float] = _SLACK
-    export: Export | None = None  # how it is exported; None: it is not
+    export: Export | None = None  # how `jaxtune export` writes it; None: it cannot be exported
 
     def encode(self, array: jax.Array) -> Stored:
-        """Quantises a weight, `array` [..., out, in], to this format: a Stored of the first of `kinds`."""
+        """Quantises a 16-bit or 32-bit weight, `array` [..., out, in], to this format. Returns a Stored of the first
+        class of `kinds`."""
         return self.kinds[0].encode(array)
 
     def layout(self, weight: Stored) -> Layout:
-        """The layout in which a weight is written: the first that can store it."""
+        """The layout in which `weight`, a weight in this format, is written to a checkpoint: the first of `layouts`
+        whose `can_store` returns True."""
         return next(layout for layout in self.layouts if layout.can_store(weight))

@@ -36,21 +36,23 @@ TABLE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MXFP4(Stored):
-    """A tensor [..., n] in MXFP4 whose last axis, a multiple of 32, is divided into blocks.
+    """A tensor [..., n] in MXFP4 whose last axis, a multiple of 32, is divided into blocks. Each number has a code of
+    four bits, an index into TABLE, the 16 numbers of e2m1; each block of 32 has a scale in e8m0. A number of the tensor
+    is TABLE[code] * 2^(scale - 127). The class implements the interface of quantised weights, Stored."""
 
-    A number is TABLE[code] * 2^(scale - 127).
-    """
-
-    codes: jax.Array  # uint8[..., n / 2], two numbers each
-    scales: jax.Array  # uint8[..., n / 32]
+    codes: jax.Array  # uint8[..., n / 2], two codes each, the first in the low four bits
+    scales: jax.Array  # uint8[..., n / 32], the exponents of two, with a bias of 127 (e8m0)
     # the dtype that `decode` gives by default
     dtype_name: str = dataclasses.field(default="bfloat16", metadata=dict(static=True))
 
     @staticmethod
     def from_blocks(blocks: jax.Array, scales: jax.Array, dtype_name: str = "bfloat16") -> MXFP4:
-        """The tensor of a checkpoint's blocks uint8[..., n / 32, 16] and scales uint8[..., n / 32]. dtype_name: the
-        dtype that its `decode` gives by default.
+        """Makes the weight from the arrays of gpt-oss's checkpoint.
 
+        Args:
+          blocks: uint8[..., n / 32, 16], the codes of each block of 32 numbers, two in a byte.
+          scales: uint8[..., n / 32], the exponent of each block.
+          dtype_name: the dtype that the weight's `decode` returns by default.
         Raises:
           TypeError, ValueError: other dtypes, or shapes that do not fit each other.
         """
@@ -63,9 +65,9 @@ class MXFP4(Stored):
     def encode(tensor: jax.Array) -> MXFP4:
         """Quantises a tensor float[..., n], n a multiple of 32; exact if its numbers are MXFP4 numbers already.
 
-        A block's scale is the power of two that the specification gives, with which numbers above 6 times the scale are
-        clipped, or twice that, whichever has the smaller sum of squared errors. Numbers are rounded to nearest, ties to
-        even, and must be finite.
+        A block's scale is one of two powers of two, that with the smaller sum of squared errors: the one that the
+        specification gives, with which numbers above 6 times the scale are clipped to it, or twice that power. Numbers
+        are rounded to nearest, ties to even, and must be finite.
 
         Raises:
           ValueError: the last axis is not a multiple of 32.
@@ -77,11 +79,12 @@ class MXFP4(Stored):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the tensor."""
+        """The shape of the decoded tensor, [..., n]."""
         return (*self.codes.shape[:-1], 2 * self.codes.shape[-1])
 
     def problem(self) -> str | None:
-        """The reason why the arrays cannot belong to one tensor, or None."""
+        """Returns the reason why codes and scales cannot belong to one tensor (shapes that do not fit each other, or a
+        dtype other than uint8), or None. `decode` and the operations refuse such a weight with this reason."""
         wanted = (*self.scales.shape[:-1], self.scales.shape[-1] * BLOCK // 2)
         if tuple(self.codes.shape) != wanted:
             return f"codes are {list(self.codes.shape)}; scales {list(self.scales.shape)} ask for {list(wanted)}"
@@ -96,9 +99,10 @@ class MXFP4(Stored):
         return BLOCK if axis == self.ndim - 1 else 1
 
     def random_like(self, shape: tuple[int, ...], draw: np.random.Generator) -> MXFP4:
-        """A weight of this shape with random codes and scales, on which a kernel that decodes MXFP4 is compared with
-        its reference at its first use. draw: numpy's generator, from which the numbers come. Of this weight itself
-        nothing is used."""
+        """Makes a weight of this shape in MXFP4 with random codes and scales, on which a kernel that decodes MXFP4 is
+        compared with the plain JAX implementation at its first use. draw: numpy's generator, from which the numbers
+        come. The method is not static only because other formats need the weight's options; nothing of this weight is
+        used."""
         codes = draw.integers(0, 256, (*shape[:-1], shape[-1] // 2))
         scales = draw.integers(120, 124, (*shape[:-1], shape[-1] // BLOCK))
         return MXFP4(jnp.asarray(codes, jnp.uint8), jnp.asarray(scales, jnp.uint8))
@@ -124,8 +128,8 @@ class MXFP4(Stored):
 
 @jax.jit
 def _encode(tensor: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(codes uint8[..., n / 2], scales uint8[..., n / 32]) of a tensor [..., n] whose n is a multiple of 32: what
-    MXFP4.encode does once it has checked the shape, as one jitted function."""
+    """Quantises a tensor [..., n], n a multiple of 32, and returns (codes uint8[..., n / 2], scales uint8[..., n /
+    32]). It is the jitted computation of MXFP4.encode, which checks the shape before."""
     blocks = tensor.astype(jnp.float32).reshape(*tensor.shape[:-1], -1, BLOCK)
     largest = jnp.abs(blocks).max(-1, keepdims=True)
     exponent = jnp.clip(jnp.frexp(largest)[1] - 3, -126, 124)  # 6 is the largest number: 1.5 times 2 to the 2
@@ -150,10 +154,11 @@ def _encode(tensor: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 class Published(Layout):
-    """The layout of gpt-oss as it is published.
+    """The layout of gpt-oss's published checkpoints, by which jaxtune/models/files reads and writes them.
 
-    For the experts NAME [E, in, out] of a layer there are `NAME_blocks` uint8[E, out, in / 32, 16] and `NAME_scales`
-    uint8[E, out, in / 32]. They are decoded on loading.
+    For the array NAME [E, in, out] of a layer's experts in the model, a file has `NAME_blocks` uint8[E, out, in / 32,
+    16], the codes, and `NAME_scales` uint8[E, out, in / 32]. They are decoded when they are loaded, because no model
+    trains over MXFP4. The attributes and methods are explained in Layout.
     """
 
     title = "gpt-oss's in MXFP4"
@@ -175,13 +180,13 @@ class Published(Layout):
         return self.codes in tensors
 
     def describe(self, name: str, tensors: Headers, read: Read) -> Found:
-        """Describes the experts that two tensors store, from their headers alone. The shape of the result is that of
-        the model's array, [E, in, out], while the tensors are [E, out, in / 32, .].
+        """Describes the experts' array that two tensors store, from their headers alone. Returns a Found with the shape
+        of the model's array, [E, in, out]; the tensors are [E, out, in / 32, 16] and [E, out, in / 32].
 
         Args:
           name: the name of the experts' array in the model.
-          tensors: {key: header}, of blocks and scales.
-          read: not used.
+          tensors: {"_blocks": header of the codes, "_scales": header of the scales}.
+          read: a function that returns a tensor's bytes; it is not called, because the headers say everything.
         Raises:
           ValueError: the scales are missing, or dtypes or shapes do not fit each other.
         """
@@ -197,13 +202,13 @@ class Published(Layout):
         return Found(name, tensors, (experts, groups * BLOCK, out_size))
 
     def read(self, found: Found, arrays: Arrays, dtype_name: str) -> MXFP4:
-        """The experts of a layer as MXFP4 [E, out, in], in which order the checkpoint has them; `decoded` swaps the
-        axes.
+        """Makes the quantised experts of a layer, an MXFP4 of the shape [E, out, in], from the content of their two
+        tensors. The axes are in the checkpoint's order; `decoded` swaps them to the model's.
 
         Args:
-          found: from `describe`; not used.
-          arrays: {key: array}, the content of the tensors that it found.
-          dtype_name: the dtype that the model computes in, to which the weight is decoded.
+          found: what `describe` returned; not used.
+          arrays: {"_blocks": the codes, "_scales": the scales}.
+          dtype_name: the dtype that the model computes in, to which the weight is decoded by default.
         """
         return MXFP4.from_blocks(jnp.asarray(arrays["_blocks"]), jnp.asarray(arrays["_scales"]), dtype_name)
 
@@ -221,9 +226,11 @@ class Published(Layout):
         return [(found.name, "_blocks"), ("scales", "_scales")]
 
     def tensors(self, weight: Stored, number: float | None) -> dict[str, FileTensor]:
-        """The tensors of a file that store this weight, {key: FileTensor}. A FileTensor has the shape, the dtype, and a
-        function that takes the computed weight and returns the array to be written; headers are written before the
-        weights are computed, so the leaves of `weight` may be shapes alone. number is not used."""
+        """Describes the tensors of a file that store `weight`, experts [E, out, in], {key, such as "_scales":
+        FileTensor}. A FileTensor has a shape, a dtype, and a function that later takes the same weight with its arrays
+        and returns the array to write. A file's header is written before the weights have been quantised, so `weight`
+        may contain shapes and dtypes (jax.ShapeDtypeStruct) instead of arrays. number: the number that some layouts put
+        into the header, from `header_number`; this layout has none and ignores it."""
         count, out_size, in_size = weight.shape
         byte, blocks = np.dtype(np.uint8), (count, out_size, in_size // BLOCK, BLOCK // 2)
         return {
@@ -232,8 +239,8 @@ class Published(Layout):
         }
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
-        """The entry quantization_config of config.json, that of the published gpt-oss, whatever weights, plain and
-        dtype are."""
+        """Returns the entry quantization_config of config.json, a copy of that of the published gpt-oss. The arguments
+        weights, plain and dtype, which other layouts need, are not used."""
         kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
         return {"quant_method": "mxfp4", "modules_to_not_convert": kept}
 

@@ -46,15 +46,20 @@ _SCALE_OF_ZEROS = 0.125  # the scale of a block whose scale would round to zero,
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NVFP4(Stored):
-    """A tensor [..., out, in] in NVFP4 whose last axis is divided into blocks of 16."""
+    """A tensor [..., out, in] in NVFP4 whose last axis is divided into blocks of 16. Each number has a code of four
+    bits, an index into TABLE, the 16 numbers of e2m1; each block has a scale in e4m3, which is divided or multiplied by
+    tensor_scale. A number of the tensor is TABLE[code] times that quotient or product. The class implements the
+    interface of quantised weights, Stored."""
 
-    codes: jax.Array  # uint8[..., out, in / 2], two numbers each, the first in the low nibble
-    scales: jax.Array  # float8_e4m3fn[..., out, in / 16]
-    # float32[..., 1 or out, 1]; experts' matrices that were stored separately have a number for each row
+    codes: jax.Array  # uint8[..., out, in / 2], two codes each, the first in the low four bits
+    scales: jax.Array  # float8_e4m3fn[..., out, in / 16], one for each block
+    # float32[..., 1, 1], one for each matrix; or float32[..., out, 1], one for each row, of experts [E, out, in] whose
+    # matrices were quantised and stored separately
     tensor_scale: jax.Array
-    # the file's scale of activations in the same shape, or None; products do not use it
+    # the scale by which servers quantise activations, kept so that it can be written to files again, in the shape of
+    # tensor_scale; None if the file has none. Products here do not use it
     input_scale: jax.Array | None = None
-    # whether scales are divided by tensor_scale, or multiplied by it
+    # True: scales are divided by tensor_scale (compressed-tensors); False: multiplied by it (nvidia-modelopt)
     divides: bool = dataclasses.field(default=True, metadata=dict(static=True))
     # the dtype that `decode` gives by default
     dtype_name: str = dataclasses.field(default="bfloat16", metadata=dict(static=True))
@@ -62,12 +67,13 @@ class NVFP4(Stored):
     @staticmethod
     @on_any_mesh
     def encode(array: jax.Array | np.ndarray) -> NVFP4:
-        """Quantises an array [..., out, in] in bfloat16, float16 or float32 on its device, as compressed-tensors does.
-
-        Scales follow from the largest magnitudes of blocks and of each matrix. The bytes are equal on every device.
+        """Quantises an array [..., out, in] in bfloat16, float16 or float32 on its device, as compressed-tensors does:
+        the result `divides`. Scales follow from the largest magnitudes of blocks and of each matrix. The bytes are
+        equal on every device.
 
         Raises:
-          TypeError: another dtype. ValueError: fewer than two axes, no element, or rows that are not whole blocks.
+          TypeError: another dtype.
+          ValueError: fewer than two axes, no element, or rows that are not whole blocks.
         """
         check = Arguments("NVFP4.encode")
         check.array("array", array, "... out in", FLOATS)
@@ -79,17 +85,20 @@ class NVFP4(Stored):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the tensor."""
+        """The shape of the decoded tensor, [..., out, in]."""
         return (*self.codes.shape[:-1], 2 * self.codes.shape[-1])
 
     @property
     def kind(self) -> str:
-        """A phrase for the weights that one check of a decoding kernel covers (dispatch.first_use): the format, and
-        whether its scales are divided or multiplied by the tensor's scale."""
+        """A phrase that names the format and whether its scales are divided or multiplied by the tensor's scale.
+        Kernels that decode are compared with the plain JAX implementation once for each phrase (dispatch.first_use), at
+        their first use on a GPU."""
         return "NVFP4" if self.divides else "NVFP4, multiplied"
 
     def problem(self) -> str | None:
-        """The reason why the arrays cannot belong to one tensor, or None."""
+        """Returns the reason why the arrays cannot belong to one tensor (a wrong dtype, rows that are not whole blocks,
+        or scales whose shape does not fit the codes), or None. `decode` and the operations refuse such a weight with
+        this reason."""
         rows, numbers = self.shape[:-1], self.shape[-1]
         if str(self.codes.dtype) != "uint8" or self.codes.ndim < 2 or numbers % BLOCK:
             return f"codes are {describe(self.codes)}; they must be uint8[..., out, in / 2], and in whole blocks"
@@ -124,12 +133,16 @@ class NVFP4(Stored):
 
     @classmethod
     def joined(cls, pieces: Sequence[Self], shape: tuple[int, ...]) -> Self:
-        """One tensor of this shape [E, rows, columns] from pieces [., columns] that are its rows in order, as a
-        checkpoint stores experts one by one; the leaves are numpy arrays.
+        """Makes one tensor of experts from quantised matrices that a checkpoint stores one by one; the leaves are numpy
+        arrays.
 
-        Pieces that were quantised separately have different tensor scales, so the result has a tensor scale for each
-        row, [E, rows, 1], that of the row's piece. Scales of activations are joined likewise, or dropped if some pieces
-        have none.
+        Matrices that were quantised separately have different tensor scales, so the result has a tensor scale for each
+        row, [E, rows, 1], that of the matrix from which the row comes. Scales of activations are joined likewise, or
+        dropped if some matrices have none.
+
+        Args:
+          pieces: the matrices [., columns], whose rows in this order are those of expert 0, expert 1, ...
+          shape: the result's, [E, rows, columns].
         """
         if len({piece.input_scale is None for piece in pieces}) > 1:
             pieces = [dataclasses.replace(piece, input_scale=None) for piece in pieces]
@@ -148,27 +161,31 @@ class NVFP4(Stored):
         return super().joined(wide, shape)
 
     def piece(self, index: int, start: int, rows: int) -> Self:
-        """Rows `start` to before `start + rows` of matrix `index` of a tensor [E, ., columns], as a tensor [rows,
-        columns] for writing experts one by one. It gets the tensor scale of its first row, [1, 1], because all rows of
-        a piece were quantised with one."""
+        """Cuts the rows from `start` to before `start + rows` out of the matrix number `index` of this tensor of
+        experts [E, ., columns], and returns them as a tensor [rows, columns], which is written to a file by itself. It
+        gets the tensor scale of its first row, [1, 1], because the rows that are written as one matrix were also
+        quantised with one tensor scale."""
         part = super().piece(index, start, rows)
         whole = None if part.input_scale is None else part.input_scale[:1]
         return dataclasses.replace(part, tensor_scale=part.tensor_scale[:1], input_scale=whole)
 
     def random_like(self, shape: tuple[int, ...], draw: np.random.Generator) -> NVFP4:
-        """Random numbers of this shape, drawn by `draw`, in the same format, for the check of a kernel at its first
-        use."""
+        """Makes a weight of this shape in NVFP4 with random numbers, whose scales are divided or multiplied by the
+        tensor's scale as those of this weight are. A kernel that decodes NVFP4 is compared with the plain JAX
+        implementation on it, at its first use. draw: numpy's generator, from which the numbers come."""
         found = NVFP4.encode(jnp.asarray(draw.standard_normal(shape), jnp.bfloat16))
         scale = found.tensor_scale if self.divides else 1.0 / found.tensor_scale
         return dataclasses.replace(found, tensor_scale=scale, divides=self.divides)
 
     def block_scales(self) -> jax.Array:
-        """float32[..., out, in / 16]: the factor of each block's numbers, from the block's and the tensor's scale."""
+        """float32[..., out, in / 16]: the factor by which the numbers of each block are multiplied, which is the
+        block's scale divided by the tensor's scale, or multiplied by it if `divides` is False."""
         return _times_tensor_scale(self.scales.astype(jnp.float32), self.tensor_scale, self.divides)
 
     @functools.partial(jax.jit, static_argnums=1)
     def _decode(self, dtype) -> jax.Array:
-        """The decoded tensor in `dtype` (None: dtype_name): table entry times block scale in float32, then cast."""
+        """The decoded tensor [..., out, in] in `dtype`, or in that of dtype_name if it is None: each code's number in
+        TABLE times the factor of its block (`block_scales`) in float32, then cast."""
         with jax.named_scope("dequantise"):
             # Computed separately: fused with the numbers, XLA would compute each block's scale 16 times.
             scales = jax.lax.optimization_barrier(self.block_scales())
@@ -178,16 +195,22 @@ class NVFP4(Stored):
 
 
 def _times_tensor_scale(scales: jax.Array, tensor_scale: jax.Array, divides: bool) -> jax.Array:
-    """The factor of each block's numbers, float32[..., out, in / 16]: float32 block scales of this shape, divided by
-    tensor_scale [..., 1 or out, 1] if `divides` (compressed-tensors), else multiplied by it (nvidia-modelopt)."""
+    """The factor by which the numbers of each block are multiplied, float32[..., out, in / 16].
+
+    Args:
+      scales: float32[..., out, in / 16], the scales of the blocks.
+      tensor_scale: float32[..., 1 or out, 1].
+      divides: True: scales are divided by tensor_scale (compressed-tensors). False: they are multiplied by it
+        (nvidia-modelopt).
+    """
     whole = jnp.broadcast_to(tensor_scale, scales.shape)
     return divide(scales, whole) if divides else scales * whole
 
 
 @jax.jit
 def _encode(array: jax.Array) -> NVFP4:
-    """Quantises an array [..., out, in], whose rows must be whole blocks: what NVFP4.encode does once it has checked
-    the argument, as one jitted function. The tensor scale is computed for each matrix separately, [..., 1, 1]."""
+    """Quantises an array [..., out, in], whose rows must be whole blocks, with a tensor scale for each matrix, [..., 1,
+    1]. It is the jitted computation of NVFP4.encode, which checks the argument before."""
     wide = array.astype(jnp.float32)
     largest = jnp.abs(wide).max((-2, -1), keepdims=True)
 
@@ -219,25 +242,28 @@ def _encode(array: jax.Array) -> NVFP4:
 
 
 class _Files(Layout):
-    """What the layouts of both kinds of checkpoints (CompressedTensors, ModelOpt) share; they differ in the tensors'
-    names and in whether scales are divided or multiplied by the tensor's scale.
+    """The base of the layouts of both kinds of checkpoints in NVFP4, CompressedTensors and ModelOpt, which differ in
+    the names of tensors and in whether scales are divided or multiplied by the tensor's scale. A subclass also
+    implements `recognises` and `config`. The other attributes and methods are explained in Layout.
 
-    `others` are the keys of the scales of blocks, of the tensor's scale, and of the scale of activations, which may be
-    missing. Keys after these are scales of FP8 key/value caches, which are ignored.
+    `others` are, in this order, the keys of the scales of blocks, of the tensor's scale, and of the scale of
+    activations, which may be missing. Further keys are those of scales of FP8 key/value caches, which are ignored.
     """
 
-    divides: bool  # NVFP4.divides of the weights
-    scalar: tuple[int, ...]  # the shape of the tensor's scale in files
+    divides: bool  # whether files in this layout have tensor scales by which scales are divided (NVFP4.divides)
+    scalar: tuple[int, ...]  # the shape of the tensor's scale in files that are written, (1,) or ()
 
     def describe(self, name: str, tensors: Headers, read: Read) -> Found:
-        """Describes the weight that a module's tensors store, from their headers alone.
+        """Describes the weight that a module's tensors store, from their headers alone. Returns a Found with its name,
+        headers and shape [out, in].
 
         Args:
           name: the weight's name in the model.
-          tensors: {key: header}.
-          read: not used.
+          tensors: {key, such as ".weight_scale": header}.
+          read: a function that returns a tensor's bytes; it is not called, because the headers say everything.
         Raises:
-          ValueError: a scale is missing, or has another dtype or shape than the codes need.
+          ValueError: the blocks' or the tensor's scale is missing, or a scale has another dtype or shape than the codes
+            need.
         """
         codes = tensors[self.codes]
         rows, pairs = codes.shape if len(codes.shape) == 2 else (0, 0)
@@ -258,12 +284,12 @@ class _Files(Layout):
         return Found(name, tensors, (rows, 2 * pairs))
 
     def read(self, found: Found, arrays: Arrays, dtype_name: str) -> NVFP4:
-        """The quantised weight of one matrix, with numpy arrays as leaves.
+        """Makes the quantised weight of one matrix, with numpy arrays as leaves, from the content of its tensors.
 
         Args:
-          found: from `describe`.
-          arrays: {key: array}, the content of the tensors that it found.
-          dtype_name: the dtype that the model computes in, to which the weight is decoded.
+          found: what `describe` returned for the weight.
+          arrays: {key: array}, the content of the tensors in `found`.
+          dtype_name: the dtype that the model computes in, to which the weight is decoded by default.
         Raises:
           ValueError: the scale of the tensor or of the activations is not positive and finite.
         """
@@ -279,14 +305,17 @@ class _Files(Layout):
         return NVFP4(*leaves, divides=self.divides, dtype_name=dtype_name)
 
     def can_store(self, weight: Stored) -> bool:
-        """Whether this weight can be written in this layout: it is NVFP4, and its scales are divided by the tensor's
-        scale, or multiplied by it, as those of this layout are."""
+        """Whether `weight` can be written in this layout. It must be an NVFP4 whose `divides` is that of the layout,
+        because the tensor's scale is written unchanged and the program that reads the file divides or multiplies by
+        it."""
         return isinstance(weight, NVFP4) and weight.divides == self.divides
 
     def tensors(self, weight: Stored, number: float | None) -> dict[str, FileTensor]:
-        """The tensors of a file that store this weight, {key: FileTensor}. A FileTensor has the shape, the dtype, and a
-        function that takes the computed weight and returns the array to be written; headers are written before the
-        weights are computed, so the leaves of `weight` may be shapes alone. number is not used."""
+        """Describes the tensors of a file that store `weight`, {key, such as ".weight_scale": FileTensor}. A FileTensor
+        has a shape, a dtype, and a function that later takes the same weight with its arrays and returns the array to
+        write. A file's header is written before the weights have been quantised, so `weight` may contain shapes and
+        dtypes (jax.ShapeDtypeStruct) instead of arrays. number: the number that some layouts put into the header, from
+        `header_number`; this layout has none and ignores it."""
         assert isinstance(weight, NVFP4)
         scales, of_tensor, of_inputs, *_ = self.others
         shape, one = self.scalar, np.dtype(np.float32)
@@ -301,10 +330,12 @@ class _Files(Layout):
 
 
 class CompressedTensors(_Files):
-    """The layout of compressed-tensors' `nvfp4-pack-quantized`, which llm-compressor writes.
+    """The layout of compressed-tensors' `nvfp4-pack-quantized`, which llm-compressor writes; also that of weights that
+    jaxtune itself quantises to NVFP4.
 
     The tensors are `X.weight_packed` uint8[out, in / 2], `X.weight_scale` e4m3[out, in / 16], `X.weight_global_scale`
     float32[1], by which scales are divided, and, if activations are quantised too, `X.input_global_scale` float32[1].
+    The attributes and methods are explained in Layout.
     """
 
     title = "NVFP4 of compressed-tensors (nvfp4-pack-quantized)"
@@ -320,8 +351,9 @@ class CompressedTensors(_Files):
         return (settings.get("quant_method"), settings.get("format")) == ("compressed-tensors", "nvfp4-pack-quantized")
 
     def check(self, settings: Settings) -> None:
-        """Raises ValueError, with key and value, if `settings`, a quantization_config, has a setting that is not
-        supported: weights other than symmetric 4-bit floats in groups of 16, or a quantised key/value cache."""
+        """Raises ValueError, with key and value, if `settings`, a quantization_config that `recognises` accepts, has a
+        setting that is not supported. Supported are weights that are symmetric floats of 4 bits in groups of 16,
+        without a quantised key/value cache."""
         for name, group in (settings.get("config_groups") or {}).items():
             weights = group.get("weights") or {}
             for key, value in {"num_bits": 4, "type": "float", "group_size": BLOCK, "symmetric": True}.items():
@@ -342,8 +374,14 @@ class CompressedTensors(_Files):
         return super().claims(tensors) and ".weight_global_scale" in tensors
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
-        """The entry quantization_config of config.json for weights in this layout. plain: names of the linears that are
-        not quantised. dtype is not used."""
+        """Returns the entry quantization_config of the config.json of a checkpoint whose weights are stored in this
+        layout.
+
+        Args:
+          weights: all weights in NVFP4; input_activations is set if each of them has a scale of activations.
+          plain: the names of the linears that are not quantised.
+          dtype: not used.
+        """
         number = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": BLOCK}
         number |= {"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}
         inputs = all(isinstance(weight, NVFP4) and weight.input_scale is not None for weight in weights)
@@ -368,7 +406,8 @@ class ModelOpt(_Files):
     """The layout of nvidia-modelopt's export for Hugging Face (`quant_method: modelopt`, `quant_algo: NVFP4`).
 
     The tensors are `X.weight` uint8[out, in / 2], `X.weight_scale` e4m3[out, in / 16], `X.weight_scale_2` float32[], by
-    which scales are multiplied, and, if activations are quantised too, `X.input_scale` float32[].
+    which scales are multiplied, and, if activations are quantised too, `X.input_scale` float32[]. The attributes and
+    methods are explained in Layout.
     """
 
     title = "NVFP4 of nvidia-modelopt"
@@ -390,8 +429,15 @@ class ModelOpt(_Files):
         return super().claims(tensors) and ".weight_scale_2" in tensors
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
-        """The entry quantization_config of config.json for weights in this layout. plain: names of the linears that are
-        not quantised. dtype is not used."""
+        """Returns the entry quantization_config of the config.json of a checkpoint whose weights are stored in this
+        layout.
+
+        Args:
+          weights: all weights in NVFP4; quant_algo says that activations are quantised if each of them has a scale of
+            activations.
+          plain: the names of the linears that are not quantised.
+          dtype: not used.
+        """
         number = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": BLOCK}
         inputs = all(isinstance(weight, NVFP4) and weight.input_scale is not None for weight in weights)
         group: Config = {"input_activations": number} if inputs else {}

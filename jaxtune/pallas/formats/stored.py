@@ -16,44 +16,50 @@ from jaxtune.pallas.meshes import on_any_mesh
 
 
 class Stored:
-    """A quantised tensor: a pytree whose leaves are the arrays that are stored.
+    """The interface of quantised tensors. A Stored is a pytree whose leaves are the arrays that are stored, such as
+    codes and scales. Models have it in place of an array [..., out, in]; a tensor of experts is [E, out, in].
 
-    A format is a frozen dataclass with `shape`, `dtype_name`, `problem`, `cut` and `_decode`, and with `encode` if
-    weights are quantised here. The other methods have defaults for arrays whose first axes are those of the tensor. A
-    tensor of experts is [E, out, in].
+    A format is a frozen dataclass with `shape`, `dtype_name`, `problem` (why the arrays do not fit each other), `cut`
+    (how many consecutive indices may not be separated) and `_decode` (the decoded array), and with `encode` if jaxtune
+    quantises weights to it. The other methods have defaults for arrays whose first axes are those of the tensor:
+    `divided` says how the tensor is divided over devices; `joined` and `piece` make a tensor of experts from matrices
+    that files have one by one, and cut one out; `random_like` and `kind` are for the check of a kernel at its first
+    use; `product_time` and `decoded_share` are for the planner's forecasts.
     """
 
-    shape: tuple[int, ...]  # of the tensor
+    shape: tuple[int, ...]  # of the decoded tensor
     dtype_name: str  # the dtype that `decode` gives by default
-    shared: ClassVar[tuple[str, ...]] = ()  # names of arrays of which every part of a divided tensor needs the whole
+    # names of the arrays that are not divided when the tensor is divided over devices, because each device needs all of
+    # them, such as a table
+    shared: ClassVar[tuple[str, ...]] = ()
     # the value of model.compute with which products use this format without decoding, by their own kernels
     # (quant_matmul/as_stored.py); None: products decode it
     compute: ClassVar[str | None] = None
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype that `decode` gives by default."""
+        """The dtype named by `dtype_name`, which `decode` returns by default."""
         return jnp.dtype(self.dtype_name)
 
     @property
     def ndim(self) -> int:
-        """The number of dimensions of the tensor."""
+        """The number of dimensions of the decoded tensor."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
-        """The number of elements of the tensor."""
+        """The number of elements of the decoded tensor."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes that are stored."""
+        """The number of bytes of the arrays that are stored, codes and scales."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
     @staticmethod
     def encode(array: jax.Array) -> Stored:
-        """Quantises an array [..., out, in]; the stored bytes are the same on every device. Each format implements
-        it."""
+        """Quantises an array [..., out, in] and returns it as this format's Stored; the stored bytes are the same on
+        every device. Each format to which jaxtune quantises weights implements it."""
         raise NotImplementedError
 
     def problem(self) -> str | None:
@@ -69,11 +75,11 @@ class Stored:
 
     def divided(self, axis: int, parts: int) -> tuple[int | None, ...] | None:
         """The axis along which each leaf is divided if the tensor is divided into `parts` equal parts along `axis`, for
-        the sharding of a model's weights.
+        the sharding of a model's weights over devices.
 
-        The entries are in the order of the leaves; an entry is None for an array that each part needs whole (`shared`).
-        None instead of the tuple means that the tensor cannot be divided like this: not along this axis, or not into
-        whole blocks.
+        The entries are in the order of the leaves; an entry is None for an array that is not divided, because each part
+        needs all of it (`shared`). Returns None instead of the tuple if the tensor cannot be divided like this: not
+        along this axis, or not without cutting a block of quantisation.
         """
         whole_blocks = self.cut(axis)
         if whole_blocks is None or self.shape[axis] % (whole_blocks * parts):
@@ -84,15 +90,22 @@ class Stored:
 
     @classmethod
     def joined(cls, pieces: Sequence[Self], shape: tuple[int, ...]) -> Self:
-        """One tensor of this shape [E, rows, columns] from pieces [., columns] that are its rows in order, as a
-        checkpoint stores experts one by one; the leaves are numpy arrays."""
+        """Makes one tensor of experts from quantised matrices that a checkpoint stores one by one. The leaves are numpy
+        arrays.
+
+        Args:
+          pieces: the matrices [., columns], whose rows in this order are those of expert 0, expert 1, ...; an expert
+            may have several, such as gate and up.
+          shape: the result's, [E, rows, columns].
+        """
         structure = jax.tree.structure(pieces[0])
         leaves = [np.concatenate(parts) for parts in zip(*map(jax.tree.leaves, pieces), strict=True)]
         return jax.tree.unflatten(structure, [leaf.reshape(shape[0], -1, *leaf.shape[1:]) for leaf in leaves])
 
     def piece(self, index: int, start: int, rows: int) -> Self:
-        """Rows `start` to before `start + rows` of matrix `index` of a tensor [E, ., columns], as a tensor [rows,
-        columns]: the inverse of `joined`, for writing experts one by one."""
+        """Cuts the rows from `start` to before `start + rows` out of the matrix number `index` of this tensor of
+        experts [E, ., columns], and returns them as a tensor [rows, columns], which is written to a file by itself. It
+        is the inverse of `joined`."""
         high = self.cut(1) or rows  # how many rows share an entry of an array that has fewer rows
 
         def rows_of(array: jax.Array) -> jax.Array:
@@ -104,16 +117,16 @@ class Stored:
         return jax.tree.map(rows_of, self)
 
     def random_like(self, shape: tuple[int, ...], draw: np.random.Generator) -> Stored:
-        """A weight of this shape with random numbers, in the format of this one and with the same optional parts, on
-        which a kernel is compared with its reference at its first use. draw: numpy's generator, from which the numbers
-        come."""
+        """Makes a weight of this shape with random numbers, in the format of this weight and with the same options,
+        such as quantised absmax. A kernel that decodes the format is compared with the plain JAX implementation on it,
+        at its first use. draw: numpy's generator, from which the numbers come."""
         return self.encode(jnp.asarray(draw.standard_normal(shape), jnp.bfloat16))
 
     @property
     def kind(self) -> str:
-        """A phrase that identifies the weights for which a kernel that decodes them is compiled, and checked at its
-        first use on a GPU (dispatch.first_use), only once: the format's name, and what else changes the kernel, such as
-        quantised absmax."""
+        """A phrase that is the same for all weights that a decoding kernel treats alike: the format's name, and what
+        else changes the kernel, such as quantised absmax. A kernel is compared with the plain JAX implementation once
+        for each phrase (dispatch.first_use), at its first use on a GPU."""
         return type(self).__name__
 
     def product_time(self, as_stored: bool, device: str) -> float:
@@ -122,7 +135,8 @@ class Stored:
         forecasts the time of a step with it.
 
         Args:
-          as_stored: whether the product uses the format without decoding (`compute`).
+          as_stored: True: the product uses the format without decoding it, by a kernel for it (`compute`). False: the
+            product decodes the weight first.
           device: the device's name, such as "NVIDIA H200".
         """
         del as_stored, device
@@ -132,17 +146,19 @@ class Stored:
         """How many times a product in one direction, forward or backward, on average of both, writes the decoded
         tensor, or a copy of it, to memory: 1 if products decode it. The planner forecasts the time of a step with it.
 
-        as_stored: whether products use the format without decoding (`compute`).
+        as_stored: True: the products use the format without decoding it, by a kernel for it (`compute`). False: they
+        decode it.
         """
         del as_stored
         return 1.0
 
     @on_any_mesh
     def decode(self, dtype=None) -> jax.Array:
-        """The tensor in `dtype`, a floating-point dtype (by default that of `dtype_name`).
+        """Returns the decoded tensor in `dtype`, a floating-point dtype; None means that of `dtype_name`.
 
         Raises:
-          ValueError: the arrays do not fit each other. TypeError: another kind of dtype.
+          ValueError: the arrays do not fit each other (`problem`).
+          TypeError: `dtype` is no floating-point dtype.
         """
         op = f"{type(self).__name__}.decode"
         if (problem := self.problem()) is not None:
@@ -152,11 +168,12 @@ class Stored:
         return self._decode(dtype)
 
     def _decode(self, dtype) -> jax.Array:
-        """The decoded tensor in `dtype`, or in that of `dtype_name` if it is None: what `decode` does once it has
-        checked the arrays and the dtype. Each format implements it."""
+        """The decoded tensor in `dtype`, or in that of `dtype_name` if it is None. It is the computation of `decode`,
+        which checks the arrays and the dtype before. Each format implements it."""
         raise NotImplementedError
 
 
 def dense(weight: jax.Array | Stored, dtype=None) -> jax.Array:
-    """A weight as an array: an array unchanged, a quantised weight decoded to `dtype` (by default its `dtype_name`)."""
+    """The array of a weight that may be quantised: an array is returned unchanged, whatever `dtype` is, and a Stored is
+    decoded to `dtype` (None: its `dtype_name`)."""
     return weight.decode(dtype) if isinstance(weight, Stored) else weight

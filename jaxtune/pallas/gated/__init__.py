@@ -1,5 +1,6 @@
-"""The backward of an MLP's gated activation, activation(gate) * up: gated_backward, which a kernel computes over the
-memory of its arguments if it supports the call; and ACTIVATIONS, the activations by name."""
+"""The backward of an MLP's gated activation, activation(gate) * up: `gated_backward`, for which a kernel writes the
+results over the memory of its arguments if it supports the call; and ACTIVATIONS, {name: the activation as a JAX
+function}."""
 
 from jaxtune.pallas.gated.api import gated_backward
 from jaxtune.pallas.gated.reference import ACTIVATIONS

@@ -17,14 +17,16 @@ IMPLEMENTATIONS = {"mosaic": mosaic, "reference": reference}
 def gated_backward(
     gate: jax.Array, up: jax.Array, dgated: jax.Array, activation: str, *, implementation: str | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(activation(gate) * up, gradient of gate, gradient of up), given the gradient dgated of the first; all of one
-    shape and float dtype.
+    """The backward of an MLP's gated activation. Returns (activation(gate) * up, the gradient of gate, the gradient of
+    up), all in the shape and dtype of the arguments. The first is computed again, so that a forward need not keep it
+    for the down projection's gradient.
 
     Args:
-      gate, up, dgated: the arrays.
-      activation: a name of ACTIVATIONS.
-      implementation: "mosaic" (the results reuse the arguments' memory if nothing else reads them), "reference", or
-        None for the first that supports the call.
+      gate, up: the arrays of the forward, of one shape and one dtype: bfloat16, float16 or float32.
+      dgated: the gradient of activation(gate) * up, in the same shape and dtype.
+      activation: "silu", "gelu_tanh" or "gelu".
+      implementation: "mosaic" (the results reuse the arguments' memory if nothing else reads them), "reference" (plain
+        JAX), or None for the first that supports the call.
     Raises:
       TypeError, ValueError: an argument is not as described here.
     """
@@ -46,9 +48,14 @@ def gated_backward(
 
 
 def implementations(dtype, size: int, activation: str) -> dispatch.Table:
-    """The implementations of a call for arrays of this dtype and number of elements (`size`), in the order in which
-    they are tried, each with a function that returns why it refuses it. activation: a key of ACTIVATIONS, such as
-    "silu"."""
+    """The table from which dispatch.choose takes the implementation of a call: {name: a function that returns the
+    reason why the implementation refuses the call, or None}, in the order in which they are tried.
+
+    Args:
+      dtype: of the arrays.
+      size: the number of elements of each.
+      activation: a key of ACTIVATIONS, such as "silu".
+    """
 
     def refusal():
         return mosaic.refusal(dtype, size, activation) or _first_use(activation)
@@ -57,8 +64,8 @@ def implementations(dtype, size: int, activation: str) -> dispatch.Table:
 
 
 def _first_use(activation: str) -> str | None:
-    """The reason why this GPU must not run the kernel for this activation, or None, from comparing a small case, whose
-    chunks do not fill the last program, with the reference."""
+    """Compares the Mosaic kernel with the plain JAX implementation on a small random case, once for each activation on
+    a GPU. Returns the reason why this GPU must not run the kernel for `activation`, a key of ACTIVATIONS, or None."""
 
     def compare():
         gate, up, dgated = (4 * jax.random.normal(jax.random.key(0), (3, 7, mosaic.CHUNK))).astype(jnp.bfloat16)

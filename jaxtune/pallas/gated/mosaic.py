@@ -1,7 +1,7 @@
 """The backward of a gated activation as a Pallas Mosaic GPU kernel for Hopper, which overwrites its inputs.
 
-It is bound by memory. A lane reads 16 bytes of each array and writes 16 bytes of each result to the same place. The
-memory is kept busy by many warps on each multiprocessor, as a lane needs few registers.
+Its time is that of reading and writing memory. A lane reads 16 bytes of each array and writes 16 bytes of each result
+to the same address. As a lane needs few registers, many warps run on each multiprocessor and keep the memory busy.
 """
 
 from __future__ import annotations
@@ -22,8 +22,14 @@ MOST = 2**32  # the largest number of elements
 
 
 def refusal(dtype, size: int, activation: str) -> str | None:
-    """The reason why the kernel cannot serve arrays of this dtype and number of elements (`size`), or None. activation:
-    its name, such as "silu"."""
+    """The reason why the kernel cannot compute a call on this GPU, or None; the choice of an implementation asks it. It
+    is a GPU that is not Hopper, or one of the reasons of `unsupported`, or an array of 2^32 elements or more.
+
+    Args:
+      dtype: of the arrays.
+      size: the number of elements of each.
+      activation: its name, such as "silu".
+    """
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     reason = unsupported(dtype, size, activation)
@@ -35,9 +41,16 @@ def refusal(dtype, size: int, activation: str) -> str | None:
 
 
 def unsupported(dtype, size: int, activation: str) -> str | None:
-    """The reason why the kernel cannot serve arrays of this dtype and number of elements (`size`) on any GPU, or None;
-    the limit on the size is not tested. activation: its name, such as "silu". The planner, which forecasts memory for
-    a GPU that may not be there, asks this."""
+    """The reason why the kernel cannot compute a call on any GPU, or None: another activation than "silu" and
+    "gelu_tanh", another dtype than bfloat16, or a size that is no multiple of CHUNK. The planner asks this and not
+    `refusal`, because it forecasts memory also for a GPU that this machine does not have; the largest size is not
+    tested.
+
+    Args:
+      dtype: of the arrays.
+      size: the number of elements of each.
+      activation: its name, such as "silu".
+    """
     if activation not in ("silu", "gelu_tanh"):
         return f"activation {activation}: Mosaic has no erf"
     if dtype != jnp.bfloat16:
@@ -48,15 +61,15 @@ def unsupported(dtype, size: int, activation: str) -> str | None:
 
 
 def _sigmoid(z):
-    """The sigmoid of float32 z in registers by the approximate square root, because Pallas has no approximate division;
-    its error is 2^-21."""
+    """The sigmoid of z, float32 in registers, as the square of 1 / sqrt(1 + exp(-z)), whose approximate instruction is
+    fast; Pallas has no approximate division. The error is 2^-21."""
     root = lax.rsqrt(1.0 + jnp.exp(-z))
     return root * root
 
 
 def _share(x, activation: str):
-    """(s(x), its derivative s'(x)) at float32 x in registers, for an activation of the form x s(x): s is the sigmoid
-    for "silu", and the tanh approximation of the normal distribution function for "gelu_tanh"."""
+    """Returns (s(x), its derivative s'(x)) for x, float32 in registers. The activation is x s(x): s is the sigmoid for
+    "silu", and the tanh approximation of the normal distribution function for "gelu_tanh"."""
     if activation == "silu":
         share = _sigmoid(x)
         return share, share * (1.0 - share)
@@ -67,9 +80,9 @@ def _share(x, activation: str):
 
 
 def _results(values, activation: str):
-    """(gated, dgate, dup), float32 in registers, of one chunk: gated is activation(gate) * up, and the others are the
-    gradients of gate and up. values: (gate, up, dgated) in registers, dgated being the gradient of gated. activation:
-    "silu" or "gelu_tanh"."""
+    """Returns (gated, dgate, dup) of one chunk, float32 in registers: gated is activation(gate) * up, and the others
+    are the gradients of gate and up. values: (gate, up, dgated) of the chunk in registers, dgated being the gradient of
+    gated. activation: "silu" or "gelu_tanh"."""
     gate, up, dgated = (each.astype(jnp.float32) for each in values)
     share, slope = _share(gate, activation)
     active = gate * share
@@ -77,8 +90,10 @@ def _results(values, activation: str):
 
 
 def _kernel(gate_ref, up_ref, dgated_ref, *, activation):
-    """Replaces gate_ref, up_ref and dgated_ref, bfloat16[chunks, CHUNK] in global memory, by gated, dgate and dup; a
-    program, which is one warpgroup, has one chunk. activation: "silu" or "gelu_tanh", as in _results."""
+    """The kernel's body: replaces the contents of gate_ref, up_ref and dgated_ref, bfloat16[chunks, CHUNK] in global
+    memory, by activation(gate) * up, the gradient of gate and the gradient of up. dgated is the gradient of
+    activation(gate) * up. Each program, which is one warpgroup, computes one row, a chunk of CHUNK elements.
+    activation: "silu" or "gelu_tanh"."""
     refs = (gate_ref, up_ref, dgated_ref)
     layout = plgpu.Layout.WG_STRIDED((CHUNK,), _VECTOR)
     number = lax.axis_index("chunk")
@@ -88,8 +103,14 @@ def _kernel(gate_ref, up_ref, dgated_ref, *, activation):
 
 
 def gated_backward(gate, up, dgated, activation: str):
-    """(activation(gate) * up, dgate, dup) from bfloat16 gate, up and dgated, the gradient of the first, written over
-    the arguments if nothing else reads them. `refusal` says which calls it supports."""
+    """Computes (activation(gate) * up, the gradient of gate, the gradient of up) by the kernel. The results are written
+    over the arguments' memory if nothing else reads it; otherwise XLA copies the arguments first.
+
+    Args:
+      gate, up: bfloat16 arrays of one shape.
+      dgated: bfloat16, the gradient of activation(gate) * up.
+      activation: "silu" or "gelu_tanh"; `refusal` says which calls are supported.
+    """
     refs = [jax.new_ref(each.reshape(-1, CHUNK)) for each in (gate, up, dgated)]
     gpu_kernel.kernel(
         functools.partial(_kernel, activation=activation),

@@ -15,7 +15,7 @@ ACTIVATIONS = {
 
 
 def gated_backward(gate, up, dgated, activation: str):
-    """(activation(gate) * up, dgate, dup) from gate, up and dgated, the gradient of the first, in plain jnp.
-    activation: a key of ACTIVATIONS."""
+    """Computes (activation(gate) * up, the gradient of gate, the gradient of up) in plain JAX. dgated: the gradient of
+    activation(gate) * up. activation: a key of ACTIVATIONS."""
     gated, pullback = jax.vjp(lambda gate, up: ACTIVATIONS[activation](gate) * up, gate, up)
     return gated, *pullback(dgated)

@@ -1,5 +1,6 @@
-"""Products of rows sorted by expert with the experts' weights and their adapters: grouped_matmul and grouped_bias, the
-layout of the sorted rows (Groups), and the adapters (GroupedLora)."""
+"""Products of rows sorted by expert with the experts' weights: `grouped_matmul`, with LoRA adapters (`GroupedLora`),
+and `grouped_bias`, which adds biases. `Groups` is the layout of the sorted rows, in tiles of TILE_ROWS rows.
+`implementations` says which implementations support a call."""
 
 from jaxtune.pallas.grouped_matmul.api import GroupedLora, grouped_bias, grouped_matmul, implementations
 from jaxtune.pallas.grouped_matmul.layout import TILE_ROWS, Groups

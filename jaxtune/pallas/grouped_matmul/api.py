@@ -42,12 +42,13 @@ _MOSAIC = ("mosaic", _AHEAD)  # their kernels also multiply by an adapter's A an
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GroupedLora:
-    """A low-rank addition to each expert's weight [E, out, in], scale * b a, which is not added to the weight: rows are
-    multiplied by `a` and the result, of r columns, by `b`."""
+    """The LoRA adapters of all experts of a layer: for each expert's weight [out, in] the addition scale * b a. It is
+    not added to the weight: rows are multiplied by the transposed `a`, and the result, which has r columns (the rank),
+    by the transposed `b`."""
 
-    a: jax.Array  # [E, r, in]; cast to x's dtype on use
-    b: jax.Array  # [E, out, r]; cast to x's dtype on use
-    # alpha / r, or alpha / sqrt(r) for rsLoRA
+    a: jax.Array  # [E, r, in]; cast to the dtype of the rows on use
+    b: jax.Array  # [E, out, r]; cast to the dtype of the rows on use
+    # the factor of the addition: alpha / r, or alpha / sqrt(r) for rsLoRA
     scale: float = dataclasses.field(default=1.0, metadata=dict(static=True))
 
 
@@ -56,26 +57,30 @@ class Static:
     """The static settings of a call of grouped_matmul, which `prepared` makes. They are hashable, because the functions
     with a custom derivative take them as a static argument."""
 
-    transposed: bool  # weights are [E, in, out]
-    scale: float  # the adapter's
-    implementation: str  # the name of the implementation that multiplies
-    adapter_first: bool  # the backward computes the adapter's gradients before the gradient of x
-    # for a weight that is multiplied as it is stored, the requested implementation, in a tuple of one
+    transposed: bool  # True: weights are [E, in, out]; False: [E, out, in]
+    scale: float  # the factor of the adapter's product, GroupedLora.scale; 1 without an adapter
+    implementation: str  # the name of the implementation that multiplies, such as "mosaic"
+    # True: the backward computes the adapter's gradients before that of x, so that x can be freed; False: in any order
+    adapter_first: bool
+    # for an FP8 weight that is multiplied without decoding, a tuple of one: the FP8 implementation that the caller
+    # requests, or None; empty for every other weight
     fp8: tuple[str | None, ...] = ()
 
 
 def implementations(
     dtype, in_size: int, out_size: int, groups: Groups, weight=None, implementation: str | None = None
 ) -> dispatch.Table:
-    """The implementations of a call in the order in which they are tried, each with a function that returns why it
-    refuses it.
+    """The table from which dispatch.choose takes the implementation of a call: {name: a function that returns the
+    reason why the implementation refuses the call, or None}, in the order in which they are tried.
 
     Args:
-      dtype: of x.
-      in_size, out_size: columns and rows of an expert's weight, [out, in].
-      groups: the experts of the sorted rows; only the size of its tiles is used.
-      weight: the weight if it is in four bits; None for an array.
-      implementation: the name that the caller requests, or None.
+      dtype: of the rows, x.
+      in_size, out_size: the columns and rows of an expert's weight [out, in].
+      groups: the layout of the sorted rows, of which only the rows of a tile are used.
+      weight: the weight if it is quantised and may be decoded while it is multiplied ("mosaic_ahead"); None: it is an
+        array.
+      implementation: the name that the caller requests, or None. On several devices "mosaic_ahead" is only used on
+        request.
     """
 
     def mosaic_refusal():
@@ -106,23 +111,25 @@ def implementations(
 
 
 def gathers(implementation: str) -> bool:
-    """Whether an implementation's products gather tokens' rows themselves while they multiply, so that `forward` and
-    `backward` may be given `tokens`, and no sorted copy of the tokens is made."""
+    """Whether products by `implementation` read the rows of tokens at given indices while they multiply. True:
+    `forward` and `backward` may get `tokens`, and no sorted copy of the tokens is made. False: the caller must pass
+    sorted rows. It is True for "mosaic" only, if its kernel passes its check on this GPU."""
     return implementation == "mosaic" and first_use.refusal("mosaic", mosaic.product, None, gathering=True) is None
 
 
 def _product(x, weight, groups, contract, extra, static: Static, tokens):
-    """The product of sorted rows with a weight, which is decoded once x is computed and not earlier, or multiplied as
-    it is stored.
+    """The product of sorted rows with their experts' weights, plus the adapter's, [rows, n] in x's dtype. A quantised
+    weight is decoded once x is computed and not earlier, so that XLA keeps no decoded weights; or it is multiplied
+    without decoding.
 
     Args:
       x: [rows, K], or [T, K] with `tokens`.
-      weight: [E, ., .], an array or quantised.
+      weight: [E, n, K] (contract = 2) or [E, K, n] (contract = 1), an array or quantised.
       groups: the experts of the sorted rows.
       contract: the axis of the weight that is summed over, 1 or 2.
-      extra: the adapter's two operands (reference.product), or None.
+      extra: None, or (u [rows, r], l [E, n, r] or [E, r, n]), whose product is added: an adapter's.
       static: the settings of the call, which name the implementation.
-      tokens: int32[rows], the row of x for each sorted row; None: x is sorted.
+      tokens: int32[rows], the row of x for each sorted row, T for an empty row; None: x is sorted.
     """
     implementation = static.implementation
     if static.fp8:
@@ -136,25 +143,33 @@ def _product(x, weight, groups, contract, extra, static: Static, tokens):
 
 
 def _thin(x, weight, groups, contract, implementation, tokens):
-    """The product of sorted rows (or of x [T, K] at `tokens`) with an adapter's A or B (`weight`), in x's dtype:
-    [rows, n] for A or B [E, n, K] (contract = 2) or [E, K, n] (contract = 1). groups: the experts of the sorted rows.
-    If `implementation` is a Mosaic one, its kernel computes it, and n is padded with zero columns to a multiple of 64,
-    as the kernel's next product wants it."""
+    """The product of sorted rows with one side of an adapter, A or B, in x's dtype: [rows, n], n being the rank. With a
+    Mosaic implementation n is padded with zero columns to a multiple of 64, as the kernel of the next product needs it.
+
+    Args:
+      x: the rows [rows, K], or [T, K] with `tokens`.
+      weight: A or B, [E, n, K] (contract = 2) or [E, K, n] (contract = 1).
+      groups: the experts of the sorted rows.
+      contract: the axis of the weight that is summed over.
+      implementation: the name of the call's implementation; those that are not Mosaic's use plain JAX here.
+      tokens: int32[rows], the row of x for each sorted row; None, as always with plain JAX: x is sorted.
+    """
     if implementation in _MOSAIC:
         return mosaic.thin(x, weight, groups, contract, tokens)
     return reference.thin(x, weight, groups, contract)
 
 
 def _contracted(thin, wide, groups, rank, implementation, tokens):
-    """The gradient of an adapter's A, or of B transposed: float32[E, rank, n], thin^T wide summed over the rows of each
-    expert, by the Mosaic kernel if `implementation` is one and the GPU passes its check, else by the reference.
+    """The gradient of an adapter's A, or of its B transposed: float32[E, rank, n], which is thin^T wide, summed over
+    the rows of each expert. A Mosaic kernel computes it if `implementation` is a Mosaic one and the kernel passes its
+    check on this GPU; otherwise plain JAX does.
 
     Args:
-      thin: [rows, at least rank]; columns from `rank` on are padding.
-      wide: [rows, n], or [T, n] with `tokens`.
+      thin: the factor with the adapter's rank as columns, [rows, at least rank]; columns from `rank` on are padding.
+      wide: the other factor, rows or their gradients: [rows, n], or [T, n] with `tokens`.
       groups: the experts of the sorted rows.
-      rank: the adapter's.
-      implementation: that of the call.
+      rank: of the adapter.
+      implementation: the name of the call's implementation.
       tokens: int32[rows], the row of `wide` for each sorted row; None: `wide` is sorted.
     """
     if implementation in _MOSAIC and mosaic_contract.refusal(wide.dtype) is None:
@@ -165,19 +180,30 @@ def _contracted(thin, wide, groups, rank, implementation, tokens):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _grouped(x, weight, lora, groups, static: Static):
-    """grouped_matmul with a custom derivative, of x, weight, lora ((a, b) or None), groups and static as `prepared`
-    returns them: [rows, out]."""
+    """The grouped product as a function with a custom derivative, [rows, out].
+
+    Args:
+      x: the sorted rows [rows, in].
+      weight: [E, out, in], or [E, in, out] if static.transposed; an array or quantised.
+      lora: (a, b) of the adapter, or None.
+      groups: the experts of the sorted rows.
+      static: the settings of the call, from `prepared`.
+    """
     return forward(x, weight, lora, groups, static)[0]
 
 
 def forward(x, weight, lora, groups, static: Static, tokens=None):
-    """The product with its residuals, of arguments in the form in which `prepared` returns them: (out [rows, out],
-    residuals for `backward`). The residuals are (x, weight, lora, groups, inner), inner being x times the adapter's A,
-    or None without an adapter. static: the settings of the call.
+    """Computes the grouped product and the residuals of its derivative. jaxtune.pallas.routing also calls it, for rows
+    that are gathered from tokens.
 
-    jaxtune.pallas.routing calls it for rows that are gathered from tokens: `tokens` is then int32[rows], the row of x
-    [T, in] for each sorted row, T for an empty one; the implementation must be one that `gathers`. lora: (a, b) or
-    None.
+    Args:
+      x, weight, lora, static: what `prepared` returns; lora is (a, b) or None.
+      groups: the experts of the sorted rows.
+      tokens: int32[rows], the row of x [T, in] for each sorted row, T for an empty row; only for an implementation that
+        `gathers`. None: x is sorted, [rows, in].
+    Returns:
+      (the product [rows, out], residuals for `backward`). The residuals are (x, weight, lora, groups, inner), inner
+      being x times the adapter's A, or None without an adapter.
     """
     contract = 1 if static.transposed else 2
     inner = extra = None
@@ -190,16 +216,19 @@ def forward(x, weight, lora, groups, static: Static, tokens=None):
 
 
 def backward(static: Static, residuals, dout, x_tokens=None, dout_tokens=None):
-    """The gradients of `forward`: (that of the sorted rows [rows, in], that of the weight or None if it is quantised,
-    those of (a, b) or None without an adapter).
+    """Computes the gradients of `forward`, given that of its result. jaxtune.pallas.routing also calls it, for rows
+    that are gathered from tokens.
 
     Args:
-      static: the settings of the call, as in the forward.
+      static: the settings of the call, as in `forward`.
       residuals: from `forward`.
-      dout: the gradient of its result, [rows, out], or [T, out] with `dout_tokens`.
+      dout: the gradient of the product, [rows, out], or [T, out] with `dout_tokens`.
       x_tokens: int32[rows], the row of the residuals' x [T, in] for each sorted row; None: x is sorted.
       dout_tokens: int32[rows], the row of dout for each sorted row, for an implementation that `gathers`; None: dout is
         sorted.
+    Returns:
+      (the gradient of the sorted rows [rows, in], that of the weight or None if it is quantised, those of the adapter's
+      (a, b) or None without an adapter).
     """
     x, weight, lora, groups, inner = residuals
     contract = 2 if static.transposed else 1
@@ -227,14 +256,15 @@ def backward(static: Static, residuals, dout, x_tokens=None, dout_tokens=None):
 
 
 def _grouped_fwd(x, weight, lora, groups, static):
-    """The forward rule of `_grouped`, with its arguments x, weight, lora, groups and static: (out [rows, out],
-    residuals), both from `forward`."""
+    """The forward rule of `_grouped` for jax.custom_vjp. It takes the arguments of `_grouped`, and returns (the product
+    [rows, out], the residuals for the backward rule), both from `forward`."""
     return forward(x, weight, lora, groups, static)
 
 
 def _grouped_bwd(static, residuals, dout):
-    """The backward rule of `_grouped`, from its static argument, the residuals and dout [rows, out]: (gradient of the
-    rows, of the weight or None if it is quantised, of the adapter's (a, b) or None, None for the groups)."""
+    """The backward rule of `_grouped` for jax.custom_vjp, from the static settings, the residuals, and dout [rows,
+    out], the gradient of the product. Returns (the gradient of x, that of the weight or None if it is quantised, those
+    of the adapter's (a, b) or None without one, None for the groups)."""
     return *backward(static, residuals, dout), None
 
 
@@ -242,11 +272,15 @@ _grouped.defvjp(_grouped_fwd, _grouped_bwd)
 
 
 def check_groups(check: Arguments, groups: Groups, name: str = "groups") -> None:
-    """Checks the class, dtypes and shapes of a layout of sorted rows; check: the checker of the call (Arguments);
-    `name` is the argument's, for messages.
+    """Checks that an argument is a Groups, the layout of sorted rows, and that its arrays have the dtypes and shapes
+    that fit each other.
 
+    Args:
+      check: the object that checks the arguments of the call (Arguments).
+      groups: the argument.
+      name: the argument's name, for messages.
     Raises:
-      TypeError, ValueError: `groups` is not as `Groups` describes it.
+      TypeError, ValueError: `groups` is not as the class Groups describes it.
     """
     check.is_a(name, groups, Groups, "a Groups: that of a Routing, as route makes")
     for part, shape in (("tile_expert", "tiles"), ("count", ""), ("tile_sizes", "tiles"), ("sizes", "E")):
@@ -254,16 +288,20 @@ def check_groups(check: Arguments, groups: Groups, name: str = "groups") -> None
 
 
 def checked(op: str, name: str, x, shape: str, weight, groups: Groups, lora, transposed: bool, routing=None) -> None:
-    """Checks the arguments of a product that takes sorted rows or tokens: grouped_matmul, and routing's
-    matmul_of_tokens and matmul_to_tokens.
+    """Checks the arguments of a grouped product, and returns nothing. The operations are grouped_matmul, which takes
+    sorted rows, and matmul_of_tokens and matmul_to_tokens of jaxtune.pallas.routing, which take tokens and their
+    routing.
 
     Args:
-      op: the operation, for messages.
-      name, shape: the name of x and its shape in words, such as "rows in" or "T in" (Arguments.array).
-      x, weight, groups, lora, transposed: the arguments, which must be as grouped_matmul describes them.
-      routing: the Routing that has the groups, if the caller was given one; None if it was given the groups.
+      op: the operation's name, for messages.
+      name: the name of the argument x, for messages.
+      x: the rows or tokens.
+      shape: the shape that x must have, in words such as "rows in" or "T in" (Arguments.array).
+      weight, groups, lora, transposed: the arguments, which must be as grouped_matmul describes them.
+      routing: the Routing from which the groups are, if the operation takes one: its arrays are checked too, and
+        messages call the groups "routing.groups". None: the operation takes the groups.
     Raises:
-      TypeError, ValueError: an argument is not as described there.
+      TypeError, ValueError: an argument is not as grouped_matmul describes it.
     """
     check = Arguments(op)
     check_groups(check, groups, "groups" if routing is None else "routing.groups")
@@ -290,9 +328,10 @@ def prepared(
     fp8: bool,
     implementation: str | None,
 ):
-    """(x, weight, (a, b) or None, static) in the form that `forward` takes, with the implementation chosen. The
-    arguments x, weight, groups, lora, transposed, derivative_follows, fp8 and implementation are grouped_matmul's. If
-    derivative_follows, a weight that has to be decoded is decoded here, once for the forward and the gradient of x."""
+    """Chooses the implementation of a grouped product, and returns (x, weight, (a, b) of the adapter or None, the
+    Static settings), which are the arguments of `forward`. The arguments are those of grouped_matmul, which explains
+    them. With derivative_follows, a weight that has to be decoded is decoded here, once for the forward and the
+    gradient of x, and the returned weight is an array without a gradient."""
     in_size, out_size = weight.shape[1:] if transposed else weight.shape[:0:-1]
     as_stored = fp8 and isinstance(weight, Stored) and weight.compute in AS_STORED
     packed = weight if isinstance(weight, Stored) and not as_stored else None
@@ -318,23 +357,28 @@ def grouped_matmul(
     fp8: bool = False,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Multiplies each expert's rows by its weight, and adds its adapter's product.
+    """Multiplies the rows of each expert of a mixture by the expert's weight, and adds the product with its adapter. It
+    is a matrix product for each expert, of as many rows as tokens chose it.
 
-    Empty rows must be zero, and their results are zero; see permute. Differentiable with respect to x, a weight that is
-    an array, and the adapter.
+    Empty rows, with which each expert's rows are padded to whole tiles, must be zero; their results are zero.
+    Differentiable with respect to x, a weight that is an array, and the adapter.
 
     Args:
-      x: [rows, in] bfloat16, float16 or float32, sorted as `groups` says; its dtype is the compute dtype, to which
-        other weights are cast.
-      weight: [E, out, in], or [E, in, out] if `transposed`; an array, or in four bits as from
-        `formats.NF4.encode(array)` or `MXFP4` (decoded for each product, by "mosaic_ahead" while it multiplies).
-      groups: `routing.route(choice, E).groups`.
+      x: [rows, in] bfloat16, float16 or float32, sorted by expert as `groups` says; its dtype is the compute dtype, to
+        which other weights are cast.
+      weight: an array or a quantised weight (Stored), [E, out, in], or [E, in, out] if `transposed`. A quantised one is
+        decoded for each product; "mosaic_ahead" decodes one in four bits while it multiplies.
+      groups: which expert each tile of rows belongs to, from `routing.route(choice, E).groups`.
       lora: the adapter, or None.
-      derivative_follows: the derivative is computed soon, and x has no other use. A weight that has to be decoded is
-        then decoded once for both, and the adapter's gradients are computed before x's, so that x can be freed.
-      fp8: a weight in FP8 is multiplied as it is stored, in the forward and for the gradient of x: rows are
-        rounded to e4m3 (fp8_experts.py). Adapters multiply x unrounded.
-      implementation: "mosaic", "mosaic_ahead", "triton", "reference", or None for the first that supports the call.
+      transposed: True: each expert's weight is [in, out]. False: [out, in].
+      derivative_follows: True: the derivative is computed soon, and x has no other use. A weight that has to be decoded
+        is then decoded once for both, and the adapter's gradients are computed before x's, so that x can be freed.
+        False: a weight is decoded again for the gradient of x.
+      fp8: True: a weight in FP8 is multiplied without decoding, in the forward and for the gradient of x, with rows
+        that are rounded to e4m3 (fp8_experts.py); adapters multiply x unrounded. False: it is decoded. For other
+        weights it has no effect.
+      implementation: "mosaic", "mosaic_ahead", "triton", "reference" (plain JAX), or None for the first that supports
+        the call.
     Returns:
       [rows, out] in x's dtype.
     Raises:
@@ -347,9 +391,13 @@ def grouped_matmul(
 
 @meshes.on_any_mesh
 def grouped_bias(rows: jax.Array, bias: jax.Array, groups: Groups) -> jax.Array:
-    """rows [rows, out] plus the bias of each row's expert, bias [E, out]; in rows' dtype. groups: which expert each
-    row belongs to.
+    """Adds to each row the bias of its expert. Returns [rows, out] in the dtype of `rows`. Differentiable with respect
+    to rows and bias.
 
+    Args:
+      rows: [rows, out], sorted by expert.
+      bias: [E, out].
+      groups: which expert each tile of rows belongs to.
     Raises:
       TypeError, ValueError: an argument is not as described here.
     """
@@ -363,20 +411,23 @@ def grouped_bias(rows: jax.Array, bias: jax.Array, groups: Groups) -> jax.Array:
 
 @jax.custom_vjp
 def _biased(rows, bias, groups):
-    """grouped_bias of rows, bias and groups with a custom derivative, in which the bias's gradient is summed over an
-    expert's rows in a fixed order: [rows, out] in rows' dtype."""
+    """Adds to each of rows [rows, out] the bias of its expert, bias [E, out], as a function with a custom derivative,
+    in which the bias's gradient is summed over an expert's rows in a fixed order. groups: which expert each tile of
+    rows belongs to. Returns [rows, out] in the dtype of `rows`."""
     added = reference.per_tile(bias, groups)[:, None].astype(jnp.float32)
     return (reference.tiled(rows, groups).astype(jnp.float32) + added).reshape(rows.shape).astype(rows.dtype)
 
 
 def _bias_fwd(rows, bias, groups):
-    """The forward rule of `_biased`: (the rows plus biases [rows, out], the residuals (bias, groups))."""
+    """The forward rule of `_biased` for jax.custom_vjp. It takes the arguments of `_biased`, and returns (the rows plus
+    biases [rows, out], the residuals (bias, groups) for the backward rule)."""
     return _biased(rows, bias, groups), (bias, groups)
 
 
 def _bias_bwd(residuals, drows):
-    """The backward rule of `_biased`, from its residuals (bias, groups): (the gradient of rows, which is drows [rows,
-    out] itself; that of the bias [E, out], its sums over each expert's rows; None for the groups)."""
+    """The backward rule of `_biased` for jax.custom_vjp, from the residuals (bias, groups) and drows [rows, out], the
+    gradient of the result. Returns (the gradient of rows, which is drows itself; that of the bias [E, out], the sums of
+    drows over each expert's rows; None for the groups)."""
     bias, groups = residuals
     wide = reference.tiled(drows, groups).astype(jnp.float32)
     return drows, reference.per_expert(wide.sum(1), groups).astype(bias.dtype), None

@@ -21,18 +21,19 @@ _TOKENS = 150
 
 
 def refusal(name: str, product: Callable, weight, *, gathering: bool = False) -> str | None:
-    """The reason why this GPU must not run `product` (an implementation of reference.product), or None: compares it
-    with the reference on a small random case.
+    """Compares `product` with the plain JAX implementation (reference.product) on a small random case, once on each
+    GPU. Returns the reason why this GPU must not run it (a computation failed, or a result differs by more than
+    dispatch.first_use allows), or None.
 
     The case is computed with contract = 2, as the forward needs it, and with contract = 1, the product with the
-    transposed weight, which the gradient of x needs. The reason is that a computation failed, or that a result differs
-    by more than dispatch.first_use allows.
+    transposed weight, which the gradient of x needs.
 
     Args:
       name: the implementation's name.
-      product: the function, with the arguments of reference.product.
-      weight: a stored weight: the case has a random one in the same format. None: the case has a bfloat16 array.
-      gathering: whether the case is also computed with rows that `product` gathers from tokens while it multiplies.
+      product: a function with the arguments and the result of reference.product; if `gathering`, it also takes tokens.
+      weight: a quantised weight, whose format a random weight of the case gets. None: the case has a bfloat16 array.
+      gathering: True: the case is also computed with rows that `product` gathers from tokens while it multiplies.
+        False: with sorted rows only.
     """
 
     def compare():

@@ -1,10 +1,11 @@
-"""Products of sorted rows with experts' weights in FP8 as they are stored.
+"""Products of rows sorted by expert with experts' weights in FP8, which are multiplied without decoding them.
 
-As in quant_matmul/fp8_product.py, both operands are e4m3 and sums are float32. If the scales of a weight [E, A, B]
-belong to rows, they are outside of the sum in products along B. In products along A they are factors of the summed
-axis; each sorted row belongs to one expert and is multiplied by them before it is rounded. Scales of 128 x 128 are
-inside both sums. Tensor cores accept e4m3 with the summed axis contiguous only, so for products along A the codes are
-transposed first, in each product (two bytes per weight).
+As in quant_matmul/fp8_product.py, both operands are e4m3 and sums are float32. A weight is [E, A, B], and a product
+sums along B in the forward, along A for the gradient of the rows (or the reverse). If each row of an expert's matrix,
+an index along A, has a scale, the scales multiply the result of a sum along B. In a sum along A they are factors of the
+summed axis; each sorted row belongs to one expert and is multiplied by them before it is rounded. Scales of 128 x 128
+numbers are inside both sums. Tensor cores accept e4m3 with the summed axis contiguous only, so for a sum along A the
+codes are transposed first, in each product (two bytes per weight).
 
 On Hopper fp8_rounding.py rounds rows, which it can gather from the tokens, and fp8_mosaic.py multiplies. On other GPUs
 that multiply in FP8, XLA rounds and fp8_triton.py multiplies. Elsewhere, and if these refuse, rows are rounded all the
@@ -38,18 +39,18 @@ def product(
     plain: Callable,
     implementation: str | None = None,
 ) -> jax.Array:
-    """The grouped product in FP8: x [rows, K], rounded to e4m3 here, times each expert's weight [E, n, K] (contract =
-    2) or [E, K, n] (contract = 1) -> [rows, n] in x's dtype.
+    """The grouped product in FP8: x, rounded to e4m3 here, times each expert's weight -> [rows, n] in x's dtype.
 
     Args:
-      x: rows sorted as `groups` says, or [T, K] with `tokens`.
-      weight: of the experts.
-      groups: of the rows.
-      contract: the axis of the weight that is summed over.
+      x: rows [rows, K] sorted as `groups` says, or [T, K] with `tokens`.
+      weight: the experts' weights, [E, n, K] (contract = 2) or [E, K, n] (contract = 1).
+      groups: the experts of the sorted rows.
+      contract: the axis of the weight that is summed over, 1 or 2.
       extra: None, or (u [rows, r], l [E, n, r] or [E, r, n]), whose product is added: an adapter's, which is not
         rounded.
       tokens: int32[rows], the row of x for each sorted row, T for an empty one; None: x is sorted already.
-      plain: multiplies arrays in 16 or 32 bits, as reference.product does; it is used if no kernel supports the call.
+      plain: a function with the arguments and the result of reference.product, which multiplies arrays in 16 or 32
+        bits; it is used if no FP8 kernel supports the call.
       implementation: "mosaic", "triton", "reference", or None for the first that supports the call.
     """
     blocks, sizes = fp8_product.in_blocks(weight), (weight.shape[contract], weight.shape[3 - contract])
@@ -73,13 +74,13 @@ def product(
 
 
 def _scales(weight: FP8, contract: int) -> tuple[jax.Array | None, jax.Array | None]:
-    """How the scales of a weight [E, A, B] enter a product that sums over its axis `contract`: (factors float32[E, K]
-    by which rows of x are multiplied before they are rounded, or None; scales float32 that the kernel applies to sums,
-    or None).
+    """Says where the scales of `weight` [E, A, B] enter a product that sums over its axis `contract`. Returns (factors
+    float32[E, K], by which rows of x are multiplied before they are rounded, or None; scales float32, by which the
+    kernel multiplies its sums, or None).
 
-    Scales that belong to rows of the weight are one of the two: if the sum is along B (contract = 2), factors of its
-    results, [E, n]; if it is along A, factors of the rows. Scales of 128 x 128 are always the second, [E, n / 128, K /
-    128], and are applied within the sum.
+    Scales of rows or of whole matrices are one of the two. If the sum is along B (contract = 2), they multiply the
+    results, as scales [E, n]; if it is along A (contract = 1), they are the factors. Scales of 128 x 128 numbers are
+    always returned as scales, [E, n / 128, K / 128], which the kernel applies within its sum.
     """
     scales = weight.scales.astype(jnp.float32)
     if fp8_product.in_blocks(weight):
@@ -89,15 +90,15 @@ def _scales(weight: FP8, contract: int) -> tuple[jax.Array | None, jax.Array | N
 
 
 def _rounded(x, factors, groups: Groups, tokens, blocks: bool) -> tuple[jax.Array, jax.Array]:
-    """Rounds rows of x to FP8, by XLA: (e4m3[rows, K], float32 scales by which they are multiplied again, [rows, 1], or
-    [rows, K / 128] with `blocks`).
+    """Rounds rows of x to FP8 in plain JAX. Returns (codes e4m3[rows, K], float32 scales by which the codes are
+    multiplied again, [rows, 1], or [rows, K / 128] with `blocks`).
 
     Args:
       x: the sorted rows [rows, K], or [T, K] with `tokens`.
       factors: float32[E, K], by which rows of each expert are multiplied first; None: by nothing.
       groups: the experts of the sorted rows.
       tokens: int32[rows], the row of x for each sorted row; None: x is sorted.
-      blocks: whether each 128 numbers of a row have a scale of their own.
+      blocks: True: each 128 numbers of a row get a scale. False: each row gets one scale.
     """
     rows = reference.rows_of(x, tokens)
     if factors is not None:
@@ -107,9 +108,13 @@ def _rounded(x, factors, groups: Groups, tokens, blocks: bool) -> tuple[jax.Arra
 
 
 def _by_reference(x, weight: FP8, groups: Groups, contract: int, extra, tokens, plain: Callable = reference.product):
-    """`product` where no FP8 kernel runs, and what such a kernel is compared with: rows are rounded to FP8 all the
-    same, and their values are multiplied by the weight's values in x's dtype with `plain`, so that results are those
-    of the kernels, without their speed. x, weight, groups, contract, extra and tokens are those of `product`."""
+    """The grouped product in FP8 in plain JAX: used if no FP8 kernel supports the call, and compared with such a kernel
+    at its first use. Rows are rounded to FP8 all the same, and their values are multiplied by the weight's values in
+    x's dtype, so that the results are those of the kernels, without their speed.
+
+    plain: a function with the arguments and the result of reference.product, which multiplies. The other arguments and
+    the result are those of `product`.
+    """
     blocks, (factors, _) = fp8_product.in_blocks(weight), _scales(weight, contract)
     with jax.named_scope("to_fp8"):
         codes, scale = _rounded(x, factors, groups, tokens, blocks)
@@ -134,9 +139,9 @@ _exact = jax.jit(
 
 
 def _by_kernel(x, weight: FP8, groups: Groups, contract: int, extra, tokens, name: str):
-    """`product` by the FP8 kernel `name`, "mosaic" or "triton": [rows, n] in x's dtype. It rounds the rows first, and
-    copies the codes transposed if contract is 1, because the kernels sum over the last axis. x, weight, groups,
-    contract, extra and tokens are those of `product`."""
+    """The grouped product by the FP8 kernel `name`, "mosaic" or "triton": [rows, n] in x's dtype. It rounds the rows
+    first, and copies the weight's codes transposed if contract is 1, because the kernels sum over the last axis. The
+    other arguments are those of `product`."""
     blocks, (factors, scales) = fp8_product.in_blocks(weight), _scales(weight, contract)
     with jax.named_scope("to_fp8"):
         if blocks or name != "mosaic":
@@ -155,16 +160,17 @@ def _by_kernel(x, weight: FP8, groups: Groups, contract: int, extra, tokens, nam
 
 
 def _first_use(name: str, blocks: bool, dtype, rank: int, whole: bool) -> str | None:
-    """The reason why this GPU must not run the kernels, or None: compares them with the reference on a small case, with
-    contract = 2, as the forward needs it, and with contract = 1, as the gradient of x does; with rows in a buffer and
-    gathered from tokens; and with an adapter.
+    """Compares an FP8 kernel with plain JAX on a small random case, once on each GPU. Returns the reason why this GPU
+    must not run it, or None. The case is computed with contract = 2, as the forward needs it, and with contract = 1, as
+    the gradient of x does; with sorted rows and with rows gathered from tokens; and with an adapter unless `rank` is 0.
 
     Args:
-      name: the implementation's name.
-      blocks: whether the weight has a scale for each tile of 128 x 128 numbers, instead of one for each row.
-      dtype: the compute dtype.
-      rank: the adapter's, which is padded to the same number of columns as in the call; 0: no adapter.
-      whole: whether 128 divides the summed axis; otherwise steps along it are shorter, and swizzled differently.
+      name: the kernel's name, "mosaic" or "triton".
+      blocks: True: the weight has a scale for each 128 x 128 numbers. False: one for each row.
+      dtype: the compute dtype, in which rows are before they are rounded.
+      rank: the adapter's; the case has as many columns as the kernel pads it to. 0: no adapter.
+      whole: True: the length of the summed axis is a multiple of 128. False: it is not, and the kernel's steps along it
+        are shorter, in another layout in shared memory.
     """
     filled = fp8_mosaic.filled_rank(rank) if rank else 0
     sizes, shape, count = (200, 0, 1, 128), (4, 512, 768) if whole else (4, 576, 960), 150

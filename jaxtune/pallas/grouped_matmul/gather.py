@@ -1,13 +1,15 @@
-"""Rows of tokens gathered into shared memory when they are needed, in place of copying them to a buffer first.
+"""Copies of rows of tokens from global to shared memory, for products of experts that read the tokens at given indices
+while they multiply, so that the rows need not be copied to a sorted buffer first.
 
 TMA copies boxes, and on Hopper it cannot gather rows. Here the 128 lanes of a warpgroup copy 16 bytes each at a time
-(cp.async), eight of them the 128 bytes of a row, to the places where TMA would put them: tiles of 8 rows of 128 bytes,
-swizzled. A lane has every 16th row, and always the same 16 bytes of a row.
+(cp.async), eight of them the 128 bytes of a row, to the addresses where TMA would put them: tiles of 8 rows of 128
+bytes, swizzled. A lane has every 16th row, and always the same 16 bytes of a row.
 
-Copies signal their own barriers when they arrive (`tell`), and only the multiplying warpgroups wait for them (`wait`).
-This is as fast as TMA over consecutive rows (README.md), with one condition: the fence before wgmma must name shared
-memory. Without `.shared::cta` it waits for all memory traffic, 450 cycles a step, and the same product took 1.79 ms in
-place of 1.18 (Qwen3-30B-A3B's gate/up, H200).
+The loading warpgroup loads the rows' indices (`numbers`), starts the copies (`bring`), and makes them signal a barrier
+when they arrive (`tell`); only the multiplying warpgroups wait for it (`wait`). `barriers` allocates the barriers, and
+`begin` initialises them. This is as fast as TMA over consecutive rows (README.md), with one condition: the fence before
+wgmma must name shared memory. Without `.shared::cta` it waits for all memory traffic, 450 cycles a step, and the same
+product took 1.79 ms in place of 1.18 (Qwen3-30B-A3B's gate/up, H200).
 """
 
 from __future__ import annotations
@@ -43,21 +45,21 @@ _TILE = 8 * 128  # bytes of a tile
 
 
 def _layout(rows: int):
-    """The layout of int32[8 rows] in which a row's number is in each of its eight lanes: lane t has those of rows t //
-    8 + 16 i."""
+    """The layout in registers of the indices of `rows` rows, int32[8 rows], because each index is needed by the eight
+    lanes that copy the row: lane t has those of the rows t // 8 + 16 i, for every i."""
     return plgpu.Layout.WG_STRIDED((8 * rows,), rows // _EVERY)
 
 
 def numbers(tokens_ref, first, rows: int, interpreted: bool):
-    """Loads tokens_ref [first : first + rows], int32 in global memory, into the registers of the calling warpgroup, in
-    the layout that `bring` takes. It is separate from `bring`, so that the numbers can be on their way while earlier
-    rows are copied.
+    """Loads the token indices of consecutive sorted rows, tokens_ref[first : first + rows], into the registers of the
+    calling warpgroup, and returns them as the `tokens` of `bring`. It is separate from `bring`, so that the indices can
+    be loaded while earlier rows are copied.
 
     Args:
-      tokens_ref: the token of each sorted row.
-      first: int32[].
-      rows: a multiple of 16.
-      interpreted: whether the interpreter runs it.
+      tokens_ref: int32 in global memory, the token of each sorted row.
+      first: int32[], the index of the first sorted row.
+      rows: the number of rows, a multiple of 16.
+      interpreted: True: Pallas' interpreter runs the kernel, and the result is a plain int32[rows]. False: a GPU does.
     """
     if interpreted:
         return tokens_ref[pl.ds(first, rows)]
@@ -81,17 +83,17 @@ def numbers(tokens_ref, first, rows: int, interpreted: bool):
 
 
 def bring(x_ref, tokens, target, first_column, transforms, interpreted: bool):
-    """Starts to copy rows of x_ref [T, K], in global memory, from first_column on, to target [rows, columns] in shared
-    memory; by all lanes of the loading warpgroup. They have arrived once a barrier was signalled (`tell`) and waited
-    for (`wait`). Before, target must be free: all readers of its previous content have finished.
+    """Starts to copy rows of x_ref, at some of its columns, to `target` in shared memory; all lanes of the loading
+    warpgroup must call it. The rows have arrived once a barrier was signalled (`tell`) and waited for (`wait`). Nobody
+    may still read what `target` had before.
 
     Args:
-      x_ref: [T, K], 16-bit.
-      tokens: which rows, from `numbers`. Token T is a row of zeros.
-      target: in shared memory.
-      first_column: int32[], a multiple of 8.
-      transforms: of target: tiles of (8, 64) swizzled by 128.
-      interpreted: whether the interpreter runs it; the copy is then made at once.
+      x_ref: the tokens [T, K] in global memory, in a 16-bit dtype.
+      tokens: the indices of the rows, from `numbers`. For the index T zeros are copied.
+      target: [rows, columns] in shared memory; its shape says how many rows and columns are copied.
+      first_column: int32[], the first of the columns of x_ref, a multiple of 8.
+      transforms: the layout of `target`, tiles of (8, 64) swizzled by 128 bytes.
+      interpreted: True: Pallas' interpreter runs the kernel, and the copy is made at once. False: a GPU does.
     """
     rows, columns = target.shape
     if interpreted:
@@ -127,23 +129,24 @@ def bring(x_ref, tokens, target, first_column, transforms, interpreted: bool):
 
 
 def barriers(slots: int):
-    """The scratch type of an array in shared memory with a barrier for each of `slots`, which `begin`, `tell` and
-    `wait` take: 64 bits each, as two int32."""
+    """The scratch type, for a kernel's scratch_types, of an array in shared memory with a hardware barrier for each of
+    `slots` buffers into which rows are copied; `begin`, `tell` and `wait` take the array. A barrier has 64 bits, two
+    int32."""
     return plgpu.SMEM((2 * slots,), jnp.int32)
 
 
 def _barrier(barriers_ref, slot):
-    """The 32-bit address in shared memory of a slot's barrier, as PTX takes it; barriers_ref: the array of `barriers`;
-    slot: an MLIR int32."""
+    """The address in shared memory of the barrier number `slot`, 32 bits, as PTX instructions take it. barriers_ref:
+    the array that `barriers` describes. slot: an MLIR int32."""
     pointer = ir_address(barriers_ref, slot, ir.IntegerType.get_signless(64))
     return arith.trunci(ir_i32(), llvm.ptrtoint(ir.IntegerType.get_signless(64), pointer))
 
 
 def begin(barriers_ref, interpreted: bool):
-    """Initialises the barriers in barriers_ref (`barriers`), each for the arrivals of 128 lanes. All lanes of the
-    loading warpgroup call it, before everything else, and arrive afterwards at a barrier of Pallas for which the
-    multiplying warpgroups wait before their first `wait`. interpreted: whether Pallas' interpreter runs it, whose
-    copies are synchronous; nothing is done then."""
+    """Initialises the barriers in barriers_ref, the array that `barriers` describes; each completes when 128 lanes have
+    arrived. All lanes of the loading warpgroup must call it before they use a barrier, and must afterwards arrive at a
+    barrier of Pallas for which the multiplying warpgroups wait before their first `wait`. interpreted: True: Pallas'
+    interpreter runs the kernel, whose copies are synchronous, and nothing is done. False: a GPU does."""
     if interpreted:  # the interpreter's copies are synchronous
         return
 
@@ -161,9 +164,14 @@ def begin(barriers_ref, interpreted: bool):
 
 
 def tell(barriers_ref, slot, interpreted: bool):
-    """Makes each lane of the loading warpgroup arrive at the slot's barrier in barriers_ref as soon as everything that
-    this lane has copied so far (`bring`) has arrived. It returns at once. slot: int32[]. interpreted: whether Pallas'
-    interpreter runs it; nothing is done then."""
+    """Makes each lane of the loading warpgroup arrive at a barrier as soon as everything that this lane has copied so
+    far (`bring`) has arrived in shared memory. It returns at once.
+
+    Args:
+      barriers_ref: the array that `barriers` describes.
+      slot: int32[], the number of the barrier.
+      interpreted: True: Pallas' interpreter runs the kernel, and nothing is done. False: a GPU does.
+    """
     if interpreted:
         return
 
@@ -176,10 +184,16 @@ def tell(barriers_ref, slot, interpreted: bool):
 
 
 def wait(barriers_ref, slot, parity, interpreted: bool):
-    """Makes the calling (multiplying) warpgroup wait until everything announced for the slot by `tell` has arrived and
-    is visible to wgmma: the first, third, ... time with parity 0, the second, fourth, ... with 1. It must come after a
-    barrier at which the loading warpgroup arrives after it called `begin`. barriers_ref: the array of `barriers`.
-    slot, parity: int32[]. interpreted: whether Pallas' interpreter runs it, where there is nothing to wait for."""
+    """Makes the calling warpgroup, one that multiplies, wait until everything that `tell` announced at a barrier has
+    arrived in shared memory and is visible to wgmma. Before its first call it must have waited for a barrier of Pallas
+    at which the loading warpgroup arrives after `begin`.
+
+    Args:
+      barriers_ref: the array that `barriers` describes.
+      slot: int32[], the number of the barrier.
+      parity: int32[], 0 for the first, third, ... wait at this barrier, and 1 for the second, fourth, ...
+      interpreted: True: Pallas' interpreter runs the kernel, whose copies have arrived already. False: a GPU does.
+    """
     if interpreted:
         plgpu.commit_smem()  # the fence below
         return

@@ -1,4 +1,5 @@
-"""The layout of rows sorted by expert, in which every expert starts at a whole tile.
+"""The layout of rows sorted by expert, Groups, in which every expert starts at a whole tile of rows, and `groups_of`,
+which computes it from the experts' numbers of rows.
 
 A tile of rows then belongs to one expert, whatever the sizes of the groups: kernels need no masks and store whole
 tiles, and the rows of an expert are contracted tile by tile. The price is half a tile of empty rows per expert on
@@ -18,41 +19,42 @@ TILE_ROWS = 128  # rows that two warpgroups multiply at a time
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """Which expert each tile of rows belongs to, for rows that are sorted by expert and padded so that every expert
-    starts at a whole tile."""
+    """Which expert each tile of rows belongs to, for a buffer of rows that are sorted by expert. Each expert's rows are
+    padded with empty rows to whole tiles of `tile_rows` rows, so that every expert starts at a whole tile. Experts
+    without rows have no tile, and tiles that no expert needs are at the end."""
 
-    tile_expert: jax.Array  # int32[tiles], ascending; the number of experts E for empty tiles at the end
-    count: jax.Array  # int32[]: number of tiles that are not empty
-    tile_sizes: jax.Array  # int32[tiles]: rows of each tile that are not empty; they are the first ones
-    sizes: jax.Array  # int32[E]: rows of each expert
-    tile_rows: int = dataclasses.field(metadata=dict(static=True))  # rows of a tile
+    tile_expert: jax.Array  # int32[tiles]: the expert of each tile, ascending; E for the empty tiles at the end
+    count: jax.Array  # int32[]: the number of tiles that have an expert
+    tile_sizes: jax.Array  # int32[tiles]: how many of each tile's rows, its first ones, are not empty
+    sizes: jax.Array  # int32[E]: the number of each expert's rows, without the empty ones
+    tile_rows: int = dataclasses.field(metadata=dict(static=True))  # the number of rows of a tile
 
     @property
     def num_experts(self) -> int:
-        """The number of experts."""
+        """The number of experts, E."""
         return self.sizes.shape[0]
 
     @property
     def tiles(self) -> int:
-        """The number of tiles, empty ones included."""
+        """The number of tiles of the buffer, including the empty ones at the end."""
         return self.tile_expert.shape[0]
 
     @property
     def rows(self) -> int:
-        """Rows of the sorted buffer, empty ones included."""
+        """The number of rows of the sorted buffer, including the empty ones."""
         return self.tiles * self.tile_rows
 
     def starts(self) -> jax.Array:
-        """int32[E]: the index of each expert's first row in the sorted buffer; an expert without rows has that of the
-        next expert."""
+        """int32[E]: the index in the sorted buffer of each expert's first row. For an expert without rows it is that of
+        the next expert."""
         return _first_tiles(self.sizes, self.tile_rows) * self.tile_rows
 
 
 def divided(numbers: jax.Array, by: int) -> jax.Array:
-    """numbers // by, for integers that are not negative.
+    """Returns numbers // by. numbers: an array of integers that are not negative. by: a positive int, the divisor.
 
     For a power of two it is a shift. `//` tests every number's sign, and XLA makes six operations of a signed division.
-    A layer of experts has several, and XLA compiles each separately.
+    A layer of experts has several divisions, and XLA compiles each separately.
     """
     divisor = jnp.asarray(by, numbers.dtype)
     if by & (by - 1):
@@ -61,22 +63,22 @@ def divided(numbers: jax.Array, by: int) -> jax.Array:
 
 
 def _tiles(sizes, tile_rows):
-    """int32[E]: how many tiles of `tile_rows` rows each expert takes, for groups of these sizes, int32[E]: sizes /
-    tile_rows, rounded up."""
+    """int32[E]: how many tiles each expert needs, which is its number of rows over `tile_rows`, rounded up. sizes:
+    int32[E], the number of each expert's rows. tile_rows: the number of rows of a tile."""
     return divided(sizes + (tile_rows - 1), tile_rows)
 
 
 def _ends(counts):
-    """int32[E]: for each expert the number of tiles of all experts up to and with it, which is the number of the tile
-    after its last. counts: int32[E], the experts' numbers of tiles. It is a cumulative sum by comparisons, which take
-    XLA a third of the operations of a windowed sum, and one kernel."""
+    """int32[E]: the number of the tile after each expert's last one, which is the sum of the tiles of this expert and
+    those before it. counts: int32[E], the experts' numbers of tiles. The cumulative sum is computed by comparisons, of
+    which XLA makes a third of the operations of a windowed sum, in one kernel."""
     index = jnp.arange(counts.shape[0], dtype=jnp.int32)
     return jnp.where(index[:, None] >= index, counts, 0).sum(1, dtype=jnp.int32)
 
 
 def _first_tiles(sizes, tile_rows):
-    """int32[E]: the number of the first tile of each group, for groups of these sizes, int32[E], in tiles of
-    `tile_rows` rows."""
+    """int32[E]: the number of each expert's first tile. sizes: int32[E], the number of each expert's rows. tile_rows:
+    the number of rows of a tile."""
     tiles = _tiles(sizes, tile_rows)
     return _ends(tiles) - tiles
 
@@ -85,10 +87,10 @@ def groups_of(sizes: jax.Array, max_rows: int, tile_rows: int = TILE_ROWS) -> Gr
     """Makes the layout of rows that are sorted by expert, from the numbers of rows that experts have.
 
     Args:
-      sizes: int32[E], the rows of each expert.
-      max_rows: a static upper bound of their sum, from which the number of tiles follows, as shapes must not depend on
-        sizes.
-      tile_rows: rows of a tile.
+      sizes: int32[E], the number of each expert's rows.
+      max_rows: an upper bound of the sum of `sizes` that is known while tracing. The number of tiles follows from it,
+        because shapes must not depend on `sizes`.
+      tile_rows: the number of rows of a tile.
     """
     experts = sizes.shape[0]
     # The largest possible sum of ceil(size / tile_rows).

@@ -1,11 +1,13 @@
-"""The grouped product as a Pallas Mosaic GPU kernel for Hopper (wgmma, TMA, warp specialisation).
+"""The product of rows sorted by expert with the experts' weights, as a Pallas Mosaic GPU kernel for Hopper (wgmma, TMA,
+warp specialisation).
 
-The kernel is persistent: a program for each multiprocessor takes every n-th item, where an item is a tile of rows times
-a tile of columns. One warpgroup loads blocks of 64 along K, as many ahead as fit, and continues with the next item
-while the two others, each with 64 of the 128 rows, store the last one. A tile of rows has one expert, so all items cost
-the same, and the work is even over multiprocessors whatever the sizes of the groups. Items are ordered in bands of
-rows, so that items computed at the same time share rows and weights in the L2 cache. An adapter's product is a few more
-steps along K, with its own two operands.
+The kernel is persistent: the GPU runs one program for each multiprocessor, and each program computes every n-th item, n
+being the number of programs. An item is a tile of the output: a tile of rows times a tile of columns. One warpgroup
+loads blocks of 64 along the summed axis K, as many ahead as fit, and continues with the next item while the two others,
+each with 64 of the 128 rows, store the last one. A tile of rows has one expert, so all items cost the same, and the
+work is even over multiprocessors whatever the sizes of the groups. Items are ordered in bands of rows, so that items
+computed at the same time share rows and weights in the L2 cache. An adapter's product is a few more steps along K, with
+its own two operands.
 """
 
 from __future__ import annotations
@@ -33,16 +35,23 @@ _TRANSFORMS = mosaic_types.tiled(jnp.bfloat16)
 
 @dataclasses.dataclass(frozen=True)
 class _Registers:
-    """Registers of each thread of a warpgroup, by the warpgroup's task; the sum over all threads is 65,536."""
+    """The number of registers of each thread of a warpgroup, by the warpgroup's task. The registers of all threads of a
+    program add up to 64,512 of the multiprocessor's 65,536."""
 
-    memory: int  # of the warpgroup that loads
-    compute: int  # of those that multiply
-    decode: int = 0  # of the one that decodes, if there is one
+    memory: int  # of a thread of the warpgroup that loads
+    compute: int  # of a thread of the two warpgroups that multiply
+    decode: int = 0  # of a thread of the warpgroup that decodes weights; 0: the kernel has no such warpgroup
 
     @staticmethod
     def of(gathered: bool, decoding: bool) -> _Registers:
-        """How the registers are divided in a kernel: if it gathers rows of tokens (`gathered`), the loading warpgroup
-        computes addresses and needs more of them; if it is `decoding`, a fourth warpgroup takes a part."""
+        """How the registers are divided in a kernel.
+
+        Args:
+          gathered: True: the loading warpgroup gathers rows of tokens, and needs more registers to compute addresses.
+            False: it copies sorted rows.
+          decoding: True: a fourth warpgroup decodes weights and gets registers too, whatever `gathered` is. False:
+            there is none.
+        """
         if decoding:
             return _Registers(40, 184, 96)
         return _Registers(72, 216) if gathered else _Registers(40, 232)
@@ -50,13 +59,15 @@ class _Registers:
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How the kernel divides its work. Measured ones come from tuning.py, others from BLOCKS; see `blocks_for`."""
+    """How the kernel divides its work. `blocks_for` chooses it for a product: one that the tuner measured on this GPU
+    (tuning.py), or one of BLOCKS."""
 
-    columns: int  # of a tile of the output
-    stages: int  # blocks along K that are loaded ahead
-    band: int = 16  # tiles of rows in a band
-    # steps along K, at most `stages`, by which the first warpgroup starts before the second. They stay apart, as they
-    # share the tensor cores, and one multiplies while the other stores; 0: they start at the same time
+    columns: int  # the columns of a tile of the output
+    stages: int  # how many blocks of 64 along the summed axis K are loaded ahead
+    band: int = 16  # how many tiles of rows form a band, within which tiles of the output are computed column by column
+    # the number of steps of 64 along K, at most `stages`, by which the first multiplying warpgroup starts before the
+    # second. They stay apart, as they share the tensor cores, and one multiplies while the other stores; 0: they start
+    # at the same time
     lead: int = 0
 
 
@@ -70,9 +81,14 @@ CANDIDATES = (*BLOCKS[:3], Blocks(192, 4, 8), Blocks(256, 3, 8), Blocks(192, 4, 
 
 
 def refusal(dtype, in_size: int, out_size: int, tile_rows: int) -> str | None:
-    """The reason why this kernel cannot multiply rows of this dtype, in tiles of tile_rows rows, by weights [out_size,
-    in_size], or None. Both sizes must fit, because the forward sums over one and the gradient of the rows over the
-    other."""
+    """The reason why this kernel cannot multiply rows by weights [out_size, in_size] on this GPU, or None. Both sizes
+    must fit, because the forward sums over one and the gradient of the rows over the other.
+
+    Args:
+      dtype: of the rows.
+      in_size, out_size: the columns and rows of an expert's weight.
+      tile_rows: the number of rows of a tile (Groups.tile_rows).
+    """
     from jaxtune.pallas.dispatch import compute_capability
 
     if gpu_kernel.interpreter() is None and compute_capability() != (9, 0):
@@ -88,31 +104,35 @@ def refusal(dtype, in_size: int, out_size: int, tile_rows: int) -> str | None:
 
 
 def candidates(out_size: int, ahead: bool) -> list[Blocks]:
-    """The blocks that the tuner measures for a product with out_size columns; `ahead`: whether the weight is in four
-    bits and decoded in the same kernel."""
+    """The Blocks that the tuner (`jaxtune tune`) measures for a product whose result has out_size columns. ahead: True:
+    the weight is in four bits and is decoded by the same kernel, which leaves registers only for narrow tiles. False:
+    it is an array, and the tiles' columns must divide out_size."""
     if ahead:
         return [blocks for blocks in CANDIDATES if blocks.columns <= min(_MOST_COLUMNS_BESIDE, out_size)]
     return [blocks for blocks in CANDIDATES if out_size % blocks.columns == 0]
 
 
 def bucket(in_size: int, out_size: int, contract: int, ahead: bool) -> str:
-    """The name under which tuning.py stores the blocks measured for a product: of a call, the sizes and options on
-    which the fastest blocks depend. in_size is K, out_size the number of columns of the result; contract and `ahead`
-    are those of `blocks_for`."""
+    """The name under which tuning.py stores the Blocks measured for a product. It contains everything on which the
+    fastest ones depend: in_size, the length K of the summed axis; out_size, the number of columns of the result;
+    contract, the axis of the weight that is summed over, 1 or 2; and ahead, whether the weight is decoded by the same
+    kernel."""
     return f"in={in_size}, out={out_size}, contract={contract}" + (", decoding" if ahead else "")
 
 
 def blocks_for(in_size: int, out_size: int, contract: int, dtype, ahead: bool) -> Blocks:
-    """The block sizes for a product: those that the tuner measured, or a choice by rule.
+    """The Blocks for a product: those that the tuner measured, or else a choice by rule.
 
-    The rule takes the first of BLOCKS whose columns divide `out_size`. With a decoder in the same kernel, it takes the
-    widest that the registers allow, if its last tile overlaps little with the one before.
+    The rule takes the first of BLOCKS whose columns divide `out_size`. If the same kernel also decodes the weight, the
+    rule takes the widest tile that the registers allow, provided that the last tile, which is moved back to end with
+    the output, overlaps little with the one before.
 
     Args:
-      in_size, out_size: K and the columns of the output.
+      in_size: the length K of the summed axis.
+      out_size: the number of columns of the result.
       contract: the axis of the weight [E, ., .] that is summed over, 1 or 2.
       dtype: of the operands.
-      ahead: whether the weight is in four bits and decoded in the same kernel.
+      ahead: True: the weight is in four bits and decoded by the same kernel. False: it is an array.
     """
     measured = tuning.tuned("grouped_matmul", bucket(in_size, out_size, contract, ahead), dtype, Blocks)
     if measured is not None:
@@ -137,15 +157,21 @@ def _kernel(
     decoder: Decoder | None,
     packed: int,
 ):
-    """The kernel's body: out [rows, N] = x [rows, K] W[expert of each tile] + u [rows, R] L[expert]; W and L are [E,
-    N, K] (`contract` 2) or [E, K, N] (1). Each of `programs` programs takes every n-th tile of the output.
+    """The kernel's body: out [rows, N] = x [rows, K] W[expert of each tile] + u [rows, R] L[expert of each tile]; W and
+    L are [E, N, K] and [E, N, R] (`contract` 2), or [E, K, N] and [E, R, N] (`contract` 1).
 
     Args:
-      x_ref: the sorted rows, or [T, K] if they are `gathered`.
+      x_ref: the sorted rows, or the tokens [T, K] if they are `gathered`.
       expert_ref, sizes_ref, count_ref: tile_expert, tile_sizes and count of the Groups.
-      rest: the rows' tokens if `gathered`; u and L if `with_extra`; W, or the `packed` operands from which `decoder`
-        computes it; out, and for a decoder the buffer for W; scratch memory.
+      rest: in this order: the token of each row if `gathered`; u and L if `with_extra`; W, or with a decoder the arrays
+        from which it computes W; out; with a decoder the buffer for W; scratch memory.
       blocks: how the work is divided.
+      contract: the axis of W and L that is summed over.
+      programs: the number of programs, each of which computes every n-th tile of the output.
+      gathered: True: rows are read from the tokens. False: from the sorted buffer.
+      with_extra: whether there is an adapter's product, u L.
+      decoder: decodes a weight in four bits while the kernel multiplies; None: W is an array.
+      packed: with a decoder the number of arrays from which it computes W.
     """
     if gathered:
         tokens_ref, *rest = rest
@@ -324,40 +350,46 @@ def _kernel(
 
 
 def _smem(shape, dtype):
-    """Swizzled shared memory of this shape and 16-bit dtype, for TMA and tensor cores."""
+    """The scratch type of an array in shared memory with this shape and 16-bit dtype, swizzled as TMA copies it and
+    tensor cores read it."""
     return plgpu.SMEM(shape, dtype, transforms=_TRANSFORMS)
 
 
 def _filled(array, axis: int):
-    """An array padded with zeros along the axis of an adapter's rank to a multiple of 64, which is the step in which
-    the kernel sums over it. Zeros do not change the product."""
+    """Pads an array with zeros along `axis`, that of an adapter's rank, to a multiple of 64, because the kernel sums
+    over it in steps of 64. Zeros do not change the product."""
     widths = [(0, 0)] * array.ndim
     widths[axis] = (0, -array.shape[axis] % _STEP)
     return jnp.pad(array, widths)
 
 
 def thin(x, weight, groups: Groups, contract: int, tokens=None):
-    """x [rows, K] times each expert's thin weight [E, n, K] (contract = 2) or [E, K, n] (contract = 1) -> [rows, n],
-    padded with zero columns to whole steps of 64, so that `product` can take it as the u of `extra`. groups: the
-    experts of the rows.
+    """The product of sorted rows with a thin weight of each expert, an adapter's A or B: [rows, n], padded with zero
+    columns to a multiple of 64, so that `product` can take it as the u of `extra`. Unlike the product in plain JAX, it
+    reads x once, without the empty tiles, and makes no copy of the weight for each tile.
 
-    It reads x once, without the empty tiles, and copies no weight for each of its tiles. tokens: as in `product`.
+    Args:
+      x: [rows, K], or [T, K] with `tokens`.
+      weight: [E, n, K] (contract = 2) or [E, K, n] (contract = 1), n being the rank; cast to x's dtype.
+      groups: the experts of the rows.
+      contract: the axis of the weight that is summed over.
+      tokens: int32[rows], the row of x for each sorted row, T for an empty one; None: x is sorted already.
     """
     return product(x, _filled(weight.astype(x.dtype), 3 - contract), groups, contract, tokens=tokens)
 
 
 def product(x, weight, groups: Groups, contract: int, extra=None, tokens=None, *, blocks: Blocks | None = None):
-    """The grouped product by the kernel: x [rows, K] times each expert's weight [E, n, K] (contract = 2) or [E, K, n]
-    (contract = 1) -> [rows, n] in x's dtype.
+    """The grouped product by the kernel: x [rows, K] times each expert's weight -> [rows, n] in x's dtype.
 
     Args:
-      x: rows sorted as `groups` says, or [T, K] with `tokens`.
-      weight: in x's dtype, or in four bits if mosaic_ahead supports it, and then without `tokens`.
-      groups: of the rows.
-      contract: the axis of the weight that is summed over.
+      x: rows sorted as `groups` says, or the tokens [T, K] with `tokens`.
+      weight: [E, n, K] (contract = 2) or [E, K, n] (contract = 1); an array in x's dtype, or, without `tokens`, a
+        weight in four bits that mosaic_ahead.refusal does not refuse.
+      groups: the experts of the rows.
+      contract: the axis of the weight that is summed over, 1 or 2.
       extra: None, or (u [rows, r], l [E, n, r] or [E, r, n]), whose product is added: an adapter's.
       tokens: int32[rows], the row of x for each sorted row, T for an empty one; None: x is sorted already.
-      blocks: None: those of blocks_for.
+      blocks: how the kernel divides its work; None: what blocks_for returns. The tuner passes those that it measures.
     Raises:
       ValueError: a weight in four bits with `tokens`.
     """

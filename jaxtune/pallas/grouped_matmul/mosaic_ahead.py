@@ -50,8 +50,9 @@ _AHEAD = 1  # chunks that are loaded while one is decoded; two were no faster
 
 
 def refusal(weight: Stored) -> str | None:
-    """The reason why a weight [E, ., .] cannot be decoded ahead, or None: its format, or experts that are not whole
-    chunks."""
+    """The reason why `weight` [E, ., .], a quantised weight, cannot be decoded by the kernel that multiplies, or None.
+    The reason is its format, or that an expert's matrix has not a multiple of 1,024 numbers, of which decoding takes
+    whole chunks."""
     if not Chunks.decodes(weight):
         return f"a weight in {type(weight).__name__}"
     whole = weight.size // weight.shape[0]
@@ -60,39 +61,46 @@ def refusal(weight: Stored) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """Decodes a weight [E, ., .] by one warpgroup of each program, into a buffer in global memory. It is static: a
-    kernel is compiled for it."""
+    """How one warpgroup of each program of the grouped product decodes a weight [E, ., .] into a buffer in global
+    memory, expert by expert, while others multiply. It is static: a kernel is compiled for it.
 
-    chunks: Chunks  # how the weight is divided and decoded
-    experts: int  # E
+    `decode` is the work of the decoding warpgroup, `wait` makes the loading warpgroup wait for an expert, by the
+    `semaphores`, and `written_out` does the same as `decode` in the interpreter.
+    """
+
+    chunks: Chunks  # how the weight is divided into chunks of numbers, and how a chunk is decoded
+    experts: int  # the number of experts, E
 
     @staticmethod
     def of(weight: Stored, dtype) -> Decoder:
-        """The decoder of a weight in four bits to `dtype`."""
+        """Makes the decoder of a weight in four bits [E, ., .]. dtype: that of the decoded weight, bfloat16 or
+        float16."""
         experts = weight.shape[0]
         return Decoder(Chunks.of(weight, dtype, weight.size // experts), experts)
 
     @property
     def share(self) -> int:
-        """The number of chunks into which each expert's weight is divided for decoding, dealt to the programs in
-        turn."""
+        """The number of chunks of each expert's weight. Program p of n decodes the chunks p, p + n, p + 2 n, ... of the
+        whole weight."""
         return self.chunks.count // self.experts
 
     def semaphores(self):
-        """The semaphores by which programs tell each other that weights are decoded, a reference in global memory with
-        one for each expert: it counts the programs that have decoded their chunks of this expert's weight. It can be
-        called in a kernel only."""
+        """Returns a reference to the semaphores in global memory, one for each expert, by which the decoding warpgroups
+        tell the loading ones that a weight is decoded. An expert's semaphore counts the programs that have decoded
+        their chunks of this expert's weight. It can be called in a kernel only."""
         return pl.get_global(plgpu.SemaphoreType.REGULAR((self.experts,)))
 
     def decode(self, operands, weight_ref, ready, program, programs: int):
-        """The work of the decoding warpgroup of a program: every n-th chunk, n being the number of programs. After its
-        last chunk of an expert it signals the expert's semaphore.
+        """The work of the decoding warpgroup of a program: it decodes every n-th chunk of the weight, n being the
+        number of programs. After its last chunk of an expert it signals the expert's semaphore.
 
         Args:
-          operands: of `chunks`, in global memory.
-          weight_ref: `dtype`[E, ., .] in global memory, the buffer that the products read.
-          ready: from `semaphores`.
-          program, programs: the number of this program, int32[], and of all.
+          operands: the arrays from which chunks are decoded (Chunks.operands), as references to global memory.
+          weight_ref: [E, ., .] in global memory, the buffer into which decoded numbers are written and which the
+            products read.
+          ready: the semaphores, from `semaphores`.
+          program: int32[], the number of this program.
+          programs: the number of all programs.
         """
 
         def load(number):
@@ -119,14 +127,21 @@ class Decoder:
         lax.fori_loop(0, mine, step, tuple(load(jnp.int32(number)) for number in range(_AHEAD)))
 
     def written_out(self, operands, weight_ref):
-        """The result of `decode` in all programs, the whole weight in weight_ref, for the interpreter, which has no
-        semaphores. operands: those of `chunks`, in global memory."""
+        """Decodes the whole weight into weight_ref [E, ., .], as `decode` does in all programs. It is for the
+        interpreter, which has no semaphores. operands: the arrays from which chunks are decoded (Chunks.operands), as
+        references to global memory."""
         chunks = [jnp.int32(chunk) for chunk in range(self.chunks.count)]
         values = [self.chunks.values(operands, at, self.chunks.load(operands, at), interpreted=True) for at in chunks]
         weight_ref[...] = jnp.concatenate(values).reshape(weight_ref.shape)
 
     def wait(self, ready, expert, programs: int):
-        """Makes the loading warpgroup wait until all programs have decoded their shares of an expert's weight, which it
-        can then load by TMA. ready: from `semaphores`. expert: int32[]."""
+        """Makes the loading warpgroup wait until all programs have decoded their chunks of an expert's weight, which it
+        can then load by TMA.
+
+        Args:
+          ready: the semaphores, from `semaphores`.
+          expert: int32[], the expert's number.
+          programs: the number of programs.
+        """
         plgpu.semaphore_wait(ready.at[expert], min(self.share, programs), decrement=False, memory_scope="gpu")
         lanes.copies_see_stores()

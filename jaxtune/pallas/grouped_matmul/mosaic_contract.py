@@ -1,12 +1,13 @@
-"""Gradients of adapters as a Pallas Mosaic GPU kernel for Hopper: a thin and a wide array are contracted over the rows
-of each expert.
+"""The gradients of experts' adapters as a Pallas Mosaic GPU kernel for Hopper: for each expert the product thin^T wide,
+summed over the expert's rows. The thin array has the adapter's rank as columns, the wide one has the rows or their
+gradients.
 
 If the product were batched by tile and then summed over an expert's tiles, each tile's result would be written and read
 again: 84 MB for 335 MB of rows. Here one accumulator takes all rows of an expert.
 
-The kernel is persistent, as mosaic.py: item i, an expert and some columns of the wide side, is computed by program i
-mod programs. One warpgroup loads 64 rows at a time, and continues with the next item while the other stores the last
-one.
+The kernel is persistent: program p of n computes the items p, p + n, p + 2 n, ... An item is a tile of the output: an
+expert, at most 64 of the rank's columns, and some columns of the wide array. One warpgroup loads 64 rows at a time, and
+continues with the next item while the other stores the last one.
 """
 
 from __future__ import annotations
@@ -32,12 +33,17 @@ _TRANSFORMS = mosaic_types.tiled(jnp.bfloat16)  # for any 16-bit dtype
 
 
 def _kernel(thin_ref, wide_ref, bounds_ref, *rest, programs: int, gathered: bool):
-    """The kernel's body: out [E, r, n] = thin_ref [rows, R]^T wide_ref [rows, n] over the tiles from bounds_ref[e] to
-    before bounds_ref[e + 1], all in global memory; r is R without a part of its padding. Each of `programs` programs
-    takes every n-th item.
+    """The kernel's body: out float32[E, r, n], for each expert e the product thin^T wide over the rows of the tiles
+    from bounds_ref[e] to before bounds_ref[e + 1]. Warpgroup 0 multiplies, warpgroup 1 loads.
 
-    `rest` has: the rows' tokens if they are `gathered` from wide [T, n]; out, float32; shared memory and barriers.
-    Warpgroup 0 multiplies, warpgroup 1 loads.
+    Args:
+      thin_ref: [rows, R] in global memory, in a 16-bit dtype. R is a multiple of 64; r may be smaller, without some of
+        the columns that are padding.
+      wide_ref: [rows, n] in global memory, or the tokens [T, n] if they are `gathered`.
+      bounds_ref: int32[E + 1], the number of each expert's first tile, and of the tile after the last.
+      rest: in this order: the token of each row if `gathered`; out; shared memory and barriers.
+      programs: the number of programs, each of which computes every n-th item.
+      gathered: True: rows of the wide array are read from the tokens. False: from the sorted buffer.
     """
     if gathered:
         tokens_ref, *rest = rest
@@ -142,16 +148,21 @@ def _kernel(thin_ref, wide_ref, bounds_ref, *rest, programs: int, gathered: bool
 
 
 def _smem(shape, dtype):
-    """Swizzled shared memory of this shape and dtype, for TMA and tensor cores."""
+    """The scratch type of an array in shared memory with this shape and dtype, swizzled as TMA copies it and tensor
+    cores read it."""
     return plgpu.SMEM(shape, dtype, transforms=mosaic_types.tiled(dtype))
 
 
 def contract_rows(thin: jax.Array, wide: jax.Array, groups: Groups, rank: int, tokens=None) -> jax.Array:
-    """thin [rows, R], wide [rows, n] -> float32[E, rank, n]: thin_e^T wide_e over the rows of each expert. groups: the
-    experts of the rows.
+    """The gradient of an adapter's A, or of its B transposed, by the kernel: float32[E, rank, n], for each expert the
+    product thin^T wide, summed over the expert's rows.
 
-    R and n are multiples of 64. Columns of thin from `rank` on are not used; they must be zero or finite. `tokens` is
-    int32[rows] if wide is [T, n] and its rows are gathered; T for zeros.
+    Args:
+      thin: [rows, R], R a multiple of 64; columns from `rank` on are not used, and must be zero or finite.
+      wide: [rows, n], n a multiple of 64, or [T, n] with `tokens`.
+      groups: the experts of the sorted rows.
+      rank: of the adapter.
+      tokens: int32[rows], the row of `wide` for each sorted row, T for zeros; None: `wide` is sorted already.
     """
     experts, size = groups.num_experts, wide.shape[1]
     columns = next(columns for columns in _STAGES if size % columns == 0)
@@ -183,11 +194,8 @@ def contract_rows(thin: jax.Array, wide: jax.Array, groups: Groups, rank: int, t
 
 
 def refusal(dtype) -> str | None:
-    """The reason why contract_rows must not run on this GPU with arrays of this dtype, or None.
-
-    The first call for a dtype compares the kernel with the reference on small cases (dispatch.first_use); a difference
-    or an error is the reason.
-    """
+    """The reason why this GPU must not run contract_rows with arrays of this dtype, or None. The first call for a dtype
+    compares the kernel with plain JAX on small cases (dispatch.first_use); a difference or an error is the reason."""
 
     def compare():
         groups = groups_of(jnp.asarray((300, 0, 1, 128, 700), jnp.int32), 1129)
