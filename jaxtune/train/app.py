@@ -329,9 +329,9 @@ class _Delivery:
         return answer(model, self.trainer.tokenizer, self.config, self.console, self.trainer.sampled, when)
 
     def _take_numbers(self, run: dict[str, Any]) -> None:
-        """Reads the results.json that an earlier process of this run wrote into `numbers`. The file is deleted if it is
-        damaged or of another run, and ignored if it is of other held-out rows. run: what identifies this run
-        (`Trainer._same_run`)."""
+        """Reads the results.json that an earlier process of this run wrote into the attribute `numbers`. The file is
+        deleted if it is damaged or of another run, and ignored if it is of other held-out rows. run: what identifies
+        this run (`Trainer._same_run`)."""
         path = self.output / RESULTS
         try:
             numbers = json.loads(path.read_text(encoding="utf-8"))
@@ -345,7 +345,7 @@ class _Delivery:
 
     def _is_measured(self) -> bool:
         """Whether the trained model was already evaluated in the way that the config asks for: its held-out loss is in
-        metrics.jsonl, and its answers are in `numbers`. If not, a run that is complete still evaluates."""
+        metrics.jsonl, and its answers are in `numbers`, from results.json. If not, a complete run still evaluates."""
         wanted, last = self.config.evaluation, self.trainer.total_steps
         due = wanted.after_last(last) and self.rows
         answers = wanted.at_end and wanted.exact_match_rows
@@ -353,8 +353,8 @@ class _Delivery:
         return bool(measured and (not answers or "after" in self.numbers))
 
     def _write_numbers(self, run: dict[str, Any]) -> None:
-        """Writes `numbers` to results.json, with a digest of `run`, what identifies the run, and what identifies its
-        held-out rows; `_take_numbers` compares both."""
+        """Writes `numbers`, the results so far, to results.json, with a digest of `run`, what identifies the run, and
+        what identifies its held-out rows; `_take_numbers` compares both."""
         content = self.numbers | {"run": digest(run), m.ROWS: self.rows}
         atomic_write(self.output / RESULTS, json.dumps(content, indent=2) + "\n")
 

@@ -35,7 +35,7 @@ def not_negative(key: str, value: float | None) -> None:
 
 def fraction(key: str, value: float | None, below_one: bool = False) -> None:
     """Raises `ConfigError` unless the value of the dotted key `key` is None, or from 0 to 1. below_one: whether 1
-    itself is refused too."""
+    itself is refused (True) or accepted (False)."""
     inside = value is None or (0 <= value < 1 if below_one else 0 <= value <= 1)
     require(inside, key, value, "must be from 0 to " + ("below 1" if below_one else "1"))
 
@@ -56,8 +56,9 @@ _LIMITS = {
 
 
 def require_usable_numbers(value: object, key: str) -> None:
-    """Raises `ConfigError` if a number in a configuration is outside of int32 or float32, or above the limit of its
-    key.
+    """Raises `ConfigError` if an integer in a configuration is outside of int32 or above the limit of its key
+    (`_LIMITS`, such as 65,536 for adapter.r), or if a float is not one that float32 can represent (infinity and NaN
+    included).
 
     Args:
         value: a configuration, one of its sections, or a value of it; sections and mappings are walked.

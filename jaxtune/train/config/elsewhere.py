@@ -42,8 +42,8 @@ class Translation:
 
 
 def program_of(values: Mapping[str, Any]) -> str | None:
-    """The program that a config is for, by the key that names its model: AXOLOTL, LLAMA_FACTORY, or None for neither.
-    values: the keys and values of the YAML file."""
+    """The program that a config is for, by the key that names its model: "axolotl" (base_model), "LLaMA-Factory"
+    (model_name_or_path), or None for neither. values: the keys and values of the YAML file."""
     if "base_model" in values and "model" not in values:
         return AXOLOTL
     if "model_name_or_path" in values and "model" not in values:
@@ -416,8 +416,9 @@ def _llama_factory(made: Translation, left: dict[str, Any], folder: Path) -> Non
 
 
 def _dataset_info(folder: Path, name: str) -> dict[str, Any]:
-    """The entries of dataset_info.json, {name of a data set: its entry}, each with the folder of the file as "folder";
-    {} if there is no such file. It is looked for in the folder `name` below `folder`, then below the current one."""
+    """The entries of LLaMA-Factory's dataset_info.json, {name of a data set: its entry}, each with the folder of the
+    file as "folder"; {} if there is no such file. It is looked for in `folder`/`name`, then in `name` below the current
+    folder. name: the config's dataset_dir."""
     for base in (folder, Path()):
         path = base / name / "dataset_info.json"
         if path.is_file():
@@ -428,7 +429,8 @@ def _dataset_info(folder: Path, name: str) -> dict[str, Any]:
 
 def _registered(made: Translation, name: str, known: Mapping[str, Any]) -> str:
     """The name, as data.train takes it, of a data set that is registered in dataset_info.json as `name`; its columns go
-    to data.columns in `made`. A name that is not registered is returned as it is, with a note. known: the entries."""
+    to data.columns in `made`, the recipe. A name that is not registered is returned as it is, with a note. known: the
+    entries of dataset_info.json, {name: entry}, from `_dataset_info`."""
     entry = known.get(name)
     if entry is None:
         made.notes.append(

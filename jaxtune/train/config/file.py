@@ -477,8 +477,8 @@ def config_to_yaml(config: TrainConfig) -> str:
 
 
 def flat_keys(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{dotted key: value} of the nested mappings of `tree`; an empty mapping counts as a value. prefix: put before
-    every key."""
+    """{dotted key: value} of the nested mappings of `tree`; an empty mapping counts as a value. Configurations are
+    compared and shown in this form. prefix: put before every key."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:

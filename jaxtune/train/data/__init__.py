@@ -199,12 +199,13 @@ def prepare(
             .jinja file. With None, Alpaca rows get Alpaca's prompt, and a prompt is followed directly by its
             completion.
         train_on: "responses" trains on responses only, "all" on all tokens.
-        instruction_part, response_part: marker strings that find responses where the template's structure does not;
-            see `markers`.
-        last_response_only: train only on the last response of a conversation.
+        instruction_part, response_part: marker strings, the texts that begin a user's turn and a response, both or
+            neither. With them, responses are found by these strings (markers.py) instead of by the template.
+        last_response_only: train only on the last response of a conversation (True) or on all of them (False).
         mask_spans: (opening, closing) pairs of texts, such as ("<think>", "</think>"): the tokens of a response from
             an opening to its closing, both included, are not trained on.
-        packing: False gives every document a row of its own; "step" packs the documents of each step separately.
+        packing: True puts several documents into a row; False gives every document a row of its own; "step" packs the
+            documents of each step separately.
         overflow: longer documents are cut ("truncate"), divided into pieces ("split"), or refused ("error").
         on_bad_row: "error" stops at the first bad row, "skip" leaves bad rows out and counts them.
         max_rows: the largest number of rows to read; None reads all.

@@ -160,7 +160,7 @@ class CachedDocuments(NamedTuple):
     summary: Summary
     """The counts of their rows."""
     was_cached: bool
-    """Whether the folder already existed."""
+    """Whether the documents were in the cache already (True) or were built by this call (False)."""
 
 
 class _Store:
@@ -322,7 +322,8 @@ def _commit(temporary: Path, folder: Path) -> Path:
     """Renames the finished folder `temporary` to its final name `folder`, and returns the path that it has then.
 
     If another run has meanwhile written the same folder, that one is kept and returned. If another user's folder has
-    the name and cannot be read, the folder gets `_own_name`. Raises OSError if neither name can be used.
+    the name and cannot be read, this user's id is added to the name (`_own_name`). Raises OSError if neither name can
+    be used.
     """
     for place in (folder, _own_name(folder)):
         if os.path.isdir(place):
@@ -418,8 +419,8 @@ def _checksum(path: Path) -> int:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Deletes the temporary folders that killed runs left in the folder `parent`: those not modified for
-    `ABANDONED_SECONDS`. Errors are ignored, as a folder may be another user's."""
+    """Deletes the temporary folders that killed runs left in the folder `parent`: those not modified for a day
+    (`ABANDONED_SECONDS`). Errors are ignored, as a folder may be another user's."""
     for folder in parent.glob(".*.tmp"):
         with contextlib.suppress(OSError):
             if folder.is_dir() and time.time() - folder.stat().st_mtime > ABANDONED_SECONDS:

@@ -98,8 +98,8 @@ class Pair:
 
 
 def detect_format(columns: Iterable[str]) -> str:
-    """The row format, a key of `COLUMNS`, of rows with these columns. Raises `RowError` if they fit none, or are those
-    of preferences."""
+    """The row format, a key of `COLUMNS` such as "alpaca", of rows that have these columns (`columns`, their names).
+    Raises `RowError` if they fit no format, or are chosen and rejected, which need a preference objective."""
     columns = list(columns)
     if {"chosen", "rejected"} <= set(columns):
         raise RowError("columns chosen and rejected are preference data: set objective=dpo, orpo or simpo")
@@ -114,7 +114,7 @@ def detect_format(columns: Iterable[str]) -> str:
 
 def unread(value: Mapping[str, Any], format: str) -> list[str]:
     """The names of the columns of a row (`value`, its columns by name) that have a value and are not read in this row
-    format, for a warning. format: a key of `COLUMNS`, PREFERENCE or LABELLED."""
+    format, for a warning. format: a key of `COLUMNS` such as "alpaca", or PREFERENCE or LABELLED."""
     groups = _READ[format]
     read = {next((name for name in group if value.get(name) is not None), "") for group in groups}
     empty = (str, list, tuple, Mapping)
@@ -160,16 +160,16 @@ def strings(value: Any) -> Iterator[str]:
 
 
 def normalize_pair(value: Mapping[str, Any]) -> Pair:
-    """The `Pair` of a row of the format PREFERENCE: the prompt with each of its two answers. value: the row's columns
-    by name. Raises `RowError` with the reason if the row cannot be used."""
+    """The `Pair` of a row with a preference (columns chosen and rejected): the prompt with each of its two answers.
+    value: the row's columns by name. Raises `RowError` with the reason if the row cannot be used."""
     refuse_media(value)
     return Pair(*(_answered(value, side) for side in ("chosen", "rejected")))
 
 
 def normalize_labelled(value: Mapping[str, Any]) -> Pair:
-    """The `Pair` of a row of the format LABELLED: its answer is `chosen` if the label is true, else `rejected`, and
-    the other one is None. value: the row's columns by name. Raises `RowError` with the reason if the row cannot be
-    used."""
+    """The `Pair` of a row with one answer and a label (columns completion and label): the answer is `chosen` if the
+    label is true, else `rejected`, and the other one is None. value: the row's columns by name. Raises `RowError` with
+    the reason if the row cannot be used."""
     refuse_media(value)
     label = _column(value, ("label",))
     if value.get("completion") is None and value.get("messages") is not None:  # the answer ends the conversation
@@ -186,7 +186,7 @@ def normalize(value: Mapping[str, Any], format: str) -> Example:
 
     Args:
         value: the row's columns by name.
-        format: its row format, a key of `COLUMNS`.
+        format: its row format, a key of `COLUMNS` such as "messages" or "alpaca".
     """
     refuse_media(value)
     if format == "text":

@@ -97,7 +97,8 @@ class _Marker:
         return ""
 
     def find(self, tokens: np.ndarray) -> np.ndarray:
-        """int64[n]: the indices in `tokens` (a row, int32) at which the marker's core begins."""
+        """int64[n]: the indices in `tokens` (a row, int32) at which the marker's core begins, the tokens that are the
+        same whatever text is next to the marker."""
         return _find(tokens, self.core)
 
 
@@ -151,7 +152,7 @@ class Markers:
         response_part: the string that begins a response, such as "<|im_start|>assistant\\n".
 
     Raises:
-        ValueError: a marker is missing, empty, or has no stable token.
+        ValueError: a marker is missing, empty, or has no token that is the same whatever text is next to it.
     """
 
     def __init__(self, tokenizer: Any, instruction_part: str | None, response_part: str | None):
@@ -205,7 +206,7 @@ class Markers:
 
     def _after(self, tokens: np.ndarray, at: int, trail: str) -> int:
         """The index of the first token after a marker. The marker's tail, the text after its core, is skipped as far as
-        it follows there.
+        it follows there. (The core is the tokens of the marker that are the same whatever text is next to it.)
 
         A token that has the tail and more (":" and a line break) belongs to the marker, unless it is a word of the
         response that the tokenizer merged with the marker's last white space.
@@ -228,8 +229,8 @@ class Markers:
 
     def _before(self, tokens: np.ndarray, at: int, lead: str) -> int:
         """The index of the first token of a marker, at which a response before it ends. It is where the marker's head,
-        the text before its core, begins; or `at` if the head is not there. A token that also has text from before the
-        marker is not counted.
+        the text before its core, begins; or `at` if the head is not there. (The core is the tokens of the marker that
+        are the same whatever text is next to it.) A token that also has text from before the marker is not counted.
 
         Args:
             tokens: the row, int32[n].

@@ -37,8 +37,9 @@ _SPEAKERS = {name: role for name, role in ROLES.items() if not name.endswith("_c
 
 
 def chat_message(turn: Mapping[str, Any]) -> dict[str, Any]:
-    """A message in the form that chat templates expect, from a turn in OpenAI's form: content becomes text, speakers
-    become chat roles, and calls get their `function` object. Raises `RowError` if the turn cannot be used."""
+    """Converts a turn in OpenAI's form to a message in the form that chat templates expect: its content becomes text,
+    its role one of a chat ("human" becomes "user"), and each tool call {"type": "function", "function": {"name",
+    "arguments": object}}. Other keys stay. Raises `RowError` if the turn cannot be used."""
     role = turn.get("role")
     if not isinstance(role, str) or not role:
         raise RowError(f"a message has no role; it has {', '.join(map(str, turn)) or 'nothing'}")

@@ -137,7 +137,7 @@ def plan_rows(
         lengths: int[n], the number of tokens of each document.
         length: the number of tokens in a row, at least 2.
         overflow: documents longer than a row are cut ("truncate"), divided into pieces ("split"), or refused ("error").
-        packing: False gives every piece a row of its own.
+        packing: True puts several pieces into a row; False gives every piece a row of its own.
         name: gives the name of a document by its index, for the message that refuses it.
         is_trained: takes (document, offset, count) of a piece of a split document, and says whether a token of it is
             trained on; other pieces are left out. None keeps all pieces.
@@ -244,7 +244,7 @@ class PackedRows:
         documents: the documents.
         length: the number of tokens in a row.
         overflow: what happens to documents longer than a row: "truncate", "split" or "error".
-        packing: False gives every document a row of its own.
+        packing: True puts several documents into a row; False gives every document a row of its own.
         max_documents: the most documents in a row. The attribute `max_documents` then has this value even if no row has
             as many. None sets no limit, and the attribute is the most that any row has.
 
@@ -352,7 +352,7 @@ class PackedRows:
         return [self.documents.source(int(index)) for index in plan.document[pieces]]
 
     def batch(self) -> Batch:
-        """All rows in one batch of numpy arrays `[rows, length]`, in the order of the plan."""
+        """All rows in one batch of numpy arrays `[rows, length]`: row i of the batch is row number i of these."""
         batch = Batch.empty(len(self), self.length)
         for row in range(len(self)):
             self.fill(batch, row, row)
@@ -369,7 +369,7 @@ def pack(
         length: the number of tokens in a row.
         overflow: documents longer than a row are cut ("truncate"), divided into several pieces ("split"), or
             refused ("error").
-        packing: False gives every document a row of its own (padded mode).
+        packing: True puts several documents into a row; False gives every document a row of its own (padded mode).
 
     Returns:
         The packed rows (numpy arrays `[rows, length]`) and a report with every count.

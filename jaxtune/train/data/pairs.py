@@ -36,7 +36,7 @@ class PackedPairs:
         length: without `width`, the most tokens of a pair, and the length of a row; with `width`, the most tokens of
             each document.
         overflow: what happens to what is longer: "truncate" or "error".
-        packing: False gives every pair a row of its own.
+        packing: True puts several pairs into a row; False gives every pair a row of its own.
         reference: float32[documents] or None, the sum of the log-probabilities of each document's answer under the
             reference model. NaN where it is not computed yet; it is filled in place later.
         labels: float32[pairs] or None, a number that the objective gives each pair, such as its margin.
@@ -118,8 +118,9 @@ class PackedPairs:
         return self.plan.lengths
 
     def empty(self, rows: int, length: int | None = None, shared: int = 1) -> Batch:
-        """A batch of `rows` rows of padding as new numpy arrays, with PAIRS in `extra`, and LABELS and REFERENCE if
-        these pairs have them.
+        """A batch of `rows` rows of padding as new numpy arrays. Its `extra` has the array PAIRS (1 where there is a
+        pair), and LABELS (a number for each pair) and REFERENCE (log-probabilities of the answers) if these pairs have
+        them.
 
         Args:
             rows: the number of rows of the batch.

@@ -22,7 +22,7 @@ MARKS = "\N{MATHEMATICAL LEFT WHITE SQUARE BRACKET}", "\N{MATHEMATICAL RIGHT WHI
 
 def preview(batch: Batch, tokenizer: Any, row: int = 0, marks: bool = False) -> Text:
     """The decoded text of one row, as a `rich.text.Text`: trained tokens are green, other tokens plain, and lines show
-    where documents and padding begin.
+    where documents and padding begin. `jaxtune train --check` prints it.
 
     A token counts as trained if it is a target, so its colour comes from the weight at the position before it in the
     row, where it is predicted.
@@ -31,7 +31,7 @@ def preview(batch: Batch, tokenizer: Any, row: int = 0, marks: bool = False) -> 
         batch: packed rows, `[rows, length]`.
         tokenizer: the tokenizer that made its tokens.
         row: the index of the row to show.
-        marks: whether trained tokens are also put in brackets (`MARKS`), for output without colours.
+        marks: True puts trained tokens in brackets too, for output without colours; False only colours them.
     """
     from rich.text import Text
 

@@ -127,7 +127,7 @@ def read_rows(sources: Sequence[Source], format: str = "auto", max_rows: int | N
     Args:
         sources: from `open_sources`.
         format: a row format of `formats.FORMATS`. With "auto", the first row of a source whose columns are known
-            decides for the whole source, and the rows before it are bad.
+            decides for the whole source, and the rows before it become bad rows (without columns, with the reason).
         max_rows: the number of rows of all sources after which to stop; None reads all.
 
     Raises:

@@ -47,9 +47,9 @@ class Encoded:
     masked: int = 0
     """The number of tokens of responses that `mask_spans` excludes."""
     special: str = ""
-    """A special token or marker that the text of the messages contains, or ""."""
+    """A special token or marker that the text of the messages contains; "" if there is none."""
     left_out: str = ""
-    """The parts of the conversation that the template does not write, in words, or ""."""
+    """What the template does not write of the conversation, in words, such as "tools"; "" if it writes everything."""
     cut: bool = False
     """Whether the text was cut at `max_tokens`."""
 
@@ -63,11 +63,11 @@ class Rendered:
     ranges: list[tuple[int, int]] | None
     """The (start, end) character ranges of its responses; None if markers must find them in the tokens."""
     special: str = ""
-    """A special token or marker that the text of the messages contains, or ""."""
+    """A special token or marker that the text of the messages contains; "" if there is none."""
     left_out: str = ""
-    """The parts of the conversation that the template does not write, in words, or ""."""
+    """What the template does not write of the conversation, in words, such as "tools"; "" if it writes everything."""
     begin: int = 0
-    """The index of the character before which nothing is trained on."""
+    """The index of the first character after the prompt's turns, before which nothing is trained on; 0 without them."""
 
 
 def resolve_template(tokenizer: Any, template: str | None) -> str:
@@ -141,11 +141,10 @@ class RowEncoder:
         train_on: "responses" trains on responses only, "all" on all tokens.
         instruction_part, response_part: marker strings, both or neither. If they are given, `markers.Markers` finds the
             responses, otherwise the template does.
-        last_response_only: train only on the last response of a conversation.
+        last_response_only: train only on the last response of a conversation (True) or on all of them (False).
         mask_spans: (opening, closing) pairs of texts; tokens of a response from an opening to its closing, both
             included, are not trained on. A span without a closing reaches to the end of its response.
-        max_tokens: texts longer than a window of `tokenizing.tokenize` are cut after this many tokens; None cuts
-            nothing.
+        max_tokens: a text of over 65,536 characters is cut once it has at least this many tokens; None cuts nothing.
 
     Raises:
         ValueError: an argument is wrong, or the tokenizer is not fast.
@@ -226,6 +225,7 @@ class RowEncoder:
 
     def around_answer(self, example: Example) -> tuple[str, str]:
         """The texts that the template itself adds (before, after) the last answer of the conversation of `example`.
+        Exact match removes them from what a model generates, and compares the answer alone.
 
         Before an answer, some templates write an empty thought or the name of a channel after the generation prompt;
         after it, they write the end of the turn. Both are "" for a plain prompt, or if they cannot be found.
@@ -428,12 +428,13 @@ class RowEncoder:
         return tokens
 
     def _tokenize(self, texts: list[str]) -> list[Tokens]:
-        """The tokens of each of `texts`, with their positions, in order; a text longer than a window of
-        `tokenizing.tokenize` is cut after `max_tokens`."""
+        """The tokens of each of `texts`, in order, with their positions in the text. A text of over 65,536 characters
+        is cut once it has `max_tokens` tokens."""
         return tokenize(self.tokenizer, texts, self.max_tokens)
 
     def _template_text(self) -> str:
-        """The Jinja text of the template, resolved on the first call. Raises `SetupError` as `resolve_template`."""
+        """The Jinja text of the template, looked up on the first call. Raises `SetupError` if there is none or the
+        tokenizer lacks its special tokens."""
         if self._jinja is None:
             self._jinja = resolve_template(self.tokenizer, self.template)
         return self._jinja
@@ -452,9 +453,9 @@ class RowEncoder:
 
 
 def derive_markers(tokenizer: Any, template: str | None = None) -> tuple[str, str]:
-    """The markers (instruction_part, response_part) of a chat template: the texts that it writes before a user's
-    message that follows a response, and before a response. They are found by rendering a short conversation with
-    `template`, in any form that `resolve_template` takes (None: that of `tokenizer`).
+    """Finds the markers (instruction_part, response_part) of a chat template, for a user who names none: the texts that
+    it writes before a user's message that follows a response, and before a response. A short conversation is rendered
+    with `template`, in any form that `resolve_template` takes (None: that of `tokenizer`).
 
     Raises:
       ValueError: the markers cannot be found in what the template writes.
