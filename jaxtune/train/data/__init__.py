@@ -209,8 +209,7 @@ def prepare(
         overflow: longer documents are cut ("truncate"), divided into pieces ("split"), or refused ("error").
         on_bad_row: "error" stops at the first bad row, "skip" leaves bad rows out and counts them.
         max_rows: the largest number of rows to read; None reads all.
-        cache_dir: the folder of token caches; None uses JAXTUNE_CACHE or ~/.cache/jaxtune/tokens. Rows given as
-            a list are not cached.
+        cache_dir: the folder of token caches; None: JAXTUNE_CACHE or ~/.cache/jaxtune/tokens. A list is not cached.
         num_workers: the number of tokenising processes; None chooses it, 0 or 1 tokenises in this process.
         vocab_size: the number of rows of the model's embedding; a larger token id is refused.
         pairs: whether the rows are preferences (`formats.PREFERENCE`) or labelled answers (`formats.LABELLED`). Each
