@@ -158,8 +158,8 @@ def plain_update(gradient, m, m_absmax, v, v_absmax, correction1, correction2, s
 
 
 def _check(op, gradient, m, m_absmax, v, v_absmax, betas, eps) -> None:
-    """Checks the arguments of an update: gradient, m, m_absmax, v, v_absmax, betas and eps, which are described at
-    `adam_update`; `op` names the function in messages.
+    """Checks the arguments of an update, so that an error names the argument and the function. `op` is that function's
+    name; gradient, m, m_absmax, v, v_absmax, betas and eps are the arguments of `adam_update`, which describes them.
 
     Raises:
       TypeError, ValueError: an argument is not as described there.
@@ -336,12 +336,14 @@ def adam_update(
 def _adam_update(
     gradient, m, m_absmax, v, v_absmax, correction1, correction2, scale, finite, *, betas, eps, programs, interpret
 ):
-    """adam_update on one device by the kernel, with at most `programs` programs (the check at first use has one
-    program process all chunks). interpret: parameters of Pallas' interpreter, or None on a GPU. The elements after the
-    last whole chunk of 2,048 are updated by XLA.
+    """One step of Adam on one device by the kernel, which `adam_update` calls on each device of a mesh. The elements
+    after the last whole chunk of 2,048 are updated by XLA. Returns (direction, m, m_absmax, v, v_absmax).
 
-    The other arguments and the results are those of adam_update: gradient, m, m_absmax, v, v_absmax, correction1,
-    correction2, scale, finite, betas and eps; (direction, m, m_absmax, v, v_absmax).
+    Args:
+      gradient, m, m_absmax, v, v_absmax, correction1, correction2, scale, finite, betas, eps: as adam_update describes
+        them, of this device's part of the tensor.
+      programs: the most programs of the kernel's grid; the check at first use has one program process all chunks.
+      interpret: the parameters of Pallas' interpreter (gpu_kernel.interpreter), or None on a GPU.
     """
     size = gradient.size
     whole = size // _CHUNK * _CHUNK  # elements that the kernel takes; XLA takes the rest

@@ -201,27 +201,37 @@ def attention_backward(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
 def _attention(query, key, value, sinks, layout, static, implementation, backward_implementation):
-    """Returns attention [B, T, heads, D] with a custom derivative, whose backward may run another implementation.
-    query, key, value, sinks (or None) and layout are those of `attention`, and so are the names `implementation` and
-    `backward_implementation`. `static` has the keyword arguments scale, window and soft_cap as a tuple of pairs (name,
-    value), because a static argument must be hashable."""
+    """Returns attention, [B, T, heads, D], with a custom derivative, whose backward may run another implementation than
+    the forward.
+
+    Args:
+      query, key, value, sinks, layout: the arguments of `attention`; sinks is None without sinks.
+      static: the keyword arguments scale, window and soft_cap as a tuple of pairs (name, value), because a static
+        argument must be hashable.
+      implementation, backward_implementation: the names of those that compute the forward and the gradients; None: the
+        first that supports the call.
+    """
     return _attention_fwd(query, key, value, sinks, layout, static, implementation, backward_implementation)[0]
 
 
 def _attention_fwd(query, key, value, sinks, layout, static, implementation, backward_implementation):
-    """The forward rule of `_attention`, with the same arguments: (out [B, T, heads, D], residuals).
-    backward_implementation has no effect here, because JAX hands all arguments to both rules. The residuals are
-    (query, key, value, sinks, layout, out, lse), lse being the log-sum-exp float32[B, heads, T]; the weights [T, T]
-    are computed again in the backward."""
+    """The forward rule of `_attention` for jax.custom_vjp, with the same arguments: returns (out [B, T, heads, D],
+    residuals). backward_implementation has no effect here, because JAX passes all arguments to both rules. The
+    residuals are (query, key, value, sinks, layout, out, lse), lse being the log-sum-exp float32[B, heads, T]; the
+    softmax weights [T, T] are not saved but computed again in the backward."""
     out, lse = attention_forward(query, key, value, layout, sinks=sinks, implementation=implementation, **dict(static))
     return out, (query, key, value, sinks, layout, out, lse)
 
 
 def _attention_bwd(static, implementation, backward_implementation, residuals, dout):
-    """The backward rule of `_attention`: (gradients of query, key and value, of sinks or None without them, None for
-    the layout). static, implementation (not used) and backward_implementation are the static arguments of the call,
-    residuals what _attention_fwd saved, and dout the gradient of out, [B, T, heads, D]. dout is set to zero at padding
-    first, where it may be anything, even NaN."""
+    """The backward rule of `_attention` for jax.custom_vjp: returns (gradients of query, key and value, of sinks or
+    None without them, None for the layout). It sets dout to zero at padding first, where it may be anything, even NaN.
+
+    Args:
+      static, implementation, backward_implementation: the static arguments of the call; `implementation` is not used.
+      residuals: what _attention_fwd saved.
+      dout: the gradient of out, [B, T, heads, D].
+    """
     query, key, value, sinks, layout, out, lse = residuals
     if not layout.full:  # padding may have any gradient, even NaN
         dout = jnp.where((jnp.arange(dout.shape[1]) < layout.doc_end)[:, :, None, None], dout, 0)

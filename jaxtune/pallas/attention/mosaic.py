@@ -80,14 +80,15 @@ def bucket(dim: int, whole: bool, window: int | None) -> str:
 
 
 def _blocks(kernel: str, query, layout: PackedLayout, window: int | None) -> Blocks:
-    """How a kernel divides its work for such calls: the blocks that the tuner measured for them, else those that it
-    measured for packed rows, else those of HEURISTIC.
+    """Returns how a kernel divides its work for such calls: the blocks that the tuner measured for them, else those
+    that it measured for packed rows, else those of HEURISTIC.
 
     Args:
-      kernel: a key of HEURISTIC.
-      query: has the head dim of the kernels (`kernel_dim`); of it only that and the dtype are used.
-      layout: of the call, of which only max_documents is used: whether every row is one document.
-      window: of the call, or None.
+      kernel: a key of HEURISTIC: "forward", "dquery", "dkey" or "dvalue".
+      query: an array or jax.ShapeDtypeStruct whose last axis is the head dim of the kernels (`kernel_dim`); only that
+        and the dtype are used.
+      layout: of the call; only max_documents is used: 1 means that every row is one document.
+      window: the sliding window of the call in keys, or None.
     """
     op, dim = f"attention {kernel}", query.shape[-1]
     for name in (bucket(dim, layout.max_documents == 1, window), bucket(dim, False, None)):
@@ -262,10 +263,10 @@ def _barriers(blocks: Blocks, own_copies: int, brought_copies: int, buffers: int
 
 
 def _pipeline_barriers(blocks: Blocks, copies: int) -> list:
-    """The barriers of the pipeline in which one warpgroup loads blocks of two arrays (keys and values, or queries and
-    dout) into slots of shared memory. Four arrays of barriers, with one for each slot: a block of the first array has
-    arrived, after `copies` copies; one of the second has; the slot of the first is free again; that of the second
-    is."""
+    """Makes the barriers of the pipeline in which one warpgroup loads blocks of two operands (keys and values, or
+    queries and dout) into slots of shared memory. It returns four arrays of barriers, each with one for each slot: a
+    block of the first operand has arrived, after `copies` copies; one of the second has; the slot of the first is free
+    again, after both computing warpgroups have read it; that of the second is."""
     return _ring_barriers(blocks, (copies, copies), (WARPGROUPS, WARPGROUPS))
 
 
@@ -327,13 +328,17 @@ def _pairs(query, key, blocks: Blocks) -> bool:
 
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """(out [B, T, heads, D], lse float32[B, heads, T]) of packed causal attention, computed by the Mosaic kernels.
+    """Returns (out [B, T, heads, D], lse float32[B, heads, T] in the natural logarithm) of packed causal attention,
+    computed by the Mosaic kernels.
 
     Args:
-      query: [B, T, heads, D]. key, value: [B, T, kv_heads, D].
-      layout: the documents; a query sees only its own.
-      scale, window, soft_cap, sinks: the factor on scores, the sliding window, the soft cap and the sinks of
-        api.attention_forward.
+      query: [B, T, heads, D].
+      key, value: [B, T, kv_heads, D].
+      layout: the bounds of the documents; a query sees only its own document.
+      scale: the factor on scores.
+      window: how many keys a query sees, itself included; None: all of its document before it.
+      soft_cap: scores s become soft_cap * tanh(s / soft_cap); None: no cap.
+      sinks: float[heads], an extra logit for each head that has no value; None: none.
     """
     _, length, _, given_dim = query.shape
     lower, _ = _prepare(layout, window)

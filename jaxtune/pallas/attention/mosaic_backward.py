@@ -101,7 +101,8 @@ def query_kernel(
       dq_ref: the result, as q_ref.
       q_smem to v_smem: shared memory for an item's queries, dout, numbers (stat and delta) and bounds, and slots of
         keys and values.
-      own_full to turn_barrier: barriers, as mosaic._barriers makes them.
+      own_full to turn_barrier: barriers: an item's operands have arrived; a block of keys, of values has arrived; the
+        slot of either is free again; the one at which the warpgroups take turns.
       blocks: how the work is divided.
       pairs: True: the two warpgroups take the same queries of two heads that share their keys; False: neighbouring
         queries of one head.
@@ -293,16 +294,19 @@ def key_kernel(
     in turn.
 
     Args:
-      q_ref, k_ref, v_ref, do_ref: [B, T, heads or kv_heads, D], in global memory as all refs.
+      q_ref, k_ref, v_ref, do_ref: query, key, value and dout, [B, T, heads or kv_heads, D], in global memory as all
+        refs.
       stat_ref, delta_ref: float32[B, heads, T], the log-sum-exp in log2, and the sum of out * dout times scale.
       upper_ref: int32[B, T], the query after the last that sees each key.
-      table_ref: int32[lines, 4]: row, first key, first block of queries, number of blocks.
+      table_ref: int32[lines, 4], the work, a tile of keys a line: row, first key, first block of queries, number of
+        blocks.
       dk_ref, dv_ref: the results, as k_ref and v_ref.
       k_smem to numbers_smem: shared memory for an item's keys, values and bounds, and slots of queries, dout and
-        numbers.
-      own_full to turn_barrier: barriers, as mosaic._barriers makes them.
+        numbers (stat and delta).
+      own_full to turn_barrier: barriers: an item's operands have arrived; a block of queries, of dout has arrived; the
+        slot of either is free again; the one at which the warpgroups take turns.
       blocks: how the work is divided.
-      scale, soft_cap: of the attention.
+      scale, soft_cap: the factor on scores, and their soft cap or None.
       interpreted: whether Pallas' interpreter runs it.
     """
     wg = lax.axis_index("wg")

@@ -60,23 +60,27 @@ def wide_key_kernel(
     interpreted,
 ):
     """The body of the backward's kernel for the gradients of key and value, for head dims of 256: writes dk and dv of
-    the tiles of keys that are dealt to a program, one by each computing warpgroup. It visits the query blocks that see
-    the tile, for every query head in turn.
+    the tiles of keys that are dealt to a program. The first computing warpgroup writes dv, the second dk. It visits the
+    query blocks that see the tile, for every query head in turn.
 
     Args:
-      q_ref, k_ref, v_ref, do_ref: [B, T, heads or kv_heads, D], in global memory as all refs.
+      q_ref, k_ref, v_ref, do_ref: query, key, value and dout, [B, T, heads or kv_heads, D], in global memory as all
+        refs.
       stat_ref, delta_ref: float32[B, heads, T], the log-sum-exp in log2, and the sum of out * dout times scale.
       upper_ref: int32[B, T], the query after the last that sees each key.
-      table_ref: int32[lines, 4]: row, first key, first block of queries, number of blocks.
+      table_ref: int32[lines, 4], the work, a tile of keys a line: row, first key, first block of queries, number of
+        blocks.
       dk_ref, dv_ref: the results, as k_ref and v_ref.
-      k_smem, v_smem, upper_smem: shared memory for an item's keys and values, and later dv and dk; and for its bounds.
-      weights_smem: float32[2, keys, queries], the weights that the first warpgroup passes to the second.
-      q_smem, do_smem, numbers_smem: slots of queries, dout and numbers.
-      key_full, value_full: barriers of the copies of keys and values.
-      q_full to do_free: barriers of the pipeline of queries and dout.
-      weights_full, weights_free: that weights are in a slot, and that they have been read.
+      k_smem, v_smem: shared memory for an item's keys, and later its dv; and for its values, and later its dk.
+      upper_smem: shared memory for the item's part of upper_ref.
+      weights_smem: float32[2, keys, queries], the softmax weights that the first warpgroup passes to the second.
+      q_smem, do_smem, numbers_smem: slots of queries, dout and numbers (stat and delta).
+      key_full, value_full: barriers that complete when an item's keys, and its values, have arrived.
+      q_full to do_free: barriers of the slots: a block of queries, of dout has arrived; the slot of either is free
+        again.
+      weights_full, weights_free: barriers of weights_smem: weights are in a slot; they have been read.
       blocks: how the work is divided.
-      scale, soft_cap: of the attention.
+      scale, soft_cap: the factor on scores, and their soft cap or None.
       interpreted: whether Pallas' interpreter runs it.
     """
     wg = lax.axis_index("wg")

@@ -80,10 +80,18 @@ def _join(array, length):
 
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """(out [B, T, heads, D], lse float32[B, heads, T]) of packed causal attention, computed by plain jnp, in chunks of
-    queries: query [B, T, heads, D], key and value [B, T, kv_heads, D], within the documents of `layout`. scale
-    multiplies the scores; window (keys that a query sees), soft_cap and sinks float[heads] are those of
-    api.attention_forward, and None where there is none."""
+    """Returns (out [B, T, heads, D], lse float32[B, heads, T] in the natural logarithm) of packed causal attention,
+    computed by plain jnp, in chunks of queries. Kernels are compared with it.
+
+    Args:
+      query: [B, T, heads, D].
+      key, value: [B, T, kv_heads, D].
+      layout: the bounds of the documents; a query sees only its own document.
+      scale: the factor on scores.
+      window: how many keys a query sees, itself included; None: all of its document before it.
+      soft_cap: scores s become soft_cap * tanh(s / soft_cap); None: no cap.
+      sinks: float[heads], an extra logit for each head that has no value; None: none.
+    """
     rows, length, heads, dim = query.shape
     kv_heads = key.shape[2]
     grouped = query.reshape(rows, length, kv_heads, heads // kv_heads, dim)

@@ -132,10 +132,18 @@ def _call(kernel, tile: Tile, own: int, grid_heads: int, arguments, out_types, k
 
 
 def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """(out [B, T, heads, D], lse float32[B, heads, T]) of packed causal attention, computed by the Triton kernels:
-    query [B, T, heads, D], key and value [B, T, kv_heads, D], within the documents of `layout`. scale multiplies the
-    scores; window (keys that a query sees), soft_cap and sinks float[heads] are those of api.attention_forward, and
-    None where there is none. scale must be above 0."""
+    """Returns (out [B, T, heads, D], lse float32[B, heads, T] in the natural logarithm) of packed causal attention,
+    computed by the Triton kernels.
+
+    Args:
+      query: [B, T, heads, D].
+      key, value: [B, T, kv_heads, D].
+      layout: the bounds of the documents; a query sees only its own document.
+      scale: the factor on scores, which must be above 0.
+      window: how many keys a query sees, itself included; None: all of its document before it.
+      soft_cap: scores s become soft_cap * tanh(s / soft_cap); None: no cap.
+      sinks: float[heads], an extra logit for each head that has no value; None: none.
+    """
     from jaxtune.pallas.attention import triton_kernels
 
     rows, length, heads, dim = query.shape
@@ -157,9 +165,15 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
 
 
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """(dquery, dkey, dvalue, dsinks or None) of packed causal attention, computed by the Triton kernels: the gradients
-    of its operands query, key, value (and sinks), from its saved results out and lse and from dout, the gradient of
-    out [B, T, heads, D]. layout, scale, window, soft_cap and sinks are those of the forward, which explains them."""
+    """Returns (dquery, dkey, dvalue, dsinks) of packed causal attention, computed by the Triton kernels: the gradients
+    of the forward's operands. dsinks is None without sinks.
+
+    Args:
+      query, key, value: the operands of `forward`.
+      out, lse: its results, which were saved.
+      dout: the gradient of out, [B, T, heads, D].
+      layout, scale, window, soft_cap, sinks: the arguments of `forward`.
+    """
     from jaxtune.pallas.attention import triton_kernels
 
     heads, dim = query.shape[2:]

@@ -42,8 +42,8 @@ def width(dim: int) -> int:
 
 
 def refusal(query, keys) -> str | None:
-    """The reason why these kernels cannot serve a call with such arrays, query [B, heads, D] and keys [B, kv_heads,
-    capacity, D], or None."""
+    """Returns the reason, in words, why these kernels cannot compute a call with such arrays, or None if they can.
+    query is [B, heads, D], keys [B, kv_heads, capacity, D]; only shapes and dtypes are used."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -127,9 +127,9 @@ def decode(query, keys, values, lengths, *, scale, window=None, soft_cap=None, s
 
 
 def _decode_whole(query, keys, values, lengths, scale, window, soft_cap, sinks):
-    """`decode`, with the same arguments (query, keys, values, lengths, scale, window, soft_cap, sinks), for caches of
-    at most WHOLE keys: one kernel, whose programs each take all keys of a row and KV head, and no second one that
-    combines splits."""
+    """Computes decode attention for caches of at most WHOLE keys by one kernel, whose programs each take all keys of a
+    row and KV head; no second kernel has to combine splits. Returns [B, heads, D] in query's dtype. The arguments
+    (query, keys, values, lengths, scale, window, soft_cap, sinks) are those of `decode`, which describes them."""
     from jaxtune.pallas.decode_attention import triton_kernels
 
     rows, heads, dim = query.shape

@@ -45,13 +45,15 @@ def decode_split_kernel(
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Attention of one KV head of one row over one split of the keys. Grid: (SPLITS, KV_HEADS, B).
+    """Computes the attention of the query heads of one KV head of one row over one split of the keys, the first of two
+    kernels. Grid: (SPLITS, KV_HEADS, B).
 
-    It writes float32 parts [B, KV_HEADS, SPLITS, heads of a group, DIM], normalised over the split, and their
-    log-sum-exp in log2, lses. query is [B, HEADS, DIM]; keys and values are the caches [B, KV_HEADS, CAPACITY, DIM];
-    lengths int32[B]; firsts and tiles are from splits.live_tiles for tiles of STEP keys. SCALE is the factor on
-    scores, CAP their soft cap (0: none), WINDOW the sliding window (0: none). GROUP and WIDTH are the query heads of a
-    KV head and DIM, padded to powers of two.
+    It writes float32 parts [B, KV_HEADS, SPLITS, heads of a group, DIM], normalised over the split, and lses [B,
+    KV_HEADS, SPLITS, heads of a group], the log-sum-exp of the split's scores in log2. query is [B, HEADS, DIM]; keys
+    and values are the caches [B, KV_HEADS, CAPACITY, DIM]; lengths int32[B] are the tokens of each row. firsts and
+    tiles, int32[B, SPLITS], are the number of the first tile of STEP keys that a split reads, and how many it reads
+    (splits.live_tiles). SCALE is the factor on scores, CAP their soft cap (0: none), WINDOW the sliding window (0:
+    none). GROUP and WIDTH are the query heads of a KV head and DIM, padded to powers of two.
     """
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     count = tl.load(tiles + row * SPLITS + split)
@@ -169,10 +171,11 @@ def decode_combine_kernel(
     WIDTH: tl.constexpr,
 ):
     """Combines the results of a row's SPLITS splits in order, parts and lses of decode_split_kernel, to out [B, HEADS,
-    DIM]. Grid: (KV_HEADS, B).
+    DIM], the second of two kernels. Grid: (KV_HEADS, B).
 
-    order and counts are from splits.order_of. sinks: float32[HEADS], in units of log2; _MASKED: no sink. GROUP and
-    WIDTH are the query heads of a KV head and DIM, padded to powers of two.
+    order int32[B, SPLITS] has the numbers of a row's splits, those that read keys first, and counts int32[B] how many
+    of them do (splits.order_of). sinks: float32[HEADS], in units of log2; _MASKED: no sink. GROUP and WIDTH are the
+    query heads of a KV head and DIM, padded to powers of two.
     """
     head, row = tl.program_id(0), tl.program_id(1)
     OWN: tl.constexpr = HEADS // KV_HEADS

@@ -37,11 +37,12 @@ def _check_layout(check: Arguments, layout) -> None:
 
 
 def _check_tokens(check: Arguments, key, value, decay, beta) -> None:
-    """Checks the arrays of tokens, key, value, decay and beta, which gated_delta_rule describes. check: the checker of
-    the call (Arguments).
+    """Checks the arrays of tokens of a call: key [B, T, key_heads, K], value [B, T, heads, V] in key's dtype, decay and
+    beta float32[B, T, heads], and that heads is a multiple of key_heads. check: the checker of the call (Arguments),
+    which binds these sizes.
 
     Raises:
-      TypeError, ValueError: an array is not as described there.
+      TypeError, ValueError: an array is not as described here.
     """
     check.array("key", key, "B T key_heads K", FLOATS)
     check.array("value", value, "B T heads V", key.dtype)
@@ -120,11 +121,15 @@ def delta_rule_state(
 def delta_rule_step(
     query: jax.Array, key: jax.Array, value: jax.Array, decay: jax.Array, beta: jax.Array, state: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """One more token of each row: its output and the next state.
+    """One more token of each row, a step of generation: returns the token's output of the gated delta rule and the next
+    state.
 
     Args:
-      query, key, value, decay, beta: those of gated_delta_rule, which explains them, of one token: [B, 1, key_heads, K]
-        twice, [B, 1, heads, V], and float32[B, 1, heads] twice.
+      query, key: [B, 1, key_heads, K] bfloat16, float16 or float32.
+      value: [B, 1, heads, V] in key's dtype; heads is a multiple of key_heads.
+      decay: float32[B, 1, heads], the logarithm of the factor on the state, at most 0.
+      beta: float32[B, 1, heads], in [0, 1], the share of what the state stores at the key that is replaced by the
+        value.
       state: float32[B, heads, K, V], before the token.
     Returns:
       (out [B, 1, heads, V] in value's dtype, the state after the token).
@@ -142,11 +147,16 @@ def delta_rule_step(
 def delta_rule_chunk(
     query: jax.Array, key: jax.Array, value: jax.Array, decay: jax.Array, beta: jax.Array, state: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """More tokens of each row, whose document began before them: for prompts that are prefilled piece by piece.
+    """The next T tokens of each row, whose document began before them, for prompts that are prefilled chunk by chunk:
+    returns their outputs of the gated delta rule and the next state. There are no document bounds: all tokens continue
+    the document.
 
     Args:
-      query, key, value, decay, beta: those of gated_delta_rule, which explains them: [B, T, key_heads, K] twice, [B, T,
-        heads, V], and float32[B, T, heads] twice. There are no document bounds: all tokens continue the document.
+      query, key: [B, T, key_heads, K] bfloat16, float16 or float32.
+      value: [B, T, heads, V] in key's dtype; heads is a multiple of key_heads.
+      decay: float32[B, T, heads], the logarithm of the factor on the state, at most 0.
+      beta: float32[B, T, heads], in [0, 1], the share of what the state stores at the key that is replaced by the
+        value.
       state: float32[B, heads, K, V], before the tokens.
     Returns:
       (out [B, T, heads, V] in value's dtype, the state after the tokens).

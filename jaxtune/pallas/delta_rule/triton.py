@@ -110,16 +110,21 @@ def forward(query, key, value, decay, beta, layout: PackedLayout):
 
 @jax.custom_vjp
 def _rule(query, key, value, decay, beta, layout):
-    """`forward` with a custom derivative: the output [B, T, heads, V]. Without a derivative neither errors nor states
-    are stored. The arguments query, key, value, decay, beta and layout are those of `forward`."""
+    """Returns the output of the gated delta rule, [B, T, heads, V], with a custom derivative. If no derivative is
+    taken, the forward kernel stores neither errors nor states.
+
+    query and key are [B, T, key_heads, K], value [B, T, heads, V], decay (its logarithm) and beta float32[B, T, heads];
+    layout: the document bounds.
+    """
     made = _by_rows(_chunks, 6)(query, key, decay, beta, value, layout)
     return _by_rows(functools.partial(_states, save=False), 4)(query, key, value, made)[0]
 
 
 def _rule_fwd(query, key, value, decay, beta, layout):
-    """The forward rule of `_rule`: (out [B, T, heads, V], residuals). The residuals are (query, key, layout, made,
-    error, states): what `_chunks` made, and the errors and the states before each chunk, from `_states`. value, decay
-    and beta are not kept, because the backward needs them only in these forms."""
+    """The forward rule of `_rule` for jax.custom_vjp, with its arguments: returns (out [B, T, heads, V], residuals).
+    The residuals are (query, key, layout, made, error, states): the Made that `_chunks` returned, and from `_states`
+    the errors that tokens write into the state and the state before each chunk. value, decay and beta are not kept,
+    because the backward needs them only in these forms."""
     made = _by_rows(_chunks, 6)(query, key, decay, beta, value, layout)
     out, error, states = _by_rows(functools.partial(_states, save=True), 4)(query, key, value, made)
     return out, (query, key, layout, made, error, states)
@@ -146,14 +151,16 @@ def _by_rows(function, rows: int):
 
 
 def _call(kernel: str, arguments, out_types, grid, key, value, **constants: Any):
-    """Calls one of the kernels with its tile and the sizes of key and value, and returns its outputs.
+    """Calls one of the kernels of triton_kernels.py with its tile (`_tile`) and the sizes of key and value, and returns
+    its outputs.
 
     Args:
-      kernel: its name in _TILES, "forward" for triton_kernels.forward_kernel.
+      kernel: the kernel's name in _TILES, such as "forward" for triton_kernels.forward_kernel.
       arguments: the input arrays.
       out_types: shapes and dtypes of the outputs.
       grid: number of programs along each axis.
-      key, value: [B, T, key_heads, K] and an array with value's shape; only shapes are used.
+      key: [B, T, key_heads, K]; only its shape is used.
+      value: value or another array of its shape, [B, T, heads, V]; only its shape is used.
       constants: further compile-time constants of the kernel.
     """
     from jaxtune.pallas.delta_rule import triton_kernels
@@ -199,8 +206,11 @@ class Made(NamedTuple):
 
 def _chunks(query, key, decay, beta, value, layout) -> Made:
     """Runs the first two kernels, "numbers" and "chunk", which process all chunks in parallel, and returns what they
-    compute: the factors of tokens and the matrices of chunks, which do not depend on a state. query, key, decay and
-    beta are those of `forward`; of value, only the shape is used. layout: document bounds."""
+    compute: the factors of tokens and the matrices of chunks, which do not depend on a state.
+
+    query and key are [B, T, key_heads, K], decay (its logarithm) and beta float32[B, T, heads]; of value [B, T, heads,
+    V] only the shape is used. layout: the document bounds.
+    """
     rows, length, heads = value.shape[:3]
     chunks = math.ceil(length / CHUNK)
     numbers = jax.ShapeDtypeStruct((rows, heads, chunks * CHUNK), jnp.float32)
@@ -228,12 +238,12 @@ def _chunks(query, key, decay, beta, value, layout) -> Made:
 
 
 def _states(query, key, value, made: Made, *, save: bool):
-    """Runs the third kernel, which walks along the rows: (out [B, T, heads, V], the errors z that tokens write, of
-    value's shape and dtype, and the states before each chunk, [B, heads, chunks, V, K] in key's dtype). query, key,
-    value: those of `forward`.
+    """Runs the third kernel, which walks along the rows. Returns (out [B, T, heads, V], the errors z that tokens write,
+    of value's shape and dtype, and the states before each chunk, [B, heads, chunks, V, K] in key's dtype).
 
-    The backward needs the last two; without `save`, when no derivative is taken, they are arrays of B numbers without
-    a meaning. made: what `_chunks` returned.
+    query and key are [B, T, key_heads, K], value [B, T, heads, V]; made: the factors and matrices that `_chunks`
+    returned. save: True: errors and states are stored for the backward; False, when no derivative is taken: in their
+    place come two arrays of B numbers without a meaning.
     """
     rows, length, heads, value_dim = value.shape
     chunks = math.ceil(length / CHUNK)
@@ -252,9 +262,9 @@ def _states(query, key, value, made: Made, *, save: bool):
 
 
 def _reverse(query, key, dout, made: Made):
-    """Runs the kernel that walks back along the rows: (dvalue [B, T, heads, V], the gradients of the states after each
-    chunk, [B, heads, chunks, V, K] in key's dtype). query and key are those of `forward`; dout is the gradient of the
-    output, 0 at padding; made: what `_chunks` returned."""
+    """Runs the kernel that walks back along the rows. Returns (dvalue [B, T, heads, V], the gradients of the states
+    after each chunk, [B, heads, chunks, V, K] in key's dtype). query and key are [B, T, key_heads, K]; dout [B, T,
+    heads, V] is the gradient of the output, 0 at padding; made: the factors and matrices that `_chunks` returned."""
     rows, length, heads, value_dim = dout.shape
     states = (rows, heads, math.ceil(length / CHUNK), value_dim, key.shape[-1])
     return _call(
@@ -268,15 +278,15 @@ def _reverse(query, key, dout, made: Made):
 
 
 def _backward(query, key, dout, error, states, layout, made: Made):
-    """Runs the five kernels of the backward: (dquery, dkey, dvalue, ddecay, dbeta), in the shapes of the arguments of
-    `forward`.
+    """Runs the five kernels of the backward: returns (dquery, dkey, dvalue, ddecay, dbeta), in the shapes of query,
+    key, value, decay and beta.
 
     Args:
-      query, key: those of `forward`.
-      dout: the gradient of the output, 0 at padding.
+      query, key: [B, T, key_heads, K], the operands of the forward.
+      dout: the gradient of the output, [B, T, heads, V], 0 at padding.
       error, states: the errors and the states before each chunk, which `_states` stored.
-      layout: document bounds.
-      made: what `_chunks` returned.
+      layout: the document bounds.
+      made: the factors of tokens and matrices of chunks that `_chunks` returned.
     """
     dvalue, dstates = _reverse(query, key, dout, made)
     bounds = layout.doc_start, layout.doc_end
