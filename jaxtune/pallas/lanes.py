@@ -78,25 +78,27 @@ def ir_thread():
 
 
 def ir_scalar(array):
-    """The MLIR value of a FragmentedArray (`array`) that has one element, as `SCALAR` arguments are passed."""
+    """Unpacks `array`, a FragmentedArray with one element, as the MLIR value of that element. Pallas passes scalar
+    arguments of inline PTX bodies (arguments of type SCALAR) in this form."""
     value = array.registers.flat[0]
     return ir_item(value, 0) if isinstance(value.type, ir.VectorType) else value
 
 
 def ir_address(ref, index, element):
-    """A pointer to where element number `index` (int32) of ref would be if ref, of any dtype and shape and in any
-    memory, were a flat array of the MLIR type `element`."""
+    """A pointer to element number `index` (an MLIR int32) of `ref`, where ref, an array of any dtype and shape and in
+    any memory, is taken as a flat array of the MLIR type `element`."""
     return utils.getelementptr(utils.memref_ptr(ref), [index], element)
 
 
 def ir_load(ref, index, element, result=None):
-    """Loads the element that `ir_address(ref, index, element)` points to, as MLIR type `result` (a vector of
-    neighbouring elements, for example); None: `element`."""
+    """Loads from the address `ir_address(ref, index, element)`, with the MLIR type `result`: for example a vector, to
+    load several neighbouring elements at once. If `result` is None, it loads one value of type `element`."""
     return llvm.load(result or element, ir_address(ref, index, element))
 
 
 def ir_product(a, b):
-    """float32 a * b, in PTX so that a following addition is not fused with it; quantised formats round in between."""
+    """float32 a * b, rounded. It is emitted as a PTX instruction so that the compiler does not fuse it with a following
+    addition, because decoders of quantised formats round between the two."""
     return utils.inline_ptx("mul.rn.f32 $0, $1, $2;", a, b, result_types=ir.F32Type.get())
 
 
@@ -118,10 +120,11 @@ def _signed(word: int) -> int:
 
 
 def _entries(table: bytes, word):
-    """The eight float32 entries (a list of MLIR values) that the eight 4-bit codes of a word select, from the lowest
-    bits up. table: the bytes of float32[16].
+    """Looks up the eight 4-bit codes in `word` (an MLIR int32) in a table of 16 float32 values: returns a list of eight
+    MLIR float32 values, that of the lowest four bits first. table: the 64 bytes of the values.
 
-    A byte permutation, done for each byte of an entry, looks up four bytes at once in a table of eight.
+    It uses byte permutations, and neither memory nor other lanes: one permutation looks up four codes in a table of
+    eight bytes, so it is done for each of the four bytes of an entry and for both halves of the table.
     """
     values = np.frombuffer(table, np.float32).view(np.uint32)
     planes = [[_signed(int(w)) for w in ((values >> 8 * byte) & 255).astype(np.uint8).view("<u4")] for byte in range(4)]
@@ -143,9 +146,10 @@ def _entries(table: bytes, word):
 
 
 def _shuffled_entries(lane_entry, word):
-    """The eight float32 entries that the codes of a word select, as `_entries` returns them, by warp shuffles, which
-    all lanes of the warp must call. `lane_entry` is the lane's entry of the table, entry i in lanes i and i + 16. A
-    shuffle within each half of the warp reads only the low four bits of an index, so codes need no mask."""
+    """Like `_entries`, returns a list of eight MLIR float32 values, the table's entries for the eight 4-bit codes in
+    `word`, but by warp shuffles, which all lanes of the warp must execute. lane_entry: the entry that this lane
+    provides; lanes i and i + 16 have entry i. A shuffle within 16 lanes reads only the low four bits of an index, so
+    codes need no mask."""
     shuffle = nvvm.ShflKind.idx
     return [
         nvvm.shfl_sync(ir_const(-1), lane_entry, ir_shift_right(word, 4 * n), ir_const(0x101F), shuffle)
@@ -166,19 +170,20 @@ def table_values(
     low_first: bool,
     beside_products: bool,
 ):
-    """Decodes 4-bit numbers in registers: `dtype`[2 x codes], the entries of a table of 16 float32 values, times
-    scales.
+    """Decodes 4-bit numbers in registers: `dtype`[2 n], where each number is the entry of a table of 16 values that its
+    code selects, times a scale.
 
     Args:
-      codes: uint8[n], two numbers in each, four in a register.
-      scales: float32, one for each register of codes.
-      table: the bytes of the entries, float32[16].
-      table_ref: the entries in memory, from which each lane loads one if look-ups are by shuffles.
-      codes_layout, scales_layout, out_layout: layouts of codes, scales and the result.
-      dtype: of the result.
-      low_first: whether a byte's first number is in its low bits.
-      beside_products: look up by byte permutations, which do not use shared memory, and not by shuffles, which need
-        fewer instructions (a dequantising pass: 3.9 TB/s in place of 3.4).
+      codes: uint8[n], two 4-bit codes in each; a register has four bytes, and so eight codes.
+      scales: float32, one for each register of codes, the factor of its eight numbers.
+      table: the bytes of the table's values, float32[16].
+      table_ref: the same values in memory, float32[16]. If look-ups are by shuffles, each lane loads one from there.
+      codes_layout, scales_layout, out_layout: the register layouts of codes, scales and the result.
+      dtype: of the result, bfloat16 or float16.
+      low_first: True if the first number of a byte is in its low four bits; False if it is in the high ones.
+      beside_products: True looks up by byte permutations, which do not use shared memory; it is for kernels whose
+        tensor cores read shared memory at the same time. False looks up by warp shuffles, which need fewer instructions
+        (a pass that only decodes then runs at 3.9 TB/s instead of 3.4).
     """
 
     @mosaic_types.inline_mgpu(
@@ -204,9 +209,10 @@ def table_values(
 
 
 def fill_banks(table_ref, table_smem, warpgroups: int):
-    """Copies a 32-bit table_ref [256] (global memory) into each of the 32 columns of table_smem [256, 32] (shared
-    memory), so that each lane reads its own bank. All threads of the program's `warpgroups` warpgroups call it, each
-    for a share of the rows; nobody may read the table before a barrier of all of them."""
+    """Copies a table of 256 32-bit values from global memory (table_ref [256]) into each of the 32 columns of
+    table_smem [256, 32] in shared memory. Each lane then reads its own column, and so its own memory bank, without
+    conflicts. All threads of the program call it, and each copies some of the rows; `warpgroups` is the number of
+    warpgroups of the program. No thread may read the table before a barrier of all of them."""
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def fill(_, table_ref, table_smem):
@@ -223,17 +229,21 @@ def fill_banks(table_ref, table_smem, warpgroups: int):
 
 
 def absmax_share(absmax_ref, nested_ref, first_row, rows: int, warpgroups: int):
-    """Loads a thread's share of the absmax of rows first_row to first_row + rows - 1 into registers, for `keep_scales`.
-    They are separate, so that a tile's absmax are on their way while the tile before is multiplied. All threads of the
-    program call it, each for other groups of four neighbouring blocks; those past the last group load it again.
+    """Loads this thread's share of the absmax (the scales of a quantised weight, one for each block of a row) of rows
+    first_row to first_row + rows - 1 into registers. `keep_scales` later writes them to shared memory.
+
+    Loading and writing are two functions so that one tile's absmax can be loaded while the tile before it is
+    multiplied. All threads of the program call it, and each loads other groups of four neighbouring blocks; threads for
+    which no group is left load the last group again.
 
     Args:
-      absmax_ref: uint8 or float32 [all rows, blocks of a row], in global memory.
-      nested_ref: float32, the absmax of absmax's blocks of 256; None without double quantisation.
-      first_row, rows: of the tile; first_row is int32[].
-      warpgroups: of the program.
+      absmax_ref: uint8 (double quantisation) or float32 [all rows, blocks of a row], in global memory.
+      nested_ref: float32, the absmax of each 256 consecutive numbers of absmax_ref; None without double quantisation.
+      first_row, rows: the first row of the tile, int32[], and the number of rows of a tile.
+      warpgroups: the number of warpgroups of the program.
     Returns:
-      ([128 x 4 n] of absmax_ref's dtype, float32[128 x n] nested absmax or None), for n groups of four per thread.
+      ([128 x 4 n] of absmax_ref's dtype, and float32[128 x n] nested absmax or None), where n is the number of groups
+        of four blocks that each thread loads.
     """
     blocks = absmax_ref.shape[1]
     groups = rows * blocks // 4
@@ -271,14 +281,16 @@ def absmax_share(absmax_ref, nested_ref, first_row, rows: int, warpgroups: int):
 
 
 def keep_scales(share, nested_refs, scales_smem, blocks: int, warpgroups: int):
-    """Writes scales_smem[row, block] = float32 absmax of a tile of rows, decoded if it is quantised. All threads of the
-    program call it, after all have finished reading scales_smem, and pass a barrier before `small_product` reads it.
+    """Writes the scales of a tile of rows to shared memory: scales_smem[row, block] = the float32 absmax of that block,
+    decoded if it is stored as uint8. All threads of the program call it. Before the call all must have finished reading
+    scales_smem; after it they must pass a barrier before `small_product` reads it.
 
     Args:
-      share: (absmax, nested absmax or None) from `absmax_share`.
-      nested_refs: map float32[256] and offset float32[1] of double quantisation, in global memory; empty without it.
-      scales_smem: float32[rows, `blocks` of a row or more], in shared memory.
-      blocks, warpgroups: of a row, and of the program.
+      share: what `absmax_share` returned to this thread, (absmax, nested absmax or None).
+      nested_refs: (map float32[256], offset float32[1]) of double quantisation, in global memory; empty without it.
+      scales_smem: float32[rows of a tile, at least `blocks`], in shared memory.
+      blocks: the number of blocks of a row.
+      warpgroups: the number of warpgroups of the program.
     """
     arrays = [part for part in share if part is not None]
     layouts = [plgpu.Layout.WG_STRIDED(part.shape, vector) for part, vector in zip(arrays, (4, 1), strict=False)]
@@ -314,12 +326,18 @@ def keep_scales(share, nested_refs, scales_smem, blocks: int, warpgroups: int):
 
 
 def x_fragments(chunk, x_ref, width: int, parts: int):
-    """Loads what a lane multiplies its codes by in `small_product`: uint32[128 x 2 width], two 16-bit elements in each,
-    from chunk number `chunk` (int32[]) of the tokens, 512 * parts columns. x_ref is 16-bit [tokens, columns] in global
-    memory; `width` is the number of columns of all right sides, a multiple of 8 and at least tokens * parts.
+    """Loads the elements of x by which a lane multiplies its codes in `small_product`, for one chunk of the columns:
+    uint32[128 x 2 width] in registers, each with two 16-bit elements.
 
-    Of the eight columns of a tensor core's right side, the first 8 / parts are tokens over the first part of a warp's
-    elements of a row, and the next ones are the same tokens over the second part. Missing tokens repeat the last one.
+    Args:
+      chunk: int32[], the number of the chunk, which is 512 * parts neighbouring columns.
+      x_ref: 16-bit [tokens, columns], in global memory.
+      width: the number of columns of all right operands of the tensor cores, 8 or 16; at least tokens * parts.
+      parts: 1 or 2, how many runs of 128 columns each of the four warps has in a chunk.
+
+    A right operand of the tensor cores has eight columns. The first 8 / parts are tokens, over the first run of a
+    warp's columns of x; with two parts, the other four are the same tokens over the second run. Columns without a token
+    repeat the last token.
     """
     each = 8 // parts
     shape = (128 * 2 * width,)
@@ -353,16 +371,20 @@ def x_fragments(chunk, x_ref, width: int, parts: int):
 
 
 def ir_products(words, rights, pair, name: str):
-    """The products of 16 rows of a weight, each with 64 elements, and 8 columns, on the tensor cores; by all lanes of a
-    warp.
+    """Multiplies 16 rows of a weight, with 64 elements of each, by 8 columns, once for each of `rights`, on the tensor
+    cores. All lanes of a warp call it, within a PTX body.
 
     Args:
-      words: the lane's codes, [half of the rows][two 32-bit words].
-      rights: for each product, the lane's part of the right side: eight 32-bit words with two elements each.
-      pair: maps (word, byte) to the 32-bit word with the two elements that this byte of a word of codes encodes.
+      words: the codes that this lane has: words[0] is two 32-bit words of a row of the first eight, words[1] of the
+        second eight. A byte encodes two elements.
+      rights: for each product, the elements of the right operand that this lane has: eight 32-bit words with two 16-bit
+        elements each.
+      pair: a function of (word, number of a byte) that returns the two 16-bit elements which this byte of a word of
+        codes encodes, as one 32-bit word.
       name: PTX's name of the elements' dtype, "bf16" or "f16".
     Returns:
-      for each of `rights` the lane's four float32 sums: two columns of a row of the first half, and of the second half.
+      for each of `rights` the four float32 sums that this lane has: two columns of a row of the first eight, then the
+        same two columns of a row of the second eight.
     """
     f32 = ir.F32Type.get()
     zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
@@ -479,9 +501,11 @@ def small_product(acc, codes, x, chunk, pairs_smem, scales_smem, layouts, dtype)
 
 
 def store_sums(partial_smem, out_ref, first_row, dtype):
-    """Sets out_ref[token, first_row + row] (global memory, `dtype`), for 16 rows, to the sums over all warps and parts.
-    partial_smem is float32[warpgroups, 64 p, n] in shared memory, what small_product returned to each warpgroup; one
-    warpgroup calls this, after a barrier at which all have stored."""
+    """Adds up the sums of a program of `small_product`, and sets out_ref[token, first_row + row] (global memory,
+    `dtype`) to them for 16 rows of the weight, from first_row (int32[]) on, and all tokens. partial_smem:
+    float32[warpgroups, 64 p, n] in shared memory, what `small_product` returned to each warpgroup; in its order, which
+    is explained there, the sums of each warp and of each of the p parts are separate. One warpgroup calls this, after a
+    barrier at which all have stored."""
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR))
     def store(_, partial_smem, out_ref, first_row):
@@ -517,8 +541,8 @@ def store_sums(partial_smem, out_ref, first_row, dtype):
 
 
 def fill_table(table_ref, table_smem):
-    """Copies a one-dimensional array of 32-bit values, table_ref in global memory, to table_smem in shared memory, of
-    the same size, by one warpgroup. Others see it after a barrier."""
+    """Copies table_ref, a one-dimensional array of 32-bit values in global memory, to table_smem, an array of the same
+    size in shared memory. One warpgroup calls it; other threads may read the copy after a barrier of the program."""
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def fill(_, table_ref, table_smem):
@@ -544,8 +568,9 @@ def warpgroup_barrier():
 
 
 def store_chunk(values, out_ref, chunk, layout):
-    """Stores 16-bit values [n] from the registers of a warpgroup as chunk number `chunk` (int32[]) of out_ref, an array
-    in global memory of any shape: its flat elements from chunk * n on. `layout` is that of values, WG_STRIDED by 8."""
+    """Stores the 16-bit values [n] that a warpgroup has in registers as chunk number `chunk` (int32[]) of out_ref, an
+    array in global memory of any shape: they become elements chunk * n to chunk * n + n - 1 of the flat array. layout:
+    the register layout of `values`, WG_STRIDED with vectors of 8."""
 
     @mosaic_types.inline_mgpu(arg_types=(layout, SCALAR, plgpu.RefType()))
     def store(_, values, chunk, out_ref):
@@ -575,20 +600,23 @@ def copies_see_stores():
 
 
 def ir_chunk(ref, number, size: int, element):
-    """A pointer to chunk `number` of ref; a chunk has `size` elements of the MLIR type `element`. The offset is
-    computed in 64 bits, because number times size may exceed int32."""
+    """A pointer to the beginning of chunk `number` (an MLIR int32) of ref, which is taken as a flat array of the MLIR
+    type `element`; a chunk has `size` elements. The offset is computed in 64 bits, because number times size may exceed
+    int32."""
     return utils.getelementptr(utils.memref_ptr(ref), [number], ir.Type.parse(f"!llvm.array<{size} x {element}>"))
 
 
 def _shared(ref, index, size: int):
-    """The 32-bit address in shared memory, as PTX's instructions take it, of the byte at offset index * size of ref."""
+    """The 32-bit address in shared memory, as PTX's instructions take it, of the byte at offset index * size of ref.
+    index: an MLIR int32; size: bytes."""
     return ir_add(llvm.ptrtoint(ir_i32(), utils.memref_ptr(ref)), ir_mul(index, size))
 
 
 def begin_barriers(full_smem):
-    """Initialises barriers (mbarrier objects) of one arrival each in full_smem, int32[2 barriers] in shared memory, for
-    `copy_chunk` and `wait_for_chunk`. The first thread of the program does it, so the first warpgroup must call it;
-    other threads may use them after program_barrier."""
+    """Initialises the barriers (mbarrier objects of one arrival each) with which `wait_for_chunk` waits for a copy of
+    `copy_chunk`. full_smem: int32[2 * number of barriers] in shared memory; each barrier takes 8 bytes. All threads of
+    the first warpgroup must call it, and the first thread of the program does the work. All threads may use the
+    barriers after a program_barrier."""
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(),))
     def begin(_, full_smem):
@@ -615,12 +643,18 @@ def program_barrier():
 
 
 def copy_chunk(sources, slots, sizes, full_smem, number, slot):
-    """Starts to copy chunk `number` of each of `sources` (global memory, read as plain bytes) to slot `slot` of `slots`
-    (shared memory), and returns at once; both numbers are int32[]. A chunk, and a slot, has `sizes` bytes, multiples of
-    16.
+    """Starts an asynchronous copy of one chunk of each of `sources` to shared memory, and returns at once;
+    `wait_for_chunk` waits for its end. All threads of a warpgroup call it, and the first lane does the work.
 
-    The first lane of the calling warpgroup does it. All readers of the slot's previous content must have finished.
-    Barrier `slot` of full_smem (`begin_barriers`) completes when everything has arrived.
+    Args:
+      sources: arrays in global memory, which are read as plain bytes.
+      slots: for each source the array in shared memory that the chunks are copied to; it has room for several chunks,
+        which are its slots.
+      sizes: for each source the bytes of a chunk, and of a slot; multiples of 16.
+      full_smem: the barriers from `begin_barriers`, one for each slot; that of `slot` completes when the chunks of all
+        sources have arrived.
+      number: int32[], the number of the chunk in each source.
+      slot: int32[], the slot it is copied to. All readers of the slot's previous chunk must have finished.
     """
     refs = (*sources, *slots, full_smem)
 
@@ -646,8 +680,9 @@ def copy_chunk(sources, slots, sizes, full_smem, number, slot):
 
 
 def wait_for_chunk(full_smem, slot, parity):
-    """Makes each calling thread wait until the copy that `copy_chunk` started to `slot` has arrived, with its
-    full_smem. parity: 0 for the first, third, ... copy to the slot, 1 for the second, fourth, ... Both are int32[]."""
+    """Makes each calling thread wait until the copy that `copy_chunk` started to slot number `slot` (int32[]) has
+    arrived. full_smem: the barriers that were given to copy_chunk. parity: int32[], 0 for the first, third, ... copy to
+    this slot, and 1 for the second, fourth, ..."""
 
     @mosaic_types.inline_mgpu(arg_types=(SCALAR, SCALAR, plgpu.RefType()))
     def wait(_, slot, parity, full_smem):

@@ -1,10 +1,10 @@
-"""Public operations on a mesh of several devices.
+"""Lets the public operations run on a mesh of several devices.
 
-Kernels know no mesh: they see the plain local arrays that a shard_map gives them. Training runs in one shard_map over
-the whole mesh, within which this module does nothing. In code that leaves the division to XLA, XLA divides plain JAX
-operations, and `on_each_device` puts a shard_map around kernels, which XLA cannot divide. On a mesh whose axes are
-Explicit (the default of jax.make_mesh), every operation must state the sharding of its result. `on_any_mesh` lets an
-operation run in both cases.
+Kernels do not use a mesh: they take the plain local arrays that a shard_map gives them. Training runs in one shard_map
+over the whole mesh, within which this module does nothing. Code may also leave it to XLA how arrays are divided over
+devices. XLA then divides plain JAX operations, but it cannot divide kernels, so `on_each_device` puts a shard_map
+around them. On a mesh whose axes are Explicit (the default of jax.make_mesh), every operation must state the sharding
+of its result; `on_any_mesh` does this for a whole operation.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 
 def on_any_mesh[**Parameters, Result](function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """A decorator: the operation `function`, run on the mesh of its arrays, or on the current mesh, with all axes left
-    to XLA.
+    """A decorator for a public operation, which lets it run on any mesh: the mesh in force, or else that of its first
+    array that has one. Within `function`, XLA decides how arrays are divided (all Explicit axes of the mesh become
+    Auto).
 
-    If axes of that mesh are Explicit, a result is divided as the operation's first jax.Array is, along the leading
-    axes in which both have the same size. Its other axes, and all axes if there is no such array, are whole on every
-    device.
+    If the mesh has Explicit axes, the arguments are first made whole on every device. Each result gets the sharding of
+    the operation's first array in its leading axes, as far as both have the same sizes; along all other axes, and if
+    the operation has no array, it is whole on every device. Without a mesh of several devices, `function` is called as
+    it is.
     """
 
     @functools.wraps(function)
@@ -59,9 +61,15 @@ def _mesh(arrays: list[Any]) -> AbstractMesh | None:
 
 
 def _as_first(first: Sequence[Any], shape: tuple[int, ...]) -> PartitionSpec:
-    """The partition spec for a result of this shape on a mesh with Explicit axes, for `on_any_mesh`: along its leading
-    axes that of the operation's first array, up to the first axis in which the sizes differ, and nothing after it.
-    first: the type of that array in a list, or an empty list, for which the result is whole on every device."""
+    """The partition spec that `on_any_mesh` gives to a result of this shape on a mesh with Explicit axes. It is that of
+    the operation's first array for the leading axes, up to before the first axis in which the sizes of array and result
+    differ; all later axes are not divided.
+
+    Args:
+      first: a list with the type (jax.typeof) of the operation's first array, or an empty list if it has none; the
+        result is then whole on every device.
+      shape: the result's.
+    """
     spec = []
     for array in first:
         for axis, size, other in zip(array.sharding.spec, array.shape, shape, strict=False):
@@ -74,20 +82,22 @@ def _as_first(first: Sequence[Any], shape: tuple[int, ...]) -> PartitionSpec:
 def on_each_device[**Parameters, Result](
     function: Callable[Parameters, Result], rows: int = 0, results: int | None = None, axis: str = "data"
 ) -> Callable[Parameters, Result]:
-    """The function, run by each device on plain local arrays where XLA would otherwise have to divide a kernel, which
-    it cannot.
+    """Wraps a function that calls a kernel, so that each device runs it on plain local arrays. XLA, which would
+    otherwise divide the arrays over the mesh, cannot divide a kernel.
 
-    Without a mesh of several devices, and within a shard_map over it, it is the function itself. Otherwise rows are
-    divided over the mesh's axis `axis`, if there is one, and devices along other axes repeat each other's work. Rows
-    that the axis does not divide evenly are whole on every device.
+    Without a mesh of several devices, and within a shard_map over it, the function is called as it is. Otherwise a
+    shard_map divides rows (entries along the leading axis) over the mesh's axis `axis`, if there is one, and devices
+    along the mesh's other axes all do the same work. If the number of rows is not divisible by the size of that axis,
+    the rows are whole on every device instead.
 
     Args:
-      function: of arrays, trees of arrays and other values; it is not differentiated.
-      rows: the number of its first arguments that have rows as leading axis. All other arrays are whole on every
-        device.
-      results: the number of its first results that have rows as leading axis; the results after them are sums over
-        rows, or None. By default all results have rows, unless `rows` is 0.
-      axis: the mesh's axis.
+      function: takes arrays, trees of arrays and other values; it is not differentiated.
+      rows: the number of its first arguments whose arrays have rows as leading axis. All other arrays are whole on
+        every device.
+      results: the number of its first results that have rows as leading axis; each result after them is a sum over
+        rows, which is added up over the devices, or None. If `results` is None, all results have rows (or none has, if
+        `rows` is 0).
+      axis: the name of the mesh axis over which rows are divided.
     """
 
     @functools.wraps(function)

@@ -9,9 +9,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
 def inline_mgpu(*, arg_types=(), return_type=None) -> Callable[[Callable], Callable]:
-    """plgpu.inline_mgpu, a decorator for functions that emit PTX, typed as what it returns: a function of the arrays
-    alone. arg_types and return_type are the layouts (or types) of its arguments and result, as plgpu takes them. The
-    decorated body has one argument more, the launch context, which comes first and which Pallas passes."""
+    """plgpu.inline_mgpu with types that a checker can follow. It is a decorator for functions that emit PTX; what it
+    returns is called with the arrays alone. arg_types: for each array its register layout, or a type such as
+    plgpu.RefType. return_type: the shape, dtype and layout of the result; None if nothing is returned. The decorated
+    function has one more argument, in front of the arrays: the launch context, which Pallas passes."""
     return plgpu.inline_mgpu(arg_types=arg_types, return_type=return_type)
 
 

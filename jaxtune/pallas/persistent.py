@@ -1,5 +1,5 @@
-"""What persistent Mosaic kernels share. Such a kernel runs one program for each multiprocessor, which takes every n-th
-tile of the output."""
+"""Functions that persistent Mosaic kernels share. Such a kernel has one program for each multiprocessor; with n
+programs, program p computes tiles p, p + n, p + 2 n, ... of the output."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ def cores() -> int:
 
 
 def place(item: jax.Array, row_tiles: int, column_tiles: int, band: int) -> tuple[jax.Array, jax.Array]:
-    """Returns (tile of rows, tile of columns) of an item, the number of a tile of the output.
+    """Converts the number of a tile of the output to its position: (number of its row of tiles, number of its column of
+    tiles), both int32[].
 
-    Items go through bands of rows, within a band down each column of tiles first, so that tiles computed at the same
-    time share rows and weights in the L2 cache.
+    Tiles are numbered band by band. A band is `band` neighbouring rows of tiles; within a band the numbers go down one
+    column of tiles after another. So tiles that are computed at the same time share rows and weights in the L2 cache.
 
     Args:
-      item: int32[], 0 to row_tiles * column_tiles - 1.
+      item: int32[], the number of the tile, 0 to row_tiles * column_tiles - 1.
       row_tiles, column_tiles: the number of tiles along each axis of the output.
-      band: tiles of rows in a band; the last band may have fewer.
+      band: the number of rows of tiles in a band; the last band may have fewer.
     """
     number = lax.div(item, jnp.int32(band * column_tiles))
     within = item - number * (band * column_tiles)

@@ -1,4 +1,5 @@
-"""Which implementation of each operation this machine uses for a typical call, and why not the others."""
+"""Lists which implementation of each operation (attention, quant_matmul, ...) this machine uses for typical calls, and
+why the others refuse them. `jaxtune info` prints it."""
 
 from __future__ import annotations
 
@@ -26,17 +27,19 @@ _HIDDEN, _EXPERTS = 4096, 32
 
 @dataclasses.dataclass(frozen=True)
 class KernelChoice:
-    """The choice for one call of an operation."""
+    """Which implementation runs for one typical call of an operation, and why the others do not."""
 
-    op: str  # name of the operation
-    call: str  # the call in words
-    chosen: str  # the implementation that runs
-    # every implementation in the order in which they are tried: why it refuses the call, or None
+    op: str  # the name of the operation, such as "attention"
+    call: str  # the call in words, such as "bfloat16, silu"
+    chosen: str  # the name of the implementation that runs
+    # {name of an implementation: the reason why it refuses the call, or None if it would run}, of all, in the order in
+    # which they are tried; the first that does not refuse is chosen
     refusals: dict[str, str | None]
 
     def to_text(self) -> str:
-        """The choice as lines of text, for `jaxtune info`: the call, then a line for each implementation, "chosen",
-        "refuses: why" or "not needed"."""
+        """The choice as lines of text, for `jaxtune info`: the operation and the call, then a line for each
+        implementation. The one that runs is marked "chosen"; another one has "refuses: " and its reason, or "not
+        needed" if it could run too."""
         lines = [f"{self.op}: {self.call}"]
         for name, refusal in self.refusals.items():
             verdict = "chosen" if name == self.chosen else f"refuses: {refusal}" if refusal else "not needed"
@@ -45,7 +48,9 @@ class KernelChoice:
 
 
 def kernel_choices() -> list[KernelChoice]:
-    """The choices of every operation, for bfloat16 and this machine's GPU (or that of dispatch.compile_for)."""
+    """For typical calls of every operation, in bfloat16 on this machine's GPU (or that of dispatch.compile_for): which
+    implementation runs, and why each of the others refuses the call. An operation has one entry for each of its typical
+    calls, such as packed and unpacked attention. `jaxtune info` prints them."""
     query = jax.ShapeDtypeStruct((_ROWS, _LENGTH, _HEADS, _HEAD_DIM), jnp.bfloat16)
     wide = jax.ShapeDtypeStruct((_ROWS, _LENGTH, _HEADS, _WIDE_HEAD_DIM), jnp.bfloat16)
     ids = jax.ShapeDtypeStruct((_ROWS, _LENGTH), jnp.int32)
@@ -94,7 +99,8 @@ def kernel_choices() -> list[KernelChoice]:
 
 
 def _choice(op: str, call: str, table: dispatch.Table) -> KernelChoice:
-    """The choice for one call of `op`, which `call` describes in words, from the operation's table of
-    implementations."""
+    """Makes the KernelChoice for one typical call: asks each implementation in `table` whether it refuses the call. op:
+    the name of the operation; call: the call in words; table: {name: a function that returns why it refuses the call,
+    or None}."""
     chosen = dispatch.choose(op, table, None)
     return KernelChoice(op, call, chosen, {name: refuse() for name, refuse in table.items()})

@@ -1,10 +1,10 @@
-"""Measured block sizes of kernels: an entry for each operation, shape bucket and dtype, in one file for each kind of
-GPU.
+"""Measured block sizes of kernels (the sizes by which a kernel divides its work). There is an entry for each operation,
+dtype and class of shapes, in one file for each kind of GPU.
 
 The user's own measurements (written by `jaxtune tune`) are used first if they were made with the installed jaxlib; then
-those packaged in `tuned/`, files of the same format (written by `jaxtune tune --output`). Without either a kernel uses
-its heuristic. A user's file that is damaged or contains something else only causes a line in the log; the next
-measurement replaces it.
+those packaged in `tuned/`, files of the same format (written by `jaxtune tune --output`). Without either a kernel
+chooses its sizes by a rule. A user's file that is damaged or contains something else only causes a line in the log; the
+next measurement replaces it.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ _forced: contextvars.ContextVar[Mapping[str, Mapping[str, Any]]] = contextvars.C
 
 @contextlib.contextmanager
 def forced(op: str, blocks: Mapping[str, Any]):
-    """A context in which operation `op` takes these blocks ({field of its dataclass of blocks: value}), whatever was
-    measured, in this thread; for measuring and checking blocks."""
+    """A context in which the operation named `op` uses the given block sizes, whatever was measured; it holds for this
+    thread. Measurements and tests use it to run a kernel with certain sizes. blocks: {field of the operation's
+    dataclass of block sizes: value}."""
     token = _forced.set({**_forced.get(), op: blocks})
     try:
         yield
@@ -53,14 +54,16 @@ def forced(op: str, blocks: Mapping[str, Any]):
 
 
 def tuned(op: str, bucket: str, dtype, kind_of_blocks: type | None = None) -> dict[str, Any] | None:
-    """The best blocks measured for an operation on the GPU to lower for, {field: value}; None: use the operation's
-    heuristic.
+    """The fastest block sizes that were measured for an operation on the GPU that is compiled for, {field: value}. None
+    if nothing was measured; the operation then chooses its sizes by a rule. Within `forced`, it returns the sizes given
+    there.
 
     Args:
-      op: the operation.
-      bucket: the part of the shapes that the blocks depend on, such as "head_dim=128".
+      op: the name of the operation, such as "attention forward".
+      bucket: names the class of shapes that share an entry, such as "head_dim=128".
       dtype: of the operands.
-      kind_of_blocks: the dataclass that the blocks fill; an entry that does not fit it is ignored, with a warning.
+      kind_of_blocks: the dataclass that is made from the sizes; an entry that has other fields is ignored, with a
+        warning. None: this is not checked.
     """
     if op in _forced.get():
         return dict(_forced.get()[op])
@@ -91,17 +94,19 @@ def measure(
     say: Callable[[str], None] = lambda text: None,
     path: Path | None = None,
 ) -> dict[str, Any]:
-    """Times every candidate on this machine's GPU and stores the fastest.
+    """Times an operation with every candidate of block sizes on this machine's GPU, and stores the fastest.
 
     Args:
-      op: the operation that the blocks are for.
-      bucket: the part of the shapes that the blocks depend on, such as "head_dim=128".
+      op: the name of the operation.
+      bucket: names the class of shapes that share the entry, such as "head_dim=128".
       dtype: the operands' dtype.
-      candidates: blocks to try. One that does not compile or run, or whose result is wrong, is skipped.
-      prepare: compiles the operation with the blocks in force and returns a function that runs it once; called by
-        several threads.
-      wrong: returns why a result is wrong, or None.
-      say: gets a line for each candidate: its blocks before it runs, the rest after.
+      candidates: the block sizes to try, each {field: value}. One that does not compile or run, or whose result is
+        wrong, is skipped.
+      prepare: a function without arguments that compiles the operation, with the candidate's sizes (it is called within
+        `forced`), and returns a function that runs it once and returns its result. Several threads call it.
+      wrong: a function of a candidate's result that returns why it is wrong, or None if it is right; by default all are
+        right.
+      say: is called with text for the user: a candidate's sizes before it runs, then its time or why it is skipped.
       path: the file that stores the result; None: the user's cache. If the cache cannot be written, this is logged, and
         the entry is returned all the same.
     Returns:
@@ -150,9 +155,9 @@ def measure(
 
 
 def as_the_first() -> Callable[[Any], str | None]:
-    """Returns a `wrong` for `measure`: a function of a candidate's result that returns why it is wrong, or None. It
-    compares results with those of the first candidate that runs, which should be known to be right; a relative error
-    above 2 % in the norm is wrong (as in dispatch.first_use)."""
+    """Returns a function for the argument `wrong` of `measure`. It takes a candidate's result, and returns why that is
+    wrong, or None. The first result that it gets is taken as right, so the first candidate should be one that is known
+    to be right; a later result is wrong if its relative error against the first one exceeds 2 % in the norm."""
     right: list[Any] = []
 
     @jax.jit
@@ -171,36 +176,38 @@ def as_the_first() -> Callable[[Any], str | None]:
 
 
 def cache_file(kind: str) -> Path:
-    """The path of the file with the user's measurements for a kind of GPU, such as "NVIDIA H200"; the environment
-    variable JAXTUNE_TUNING_DIR moves its folder."""
+    """The path of the file with the user's measurements for a kind of GPU, such as "NVIDIA H200". It is in
+    ~/.cache/jaxtune/tuning, or in the folder that the environment variable JAXTUNE_TUNING_DIR names."""
     folder = os.environ.get("JAXTUNE_TUNING_DIR") or Path.home() / ".cache" / "jaxtune" / "tuning"
     return Path(folder) / _file_name(kind)
 
 
 def _file_name(kind: str) -> str:
-    """The name of the JSON file with the measurements for a kind of GPU, such as nvidia_h200.json for "NVIDIA H200";
-    the user's file and the packaged one have the same."""
+    """The name of the JSON file with the measurements for a kind of GPU, such as nvidia_h200.json for "NVIDIA H200".
+    The user's file and the one packaged with jaxtune have the same name, in different folders."""
     return re.sub(r"[^a-z0-9]+", "_", kind.lower()) + ".json"
 
 
 def _key(op: str, bucket: str, dtype) -> str:
-    """The key of an entry in a file from op, bucket and dtype, such as "attention forward, head_dim=128, bfloat16"."""
+    """The key of an entry in a file of measurements, such as "attention forward, head_dim=128, bfloat16". op: the name
+    of the operation; bucket: the class of shapes that share the entry; dtype: of the operands."""
     return f"{op}, {bucket}, {jax.numpy.dtype(dtype).name}"
 
 
 @functools.cache
 def _entries(kind: str, cache: str) -> dict[str, Any]:
-    """{key: entry} of all measurements for a kind of GPU: those packaged with jaxtune and those of the user's file
-    `cache`, its path; where both have a key, the user's entry is used. Read once, until `_store` writes a file."""
+    """{key: entry} of all measurements for a kind of GPU, packaged ones and the user's; where both have a key, the
+    user's entry is used. kind: such as "NVIDIA H200"; cache: the path of the user's file. Files are read once, and
+    again after `_store` has written one."""
     packaged = resources.files("jaxtune.pallas") / "tuned" / _file_name(kind)
     entries = json.loads(packaged.read_text(encoding="utf-8"))["entries"] if packaged.is_file() else {}
     return {**entries, **_own(Path(cache))}
 
 
 def _own(path: Path) -> dict[str, Any]:
-    """{key: entry} of the user's file of measurements at `path`, if they were made with this jaxlib. Empty if they
-    were not, if the file does not exist, or if it cannot be read or is not one of jaxtune's; the last two cause a
-    warning. Entries without blocks are left out."""
+    """{key: entry} of the user's file of measurements at `path`. Empty if the file does not exist, if its entries were
+    made with another jaxlib, or if it cannot be read or is not one of jaxtune's; the last two cause a warning. Entries
+    without block sizes are left out."""
     try:
         record = json.loads(read_plain(path))
     except FileNotFoundError:

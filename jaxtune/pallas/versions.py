@@ -30,7 +30,8 @@ def of_kernels() -> tuple[str, ...]:
 
 
 def _loaded() -> list[str]:
-    """The versions of the loaded NVIDIA libraries, such as "loaded cudnn 91900"."""
+    """The versions of cuDNN, cuBLAS and the CUDA runtime as this process has loaded them, which may differ from the
+    installed packages; one text each, such as "loaded cudnn 91900"."""
     functions = {name: getattr(private_jax.lib.cuda_versions, f"{name}_get_version", None) for name in _LIBRARIES}
     return [f"loaded {name} {_version(function)}" for name, function in functions.items() if function is not None]
 

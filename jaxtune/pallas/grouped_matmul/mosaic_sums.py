@@ -1,8 +1,10 @@
-"""Sums over each expert's tiles as a Pallas Mosaic GPU kernel for Hopper, which reads every number once.
+"""Sums float32 values of tiles over the tiles of each expert, by a Pallas Mosaic GPU kernel for Hopper. A tile is a run
+of rows that belong to one expert; each tile has an array of values, for example its share of the gradient of an
+adapter, and the gradient of an expert is the sum over its tiles.
 
-As a product with zeros and ones (reference.per_expert), the sums take 128 multiplications per number for 128 experts,
-in full float32. Here a program sums a run of numbers over the consecutive tiles of one expert, from the first to the
-last.
+As a matrix product with zeros and ones (reference.per_expert), 128 experts would need 128 multiplications for each
+number, in full float32. This kernel reads each number once instead: a program sums 512 or 1,024 neighbouring numbers
+over the consecutive tiles of one expert, from the first tile to the last.
 """
 
 from __future__ import annotations
@@ -24,9 +26,10 @@ _RUNS = (1024, 512)  # numbers of a program: two 16-byte loads of each thread, o
 
 
 def _kernel(values_ref, bounds_ref, out_ref, *, run: int):
-    """The kernel's body: out_ref [E, n] = values_ref [tiles, n] summed over the tiles from bounds_ref[e] to before
-    bounds_ref[e + 1], all float32 or int32 in global memory. A program, which is one warpgroup, has one expert and
-    `run` numbers of n."""
+    """The kernel's body. values_ref: float32[tiles, n], the values of each tile. bounds_ref: int32[E + 1]; expert e has
+    the tiles from bounds_ref[e] to before bounds_ref[e + 1]. out_ref: float32[E, n], which the kernel sets to the sums
+    of values_ref over the tiles of each expert. All three are in global memory. A program is one warpgroup and computes
+    `run` neighbouring numbers of the n for one expert; `run` divides n."""
     expert = lax.axis_index("expert")
     here = pl.ds(lax.axis_index("run") * run, run)
     layout = plgpu.Layout.WG_STRIDED((run,), 4)
@@ -39,8 +42,8 @@ def _kernel(values_ref, bounds_ref, out_ref, *, run: int):
 
 
 def _sums(values: jax.Array, groups: Groups, run: int) -> jax.Array:
-    """values float32[tiles, n] -> float32[E, n]: the sums over each expert's tiles, by the kernel. groups: which
-    expert each tile belongs to. run: how many of the n columns a program sums; it divides n."""
+    """Calls the kernel: values float32[tiles, n] -> float32[E, n], the sums over each expert's tiles, which `groups`
+    says. A program of the grid sums `run` of the n columns for one expert; `run` is 512 or 1,024 and divides n."""
     experts = groups.num_experts
     ends = jnp.arange(experts + 1, dtype=jnp.int32)
     bounds = (groups.tile_expert < ends[:, None]).sum(1, dtype=jnp.int32)
@@ -57,8 +60,9 @@ def _sums(values: jax.Array, groups: Groups, run: int) -> jax.Array:
 
 
 def refusal() -> str | None:
-    """The reason why this GPU must not run the kernel, or None: it is no Hopper, or the kernel's sums differ from the
-    reference's on a small case, which is compared at the first call."""
+    """Returns the reason, in words, why the kernel must not be used on this GPU, or None if it may be used. The GPU is
+    refused if it is no Hopper, or if the kernel's sums on a small case differ from those of reference.per_expert; the
+    two are compared at the first call."""
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
 
@@ -72,9 +76,9 @@ def refusal() -> str | None:
 
 
 def per_expert(values: jax.Array, groups: Groups) -> jax.Array:
-    """values float32[tiles, ...] -> float32[E, ...]: the sums over each expert's tiles, by the kernel if this GPU runs
-    it and the size of a tile's values divides into its runs, else by reference.per_expert. groups: which expert each
-    tile belongs to."""
+    """values float32[tiles, ...] -> float32[E, ...]: the sums of the values of each expert's tiles; `groups` says which
+    expert each tile belongs to. The kernel computes them if `refusal` returns None and the number of values per tile is
+    a multiple of 512; otherwise reference.per_expert does."""
     size = math.prod(values.shape[1:])
     run = next((run for run in _RUNS if size % run == 0), None)
     if run is None or refusal() is not None:

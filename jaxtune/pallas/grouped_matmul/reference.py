@@ -1,8 +1,9 @@
-"""Grouped products in plain jnp, tile by tile, each with its expert's weight. Accumulation is in fp32; fp32 operands
-are multiplied in full fp32.
+"""Grouped products in plain jnp: rows are sorted by expert and divided into tiles of rows that belong to one expert,
+and each tile is multiplied by the weight of its expert. Sums are float32; float32 operands are multiplied in full
+float32.
 
-Thin products, those with an adapter's A or B, are one batched product over the tiles. All implementations except
-mosaic.py use them.
+Products with an adapter's A or B, which are thin (one side is the rank), are one batched product over the tiles. All
+implementations except mosaic.py use the functions for thin products.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ def rows_of(array: jax.Array, tokens: jax.Array | None) -> jax.Array:
 
 def tiled(rows: jax.Array, groups: Groups) -> jax.Array:
     """Reshapes rows [tiles * tile_rows, n] to [tiles, tile_rows, n]. The rows must be sorted by expert and padded
-    already, so that all rows of a tile belong to one expert, which is `groups.tile_expert`; `groups` gives only the
-    sizes here."""
+    already, so that all rows of a tile belong to one expert. `groups` gives the number of tiles and the rows of a tile;
+    the expert of each tile is groups.tile_expert, which is not needed here."""
     return rows.reshape(groups.tiles, groups.tile_rows, -1)
 
 
@@ -42,17 +43,25 @@ def per_tile(values: jax.Array, groups: Groups) -> jax.Array:
 
 
 def per_expert(values: jax.Array, groups: Groups) -> jax.Array:
-    """values float32[tiles, ...] -> float32[E, ...]: sums over each expert's tiles in `groups`, as a matrix product,
-    which has a fixed order."""
+    """values float32[tiles, ...] -> float32[E, ...]: the sums of the values of each expert's tiles; groups.tile_expert
+    is the expert of each tile. It is a matrix product with zeros and ones, so that the order of the sums, and with it
+    the result, is the same in each run."""
     experts = jnp.arange(groups.num_experts, dtype=jnp.int32)
     member = (groups.tile_expert == experts[:, None]).astype(jnp.float32)
     return jnp.tensordot(member, values, 1, precision=jax.lax.Precision.HIGHEST)
 
 
 def thin(x: jax.Array, weight: jax.Array, groups: Groups, contract: int) -> jax.Array:
-    """The product of rows x [rows, K], sorted as `groups` says, with thin weights, such as an adapter's A or B: each
-    expert's weight is [E, n, K] (contract = 2) or [E, K, n] (contract = 1) -> [rows, n] in x's dtype. It is one
-    batched product over the tiles, for which each tile gets a copy of its expert's weight."""
+    """Multiplies rows by thin weights, such as an adapter's A or B, each row by the weight of its expert: -> [rows, n]
+    in x's dtype. It is one batched product over the tiles, for which each tile gets a copy of its expert's weight; a
+    thin weight is small enough for that.
+
+    Args:
+      x: [rows, K], sorted by expert as `groups` says.
+      weight: [E, n, K] if contract is 2, or [E, K, n] if contract is 1; it is cast to x's dtype.
+      groups: which expert each tile of rows belongs to.
+      contract: the axis of `weight` that is summed over, K's: 1 or 2.
+    """
     weight = per_tile(weight.astype(x.dtype), groups)
     out = jax.lax.dot_general(
         tiled(x, groups),
@@ -65,15 +74,15 @@ def thin(x: jax.Array, weight: jax.Array, groups: Groups, contract: int) -> jax.
 
 
 def product(x: jax.Array, weight: jax.Array, groups: Groups, contract: int, extra=None) -> jax.Array:
-    """The grouped product, tile by tile: x [rows, K] times each expert's weight [E, n, K] (contract = 2) or [E, K, n]
-    (contract = 1) -> [rows, n] in x's dtype.
+    """Multiplies each row of x [rows, K] by the weight of its expert, tile by tile: -> [rows, n] in x's dtype.
 
     Args:
-      x: rows sorted as `groups` says.
-      weight: an array in x's dtype.
-      groups: of the rows.
-      contract: the axis of the weight that is summed over.
-      extra: None, or (u [rows, r], l [E, n, r] or [E, r, n]), whose product is added: an adapter's.
+      x: rows sorted by expert as `groups` says.
+      weight: [E, n, K] if contract is 2, or [E, K, n] if contract is 1, in x's dtype.
+      groups: which expert each tile of rows belongs to.
+      contract: the axis of `weight` that is summed over, K's: 1 or 2.
+      extra: None, or an adapter's two operands, whose product is added to the result: u [rows, r], which is x A^T
+        already, and B as [E, n, r] (contract = 2) or [E, r, n] (contract = 1).
     """
 
     def one(tile):
@@ -94,11 +103,18 @@ def product(x: jax.Array, weight: jax.Array, groups: Groups, contract: int, extr
 
 
 def contract_rows(left: jax.Array, right: jax.Array, groups: Groups, dtype, sums: Callable = per_expert) -> jax.Array:
-    """left [rows, p], right [rows, q] -> [E, p, q] in `dtype`: left_e^T right_e over the rows of each expert of
-    `groups`, the gradient of a weight or an adapter.
+    """left [rows, p], right [rows, q] -> [E, p, q] in `dtype`: for each expert, left^T right over the rows of that
+    expert. This is the gradient of an expert's weight, or of an adapter's A or B, from activations and output
+    gradients.
 
-    Empty rows must be zero on one side and finite on the other. If a side is thin, products of tiles are stored and
-    `sums` adds them by expert, as `per_expert` does.
+    Args:
+      left, right: rows sorted by expert and padded as `groups` says. Rows without a token must be zero in one of the
+        two and finite in the other.
+      groups: which expert each tile of rows belongs to.
+      dtype: of the result; sums are float32.
+      sums: a function like `per_expert` of (values float32[tiles, p, q], groups), which returns the sums over each
+        expert's tiles, float32[E, p, q]. It is used if p or q is at most 256: then the products of single tiles are
+        stored first. Otherwise they are added to the result one by one.
     """
     left, right = tiled(left, groups), tiled(right, groups)
 

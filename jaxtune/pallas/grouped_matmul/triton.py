@@ -1,11 +1,12 @@
-"""The grouped product as a Triton kernel, forward and dx, for every NVIDIA GPU since Ampere (compute capability 8.0).
+"""The grouped product (rows sorted by expert, each times the weight of its expert) as a Triton kernel, for the forward
+and for the gradient of the rows, dx. It is for every NVIDIA GPU since Ampere (compute capability 8.0).
 
-A program has a tile of the output. A tile of rows has one expert, so all tiles cost the same; empty ones store zeros.
-Programs are ordered in bands of rows, so that programs that run at the same time share rows and weights in the L2
-cache. An adapter's product is one more step along K. The kernel is in triton_kernels.py, which imports triton and is
-therefore imported only where it is used.
+Each program computes one tile of the output. All rows of a tile have one expert, so all tiles cost the same; tiles
+without tokens store zeros. Programs are ordered in bands of rows, so that programs that run at the same time share rows
+and weights in the L2 cache. An adapter's product is one more step of the sum over K. The kernel's body is in
+triton_kernels.py, which imports triton and is therefore imported only where it is used.
 
-It was run on an H200 (README.md). Tiles are chosen to fit, and not measured.
+It was run on an H200 (README.md). The sizes of tiles are chosen to fit, and were not measured against others.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ from jaxtune.pallas.grouped_matmul.layout import Groups
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """How the kernel divides its work on one kind of GPU."""
+    """The sizes by which the kernel divides its work on one kind of GPU. A program computes one tile of the output, and
+    sums over K, the axis that both operands share, step by step."""
 
-    rows: int  # of a tile of the output
-    columns: int  # of a tile of the output
-    step: int  # columns along K at a time
-    warps: int  # warps of a program
-    stages: int  # steps that are loaded ahead
-    band: int = 8  # tiles of rows in a band
+    rows: int  # the rows of a tile of the output
+    columns: int  # the columns of a tile of the output
+    step: int  # how many numbers along K a step multiplies
+    warps: int  # the number of warps of a program
+    stages: int  # how many steps are in shared memory at a time (Triton's num_stages)
+    # programs are numbered band by band: all tiles of the output in `band` rows of tiles, then the next rows
+    band: int = 8
 
 
 # Tiles by the shared memory of a block in KB (9.0 has 227, 8.0 and 8.7 have 163, all others 99).
@@ -39,13 +42,16 @@ _DTYPES = (jnp.bfloat16, jnp.float16)
 
 
 def tile() -> Tile:
-    """The tile for the GPU to lower for; an unknown GPU gets the one that fits everywhere."""
+    """The tile sizes for the GPU that is compiled for, by how much shared memory a program may have there. A GPU that
+    is not known gets the sizes that fit on every supported GPU."""
     capability = dispatch.compute_capability()
     return TILES[_SHARED_MEMORY_KB.get(capability, 99) if capability else 99]
 
 
 def refusal(dtype, tile_rows: int) -> str | None:
-    """The reason why this kernel cannot multiply rows of this dtype in tiles of tile_rows rows, or None."""
+    """Returns the reason, in words, why this kernel cannot multiply rows of this dtype, or None if it can: Triton is
+    missing or unusable, the dtype does not have 16 bits, or tile_rows is no multiple of 128. tile_rows is the number of
+    consecutive rows that belong to one expert (Groups.tile_rows)."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -57,16 +63,16 @@ def refusal(dtype, tile_rows: int) -> str | None:
 
 
 def product(x, weight, groups: Groups, contract: int, extra=None, *, cut: Tile | None = None):
-    """The grouped product by the kernel: x [rows, K] times each expert's weight [E, n, K] (contract = 2) or [E, K, n]
-    (contract = 1) -> [rows, n] in x's dtype.
+    """Multiplies each row of x [rows, K] by the weight of its expert, by the kernel: -> [rows, n] in x's dtype.
 
     Args:
-      x: rows sorted as `groups` says.
-      weight: an array in x's dtype.
-      groups: of the rows.
-      contract: the axis of the weight that is summed over.
-      extra: None, or (u [rows, r], l [E, n, r] or [E, r, n]), whose product is added: an adapter's.
-      cut: None: the tile of this GPU.
+      x: rows sorted by expert as `groups` says.
+      weight: [E, n, K] if contract is 2, or [E, K, n] if contract is 1, in x's dtype.
+      groups: which expert each tile of rows belongs to.
+      contract: the axis of `weight` that is summed over, K's: 1 or 2.
+      extra: None, or an adapter's two operands, whose product is added to the result: u [rows, r], which is x A^T
+        already, and B as [E, n, r] (contract = 2) or [E, r, n] (contract = 1).
+      cut: the sizes of tiles; None: those of `tile()` for this GPU.
     """
     from jaxtune.pallas.grouped_matmul import triton_kernels
 

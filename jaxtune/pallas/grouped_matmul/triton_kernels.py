@@ -16,8 +16,13 @@ def _side(
     STEP: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """[STEP, COLUMNS] of an expert's weight at the indices `along` the summed axis and `columns`, zero outside. The
-    weight is [OUTER, INNER] if FAST (the summed axis is contiguous), else [INNER, OUTER]."""
+    """Loads a block [STEP, COLUMNS] of the weight of one expert, for one step of a product over K.
+
+    `weight` points to the weights of all experts, and `expert` (int32) is the number of one. Each expert's weight is
+    [OUTER, INNER] if FAST is 1, so that the summed axis is contiguous, and [INNER, OUTER] if it is 0; INNER is K.
+    along: int32[STEP], indices on the summed axis. columns: int32[COLUMNS], indices on the other axis, which is the
+    columns of the result. Where an index is outside of the weight, the block has zeros.
+    """
     weight += expert.to(tl.int64) * (INNER * OUTER)
     if FAST:
         places = columns[None, :] * INNER + along[:, None]
@@ -31,7 +36,9 @@ def _side(
 
 @triton.jit
 def _rows(x, rows, along, INNER: tl.constexpr, STEP: tl.constexpr):
-    """[ROWS, STEP] of x [., INNER] at these rows and the indices `along` the last axis; zero outside."""
+    """Loads a block [ROWS, STEP] of x, for one step of a product over K. `x` points to an array [any number of rows,
+    INNER]. rows: int32[ROWS], the numbers of the rows, all within x. along: int32[STEP], indices on the last axis;
+    where one is INNER or more, the block has zeros."""
     places = rows.to(tl.int64)[:, None] * INNER + along[None, :]
     if INNER % STEP == 0:
         return tl.load(x + places)
@@ -60,12 +67,15 @@ def product_kernel(
     STEP: tl.constexpr,
     BAND: tl.constexpr,
 ):
-    """One tile of out [rows, OUTER] = x [rows, INNER] weight[expert] + u [rows, RANK] side[expert]; weight and side
-    are [E, OUTER, .] if FAST, else [E, ., OUTER]. tile_expert: the expert of each tile of Groups; `count`: the number
-    of those that are not empty, each of which has GROUP_TILES tiles of ROWS rows. RANK is 0 without an adapter.
+    """Computes one tile of out [rows, OUTER] = x [rows, INNER] weight[expert] + u [rows, RANK] side[expert], where u
+    and side are an adapter's operands. Each expert's weight is [OUTER, INNER] if FAST is 1, else [INNER, OUTER]; its
+    side is [OUTER, RANK] or [RANK, OUTER] in the same way. RANK is 0 without an adapter; then u and side are not read.
 
-    A tile has ROWS rows and COLUMNS columns, and sums over STEP numbers at a time, over RANK_STEP for the adapter.
-    Tiles are ordered in bands of BAND tiles of rows. Grid: (ROW_TILES column tiles,).
+    All rows of a tile of Groups have one expert, tile_expert[tile]. `count` points to the number of such tiles that
+    have tokens; they come first, and the tiles after them get zeros. Each is divided into GROUP_TILES tiles of ROWS
+    rows here. A tile of the output has ROWS rows and COLUMNS columns; a step of the sum is over STEP numbers, and the
+    adapter's is over RANK_STEP, at least RANK. ROW_TILES is the number of tiles of ROWS rows. Programs are numbered in
+    bands of BAND tiles of rows. The grid has ROW_TILES times ceil(OUTER / COLUMNS) programs.
     """
     COLUMN_TILES: tl.constexpr = (OUTER + COLUMNS - 1) // COLUMNS
     item = tl.program_id(0)

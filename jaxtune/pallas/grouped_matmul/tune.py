@@ -29,15 +29,17 @@ SHAPES = (
 def tune(
     dtype=jnp.bfloat16, say: Callable[[str], None] = lambda text: None, path: Path | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Times the blocks on balanced groups, forward and dx, for weights in `dtype` and in NF4, and stores the fastest
-    (tuning.py).
+    """Times candidates for the block sizes of the grouped product (rows times the weights of their experts) on balanced
+    groups, in the forward and for dx, the gradient of the rows. It does so for weights in `dtype` and in NF4, and
+    stores the fastest sizes of each, which later calls on this kind of GPU use (tuning.py).
 
     Args:
       dtype: of the operands.
-      say: gets a line for each candidate: its blocks before it runs, its time or the problem after.
+      say: is called with a line of text before each candidate runs (its block sizes) and after it (its time, or why it
+        failed).
       path: the file that stores the result; None: the user's cache.
     Returns:
-      {product: the entry that tuning.measure returned: the fastest blocks, their time, and what was tried}.
+      {name of the product: the entry that tuning.measure returned: the fastest blocks, their time, and what was tried}.
     """
     entries = {}
     for (experts, pairs, in_size, out_size, transposed), ahead in itertools.product(SHAPES, (False, True)):

@@ -71,10 +71,11 @@ def _token_losses_fwd(hidden, head, targets, weights, static):
 
 
 def _token_losses_bwd(static, residuals, dlosses):
-    """The backward rule of `_token_losses`, from its static options, the residuals of `_token_losses_fwd` and dlosses
-    float32[B, T]: (gradients of hidden, of head, None for the targets, of weights). If the head is frozen, it has None
-    for a gradient, and that of hidden is the stored one times dlosses. If it trains, the logits are computed again,
-    because the tokens' factors in the head's gradient are known only here."""
+    """The backward rule of `_token_losses`: (gradients of hidden, of head, None for the targets, of weights). static:
+    the options; residuals: those of `_token_losses_fwd`; dlosses: float32[B, T], the incoming gradients of the weighted
+    losses. If the head is frozen, the head's gradient is None, and that of hidden is the stored one times each token's
+    incoming gradient. If the head trains, the logits are computed again, because the factor of each token in the head's
+    gradient is known only here."""
     if dict(static)["head_gradient"]:
         hidden, head, targets, weights = residuals
         shares = weights * dlosses
@@ -116,10 +117,11 @@ def _log_probs_fwd(hidden, head, targets, static):
 
 
 def _log_probs_bwd(static, residuals, gradients):
-    """The backward rule of `_log_probs`, from its static options and the residuals of `_log_probs_fwd`: (gradients of
-    hidden, of head, None for the targets). `gradients` is the pair of the incoming gradients of log-probabilities and
-    entropies, float32[B, T] each; the second is ignored. If the head is frozen, it has None for a gradient, and that
-    of hidden is the stored one, scaled for each token. If it trains, the logits are computed again."""
+    """The backward rule of `_log_probs`: (gradients of hidden, of head, None for the targets). static: the options;
+    residuals: those of `_log_probs_fwd`; gradients: the pair of the incoming gradients of log-probabilities and
+    entropies, float32[B, T] each, of which the second is ignored. If the head is frozen, the head's gradient is None,
+    and that of hidden is the stored one times each token's negated incoming gradient. If the head trains, the logits
+    are computed again."""
     dlogps, _ = gradients
     if dict(static)["head_gradient"]:
         hidden, head, targets = residuals
@@ -134,17 +136,17 @@ _log_probs.defvjp(_log_probs_fwd, _log_probs_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _log_probs_and_entropies(hidden, head, targets, static):
-    """(log-probabilities of the targets, entropies in nats), float32[B, T] each, with a custom derivative of both,
-    whose residuals are the arguments (hidden, head, targets). static: the options of linear_log_probs as `_checked`
-    returns them."""
+    """(log-probabilities of the targets, entropies in nats), float32[B, T] each, with a custom derivative of both;
+    `_log_probs`, which costs less, has one of the log-probabilities only. The residuals are hidden, head and targets.
+    hidden, head and targets are those of linear_log_probs; static holds its options as `_checked` returns them."""
     return _log_probs(hidden, head, targets, static)
 
 
 def _log_probs_and_entropies_bwd(static, residuals, gradients):
-    """The backward rule of `_log_probs_and_entropies`: (gradients of hidden, of head, None for the targets).
-    residuals: (hidden, head, targets); static: the options. `gradients` is the pair of the incoming gradients of
-    log-probabilities and entropies, float32[B, T] each. The logits are computed again, also for a frozen head: a
-    token's gradient mixes both factors, which are known only here."""
+    """The backward rule of `_log_probs_and_entropies`: (gradients of hidden, of head, None for the targets). residuals:
+    (hidden, head, targets); static: the options. `gradients` is the pair of the incoming gradients of log-probabilities
+    and entropies, float32[B, T] each. The logits are computed again, also for a frozen head: a token's gradient is a
+    sum of two terms, one for each incoming gradient, and these are known only here."""
     (hidden, head, targets), (dlogps, dentropies) = residuals, gradients
     more = dict(gradients=True, entropies=True, entropy_weights=dentropies)
     results = reference.forward(hidden, head, targets, -dlogps, **dict(static), **more)
@@ -329,6 +331,7 @@ def chunk_length(rows: int, length: int, chunk_tokens: int) -> int:
 
 
 def implementations() -> dispatch.Table:
-    """The implementations in the order in which they are tried; there is one, which supports every call. It exists for
-    `jaxtune info`, which lists the choices of every operation."""
+    """The table of implementations, {name: a function that returns why it refuses the call, or None}. There is one,
+    which supports every call, so linear_cross_entropy does not use the table. It exists for `jaxtune info`, which lists
+    the choices of every operation."""
     return {"reference": lambda: None}

@@ -23,13 +23,13 @@ _NOTHING = -1e30  # the logit of rows that fill up a head; its probability is 0,
 
 
 def divergence_of(log_student: jax.Array, log_teacher: jax.Array, beta: float) -> tuple[jax.Array, jax.Array]:
-    """The divergences of a student's distributions from a teacher's over the vocabulary, and their gradients by the
-    student's logits.
+    """The divergence of each pair of a student's and a teacher's distribution over the vocabulary, and its gradient
+    with respect to the student's logits.
 
     Args:
       log_student, log_teacher: float32[..., V], log-probabilities, finite.
-      beta: from 0 to 1, which divergence: 0 is KL(teacher || student), 1 is KL(student || teacher), and between them
-        Jensen-Shannon ones; see the module.
+      beta: from 0 to 1, which divergence: 0 is KL(teacher || student), 1 is KL(student || teacher), and between them it
+        is beta KL(teacher || m) + (1 - beta) KL(student || m) with m = beta teacher + (1 - beta) student.
     Returns:
       (divergences in nats float32[...], gradients float32[..., V])
     """
@@ -50,17 +50,20 @@ def divergence_of(log_student: jax.Array, log_teacher: jax.Array, beta: float) -
 def _chunk(
     hidden, teacher_hidden, weights, *, heads, own, others, size, beta, temperature, gradients, head_gradient
 ) -> Results:
-    """The results of one chunk of tokens; losses are the divergences.
+    """Computes the divergences of one chunk of tokens and, on request, their gradients, as `Results`: `losses` are the
+    divergences, and `entropies` are those of the student's distributions.
 
     Args:
-      hidden, teacher_hidden: [B, t, D], of each model's own width.
+      hidden, teacher_hidden: [B, t, D] and [B, t, E], the hidden states of the student and of the teacher.
       weights: float32[B, t], the factors of the divergences in the sum whose gradients are computed.
-      heads: (the student's, the teacher's), [V, D] each in the dtype of its hidden states, perhaps filled up.
-      own, others: (logit scale, soft cap) of the student, of the teacher.
-      size: the vocabulary's, which heads may exceed.
+      heads: (the student's [V, D], the teacher's [V, E]), each in the dtype of its hidden states, perhaps with rows of
+        zeros at its end (`filled_up`).
+      own: (logit scale, soft cap) of the student.
+      others: (logit scale, soft cap) of the teacher.
+      size: the number of tokens in the vocabulary; heads may have more rows.
       beta, temperature: those of linear_divergence.
-      gradients: whether gradients are computed; if not, they are None in the results.
-      head_gradient: whether that of the student's head is among them.
+      gradients: True: gradients are computed; False: they are None in the results.
+      head_gradient: whether the gradient of the student's head is computed too; otherwise it is None.
     """
     head, teacher_head = heads
     logits, slope = logits_of(hidden, head, own[0], own[1], temperature)
@@ -122,8 +125,9 @@ def _divergence_fwd(hidden, head, teacher_hidden, teacher_head, weights, static)
 
 def _divergence_bwd(static, residuals, gradients):
     """The backward rule of `_divergence`: (gradients of hidden and head, None and None for the teacher's arrays, that
-    of weights). residuals: what the forward rule saved. `gradients` are those of the results, of which only the first,
-    float32[], is used; static, the options, are not."""
+    of weights), each the gradient that the forward rule saved times the incoming gradient of the sum. residuals: what
+    the forward rule saved. gradients: the incoming gradients of the three results, of which only the first, float32[],
+    is used. static, the options, is not used."""
     *own, losses = residuals
     scale = gradients[0]
     dhidden, dhead = jax.tree.map(lambda each: (each.astype(jnp.float32) * scale).astype(each.dtype), own)

@@ -1,4 +1,6 @@
-"""linear_cross_entropy in jnp: a loop over chunks of the row length, so that rows stay divided over a mesh."""
+"""Losses, log-probabilities and entropies of next tokens in jnp, with their gradients, for the functions of api.py. A
+loop goes over chunks, each of the same few neighbouring tokens of every row, so that the logits of one chunk exist at a
+time; rows stay divided over the devices of a mesh."""
 
 from __future__ import annotations
 
@@ -12,9 +14,10 @@ _MULTIPLE = 8
 
 
 def fills_up(vocab_size: int, dtype: jnp.dtype) -> bool:
-    """Whether `filled_up` copies a head of `vocab_size` rows, in this dtype, to pad it to a multiple of 8 rows: whether
-    the dtype has 16 bits and the vocabulary's size is no such multiple. XLA pads every dimension of a 16-bit product on
-    a GPU so, and would otherwise copy the head for every chunk. The planner asks for it too, to count the copy."""
+    """Whether `filled_up` copies a head of `vocab_size` rows in this dtype in order to append rows of zeros: True if
+    the dtype has 16 bits and vocab_size is not a multiple of 8. XLA pads every dimension of a 16-bit product on a GPU
+    to such a multiple, and would otherwise copy the head for every chunk. The memory planner calls it too, to count the
+    copy."""
     return vocab_size % _MULTIPLE != 0 and jnp.dtype(dtype).itemsize == 2
 
 
@@ -45,7 +48,8 @@ def precision_of(hidden: jax.Array) -> jax.lax.Precision:
 
 
 def logits_of(hidden, head, logit_scale, soft_cap, temperature) -> tuple[jax.Array, jax.Array | float]:
-    """The logits of one chunk of tokens, and their derivative by the product of hidden states and head.
+    """The logits of one chunk of tokens, and the derivative of each logit with respect to its product of hidden state
+    and head, by which `_chunk` multiplies the gradients.
 
     Args:
       hidden: [B, t, D], the hidden states after the final norm.
@@ -85,7 +89,7 @@ def _chunk(
     z_loss,
     head_gradient,
 ) -> Results:
-    """The results of one chunk of tokens.
+    """Computes the losses of one chunk of tokens and, on request, their entropies and gradients, as `Results`.
 
     Args:
       hidden: [B, t, D], the hidden states after the final norm.
@@ -94,8 +98,9 @@ def _chunk(
       weights: float32[B, t], the factors of the losses in the sum whose gradients are computed.
       entropy_weights: float32[B, t], the factors of the entropies in the sum whose gradients are computed, or None if
         the entropies have no gradient.
-      gradients, entropies: whether they are computed.
-      size: the vocabulary's, which `head` may exceed.
+      gradients: whether the gradients are computed; otherwise dhidden and dhead are None.
+      entropies: whether the entropies are computed; otherwise they are None.
+      size: the number of tokens in the vocabulary; `head` may have more rows.
       logit_scale: multiplies the logits.
       soft_cap: limits them after that, to soft_cap * tanh(logits / soft_cap); None: no limit.
       temperature: divides them after that.
@@ -140,17 +145,19 @@ def _chunk(
 def forward(
     hidden, head, targets, weights, *, chunk_length, gradients, entropies=False, entropy_weights=None, **options
 ) -> Results:
-    """The results of all tokens, hidden [B, T, D], head [V, D], targets int[B, T] and weights float32[B, T], chunk by
-    chunk, so that the logits of one chunk exist at a time. All functions of api.py compute their results and gradients
-    with it.
+    """Computes the losses of all tokens and, on request, their entropies and gradients, as `Results`, chunk by chunk,
+    so that the logits of one chunk exist at a time. All functions of api.py compute their results and gradients with
+    it.
 
     Args:
-      chunk_length: tokens of each row whose logits exist at a time.
+      hidden: [B, T, D]; head: [V, D]; targets: int[B, T]; weights: float32[B, T], the factors of the losses in the sum
+        whose gradients are computed.
+      chunk_length: the number of tokens of each row whose logits exist at a time.
       gradients: whether dhidden and dhead are computed, those of sum(weights * losses + entropy_weights * entropies).
-        Otherwise both are None. dhead is also None without the option head_gradient.
+        Otherwise both are None. dhead is also None if the option head_gradient is False.
       entropies: whether the entropies are computed; otherwise they are None.
       entropy_weights: float32[B, T], the factors of the entropies in that sum; None: they have no gradient.
-      options: the other options, from logit_scale to head_gradient, which `_chunk` explains.
+      options: soft_cap, logit_scale, temperature, label_smoothing, z_loss and head_gradient, which `_chunk` explains.
     """
     size = len(head)
     cast = filled_up(head.astype(hidden.dtype))
@@ -165,13 +172,16 @@ def forward(
 
 
 def in_chunks(compute: Callable[..., Results], arrays: tuple, chunk_length: int, dhead: jax.Array | None) -> Results:
-    """The results of all tokens, computed chunk by chunk.
+    """Computes the results of all tokens, chunk by chunk, and puts those of the chunks into one `Results` for all
+    tokens. A chunk is the same chunk_length neighbouring tokens of each of the B rows.
 
     Args:
-      compute: gives the results of one chunk from the parts [B, t, ...] of the arrays.
-      arrays: [B, T, ...] each, or None; the last chunk is filled up with zeros.
+      compute: the function of one chunk: it takes the chunk's slice [B, t, ...] of each of `arrays`, and returns its
+        Results.
+      arrays: a tuple of arrays [B, T, ...], or None in place of one; zeros are appended to fill the last chunk.
       chunk_length: t, the number of tokens of each row in a chunk.
-      dhead: zeros to which the chunks' gradients of the head are added in order; None: there are none.
+      dhead: float32 zeros of the head's shape, to which the head's gradients of the chunks are added in order; None if
+        they are not computed.
     """
     rows, length = arrays[0].shape[:2]
     if chunk_length >= length:

@@ -24,11 +24,13 @@ IMPLEMENTATIONS = {"mosaic": mosaic, "triton": triton, "reference": reference}
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LoraWeights:
-    """A low-rank addition to a weight [out, in], scale * b a, which a product with x applies as two thin products."""
+    """A low-rank adapter of a weight [out, in]: it adds scale * b a to the weight. The sum is never stored; a product
+    with x adds scale * (x a^T) b^T to the output instead."""
 
     a: jax.Array  # [r, in]; cast to x's dtype on use
     b: jax.Array  # [out, r]; cast to x's dtype on use
-    # float32[out] or None; multiplies the output before the bias (DoRA's magnitude over the row norms)
+    # float32[out] or None (no factor); multiplies the output, weight and adapter, before the bias is added: DoRA's
+    # magnitude of each output divided by the norm of its row of the weight
     row_scale: jax.Array | None = None
     # alpha / r, or alpha / sqrt(r) for rsLoRA
     scale: float = dataclasses.field(default=1.0, metadata=dict(static=True))
@@ -47,24 +49,27 @@ def quant_matmul(
     fp8: bool = False,
     implementation: str | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Multiplies x by one to n weights that share it, with their adapters and biases.
+    """Multiplies x by one or several weights, and adds their adapters and biases: for each weight x W^T + scale (x A^T)
+    B^T + bias. Weights that share x, such as those of queries, keys and values, are multiplied in one call, so that
+    their gradients with respect to x are summed without extra passes over memory.
 
     Args:
       x: [..., in] bfloat16, float16 or float32, the compute dtype; weights in another dtype are cast to it.
-      weights: each [out_i, in], an array or quantised (`formats.NF4.encode(array)`, `FP8.encode(array)`).
-        Quantised ones are decoded to x's dtype for each product, get no gradient, and leave nothing decoded behind for
-        the backward.
-      loras, biases: one entry a weight (float[out_i]), or None for none at all.
-      dropout_rate, dropout_key: dropout on the adapters' input, one mask for the whole group (PEFT draws one for
-        each module); no dropout without a key. The rate is rounded to 2^-16.
-      dropout_part: int32[], which of equal parts x is of all the tokens that the mask is drawn for, in order: the same
-        mask however tokens are divided over devices.
-      fp8: weights in FP8 are multiplied as they are stored: rows of x, and of gradients, are rounded to e4m3, each by
-        its largest magnitude, or for scales of 128 x 128 each 128 numbers of a row by their own, and sums are float32
-        (fp8_product.py). Adapters multiply x as it is.
+      weights: each [out_i, in], an array or quantised (`formats.NF4.encode(array)`, `FP8.encode(array)`). Quantised
+        ones are decoded to x's dtype for each product, and get no gradient; no decoded weight is kept for the backward.
+      loras: for each weight its adapter, or None for none; or None if no weight has one.
+      biases: for each weight its bias, float[out_i], or None for none; or None if no weight has one.
+      dropout_rate, dropout_key: dropout of the adapters' input, with one mask for all weights of the call (PEFT draws
+        one for each module). Without a key there is no dropout. The rate is rounded to 2^-16.
+      dropout_part: int32[]. If tokens are divided over devices in equal contiguous runs, the number of the run that x
+        is. The mask of a token then does not depend on how tokens are divided.
+      fp8: True: weights in FP8 are multiplied as they are stored. For this, rows of x and of gradients are rounded to
+        e4m3, each row by its largest magnitude, or, for weights with scales of 128 x 128 numbers, each 128 numbers of a
+        row by their largest; sums are float32 (fp8_product.py). Adapters multiply x unrounded. False: weights in FP8
+        are decoded like all others.
       implementation: "mosaic", "triton", "reference", or None for the first that supports the call.
     Returns:
-      one [..., out_i] in x's dtype for each weight.
+      a tuple with one [..., out_i] in x's dtype for each weight.
     Raises:
       TypeError, ValueError: an argument is not as described here.
     """
@@ -105,11 +110,12 @@ def quant_matmul(
 
 
 def decoded(weight: jax.Array | Stored, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(weight as an array, x), for a product of the two: a quantised weight, of any shape, is decoded to x's dtype by
-    the first implementation that supports it; an array stays as it is.
+    """Decodes a weight that is about to be multiplied by x: returns (the weight as an array, x). A quantised weight, of
+    any shape, is decoded to x's dtype by the first implementation that supports it; an array is returned unchanged.
 
-    The use of the returned x ties the decoding to x: it happens once x is computed and not earlier, so that XLA neither
-    keeps decoded weights nor decodes those of later layers ahead.
+    The caller must use the returned x in its product. A barrier between the two makes XLA decode when x has been
+    computed and not earlier; otherwise it would keep decoded weights from forward to backward, or decode those of later
+    layers ahead.
     """
     if not isinstance(weight, Stored):
         return weight, x
@@ -119,10 +125,12 @@ def decoded(weight: jax.Array | Stored, x: jax.Array) -> tuple[jax.Array, jax.Ar
 
 @meshes.on_any_mesh
 def in_e4m3(x: jax.Array) -> FP8:
-    """x [..., rows, width], bfloat16, float16 or float32, rounded to e4m3 as a product in FP8 rounds it, with a scale
-    for each row: the form in which a model keeps residuals in FP8.
+    """Rounds x [..., rows, width], bfloat16, float16 or float32, to e4m3, with one float32 scale for each row along the
+    last axis, as quant_matmul does before a product in FP8. Models store activations in this form for the backward, in
+    half the memory of 16 bits.
 
-    A row that is not finite makes only itself not finite. Rounding the decoded values again gives the same codes.
+    A row that is not finite makes only that row of the result not finite. If the decoded values are rounded again, the
+    codes are the same.
 
     Raises:
       TypeError, ValueError: x is not as described here.
@@ -133,14 +141,14 @@ def in_e4m3(x: jax.Array) -> FP8:
 
 
 def implementations(weights: Sequence[jax.Array | Stored], dtype, implementation: str | None = None) -> dispatch.Table:
-    """The implementations of a call in the order in which they are tried, each with a function that returns why it
-    refuses it.
+    """The implementations of a call in the order in which they are tried: {name: a function that returns the reason why
+    it refuses the call, or None}. `quant_matmul` takes the first that does not refuse.
 
     Args:
-      weights: of the call, each [out_i, in].
+      weights: those of the call, each [out_i, in].
       dtype: of x.
-      implementation: the name that the caller requests, or None. If all weights are arrays, only the vendor's GEMM is
-        listed, unless this names another, which then refuses the call.
+      implementation: the name that the caller requests, or None. If all weights are arrays, only "reference" (XLA's
+        product of arrays) is listed, unless this names another one, which then refuses the call.
     """
     packed = [weight for weight in weights if isinstance(weight, Stored)]
     if not packed and implementation is None:

@@ -1,10 +1,15 @@
-"""Formats that products take as they are stored, by the value of model.compute that asks for it.
+"""Which modules multiply by weights as they are stored, without decoding them (PRODUCTS), by the value of the option
+model.compute that asks for it, such as "fp8".
 
-A product is a module with four functions; `reference.py` calls them where a weight's `compute` names it:
-- kind(weight): weights of one kind share the other operand, and one product of their gradients.
-- operand(x, kind, implementation): x [tokens, in] as the product of such weights takes it.
-- forward(coded, weight, more, dtype, implementation): x W^T, and the product of `more`'s two operands.
-- backward(douts, weights, more, dtype, implementation): the sum of dy W over weights of one kind, and `more`'s product.
+Such a module has four functions, which `reference.py` calls for weights whose format names it (Stored.compute):
+- kind(weight): a hashable value. Weights of one call with the same kind share one rounded x in the forward, and one
+  product of their gradients in the backward.
+- operand(x, kind, implementation): x [tokens, in] rounded for a product with weights of that kind, as the module's
+  forward takes it (`coded`).
+- forward(coded, weight, more, dtype, implementation): x W^T in `dtype`. `more` is None, or an adapter's two operands (u
+  [tokens, r], b [out, r]), whose product u b^T is added.
+- backward(douts, weights, more, dtype, implementation): the sum of dy W over weights of one kind, in `dtype`; `douts`
+  has dy [tokens, out_i] for each of them, and the product of `more` is added as in forward.
 """
 
 from __future__ import annotations
@@ -21,6 +26,6 @@ PRODUCTS: dict[str, ModuleType] = {"fp8": fp8_product}
 
 
 def product_of(weight: jax.Array | Stored) -> ModuleType | None:
-    """The module of PRODUCTS that multiplies by this weight as it is stored, without decoding it; None for an array,
-    and for a format that products decode. Whether it is used at all is the caller's choice (fp8 of quant_matmul)."""
+    """The module that multiplies by this weight as it is stored, without decoding it. None for an array, and for a
+    quantised weight whose format has no such module. quant_matmul uses the module only if its caller sets `fp8`."""
     return None if not isinstance(weight, Stored) or weight.compute is None else PRODUCTS[weight.compute]

@@ -39,22 +39,24 @@ _SHARED_BYTES = 231_000  # a program's shared memory without its barriers
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How the kernel divides its work; `blocks_for` chooses them by rule."""
+    """How the kernel divides its work: a program computes one tile of the output after another, and sums over K, the
+    axis that both operands share, step by step. `blocks_for` chooses the sizes."""
 
-    columns: int  # of a tile of the output
-    stages: int  # steps that are loaded ahead
-    band: int = 16  # tiles of rows in a band
-    step: int = STEP  # codes along K of a step
+    columns: int  # the columns of a tile of the output, which always has 128 rows
+    stages: int  # how many steps' operands shared memory has room for
+    band: int = 16  # tiles are numbered in bands of this many rows of tiles, which run at the same time (persistent.py)
+    step: int = STEP  # how many codes along K a step multiplies
 
 
 def blocks_for(in_size: int, out_size: int, rank: int, in_blocks: bool) -> Blocks:
-    """The blocks for a product [., in_size] times [out_size, in_size]: the widest tile that divides the output, with as
-    many steps ahead as shared memory has room for.
+    """Chooses the sizes for a product of [rows, in_size] and [out_size, in_size]: the widest tile whose columns divide
+    out_size, with as many steps loaded ahead as shared memory has room for.
 
     Args:
-      in_size, out_size: K and the columns of the output.
+      in_size: K, the size of the axis that is summed over.
+      out_size: the number of columns of the output.
       rank: the padded rank of the adapter (`filled_rank`), 0 without one.
-      in_blocks: whether scales are inside the sum.
+      in_blocks: True if each 128 numbers along K have a scale; False if a whole row has one.
     """
     columns = next(size for size in _COLUMNS if out_size % size == 0 and not (in_blocks and size % STEP))
     step = STEP if in_size % STEP == 0 else _HALF_STEP
@@ -63,9 +65,9 @@ def blocks_for(in_size: int, out_size: int, rank: int, in_blocks: bool) -> Block
 
 
 def refusal(tokens: int, in_size: int, out_size: int, rank: int, dtype, in_blocks: bool) -> str | None:
-    """The reason why this kernel cannot multiply [tokens, in_size] by [out_size, in_size] and add the product of an
-    adapter of this rank, in `dtype`; or None. in_blocks: whether scales are of 128 numbers each, inside the
-    sum, and not of whole rows."""
+    """Returns the reason, in words, why this kernel cannot multiply [tokens, in_size] by [out_size, in_size] in e4m3,
+    add the product of an adapter of this rank (0: none), and return it in `dtype`; or None if it can. in_blocks: True
+    if each 128 numbers along in_size have a scale; False if a whole row has one."""
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     multiple = STEP if in_blocks else _HALF_STEP
@@ -84,8 +86,8 @@ def refusal(tokens: int, in_size: int, out_size: int, rank: int, dtype, in_block
 
 
 def filled_rank(rank: int) -> int | None:
-    """The number of columns to which the kernel pads an adapter's operands: the smallest supported rank of at least
-    `rank`. None if `rank` is too large."""
+    """The number of columns to which the kernel pads an adapter's two operands with zeros: the smallest of 16, 32 and
+    64 that is at least `rank`. None if `rank` is more than 64."""
     return next((size for size in _RANKS if rank <= size), None)
 
 
@@ -102,19 +104,20 @@ def _kernel(
     grouped: bool,
 ):
     """The kernel's body: out [M, N] = scaled(x [M, K] w[e] [N, K]^T) + u [M, R] l[e] [N, R]^T, where w is [E, N, K], l
-    is [E, N, R], and e is the expert of a tile of rows, or 0. All these are in global memory. Two warpgroups compute,
-    and a third one loads.
+    is [E, N, R], and e is the expert of a tile of 128 rows, or 0. All these are in global memory. In each program two
+    warpgroups compute, and a third one loads.
 
     Args:
       x_ref, w_ref: e4m3 codes.
       x_scale_ref, w_scale_ref: float32[M] and [E, N]; with `in_blocks` [K / 128, M] and [E, N / 128, K / 128].
-      rest: if rows are `grouped`, each tile's expert and its number of rows that are not empty; u and l if there is a
-        rank; out; shared memory and barriers.
+      rest: if `grouped`, two int32[M / 128]: each tile's expert, and its number of rows that are not empty; if `rank`
+        is not 0, the adapter's u and l; the output; then shared memory and barriers.
       blocks: how the work is divided.
-      programs: the number of programs, of which each takes every n-th tile of the output.
-      in_blocks: whether scales are of 128 numbers each, inside the sum.
+      programs: the number of programs; program p computes tiles p, p + programs, ... of the output.
+      in_blocks: True if each 128 numbers along K have a scale, by which sums over 128 are multiplied; False if a row
+        has one, by which the result is multiplied.
       rank: R, 0 without an adapter.
-      grouped: whether rows are sorted by expert.
+      grouped: True if rows are sorted by expert, in tiles of 128 rows with one expert each; False if E is 1.
     """
     if grouped:
         expert_ref, sizes_ref, *rest = rest
@@ -311,24 +314,27 @@ def _kernel(
 
 
 def _smem(shape, dtype, row_bytes: int = 128):
-    """Shared memory of this shape and dtype as an entry of scratch_types, swizzled as TMA writes it and tensor cores
-    read it; row_bytes (32, 64 or 128) is the size of a row of the swizzle."""
+    """An entry of Pallas' scratch_types: shared memory of this shape and dtype in the swizzled order in which TMA
+    writes it and tensor cores read it. row_bytes: the bytes of a row of the swizzle, 32, 64 or 128."""
     return plgpu.SMEM(shape, dtype, transforms=mosaic_types.tiled(dtype, row_bytes))
 
 
 def product(
     x, w, x_scale, w_scale, extra=None, tiles: tuple[jax.Array, jax.Array] | None = None, *, dtype, in_blocks: bool
 ):
-    """dtype[M, N]: the codes x [M, K] times w [N, K]^T, scaled, plus u l^T of `extra`; see `refusal`.
+    """Multiplies codes by the kernel: x [M, K] w [N, K]^T times the scales of both, plus u l^T of `extra`, as dtype[M,
+    N]. Call it only if `refusal` returns None.
 
     Args:
       x, w: e4m3 codes.
       x_scale, w_scale: float32 [M] and [N]; with `in_blocks` [K / 128, M] and [N / 128, K / 128].
-      extra: bfloat16 (u [M, R], l [N, R]), R of `filled_rank`; with scales by rows, in units of the two scales.
-      tiles: int32[M / 128] both: for each 128 rows their expert, and the number of rows that are not empty, which come
-        first. Then w, w_scale and l have a leading axis of experts.
-      dtype: of the result.
-      in_blocks: whether scales are inside the sum.
+      extra: None, or an adapter's operands in bfloat16, u [M, R] and l [N, R], where R is from `filled_rank`. If
+        `in_blocks` is False, the kernel multiplies their product by x_scale and w_scale like the rest, so the caller
+        divides u by x_scale and l by w_scale.
+      tiles: None, or for rows that are sorted by expert two int32[M / 128]: the expert of each 128 rows, and how many
+        of the rows, which come first, are not empty. Then w, w_scale and l have a leading axis of experts.
+      dtype: of the result, bfloat16 or float16.
+      in_blocks: True if each 128 numbers along K have a scale; False if a whole row has one.
     """
     if tiles is None:
         w, w_scale, extra = w[None], w_scale[None], None if extra is None else (extra[0], extra[1][None])

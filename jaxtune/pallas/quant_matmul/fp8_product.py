@@ -36,9 +36,10 @@ More = tuple[jax.Array, jax.Array]
 
 
 def in_blocks(weight: FP8) -> bool:
-    """Whether a weight has a scale for each 128 x 128 numbers. Such scales are inside the sum of a product, while those
-    of rows or of the whole matrix are applied to the result. It is also `kind` for as_stored.py: weights of one kind
-    share the rounded x, and one product of their gradients."""
+    """Returns True if the weight has a scale for each 128 x 128 numbers, and False if it has one for each row or for
+    the whole matrix. In the first case partial sums over 128 products must be scaled one by one; in the second the
+    whole sum is. It is also the function `kind` that as_stored.py asks for: weights with equal values share the rounded
+    x, and one product of their gradients."""
     return weight.block == TILE
 
 
@@ -46,8 +47,9 @@ kind = in_blocks  # see as_stored.py
 
 
 def rounded(rows: jax.Array, blocks: bool = False) -> tuple[jax.Array, jax.Array]:
-    """rows [n, k] -> (e4m3[n, k], float32[n, 1], or with `blocks` [n, k / 128]): codes, and the scales by which a row's
-    codes, or 128 of them, are multiplied. A row that is not finite gets a scale that is not."""
+    """Rounds rows [n, k] to e4m3: (codes e4m3[n, k], scales float32), where code times scale is the number again. If
+    `blocks` is False, each row has a scale, [n, 1], from its largest magnitude; if True, each 128 numbers of a row have
+    one, [n, ceil(k / 128)]. Where numbers are not finite, the scale is not finite either."""
     wide = rows.astype(jnp.float32)
     if blocks:
         count, width = rows.shape
@@ -63,10 +65,14 @@ def rounded(rows: jax.Array, blocks: bool = False) -> tuple[jax.Array, jax.Array
 def side_by_side(
     arrays: Sequence[jax.Array], factors: jax.Array | None, implementation: str | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Rounds the rows of arrays [n, k each], concatenated along the last axis and multiplied by factors float32[all k]
-    (None: by nothing): (e4m3[n, all k], float32[n, 1]), as `rounded` returns it.
+    """Puts the rows of several arrays [n, k_i] side by side, multiplies them by `factors`, and rounds them to e4m3 with
+    one scale for each row: (codes e4m3[n, sum of k_i], scales float32[n, 1]). The backward needs it for the gradients
+    of all weights that share x, which are then multiplied by the weights in one product.
 
-    `implementation` is "reference", or any other value for the first that supports the call.
+    Args:
+      arrays: [n, k_i] each.
+      factors: float32[sum of k_i], the factor of each column (scales of the weights); None: no factors.
+      implementation: "reference" for XLA; any other value, also None, for the Mosaic kernel if it can, else XLA.
     """
 
     def refusal():
@@ -83,9 +89,10 @@ def side_by_side(
 
 
 def operand(x: jax.Array, blocks: bool, implementation: str | None = None) -> tuple[jax.Array, jax.Array]:
-    """x [n, k] as `rounded` returns it, (codes e4m3[n, k], scales float32), for the forward of all weights with the
-    same kind of scales, so that it is rounded once for each kind. blocks: whether they have scales of 128 numbers
-    each, as `in_blocks` says of a weight. implementation: the requested one, or None."""
+    """Rounds x [n, k] to e4m3 for the forward: (codes e4m3[n, k], scales float32[n, 1], or with `blocks` [n, ceil(k /
+    128)]). It is called once for all weights of a call whose scales are of the same kind. blocks: True if these weights
+    have scales of 128 x 128 numbers, False if not (`in_blocks`). implementation: "reference" for XLA; any other value,
+    also None, for the Mosaic kernel if it can, else XLA."""
     if not blocks:
         return side_by_side([x], None, implementation)
     with jax.named_scope("to_fp8"):
@@ -95,9 +102,16 @@ def operand(x: jax.Array, blocks: bool, implementation: str | None = None) -> tu
 def forward(
     coded: tuple[jax.Array, jax.Array], weight: FP8, more: More | None, dtype, implementation: str | None = None
 ) -> jax.Array:
-    """x W^T in `dtype`, for x as `rounded` returns it (`coded`) and a weight [out, in], plus the product of `more` (u
-    [n, r], side [out, r]), the adapter's, if it is not None. A row of x that is not finite makes only its own result
-    not finite. implementation: "mosaic", "triton", "reference", or None for the first that supports the call."""
+    """Multiplies rounded activations by a weight: x W^T in `dtype`, [n, out]. A row of x that is not finite makes only
+    that row of the result not finite.
+
+    Args:
+      coded: x as `operand` returns it, (codes, scales).
+      weight: [out, in].
+      more: None, or an adapter's two operands (u [n, r], b [out, r]), whose product u b^T is added.
+      dtype: of the result.
+      implementation: "mosaic", "triton", "reference", or None for the first that supports the call.
+    """
     scales = weight.scales.astype(jnp.float32)
     if not in_blocks(weight):
         scales = jnp.broadcast_to(scales.reshape(-1), weight.shape[:1])
@@ -111,13 +125,12 @@ def backward(
     dtype,
     implementation: str | None = None,
 ) -> jax.Array:
-    """The sum of dy W over the weights, [n, in] in `dtype`, plus the product of `more` (u [n, r], side [in, r]), the
-    adapters', if it is not None.
+    """The gradient of x: the sum of dy W over the weights, [n, in] in `dtype`.
 
     Args:
       douts: dy [n, out_i] of each weight, not rounded yet.
-      weights: each [out_i, in]; all have scales by rows, or all in blocks.
-      more: operands of a product that is added, or None.
+      weights: each [out_i, in]; `in_blocks` is the same for all.
+      more: None, or the adapters' two operands (u [n, r], a [in, r]), whose product u a^T is added.
       dtype: of the result.
       implementation: "mosaic", "triton", "reference", or None for the first that supports the call.
     """
@@ -151,16 +164,18 @@ def multiply(
     blocks: bool,
     implementation: str | None,
 ) -> jax.Array:
-    """The product over k of two operands in e4m3 with their scales, plus `more`: dtype[n, columns], summed in float32.
-    The forward calls it with a weight as `side`, the backward with the transposed codes of several weights.
+    """The product over k of two operands in e4m3, times their scales: dtype[n, columns], summed in float32. The forward
+    calls it with a weight as `side`, the backward with the transposed codes of several weights.
 
     Args:
-      coded: (codes e4m3[n, k], scales float32[n, 1], or with `blocks` [n, k / 128]), from `rounded`.
-      side: e4m3[columns, k], the other operand's codes.
-      side_scale: float32[columns], or None for no scale; with `blocks` float32[columns / 128, k / 128].
-      more: (u [n, r], side [columns, r]), whose product is added, or None.
+      coded: (codes e4m3[n, k], scales float32[n, 1], or with `blocks` [n, ceil(k / 128)]), from `rounded`.
+      side: e4m3[columns, k], the codes of the other operand.
+      side_scale: the scales of `side`: float32[columns], or None for no scales; with `blocks` float32[columns / 128, k
+        / 128].
+      more: None, or two further operands (u [n, r], v [columns, r]), whose product u v^T is added.
       dtype: of the result.
-      blocks: whether scales belong to 128 numbers along k, and so are inside the sum.
+      blocks: True if each 128 numbers along k have a scale, by which sums over 128 are multiplied; False if a whole row
+        has one, by which the result is multiplied.
       implementation: "mosaic", "triton", "reference", or None for the first that supports the call.
     """
     codes, scale = coded
@@ -189,25 +204,26 @@ def multiply(
 
 
 def _thin(u: jax.Array, side: jax.Array) -> jax.Array:
-    """The product of an adapter, u [n, r] side^T [r, columns], as [n, columns] in u's dtype; float32 is multiplied in
-    full float32."""
+    """The product of an adapter's two operands, u [n, r] side [columns, r]^T: [n, columns] in u's dtype. float32 is
+    multiplied in full float32."""
     precision = jax.lax.Precision.HIGHEST if u.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     numbers = (((1,), (1,)), ((), ()))
     return jax.lax.dot_general(u, side.astype(u.dtype), numbers, precision=precision, preferred_element_type=u.dtype)
 
 
 def _dot(codes: jax.Array, side: jax.Array, dtype) -> jax.Array:
-    """The product of codes [n, k] and side [columns, k] over k, summed in float32 and returned in `dtype`, without
-    scales."""
+    """The product of two arrays of e4m3 codes, codes [n, k] side [columns, k]^T: [n, columns] in `dtype`, summed in
+    float32. No scales are applied."""
     return jax.lax.dot_general(codes, side, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
 
 
 def _by_rows(codes, scale, side, side_scale, dtype):
-    """`multiply` in XLA for scales by rows, which are outside of the sum: [n, columns] in `dtype`.
+    """Does in XLA what `multiply` does if `blocks` is False and `more` is None: the product of the codes, [n, columns]
+    in `dtype`, multiplied at the end by the scales of its rows and of its columns.
 
     Args:
       codes, scale: e4m3[n, k] and float32[n, 1].
-      side, side_scale: e4m3[columns, k], and float32[columns] or None for no scale.
+      side, side_scale: e4m3[columns, k], and float32[columns] or None for no scales.
       dtype: of the result.
     """
     # The product's result is scaled in a separate pass, which takes half the time in bfloat16; another rounding is
@@ -217,11 +233,11 @@ def _by_rows(codes, scale, side, side_scale, dtype):
 
 
 def _by_blocks(codes, scale, side, side_scale, dtype):
-    """`multiply` in XLA for scales of 128 numbers, which are inside the sum: [n, columns] in `dtype`, added up in
-    float32 in a loop over blocks of 128 along k.
+    """Does in XLA what `multiply` does if `blocks` is True and `more` is None: a loop goes over blocks of 128 along k,
+    multiplies each block's product by its scales, and adds these up in float32: [n, columns] in `dtype`.
 
     Args:
-      codes, scale: e4m3[n, k] and float32[n, k / 128].
+      codes, scale: e4m3[n, k] and float32[n, ceil(k / 128)].
       side, side_scale: e4m3[columns, k] and float32[columns / 128, k / 128].
       dtype: of the result.
     """
@@ -239,17 +255,18 @@ def _by_blocks(codes, scale, side, side_scale, dtype):
 
 
 def by_kernel(codes, scale, u, add, side, side_scale, dtype, blocks, name: str, tiles=None):
-    """`multiply` by one of our kernels, "mosaic" or "triton".
+    """Does what `multiply` does by one of our kernels, fp8_mosaic.product or fp8_triton.product: it brings operands and
+    scales into the form that they take. grouped_matmul calls it too, for rows that are sorted by expert.
 
     Args:
-      codes, scale: e4m3 [n, k] and its scales, from `rounded`.
-      u, add: the two operands of `more`, [n, r] and [columns, r], or None.
-      side, side_scale: the other operand's codes [columns, k] and scales, as in `multiply`.
+      codes, scale: e4m3[n, k] and its scales, from `rounded`.
+      u, add: the two operands of `more`, [n, r] and [columns, r]; None and None for no such product.
+      side, side_scale: the codes [columns, k] of the other operand, and its scales as in `multiply`.
       dtype: of the result.
-      blocks: whether scales are inside the sum.
-      name: the kernel.
-      tiles: None, or for rows that are sorted by expert what fp8_mosaic.product takes; then add, side and side_scale
-        have a leading axis of experts.
+      blocks: True if each 128 numbers along k have a scale, False if a whole row has one.
+      name: the kernel, "mosaic" or "triton".
+      tiles: None; or for rows that are sorted by expert two int32[n / 128], the expert of each 128 rows and how many of
+        these are not empty. Then add, side and side_scale have a leading axis of experts.
     """
     if blocks:
         scale = scale.T
@@ -273,12 +290,13 @@ def by_kernel(codes, scale, u, add, side, side_scale, dtype, blocks, name: str, 
 
 
 def _first_use(name: str, blocks: bool, dtype, rank: int, whole: bool) -> str | None:
-    """The reason why this GPU must not run the kernel `name`, or None, from comparing a small case with the reference,
-    in which rows overlap.
+    """Compares the kernel `name` with an exact product on a small case, in which the rows of the last tile overlap
+    those before, at the first use for each combination of arguments. Returns the reason, in words, why this GPU must
+    not run the kernel, or None if the two agree.
 
     Args:
       name: "mosaic" or "triton".
-      blocks: whether scales are inside the sum.
+      blocks: True if each 128 numbers along k have a scale, False if a whole row has one.
       dtype: of the result.
       rank: of the adapter, 0 without one. Ranks that are padded to the same number of columns share a check.
       whole: whether 128 divides the summed axis. If it does not, the kernel has another swizzle, and another check.
@@ -311,8 +329,10 @@ def _first_use(name: str, blocks: bool, dtype, rank: int, whole: bool) -> str | 
 
 
 def _first_rounding(dtype) -> str | None:
-    """The reason why this GPU must not run the kernel that rounds arrays of `dtype`, or None, from comparing small
-    cases of two arrays, whose rows are whole pieces or end in one that overlaps, with the reference."""
+    """Compares the kernel of fp8_rounding.py with `rounded` for arrays of `dtype`, at the first use for each dtype.
+    Returns the reason, in words, why this GPU must not run the kernel, or None if the two agree. A warpgroup reads a
+    row in runs of 1,024 or 512 numbers; in one of the two small cases they divide the row, and in the other the last
+    run overlaps the one before."""
 
     def compare():
         got, wanted = [], []

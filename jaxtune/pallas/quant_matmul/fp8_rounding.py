@@ -1,10 +1,10 @@
-"""Rounding of rows to e4m3 as a Pallas Mosaic GPU kernel for Hopper, in one pass over memory.
+"""Rounds rows to e4m3 by a Pallas Mosaic GPU kernel for Hopper, which reads its input once; XLA would read it twice.
+The result equals that of fp8_product.rounded bit for bit.
 
-A warpgroup has a row, or the rows of several arrays side by side, in its registers in 16 bits. It finds the largest
-magnitude, and writes codes and scale. XLA would read its input twice. If rows are short, a warpgroup has several and
-loads all before it waits for one; with one program per row they would wait for memory most of the time. The result
-equals fp8_product.rounded bit for bit. Rows that are sorted by expert are multiplied by their expert's factors, and can
-be gathered from the tokens.
+A warpgroup has a row in registers, in 16 bits; the row may consist of rows of several arrays side by side. It finds the
+row's largest magnitude, and writes the codes and the scale. If rows are short, a warpgroup has several and loads all of
+them before it waits for one; with one program for each row it would wait for memory most of the time. For
+grouped_matmul, rows that are sorted by expert can be multiplied by factors of their expert, and gathered from tokens.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ _TOGETHER = 8192  # numbers that a warpgroup reads at once, if rows are shorter
 
 
 def _vector(widths: Sequence[int]) -> int | None:
-    """The number of values that a lane reads at once, 8 or 4: the largest that divides rows of these widths among 128
-    lanes, or else fits in them with an overlap at the end. None if the rows are too short."""
+    """The number of 16-bit values that a lane reads at once, 8 or 4. The 128 lanes of a warpgroup read 128 times as
+    many neighbouring values of a row. It is the largest number for which such runs divide rows of all these widths, or
+    else, if none does, the largest that divides the widths themselves; then the last run of a row overlaps the one
+    before. None if a row is too short for 128 lanes, or its width is no multiple of 4."""
 
     def fits(width: int, vector: int) -> bool:
         return width >= _LANES * vector and width % vector == 0
@@ -40,8 +42,8 @@ def _vector(widths: Sequence[int]) -> int | None:
 
 
 def refusal(widths: Sequence[int], dtype) -> str | None:
-    """The reason why this kernel cannot round rows that consist of pieces of these widths side by side, in arrays of
-    `dtype`, or None."""
+    """Returns the reason, in words, why this kernel cannot round rows that consist of rows of several arrays side by
+    side, or None if it can. widths: the number of columns of each of these arrays; dtype: of the arrays."""
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     if dtype not in (jnp.bfloat16, jnp.float16):
@@ -55,19 +57,21 @@ def refusal(widths: Sequence[int], dtype) -> str | None:
 
 
 def _kernel(*refs, widths: tuple[int, ...], rows_each: int, scaled: bool, grouped: bool, gathered: bool):
-    """The kernel's body: rounds `rows_each` rows of the output, and stores their codes and scales. The last program's
-    rows may overlap with those of the one before, and the last piece of a row with the piece before it; both store the
-    same values.
+    """The kernel's body: a program rounds `rows_each` rows of the output, and stores their codes and scales. The rows
+    of the last program may overlap those of the one before, and the last run of values in a row may overlap the run
+    before it; both then store the same values.
 
     Args:
-      refs: in global memory, in this order: an array [rows, width] for each of `widths`, or [T, width] if `gathered`;
-        if `scaled`, factors float32[E, all widths]; if `grouped`, int32 each tile's expert; if `gathered`, int32 each
-        row's token; codes e4m3[rows, all widths]; scales float32[rows].
-      widths: the columns of each array; a row consists of their rows side by side.
-      rows_each: rows of a program.
+      refs: in global memory, in this order: for each of `widths` an array [rows, width], or [T, width] if `gathered`;
+        if `scaled`, factors float32[E, sum of widths]; if `grouped`, int32[rows / 128], the expert of each 128 rows; if
+        `gathered`, int32[rows], the token of each row; the outputs codes e4m3[rows, sum of widths] and scales
+        float32[rows].
+      widths: the number of columns of each array; a row of the output consists of their rows side by side.
+      rows_each: the number of rows of a program.
       scaled: whether numbers are multiplied by factors before they are rounded.
-      grouped: whether the factors are those of the expert of each 128 rows; otherwise E is 1.
-      gathered: whether rows are gathered from tokens; token T stands for a row of zeros.
+      grouped: True: each 128 rows have the factors of their expert; False: all rows have the same factors, and E is 1.
+      gathered: True: a row of the output is gathered from the arrays by its token, where token T stands for a row of
+        zeros; False: it is the row with the same number.
     """
     *given, codes_ref, scale_ref = refs
     arrays, others = given[: len(widths)], iter(given[len(widths) :])

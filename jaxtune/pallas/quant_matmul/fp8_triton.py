@@ -23,9 +23,9 @@ _WARPS, _STAGES, _BAND = 8, 3, 8  # warps of a program, steps on their way, tile
 
 
 def refusal(in_size: int, out_size: int, rank: int, dtype, in_blocks: bool) -> str | None:
-    """The reason why this kernel cannot multiply [., in_size] by [out_size, in_size] and add the product of an adapter
-    of this (padded) rank, in `dtype`; or None. in_blocks: whether scales are of 128 numbers each, inside the
-    sum, and not of whole rows."""
+    """Returns the reason, in words, why this kernel cannot multiply [rows, in_size] by [out_size, in_size] in e4m3, add
+    the product of an adapter of this rank (0: none), and return it in `dtype`; or None if it can. in_blocks: True if
+    each 128 numbers along in_size have a scale; False if a whole row has one."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -43,16 +43,19 @@ def refusal(in_size: int, out_size: int, rank: int, dtype, in_blocks: bool) -> s
 
 
 def product(x, w, x_scale, w_scale, extra=None, tiles=None, *, dtype, in_blocks: bool):
-    """dtype[M, N]: the e4m3 codes x [M, K] times w [N, K]^T over K, scaled, plus the adapter's product u l^T.
+    """Multiplies codes by the kernel: x [M, K] w [N, K]^T times the scales of both, plus the adapter's product u l^T,
+    as dtype[M, N]. Call it only if `refusal` returns None.
 
     Args:
       x, w: e4m3 codes.
       x_scale, w_scale: float32 [M] and [N]; with `in_blocks` [K / 128, M] and [N / 128, K / 128].
-      extra: bfloat16 (u [M, R], l [N, R]), or None; with scales by rows, in units of the two scales.
-      tiles: None, or int32[M / 128] both: for each 128 rows their expert, and the number of rows that are not empty.
-        Then w, w_scale and l have a leading axis of experts.
+      extra: None, or an adapter's operands in bfloat16, u [M, R] and l [N, R]. If `in_blocks` is False, the kernel
+        multiplies their product by x_scale and w_scale like the rest, so the caller divides u by x_scale and l by
+        w_scale.
+      tiles: None, or for rows that are sorted by expert two int32[M / 128]: the expert of each 128 rows, and how many
+        of the rows, which come first, are not empty. Then w, w_scale and l have a leading axis of experts.
       dtype: of the result.
-      in_blocks: whether scales are of 128 numbers each, inside the sum.
+      in_blocks: True if each 128 numbers along K have a scale; False if a whole row has one.
     """
     from jaxtune.pallas.quant_matmul import fp8_triton_kernels
 

@@ -34,20 +34,22 @@ from jaxtune.system.private_mlir import arith, gpu, ir, llvm, nvvm
 
 
 def _fragment_row():
-    """The row, 0 to 7 of eight neighbouring rows of the weight, whose codes this lane multiplies; an MLIR int32. It
-    belongs to the lane's quad, four neighbouring lanes that the tensor cores treat as a row.
+    """The row, 0 to 7 among eight neighbouring rows of the weight, whose codes this lane multiplies; an MLIR int32. All
+    lanes of a quad have the same row; a quad is four neighbouring lanes, which the tensor cores treat as a row of their
+    operand.
 
-    Quads 0 to 7 have rows 0, 2, 4, 6, 1, 3, 5, 7: so the four quads that an 8-byte read serves at a time access
-    different banks of a swizzled tile.
+    Quads 0 to 7 of a warp have rows 0, 2, 4, 6, 1, 3, 5, 7. So the four quads that an 8-byte read serves at a time read
+    different memory banks of a swizzled tile.
     """
     group = ir_shift_right(arith.andi(ir_thread(), ir_const(31)), 2)
     return arith.ori(arith.andi(ir_mul(group, 2), ir_const(7)), ir_shift_right(group, 2))
 
 
 def fill_columns(source_ref, table_smem, first: int, warpgroups: int):
-    """Copies a 32-bit source_ref [256] (global memory) into each of the columns first to first + 31 of table_smem,
-    uint32[256, 64] in shared memory, so that each lane reads its own bank. All threads of the program's `warpgroups`
-    warpgroups call it, and nobody may read the table before a barrier of all of them."""
+    """Copies a table of 256 32-bit values from global memory (source_ref [256]) into each of the columns first to first
+    + 31 of table_smem, uint32[256, 64] in shared memory. Each lane then reads its own column, and so its own memory
+    bank. All threads of the program's `warpgroups` warpgroups call it, and each writes a share. No thread may read the
+    table before a barrier of all of them."""
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def fill(_, source_ref, table_smem):
@@ -63,21 +65,24 @@ def fill_columns(source_ref, table_smem, first: int, warpgroups: int):
 
 
 def span_absmax(absmax_ref, nested_ref, first_row, first_line, rows: int, adjacent: int, warpgroups: int):
-    """Loads a thread's share of the absmax of `rows` rows over a span of four lines into registers, for `keep_span`.
+    """Loads this thread's share of the absmax (the scale of each block of 64) of `rows` rows over a span into
+    registers, for `keep_span`. A span is the next four lines of the calling warpgroup; a line is 256 columns.
 
-    Loading and storing are two functions so that a span's absmax can be on their way while the span before is
-    multiplied. Of the lines from first_line on, `adjacent` are neighbours, followed by the same number for each other
-    warpgroup. Lines past the end repeat the last one.
+    Loading and storing are two functions so that a span's absmax can be loaded while the span before is multiplied. The
+    warpgroups take turns: `adjacent` neighbouring lines belong to this warpgroup, the next ones to the others, and so
+    on until it has four. Lines past the end of a row repeat the last one.
 
     Args:
-      absmax_ref: uint8 or float32 [all rows, blocks of a row], in global memory.
-      nested_ref: float32, the absmax of absmax's blocks of 256; None without double quantisation.
-      first_row, first_line: int32[].
-      rows: of the program.
-      adjacent: the lines of a copy, Tile.lines.
-      warpgroups: of the program.
+      absmax_ref: uint8 (double quantisation) or float32 [all rows, blocks of a row], in global memory.
+      nested_ref: float32, the absmax of each 256 consecutive numbers of absmax_ref; None without double quantisation.
+      first_row: int32[], the first of the rows.
+      first_line: int32[], the first line of the span.
+      rows: the number of rows that the program has.
+      adjacent: how many neighbouring lines one copy loads (Tile.lines): 1, 2 or 4.
+      warpgroups: the number of warpgroups of the program.
     Returns:
-      ([128 x 4 n] of absmax_ref's dtype, float32[128 x n] nested absmax or None), for n groups of four per thread.
+      ([128 x 4 n] of absmax_ref's dtype, float32[128 x n] nested absmax or None), where n is how many times a thread
+        loads the four blocks of a row in a line.
     """
     blocks = absmax_ref.shape[1]
     count = -(-4 * rows // 128)
@@ -116,19 +121,20 @@ def span_absmax(absmax_ref, nested_ref, first_row, first_line, rows: int, adjace
 
 
 def keep_span(share, offset, table_smem, scales_smem, rows: int):
-    """Sets scales_smem[block of the span, position of the row] to the float32 absmax that `span_absmax` loaded, decoded
-    if it is quantised, so that `line_product` finds there the scales of its blocks.
+    """Writes the scales of a span to shared memory: scales_smem[block of the span, position of the row] = the float32
+    absmax that `span_absmax` loaded, decoded if it is stored as uint8. `line_product` reads them there.
 
-    Each warpgroup has its own scales_smem. Before the call, its threads must have finished reading the previous span;
-    after it, they must pass a barrier of the warpgroup before `line_product` reads this one.
+    Each warpgroup has a scales_smem of its own. Before the call, its threads must have finished reading the previous
+    span; after it, they must pass a barrier of the warpgroup before `line_product` reads this one.
 
     Args:
       share: (absmax, nested absmax or None) from `span_absmax`.
-      offset: float32[] of double quantisation, whose map is in table_smem's columns 32 to 63; None without it.
-      table_smem: uint32[256, 64] in shared memory.
-      scales_smem: float32[16, rows and a few] in shared memory. The two of 16 rows that a lane has (see `line_product`)
-        are neighbours.
-      rows: of the program.
+      offset: float32[], added to decoded absmax in double quantisation, whose map of 256 values is in columns 32 to 63
+        of table_smem; None without double quantisation.
+      table_smem: uint32[256, 64] in shared memory, filled by `fill_columns`.
+      scales_smem: float32[16, at least `rows`] in shared memory. Rows are in an order in which the two of 16 rows that
+        a lane has (see `line_product`) are neighbours.
+      rows: the number of rows that the program has.
     """
     arrays = [part for part in share if part is not None]
     layouts = [plgpu.Layout.WG_STRIDED(part.shape, vector) for part, vector in zip(arrays, (4, 1), strict=False)]
@@ -276,14 +282,14 @@ def line_product(acc, codes_smem, x_smem, scales_smem, line, first_scale, table_
 
 
 def keep_line_sums(acc, partial_smem, first):
-    """Sets partial_smem[first + warp, token, row] to the sums that each warp has of `line_product`, so that
-    `store_line_sums` can add them; a barrier of all warpgroups comes in between.
+    """Writes each warp's sums of `line_product` to shared memory, partial_smem[first + warp, token, row], so that
+    `store_line_sums` can add them up after a barrier of all warpgroups.
 
     Args:
       acc: float32 in registers, as `line_product` returns it.
-      partial_smem: float32[all warps, tokens, rows + 4] in shared memory; with four more, a quad's tokens are in
-        different banks.
-      first: int32[], the number of the warpgroup's first warp.
+      partial_smem: float32[all warps, tokens, rows + 4] in shared memory; because of the four more, a quad's tokens are
+        in different memory banks.
+      first: int32[], the number, among all warps of the program, of the first warp of this warpgroup.
     """
     layout = plgpu.Layout.WG_STRIDED(acc.shape, 4)
 
@@ -309,18 +315,19 @@ def keep_line_sums(acc, partial_smem, first):
 
 
 def store_line_sums(partial_smem, totals_smem, out_ref, split, first_row, warpgroups: int, splits: int):
-    """Sets out_ref[0, token, first_row + row] to the sum over all warps of `keep_line_sums`, and over a cluster's
-    `splits` programs, in a fixed order. All threads of all programs of the cluster call it, because they wait for each
-    other.
+    """Adds up the sums that `keep_line_sums` wrote, over all warps of a program and over the programs of a cluster, in
+    a fixed order, and stores the result: out_ref[0, token, first_row + row]. All threads of all programs of the cluster
+    call it, because they wait for each other.
 
     Args:
-      partial_smem: float32[all warps, tokens, rows + 4] in shared memory.
-      totals_smem: 32-bit, at least [tokens, rows], in shared memory; it is overwritten if there are several splits.
+      partial_smem: float32[all warps, tokens, rows + 4] in shared memory, this program's.
+      totals_smem: 32-bit, at least [tokens, rows], in shared memory. With several splits it is overwritten: other
+        programs of the cluster read this program's totals there.
       out_ref: 16-bit [1, tokens, all rows] in global memory.
       split: int32[], the number of this program in its cluster.
-      first_row: int32[], of the program.
-      warpgroups: of the program.
-      splits: programs of a cluster, each with a part of the columns.
+      first_row: int32[], the first row of the weight that this program has.
+      warpgroups: the number of warpgroups of a program.
+      splits: the number of programs of a cluster; each has other columns of the same rows.
     """
 
     @mosaic_types.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR))

@@ -36,24 +36,25 @@ _SMEM_BYTES = 227 * 1024  # the most shared memory of a program
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """How the kernel divides its work. A line is 128 bytes of a row's codes, which are LINE columns. Which tile is used
-    is measured (benchmarks/kernels/quant_matmul.py --lines); without a measurement this kernel is not used."""
+    """The sizes by which the kernel divides its work. A line is 128 bytes of a row's codes, which are 256 columns.
+    benchmarks/kernels/quant_matmul.py --lines measures which tile is fastest; without a measurement this kernel is not
+    used."""
 
-    groups: int  # groups of 16 rows of the weight that a program has
-    warpgroups: int  # of a program
-    stages: int  # copies that are loaded ahead for a warpgroup
-    splits: int = 1  # programs that share the columns of a row; they are a cluster
-    lines: int = 1  # neighbouring lines of each row that one copy loads
+    groups: int  # a program has this many times 16 rows of the weight
+    warpgroups: int  # the number of warpgroups of a program, which take the lines of its rows in turns
+    stages: int  # the number of copies that each warpgroup has room for in shared memory, and so loads ahead
+    splits: int = 1  # how many programs, a cluster, divide the columns of the same rows
+    lines: int = 1  # how many neighbouring lines of each row one copy loads
 
     @property
     def rows(self) -> int:
-        """Rows of the weight that a program has."""
+        """The number of rows of the weight that a program has."""
         return 16 * self.groups
 
 
 def refusal(tile: Tile, rows: int, columns: int, tokens: int) -> str | None:
-    """The reason why the kernel with this tile cannot multiply this number of tokens by a weight [rows, columns], or
-    None."""
+    """Returns the reason, in words, why the kernel with these sizes (`tile`) cannot multiply this number of tokens by a
+    weight [rows, columns], or None if it can."""
     if rows % 16 or columns % (_SPAN * LINE) or rows < tile.rows:
         return f"weight {(rows, columns)}; wants rows in multiples of 16, {tile.rows} at least, and columns of 1024"
     if not 1 <= tile.groups <= 8 or not 1 <= tile.warpgroups <= 4 or not 1 <= tile.stages * tile.warpgroups <= 32:
@@ -76,8 +77,9 @@ def _smem_bytes(tile: Tile, tokens: int) -> int:
 
 
 def tiles(rows: int, columns: int, tokens: int, programs: int = 132) -> list[Tile]:
-    """Tiles to measure for products of `tokens` tokens with a weight [rows, columns], at most a few: the divisions that
-    leave the fewest of `programs` multiprocessors idle, each with as many loads ahead as fit into shared memory."""
+    """Lists candidates of tile sizes to measure for products of this number of tokens with a weight [rows, columns], at
+    most nine. They are the divisions of the weight that leave the fewest of `programs` multiprocessors idle, each with
+    as many copies loaded ahead as fit into shared memory."""
 
     def work(way: tuple[int, int]) -> float:
         """The time of the busiest multiprocessor for a way to divide the weight, (splits, groups), in rows of the
@@ -98,16 +100,17 @@ def tiles(rows: int, columns: int, tokens: int, programs: int = 132) -> list[Til
 
 
 def _written_out_sums(codes, x, scales, table, widths: int):
-    """What line_lanes.line_product adds to its accumulator for one line, in jnp for the interpreter: float32[512 groups
-    widths] in the accumulator's order, where groups is rows / 16.
+    """Computes in jnp what line_lanes.line_product adds to its accumulator for one line, because Pallas' interpreter
+    cannot run that: float32[512 * (rows / 16) * widths], in the order of elements that line_product explains for its
+    acc.
 
     Args:
-      codes: uint8[rows, 128], the line's codes of each row.
+      codes: uint8[rows, 128], the codes of the line in each row.
       x: [tokens, 256], the tokens' elements of the line.
       scales: float32[rows, 4], the scales of the line's blocks.
       table: `dtype`[256, 2], the two elements of each byte of codes.
-      widths: the number of columns of all products over 8; there are columns for 8 widths tokens, of which those past
-        the last token are 0.
+      widths: the number of tensor-core products of 8 columns each, so that there is room for 8 * widths tokens; the
+        results of tokens that do not exist are 0.
     """
     rows = codes.shape[0]
     values = table[codes.astype(jnp.int32)].astype(jnp.float32).reshape(rows, _WARPS, BLOCK)
@@ -119,32 +122,34 @@ def _written_out_sums(codes, x, scales, table, widths: int):
 
 
 def _written_out_partial(acc, tokens: int, groups: int, widths: int):
-    """What line_lanes.keep_line_sums stores, in jnp for the interpreter: float32[4 warps, tokens, 16 groups rows].
+    """Computes in jnp what line_lanes.keep_line_sums stores, because Pallas' interpreter cannot run that: the sums of a
+    warpgroup as float32[4 warps, tokens, 16 * groups rows].
 
     Args:
-      acc: float32[512 groups widths], the sums of a warpgroup in the order of line_lanes.line_product.
-      tokens: the number of tokens, at most 8 widths.
-      groups: groups of 16 rows that the program has.
-      widths: the number of columns of all products over 8.
+      acc: float32[512 * groups * widths], the sums of a warpgroup in the order of line_lanes.line_product.
+      tokens: the number of tokens, at most 8 * widths.
+      groups: the program has 16 times this number of rows.
+      widths: the number of tensor-core products of 8 columns each.
     """
     sums = acc.reshape(groups, widths, _WARPS, 2, 4, 4, 2, 2)
     return sums.transpose(2, 1, 5, 7, 0, 6, 4, 3).reshape(_WARPS, 8 * widths, 16 * groups)[:, :tokens]
 
 
 def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, tile: Tile, dtype, interpreted):
-    """The kernel's body: the product of all tokens with tile.rows rows of the weight, over this program's part of the
-    columns.
+    """The kernel's body: multiplies tile.rows rows of the weight by all tokens, over those columns that this program of
+    the cluster has.
 
     Args:
-      x_ref: [tokens, columns / 256, 256], in global memory as the next ones.
+      x_ref: [tokens, columns / 256, 256], in global memory like the next ones.
       codes_ref: uint8[rows, columns / 2].
-      absmax_ref: uint8 or float32[rows, columns / 64].
-      pairs_ref: the elements of each byte, uint32[256], or interpreted `dtype`[256, 2].
-      refs: map, nested absmax and offset if absmax is quantised; the output [1, tokens, rows], or interpreted [splits,
-        tokens, rows] of parts; shared memory and barriers.
+      absmax_ref: uint8 or float32[rows, columns / 64], the scales of blocks of 64.
+      pairs_ref: the two elements that each byte of codes encodes: uint32[256] on a GPU, `dtype`[256, 2] if interpreted.
+      refs: if absmax is uint8, what decodes it: its map, nested absmax and offset; then the output, [1, tokens, rows]
+        on a GPU, or [splits, tokens, rows] if interpreted, where XLA adds the sums of the splits; then shared memory
+        and barriers.
       tile: how the work is divided.
       dtype: of x.
-      interpreted: whether Pallas' interpreter runs it.
+      interpreted: True if Pallas' interpreter runs the body, False on a GPU.
     """
     *nested_refs, out_ref, table_smem, aliased, scales_smem, full, done = refs
     (codes_smem, x_smem), (partial_smem,) = aliased
@@ -259,16 +264,18 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, tile: Tile, dtype, i
 
 
 def matmul(x, codes, absmax, nested, pairs: np.ndarray, tile: Tile, kernel, interpret) -> jax.Array:
-    """x [tokens, in] weight^T: [tokens, out] in x's dtype; see `refusal`.
+    """Multiplies x [tokens, in] by a four-bit weight [out, in] by the kernel: [tokens, out] in x's dtype. Call it only
+    if `refusal` returns None for the tile.
 
     Args:
       x: [tokens, in].
-      codes: uint8[out, in / 2].
-      absmax: uint8 or float32[out, in / 64].
-      nested: map, nested absmax and offset float32[1] of a quantised absmax, or nothing.
-      pairs: x's dtype [256, 2], the elements of each byte.
+      codes: uint8[out, in / 2], the weight's.
+      absmax: uint8 (double quantisation) or float32[out, in / 64], the scales of blocks of 64.
+      nested: what decodes a uint8 absmax: [map float32[256], nested absmax, offset float32[1]]; empty for float32.
+      pairs: x's dtype [256, 2], the two elements that each byte of codes encodes.
       tile: how the work is divided.
-      kernel: mosaic._kernel, which compiles a kernel's body, or interprets it.
+      kernel: the function mosaic._kernel, which compiles a kernel's body, or interprets it. It is an argument because
+        mosaic.py imports this module.
       interpret: the parameters of Pallas' interpreter, or None on a GPU.
     """
     (tokens, columns), rows = x.shape, codes.shape[0]

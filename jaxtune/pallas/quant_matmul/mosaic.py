@@ -30,8 +30,9 @@ _ROWS = lanes.ROWS_OF_A_WARP
 
 
 def refusal(weight: Stored, dtype) -> str | None:
-    """The reason why `dequantize` cannot serve this weight and dtype of the result, or None; on a GPU its first use is
-    checked."""
+    """Returns the reason, in words, why `dequantize` cannot decode this weight to `dtype`, or None if it can: the GPU,
+    the dtype, the format or the number of elements is not supported, or the kernel's result on a small case, which is
+    compared at the first call on a GPU, is wrong."""
     if gpu_kernel.interpreter() is None and dispatch.compute_capability() != (9, 0):
         return "needs a Hopper GPU (compute capability 9.0)"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
@@ -44,8 +45,9 @@ def refusal(weight: Stored, dtype) -> str | None:
 
 
 def _first_use(weight: Stored, dtype) -> str | None:
-    """The reason why this GPU must not run the kernel that decodes weights of the kind of `weight` (Stored.kind) to
-    `dtype`, or None, from comparing a small case with the reference."""
+    """Compares the kernel of `dequantize` with weight.decode on a small random weight of the same kind (Stored.kind),
+    at the first use for each kind and dtype. Returns the reason, in words, why this GPU must not run it, or None if the
+    two agree."""
 
     def compare():
         draw = np.random.default_rng(0)
@@ -56,8 +58,9 @@ def _first_use(weight: Stored, dtype) -> str | None:
 
 
 def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
-    """The reason why `small_matmul` cannot multiply this number of tokens in `dtype` by a weight, or None; on a GPU the
-    first use of its kernels is checked."""
+    """Returns the reason, in words, why `small_matmul` cannot multiply this number of tokens in `dtype` by this weight,
+    or None if it can. Up to 16 tokens are for this module's kernels, more are for Triton's (`few_refusal`). On a GPU,
+    kernels are compared with the reference at their first use, and refused if they differ."""
     if not isinstance(weight, FourBit):
         return f"a weight in {type(weight).__name__}"
     if tokens > MAX_TOKENS:
@@ -69,8 +72,9 @@ def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
 
 
 def few_refusal(weight: Stored, dtype, tokens: int) -> str | None:
-    """The reason why this number of tokens, more than 16, cannot be multiplied in `dtype` by the codes of `weight`,
-    which Triton decodes in registers (triton.few_matmul), or None; on a GPU, its first use is checked."""
+    """Returns the reason, in words, why `small_matmul` cannot multiply this number of tokens, which is more than 16, in
+    `dtype` by this weight, or None if it can. A Triton kernel (triton.few_matmul) does it, which decodes the codes in
+    registers. On a GPU its result on a small case is compared with the exact one at the first use."""
     reason = triton.few_refusal(weight, dtype, tokens)
     if reason is not None:
         return reason
@@ -89,9 +93,10 @@ def few_refusal(weight: Stored, dtype, tokens: int) -> str | None:
 
 
 def _kernel(body, name: str, interpret, **options):
-    """gpu_kernel.kernel(body, name, interpret, **options), for a body that has a keyword argument `interpreted`: it is
-    set to whether `interpret` has the interpreter's parameters, or is None on a GPU. row_matmul and line_matmul get
-    this function as an argument."""
+    """Calls gpu_kernel.kernel, which compiles a kernel's body (interpret is None, on a GPU) or interprets it (interpret
+    is the interpreter's parameters). The body also gets the keyword argument `interpreted`, True in the second case,
+    because the interpreter cannot run inline PTX. name and options: those of gpu_kernel.kernel. row_matmul and
+    line_matmul get this function as an argument."""
     return gpu_kernel.kernel(functools.partial(body, interpreted=interpret is not None), name, interpret, **options)
 
 
@@ -99,9 +104,9 @@ def _kernel(body, name: str, interpret, **options):
 
 
 def _dequantize_kernel(*refs, chunks: Chunks, interpreted: bool):
-    """The kernel's body: a program, which is one warpgroup, decodes a chunk. `refs` are the operands of `chunks` and
-    the output, `dtype`[chunks, numbers of a chunk], in global memory. interpreted: whether Pallas' interpreter runs
-    it."""
+    """The kernel's body: each program, one warpgroup, decodes one chunk of the weight. refs, all in global memory: the
+    arrays that chunks.operands returns, and the output, `dtype`[number of chunks, elements of a chunk]. chunks: how the
+    weight is divided. interpreted: True if Pallas' interpreter runs the body, False on a GPU."""
     *operands, out_ref = refs
     at = lax.axis_index("chunk")
     out_ref.at[at][...] = chunks.values(operands, at, chunks.load(operands, at), interpreted)
@@ -115,8 +120,9 @@ def dequantize(weight: Stored, dtype) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _dequantize(weight: Stored, dtype, interpret) -> jax.Array:
-    """What `dequantize` does with a weight, as one jitted function, so that a program compiles it once for all weights
-    of a shape. dtype: of the result; interpret: the interpreter's parameters, or None on a GPU."""
+    """The jitted part of `dequantize`: returns the decoded weight in its shape. It is a function of its own so that a
+    program compiles it once for all weights of a shape. dtype: of the result; interpret: the parameters of Pallas'
+    interpreter, or None on a GPU."""
     chunks = Chunks.of(weight, dtype, weight.size)
     values = _kernel(
         functools.partial(_dequantize_kernel, chunks=chunks),
@@ -134,31 +140,38 @@ def _dequantize(weight: Stored, dtype, interpret) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """How the product of a few tokens with a weight divides its work: a program has every n-th tile of 16 rows, and its
-    warpgroups share the columns. `_plan` chooses it."""
+    """How `small_matmul` (1 to 16 tokens) divides its work. Program p computes tiles p, p + programs, p + 2 programs,
+    ... of 16 rows of the weight. The warpgroups of a program divide the columns of the weight, chunk by chunk, and add
+    their sums at the end. `_plan` chooses it."""
 
-    parts: int  # parts of 64 bytes that a warp takes of a row (see lanes.small_product)
-    width: int  # columns of a product
-    warpgroups: int  # of a program
-    programs: int  # as many as the registers of the 132 multiprocessors of an H100 or H200 allow
+    # 1 or 2: of each row's codes in a chunk, each of the 4 warps reads `parts` times 64 bytes; 2 reads whole memory
+    # lines of 128 bytes, but leaves room for at most 4 tokens
+    parts: int
+    width: int  # the N of the tensor-core product, 8 or 16: room for tokens times `parts`; not a size of the weight
+    warpgroups: int  # the number of warpgroups in a program
+    # the most programs in the grid: how many run at the same time on 132 multiprocessors, which registers limit
+    programs: int
 
     @property
     def chunk(self) -> int:
-        """Elements of a row that a warpgroup takes at once."""
+        """The number of elements of each row of the weight that a warpgroup multiplies in one step."""
         return 512 * self.parts
 
     @property
     def codes(self):
-        """The layout of uint8[16, chunk / 2]: a warp has `parts` times 64 bytes of a row, a lane 16 of them."""
+        """The register layout in which a warpgroup loads the codes of one chunk of a tile, uint8[16 rows, chunk / 2
+        bytes]. Each warp has `parts` times 64 bytes of every row; each lane has 16 neighbouring bytes of a row, for
+        every (8 / parts)-th row."""
         rows, own = 8 // self.parts, 64 * self.parts
         tiling = Tiling(((rows, 4 * own), (rows, own), (16,)))
         return plgpu.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-3, -2), vector_dim=-1)
 
 
 def _plan(rows: int, columns: int, tokens: int) -> _Plan:
-    """How the small product of a weight [rows, columns] and this number of tokens divides its work, as measured on an
-    H200. Whole memory lines are 15 % faster than half lines, but take the registers that more tokens need; separate
-    warpgroups are 7 % faster if there are enough tiles."""
+    """Chooses how `small_matmul` divides the product of a weight [rows, columns] with this number of tokens (1 to 16),
+    by what was fastest on an H200. For at most 4 tokens, if `columns` allows it, warps read whole memory lines (15 %
+    faster than half lines, but they take the registers that more tokens need); then a program has one warpgroup (7 %
+    faster) if there are enough tiles, else two. All other products have half lines and two warpgroups."""
     if tokens <= 4 and columns % 1024 == 0 and columns >= 2048:
         warpgroups = 1 if rows // _ROWS >= 4 * 132 else 2
         return _Plan(2, 8, warpgroups, 4 * 132 // warpgroups)
@@ -166,16 +179,17 @@ def _plan(rows: int, columns: int, tokens: int) -> _Plan:
 
 
 def _written_out_product(acc, codes, pairs, scales, x, parts):
-    """What lanes.small_product computes, in jnp for the interpreter: acc plus one chunk's part of weight @ x^T, in the
-    order of acc, with 0 where the kernel has numbers without meaning.
+    """Computes in jnp what lanes.small_product computes, because Pallas' interpreter cannot run that: acc plus the
+    product of 16 rows of the weight and x^T over the columns of one chunk. The result has the order of elements that
+    lanes.small_product explains for its acc, and 0 where that has numbers without meaning.
 
     Args:
-      acc: float32[64 parts, n].
+      acc: float32[64 parts, n], the sums so far.
       codes: uint8[16, 256 parts], the codes of 16 rows.
       pairs: `dtype`[256, 2], the two elements of each byte of codes.
       scales: float32[16, blocks of the chunk].
       x: [tokens, columns of the chunk].
-      parts: 1 or 2, the number of 64-byte parts of a row's codes that a warp takes.
+      parts: 1 or 2, the number of 64-byte runs of a row's codes that a warp takes.
     """
     each = 8 // parts
     tokens = acc.shape[1] // parts
@@ -188,13 +202,13 @@ def _written_out_product(acc, codes, pairs, scales, x, parts):
 
 
 def _written_out_sums(partial, tokens, parts):
-    """What lanes.store_sums stores, in jnp for the interpreter: the product of 16 rows of the weight, float32[tokens,
-    16], added up over warpgroups, warps and parts.
+    """Computes in jnp what lanes.store_sums stores, because Pallas' interpreter cannot run that: the product of 16 rows
+    of the weight with the tokens, float32[tokens, 16], added up over warpgroups, warps and the parts of a row.
 
     Args:
-      partial: float32[warpgroups, 64 parts, n], the accumulators of small_product.
+      partial: float32[warpgroups, 64 parts, n], what small_product returned to each warpgroup.
       tokens: the number of tokens; columns for more are dropped.
-      parts: 1 or 2, as in small_product.
+      parts: 1 or 2, the number of 64-byte runs of a row's codes that a warp takes in a chunk.
     """
     each = 8 // parts
     sums = partial.reshape(partial.shape[0], parts, 4, 2, each, parts, -1, parts, each)
@@ -203,19 +217,20 @@ def _written_out_sums(partial, tokens, parts):
 
 
 def _small_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, dtype, plan: _Plan, interpreted):
-    """The kernel's body: every n-th tile of 16 rows of the weight times all tokens. The warpgroups divide the columns,
-    and add their sums at the end. What a tile needs from memory is loaded while the one before is multiplied.
+    """The kernel's body: program p of n multiplies the tiles p, p + n, p + 2 n, ... of 16 rows of the weight by all
+    tokens. The warpgroups of a program divide the columns, and add their sums at the end. What a tile needs from memory
+    is loaded while the one before is multiplied.
 
     Args:
-      x_ref: [tokens, columns], in global memory as the next ones.
+      x_ref: [tokens, columns], in global memory like the next ones.
       codes_ref: uint8[rows, columns / 2].
-      absmax_ref: uint8 or float32[rows, columns / 64].
-      pairs_ref: the elements of each byte, uint32[256], or interpreted `dtype`[256, 2].
-      refs: map, nested absmax and offset if absmax is quantised; out [tokens, rows]; shared memory for pairs, two
-        tiles' scales and the sums; two barriers.
-      dtype: of x and out.
+      absmax_ref: uint8 or float32[rows, columns / 64], the scales of blocks of 64.
+      pairs_ref: the two elements that each byte of codes encodes: uint32[256] on a GPU, `dtype`[256, 2] if interpreted.
+      refs: if absmax is uint8, what decodes it: its map, nested absmax and offset; the output [tokens, rows]; then, in
+        shared memory, the table of pairs, the scales of two tiles, and the sums; two barriers.
+      dtype: of x and of the output.
       plan: how the work is divided.
-      interpreted: whether Pallas' interpreter runs it.
+      interpreted: True if Pallas' interpreter runs the body, False on a GPU.
     """
     *nested_refs, out_ref, pairs_smem, scales_smem, partial_smem, ready, done = refs
     wg, program = lax.axis_index("wg"), lax.axis_index("program")
@@ -315,8 +330,9 @@ def _small_kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, dtype, plan: _
 
 @functools.cache
 def _pairs(table: bytes, dtype) -> np.ndarray:
-    """`dtype`[256, 2]: the two elements that each byte of codes stands for, by the table of the format, so that a
-    kernel needs one look-up for two elements. The high nibble's comes first. table: the bytes of float32[16]."""
+    """`dtype`[256, 2]: the two elements that each of the 256 bytes of codes encodes, that of the high four bits
+    first. With this table a kernel needs one look-up for two elements. table: the bytes of the format's values,
+    float32[16]."""
     entries = np.frombuffer(table, np.float32).astype(dtype)
     byte = np.arange(256)
     return np.stack([entries[byte >> 4], entries[byte & 15]], axis=1)
@@ -331,8 +347,9 @@ def small_bucket(weight: FourBit, tokens: int) -> str:
 
 
 def line_tile(weight: FourBit, dtype, tokens: int) -> line_matmul.Tile | None:
-    """The tile of line_matmul that was measured to be the fastest for a product of this number of tokens in `dtype`
-    with a weight of this shape; None if nothing was measured, or the tile is refused."""
+    """Returns the tile sizes with which line_matmul was measured to be the fastest kernel for a product of this number
+    of tokens in `dtype` with a weight of this shape. It returns None if nothing was measured on this kind of GPU, if
+    another kernel was faster, or if `line_refusal` refuses the tile."""
     found = tuning.tuned("small_matmul", small_bucket(weight, tokens), dtype, line_matmul.Tile)
     if not found or line_refusal(tile := line_matmul.Tile(**found), weight, dtype, tokens) is not None:
         return None
@@ -340,8 +357,9 @@ def line_tile(weight: FourBit, dtype, tokens: int) -> line_matmul.Tile | None:
 
 
 def line_refusal(tile: line_matmul.Tile, weight: FourBit, dtype, tokens: int) -> str | None:
-    """The reason why `small_matmul` with this tile of line_matmul cannot multiply this number of tokens in `dtype` by a
-    weight, or None; on a GPU its first use is checked."""
+    """Returns the reason, in words, why line_matmul with this tile cannot multiply this number of tokens in `dtype`
+    by this weight, or None if it can. On a GPU its result on a small case is compared with the exact one at the
+    first use."""
     reason = small_refusal(weight, dtype, tokens)
     reason = reason or line_matmul.refusal(tile, weight.shape[0], weight.shape[1], tokens)
     if reason is not None or gpu_kernel.interpreter() is not None:
@@ -367,8 +385,8 @@ def _exact(x, weight: FourBit):
 
 
 def row_refusal(weight: FourBit, dtype) -> str | None:
-    """The reason why `small_matmul` of one token in `dtype` with this weight cannot use row_matmul, or None; on a GPU
-    its first use is checked."""
+    """Returns the reason, in words, why row_matmul cannot multiply one token in `dtype` by this weight, or None if it
+    can. On a GPU its result on a small case is compared with the exact one at the first use."""
     rows, columns = weight.shape if len(weight.shape) == 2 else (0, 0)
     cut = row_matmul.plan(rows, columns)
     if cut is None:
@@ -391,14 +409,17 @@ def row_refusal(weight: FourBit, dtype) -> str | None:
 
 
 def small_matmul(x: jax.Array, weight: FourBit, tile: line_matmul.Tile | None = None) -> jax.Array:
-    """x [tokens, in] weight^T: [tokens, out] in x's dtype, for at most 16 tokens; see `small_refusal`.
+    """Multiplies x [tokens, in] by a four-bit weight [out, in] without writing the decoded weight to memory: x
+    weight^T, [tokens, out] in x's dtype. Call it only if `small_refusal` returns None.
 
-    Table entries are rounded to x's dtype; products are summed in float32 and scaled there by a block's absmax.
+    The values of the format's table are rounded to x's dtype; products are summed in float32, and there each block is
+    multiplied by its absmax. Up to 16 tokens are multiplied by a Mosaic kernel, more by triton.few_matmul.
 
     Args:
       x: [tokens, in].
       weight: [out, in].
-      tile: use line_matmul with this tile; None: `line_tile` and `row_refusal` decide.
+      tile: use line_matmul with these tile sizes. None: line_matmul if it was measured to be the fastest (`line_tile`),
+        else row_matmul for one token if it can (`row_refusal`), else this module's kernel.
     """
     if x.shape[0] > MAX_TOKENS:
         return triton.few_matmul(x, weight)
@@ -410,9 +431,9 @@ def small_matmul(x: jax.Array, weight: FourBit, tile: line_matmul.Tile | None = 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _row_matmul(x: jax.Array, weight: FourBit, programs: int, interpret) -> jax.Array:
-    """small_matmul of one token, x [1, in], with a weight [out, in], by row_matmul with at most `programs` programs;
-    interpret: the interpreter's parameters, or None. It is jitted, so that a program compiles it once for all weights
-    of a shape."""
+    """Multiplies one token x [1, in] by a weight [out, in], by row_matmul with at most `programs` programs: [1, out] in
+    x's dtype. interpret: the parameters of Pallas' interpreter, or None on a GPU. It is jitted, so that a program
+    compiles it once for all weights of a shape."""
     pairs = _pairs(weight.table.tobytes(), jnp.dtype(x.dtype))
     absmax, *nested = absmax_operands(weight)
     return row_matmul.matmul(x, weight.codes, absmax, nested, pairs, weight.shape[0], _kernel, interpret, programs)
@@ -420,9 +441,9 @@ def _row_matmul(x: jax.Array, weight: FourBit, programs: int, interpret) -> jax.
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _small_matmul(x: jax.Array, weight: FourBit, tile: line_matmul.Tile | None, interpret) -> jax.Array:
-    """small_matmul of x [tokens, in] and a weight [out, in] by this module's kernel, or by line_matmul with a tile;
-    interpret: the interpreter's parameters, or None. It is jitted, so that a program compiles it once for all weights
-    of a shape."""
+    """Multiplies x [tokens, in], at most 16 tokens, by a weight [out, in]: [tokens, out] in x's dtype. The kernel is
+    line_matmul with the sizes of `tile`, or this module's if tile is None. interpret: the parameters of Pallas'
+    interpreter, or None on a GPU. It is jitted, so that a program compiles it once for all weights of a shape."""
     tokens, columns = x.shape
     rows = weight.shape[0]
     plan = _plan(rows, columns, tokens)

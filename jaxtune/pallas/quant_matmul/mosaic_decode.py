@@ -1,7 +1,8 @@
-"""How a warpgroup decodes weights in four bits, chunk by chunk, for the dequantising pass (mosaic.py) and for products
-that decode ahead (grouped_matmul/mosaic_ahead.py).
+"""How a warpgroup decodes weights in four bits, chunk by chunk, for the kernel that decodes a whole weight (mosaic.py)
+and for a grouped product that decodes weights ahead of their use (grouped_matmul/mosaic_ahead.py).
 
-A chunk is `lines` lines of 512 bytes of codes, 1,024 numbers each, whatever rows of the weight they belong to.
+A chunk is a run of consecutive numbers of the flat weight, whatever rows they belong to: `lines` lines (see Chunks),
+each with 512 bytes of codes for 1,024 numbers.
 """
 
 from __future__ import annotations
@@ -44,16 +45,20 @@ def absmax_operands(weight: FourBit) -> list[jax.Array]:
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """How a weight is divided into chunks of consecutive numbers, and how a warpgroup decodes one of them. It is
-    static: a kernel is compiled for it."""
+    """How a weight is divided into chunks of consecutive numbers, and how a warpgroup decodes one of them. A kernel is
+    compiled for these values. `decodes` says which weights are supported, and `of` chooses the chunks of a weight.
+    `operands` are the arrays that a kernel takes; within the kernel, `load` loads a chunk, and `values` decodes it. The
+    properties are sizes and register layouts of a chunk."""
 
-    lines: int  # of a chunk; a power of two, so that the blocks of a chunk are within one nested block
-    count: int  # number of chunks
-    table: bytes  # float32[16], as bytes
-    # "absmax" of four bits, MXFP4's "powers" of two, or NVFP4's "bytes": e4m3 numbers, which are looked up in a table
+    # 1,024 numbers each, how many a chunk has; a power of two, so that a chunk's blocks are within one nested block
+    lines: int
+    count: int  # the number of chunks of the weight
+    table: bytes  # the values of the 16 codes, float32[16], as bytes
+    # how scales are stored: "absmax" of NF4 and FP4 (float32, or uint8 with double quantisation), MXFP4's "powers" of
+    # two, or NVFP4's "bytes": e4m3 numbers, which are looked up in a table
     scales: str
     dtype: np.dtype  # of the result, bfloat16 or float16
-    divides: bool = False  # whether NVFP4's scales are divided by the tensor's scale, or multiplied by it
+    divides: bool = False  # for NVFP4. True: scales are divided by the tensor's scale; False: multiplied by it
 
     @staticmethod
     def decodes(weight: Stored) -> bool:
@@ -63,8 +68,9 @@ class Chunks:
 
     @staticmethod
     def of(weight: Stored, dtype, whole: int) -> Chunks:
-        """The chunks of a weight that is decoded to `dtype`; `whole` is a number of elements that chunks must divide, a
-        multiple of SMALLEST, such as those of an expert."""
+        """Chooses the chunks of a weight that is decoded to `dtype`. whole: the number of elements of which a chunk's
+        size must be a divisor, a multiple of 1,024: the whole weight's, or those of one expert if each is decoded
+        separately."""
         assert isinstance(weight, FourBit | MXFP4 | NVFP4)
         # Measured (README.md): more lines leave small weights too few programs, fewer load too little at a time.
         largest = 4 if isinstance(weight, NVFP4) else 8
@@ -76,12 +82,13 @@ class Chunks:
 
     @property
     def scales_layout(self):
-        """The layout in registers of a chunk's scales, in which each lane has the scale of its own codes."""
+        """The register layout of a chunk's scales, in which each lane has the scales of the codes that it decodes."""
         return _LAYOUTS[self.scales]
 
     @property
     def low_first(self) -> bool:
-        """Whether a byte's first number is in its low bits."""
+        """True if a byte's first number is in its low four bits (MXFP4, NVFP4); False if it is in the high ones (NF4,
+        FP4)."""
         return self.scales != "absmax"
 
     @property
@@ -91,7 +98,8 @@ class Chunks:
 
     @property
     def out_layout(self):
-        """The layout in registers of a decoded chunk: eight numbers, 16 bytes, at a time."""
+        """The register layout of a decoded chunk, in which a lane has runs of eight numbers (16 bytes), as it stores
+        them."""
         return plgpu.Layout.WG_STRIDED((self.numbers,), 8)
 
     def operands(self, weight: Stored) -> list[jax.Array]:
@@ -111,24 +119,25 @@ class Chunks:
         return [weight.codes.reshape(self.count, -1), scales.reshape(self.count, -1), table, *nested]
 
     def load(self, refs, at):
-        """Loads what chunk `at` (int32[]) is decoded from, (codes, scales), into the registers of the calling
-        warpgroup; refs are `operands` in global memory. It is separate from `values`, so that a chunk can be on its way
-        while the one before is decoded."""
+        """Loads what chunk number `at` (int32[]) is decoded from into the registers of the calling warpgroup: returns
+        (codes, scales), for `values`. refs: the arrays of `operands`, in global memory. It is separate from `values`,
+        so that a chunk can be loaded while the one before it is decoded."""
         codes_ref, scales_ref, *_ = refs
         codes_layout = plgpu.Layout.WG_STRIDED((self.lines * _LINE,), 4)
         codes = plgpu.load(codes_ref.at[at], layout=codes_layout, optimized=False)
         return codes, plgpu.load(scales_ref.at[at], layout=self.scales_layout, optimized=False)
 
     def values(self, refs, at, loaded, interpreted: bool, *, beside_products: bool = False):
-        """`dtype`[numbers] of a loaded chunk, in registers of `out_layout`.
+        """Decodes a loaded chunk: `dtype`[numbers], in registers of `out_layout`.
 
         Args:
-          refs: `operands`, in global memory.
+          refs: the arrays of `operands`, in global memory.
           at: int32[], the number of the chunk.
-          loaded: from `load`.
-          interpreted: whether Pallas' interpreter runs it.
-          beside_products: whether the table is looked up by byte permutations, which do not use shared memory, and not
-            by shuffles, which need fewer instructions.
+          loaded: (codes, scales), from `load`.
+          interpreted: True if Pallas' interpreter runs it, False on a GPU.
+          beside_products: True: codes are looked up by byte permutations, which do not use shared memory; for kernels
+            whose tensor cores read shared memory at the same time. False: by warp shuffles, which need fewer
+            instructions.
         """
         _, _, table_ref, *nested_refs = refs
         codes, scales = loaded

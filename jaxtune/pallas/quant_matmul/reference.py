@@ -1,12 +1,12 @@
-"""quant_matmul in plain jnp: the vendor's GEMMs through XLA. Accumulation is in fp32; fp32 operands are multiplied in
-full fp32.
+"""quant_matmul in plain jnp: XLA calls the vendor's matrix products (GEMMs). Sums are float32; float32 operands are
+multiplied in full float32.
 
-The backward is written such that every sum is the `c` of a GEMM: dx = dz A, + dy_1 W_1, + dy_2 W_2, ... Autodiff would
-add the products pairwise, and XLA then spends a pass over memory on each addition.
+The backward is written such that every sum is the `c` of a GEMM (a b + c): dx = dz A, + dy_1 W_1, + dy_2 W_2, ...
+Autodiff would add the products pairwise, and XLA then spends a pass over memory on each addition.
 
-Weights in four bits are decoded before each product, in both directions; no decoded weight is a residual. The module
-that decodes them, and multiplies a few tokens by them, is an argument (`kernels`): this one or another with the same
-four functions, `refusal`, `dequantize`, `small_refusal`, `small_matmul`.
+Weights in four bits are decoded before each product, in forward and backward; no decoded weight is a residual. The
+argument `kernels` is the module that decodes weights, and multiplies few tokens by a weight without decoding it first:
+this module, mosaic.py or triton.py. Each has the functions `refusal`, `dequantize`, `small_refusal` and `small_matmul`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from jaxtune.pallas.quant_matmul.as_stored import product_of
 
 
 def refusal(weight: Stored, dtype) -> str | None:
-    """The reason why `dequantize` cannot decode a weight to dtype, or None; this one serves all."""
+    """Returns the reason why `dequantize` of this module cannot decode a weight to `dtype`: always None, because it can
+    decode all."""
     del weight, dtype
     return None
 
@@ -35,14 +36,16 @@ def dequantize(weight: Stored, dtype) -> jax.Array:
 
 
 def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
-    """The reason why `small_matmul` cannot multiply this number of tokens in dtype by a weight: this module has no
-    such product, and decodes the weight for the vendor's GEMM, so it refuses every call."""
+    """Returns the reason, in words, why `small_matmul` of this module cannot multiply this number of tokens in `dtype`
+    by a weight. It always returns one: the module has no such product, and `matmul` decodes the weight for a GEMM
+    instead."""
     del weight, dtype, tokens
     return "a decoded weight and the vendor's GEMM"
 
 
 def small_matmul(x: jax.Array, weight: Stored) -> jax.Array:
-    """Not available: `small_refusal` refuses every call. The other modules compute x [tokens, in] weight^T.
+    """Not available here: `small_refusal` refuses every call. In mosaic.py and triton.py, the function of this name
+    multiplies x [tokens, in] by the codes of a weight [out, in] without decoding it first.
 
     Raises:
       NotImplementedError: always.
@@ -51,12 +54,12 @@ def small_matmul(x: jax.Array, weight: Stored) -> jax.Array:
 
 
 def _product(x, weight, contract, dtype=None):
-    """dot_general of x and an array over one axis of each, multiplied in x's dtype and summed in float32.
+    """Multiplies two matrices over one axis of each, in x's dtype with float32 sums (jax.lax.dot_general).
 
     Args:
       x: of two dimensions; float32 is multiplied in full float32.
-      weight: of two dimensions, cast to x's dtype.
-      contract: (axis of x, axis of weight) that are summed over.
+      weight: an array of two dimensions, cast to x's dtype.
+      contract: (the axis of x, the axis of weight) that are summed over.
       dtype: of the result; None: x's.
     """
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
@@ -70,11 +73,12 @@ def _product(x, weight, contract, dtype=None):
 
 
 def decoded(weight, x, kernels: ModuleType):
-    """(weight as an array, x), for a product of the two. A quantised weight is decoded to x's dtype by `kernels`, a
-    module with `dequantize`; an array stays as it is.
+    """Decodes a weight that is about to be multiplied by x: returns (the weight as an array, x). A quantised weight is
+    decoded to x's dtype by kernels.dequantize; an array is returned unchanged.
 
-    Decoding is tied to x by a barrier. Otherwise XLA would share it between forward and backward and keep the decoded
-    weight in between, or move it out of a loop over tokens.
+    The caller must use the returned x in its product, because a barrier ties the decoding to it. Otherwise XLA would
+    decode once for forward and backward and keep the decoded weight in between, or move the decoding out of a loop over
+    tokens.
     """
     if isinstance(weight, Stored):
         weight, x = optimization_barrier((weight, x))
@@ -83,17 +87,19 @@ def decoded(weight, x, kernels: ModuleType):
 
 
 def _times(x, weight, contract, kernels: ModuleType, more=None, bias=None):
-    """The product of x [tokens, n] and a weight over one axis of each, plus the product of `more`'s two operands, plus
-    bias.
+    """The product of x [tokens, n] and one weight over one axis of each, plus an adapter's product, plus a bias:
+    [tokens, out or in] in x's dtype. Forward and backward call it for each weight that is not multiplied as it is
+    stored.
 
     Args:
-      x: activations or gradients.
-      weight: [out, in], an array or quantised; the latter is decoded first, unless a few tokens can be multiplied by
-        its codes.
-      contract: (axis of x, axis of weight): (1, 1) in the forward, (1, 0) in the backward.
-      kernels: the module that decodes and multiplies a few tokens.
-      more: None, or the adapters' part: two arrays that are contracted over the same axes.
-      bias: of the output, or None.
+      x: activations, or gradients of outputs.
+      weight: [out, in], an array or quantised. A quantised one is decoded first, except in the forward if
+        kernels.small_matmul can multiply these few tokens by its codes.
+      contract: the axes that are summed over, (axis of x, axis of weight): (1, 1) in the forward, (1, 0) in the
+        backward.
+      kernels: the module that decodes and multiplies few tokens (see the top of this file).
+      more: None, or two arrays whose product over the same axes is added: the adapters' thin operands.
+      bias: float[columns of the result], or None.
     """
     call = (weight, x.dtype, x.shape[0])
     if isinstance(weight, Stored) and contract == (1, 1) and kernels.small_refusal(*call) is None:
@@ -113,14 +119,14 @@ def _times(x, weight, contract, kernels: ModuleType, more=None, bias=None):
 
 
 def scaled(part, scale):
-    """`part`, an array, times the number `scale` (an adapter's), in part's dtype. It is multiplied in float32, because
-    in part's dtype the number would be rounded first."""
+    """Multiplies the array `part`, an operand of an adapter's product, by the adapter's number `scale`; the result has
+    part's dtype. It is multiplied in float32, because in part's dtype the number itself would be rounded first."""
     return part if scale == 1.0 else (part.astype(jnp.float32) * scale).astype(part.dtype)
 
 
 def _parts(joined, loras):
-    """Splits `joined` [tokens, sum of ranks] into one [tokens, r] for each of the adapters' pairs (a [r, in], b) in
-    `loras`; a generator."""
+    """Splits `joined` [tokens, sum of ranks], the product of x with the A's of several adapters (`_join`), into one
+    [tokens, r] for each adapter; a generator. loras: the adapters' pairs (a [r, in], b), in the same order."""
     at = 0
     for a, _ in loras:
         yield joined[:, at : at + a.shape[0]]
@@ -128,8 +134,8 @@ def _parts(joined, loras):
 
 
 def _join(loras, dtype):
-    """The A's of all adapters' pairs (a, b) in `loras`, in one thin matrix [sum of ranks, in] of `dtype`. Its product
-    is bound by reading x, so one pass serves all adapters."""
+    """Stacks the A's of several adapters, pairs (a [r, in], b) in `loras`, into one thin matrix [sum of ranks, in] of
+    `dtype`. The time of a product with A is that of reading x, so one product serves all adapters."""
     return jnp.concatenate([a.astype(dtype) for a, _ in loras], axis=0)
 
 
@@ -142,18 +148,18 @@ def _products(x, source, weights, loras, biases, static):
 
 
 def _products_fwd(x, source, weights, loras, biases, static):
-    """The forward rule of `_products`: (outputs, residuals). The outputs are a tuple of [tokens, out_i]. The residuals
-    are the arguments except `static`, and after them the product of the adapters' input with all A's, [tokens, sum of
-    ranks], or None without adapters.
+    """The forward rule of `_products`: (outputs, residuals). The outputs are a tuple of [tokens, out_i], one for each
+    weight. The residuals are the arguments except `static`, and after them the product of the adapters' input with all
+    A's, [tokens, sum of ranks], or None without adapters.
 
     Args:
       x: [tokens, in].
-      source: the adapters' input if it differs from x (dropout), else None.
+      source: the adapters' input, [tokens, in], if it differs from x because of dropout; None: it is x.
       weights: all that share x, each [out_i, in].
-      loras: an (a [r, in], b [out_i, r]) pair for each adapter.
-      biases: one entry per weight, or None.
-      static: (the index of the weight that each adapter belongs to, the adapters' scales, `kernels`, and, if weights
-        are multiplied as they are stored, the requested implementation in a tuple of one, else an empty tuple).
+      loras: a pair (a [r, in], b [out_i, r]) for each adapter; weights without one have no entry.
+      biases: for each weight [out_i] or None.
+      static: (for each adapter the index of its weight, for each adapter its scale, the module `kernels`, as_stored).
+        as_stored is the `as_stored` of `matmul`.
     """
     owners, scales, kernels, as_stored = static
     more: list = [None] * len(weights)
@@ -178,8 +184,8 @@ def _products_fwd(x, source, weights, loras, biases, static):
 
 
 def _products_bwd(static, residuals, doutputs):
-    """The backward rule of `_products`: the gradients of (x, source, weights, loras, biases). An entry is None where
-    there is no such argument, and for a quantised weight, which gets no gradient.
+    """The backward rule of `_products`: the gradients of (x, source, weights, loras, biases), in this structure. An
+    entry is None where the argument is None, and for a quantised weight, which gets no gradient.
 
     Args:
       static: as for `_products_fwd`.
@@ -235,22 +241,24 @@ _products.defvjp(_products_fwd, _products_bwd)
 
 
 def dropout(x, rate, key, part=0):
-    """Inverted dropout of x [rows, columns]: zero with probability `rate`, the rest scaled by 1 / (1 - rate).
+    """Inverted dropout of x [rows, columns]: each number becomes zero with probability `rate`, and the others are
+    multiplied by 1 / (1 - rate).
 
     Args:
       x: the adapters' input.
       rate: from 0 to below 1, rounded to 2^-16.
       key: of jax.random.
-      part: int32[], which of equal parts, each as large as x and in order along the rows, x is of the array that the
-        mask is drawn for. So the mask of a token does not depend on how tokens are divided over devices.
+      part: int32[]. If x is one of several equal runs of rows of a larger array (the tokens of one device), the number
+        of the run, from 0. The mask is that of the larger array, so that the mask of a token does not depend on how
+        tokens are divided over devices.
     """
     keep = draws.mask(key, x.shape, rate, part)
     return jnp.where(keep, x.astype(jnp.float32) / (1.0 - rate), 0).astype(x.dtype)
 
 
 def matmul(x, weights, loras, biases, dropout_rate, dropout_key, dropout_part, kernels: ModuleType, as_stored: tuple):
-    """x [..., in] times each weight, with adapters and biases: a tuple of [..., out_i] in x's dtype. It is quant_matmul
-    after the checks of its arguments and the choice of an implementation.
+    """quant_matmul after its arguments were checked and an implementation was chosen: multiplies x [..., in] by each
+    weight and adds adapters and biases. It returns a tuple of [..., out_i] in x's dtype.
 
     Args:
       x: [..., in].
@@ -259,9 +267,10 @@ def matmul(x, weights, loras, biases, dropout_rate, dropout_key, dropout_part, k
       biases: [out_i] or None for each weight.
       dropout_rate, dropout_key: dropout of the adapters' input; without a key there is none.
       dropout_part: int32[], as `part` of `dropout`.
-      kernels: the module that decodes weights and multiplies a few tokens (see the top of this file).
-      as_stored: the requested implementation, or None, in a tuple of one, if weights with such a product are multiplied
-        as they are stored; else an empty tuple.
+      kernels: the module that decodes weights and multiplies few tokens (see the top of this file).
+      as_stored: an empty tuple: all quantised weights are decoded. A tuple of one: weights whose format has a product
+        without decoding (as_stored.product_of) are multiplied by it, and the tuple's element is the implementation that
+        the caller requests, or None.
     """
     flat = x.reshape(-1, x.shape[-1])
     owners = tuple(index for index, lora in enumerate(loras) if lora is not None)

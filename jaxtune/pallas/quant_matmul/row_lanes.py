@@ -1,7 +1,10 @@
-"""Operations of single lanes (threads of a warp) in the product of one token with a four-bit weight (row_matmul.py).
-As in lanes.py, all threads of a warpgroup call each of them. Here `wg`, int32[], is the warpgroup's number among those
-that multiply; a chunk is the pairs of rows of the weight that one bulk copy loads; and a slice is the 1,024 columns of
-a pair that a warp takes."""
+"""Operations of single lanes (threads of a warp) in the product of one token with a four-bit weight (row_matmul.py). As
+in lanes.py, all threads of a warpgroup call each of them.
+
+A pair is two neighbouring rows of the weight. A chunk is the pairs that one bulk copy loads. A slice is 1,024
+neighbouring columns; each warp multiplies one slice of one pair of a chunk. A block is 64 numbers of a row with one
+scale, the absmax. `wg`, int32[], is the number of the calling warpgroup among those that multiply.
+"""
 
 from __future__ import annotations
 
@@ -50,9 +53,9 @@ def _lane():
 
 
 def _block(wg, slices: int):
-    """The number, within a chunk, of the block whose scale this lane decodes: its warp has two rows with `slices`
-    slices each, and a slice has 16 blocks; lane 16 i + j has block j of row i. wg: the number of the multiplying
-    warpgroup."""
+    """The number, within a chunk, of the block whose scale this lane decodes; an MLIR int32. A warp has a slice of a
+    pair of rows, 16 blocks in each of the two: lane 16 i + j decodes block j of the slice in row i. wg: the number of
+    the calling warpgroup among those that multiply. slices: the number of slices of a row."""
     warp, lane = _warp(wg), _lane()
     pair, part = arith.divui(warp, ir_const(slices)), arith.remui(warp, ir_const(slices))
     row = ir_add(ir_mul(pair, 2), ir_shift_right(lane, 4))
@@ -60,14 +63,14 @@ def _block(wg, slices: int):
 
 
 def own_x(x_ref, wg, slices: int):
-    """Loads the token's elements that a lane multiplies its codes by, uint32[128 x 16] with two 16-bit elements in
-    each: 16 neighbouring ones in each half of its warp's slice. They are the same for every chunk, so they stay in
-    registers.
+    """Loads the token's elements by which a lane multiplies its codes: uint32[128 x 16] in registers, with two 16-bit
+    elements in each. A lane has 16 neighbouring elements in each half of its warp's slice. They are the same for every
+    chunk, so they are loaded once.
 
     Args:
       x_ref: the token, 16-bit [columns], in global memory.
-      wg: the number of the multiplying warpgroup.
-      slices: of a row.
+      wg: int32[], the number of the calling warpgroup among those that multiply.
+      slices: the number of slices of a row.
     """
 
     @mosaic_types.inline_mgpu(
@@ -90,15 +93,15 @@ def own_x(x_ref, wg, slices: int):
 
 
 def own_nested(nested_ref, chunk, wg, pairs: int, slices: int, nested_block: int):
-    """Loads float32[128] from global memory: the nested absmax (the scale by which the quantised absmax of a group of
-    blocks are decoded) of the block whose absmax each lane decodes in `multiply`.
+    """Loads the nested absmax by which each lane decodes a quantised absmax in `multiply`: float32[128], one for each
+    lane. A nested absmax is the scale of the uint8 absmax of `nested_block` consecutive blocks.
 
     Args:
-      nested_ref: float32, one for each `nested_block` blocks of the weight.
+      nested_ref: float32, in global memory, one for each `nested_block` blocks of the weight.
       chunk: int32[], the number of the chunk in the weight.
-      wg: the number of the multiplying warpgroup.
-      pairs: pairs of rows in a chunk.
-      slices: of a row.
+      wg: int32[], the number of the calling warpgroup among those that multiply.
+      pairs: the number of pairs of rows in a chunk.
+      slices: the number of slices of a row.
       nested_block: how many absmax share a nested absmax.
     """
 
@@ -118,26 +121,27 @@ def own_nested(nested_ref, chunk, wg, pairs: int, slices: int, nested_block: int
 
 
 def multiply(x, nested, offset, place, slot, wg, refs, *, pairs: int, slices: int, dtype):
-    """Multiplies a chunk by the token, on the tensor cores: each warp sets partial[place, warp] to the sums of its pair
-    of rows over its slice, float32[8, 2] by quad (four neighbouring lanes) and row of the pair. `store_sums` adds them
-    up. The call must come after wait_for_chunk for the slot, and after a barrier that follows the filling of table and
-    map.
+    """Multiplies a chunk by the token, on the tensor cores. Each warp sets partial[place, warp], float32[8, 2], to the
+    sums of its pair of rows over its slice: one for each quad (four neighbouring lanes) and row of the pair.
+    `store_sums` adds them up. The call must come after wait_for_chunk for the slot, and after a barrier that follows
+    the filling of table and map.
 
     Args:
       x: from own_x.
-      nested, offset: from own_nested, and a float32 scalar; both None if absmax are float32.
+      nested, offset: from own_nested, and the float32 offset of double quantisation; both None if absmax are float32.
       place: int32[], the number of the chunk among those of this program.
-      slot: int32[], where the chunk is in codes and absmax.
-      wg: the number of the multiplying warpgroup.
-      refs: in shared memory: codes uint8[slots, chunk], absmax [slots, blocks of a chunk], table uint32[256, 64], map
-        float32[256] (None without nested), partial float32[places, warps, 8, 2].
-      pairs, slices: pairs of rows in a chunk, and slices of a row.
+      slot: int32[], the index in `codes` and `absmax` at which the chunk is.
+      wg: int32[], the number of the calling warpgroup among those that multiply.
+      refs: in shared memory: codes uint8[slots, bytes of a chunk], absmax [slots, blocks of a chunk], table uint32[256,
+        64] with the two elements of each byte of codes, map float32[256] of double quantisation (None without it), and
+        partial float32[places, warps, 8, 2].
+      pairs, slices: the number of pairs of rows in a chunk, and of slices of a row.
       dtype: of the elements, bfloat16 or float16.
 
-    A quad has a block of each row, and a lane 8 bytes of it in each half of the slice. For the tensor cores (m16n8k16)
-    the eight quads are eight rows, each with its own k's; column g of the right side has x at those of quad g. The
-    result is therefore the diagonal of the products, and a lane needs x only at its own codes. Rows 8 to 15 are the
-    pair's other row.
+    A quad has one block of each row of the pair in each half of the slice, and a lane has 8 bytes of it. For the tensor
+    cores (m16n8k16) the eight quads are eight rows with different k each; column g of the right operand has the
+    elements of x that belong to quad g. So only the diagonal of the products is used, and a lane needs x only at its
+    own codes. Rows 8 to 15 of the product are the second row of the pair.
     """
     codes, absmax, table, *maps, partial = (ref for ref in refs if ref is not None)
     values = [] if nested is None else [nested, offset]
@@ -222,18 +226,20 @@ def multiply(x, nested, offset, place, slot, wg, refs, *, pairs: int, slices: in
 
 
 def store_sums(partial_smem, out_ref, count, program, programs, wg, warpgroups: int, *, pairs: int, slices: int, dtype):
-    """Sets out_ref[row], in global memory, to the sum over quads and slices of what `multiply` left in partial_smem.
-    All multiplying warpgroups call it, after a barrier that follows the last `multiply`.
-
-    Eight lanes add a pair of rows, first over slices and then over quads.
+    """Adds up the sums that `multiply` left in partial_smem, for each row over its slices and quads, and stores the
+    results in out_ref (global memory). All multiplying warpgroups call it, after a barrier that follows the last
+    `multiply`. Eight lanes add the sums of a pair of rows.
 
     Args:
       partial_smem: float32[places, warps, 8, 2] in shared memory.
       out_ref: `dtype`[rows].
-      count: int32[], the number of chunks of this program, which are program, program + programs, ...
-      program, programs: int32[], the number of this program, and of all.
-      wg, warpgroups: the number of this multiplying warpgroup, and of all.
-      pairs, slices: pairs of rows in a chunk, and slices of a row.
+      count: int32[], the number of chunks of this program; they are the chunks program, program + programs, ... of the
+        weight.
+      program: int32[], the number of this program.
+      programs: int32[], the number of all programs.
+      wg: int32[], the number of the calling warpgroup among those that multiply.
+      warpgroups: how many warpgroups multiply.
+      pairs, slices: the number of pairs of rows in a chunk, and of slices of a row.
       dtype: bfloat16 or float16.
     """
 

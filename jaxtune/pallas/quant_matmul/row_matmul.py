@@ -37,32 +37,34 @@ PROGRAMS = 132  # multiprocessors of an H100 or H200
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How the kernel divides a weight: into chunks of a few pairs of rows, each row into slices."""
+    """The sizes by which the kernel divides a weight: into chunks of a few pairs of neighbouring rows, and each row
+    into slices of 1,024 columns. `plan` chooses them."""
 
-    slices: int  # slices of a row
-    pairs: int  # pairs of rows in a chunk
-    stages: int  # chunks that are loaded ahead
+    slices: int  # the number of slices of 1,024 columns in a row
+    pairs: int  # the number of pairs of rows in a chunk
+    stages: int  # the number of chunks that shared memory has room for, and so are loaded ahead
     places: int  # the largest number of chunks that one program multiplies
 
     @property
     def warpgroups(self) -> int:
-        """The number of multiplying warpgroups."""
+        """The number of warpgroups of a program that multiply; one more loads."""
         return -(-self.slices * self.pairs // 4)
 
     @property
     def chunk(self) -> int:
-        """Bytes of codes of a chunk."""
+        """The number of bytes of codes in a chunk."""
         return self.pairs * self.slices * SLICE
 
     @property
     def blocks(self) -> int:
-        """Blocks of a chunk."""
+        """The number of blocks of 64 numbers in a chunk, each of which has a scale."""
         return self.chunk * 2 // BLOCK
 
 
 def plan(rows: int, columns: int, programs: int = PROGRAMS) -> Plan | None:
-    """How a weight [rows, columns] is divided among at most this number of programs; None if it cannot be, because of
-    its shape or of shared memory."""
+    """Chooses the sizes by which a weight [rows, columns] is divided among at most `programs` programs. It returns None
+    if the kernel cannot multiply such a weight: rows must be even, columns a multiple of 1,024 up to 28,672, and a
+    program's chunks and sums must fit into shared memory."""
     slices = columns // SLICE
     if columns % SLICE or not 0 < slices <= _MOST_WARPS or rows % 2:
         return None
@@ -80,12 +82,13 @@ def plan(rows: int, columns: int, programs: int = PROGRAMS) -> Plan | None:
 
 
 def _written_out(codes, absmax, x, pairs_table, plan: Plan):
-    """What row_lanes.multiply stores for a chunk, in jnp for the interpreter: float32[pairs x slices, 8, 2], the sums
-    of each warp by quad of lanes (which has a block in each half of the slice) and row of its pair.
+    """Computes in jnp what row_lanes.multiply stores for a chunk, because Pallas' interpreter cannot run that:
+    float32[pairs x slices, 8, 2], the sums of each warp for each quad of lanes (which has a block in each half of the
+    slice) and each row of its pair.
 
     Args:
-      codes: uint8[chunk], of the chunk's rows one after the next.
-      absmax: float32[blocks], decoded if they are quantised.
+      codes: uint8[chunk], those of the chunk's rows, row by row.
+      absmax: float32[blocks], decoded if they are stored as uint8.
       x: [columns], the token.
       pairs_table: `dtype`[256, 2], the two elements of each byte of codes.
       plan: how the weight is divided.
@@ -98,18 +101,19 @@ def _written_out(codes, absmax, x, pairs_table, plan: Plan):
 
 
 def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, plan: Plan, dtype, interpreted):
-    """The kernel's body: the product of one token with the chunks program, program + programs, ... of the weight.
-    Warpgroup 0 starts the copies, the others multiply.
+    """The kernel's body: program p of n multiplies the chunks p, p + n, p + 2 n, ... of the weight by one token.
+    Warpgroup 0 starts the copies to shared memory, and the others multiply.
 
     Args:
-      x_ref: [columns], in global memory as the next ones.
+      x_ref: [columns], in global memory like the next ones.
       codes_ref: uint8[rows x columns / 2].
-      absmax_ref: uint8 or float32[rows x columns / 64].
-      pairs_ref: the elements of each byte, uint32[256], or interpreted `dtype`[256, 2].
-      refs: map, nested absmax and offset if absmax is quantised; out [rows]; shared memory and barriers.
+      absmax_ref: uint8 or float32[rows x columns / 64], the scales of blocks of 64.
+      pairs_ref: the two elements that each byte of codes encodes: uint32[256] on a GPU, `dtype`[256, 2] if interpreted.
+      refs: if absmax is uint8, what decodes it: its map, nested absmax and offset; the output [rows]; then shared
+        memory and barriers.
       plan: how the weight is divided.
-      dtype: of x and out.
-      interpreted: whether Pallas' interpreter runs it.
+      dtype: of x and of the output.
+      interpreted: True if Pallas' interpreter runs the body, False on a GPU.
     """
     *nested_refs, out_ref, table_smem, map_smem, codes_smem, absmax_smem, partial_smem, full_smem, empty, done = refs
     map_ref, nested_ref, offset_ref = nested_refs or (None, None, None)
@@ -212,18 +216,20 @@ def _kernel(x_ref, codes_ref, absmax_ref, pairs_ref, *refs, plan: Plan, dtype, i
 
 
 def matmul(x, codes, absmax, nested, pairs: np.ndarray, rows: int, kernel, interpret, programs=PROGRAMS) -> jax.Array:
-    """x [1, in] weight^T: [1, out] in x's dtype; see `plan`.
+    """Multiplies one token x [1, in] by a four-bit weight [out, in] by the kernel: [1, out] in x's dtype. Call it only
+    if `plan` returns sizes for the weight.
 
     Args:
       x: [1, in].
-      codes: uint8[out x in / 2].
-      absmax: uint8 or float32[out x in / 64].
-      nested: map, nested absmax and offset float32[1] of a quantised absmax, or nothing.
-      pairs: x's dtype [256, 2], the elements of each byte.
-      rows: out.
-      kernel: mosaic._kernel, which compiles a kernel's body, or interprets it.
+      codes: uint8[out x in / 2], the weight's, in any shape.
+      absmax: uint8 (double quantisation) or float32[out x in / 64], the scales of blocks of 64, in any shape.
+      nested: what decodes a uint8 absmax: [map float32[256], nested absmax, offset float32[1]]; empty for float32.
+      pairs: x's dtype [256, 2], the two elements that each byte of codes encodes.
+      rows: the size `out`.
+      kernel: the function mosaic._kernel, which compiles a kernel's body, or interprets it. It is an argument because
+        mosaic.py imports this module.
       interpret: the parameters of Pallas' interpreter, or None on a GPU.
-      programs: at most this many programs share the rows.
+      programs: the most programs that share the rows.
     """
     cut = plan(rows, x.shape[1], programs)
     assert cut is not None, (rows, x.shape)

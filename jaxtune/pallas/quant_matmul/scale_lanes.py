@@ -1,6 +1,7 @@
-"""Lane-level decoding of the scales of blocks, for weights that are decoded chunk by chunk (mosaic_decode.py). As in
-lanes.py, all threads of a warpgroup call each function. `layout` is that of the uint8 codes, one in each register, and
-of the float32 scales that come back."""
+"""Lane-level decoding of the scales of blocks, for kernels that decode a weight chunk by chunk (mosaic_decode.py). As
+in lanes.py, all threads of a warpgroup call each function. `codes` are the scales as they are stored, uint8 in
+registers, one in each; `layout` (a plgpu.Layout) is their register layout, and that of the float32 scales that are
+returned."""
 
 from __future__ import annotations
 
@@ -18,8 +19,10 @@ from jaxtune.system.private_mlir import arith, ir
 
 
 def table_scales(codes, factor, offset, map_ref, layout):
-    """float32 map[codes] * factor + offset in the same `layout` as the uint8 codes, each step rounded as bitsandbytes
-    does. factor and offset are float32 scalars, map_ref is float32[256] in global or shared memory."""
+    """Decodes scales that are indices into a table: float32 map[codes] * factor + offset, rounded after the product as
+    bitsandbytes does. codes: uint8 in registers of `layout` (a plgpu.Layout), one in each; the result has the same
+    layout. factor, offset: float32 scalars. map_ref: float32[256] in global or shared memory. NF4 with double
+    quantisation needs it, and NVFP4, with an offset of 0."""
 
     @mosaic_types.inline_mgpu(
         arg_types=(layout, SCALAR, SCALAR, plgpu.RefType()),
@@ -78,20 +81,20 @@ def powers_of_two(codes, layout):
 
 
 def _ptx(instruction: str, *operands):
-    """The float32 result of the PTX instruction of this name, such as "rcp.rn.f32", whose operands, MLIR values, are
-    float32."""
+    """Emits the PTX instruction of this name, such as "rcp.rn.f32", and returns its float32 result. operands: float32
+    MLIR values."""
     places = ", ".join(f"${index}" for index in range(len(operands) + 1))
     return utils.inline_ptx(f"{instruction} {places};", *operands, result_types=ir.F32Type.get())
 
 
 def _entry(map_ref, code):
-    """The entry of map_ref, a float32 table, that `code`, an MLIR int32, selects: an MLIR float32."""
+    """Looks up one entry of a table: the MLIR float32 at index `code` (an MLIR int32) of map_ref, float32 in memory."""
     return ir_load(map_ref, code, ir.F32Type.get())
 
 
 def _each(codes, scale: Callable):
-    """The FragmentedArray, in the layout of `codes` (uint8, one in each register), whose registers are scale(code), a
-    float32, for each code as an int32."""
+    """Decodes all codes in a FragmentedArray (uint8, one in each register) with the function `scale`, which maps a code
+    (an MLIR int32) to an MLIR float32. It returns the FragmentedArray of the results, in the same layout."""
     found = np.empty_like(codes.registers)
     for place, register in np.ndenumerate(codes.registers):
         found[place] = ir_vector([scale(arith.extui(ir_i32(), ir_item(register, 0)))])

@@ -31,7 +31,8 @@ _DTYPES = (jnp.bfloat16, jnp.float16)
 
 
 def refusal(weight: Stored, dtype) -> str | None:
-    """The reason why `dequantize` cannot decode this weight to `dtype`, or None."""
+    """Returns the reason, in words, why `dequantize` cannot decode this weight to `dtype`, or None if it can: Triton is
+    unusable here, the weight is not NF4 or FP4, or the dtype is not supported."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -43,7 +44,8 @@ def refusal(weight: Stored, dtype) -> str | None:
 
 
 def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
-    """The reason why `small_matmul` cannot multiply this number of tokens in `dtype` by a weight, or None."""
+    """Returns the reason, in words, why `small_matmul` cannot multiply this number of tokens in `dtype` by this weight,
+    or None if it can. It takes 1 to 16 tokens of 16 bits."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -59,11 +61,12 @@ def small_refusal(weight: Stored, dtype, tokens: int) -> str | None:
 
 
 def _parts(weight: FourBit) -> tuple[list[jax.Array], int]:
-    """(the arrays of a weight in the form that all kernels here take, 1 or 0: whether its absmax are quantised).
+    """The arrays of a weight in the form that all Triton kernels here take, and whether its absmax are quantised, as 1
+    or 0.
 
-    The arrays are, in this order: codes uint8, absmax (uint8 if quantised, else float32), nested absmax float32, its
-    map float32[256], offset float32[], and the format's table float32[16]. Without double quantisation absmax takes the
-    places of the three in the middle, which the kernels then do not read.
+    The list has, in this order: codes uint8, absmax (uint8 if quantised, else float32), nested absmax float32, its map
+    float32[256], offset float32[], and the format's table float32[16]. Without double quantisation the three before the
+    table do not exist; absmax is in the list in their place, and the kernels do not read it there.
     """
     scales = [s for s in (weight.nested_absmax, weight.nested_map, weight.offset) if s is not None]
     nested = len(scales) == 3
@@ -73,8 +76,9 @@ def _parts(weight: FourBit) -> tuple[list[jax.Array], int]:
 
 
 def few_refusal(weight: Stored, dtype, tokens: int) -> str | None:
-    """The reason why `few_matmul` cannot multiply this number of tokens in `dtype` by a weight, or None; it is used
-    where it was measured to be faster than decoding the weight."""
+    """Returns the reason, in words, why `few_matmul` should not multiply this number of tokens in `dtype` by this
+    weight, or None. It is allowed where it was measured to be faster than decoding the weight first: up to 64 tokens in
+    bfloat16 by large NF4 weights, on Hopper. mosaic.few_refusal asks it for more than 16 tokens."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -91,14 +95,15 @@ def few_refusal(weight: Stored, dtype, tokens: int) -> str | None:
 
 
 def few_matmul(x: jax.Array, weight: FourBit) -> jax.Array:
-    """x W^T for some dozen tokens: codes are decoded in registers, on their way to the tensor cores, so that W is never
-    written. Table entries are rounded to bfloat16, and again after the scale.
+    """Multiplies 17 to 64 tokens by a weight, x W^T, without writing the decoded W to memory: codes are decoded in
+    registers, on their way to the tensor cores. An element is the table's value rounded to bfloat16, times the scale,
+    rounded to bfloat16 again.
 
     Args:
       x: [17 to 64, in] bfloat16.
       weight: [out, in] in NF4, for which `few_refusal` returned None.
     Returns:
-      [tokens, out] in x's dtype; sums in float32.
+      [tokens, out] in x's dtype; sums are float32.
     """
     from jaxtune.pallas.quant_matmul import triton_few_kernels
 
@@ -149,11 +154,12 @@ def dequantize(weight: FourBit, dtype=None) -> jax.Array:
 
 
 def small_matmul(x: jax.Array, weight: FourBit) -> jax.Array:
-    """x W^T for a few tokens without writing W, in one pass over its bytes.
+    """Multiplies 1 to 16 tokens by a weight, x W^T, without writing the decoded W to memory: its bytes are read once.
+    Call it only if `small_refusal` returns None.
 
     Args:
       x: [1 to 16, in] bfloat16 or float16.
-      weight: [out, in]; `in` is a multiple of 64.
+      weight: [out, in], in NF4 or FP4; `in` is a multiple of 64.
     Returns:
       [1 to 16, out] in x's dtype; sums are float32.
     """

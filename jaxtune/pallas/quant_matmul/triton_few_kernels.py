@@ -1,4 +1,5 @@
-"""The body of the Triton product of some dozen tokens by weights in four bits, and how it decodes them in registers."""
+"""The body of the Triton kernel that multiplies 17 to 64 tokens by a weight in four bits (triton.few_matmul), and the
+PTX with which it decodes the weight in registers."""
 
 import struct
 
@@ -10,11 +11,12 @@ from jaxtune.pallas.quant_matmul.triton_kernels import _decoded, _looked_up
 
 
 def decoding_ptx(table) -> str:
-    """PTX for few_kernel that turns four bytes of codes, $4, into the bfloat16 entries of their high nibbles, $0 and
-    $1, and of their low ones, $2 and $3; table has the 16 entries, float32.
+    """Returns the text of the inline PTX with which few_kernel decodes four bytes of codes at a time. Its input $4 is
+    the four bytes. Its outputs are bfloat16 values, two in each: $0 and $1 for the high four bits of the bytes, $2 and
+    $3 for the low ones. table: the 16 values of the format, float32.
 
-    A byte permutation looks up four bytes in a table of eight, so the low and the high bytes of the entries are each
-    looked up in two tables, and bit 3 of the code selects one of them. No memory is read.
+    A byte permutation looks up four codes in a table of eight bytes. So the low and the high bytes of the values are
+    looked up separately, each in two tables, of which bit 3 of the code selects one. No memory is read.
     """
     bits = [struct.unpack("<I", struct.pack("<f", float(entry)))[0] for entry in table]
     rounded = [(each + 0x7FFF + (each >> 16 & 1)) >> 16 for each in bits]
@@ -61,11 +63,12 @@ def few_kernel(
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """out [SPLITS, COUNT, OUTER]: x W^T over each of SPLITS parts of the columns, which the caller adds. A program has
-    ROWS rows of W and all COUNT tokens, padded to TOKENS, with STAGES blocks on their way. x [2, COUNT, INNER / 2] has
-    its even columns, then its odd ones, as a byte of codes has them in its high and its low nibble. W is given by
-    codes, absmax, nested_absmax, nested_map, offset and table, as triton_kernels.py describes them; NESTED: whether
-    absmax is quantised. Grid: (OUTER / ROWS, SPLITS)."""
+    """Multiplies all COUNT tokens by ROWS rows of W, over one of SPLITS equal runs of the columns: out [SPLITS, COUNT,
+    OUTER] are the sums of each run, which the caller adds up. x [2, COUNT, INNER / 2] has the even columns of the
+    tokens, then the odd ones, because a byte of codes has an even column in its high four bits and the next one in its
+    low ones. W [OUTER, INNER] is given by codes, absmax, nested_absmax, nested_map, offset and table, as
+    triton_kernels.py describes them. NESTED: 1 if absmax is quantised, else 0. TOKENS: COUNT rounded up to 32 or 64.
+    STAGES: how many blocks of 64 columns are loaded ahead. Grid: (OUTER / ROWS, SPLITS)."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tokens = tl.arange(0, TOKENS)
     split = tl.program_id(1)

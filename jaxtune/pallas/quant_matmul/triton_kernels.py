@@ -12,12 +12,10 @@ import triton.language as tl
 
 @triton.jit
 def _decoded(stored, nested_absmax, nested_map, offset, blocks, COUNT: tl.constexpr, NESTED: tl.constexpr):
-    """float32 absmax of some blocks of a weight.
-
-    stored: the blocks' values of the array absmax: the result itself, or if NESTED indices of nested_map, whose entries
-    are scaled by nested_absmax and shifted by offset. blocks: the blocks' numbers, of COUNT in the weight; those past
-    the end get a scale of 0 before the shift.
-    """
+    """Returns the float32 absmax of some blocks of a weight. `stored` are their values from the array absmax. If NESTED
+    is 0, these are the result. If it is 1, they are indices into nested_map, whose values are multiplied by
+    nested_absmax, one for each 256 blocks, and shifted by offset. blocks: the numbers of the blocks in the weight,
+    which has COUNT blocks; for numbers past the end, nested_absmax counts as 0."""
     if NESTED:
         steps = tl.load(nested_map + stored.to(tl.int32))
         nested = tl.load(nested_absmax + blocks // 256, mask=blocks < COUNT, other=0.0)
@@ -28,9 +26,10 @@ def _decoded(stored, nested_absmax, nested_map, offset, blocks, COUNT: tl.conste
 
 @triton.jit
 def _looked_up(packed, table):
-    """(high, low): the entries of a table float32[16] in global memory for both nibbles of each byte of the flat array
-    `packed`. The gather uses shared memory, where sixteen words never conflict; loads from the table in global memory
-    take four times as long."""
+    """Looks up the two codes in each byte of the flat array `packed` in a table of 16 values: returns (the values of
+    the high four bits, those of the low four bits), float32 each. table: pointer to float32[16] in global memory. The
+    values are loaded once, and Triton's gather takes them from shared memory, where 16 words never conflict; a load
+    from global memory for each code takes four times as long."""
     entries = tl.load(table + tl.arange(0, 16))
     packed = packed.to(tl.int32)
     return tl.gather(entries, packed >> 4, 0), tl.gather(entries, packed & 15, 0)
@@ -49,9 +48,9 @@ def dequantise_kernel(
     NESTED: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Decodes BLOCKS blocks of 64 of a tensor of SIZE elements into the flat array `out`, in out's dtype; the last
-    program may have fewer. The tensor is given by codes, absmax, nested_absmax, nested_map, offset and table, which
-    the module describes; NESTED: whether absmax is quantised. Grid: (ceil(SIZE / (64 BLOCKS)),)."""
+    """Decodes BLOCKS blocks of 64 elements of a tensor of SIZE elements into the flat array `out`, in out's dtype; the
+    last program may have fewer. The tensor is given by codes, absmax, nested_absmax, nested_map, offset and table,
+    which the module describes. NESTED: 1 if absmax is quantised, else 0. Grid: (ceil(SIZE / (64 BLOCKS)),)."""
     first = tl.program_id(0).to(tl.int64) * BLOCKS
     left = tl.minimum(SIZE - first * 64, BLOCKS * 64).to(tl.int32)  # elements
     WHOLE: tl.constexpr = SIZE % (BLOCKS * 64) == 0  # without masks, loads and stores are wide
@@ -76,7 +75,8 @@ def dequantise_kernel(
 
 @triton.jit
 def _pair(words, DTYPE: tl.constexpr):
-    """(even, odd): the two 16-bit floats of type DTYPE in each 32-bit word of `words`, in the order of memory."""
+    """Splits each 32-bit word of `words` into the two 16-bit floats of type DTYPE that it consists of: (the first in
+    memory, the second). In a row of x these have even and odd columns."""
     even = (words & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True)
     odd = (words >> 16).to(tl.uint16).to(DTYPE, bitcast=True)
     return even, odd
@@ -84,9 +84,9 @@ def _pair(words, DTYPE: tl.constexpr):
 
 @triton.jit
 def _tile(codes, absmax, rows, first, INNER: tl.constexpr, OUTER: tl.constexpr, BLOCKS: tl.constexpr):
-    """(codes uint8[rows, BLOCKS, 32], absmax [rows, BLOCKS]) of some rows of W, as they are stored, loaded into
-    registers. rows: the numbers of the rows; first: the number of the first block of each row. Both are 0 past the
-    OUTER rows of W or past a row's INNER numbers."""
+    """Loads a run of BLOCKS blocks of some rows of W as they are stored: (codes uint8[rows, BLOCKS, 32], absmax [rows,
+    BLOCKS]). W is [OUTER, INNER], with a block for each 64 columns. rows: the numbers of the rows; first: the number of
+    the first block within each row. Past the last row of W, and past the end of a row, both are 0."""
     per_row: tl.constexpr = INNER // 64
     blocks = first + tl.arange(0, BLOCKS)
     mask = (rows < OUTER)[:, None] & (blocks < per_row)[None, :]
@@ -113,10 +113,10 @@ def vector_kernel(
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """out [COUNT, OUTER] = x [COUNT, INNER] W^T on the ordinary cores, for one or two tokens (COUNT); a program has
-    ROWS rows of W, and takes BLOCKS blocks of each at a time, of which the next ones are loaded while it multiplies. W
-    is given by codes, absmax, nested_absmax, nested_map, offset and table, which the module describes; NESTED: whether
-    absmax is quantised. Grid: (ceil(OUTER / ROWS),)."""
+    """Multiplies one or two tokens (COUNT) by ROWS rows of W on the ordinary cores: out [COUNT, OUTER] = x [COUNT,
+    INNER] W^T. A program goes over its rows with BLOCKS blocks of each at a time, and loads the next ones while it
+    multiplies. W [OUTER, INNER] is given by codes, absmax, nested_absmax, nested_map, offset and table, which the
+    module describes. NESTED: 1 if absmax is quantised, else 0. Grid: (ceil(OUTER / ROWS),)."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     words = x.to(tl.pointer_type(tl.uint32))
     per_row: tl.constexpr = INNER // 64  # blocks
@@ -160,10 +160,10 @@ def matrix_kernel(
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """out [COUNT, OUTER] = x [COUNT, INNER] W^T on the tensor cores, for up to 16 tokens (COUNT); a program has ROWS
-    rows of W, and takes BLOCKS blocks of each at a time, of which the next ones are loaded while it multiplies. W is
-    given by codes, absmax, nested_absmax, nested_map, offset and table, which the module describes; NESTED: whether
-    absmax is quantised. Grid: (ceil(OUTER / ROWS),)."""
+    """Multiplies up to 16 tokens (COUNT) by ROWS rows of W on the tensor cores: out [COUNT, OUTER] = x [COUNT, INNER]
+    W^T. A program goes over its rows with BLOCKS blocks of each at a time, and loads the next ones while it multiplies.
+    W [OUTER, INNER] is given by codes, absmax, nested_absmax, nested_map, offset and table, which the module describes.
+    NESTED: 1 if absmax is quantised, else 0. Grid: (ceil(OUTER / ROWS),)."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tokens = tl.arange(0, 16)
     per_row: tl.constexpr = INNER // 64

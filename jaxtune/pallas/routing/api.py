@@ -1,8 +1,10 @@
 """Routing of tokens to experts: the public functions.
 
-A pair is a token with one of its k experts; pair t * k + j is token t with its j-th choice. Sorting puts the pairs into
-a buffer of rows, expert by expert, and within an expert in the order of the tokens. Every sum has a fixed order,
-without atomics, in the backward as in the forward, so the same input gives the same bits.
+T is the number of tokens, k the number of experts that each token chooses, E the number of all experts. A pair is a
+token with one of its k experts; pair t * k + j is token t with its j-th choice. Sorting puts the pairs into a buffer of
+rows, expert by expert, and within an expert in the order of the tokens. Each expert's rows are padded with empty rows,
+which belong to no pair. Every sum has a fixed order, without atomics, in forward and backward, so the same input gives
+the same bits.
 """
 
 from __future__ import annotations
@@ -33,22 +35,24 @@ _SORT_REASON = f"slower than XLA's for fewer than {_MANY} experts"
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """The position in the sorted buffer of every pair, a token with one of its k experts; `route` makes it."""
+    """Where each pair (a token with one of its k experts) is in the buffer of rows that are sorted by expert, and back;
+    `route` makes it. `permute` copies tokens to these rows, and `unpermute` sums the rows of each token."""
 
-    slots: jax.Array  # int32[T, k]: the row of each pair; the number of rows for pairs without an expert
-    source: jax.Array  # int32[rows]: the pair of each row; T * k for empty rows
-    groups: Groups  # the experts of the rows
+    slots: jax.Array  # int32[T, k]: the row of each pair; for a pair without an expert, the number of all rows
+    source: jax.Array  # int32[rows]: the number of the pair in each row, t * k + j; T * k for empty rows
+    groups: Groups  # which rows belong to which expert, for grouped_matmul
 
 
 @meshes.on_any_mesh
 def choose_experts(logits: jax.Array, k: int, real: jax.Array | None = None) -> jax.Array:
-    """int32[T, k]: the indices of the k largest of logits [T, E], the largest first, and of equal ones the lower index
-    first.
+    """Chooses the k experts with the largest logits for each token: int32[T, k], the indices of the k largest of logits
+    [T, E], the largest first, and of equal ones the lower index first. It has no gradient.
 
     Args:
-      logits: [T, E].
-      k: number of experts of a token.
-      real: bool[T], or None for all; a token that is not real (padding) gets E, no expert.
+      logits: [T, E], the router's.
+      k: the number of experts of a token.
+      real: bool[T], False for a token that is padding; all its choices are E, which stands for no expert. None: all
+        tokens are real.
     Raises:
       TypeError, ValueError: an argument is not as described here.
     """
@@ -64,15 +68,15 @@ def choose_experts(logits: jax.Array, k: int, real: jax.Array | None = None) -> 
 
 @meshes.on_any_mesh
 def expert_weights(logits: jax.Array, choice: jax.Array, *, renormalize: bool) -> jax.Array:
-    """float32[T, k]: the weight of each token's experts, 0 where it has no expert. Differentiable with respect to
-    logits.
+    """The weights with which a token's experts enter its result: float32[T, k], 0 where it has no expert. They are
+    differentiable with respect to logits.
 
     Args:
-      logits: [T, E].
+      logits: [T, E], the router's.
       choice: int32[T, k] from choose_experts; E means no expert.
-      renormalize: the weights of a token sum to one: the softmax over its chosen logits, which equals the softmax over
-        all experts divided by the sum over the chosen ones (gpt-oss, Mixtral, Qwen3-MoE's norm_topk_prob). Otherwise
-        the softmax over all.
+      renormalize: True: the weights of a token sum to one. They are the softmax over its chosen logits, which equals
+        the softmax over all experts divided by its sum over the chosen ones (gpt-oss, Mixtral, Qwen3-MoE's
+        norm_topk_prob). False: they are the softmax over all experts.
     Raises:
       TypeError, ValueError: an argument is not as described here.
     """
@@ -91,13 +95,15 @@ def expert_weights(logits: jax.Array, choice: jax.Array, *, renormalize: bool) -
 def route(
     choice: jax.Array, num_experts: int, tile_rows: int = TILE_ROWS, *, implementation: str | None = None
 ) -> Routing:
-    """Sorts the pairs of choice int32[T, k] by expert, stably. Pairs with `num_experts` or more have no expert.
+    """Sorts all pairs (a token with one of its experts) by expert, and returns where each pair is in the sorted buffer
+    of rows. The sort is stable: an expert's rows are in the order of the tokens.
 
     Args:
-      choice: int32[T, k] from choose_experts.
-      num_experts: E.
-      tile_rows: each expert's rows are padded to a multiple of it.
-      implementation: "reference", "mosaic", or None for the faster one.
+      choice: int32[T, k] from choose_experts; numbers of num_experts or more mean no expert, and get no row.
+      num_experts: E, the number of all experts.
+      tile_rows: each expert's rows are padded with empty rows to a multiple of it, because kernels multiply tiles of
+        rows that belong to one expert.
+      implementation: "reference" (XLA), "mosaic", or None for the faster one.
     Raises:
       TypeError, ValueError: an argument is not as described here.
     """
@@ -112,13 +118,13 @@ def route(
 
 
 def implementations(dtype, hidden: int, k: int) -> dispatch.Table:
-    """The implementations of `spread`, which copies tokens to their rows, in the order in which they are tried, each
-    with a function that returns why it refuses the call.
+    """The implementations of the copy of tokens to their rows (`permute`) in the order in which they are tried: {name:
+    a function that returns the reason why it refuses the call, or None}.
 
     Args:
       dtype: of the tokens.
-      hidden: numbers of a token.
-      k: experts of a token.
+      hidden: H, how many numbers a token has.
+      k: the number of experts of a token.
     """
 
     def refusal():
@@ -128,9 +134,14 @@ def implementations(dtype, hidden: int, k: int) -> dispatch.Table:
 
 
 def sort_implementations(num_experts: int, implementation: str | None = None) -> dispatch.Table:
-    """The implementations of the sort in `route` for this number of experts, in the order in which they are tried,
-    each with a function that returns why it refuses the call; `implementation` is the name that the caller requests,
-    or None. Ours is first only for many experts, where it was measured to be faster."""
+    """The implementations of the sort in `route` in the order in which they are tried: {name: a function that returns
+    the reason why it refuses the call, or None}. The kernel is first only for many experts, where it was measured to be
+    faster than XLA; for fewer it runs only on request.
+
+    Args:
+      num_experts: E, the number of all experts.
+      implementation: the name that the caller requests, or None.
+    """
 
     def refusal():
         return mosaic_sort.refusal() or first_use.sort_refusal("mosaic", _SORTS["mosaic"])
@@ -141,7 +152,9 @@ def sort_implementations(num_experts: int, implementation: str | None = None) ->
 
 
 def _check_routing(op: str, routing: Routing) -> Arguments:
-    """Returns a checker for a call of `op`, with the classes, shapes and dtypes of the routing checked.
+    """Checks the class, the shapes and the dtypes of `routing` for a call of the public function `op`, whose name is in
+    error messages. It returns the checker (Arguments) with the sizes T, k and rows, with which the call then checks its
+    other arguments.
 
     Raises:
       TypeError, ValueError: it is not as `Routing` describes it.
@@ -156,8 +169,8 @@ def _check_routing(op: str, routing: Routing) -> Arguments:
 
 
 def _spread(x, routing, implementation):
-    """Copies each token x [T, H] to the rows of its pairs by the routing: [rows, H], with zeros in empty rows.
-    `implementation` is a name, or None for the first that supports the call."""
+    """Copies each token of x [T, H] to the rows of its pairs: [rows, H], with zeros in empty rows. implementation:
+    "reference", "mosaic", or None for the first that supports the call."""
     table = implementations(x.dtype, x.shape[1], routing.slots.shape[1])
     name = dispatch.choose("routing spread", table, implementation)
     return IMPLEMENTATIONS[name].spread(x, routing.slots, routing.source)
@@ -165,8 +178,9 @@ def _spread(x, routing, implementation):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _permute(x, routing, implementation):
-    """permute(x, routing, implementation) with a custom derivative, because that of a gather would be a scatter, which
-    adds in no fixed order: [rows, H]."""
+    """What `permute` computes, [rows, H], from the same arguments without checks. It has a custom derivative, which
+    sums each token's rows in a fixed order; the derivative of a gather would be a scatter, which adds in no fixed
+    order."""
     return _spread(x, routing, implementation)
 
 
@@ -188,8 +202,9 @@ _permute.defvjp(_permute_fwd, _permute_bwd)
 
 @meshes.on_any_mesh
 def permute(x: jax.Array, routing: Routing, *, implementation: str | None = None) -> jax.Array:
-    """x [T, H] -> [rows, H]: each pair's token in its row. Empty rows are zero, and their gradients must be zero.
-    Gradients are summed over a token's pairs in float32, in the order of its choices.
+    """Copies each pair's token to its row in the buffer that is sorted by expert: x [T, H] -> [rows, H]. Empty rows are
+    zero, and the gradients that arrive for them must be zero too. The gradient of a token is the sum of its rows'
+    gradients, in float32 in the order of its choices.
 
     Args:
       x: [T, H].
@@ -204,8 +219,8 @@ def permute(x: jax.Array, routing: Routing, *, implementation: str | None = None
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _unpermute(rows, routing, implementation):
-    """unpermute(rows, routing, implementation) with a custom derivative, which copies gradients to rows as `permute`
-    copies tokens: [T, H]."""
+    """What `unpermute` computes, [T, H], from the same arguments without checks. It has a custom derivative, which
+    copies each token's gradient to its rows."""
     del implementation
     return reference.summed(rows, routing.slots)
 
@@ -217,9 +232,9 @@ def _unpermute_fwd(rows, routing, implementation):
 
 
 def _unpermute_bwd(implementation, routing, dx):
-    """The backward rule of `_unpermute`, from dx [T, H], the gradient of the sums: (the gradient of the rows [rows,
-    H], in which every row of a token has the token's gradient and empty rows have zeros; None for the routing).
-    implementation: of the copy."""
+    """The backward rule of `_unpermute`, from dx [T, H], the gradient of the sums: (the gradient of the rows [rows, H],
+    in which every row of a token has the token's gradient and empty rows have zeros; None for the routing).
+    implementation: which one makes this copy, a name or None."""
     return _spread(dx, routing, implementation), None
 
 
@@ -228,14 +243,14 @@ _unpermute.defvjp(_unpermute_fwd, _unpermute_bwd)
 
 @meshes.on_any_mesh
 def unpermute(rows: jax.Array, routing: Routing, *, implementation: str | None = None) -> jax.Array:
-    """rows [rows, H] -> [T, H]: the sum of each token's rows, in float32 in the order of its choices, in the rows'
-    dtype. Empty rows must be zero.
+    """Sums each token's rows: rows [rows, H] -> [T, H] in the rows' dtype. The sums are float32, in the order of the
+    token's choices; a token without an expert gets zeros. It undoes the sort after the experts' products.
 
     Args:
-      rows: [rows, H].
+      rows: [rows, H]; empty rows must be zero.
       routing: from route.
-      implementation: of the gradient, which copies tokens to their rows: "reference", "mosaic", or None for the first
-        that supports the call. The sum has a single implementation.
+      implementation: which one copies gradients to their rows in the backward: "reference", "mosaic", or None for the
+        first that supports the call. For the sum itself there is only one.
     Raises:
       TypeError, ValueError: an argument is not as described here.
     """
@@ -250,10 +265,15 @@ def _row_tokens(routing):
 
 
 def _as_rows(x, routing, static):
-    """Tokens x [T, n] in the form in which a product takes sorted rows: (x itself, int32[rows] with the token of each
-    row) if its implementation gathers rows while it multiplies, else (the sorted rows [rows, n], None). static: the
-    settings of the product (grouped_matmul.api.Static), which name its implementation. routing: which rows each token
-    has."""
+    """Brings tokens x [T, n] into the form in which the grouped product takes rows that are sorted by expert. If its
+    implementation gathers rows while it multiplies, that is (x itself, int32[rows] with the token of each row);
+    otherwise it is (the sorted rows [rows, n], None).
+
+    Args:
+      x: [T, n], tokens or gradients of tokens.
+      routing: which rows each token has.
+      static: the settings of the product (grouped_matmul.api.Static), which name its implementation.
+    """
     if grouped.gathers(static.implementation):
         return x, _row_tokens(routing)
     return _spread(x, routing, None), None
@@ -261,24 +281,26 @@ def _as_rows(x, routing, static):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _of_tokens(x, weight, lora, routing, static):
-    """matmul_of_tokens with a custom derivative, of x, weight, lora ((a, b), or None), routing and static, the
-    settings of the product (grouped_matmul.api.Static), as grouped_matmul.api.prepared returns them: [rows, out]."""
+    """What `matmul_of_tokens` computes, [rows, out], with a custom derivative. weight: in the form that
+    grouped_matmul.api.prepared returns; lora: the adapter's (a, b), or None; static: the settings of the product
+    (grouped_matmul.api.Static)."""
     return _of_tokens_fwd(x, weight, lora, routing, static)[0]
 
 
 def _of_tokens_fwd(x, weight, lora, routing, static):
-    """The forward rule of `_of_tokens`, with its arguments x, weight, lora, routing and static: (out [rows, out],
-    residuals). The residuals are (those of grouped_matmul.api.forward, but with x [T, in] in place of the sorted rows,
-    which are more than k times as large; the routing)."""
+    """The forward rule of `_of_tokens`, with its arguments: (out [rows, out], residuals). The residuals are those of
+    grouped_matmul.api.forward and the routing. In place of the sorted rows, which are more than k times as large, they
+    contain x [T, in]."""
     rows, tokens = _as_rows(x, routing, static)
     out, (_, *residuals) = grouped.forward(rows, weight, lora, routing.groups, static, tokens)
     return out, ((x, *residuals), routing)
 
 
 def _of_tokens_bwd(static, residuals, dout):
-    """The backward rule of `_of_tokens`, from its static settings, its residuals and dout [rows, out]: (the gradient
-    of x [T, in], in which each token has the sum of its rows' gradients; that of the weight, None if it is quantised;
-    those of the adapter's (a, b), or None; None for the routing)."""
+    """The backward rule of `_of_tokens`: (the gradient of x [T, in], in which each token has the sum of its rows'
+    gradients; that of the weight, None if it is quantised; those of the adapter's (a, b), or None; None for the
+    routing). static: the settings of the product; residuals: from `_of_tokens_fwd`; dout: [rows, out], the gradient of
+    the result."""
     residuals, routing = residuals
     drows, *others = grouped.backward(static, residuals, dout, _row_tokens(routing))
     return reference.summed(drows, routing.slots), *others, None
@@ -299,14 +321,16 @@ def matmul_of_tokens(
     fp8: bool = False,
     implementation: str | None = None,
 ) -> jax.Array:
-    """grouped_matmul(permute(x, routing), ...): x [T, in] -> [rows, out]. The permuted rows are not stored for the
-    gradients, which gather from x.
+    """Multiplies each token by the weights of its k experts: x [T, in] -> [rows, out], one row for each pair of a token
+    and an expert, sorted by expert. It computes grouped_matmul(permute(x, routing), ...), for example the experts' up
+    projection, but the sorted rows are not stored for the backward, which gathers them from x again.
 
     Args:
       x: [T, in] bfloat16, float16 or float32.
       weight: [E, out, in], or [E, in, out] if `transposed`; an array, or quantised.
       routing: from route.
       lora: the adapter, or None.
+      transposed: whether the last axis of the weight is `out` (True) or `in` (False).
       derivative_follows, fp8, implementation: options of the product, which grouped_matmul explains.
     Raises:
       TypeError, ValueError: an argument is not as described here.
@@ -321,23 +345,23 @@ def matmul_of_tokens(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _to_tokens(rows, weight, lora, routing, static):
-    """matmul_to_tokens with a custom derivative, of rows, weight, lora ((a, b), or None), routing and static, the
-    settings of the product (grouped_matmul.api.Static), as grouped_matmul.api.prepared returns them: [T, out]."""
+    """What `matmul_to_tokens` computes, [T, out], with a custom derivative. weight: in the form that
+    grouped_matmul.api.prepared returns; lora: the adapter's (a, b), or None; static: the settings of the product
+    (grouped_matmul.api.Static)."""
     return _to_tokens_fwd(rows, weight, lora, routing, static)[0]
 
 
 def _to_tokens_fwd(rows, weight, lora, routing, static):
-    """The forward rule of `_to_tokens`, with its arguments rows, weight, lora, routing and static: (out [T, out],
-    residuals). The residuals are (those of grouped_matmul.api.forward, the routing); the product [rows, out] is not
-    among them."""
+    """The forward rule of `_to_tokens`, with its arguments: (out [T, out], residuals). The residuals are those of
+    grouped_matmul.api.forward and the routing; the product before the sum, [rows, out], is not among them."""
     out, residuals = grouped.forward(rows, weight, lora, routing.groups, static)
     return reference.summed(out, routing.slots), (residuals, routing)
 
 
 def _to_tokens_bwd(static, residuals, dout):
-    """The backward rule of `_to_tokens`, from its static settings, its residuals and dout [T, out]: (the gradient of
-    the rows [rows, in]; that of the weight, None if it is quantised; those of the adapter's (a, b), or None; None for
-    the routing)."""
+    """The backward rule of `_to_tokens`: (the gradient of the rows [rows, in]; that of the weight, None if it is
+    quantised; those of the adapter's (a, b), or None; None for the routing). static: the settings of the product;
+    residuals: from `_to_tokens_fwd`; dout: [T, out], the gradient of the result."""
     residuals, routing = residuals
     dout, tokens = _as_rows(dout, routing, static)
     return *grouped.backward(static, residuals, dout, dout_tokens=tokens), None
@@ -357,14 +381,16 @@ def matmul_to_tokens(
     fp8: bool = False,
     implementation: str | None = None,
 ) -> jax.Array:
-    """unpermute(grouped_matmul(rows, ...), routing): rows [rows, in] -> [T, out]. The gradient of the result stays [T,
-    out] and is permuted where it is needed.
+    """Multiplies each row by the weight of its expert, and sums the rows of each token: rows [rows, in] -> [T, out]. It
+    computes unpermute(grouped_matmul(rows, ...), routing), for example the experts' down projection. The gradient of
+    the result stays [T, out], and its rows are gathered only where the backward needs them.
 
     Args:
       rows: [rows, in] bfloat16, float16 or float32, sorted by expert as `routing` says; empty rows are zero.
       weight: [E, out, in], or [E, in, out] if `transposed`; an array, or quantised.
       routing: from route.
       lora: the adapter, or None.
+      transposed: whether the last axis of the weight is `out` (True) or `in` (False).
       fp8, implementation: options of the product, which grouped_matmul explains.
     Raises:
       TypeError, ValueError: an argument is not as described here.
@@ -379,13 +405,14 @@ def matmul_to_tokens(
 
 @meshes.on_any_mesh
 def token_bias(out: jax.Array, weights: jax.Array, bias: jax.Array, choice: jax.Array) -> jax.Array:
-    """out [T, n] plus the weighted biases of each token's experts, summed in float32; in out's dtype. It adds the bias
-    of the experts' down projection to the sum over each token's experts.
+    """Adds the biases of each token's experts, each times the expert's weight for the token, to out [T, n], with
+    float32 sums; the result has out's dtype. matmul_to_tokens has no bias, so this adds that of the experts' down
+    projection after the sum over each token's experts.
 
     Args:
       out: [T, n].
-      weights: float32[T, k]; 0 where there is no expert.
-      bias: [E, n].
+      weights: float32[T, k] from expert_weights; 0 where a token has no expert.
+      bias: [E, n], for each expert.
       choice: int32[T, k] from choose_experts.
     Raises:
       TypeError, ValueError: an argument is not as described here.
@@ -400,8 +427,8 @@ def token_bias(out: jax.Array, weights: jax.Array, bias: jax.Array, choice: jax.
 
 @jax.custom_vjp
 def _with_bias(out, weights, bias, choice):
-    """token_bias(out, weights, bias, choice) with a custom derivative, whose sums over tokens have a fixed order: [T,
-    n] in out's dtype."""
+    """What `token_bias` computes, [T, n] in out's dtype, with a custom derivative, whose sums over tokens have a fixed
+    order."""
     total = out.astype(jnp.float32)
     for weight, expert in zip(weights.T, choice.T, strict=True):
         total += weight[:, None] * bias.at[expert].get(mode="clip").astype(jnp.float32)
@@ -430,7 +457,8 @@ _with_bias.defvjp(_token_bias_fwd, _token_bias_bwd)
 
 @meshes.on_any_mesh
 def row_weights(weights: jax.Array, routing: Routing) -> jax.Array:
-    """weights [T, k] -> [rows]: each pair's weight in its row of the routing; 0 in empty rows.
+    """The weight of each row: weights [T, k], from expert_weights, -> [rows], the weight of the pair in each row; 0 in
+    empty rows. Experts multiply their rows by it before the rows of each token are summed.
 
     Raises:
       TypeError, ValueError: an argument is not as described here.
@@ -441,7 +469,8 @@ def row_weights(weights: jax.Array, routing: Routing) -> jax.Array:
 
 @jax.custom_vjp
 def _row_weights(weights, routing):
-    """row_weights(weights, routing) with a custom derivative, which is a gather and not a scatter: [rows]."""
+    """What `row_weights` computes, [rows], with a custom derivative, which is a gather; the derivative of a gather
+    would be a scatter."""
     return reference.rows_of(weights.reshape(-1), routing.source)
 
 

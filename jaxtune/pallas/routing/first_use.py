@@ -1,5 +1,5 @@
-"""The small case on which a kernel of the routing is compared with the reference at its first use on a GPU, so that a
-kernel that a driver or compiler breaks is refused and not used."""
+"""Small cases on which kernels of the routing are compared with reference.py at their first use on a GPU. A kernel that
+a driver or compiler breaks is then refused instead of used."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _TOKENS, _K, _HIDDEN = 203, 3, 192
 
 
 def refusal(name: str, kernels: ModuleType) -> str | None:
-    """The reason why this GPU must not copy tokens to rows by `spread` of the module `kernels`, or None, from comparing
-    it with the reference's on a small case, in which some pairs have no expert and some rows are empty. name: the
-    implementation's name."""
+    """Compares the function `spread` of the module `kernels`, which copies tokens to rows, with that of reference.py,
+    on a small case in which some pairs have no expert and some rows are empty. Returns the reason, in words, why this
+    GPU must not use it, or None if the two agree. name: of the implementation, such as "mosaic"."""
 
     def compare():
         draw = np.random.default_rng(0)
@@ -41,12 +41,13 @@ def refusal(name: str, kernels: ModuleType) -> str | None:
 
 
 def sort_refusal(name: str, passes: reference.Passes) -> str | None:
-    """The reason why this GPU must not sort pairs by these kernels, or None, from comparing the sort of a small case
-    with one by the reference's passes. The results are integers, so any difference counts.
+    """Compares the sort of a small case by these kernels with one by the functions of reference.py. Returns the reason,
+    in words, why this GPU must not use them, or None if the two agree. The results are integers, so any difference
+    counts.
 
     Args:
-      name: the name of the implementation.
-      passes: its kernels.
+      name: of the implementation, such as "mosaic".
+      passes: its two kernels and its block size, with which sort_pairs is called.
     """
 
     def compare():

@@ -1,5 +1,6 @@
-"""The sums over tokens (RouterSums) from which the losses of a mixture's router are computed. They can be added over
-layers, devices and parts of a batch, which the losses themselves cannot."""
+"""The sums over tokens (RouterSums) from which the losses of the router in a mixture of experts are computed. Sums over
+layers, devices and parts of a batch can be added; the losses themselves, which are quotients and products of them,
+cannot."""
 
 from __future__ import annotations
 
@@ -16,37 +17,46 @@ from jaxtune.pallas.routing import reference
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RouterSums:
-    """Sums over the tokens of a router, float32; differentiable with respect to its logits, except `pairs`."""
+    """Sums over the tokens of a router, float32; `router_sums` computes them. E is the number of experts. All except
+    `pairs` are differentiable with respect to the router's logits. They can be added with +, over layers, devices and
+    parts of a batch; then load_balancing_loss and z_loss compute the losses."""
 
-    pairs: jax.Array  # [E]: number of pairs of a token and an expert, by expert
-    probability: jax.Array  # [E]: sum of the softmax over all experts
-    square: jax.Array  # []: sum of the squared log-sum-exp of the logits
-    tokens: jax.Array  # []: number of tokens
+    pairs: jax.Array  # [E]: the number of tokens that chose each expert; a token that chose k counts for k experts
+    probability: jax.Array  # [E]: the sum over tokens of each expert's probability, the softmax over all experts
+    square: jax.Array  # []: the sum over tokens of the squared log-sum-exp of their logits
+    tokens: jax.Array  # []: the number of tokens
 
     def __add__(self, other: RouterSums) -> RouterSums:
         """The sums over the tokens of both, for example of two layers or two parts of a batch."""
         return jax.tree.map(jnp.add, self, other)
 
     def load_balancing_loss(self) -> jax.Array:
-        """float32[]: E sum_e f_e p_e, where f_e is the number of pairs of expert e per token, and p_e its mean
-        probability.
+        """The load-balancing loss, float32[]: E sum_e f_e p_e, where f_e is the number of tokens that chose expert e
+        divided by the number of tokens, and p_e is its mean probability. It is k, the number of experts of a token, if
+        all experts are used equally often, and at most E.
 
-        With sums over all layers it is transformers' load_balancing_loss_func (Switch Transformers, arXiv 2101.03961,
-        equations 4 to 6): k if all experts are used equally often, E at most.
+        With sums over all layers it equals transformers' load_balancing_loss_func (Switch Transformers, arXiv
+        2101.03961, equations 4 to 6).
         """
         count = jnp.maximum(self.tokens, 1.0)
         return self.pairs.shape[0] * (self.pairs / count * (self.probability / count)).sum()
 
     def z_loss(self) -> jax.Array:
-        """float32[]: the mean square of the tokens' log-sum-exp, transformers' router_z_loss_func (ST-MoE, arXiv
-        2202.08906, equation 5)."""
+        """The z-loss, float32[]: the mean over tokens of the squared log-sum-exp of their logits, which keeps logits
+        small. It equals transformers' router_z_loss_func (ST-MoE, arXiv 2202.08906, equation 5)."""
         return self.square / jnp.maximum(self.tokens, 1.0)
 
 
 @on_any_mesh
 def router_sums(logits: jax.Array, choice: jax.Array) -> RouterSums:
-    """The sums for logits [T, E] and choice int32[T, k] from choose_experts; tokens without an expert do not count.
+    """Computes the sums over tokens from which the load-balancing loss and the z-loss of a router are computed: the
+    number of tokens that chose each expert, the softmax probabilities, the squared log-sum-exp of the logits, and the
+    number of tokens (see RouterSums).
 
+    Args:
+      logits: [T, E], the router's, bfloat16, float16 or float32.
+      choice: int32[T, k], each token's experts, from choose_experts. A token all of whose choices are E has no expert
+        (it is padding, for example), and is in none of the sums.
     Raises:
       TypeError, ValueError: an argument is not as described here.
     """

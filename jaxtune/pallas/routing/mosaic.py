@@ -26,8 +26,8 @@ _PROGRAMS = 2  # programs per multiprocessor
 
 
 def refusal(dtype, hidden: int, k: int) -> str | None:
-    """The reason why this kernel cannot copy tokens of `hidden` numbers in this dtype to the rows of their k experts,
-    or None."""
+    """Returns the reason, in words, why this kernel cannot copy tokens of `hidden` numbers in this dtype to the rows of
+    their k experts, or None if it can."""
     from jaxtune.pallas.dispatch import compute_capability
 
     if gpu_kernel.interpreter() is None and compute_capability() != (9, 0):
@@ -42,31 +42,35 @@ def refusal(dtype, hidden: int, k: int) -> str | None:
 
 
 def _kernel(body, name: str, **options):
-    """Returns the Pallas kernel of `body` as a function of arrays, as gpu_kernel.kernel does with these options. name:
-    the kernel's, as profiles show it. Within gpu_kernel.interpreted, Pallas' interpreter runs it."""
+    """Makes a function of arrays from a kernel's body: compiled for the GPU, or run by Pallas' interpreter within
+    gpu_kernel.interpreted. name: the kernel's, as profiles show it. options: those of gpu_kernel.kernel."""
     return gpu_kernel.kernel(body, name, gpu_kernel.interpreter(), **options)
 
 
 def _programs(count: int, of_a_core: int) -> int:
-    """The number of programs among which `count` pieces of work are divided: `of_a_core` on each multiprocessor, or
-    fewer if there is less work; at most 3 in the interpreter."""
+    """The number of programs of a grid: of_a_core for each multiprocessor of the GPU, but at most `count`, the number
+    of items that the programs divide. In the interpreter it is at most 3."""
     return min(count, of_a_core * persistent.cores() if gpu_kernel.interpreter() is None else 3)
 
 
 def _spread_kernel(
     x_ref, zeros_ref, slots_ref, source_ref, out_ref, rows_smem, zero_smem, full, zero_full, *, programs, k, pairs
 ):
-    """out[slots[t, j]] = x[t] for every pair (a token t with its j-th expert), and zeros in empty rows.
+    """The kernel's body: sets out[slots[t, j]] = x[t] for every pair (token t with its j-th expert), and zeros in empty
+    rows. Each program takes every n-th run of four tokens, and every n-th run of 32 rows to look for empty ones.
 
     Args:
-      x_ref: [tokens, hidden / 64, 64], a whole number of four tokens, in global memory as all refs.
+      x_ref: [tokens, hidden / 64, 64], where the number of tokens is a multiple of four. All refs up to out_ref are in
+        global memory.
       zeros_ref: zeros [hidden / 64, 64].
-      slots_ref: int32[tokens * k], the row of each pair; the number of rows for no row.
+      slots_ref: int32[tokens * k], the row of each pair; a pair without an expert has the number of rows.
       source_ref: int32[rows], the pair of each row; `pairs` or more for empty rows.
       out_ref: [rows, hidden / 64, 64].
-      rows_smem, zero_smem: slots for tokens, and a row of zeros, in shared memory.
-      full, zero_full: barriers that complete when these have arrived.
-      programs, k, pairs: the number of programs, of experts of a token, and of pairs.
+      rows_smem, zero_smem: shared memory for tokens, three times four of them, and for a row of zeros.
+      full, zero_full: barriers that complete when a copy to rows_smem, or to zero_smem, has arrived.
+      programs: the number of programs.
+      k: the number of experts of a token.
+      pairs: the number of pairs, those of padded tokens not counted.
     """
     program = lax.axis_index("program")
     rows, chunks = out_ref.shape[0], x_ref.shape[0] // _ROWS
@@ -120,8 +124,14 @@ def _spread_kernel(
 
 
 def spread(x: jax.Array, slots: jax.Array, source: jax.Array) -> jax.Array:
-    """Copies tokens to their rows by the kernel: x [T, H], slots int32[T, k], source int32[rows] (fields of Routing) ->
-    [rows, H], each pair's token in its row, zeros in empty rows."""
+    """Copies each token to the rows of its pairs by the kernel: x [T, H] -> [rows, H], with zeros in empty rows. Call
+    it only if `refusal` returns None.
+
+    Args:
+      x: [T, H], the tokens.
+      slots: int32[T, k], the row of each pair; the number of rows for a pair without an expert.
+      source: int32[rows], the pair of each row; T * k for empty rows.
+    """
     tokens, hidden = x.shape
     rows, k = source.shape[0], slots.shape[1]
     short = -tokens % _ROWS

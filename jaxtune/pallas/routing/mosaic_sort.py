@@ -1,7 +1,9 @@
-"""The two passes of the counting sort over all pairs as Pallas Mosaic GPU kernels: histograms, and slots.
+"""The two passes over all pairs in the sort of pairs (a token with one of its experts) by expert, as Pallas Mosaic GPU
+kernels for Hopper. It is a counting sort by blocks of 128 pairs: the first pass counts the pairs of each expert in each
+block (`histogram`), and the second computes the row of each pair (`slots`).
 
-A block is 128 pairs. Both passes compare a block with itself or with the experts' numbers, in registers, and sum along
-rows. The work between them, sums over blocks and the groups' starts, is done by the reference.
+Both passes compare a block with itself or with the experts' numbers, in registers, and sum along rows.
+reference.sort_pairs calls them, and does what is between them: sums over blocks, and the first row of each expert.
 
 On an H200, 16,384 tokens: 0.033 ms for 32 experts, 4 a token (XLA's 0.028), 0.034 for 128 and 8 (0.056).
 """
@@ -26,7 +28,8 @@ _ROWS, _COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 
 def refusal() -> str | None:
-    """The reason why these kernels cannot run here, or None: they need a Hopper GPU, or the interpreter."""
+    """Returns the reason, in words, why these kernels cannot run here, or None if they can: they need a Hopper GPU, or
+    the interpreter."""
     from jaxtune.pallas.dispatch import compute_capability
 
     if gpu_kernel.interpreter() is None and compute_capability() != (9, 0):
@@ -35,8 +38,8 @@ def refusal() -> str | None:
 
 
 def _kernel(body, name: str, blocks: int, out_shape):
-    """Returns the Pallas kernel of `body` as a function of arrays, with one program for each of `blocks` blocks of 128
-    pairs; its result is int32 of the shape out_shape. name: the kernel's, as profiles show it."""
+    """Makes a function of arrays from a kernel's body, with one program for each of `blocks` blocks of 128 pairs; its
+    result is int32 of the shape out_shape. name: the kernel's, as profiles show it."""
     return gpu_kernel.kernel(
         body,
         name,
@@ -48,23 +51,25 @@ def _kernel(body, name: str, blocks: int, out_shape):
 
 
 def _down(values, columns: int):
-    """A column vector, `values` [rows] in registers, broadcast over `columns` columns."""
+    """Broadcasts a vector to a matrix [rows, columns] with equal columns, in registers; values: [rows]."""
     return lax.broadcast_in_dim(values, (values.shape[0], columns), (0,))
 
 
 def _across(values, rows: int):
-    """A row vector, `values` [columns] in registers, broadcast over `rows` rows."""
+    """Broadcasts a vector to a matrix [rows, columns] with equal rows, in registers; values: [columns]."""
     return lax.broadcast_in_dim(values, (rows, values.shape[0]), (1,))
 
 
 def _number(rows: int, columns: int, axis: int):
-    """int32[rows, columns] in registers: the index along an axis."""
+    """int32[rows, columns] in registers, in which each element is its own index along `axis`: 0 for the number of its
+    row, 1 for that of its column."""
     return plgpu.broadcasted_iota(jnp.int32, (rows, columns), axis, layout=_ALONG)
 
 
 def _histogram_kernel(expert_ref, out_ref):
-    """The kernel's body: out_ref[block, e], int32, is the number of pairs of this program's block that go to expert e;
-    expert_ref has each pair's expert, int32[pairs]. Both are in global memory."""
+    """The kernel's body of the first pass: sets out_ref[block, e] to the number of pairs of this program's block that
+    go to expert e. expert_ref: int32[pairs], the expert of each pair. out_ref: int32[blocks, experts padded to a
+    multiple of 64]. Both are in global memory."""
     block = lax.axis_index("block")
     pairs = plgpu.load(expert_ref.at[pl.ds(block * BLOCK, BLOCK)], layout=_COLUMNS, optimized=False)
     for first in range(0, out_ref.shape[1], _EXPERTS):
@@ -73,9 +78,10 @@ def _histogram_kernel(expert_ref, out_ref):
 
 
 def _slot_kernel(expert_ref, firsts_ref, out_ref):
-    """The kernel's body: out_ref[pair], int32[pairs], is the row of the first pair of its block and expert, firsts_ref
-    int32[blocks, E], plus the number of those pairs before it; expert_ref has each pair's expert, int32[pairs]. All
-    are in global memory."""
+    """The kernel's body of the second pass: sets out_ref[pair] to the row of each pair of this program's block. That is
+    the row of the first pair of its block and expert, plus the number of pairs of that block and expert before it.
+    expert_ref: int32[pairs], the expert of each pair. firsts_ref: int32[blocks, experts padded to a multiple of 64],
+    the row of the first pair of each block and expert. out_ref: int32[pairs]. All are in global memory."""
     block = lax.axis_index("block")
     here = pl.ds(block * BLOCK, BLOCK)
     pairs = plgpu.load(expert_ref.at[here], layout=_ROWS, optimized=False)
@@ -93,16 +99,22 @@ def _slot_kernel(expert_ref, firsts_ref, out_ref):
 
 
 def histogram(blocks: jax.Array, num_experts: int) -> jax.Array:
-    """int32[n, E] for E = num_experts: the number of pairs of each block that go to each expert; blocks has the pairs'
-    experts, int32[n, 128]."""
+    """Counts, by the kernel, the pairs of each block that go to each expert: int32[n, E] for E = num_experts. blocks:
+    int32[n, 128], the expert of each pair; E for a pair without one."""
     padded = num_experts + -num_experts % _EXPERTS
     count = _kernel(_histogram_kernel, "expert_histograms", len(blocks), (len(blocks), padded))
     return count(blocks.reshape(-1))[:, :num_experts]
 
 
 def slots(blocks: jax.Array, firsts: jax.Array) -> jax.Array:
-    """int32[n, 128]: firsts [n, E] of each pair's block and expert, plus the number of earlier pairs of that block and
-    expert; blocks has the pairs' experts, int32[n, 128]."""
+    """Computes, by the kernel, the row of each pair in the sorted buffer: int32[n, 128]. It is the row of the first
+    pair of its block and expert, plus the number of earlier pairs of that block and expert; for a pair without an
+    expert it can be any number.
+
+    Args:
+      blocks: int32[n, 128], the expert of each pair; E, the number of experts, for a pair without one.
+      firsts: int32[n, E], the row of the first pair of each block and expert.
+    """
     firsts = jnp.pad(firsts, ((0, 0), (0, -firsts.shape[1] % _EXPERTS)))
     place = _kernel(_slot_kernel, "expert_slots", len(blocks), (blocks.size,))
     return place(blocks.reshape(-1), firsts).reshape(blocks.shape)

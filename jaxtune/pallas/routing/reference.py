@@ -1,7 +1,8 @@
-"""Routing in plain jnp: a counting sort by blocks, and gathers.
+"""Routing in plain jnp: the sort of pairs (a token with one of its experts) by expert, and gathers.
 
-The sort counts in blocks of pairs: the number of a block's pairs that go to each expert, and for each pair the number
-of earlier pairs of its expert in its block. Both are sums of comparisons; no array of size pairs x experts is stored.
+It is a counting sort by blocks of pairs. The first pass counts the pairs of each expert in each block; the second
+computes for each pair its row, from the number of earlier pairs of its expert in its block. Both are sums of
+comparisons; no array of size pairs x experts is stored.
 """
 
 from __future__ import annotations
@@ -18,48 +19,52 @@ BLOCK = 256
 
 
 class Passes(NamedTuple):
-    """The two passes of a counting sort over all pairs (a token with one of its experts), and the size of the blocks
-    into which pairs are divided for them. `sort_pairs` takes those of this file, or the kernels of mosaic_sort.py."""
+    """The two passes over all pairs (a token with one of its experts) of a counting sort, and the size of the blocks
+    of pairs that they take. `sort_pairs` is called with the functions of this file, or with the kernels of
+    mosaic_sort.py."""
 
-    block: int  # number of pairs of a block
-    # (blocks, num_experts) -> the number of pairs of each block and expert, as the function histogram
+    block: int  # the number of pairs of a block
+    # (blocks int32[n, block] with the expert of each pair, E) -> int32[n, E], the pairs of each block and expert
     histogram: Callable[[jax.Array, int], jax.Array]
-    # (blocks, firsts) -> the row of each pair, as the function slots
+    # (blocks as before, firsts int32[n, E] with the row of the first pair of each block and expert) -> int32[n, block],
+    # the row of each pair
     slots: Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def chosen(values: jax.Array, choice: jax.Array) -> jax.Array:
-    """values [T, E] at the experts of each token, choice [T, k]: [T, k], and 0 where choice is E or more (no expert).
-    It compares each choice with all experts instead of gathering, because the derivative of a gather is a scatter,
-    which adds in no fixed order."""
+    """Selects each token's values for the experts that it chose: values [T, E], choice int32[T, k] -> [T, k], and 0
+    where choice is E or more (no expert). It compares each choice with all experts instead of gathering, because the
+    derivative of a gather is a scatter, which adds in no fixed order."""
     index = jnp.arange(values.shape[1], dtype=jnp.int32)
     return jnp.where(index == choice[:, :, None], values[:, None], 0).sum(-1)
 
 
 def chosen_by(values: jax.Array, choice: jax.Array, num_experts: int) -> jax.Array:
-    """values [T, k] at choice [T, k] -> [T, E] for E = num_experts: each token's value for an expert that it chose, 0
-    for others. This is the gradient of `chosen`."""
+    """Writes each token's values for its chosen experts into an array of all experts: values [T, k], choice int32[T, k]
+    -> [T, E] for E = num_experts, with 0 for experts that were not chosen. This is the gradient of `chosen`."""
     index = jnp.arange(num_experts, dtype=jnp.int32)
     return jnp.where(index == choice[:, :, None], values[:, :, None], 0).sum(1)
 
 
 def expert_counts(choice: jax.Array, num_experts: int, mask: jax.Array) -> jax.Array:
-    """float32[E] for E = num_experts: how many pairs of choice [N, k] go to each expert, each counted as its token's
-    entry of mask, float32[N], which is 0 for tokens that are not to count."""
+    """Counts the pairs that go to each expert: float32[E] for E = num_experts. choice: int32[N, k], each token's
+    experts; numbers of E or more are not counted. mask: float32[N], the number for which each of a token's pairs
+    counts, 1 or, for a token that is left out, 0."""
     index = jnp.arange(num_experts, dtype=jnp.int32)
     columns = [jnp.where(column[:, None] == index, mask[:, None], 0.0).sum(0) for column in choice.T]
     return jnp.stack(columns).sum(0)
 
 
 def histogram(blocks: jax.Array, num_experts: int) -> jax.Array:
-    """int32[n, E] for E = num_experts: the number of pairs of each block that go to each expert; blocks has the pairs'
-    experts, int32[n, pairs of a block]."""
+    """Counts the pairs of each block that go to each expert: int32[n, E] for E = num_experts. blocks: int32[n, pairs of
+    a block], the expert of each pair; E for a pair without one."""
     return (blocks[:, :, None] == jnp.arange(num_experts, dtype=jnp.int32)).sum(1, dtype=jnp.int32)
 
 
 def slots(blocks: jax.Array, firsts: jax.Array) -> jax.Array:
-    """int32[n, pairs of a block]: the row of each pair in the sorted buffer; any number for pairs without an expert.
-    It is the row of the first pair of its block and expert, plus the number of earlier pairs of that block and expert.
+    """Computes the row of each pair in the sorted buffer: int32[n, pairs of a block]. It is the row of the first pair
+    of its block and expert, plus the number of earlier pairs of that block and expert; for a pair without an expert it
+    can be any number.
 
     Args:
       blocks: int32[n, pairs of a block], the expert of each pair; E, the number of experts, for a pair without one.
@@ -73,13 +78,13 @@ def slots(blocks: jax.Array, firsts: jax.Array) -> jax.Array:
 
 def sort_pairs(expert: jax.Array, num_experts: int, tile_rows: int, passes: Passes):
     """Sorts pairs (a token with one of its experts) by expert, stably, into a buffer of rows. Each expert's rows are
-    padded to a multiple of tile_rows.
+    padded with empty rows to a multiple of tile_rows.
 
     Args:
-      expert: int32[pairs], the expert of each pair; any other number is a pair without an expert.
+      expert: int32[pairs], the expert of each pair, 0 to E - 1; any other number is a pair without an expert.
       num_experts: E.
-      tile_rows: rows of a tile, which all belong to one expert.
-      passes: computes the two passes over all pairs.
+      tile_rows: the rows of a tile, which all belong to one expert.
+      passes: the functions of the two passes over all pairs, and their block size.
     Returns:
       (slots int32[pairs], the row of each pair, or the number of rows if it has no expert; source int32[rows], the pair
         of each row, or the number of pairs for an empty row; the Groups of the rows)
@@ -107,7 +112,8 @@ def spread(x: jax.Array, slots: jax.Array, source: jax.Array) -> jax.Array:
 
 
 def rows_of(x: jax.Array, index: jax.Array) -> jax.Array:
-    """x[index]; zero where index is past the end, so that empty rows become zero.
+    """Gathers rows (or elements, if x has one axis) of x: x[index], and zero where index is past the end, which stands
+    for an empty row. index: int32 of any shape, not negative.
 
     16-bit rows are moved as words of four numbers, or two, because XLA's gather moves one element per thread (one
     number at a time 0.32 ms, two 0.24, H200).
@@ -122,8 +128,8 @@ def rows_of(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _gathered(x, index):
-    """Elements or rows of x at index, of any shape: [*index.shape, ...], zero where index is past the end. index is
-    never negative, which spares the tests that jnp's own filling gather makes."""
+    """Gathers x[index] along the first axis: [*index.shape, *x.shape[1:]], zero where index is past the end. index may
+    have any shape and is never negative, which spares the tests that jnp's own filling gather makes."""
     # The same as jnp's mode "fill" with a quarter of the instructions, because no index is negative. A layer of experts
     # has eight of these, and XLA compiles each separately.
     there = index < x.shape[0]
@@ -131,17 +137,18 @@ def _gathered(x, index):
 
 
 def _row(x, index):
-    """Elements or rows of x at index; past the end, the last one, because XLA's gather limits indices to the array by
-    itself."""
+    """Gathers x[index] along the first axis; an index past the end gets the last element. XLA's gather limits indices
+    to the array by itself, so this costs nothing."""
     return x.at[index].get(mode="clip", wrap_negative_indices=False)
 
 
 def summed(rows: jax.Array, slots: jax.Array) -> jax.Array:
-    """Sums each token's rows: [rows, H] -> [T, H] in rows' dtype: sum_j rows[slots[:, j]], in float32 from the first j
-    to the last. slots: int32[T, k], the row of each pair of a token with one of its experts.
+    """Sums each token's rows: rows [rows, H] -> [T, H] in rows' dtype. The sums are float32, over the token's experts
+    from the first to the last. slots: int32[T, k], the row of each pair of a token with one of its experts, or the
+    number of rows for a pair without an expert.
 
-    Empty rows are zero. If any slot is past the end (a pair without an expert), the last row is empty, because
-    otherwise all rows would have a pair. A slot past the end therefore reads the last row, without a comparison.
+    Empty rows must be zero. If a pair has no expert, there are fewer pairs with rows than rows, and the last row is
+    empty. A slot past the end reads that last row, and so adds zero, without a comparison.
     """
     first, *others = (_row(rows, column).astype(jnp.float32) for column in slots.T)
     for other in others:
