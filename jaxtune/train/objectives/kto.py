@@ -31,9 +31,11 @@ _SIDES = ("chosen", "rejected")  # TRL's names of desirable and undesirable answ
 
 @dataclasses.dataclass(frozen=True)
 class KTO(Referenced):
-    """The objective of Kahneman-Tversky optimisation (arXiv 2402.01306, equations 7 and 8): single answers, each of
-    which is desirable or undesirable. The KL divergence is estimated as in TRL: the mean over a micro-batch, at least
-    0. beta: the larger it is, the less the model moves away from the reference."""
+    """The objective of Kahneman-Tversky optimisation (arXiv 2402.01306, equations 7 and 8): rows have a single answer,
+    which is labelled as desirable or undesirable. The loss moves the answer's log-ratio, log p(answer) - log
+    p_ref(answer) under a reference model, above or below the KL divergence between model and reference. The divergence
+    is estimated as in TRL: the mean over a micro-batch, at least 0. beta: the larger it is, the less the model moves
+    away from the reference."""
 
     desirable_weight: float = 1.0
     """The factor of the losses of desirable answers."""
@@ -53,8 +55,15 @@ class KTO(Referenced):
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
     ) -> PairDataset:
         """Reads and tokenises labelled rows into pairs of documents: each row's own answer, and after the same prompt
-        the answer of the row before, which is mismatched. `rows` that are a PairDataset are returned as they are.
-        tokenizer, data, vocab_size and max_rows, and the errors, are those of Objective.prepare."""
+        the answer of the row before, which is mismatched. Raises ValueError if the rows cannot be trained on.
+
+        Args:
+          rows: a path, a data set's name or a list of dicts; a PairDataset is checked and returned.
+          tokenizer: a fast Hugging Face tokenizer.
+          data: the options of reading, templates and packing.
+          vocab_size: the model's; larger token ids are refused.
+          max_rows: the most rows to read; None reads all.
+        """
         given = isinstance(rows, PairDataset)
         made = super().prepare(rows, tokenizer, data, vocab_size=vocab_size, max_rows=max_rows)
         if given:
@@ -64,9 +73,9 @@ class KTO(Referenced):
         return dataclasses.replace(made, documents=documents, labels=labels, reference=reference)
 
     def loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """KTO's loss of `batch`, a micro-batch of pairs: (sum of the losses, number of answers, {name: sum} for each
-        name in `sums`), float32 scalars that are added up over micro-batches and devices. forward: runs `model` and
-        its reference, and computes log-probabilities."""
+        """KTO's loss of `batch`, a micro-batch of pairs (an answer and a mismatched one): (sum of the losses, number of
+        answers without the mismatched ones, {name: sum} for each name in `sums`), float32 scalars that are added up
+        over micro-batches and devices. forward: runs `model` and its reference, and computes log-probabilities."""
         answers = sum_log_probs(model, forward(model, batch), batch, forward)
         ratios = self.unscaled_rewards(model, batch, forward, answers)
         there = batch.extra[PAIRS]
@@ -84,9 +93,10 @@ class KTO(Referenced):
             return losses.sum(), count, jax.lax.stop_gradient(sums)
 
     def metrics(self, sums: Mapping[str, Any]) -> dict[str, Any]:
-        """The means of rewards and log-probabilities over desirable ("chosen") and undesirable ("rejected") answers, 0
-        for a kind of which there is none, and the estimated KL divergence. sums: the totals of what `loss` returns, by
-        name, with "loss" and "count"."""
+        """{name: number}: "rewards/..." and "logps/...", the means of rewards and log-probabilities over desirable
+        ("chosen") and undesirable ("rejected") answers, 0 for a kind of which there is none; "rewards/margins", their
+        difference; and "kl", the estimated divergence. sums: the totals of what `loss` returns, by name, with "loss"
+        and "count"."""
         chosen = sums["examples/chosen"]
         counts = {"chosen": chosen, "rejected": sums["count"] - chosen}
 
@@ -102,13 +112,15 @@ class KTO(Referenced):
 
 
 def with_mismatched_answers(documents: Documents) -> tuple[Documents, np.ndarray]:
-    """Replaces the empty document of each labelled row by its prompt with the answer of the row before.
+    """Makes the pairs of KTO: replaces the empty document of each labelled row by its prompt with the answer of the row
+    before (for the first row, that of the last one).
 
     Args:
       documents: two documents for each row, of which one is empty: the second if the answer is desirable, the first if
         it is undesirable.
     Returns:
-      (for each row its own document and the mismatched one, float32[rows] labels: 1 where the answer is desirable).
+      (two documents for each row, its own and the mismatched one; float32[rows] labels, 1 where the answer is
+        desirable).
     """
     labels = np.asarray(documents.lengths[0::2] > 0)
     own = [documents[2 * row + int(not desirable)] for row, desirable in enumerate(labels)]
@@ -116,14 +128,16 @@ def with_mismatched_answers(documents: Documents) -> tuple[Documents, np.ndarray
 
 
 def mismatched_in_groups(rows: PairDataset, size: int) -> PairDataset:
-    """Chooses the mismatched answers of rows as TRL does, among the rows of one batch.
+    """Chooses the mismatched answers of rows anew, as TRL does: among the rows of one batch. Scripts of jaxtune.compat
+    need it to get TRL's numbers.
 
     Rows are taken in groups of `size` consecutive rows. A row gets the answer of the row before it in its group, and
-    the first row of a group that of the last one. Rows whose answer begins beyond `rows.length` are left out first. The
-    result is a new data set, whose reference log-probabilities are not computed yet (NaN).
+    the first row of a group that of the last one. Rows of which truncation to `rows.length` tokens leaves no token of
+    the answer are left out first. The result is a new data set, whose reference log-probabilities are not computed yet
+    (NaN).
 
     Args:
-      rows: from `with_mismatched_answers`.
+      rows: a data set that KTO.prepare made.
       size: the number of rows in a group.
     """
     assert rows.labels is not None
@@ -136,14 +150,14 @@ def mismatched_in_groups(rows: PairDataset, size: int) -> PairDataset:
 
 
 def _mismatched(own: list[Document], size: int, source: Documents, places: np.ndarray) -> Documents:
-    """Pairs of documents, two for each of `own`: itself, then its prompt with the answer of the document before it in
-    its group, by which KTO estimates the KL divergence.
+    """Makes the pairs by which KTO estimates the KL divergence: for each document of `own` that document, and its
+    prompt with the answer of the document before it in its group.
 
     Args:
-      own: the documents, each a prompt and its answer.
+      own: n documents, each a prompt and its answer.
       size: the number of documents in a group; the first one of a group gets the answer of the last one.
-      source: the set that `own` comes from.
-      places: int[2 n], the index in `source` of the document whose file and line each result gets.
+      source: the set that the documents `own` come from.
+      places: int[2 n], for each document of the result the index in `source` of the one whose file and line it gets.
     """
     begins = [int(np.argmax(document.mask)) for document in own]
     made = []

@@ -21,8 +21,9 @@ SAMPLING: dict[str, Any] = {kind.name: kind for kind in (GRPO, RLOO)}
 
 
 def objective_of(config: TrainConfig) -> Objective:
-    """The objective that config.objective.name selects, constructed with the options of that section (those of reward
-    functions and tools belong to the batch source instead). Raises ValueError for an option out of its range."""
+    """The objective that config.objective.name selects, constructed with the options in the config's section
+    `objective`. The options of reward functions, tools and the teacher's format are left out, because the batch source
+    and the loading use those. Raises ValueError for an option out of its range."""
     wanted = config.objective
     if wanted.name == "sft":
         return SUPERVISED

@@ -15,23 +15,24 @@ from jaxtune.train.program.loss import Forward
 
 
 class Objective(Protocol):
-    """What a model is trained for: how rows become batches, what the loss of a batch is, and which metrics it has.
+    """What a model is trained for. `prepare` makes a data set of rows, `check` refuses a model that the objective
+    cannot train, `loss` computes the loss of a micro-batch as sums, and `metrics` makes metrics of the sums.
     Implementations are frozen, hashable values, such as frozen dataclasses, because compiled programs depend on them;
     sft.py has the smallest one."""
 
     unit: ClassVar[str]
-    """What the count of `loss` counts, in plural, such as "targets" or "pairs". The mean loss is a mean over them, and
-    the metrics have their number under this name."""
+    """What the count that `loss` returns counts, in plural, such as "targets" or "pairs". The loss of a step is the
+    mean over them, and the step's metrics have their number under this name."""
     sums: ClassVar[tuple[str, ...]]
-    """The names of the further sums that `loss` returns."""
+    """The names of the sums for metrics that `loss` returns in its dict, beside the loss and the count."""
     head: ClassVar[Head]
-    """The head that the model must have. The train command replaces a language model's head by a new one of this
-    kind."""
+    """The kind of head that the model must have: one that predicts tokens, or one that scores texts. The train command
+    replaces the head of a model of another kind by a new one."""
 
     @property
     def reference_runs(self) -> int:
-        """The number of forward passes of a frozen model in each loss (`Forward.frozen`), whose time the planner adds
-        to its forecast."""
+        """The number of forward passes of a frozen model (a reference or a teacher) in the computation of each loss,
+        whose time the planner adds to its forecast; 0 if there is none."""
         ...
 
     def prepare(
@@ -67,11 +68,11 @@ class Objective(Protocol):
 
         Args:
           model: the model that is trained.
-          batch: the rows.
+          batch: the rows of the micro-batch.
           forward: runs the model and computes log-probabilities; see Forward.
         Returns:
-          (the sum of the losses, the count of what they are of, {name: sum} for each name in `sums`): float32 scalars.
-          Gradients are taken of the first.
+          (the sum of the losses; the number of `unit` that were summed; {name: sum} for each name in `sums`): float32
+            scalars. Gradients are taken of the first.
         """
         ...
 

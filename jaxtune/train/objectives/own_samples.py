@@ -1,5 +1,5 @@
-"""The batch source of on-policy distillation: the rows of a step are answers that the student samples when the step
-comes, rows with their own answers, or some of each.
+"""The batch source of on-policy distillation: a data row is trained on with an answer that the student samples just
+before the step, or, in a share of cases, with the answer that the data set has.
 
 What is sampled depends on the seed, the number of the step and the weights alone, so an interrupted run continues to
 the same bits, and a checkpoint needs to record nothing.
@@ -39,32 +39,33 @@ _SHOWN = 160  # characters of a prompt or an answer on the screen
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """A row of an on-policy distillation, tokenised: the prompt that the student answers, and, if it is needed, the
-    row with its own answer."""
+    """A data row of an on-policy distillation, tokenised: the prompt that the student answers, and the same prompt with
+    the answer that the data set has."""
 
     prompt: tuple[int, ...]
     """The token ids up to the begin of the answer."""
     own: tuple[int, ...] = ()
-    """The token ids of the row with its own answer; () where that is never used."""
+    """The token ids of the prompt and the data set's answer; () if all answers are sampled, so that it is not
+    needed."""
     mask: tuple[bool, ...] = ()
-    """Which tokens of `own` are trained on."""
+    """For each token of `own`, whether it is trained on."""
 
 
 class OwnSamples(BatchSource):
-    """The batch source of on-policy distillation. A step has `documents` rows of the data, packed into rows of `length`
-    tokens, each with an answer that is sampled from the student or, with probability 1 - objective.on_policy, with its
-    own.
+    """The batch source (`BatchSource`) of on-policy distillation. A step has `documents` data rows, packed into rows of
+    `length` tokens. Each has an answer that is sampled from the student or, with probability 1 - objective.on_policy,
+    the answer that the data set has.
 
     Args:
-      rows: the rows; an epoch uses each once, in an order drawn for the epoch.
-      objective: tells how answers are sampled, and how many.
-      documents: the number of rows of the data in a step.
+      rows: the data rows; an epoch uses each once, in an order drawn for the epoch.
+      objective: its `drawing` has the options of sampling, and its `on_policy` the share of answers that are sampled.
+      documents: the number of data rows in a step.
       length: the number of tokens in a packed row.
-      seed: of sampling and of the order of rows.
-      decode: decodes token ids to text, for the screen.
+      seed: decides what is sampled, which answers are sampled, and the order of the data rows.
+      decode: a function that makes text of token ids, to show a sample on the screen.
       ends: the token ids that end an answer.
     Raises:
-      ConfigError: a row leaves no room for an answer.
+      ConfigError: the longest prompt with the longest answer is longer than a packed row.
     """
 
     sees_model = True
@@ -102,7 +103,7 @@ class OwnSamples(BatchSource):
 
     @property
     def max_documents(self) -> int:
-        """The most rows of the data in a packed row."""
+        """The most data rows, each with its answer, in one packed row."""
         return self._rows.places
 
     @property
@@ -113,8 +114,9 @@ class OwnSamples(BatchSource):
         return Batch.empty(rows, self.length)
 
     def batch_at(self, step: int, model: Callable[[], Decoder] | None = None) -> Batch:
-        """The batch of `step` (from 0), made once. Its answers are sampled with the model before that step, which the
-        function `model` returns."""
+        """The batch of `step` (from 0). It is made at the first call, which samples its answers; a second call for the
+        same step returns the same batch. model: a function that returns the model as it is before that step, which
+        samples."""
         if self._made is None or self._made[0] != step:
             assert model is not None, "sees_model is True, so the model is given"
             batch = self._rows.packed(self._answers(step, model), 0.0)
@@ -148,21 +150,23 @@ class OwnSamples(BatchSource):
         return news
 
     def metrics_at(self, step: int) -> dict[str, float]:
-        """The metrics of the answers that were sampled for the step, by TRL's names."""
+        """The metrics of the answers of `step`, {TRL's name: value}: the share that was sampled, the lengths of these,
+        the share that was cut off, and the seconds that sampling took. They are returned once; {} at a second call."""
         return self._metrics.pop(step, {})
 
     # ---- a step
 
     def _chosen(self, step: int) -> list[int]:
-        """The indices of the rows of a step. Steps take the rows of an epoch in the order of its permutation, then
-        those of the next epoch."""
+        """The indices of the data rows of `step`, in order. Steps take the rows of an epoch in the order that was drawn
+        for it, then those of the next epoch, so one step may have rows of two epochs."""
         count, places = len(self.asked), range(step * self.documents, (step + 1) * self.documents)
         orders = {epoch: epoch_order(count, self.seed, epoch) for epoch in {place // count for place in places}}
         return [int(orders[place // count][place % count]) for place in places]
 
     def _answers(self, step: int, model: Callable[[], Decoder]) -> list[Answer]:
-        """The rows of `step` with their answers, in the order of the step. Which of them are sampled is drawn; the
-        others have their own answer. `model` returns the model that samples."""
+        """The data rows of `step` with their answers, in the order of the step. Which answers are sampled is drawn by
+        the seed and the step; the others are those of the data set. model: a function that returns the model that
+        samples."""
         chosen = self._chosen(step)
         draws = [_draws(self.seed, step, place) for place in range(len(chosen))]
         places = [place for place, (_, draw) in enumerate(draws) if draw < self.objective.on_policy]
@@ -175,8 +179,15 @@ class OwnSamples(BatchSource):
         return found
 
     def _sampled(self, model: Decoder, step: int, chosen: Sequence[int], seeds: Sequence[int]) -> list[Answer]:
-        """Answers sampled from `model` before `step` to the prompts of the rows with the indices `chosen`, each with
-        its own of `seeds`, in their order; their metrics are kept for `metrics_at`."""
+        """Samples answers to the prompts of some data rows of a step, and returns them in the order of `chosen`. Their
+        metrics are kept for `metrics_at`.
+
+        Args:
+          model: the student, as it is before the step.
+          step: the number of the step, from 0.
+          chosen: the indices of the data rows.
+          seeds: the sampling seed of each answer.
+        """
         # The weights are waited for, so that the memory of the step before is free and counts as room for slots.
         jax.block_until_ready(jax.tree.leaves(nnx.state(model)))
         how, started = self.objective.drawing, time.monotonic()
@@ -213,8 +224,8 @@ class OwnSamples(BatchSource):
         return found
 
     def _tell(self, answer: Answer, cut: float) -> None:
-        """Adds the sampled `answer` with its prompt to the news, and a warning if `cut`, the share of answers that
-        reached the most tokens, is large."""
+        """Adds lines for the screen, which `news` returns: `answer`, one of the sampled answers, with its prompt, and a
+        warning if many answers are cut off. cut: the share of answers that reached the most tokens, from 0 to 1."""
         asked, given = (" ".join(self._decode(ids).split()) for ids in (answer.prompt_ids, answer.ids))
         self._news.append(f"a sample: {asked[-_SHOWN:]} -> {given[:_SHOWN]}")
         if cut > _CUT_OFF:
@@ -232,7 +243,7 @@ def own_samples(
     ends: Sequence[int],
     positions: int,
 ) -> OwnSamples:
-    """The batch source of an on-policy distillation.
+    """Reads and tokenises the rows of an on-policy distillation, and makes its batch source of them.
 
     Args:
       objective: the objective, whose on_policy is above 0.
@@ -242,7 +253,8 @@ def own_samples(
       ends: the token ids that end an answer.
       positions: the most tokens of a prompt and its answer that the model allows.
     Raises:
-      ConfigError: rows or lengths do not fit; rows that are tokenised already.
+      ConfigError: a row cannot be used (unless data.on_bad_row is "skip"), data.length is too short, or the rows are
+        tokenised already, so that their prompts are not known.
     """
     if isinstance(rows, TokenDataset):
         raise ConfigError(
@@ -263,14 +275,15 @@ def own_samples(
 
 
 class _Reading:
-    """Makes an Asked of each row.
+    """A function that makes an Asked (tokenised prompt and answer) of a data row.
 
     Args:
       tokenizer: a fast Hugging Face tokenizer.
       data: the options of templates and masks.
-      length: the most tokens of a row with its own answer.
+      length: the most tokens of a prompt with the data set's answer.
       most_tokens: the most tokens of a prompt.
-      answered: whether rows need answers of their own.
+      answered: True: every row must have an answer, which is tokenised too. False: only the prompt is tokenised,
+        because all answers are sampled.
     """
 
     def __init__(
@@ -297,15 +310,17 @@ class _Reading:
 
 
 def _with_own_answer(index: int, row: Asked) -> Answer:
-    """`row`, number `index` of the data, with its own answer, which begins with the first trained token; an empty
-    answer if that is never used."""
+    """The data row `row` with the answer that the data set has, as the Answer that is packed into a batch. The answer
+    begins with the first trained token; it is empty if `row` has none, because all answers are sampled. index: the
+    row's index."""
     first = row.mask.index(True, 1) if row.own else 0
     ids = row.own[first:]
     return Answer(index, row.own[:first], ids, (0.0,) * len(ids), "stop", sampled=row.mask[first:])
 
 
 def _draws(seed: int, step: int, place: int) -> tuple[int, float]:
-    """(the sampling seed of an answer, 31 bits; a number from 0 to below 1 that decides whether it is sampled), which
-    depend on the run's seed, the step and the number of the row within it (`place`)."""
+    """Two numbers drawn for one answer: (its sampling seed, of 31 bits; a number from 0 to below 1, and the answer is
+    sampled if it is below on_policy). seed: the run's. step: the step's number. place: the index of the answer in the
+    step. They depend on these alone, so that a resumed run draws the same."""
     raw = np.random.Philox(key=np.array([seed, step], np.uint64), counter=place).random_raw(2)
     return int(raw[0] >> np.uint64(33)), float(raw[1] >> np.uint64(11)) / 2.0**53

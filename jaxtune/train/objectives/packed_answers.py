@@ -24,22 +24,23 @@ SHARE = "share"  # float32 [rows]: the row's part of the count by which a mean o
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """A prompt that answers are sampled for, from one row."""
+    """The prompt of a data row, to which answers are sampled."""
 
     given: Turns
-    """Text or a list of messages, as reward functions get it."""
+    """The prompt as reward functions get it: text, or a list of messages."""
     ids: tuple[int, ...]
-    """Its token ids, up to the begin of the answer."""
+    """Its token ids, up to where the answer begins."""
     columns: Mapping[str, object]
-    """The row's other columns, for reward functions."""
+    """{name: value} of the row's other columns, for reward functions and tools."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How answers are sampled; names and defaults are TRL's."""
+    """How answers are sampled, and how often they are trained on; names and defaults are TRL's. The answers of one
+    generation are sampled at once, by one state of the weights."""
 
     num_generations: int = 8
-    """Answers to each prompt: a group, within which rewards are compared."""
+    """The number of answers to each prompt, at least 2; they are a group, within which rewards are compared."""
     max_completion_length: int = 512
     """The most tokens of an answer."""
     temperature: float = 1.0
@@ -47,9 +48,9 @@ class Settings:
     top_k: int = 0
     """Only this number of the most probable tokens can be sampled; 0 is all."""
     top_p: float = 1.0
-    """Only the most probable tokens with this total probability can be sampled."""
+    """Only the most probable tokens whose probabilities add up to top_p can be sampled; 1 is all."""
     min_p: float = 0.0
-    """Only tokens with at least this share of the highest probability can be sampled."""
+    """Only tokens whose probability is at least min_p times the highest one can be sampled; 0 is all."""
     repetition_penalty: float = 1.0
     """The penalty on tokens that the prompt or the answer already has; 1 is none."""
 
@@ -57,10 +58,11 @@ class Settings:
     """Whether answers that reach max_completion_length without an end are left out of the loss."""
 
     num_iterations: int = 1
-    """How often each answer is trained on."""
+    """The number of steps in which each answer is trained on."""
 
     steps_per_generation: int = 1
-    """The number of steps among which the answers of a generation are divided."""
+    """The number of steps among which the answers of a generation are divided, so that each trains on a part of
+    them."""
 
     slots: int = 64
     """The most answers that are sampled at a time."""
@@ -76,34 +78,36 @@ class Settings:
 
     @property
     def steps(self) -> int:
-        """The number of optimizer steps that use the answers of one generation."""
+        """The number of optimizer steps from one generation to the next: steps_per_generation times num_iterations."""
         return self.steps_per_generation * self.num_iterations
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """A sampled answer and its advantage."""
+    """An answer to a prompt, sampled and scored, as it is packed into a batch and saved in checkpoints."""
 
     prompt: int
-    """The index of its prompt in `SampledAnswers.prompts`."""
+    """The index of its prompt in the batch source's list of all prompts (`SampledAnswers.prompts`)."""
     prompt_ids: tuple[int, ...]
-    """The token ids before its first one: those of the prompt, which an environment may have added to."""
+    """The token ids of its prompt, with what an environment may have added to it."""
     ids: tuple[int, ...]
-    """Its token ids, with the token that ended it, if one did, and with the tokens of what tools answered."""
+    """The token ids of the answer, with those of what tools returned, and with the token that ended it, if one did."""
     logps: tuple[float, ...]
     """The log-probability of each token that the sampler reported, at the sampling temperature; 0 for tokens that were
     not sampled."""
     finish_reason: str
-    """Why it ended: "length" if it reached the most tokens."""
+    """"length" if the answer ended because it reached the most tokens; "stop" if a token ended it."""
     sampled: tuple[bool, ...] | None = None
-    """Whether each token was sampled from the model, and not written by a tool; None: all were. The others have no part
-    in the loss."""
+    """For each token of `ids`: True if the model sampled it; False if a tool returned it, and it is left out of the
+    loss. None: all were sampled."""
     advantage: float = 0.0
-    """How much better its reward is than those of its group (`Advantages`); 0 until the rewards are known."""
+    """How much better its reward is than those of its group, the answers to the same prompt; 0 until the rewards are
+    known."""
 
     @property
     def mask(self) -> np.ndarray:
-        """bool[tokens]: `sampled`, or ones if that is None."""
+        """bool[tokens], with an entry for each of `ids`: True where the token was sampled. It is `sampled`, or all True
+        if that is None."""
         return np.ones(len(self.ids), bool) if self.sampled is None else np.asarray(self.sampled, bool)
 
     @property
@@ -129,24 +133,27 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class AnswerRows:
-    """Packs answers, each with its prompt, into the rows of a batch."""
+    """Packs answers, each after its prompt, into the rows of a batch. `packed` makes a batch, and `empty` one of the
+    same form without answers, with which the train step is compiled."""
 
     rows: int
     """The number of rows of a batch."""
     length: int
     """The number of tokens of a row."""
     places: int
-    """The most answers of a row."""
+    """The most answers in a row; the arrays for each answer have the shape [rows, places]."""
     masks_truncated: bool = False
-    """Whether answers that reached the most tokens are left out of the loss."""
+    """Whether answers that reached the most tokens without an end are left out of the loss (True) or count (False)."""
     has_old: bool = False
-    """Whether batches have OLD_LOGPS."""
+    """Whether batches have an array for the log-probabilities under the model that sampled, filled later
+    (OLD_LOGPS)."""
     has_reference: bool = False
-    """Whether batches have REFERENCE_LOGPS."""
+    """Whether batches have an array for the log-probabilities under the reference model, filled later
+    (REFERENCE_LOGPS)."""
 
     def empty(self, rows: int) -> Batch:
-        """A batch of `rows` rows without answers, as new numpy arrays, with zeros in all the arrays of `extra` that
-        batches have."""
+        """A batch of `rows` rows of padding without answers, as new numpy arrays. Its `extra` has zeros for all further
+        arrays that batches of answers have, such as advantages."""
         batch = Batch.empty(rows, self.length)
         places, slots = (rows, self.places), (rows, self.length)
         extra = {
@@ -163,13 +170,14 @@ class AnswerRows:
         return dataclasses.replace(batch, extra=extra)
 
     def counted(self, answer: Answer) -> int:
-        """The number of tokens of an answer that count in the loss: all that were sampled, or 0 if the answer was cut
-        off and such are masked."""
+        """The number of tokens of an answer that count in the loss: all that were sampled; but 0 if the answer reached
+        the most tokens and `masks_truncated` is True."""
         return 0 if self.masks_truncated and answer.finish_reason == "length" else answer.length
 
     def packed(self, answers: Sequence[Answer], tokens: float) -> Batch:
-        """The batch of these answers, those of one step. tokens: the counted tokens of the generation divided by
-        steps_per_generation, by which GRPO can divide the step's loss; they are spread over the rows as SHARE."""
+        """Packs `answers`, those of one step, into a batch. tokens: a number by which the loss of the step may be
+        divided, that of the counted tokens of the whole generation divided by steps_per_generation. The array SHARE
+        divides it equally over the rows, so that devices that have some of the rows can add it up."""
         batch = self.empty(self.rows)
         for answer, place in zip(answers, self.places_of(answers), strict=True):
             self._write(batch, *place, answer)
@@ -177,8 +185,9 @@ class AnswerRows:
         return batch
 
     def places_of(self, answers: Sequence[Answer]) -> list[tuple[int, int, int]]:
-        """Where each of `answers` goes: a list of (row, index in the row of the prompt's first token, number of the
-        answer within the row), by first fit with the longest first. All of them must fit into the rows of a batch."""
+        """Where each of `answers` is written: a list of (row, index in the row of the prompt's first token, number of
+        the answer within the row, from 0). The longest answer is placed first, each in the first row with room. All of
+        them must fit."""
         used, filled = np.zeros(self.rows, np.int64), np.zeros(self.rows, np.int64)
         sizes = [len(answer.prompt_ids) + len(answer.ids) for answer in answers]
         found = [(0, 0, 0)] * len(answers)
@@ -190,8 +199,15 @@ class AnswerRows:
         return found
 
     def _write(self, batch: Batch, row: int, at: int, place: int, answer: Answer) -> None:
-        """Writes a prompt and its answer into row `row` of a batch, from token `at` of the row on, as the answer number
-        `place` (from 0) of the row."""
+        """Writes a prompt and its answer into the arrays of `batch`.
+
+        Args:
+          batch: the batch.
+          row: the index of the row.
+          at: the index in the row of the prompt's first token.
+          place: the number of the answer within the row, from 0.
+          answer: the answer, with its prompt.
+        """
         ids = np.array([*answer.prompt_ids, *answer.ids], np.int32)
         here, begin = slice(at, at + len(ids)), at + len(answer.prompt_ids) - 1
         batch.tokens[row, here] = ids

@@ -34,7 +34,8 @@ _RATIO = "sampling/importance_sampling_ratio/mean"
 
 @dataclasses.dataclass(frozen=True)
 class GRPO:
-    """The objective (`objective.Objective`) of group-relative policy optimisation (arXiv 2402.03300) and its variants.
+    """The objective (`objective.Objective`) of group-relative policy optimisation (arXiv 2402.03300) and its variants:
+    the answers to a prompt that are better than the others become more probable.
 
     The reference of the KL divergence is the model with its adapter off, unless the batches have the reference's
     log-probabilities (packed_answers.REFERENCE_LOGPS).
@@ -47,17 +48,19 @@ class GRPO:
     """The options of the loss, which choose the variant."""
 
     scale_rewards: grpo.Scale = "group"
-    """Whose standard deviation divides the advantages: that of the "group", of the "batch", or "none"."""
+    """The standard deviation of rewards by which advantages are divided: that over the answers to one prompt ("group"),
+    that over all answers of a generation ("batch"), or "none": they are not divided."""
 
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
-    """Whether the rewards of several functions are added up before or after they are normalised."""
+    """"sum_then_normalize": the rewards of several functions are added up, and the sum is normalised.
+    "normalize_then_sum": those of each function are normalised first, and then added up."""
 
     importance_sampling_correction: bool = True
     """Whether the loss is corrected for the difference between the sampler's and the trainer's probabilities."""
 
     importance_sampling_mode: Correction = "sequence_mask"
-    """Whether the correction's ratio is that of each token or of each answer, and whether ratios beyond the bounds are
-    clipped ("truncate") or set to 0 ("mask")."""
+    """"token_..." or "sequence_...": the correction's ratio is that of each token, or one for each answer.
+    "..._truncate": ratios beyond the bounds are clipped to them; "..._mask": they become 0."""
     importance_sampling_clip_max: float | None = 3.0
     """The upper bound of the correction's ratio; None is no bound."""
     importance_sampling_clip_min: float | None = None
@@ -75,8 +78,9 @@ class GRPO:
 
     @classmethod
     def of(cls, **options: Any) -> GRPO:
-        """The objective with options by TRL's names, each put into `settings`, `losses` or this class. Options that are
-        not given have the defaults of this class."""
+        """Makes the objective from options with TRL's names, in one flat set: each is put into `settings`, `losses` or
+        this class, whichever has a field of that name (max_completion_length into both). Options that are not given
+        have the defaults of this class."""
         parts: dict[str, Any] = {}
         defaults = cls()
         for name, default in (("settings", defaults.settings), ("losses", defaults.losses)):
@@ -89,50 +93,54 @@ class GRPO:
     @property
     def unit(self) -> str:
         """What the mean loss is a mean over, in plural: "answers" (loss types grpo and sapo), "possible_tokens"
-        (dr_grpo: answers times the most tokens) or "tokens"."""
+        (dr_grpo: answers times max_completion_length) or "tokens" (the others)."""
         return {"grpo": "answers", "sapo": "answers", "dr_grpo": "possible_tokens"}.get(self.losses.loss_type, "tokens")
 
     @property
     def sums(self) -> tuple[str, ...]:
-        """The names of the sums that `loss` returns."""
+        """The names of the sums for metrics that `loss` returns, beside the loss and the count."""
         corrected = (_RATIO,) if self.importance_sampling_correction else ()
         return (*self._measured, "answers", _MISMATCH, *corrected)
 
     @property
     def _measured(self) -> tuple[str, ...]:
-        """The names of the sums that `_sums` returns: those of the loss, to which `sums` adds more."""
+        """The names of the sums for metrics that `_sums` returns; `loss` adds a few more, and `sums` has the names of
+        all."""
         return grpo.metric_names(self.losses)
 
     @property
     def over_generation(self) -> bool:
-        """Whether the loss of a step is divided by the mean number of tokens over the steps that share a generation of
-        answers, instead of the number of its own tokens, so that every token of the generation counts alike."""
+        """True (loss types dapo and cispo): the loss of a step is divided by the mean number of tokens over the steps
+        that share a generation of answers, so that every token of the generation counts alike. False: it is divided by
+        the count of the step itself."""
         return self.losses.loss_type in ("dapo", "cispo")
 
     @property
     def reference_runs(self) -> int:
-        """The forward passes of the reference in each loss, whose time the planner forecasts: 1, or 0 if beta is 0."""
+        """The number of forward passes of the reference in the computation of each loss, whose time the planner adds to
+        its forecast: 0 if beta is 0, else 1."""
         return 1 if self.losses.beta else 0
 
     @property
     def reuses(self) -> bool:
-        """Whether answers are trained on in several steps, so that batches need the log-probabilities of the model that
-        sampled."""
+        """True: answers are trained on in several steps, so the weights change after they were sampled, and batches
+        need the log-probabilities of the model that sampled. False: each generation is used in one step."""
         return self.settings.steps > 1
 
     @property
     def penalises(self) -> bool:
-        """Whether the KL divergence from the reference is subtracted from the rewards instead of being added to the
-        loss. False here; RLOO overrides it."""
+        """Whether the KL divergence from the reference is subtracted from the rewards (True, in RLOO), or added to the
+        loss (False, here)."""
         return False
 
     def advantages(self, rewards: np.ndarray, weights: np.ndarray, kl: np.ndarray | None = None) -> np.ndarray:
-        """The advantages of answers, float32[answers].
+        """The advantages of the answers of a generation, float32[answers].
 
         Args:
-          rewards: [answers, functions], the answers of a prompt one after another.
-          weights: [functions].
-          kl: [answers], the answers' divergences from the reference if `penalises`, else None.
+          rewards: float32[answers, functions], NaN where a function does not apply; the answers of a prompt are
+            consecutive.
+          weights: float32[functions], the factors of the functions' rewards.
+          kl: not used here; RLOO subtracts it (float32[answers]) from the rewards.
         """
         return group_advantages(
             rewards,
@@ -145,16 +153,17 @@ class GRPO:
     def prepare(
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
     ) -> TokenDataset:
-        """Always raises ConfigError: these objectives have no loss on held-out rows, which `prepare` is called for.
-        The arguments, which are not used, are those of Objective.prepare."""
+        """Always raises ConfigError. The interface asks for this method to tokenise rows whose loss is computed, and
+        the loss of this objective is only defined for sampled answers, so it has no held-out rows. No argument is
+        used."""
         raise ConfigError(
             f"data.eval, data.eval_rows: {self.name} has no loss on rows that nobody sampled; leave them out, and look "
             "at the reward"
         )
 
     def check(self, model: Decoder) -> None:
-        """Raises ValueError if the model cannot generate text, or cannot be its own reference (its adapter off)
-        although beta is not 0."""
+        """Raises ValueError if the model has no head that predicts tokens; or if beta is not 0 and the model with its
+        adapter off cannot be the reference, because it has no adapter or its base is trained too."""
         if self.losses.beta:
             require_fixed_base(self.name, model)
         if not model.config.head.is_text:
@@ -199,18 +208,18 @@ class GRPO:
             return loss, count, jax.lax.stop_gradient(sums)
 
     def _sums(self, answers: Answers) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """(sum of the losses, the count that divides it, {metric: sum}) of a batch of answers, by the loss of this
-        objective; RLOO overrides it."""
+        """(sum of the losses, the count that divides it, {metric: sum}) of a batch of answers: float32 scalars, here by
+        GRPO's loss; RLOO overrides it."""
         return grpo.grpo_sums(answers, self.losses)
 
     def _ratio(self, logps: jax.Array, sampled: jax.Array, mask: jax.Array) -> jax.Array | None:
-        """The importance ratio of the trainer's to the sampler's probabilities (`grpo.importance_ratio`), float32
-        [answers, tokens or 1]; None if `importance_sampling_correction` is off.
+        """The factors that correct the loss for a sampler that rounds differently from the trainer
+        (`grpo.importance_ratio`): float32[answers, tokens or 1]. None if `importance_sampling_correction` is off.
 
         Args:
-          logps: [answers, tokens], log-probabilities under the trainer's model at the time of sampling.
-          sampled: [answers, tokens], those that the sampler reported.
-          mask: [answers, tokens], 1 at tokens that count.
+          logps: float32[answers, tokens], log-probabilities under the trainer's model at the time of sampling.
+          sampled: float32[answers, tokens], the log-probabilities that the sampler reported.
+          mask: float32[answers, tokens], 1 at tokens that count.
         """
         if not self.importance_sampling_correction:
             return None
@@ -248,40 +257,48 @@ class RLOO(GRPO):
     losses: PolicyLoss = dataclasses.field(default_factory=lambda: PolicyLoss(beta=0.05))
 
     normalize_advantages: bool = False
-    """Whether the advantages are normalised by their mean and standard deviation over a generation."""
+    """True: the advantages are normalised to mean 0 and standard deviation 1 over a generation. False: they are not."""
 
     name: ClassVar[str] = "rloo"
 
     @property
     def over_generation(self) -> bool:
-        """Whether the loss of a step is divided by a count over the steps that share a generation: False, because it is
-        a mean over the answers of the step."""
+        """False: the loss of a step is divided by the number of its own answers, and not by a count over the steps that
+        share a generation."""
         return False
 
     @property
     def unit(self) -> str:
-        """What the mean loss is a mean over, in plural: "answers"."""
+        """"answers": the mean loss is a mean over them."""
         return "answers"
 
     @property
     def _measured(self) -> tuple[str, ...]:
-        """The names of the sums that `_sums` returns."""
+        """The names of the sums for metrics that `_sums` returns: GRPO's without "kl", which is measured with the
+        rewards."""
         return tuple(name for name in super()._measured if name != "kl")  # the divergence is measured with the rewards
 
     @property
     def reference_runs(self) -> int:
-        """The forward passes of the reference in each loss: 0, because it is not computed in a step."""
+        """0: no loss runs the reference, because it runs once for each generation, when the rewards are computed."""
         return 0  # the reference runs once for each generation, and not in the steps
 
     @property
     def penalises(self) -> bool:
-        """Whether the answers' divergences from the reference are subtracted from the rewards: if beta is above 0."""
+        """True if beta is above 0: the divergence of each answer from the reference is subtracted from its reward.
+        False: the reference is not needed."""
         return self.losses.beta > 0
 
     def advantages(self, rewards: np.ndarray, weights: np.ndarray, kl: np.ndarray | None = None) -> np.ndarray:
         """RLOO's advantages, float32[answers]: an answer's reward minus the mean of the other answers to its prompt.
-        rewards [answers, functions], weights [functions] and kl [answers] (or None) are those of GRPO.advantages; beta
-        times kl is subtracted from the rewards."""
+
+        Args:
+          rewards: float32[answers, functions], NaN where a function does not apply; the answers of a prompt are
+            consecutive.
+          weights: float32[functions], the factors of the functions' rewards.
+          kl: float32[answers], the divergence of each answer from the reference, of which beta times is subtracted from
+            its reward; None subtracts nothing.
+        """
         return rloo_advantages(
             rewards,
             self.settings.num_generations,
@@ -292,22 +309,22 @@ class RLOO(GRPO):
         )
 
     def _sums(self, answers: Answers) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """(sum of RLOO's losses, number of answers, {metric: sum}) of a batch of answers."""
+        """(sum of RLOO's losses, number of answers, {metric: sum}) of a batch of answers: float32 scalars."""
         return grpo.rloo_sums(answers, self.losses)
 
 
 class AnswerCuts:
-    """Copies the answers out of packed rows: arrays [rows, length] become arrays [answers, tokens], where `answers` is
-    the number of rows times the most answers of a row.
-
-    Attributes:
-      mask: float32[answers, tokens], 1 at tokens that count in the loss.
-      present: float32[answers], 0 where a row has no such answer.
-      advantages: float32[answers].
+    """Copies the answers out of packed rows, because the losses take an array with a row for each answer. Called with
+    an array [rows, length], it returns [answers, tokens], where `answers` is the number of rows times the most answers
+    of a row.
 
     Args:
-      batch: from rollouts.SampledAnswers.
+      batch: a batch of rollouts.SampledAnswers, whose `extra` says where in the rows the answers are.
       tokens: the most tokens of an answer.
+    Attributes:
+      mask: float32[answers, tokens], 1 at tokens that count in the loss.
+      present: float32[answers], 1 for an answer; 0 if the packed row has fewer answers than the most.
+      advantages: float32[answers], their advantages.
     """
 
     def __init__(self, batch: Batch, tokens: int):
@@ -332,9 +349,15 @@ _SCORED_ROWS = 4  # rows whose log-probabilities are computed in one call
 
 
 def log_probs_of(temperature: float, model: Decoder, batch: Batch) -> np.ndarray:
-    """float32[rows, length], a numpy array: the log-probabilities of a batch's targets under a model, with logits
-    divided by the temperature; 0 where the weight is 0. It is a `rollouts.Score` once the temperature is bound, and
-    computes `_SCORED_ROWS` rows at a time."""
+    """The log-probabilities of the targets (next tokens) of a batch under a model: float32[rows, length], a numpy
+    array, 0 where the weight is 0. It runs outside of the train step, `_SCORED_ROWS` rows at a time; with the
+    temperature bound by functools.partial it is what the batch source calls to score answers (`rollouts.Score`).
+
+    Args:
+      temperature: divides the logits.
+      model: the model.
+      batch: packed rows, numpy arrays.
+    """
     graph, state = nnx.split(model)
     rows = len(batch.tokens)
     found = np.zeros(batch.tokens.shape, np.float32)
@@ -348,19 +371,20 @@ def log_probs_of(temperature: float, model: Decoder, batch: Batch) -> np.ndarray
 
 
 def reference_log_probs(temperature: float, model: Decoder, batch: Batch) -> np.ndarray:
-    """float32[rows, length]: the log-probabilities of a batch's targets under the reference, which is `model` with its
-    adapter off, with logits divided by `temperature`; 0 where the weight is 0."""
+    """The log-probabilities of the targets (next tokens) of a batch under the reference, which is `model` with its
+    adapter off: float32[rows, length], a numpy array, 0 where the weight is 0. temperature: divides the logits."""
     return log_probs_of(temperature, without_adapter(model), batch)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _row_log_probs(graph, temperature, state, tokens, targets, segment_ids, positions) -> jax.Array:
-    """float32[rows, length]: the log-probabilities of targets under a model, compiled once for each shape.
+    """The log-probabilities of the targets of some rows under a model, float32[rows, length]; compiled once for each
+    shape.
 
     Args:
       graph, state: the nnx.GraphDef and nnx.State of the model.
       temperature: a float that the logits are divided by.
-      tokens, targets, segment_ids, positions: int32[rows, length], as in `Batch`.
+      tokens, targets, segment_ids, positions: int32[rows, length], the arrays of a `Batch`.
     """
     model = nnx.merge(graph, state)
     batch = Batch(tokens, targets, jnp.zeros(tokens.shape), segment_ids, positions)

@@ -39,15 +39,17 @@ METRICS = (
 
 @dataclasses.dataclass(frozen=True)
 class Answers:
-    """The log-probabilities of each answer of a batch of pairs. Arrays are float32[rows, most pairs of a row, 2], with
-    the chosen answer at index 0 of the last axis and the rejected one at 1."""
+    """The log-probabilities of each answer of a batch of packed pairs. Arrays are float32[rows, most pairs of a row,
+    2], with the chosen answer at index 0 of the last axis and the rejected one at 1."""
 
     logps: jax.Array
     """The sum of the log-probabilities of the answer's tokens, in nats; 0 where there is no pair."""
     tokens: jax.Array
-    """The number of these tokens, at least 1 so that it can divide; in `documents`, 0 where there is no pair."""
+    """The number of tokens that `logps` sums up; at least 1, so that it can divide (but 0 in `documents` where there is
+    no pair)."""
     documents: Answers | None = None
-    """The same of the whole documents, prompt and answer; None if they were not asked for."""
+    """The same sums and numbers over all tokens of each document, prompt and answer; None if they were not asked
+    for."""
 
     @property
     def means(self) -> jax.Array:
@@ -58,14 +60,15 @@ class Answers:
 def sum_log_probs(
     model: Decoder, hidden: jax.Array, batch: Batch, forward: Forward, documents: bool = False
 ) -> Answers:
-    """The log-probabilities of a batch's answers under a model.
+    """Computes the log-probabilities of a batch's answers under a model.
 
     Args:
       model: the model.
       hidden: [rows, length, hidden size], its hidden states for the batch after the final norm.
       batch: packed pairs.
       forward: computes the losses of tokens from hidden states.
-      documents: whether the sums over whole documents are computed too.
+      documents: True: the sums over whole documents, prompt and answer, are computed too. False: Answers.documents is
+        None.
     """
     weighed = batch
     if documents:  # weight 1 at every token that is followed by another one of its document
@@ -86,12 +89,15 @@ def sum_log_probs(
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """The base class of objectives (`objective.Objective`) over pairs of documents, such as DPO and reward models."""
+    """The base class of objectives (`objective.Objective`) over pairs of documents, such as DPO and reward models. A
+    pair is one prompt with a chosen and with a rejected answer. It has `prepare` and `metrics`; a subclass defines
+    `check`, `loss` and the names in `sums`."""
 
     name: ClassVar[str]
     """The name by which objective.name selects it."""
     row_format: ClassVar[str] = PREFERENCE
-    """The row format that it reads, of `data.formats`."""
+    """The format of data rows that it reads, one of those in `data.formats`: rows with two answers, unless a subclass
+    says otherwise."""
     unit: ClassVar[str] = "pairs"
     head: ClassVar[Head] = TEXT
     sums: ClassVar[tuple[str, ...]]
@@ -99,9 +105,16 @@ class Pairs:
     def prepare(
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
     ) -> PairDataset:
-        """Reads and tokenises rows into pairs of documents, the prompt with each of its two answers; `rows` that are a
-        PairDataset are only checked. tokenizer, data, vocab_size and max_rows, and the errors, are those of
-        Objective.prepare; also raises ConfigError for options of `data` that pairs cannot have."""
+        """Reads and tokenises rows into pairs of documents, the prompt with each of its two answers. Raises ValueError
+        if the rows cannot be trained on, and ConfigError for options of `data` that pairs cannot have.
+
+        Args:
+          rows: a path, a data set's name or a list of dicts; a PairDataset is checked and returned.
+          tokenizer: a fast Hugging Face tokenizer.
+          data: the options of reading, templates and packing.
+          vocab_size: the model's; larger token ids are refused.
+          max_rows: the most rows to read; None reads all.
+        """
         if not isinstance(rows, PairDataset):
             options = {key: getattr(data, key) for key in (*ROW_OPTIONS, "cache_dir", "num_workers")}
             if data.format not in ("auto", self.row_format):
@@ -132,35 +145,42 @@ class Pairs:
 
 @dataclasses.dataclass(frozen=True)
 class Preference(Pairs):
-    """The base class of objectives that compare the implicit rewards of a pair's answers. A subclass defines
-    `pair_losses`, and `unscaled_rewards` if they are not plain log-probabilities."""
+    """The base class of objectives that compare the implicit rewards of a pair's answers, beta times a log-probability
+    or a log-ratio to a reference. A subclass defines `pair_losses`, and overrides `unscaled_rewards` if its rewards are
+    not from log-probabilities alone."""
 
     beta: float = 0.1
     """The scale of the rewards: the reward of an answer is beta times its `unscaled_rewards`."""
 
     sums: ClassVar[tuple[str, ...]] = METRICS
     by_mean: ClassVar[bool] = False
-    """Whether the log-probability of an answer is the mean over its tokens instead of the sum, in rewards and
-    metrics."""
+    """True: the log-probability of an answer is the mean over its tokens, in rewards and metrics. False: it is the
+    sum."""
     documents: ClassVar[bool] = False
-    """Whether `pair_losses` needs `Answers.documents`."""
+    """Whether `pair_losses` needs the log-probabilities of whole documents (`Answers.documents`), which `loss` then
+    computes."""
 
     def check(self, model: Decoder) -> None:
-        """Accepts every model: without a reference, nothing about it can be wrong."""
+        """Accepts every model, because without a reference nothing about it can be wrong. model: not used here."""
 
     def unscaled_rewards(self, model: Decoder, batch: Batch, forward: Forward, answers: Answers) -> jax.Array:
-        """The implicit reward of each answer of `batch` divided by beta: float32[rows, most pairs, 2]. Here it is the
-        answer's log-probability (its mean over tokens if `by_mean`); with a reference, the log-ratio to the reference.
-        answers: the log-probabilities under `model`. forward: runs a model; not used here."""
+        """The implicit reward of each answer of a batch divided by beta: float32[rows, most pairs, 2], chosen answers
+        at index 0. Here it is the answer's log-probability (its mean over tokens if `by_mean`). `Referenced` overrides
+        it with the log-ratio to the reference.
+
+        Args:
+          model, batch, forward: the model, the packed pairs, and what runs a model; for subclasses, not used here.
+          answers: the log-probabilities of the answers under `model`.
+        """
         return answers.means if self.by_mean else answers.logps
 
     def pair_losses(self, unscaled: jax.Array, answers: Answers) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """(the losses of pairs, {name: a further metric of each pair}), float32[rows, most pairs] each. Entries
-        without a pair are ignored. Each subclass defines it.
+        """Abstract: each subclass defines its loss here. Returns (the losses of pairs, {name: a further metric of each
+        pair}), float32[rows, most pairs] each. Entries without a pair may have any value; `loss` ignores them.
 
         Args:
-          unscaled: from `unscaled_rewards`, the rewards before they are multiplied by beta: float32[rows, most pairs,
-            2], first those of the chosen answers, then those of the rejected ones.
+          unscaled: float32[rows, most pairs, 2], the rewards before they are multiplied by beta, first those of the
+            chosen answers, then those of the rejected ones.
           answers: the log-probabilities under the model; with `documents` if the class asks for them.
         """
         raise NotImplementedError
@@ -186,8 +206,8 @@ def require_fixed_base(name: str, model: Decoder) -> None:
     """Checks that the model with its adapter off can be the reference: it has an adapter, and only the adapter trains.
 
     Args:
-      name: the objective's, for the message.
-      model: the model; its arrays may be shapes.
+      name: the objective's name, for the message.
+      model: the model; its arrays may be jax.ShapeDtypeStruct.
     Raises:
       ValueError: the model has no adapter, or its base trains too; the message says what to change.
     """
@@ -208,26 +228,37 @@ def require_fixed_base(name: str, model: Decoder) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Referenced(Preference):
-    """The base class of preference objectives with a reference model: the model with its adapter off.
+    """The base class of preference objectives with a reference model: the model with its adapter off. Its rewards are
+    log-ratios, log p(answer) - log p_ref(answer).
 
-    Its log-probabilities are taken from the data set (`PairDataset.reference`) if that has them.
+    The reference's log-probabilities are taken from the data set (`PairDataset.reference`) if that has them; otherwise
+    each loss computes them.
     """
 
     precompute_ref_log_probs: bool = dataclasses.field(default=False, kw_only=True)
-    """Whether the reference's log-probabilities are computed once before training, instead of in every step."""
+    """True: the reference's log-probabilities are computed once before training. False: they are computed in every
+    step."""
 
     @property
     def reference_runs(self) -> int:
-        """The forward passes of the reference in each loss: 1, or 0 if its log-probabilities are computed before
-        training."""
+        """The number of forward passes of the reference in the computation of each loss: 1, or 0 if its
+        log-probabilities are computed before training."""
         return 0 if self.precompute_ref_log_probs else 1
 
     def prepare(
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
     ) -> PairDataset:
-        """Reads and tokenises rows into pairs, as Pairs.prepare does, whose arguments (rows, tokenizer, data,
-        vocab_size, max_rows) it takes. If the reference's log-probabilities are to be computed before training, they
-        are NaN in the data set; the Trainer then fills them in (`references.fill_reference`)."""
+        """Reads and tokenises rows into pairs of documents, the prompt with each of its two answers. With
+        precompute_ref_log_probs the data set has an array for the reference's log-probabilities, NaN until the Trainer
+        fills it (`references.fill_reference`). Raises ValueError if the rows cannot be trained on.
+
+        Args:
+          rows: a path, a data set's name or a list of dicts; a PairDataset is checked and returned.
+          tokenizer: a fast Hugging Face tokenizer.
+          data: the options of reading, templates and packing.
+          vocab_size: the model's; larger token ids are refused.
+          max_rows: the most rows to read; None reads all.
+        """
         made = super().prepare(rows, tokenizer, data, vocab_size=vocab_size, max_rows=max_rows)
         if self.precompute_ref_log_probs and made.reference is None:
             made = dataclasses.replace(made, reference=np.full(len(made.documents), np.nan, np.float32))
@@ -239,36 +270,48 @@ class Referenced(Preference):
         require_fixed_base(self.name, model)
 
     def reference(self, model: Decoder, batch: Batch, forward: Forward) -> jax.Array:
-        """float32[rows, most pairs, 2]: the log-probabilities of the answers of a batch of pairs under the reference,
-        which is `model` with its adapter off. forward: runs it, without gradient."""
+        """The log-probabilities of the answers of a batch of pairs under the reference, which is `model` with its
+        adapter off: float32[rows, most pairs, 2], chosen answers at index 0. forward: runs the reference, without
+        gradient."""
         base = without_adapter(model)
         return sum_log_probs(base, forward.frozen(base, batch), batch, forward).logps
 
     def unscaled_rewards(self, model: Decoder, batch: Batch, forward: Forward, answers: Answers) -> jax.Array:
-        """The log-ratio of each answer's probability under `model` (`answers`) to that under the reference:
-        float32[rows, most pairs, 2]. The reference runs here, by `forward`, unless `batch` has its
-        log-probabilities."""
+        """The log-ratio of each answer, log p - log p_ref: float32[rows, most pairs, 2], chosen answers at index 0. The
+        reference runs here, by `forward`, unless `batch` has its log-probabilities.
+
+        Args:
+          model: the model that is trained; with its adapter off it is the reference.
+          batch: the packed pairs.
+          forward: runs a model.
+          answers: the log-probabilities of the answers under `model`.
+        """
         reference = batch.extra[REFERENCE] if REFERENCE in batch.extra else self.reference(model, batch, forward)
         return answers.logps - reference
 
 
 @dataclasses.dataclass(frozen=True)
 class DPO(Referenced):
-    """Direct preference optimisation (arXiv 2305.18290): the loss compares the log-ratios of a pair's answers to a
-    reference model. beta: the larger it is, the less the model moves away from the reference."""
+    """Direct preference optimisation (arXiv 2305.18290): the loss compares the log-ratios, log p - log p_ref under a
+    reference model, of a pair's chosen and rejected answer. beta: the larger it is, the less the model moves away from
+    the reference."""
 
     name: ClassVar[str] = "dpo"
 
     loss_type: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
-    """The loss of the difference of log-ratios: "sigmoid"; "ipo" (arXiv 2310.12036), which divides log-ratios by the
-    number of the answer's tokens; or "hinge" (arXiv 2305.10425)."""
+    """The loss of d, the log-ratio of the chosen answer minus that of the rejected one: "sigmoid" is -log sigmoid(beta
+    d); "hinge" (arXiv 2305.10425) is max(0, 1 - beta d); "ipo" (arXiv 2310.12036) is (d - 1 / (2 beta)) squared, with
+    log-ratios divided by the number of the answer's tokens."""
     label_smoothing: float = 0.0
-    """The probability that a preference is labelled wrongly, for loss_type="sigmoid"."""
+    """The probability, from 0 to below 1, that a preference is labelled wrongly; only loss_type="sigmoid" uses it."""
 
     def pair_losses(self, unscaled: jax.Array, answers: Answers) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """(the losses of pairs by `loss_type`, float32[rows, most pairs]; {}, no further metrics). unscaled:
-        float32[rows, most pairs, 2], the rewards before they are multiplied by beta: here the log-ratio of each
-        answer to the reference, first of the chosen, then of the rejected one. answers: gives their tokens for "ipo".
+        """(the losses of pairs by `loss_type`, float32[rows, most pairs]; {}, no further metrics).
+
+        Args:
+          unscaled: float32[rows, most pairs, 2], the log-ratio of each answer to the reference, first of the chosen,
+            then of the rejected one.
+          answers: only the numbers of their tokens are used, for "ipo".
         """
         if self.loss_type == "ipo":
             unscaled = unscaled / answers.tokens
@@ -322,28 +365,34 @@ class ORPO(Preference):
 
 @dataclasses.dataclass(frozen=True)
 class SimPO(Preference):
-    """Simple preference optimisation (arXiv 2405.14734), which needs no reference: the loss compares the mean
-    log-probabilities of a pair's answers, with a margin."""
+    """Simple preference optimisation (arXiv 2405.14734), which needs no reference: the loss of a pair is -log
+    sigmoid(beta d - simpo_gamma), where d is the mean log-probability of the chosen answer's tokens minus that of the
+    rejected one's."""
 
     beta: float = 2.0
     simpo_gamma: float = 0.5
-    """The margin by which the rewards of chosen and rejected answers should differ."""
+    """The margin by which the reward of the chosen answer, beta times the mean log-probability, should exceed the
+    rejected one's."""
     label_smoothing: float = 0.0
-    """The probability that a preference is labelled wrongly."""
+    """The probability, from 0 to below 1, that a preference is labelled wrongly."""
 
     name: ClassVar[str] = "simpo"
     by_mean: ClassVar[bool] = True
 
     def pair_losses(self, unscaled: jax.Array, answers: Answers) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """(the losses of pairs, float32[rows, most pairs]; {}, no further metrics). unscaled: float32[rows, most pairs,
-        2], the rewards before they are multiplied by beta: here the mean log-probability of each answer's tokens, first
-        of the chosen, then of the rejected one. answers: not used."""
+        """(the losses of pairs, float32[rows, most pairs]; {}, no further metrics).
+
+        Args:
+          unscaled: float32[rows, most pairs, 2], the mean log-probability of each answer's tokens, first of the chosen,
+            then of the rejected one.
+          answers: not used.
+        """
         logits = unscaled[..., 0] - unscaled[..., 1] - self.simpo_gamma / self.beta
         return _smoothed(self.beta * logits, self.label_smoothing), {}
 
 
 def _smoothed(logits: jax.Array, label_smoothing: float) -> jax.Array:
-    """The logistic loss of each of the logits, -log sigmoid(logit), if the label is wrong with probability
-    label_smoothing: the mean of the losses of both labels, weighted by their probabilities."""
+    """The logistic loss of each of `logits`, with label smoothing: (1 - s) times -log sigmoid(logit) plus s times -log
+    sigmoid(-logit). label_smoothing: s, the probability that a pair's answers are labelled the wrong way."""
     right, wrong = jax.nn.log_sigmoid(logits), jax.nn.log_sigmoid(-logits)
     return -(1.0 - label_smoothing) * right - label_smoothing * wrong

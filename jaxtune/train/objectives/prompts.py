@@ -1,4 +1,5 @@
-"""Reads the prompts of rows, and makes the batch source of a run that learns from rewards."""
+"""Reads the prompts of data rows for runs that sample answers, and makes the batch source of a run that learns from
+rewards (GRPO, RLOO) from them and from the functions of the user's code."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def read_prompts(
     beside: str = "objective.max_completion_length data.length leaves",
     tools: Tools | None = None,
 ) -> list[Prompt]:
-    """The prompts of rows.
+    """Reads and tokenises the prompts of data rows.
 
     A row has a `prompt`, text or messages, as TRL's rows have. Rows for supervised fine-tuning serve too: the prompt is
     what comes before the last answer, which becomes the column `answer` unless the row has one.
@@ -55,9 +56,9 @@ def read_prompts(
       data: the options of reading rows; only its template, columns, max_rows and on_bad_row have an effect.
       most_tokens: the most tokens that a prompt may have.
       key: the config key that names the rows, for errors.
-      beside: what takes the rest of the room and what gives it, in words, for the error about a prompt that is too
-        long: "beside ... room for N".
-      tools: the tools that prompts describe, by the chat template; None are none.
+      beside: words for the error about a prompt that is too long, which reads "beside {beside} room for N": what takes
+        the other tokens of a row, and which option limits both.
+      tools: the tools that the chat template describes in the prompts; None: there are none.
     Raises:
       ConfigError: no row has a prompt; or a row cannot be read or its prompt is too long, unless data.on_bad_row is
         "skip". The message names the row's file and line.
@@ -67,16 +68,17 @@ def read_prompts(
 
 
 def read_each[T](rows: object, data: DataConfig, key: str, make: Callable[[Mapping[str, object]], T]) -> list[T]:
-    """What `make` makes of each row, which it gets as columns by name; it raises RowError for one that cannot be used.
+    """Reads data rows, converts each by `make`, and returns the results in order.
 
     Args:
       rows: a path, a data set's name, or a list of dicts.
       data: the options of reading rows; only its columns, max_rows and on_bad_row have an effect.
       key: the config key that names the rows, for errors.
-      make: called with each row.
+      make: a function that gets a row, {column: value}, and returns its result, or raises RowError if it cannot be
+        used.
     Raises:
-      ConfigError: no row can be used; or a row cannot, unless data.on_bad_row is "skip". The message names the row's
-        file and line.
+      ConfigError: no row can be used; or one cannot, unless data.on_bad_row is "skip", which leaves such rows out. The
+        message names the row's file and line.
     """
     found: list[T] = []
     left_out: list[str] = []
@@ -107,7 +109,8 @@ def sampled_answers(
     positions: int,
     own: OwnParts | None = None,
 ) -> SampledAnswers:
-    """The batch source of a run that learns from rewards: it samples answers and scores them.
+    """Makes the batch source of a run that learns from rewards: reads the prompts, and combines them with what samples
+    the answers and what rewards them.
 
     Args:
       objective: GRPO or RLOO.
@@ -116,9 +119,10 @@ def sampled_answers(
       config: the config of the run.
       ends: the token ids that end an answer.
       positions: the most tokens of a prompt and its answer that the model allows.
-      own: functions of a script, in place of those that config.objective names; None takes the config's.
+      own: the reward functions, tools and rollout function that a Python script gives; None: those that the section
+        config.objective names as file.py:name.
     Raises:
-      ConfigError: rows, functions or lengths do not fit.
+      ConfigError: a row or a function cannot be used, or the lengths in the config leave no room for prompt and answer.
     """
     data, settings = config.data, objective.settings
     length = min(data.length, positions)
@@ -149,29 +153,32 @@ def sampled_answers(
 
 
 def _devices(mesh: MeshConfig) -> int:
-    """The number of devices of a mesh."""
+    """The number of devices of the mesh that the config's section `mesh` describes; the rows of a step are a multiple
+    of it."""
     return partition.make_mesh(*mesh.sizes).size
 
 
 @dataclasses.dataclass(frozen=True)
 class OwnParts:
-    """The functions of the user's code that a run with sampled answers calls, from a recipe or given by a script."""
+    """The functions of the user's code that a run with sampled answers calls. A recipe names them, or a Python script
+    gives them."""
 
     rewards: RewardFunctions | None = None
     """The reward functions; None if the environments or the rollout function give the reward."""
     tools: Tools | None = None
-    """The tools and environments; None if the model calls none."""
+    """The tools that the model may call, and environments, whose methods are tools; None if the model calls none."""
     rollout: RolloutFunc | None = None
-    """Samples the answers; None if the run does."""
+    """A function that samples the answers in its own way (rollout_function.py); None: the run samples them itself."""
     most_iterations: int | None = None
     """The most turns of an answer in which tools are called; None is no limit."""
     reference: Score | None = None
-    """Computes log-probabilities under the reference; None is the model with its adapter off."""
+    """A function that computes log-probabilities under a reference model of the script's (rollouts.Score). None: the
+    reference, if one is needed, is the model with its adapter off."""
 
     @classmethod
     def named(cls, wanted: ObjectiveConfig) -> OwnParts:
-        """The functions that a config (`wanted`) names as file.py:name; runs their files. It names no `reference`.
-        Raises ConfigError if one cannot be loaded."""
+        """Loads the functions that a config names as file.py:name, by running these files. wanted: the config's section
+        `objective`. The field `reference` of the result is None. Raises ConfigError if a function cannot be loaded."""
         rewards = None
         if wanted.reward_funcs:
             rewards = RewardFunctions.named(
@@ -197,15 +204,15 @@ def _answering(
     ends: Sequence[int],
     length: int,
 ) -> Answering:
-    """What samples the answers of a run: a RolloutFunction if the user's code has one, ToolTurns if it has tools, else
-    OneTurn.
+    """Makes what samples the answers of a run: a RolloutFunction if the user's code has one, ToolTurns if it has tools,
+    else OneTurn.
 
     Args:
       own: the functions of the user's code.
       settings: how answers are sampled.
       tokenizer: a fast Hugging Face tokenizer.
       config: the config of the run, for its chat template.
-      ends: the token ids that end an answer; with tools, the token that ends a turn in the template is added.
+      ends: the token ids that end an answer; with tools, the token that ends a turn in the chat template is added.
       length: the most tokens of a prompt with its answer.
     """
     encoder = RowEncoder(tokenizer, template=config.data.template)
@@ -238,16 +245,18 @@ def _answering(
 def prompt_of(
     value: Mapping[str, object], encoder: RowEncoder, most_tokens: int, beside: str, tools: Tools | None = None
 ) -> Prompt:
-    """The prompt of a row, tokenised as in training, with the row's other columns.
+    """The prompt of a data row, tokenised as in training, with the row's other columns. If the row has an answer too,
+    that becomes the column `answer`, unless there is one.
 
     Args:
-      value: the row's columns by name.
+      value: the row, {column: value}.
       encoder: tokenises with the chat template of the run.
       most_tokens: the most tokens that the prompt may have.
-      beside: what limits a prompt, in words for the error.
-      tools: the tools that the prompt describes, or None.
+      beside: words for the error about a prompt that is too long, which reads "beside {beside} room for N".
+      tools: the tools that the chat template describes in the prompt, or None.
     Raises:
-      RowError: the row has no prompt, or it is empty or too long; or it is a text, which cannot describe tools.
+      RowError: the row has no prompt, or it is empty or too long; or there are tools and the prompt is a text, in which
+        the template cannot describe them.
     """
     refuse_media(value)
     given = value.get("prompt")
@@ -287,14 +296,14 @@ def prompt_of(
 
 
 def _answered(value: Mapping[str, object]) -> bool:
-    """Whether a row (`value`, its columns by name) with a `prompt` also has a completion, as rows for supervised
-    fine-tuning do; the completion then becomes the column ANSWER."""
+    """Whether the data row `value`, {column: value}, has a completion beside its prompt, as rows for supervised
+    fine-tuning do. If so, it is read as such a row, and its completion becomes the column ANSWER."""
     return any(name in value for name in ("completion", "response"))
 
 
 def end_tokens(model: Decoder, tokenizer: Any) -> list[int]:
     """The token ids at which the generation of an answer ends, in ascending order: those of the model's generation
-    config, and the tokenizer's EOS. The model's arrays may be shapes."""
+    config, and the tokenizer's EOS. model: its arrays may be jax.ShapeDtypeStruct."""
     ends = set(end_token_ids(model))
     if tokenizer.eos_token_id is not None:
         ends.add(int(tokenizer.eos_token_id))

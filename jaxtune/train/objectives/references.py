@@ -1,8 +1,9 @@
-"""Log-probabilities of the reference, computed once for all rows and stored beside the token cache for later runs.
+"""Log-probabilities of the reference model, which preference objectives compare answers with. They are computed once
+for all rows, and stored beside the token cache for later runs.
 
 The name of a stored file is a hash of the rows and of every byte of the base model, and the file ends with a checksum.
-Wherever the numbers came from, they are checked in the first step: a new adapter changes nothing, so the model must
-give the answers the same log-probabilities as the reference.
+In the first step they are checked, read or computed: a new adapter changes nothing yet, so the model must give the
+answers the same log-probabilities as the reference.
 """
 
 from __future__ import annotations
@@ -46,12 +47,13 @@ def fill_reference(
 
     Args:
       rows: the packed pairs.
-      objective: an objective with a method `reference` (`preference.Referenced`).
+      objective: an objective whose method `reference` computes them for a batch (`preference.Referenced`).
       engine: compiles and runs the pass.
-      config: of the run.
-      base: a digest of the base model's weights; None reads and writes no file.
-      trainable, frozen: the model's state (nnx.State) as placed on the devices: what trains, and the rest.
-      say: called with a line for the user.
+      config: the run's config.
+      base: a digest of the base model's weights; None: it is not known, and no file is read or written.
+      trainable, frozen: the two parts of the model's state (nnx.State) as placed on the devices: the tensors that are
+        trained, and the others.
+      say: a function that shows a line to the user.
     """
     if rows.reference is None or not np.isnan(rows.reference).any():
         return
@@ -76,9 +78,15 @@ def fill_reference(
 
 
 def _computed(rows: PackedPairs, objective: Any, engine: Engine, trainable: Any, frozen: Any) -> np.ndarray:
-    """Computes the reference's log-probabilities of all rows by one pass over them on the devices: float32[documents],
-    a numpy array, 0 for pairs that are left out. objective: its method `reference` computes those of a batch. engine:
-    compiles and runs the pass. trainable, frozen: the model's state as placed on the devices."""
+    """Computes the reference's log-probabilities of all rows by one pass over them on the devices. Returns
+    float32[documents], a numpy array with the sum over each document's answer, 0 for pairs that are left out.
+
+    Args:
+      rows: the packed pairs.
+      objective: its method `reference` computes those of a batch.
+      engine: compiles and runs the pass.
+      trainable, frozen: the two parts of the model's state (nnx.State) as placed on the devices.
+    """
     plain = copy.copy(rows)
     plain.reference = None
     batches = Batches(plain, engine.rows, order="given")
@@ -101,9 +109,14 @@ def _computed(rows: PackedPairs, objective: Any, engine: Engine, trainable: Any,
 
 
 def _path(rows: PackedPairs, config: TrainConfig, base: str) -> Path:
-    """The file in the folder of token caches for these rows and this model. Its name is a hash of the tokens after
-    truncation, their masks, the base's digest (`base`), and the formats and precision in which the model computes
-    (`config`), so that numbers of other rows or another model are never read."""
+    """The path of the file with the reference's log-probabilities of these rows, in the folder of token caches. Its
+    name is a hash of all that they depend on, so that those of other rows or another model are never read.
+
+    Args:
+      rows: the packed pairs, whose tokens after truncation and masks are hashed.
+      config: the run's config, of which the formats and the precision in which the model computes are hashed.
+      base: a digest of the base model's weights.
+    """
     documents, model = rows.documents, config.model
     made = hashlib.blake2b(repr((base, model.load_in, model.compute, config.precision)).encode(), digest_size=16)
     for part in (documents.tokens, documents.mask, documents.starts, rows.kept):
@@ -113,15 +126,15 @@ def _path(rows: PackedPairs, config: TrainConfig, base: str) -> Path:
 
 
 def _checksum(path: Path, content: bytes) -> bytes:
-    """The checksum at the end of the stored file `path`, 16 bytes. It covers the file's name, so that the content of
-    another file is not accepted. content: the bytes before it, those of a .npy file."""
+    """The checksum of the stored file `path`, 16 bytes at its end. It covers the file's name too, so that a file that
+    was renamed is not accepted. content: the bytes before the checksum, those of a .npy file."""
     return xxhash.xxh3_128(path.name.encode() + content).digest()
 
 
 def _read(path: Path, shape: tuple[int, ...], say: Callable[[str], None]) -> np.ndarray | None:
-    """The float32 array of the stored file `path`; None if there is no such file, or if it is damaged, has another
-    shape than `shape`, or has values that are not finite. say: called with a line for the user if the file is
-    damaged."""
+    """Reads the float32 array of the stored file `path`. None, and the array is computed anew, if there is no such
+    file, or if it is damaged, has another shape than `shape`, or has values that are not finite. say: a function that
+    shows a line to the user, called if the file is damaged."""
     try:
         content = path.read_bytes()
         if content[-16:] != _checksum(path, content[:-16]):
@@ -141,8 +154,8 @@ def _read(path: Path, shape: tuple[int, ...], say: Callable[[str], None]) -> np.
 def first_check(
     objective: Any, config: TrainConfig, rows: Any, fresh: Callable[[], bool]
 ) -> Callable[[Mapping[str, float]], None]:
-    """A function to call with the metrics of a run's first step. It raises TrainingStopped if they show that the
-    reference is not the model as it was before training.
+    """Makes a function to call with the metrics of a run's first step. It raises TrainingStopped if they show that the
+    reference's log-probabilities are not those of the model before training, as those of other weights or rows.
 
     The function checks nothing where model and reference may rightly differ: if the data set brought log-probabilities
     of its own, if the adapter has trained before, with noise on the embeddings (NEFTune), and with QAT's rounding.
@@ -151,7 +164,7 @@ def first_check(
       objective: the objective of the run; only `preference.Referenced` ones have a reference to check.
       config: the config of the run.
       rows: the training rows (PairDataset), before `fill_reference` fills in their log-probabilities.
-      fresh: returns whether the adapter had no effect before the first step.
+      fresh: a function that returns True if the adapter had no effect before the first step, because it was new.
     """
     given = getattr(rows, "reference", None)
     computed_here = given is None or bool(np.isnan(given).any())
@@ -175,11 +188,14 @@ def first_check(
 
 def _disagreement(objective: Referenced, line: Mapping[str, float]) -> str | None:
     """How the first step's metrics show that model and reference differ by more than rounding, in words; None if they
-    agree. line: the metrics by name. objective: gives beta, by which rewards are divided, and for DPO the kind of its
-    loss.
+    agree.
 
     Two programs that compute the same numbers in 16 bits differ by about a hundredth of a nat a token, in any
     direction; log-probabilities of other weights or rows differ by several hundredths of themselves at least.
+
+    Args:
+      objective: its beta divides the metrics of rewards; with DPO's sigmoid loss, the loss is checked too.
+      line: {name: value} of the metrics.
     """
     slack = {}
     for side in ("chosen", "rejected"):

@@ -29,8 +29,8 @@ from jaxtune.train.program.loss import Forward
 
 
 def scores(model: Decoder, hidden: jax.Array, batch: Batch) -> jax.Array:
-    """float32[rows, most pairs, 2]: the scores of the documents of a batch of pairs. Entries without a pair have
-    arbitrary values.
+    """The scores that a model gives the documents of a batch of pairs, each for the document's last token:
+    float32[rows, most pairs of a row, 2], chosen answers at index 0. Entries without a pair have arbitrary values.
 
     Args:
       model: a model with a scoring head.
@@ -51,8 +51,8 @@ class Reward(Pairs):
     subtracted from the difference (arXiv 2307.09288, equation 2)."""
 
     center_rewards_coefficient: float | None = None
-    """The factor of a further loss, the square of the sum of a pair's scores (arXiv 2312.09244, eq. 2); None adds
-    nothing."""
+    """The factor of a further loss, the square of the sum of a pair's two scores (arXiv 2312.09244, eq. 2), which keeps
+    the mean of scores near 0; None: there is no such loss."""
 
     name: ClassVar[str] = "reward"
     head: ClassVar[Head] = SCORE
@@ -61,9 +61,17 @@ class Reward(Pairs):
     def prepare(
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
     ) -> PairDataset:
-        """Reads and tokenises rows into pairs of documents, with the margins of the rows; pairs that are too long are
-        left out. rows (a PairDataset is returned as it is), tokenizer, data, vocab_size and max_rows, and the errors,
-        are those of Objective.prepare; also raises ValueError for a wrong margin."""
+        """Reads and tokenises rows into pairs of documents, with the numbers in the rows' column `margin`, if they have
+        one. Pairs that are longer than data.length are left out, because a text that is cut has no last token to score.
+        Raises ValueError if the rows cannot be trained on, or a margin is wrong.
+
+        Args:
+          rows: a path, a data set's name or a list of dicts; a PairDataset is checked and returned.
+          tokenizer: a fast Hugging Face tokenizer.
+          data: the options of reading, templates and packing.
+          vocab_size: the model's; larger token ids are refused.
+          max_rows: the most rows to read; None reads all.
+        """
         made = super().prepare(rows, tokenizer, data, vocab_size=vocab_size, max_rows=max_rows)
         if isinstance(rows, PairDataset):
             return made
@@ -71,7 +79,8 @@ class Reward(Pairs):
         return dataclasses.replace(made, labels=margins(rows, made.documents, max_rows, data.columns), whole=True)
 
     def check(self, model: Decoder) -> None:
-        """Raises ValueError if the model has no head that scores texts, before anything is compiled."""
+        """Raises ValueError if the model has no head that scores texts. The Trainer calls it before anything is
+        compiled."""
         if model.config.head != SCORE:
             raise ValueError(
                 "objective = reward: this model has no head that scores texts: give it one (jaxtune.reward_model), and "
@@ -105,13 +114,14 @@ class Reward(Pairs):
 def margins(
     rows: Any, documents: Documents, max_rows: int | None = None, columns: Mapping[str, str] | None = None
 ) -> np.ndarray | None:
-    """float32[pairs]: the column `margin` of the rows that the pairs were made of; None if no row has one.
+    """Reads the column `margin` of the rows that the pairs were made of: float32[pairs], or None if no row has one. The
+    loss asks for a score difference that is larger by the margin.
 
     Args:
       rows: the rows, in any form that `reading.open_sources` accepts; they are read again.
-      documents: two documents for each pair, with their files and lines.
-      max_rows: the most rows to read, as when the documents were made.
-      columns: data.columns.
+      documents: the two documents of each pair, with the files and lines by which their rows are found.
+      max_rows: the most rows to read, the same number as when the documents were made; None reads all.
+      columns: the config's data.columns, {name here: column's name in the rows}.
     Raises:
       ValueError: a margin is not a finite number, or is missing in some rows only.
     """

@@ -1,7 +1,8 @@
-"""Reward functions: loading them by name, calling them, and handling their errors.
+"""Reward functions, which give the answers that a model sampled a number each: loading them by name, calling them, and
+handling their errors.
 
-A reward function has TRL's signature. It is called once with all answers of a step and returns a number for each, or
-None where it does not apply:
+A reward function has TRL's signature. It is called once with all answers of a generation and returns a number for each,
+or None where it does not apply:
 
 ```python
 def short(prompts, completions, completion_ids, **columns):
@@ -9,8 +10,8 @@ def short(prompts, completions, completion_ids, **columns):
 ```
 
 A prompt that is text has completions that are text; one of messages has `[{"role": "assistant", "content": text}]`. The
-columns of the rows come as lists, by name, one value for each answer. A function may be `async def`; such functions
-run side by side.
+columns of the rows come as lists, by name, one value for each answer. A function may be `async def`; such functions run
+side by side.
 """
 
 from __future__ import annotations
@@ -44,23 +45,24 @@ class RewardError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """The arguments of reward functions: sampled answers with their prompts. All lists have one entry for each
-    answer."""
+    """The answers of a generation with their prompts, in the form of the arguments of reward functions. All lists have
+    one entry for each answer."""
 
     prompts: list[Turns]
-    """The prompts: text, or a list of messages, as in the row."""
+    """The prompt of each answer: text, or a list of messages."""
 
     completions: list[Turns]
-    """The answers: text if the prompt is text, else a list of one message of the assistant."""
+    """The answers: text if the prompt is text; else a list of messages, one of the assistant, or several if tools were
+    called."""
 
     completion_ids: list[list[int]]
     """The token ids of the answers."""
 
     columns: dict[str, list[object]]
-    """The rows' other columns, by name."""
+    """{name: the values of the other columns of the data rows, for each answer that of its row}."""
 
     also: Mapping[str, object] = dataclasses.field(default_factory=dict)
-    """Further arguments by name, which are not lists."""
+    """Further arguments by name, which are passed as they are and have no entry for each answer."""
 
     @classmethod
     def of(
@@ -70,13 +72,15 @@ class Sampled:
         completion_ids: Sequence[Sequence[int]],
         texts: Sequence[Turns],
     ) -> Sampled:
-        """Makes the arguments of reward functions from answers as texts. All arguments have one entry for each answer.
+        """Makes the arguments of reward functions from answers. All arguments have one entry for each answer.
 
         Args:
-          prompts: the prompts; an answer to messages becomes a completion of one message of the assistant.
-          columns: the rows' other columns, {name: value}; a column that a row lacks is None there.
+          prompts: the prompts, text or messages.
+          columns: {name: value} of the other columns of each data row; None stands for a column that only other rows
+            have.
           completion_ids: the token ids of the answers.
-          texts: the answers; one that is a list of messages already, because tools were called in it, stays so.
+          texts: the answers. A text becomes a message of the assistant if its prompt is messages; an answer that is a
+            list of messages already, because tools were called in it, stays so.
         """
         completions: list[Turns] = [
             text if isinstance(prompt, str) or not isinstance(text, str) else [{"role": "assistant", "content": text}]
@@ -91,7 +95,7 @@ class Sampled:
         return len(self.prompts)
 
     def only(self, index: int) -> Sampled:
-        """The same with only the answer at `index`, to call a function that failed with one answer at a time."""
+        """A Sampled with only the answer at `index`, to call a function that failed with one answer at a time."""
         columns = {name: [values[index]] for name, values in self.columns.items()}
         return dataclasses.replace(
             self,
@@ -104,10 +108,11 @@ class Sampled:
 
 @dataclasses.dataclass(frozen=True)
 class RewardFunctions:
-    """The reward functions of a run.
+    """The reward functions of a run, with their weights and what happens if one fails. Called with a Sampled, it
+    returns the rewards of all answers by all functions.
 
     Example:
-      rewards = RewardFunctions.named(["rewards.py:is_right", "length"], weights=(1.0, 0.1))
+      rewards = RewardFunctions.named(["rewards.py:is_right", "brevity"], weights=(1.0, 0.1))
       table = rewards(sampled)  # float32[answers, 2]
     """
 
@@ -124,10 +129,11 @@ class RewardFunctions:
     """The longest that a call of one function may take; None is no limit."""
 
     errors: Literal["stop", "skip"] = "stop"
-    """Whether an exception ends the run, or the answers that cause it get no reward of this function."""
+    """What an exception of a function does: "stop" ends the run. "skip" calls the function with one answer at a time,
+    and those for which it fails get no reward of this function (NaN)."""
 
     also: Mapping[str, object] = dataclasses.field(default_factory=dict)
-    """Further arguments that each function gets by name, if it takes them."""
+    """Further arguments, {name: value}; each function gets those that its parameters name."""
 
     @classmethod
     def of(
@@ -138,7 +144,7 @@ class RewardFunctions:
         Args:
           functions: the functions, at least one.
           weights: a weight for each function; None: all 1.
-          options: further fields of this class.
+          options: the fields `timeout_seconds`, `errors` and `also` of this class.
         Raises:
           ConfigError: there is no function, or another number of weights.
         """
@@ -161,13 +167,14 @@ class RewardFunctions:
     def named(
         cls, wanted: Sequence[str], weights: Sequence[float] | None = None, *, key: str = _KEY, **options: Any
     ) -> RewardFunctions:
-        """Makes RewardFunctions of names as a recipe has them: `file.py:function`, or a name in READY.
+        """Loads reward functions by the names that a recipe has, and makes RewardFunctions of them. A name is
+        `file.py:function`, or that of a ready function of this module, such as exact_match.
 
         Args:
           wanted: the names, at least one.
           weights: a weight for each function; None: all 1.
           key: the config key that has the names, for errors.
-          options: further fields of this class.
+          options: the fields `timeout_seconds`, `errors` and `also` of this class.
         Raises:
           ConfigError: a function cannot be loaded, or there is another number of weights.
         """
@@ -195,13 +202,15 @@ class RewardFunctions:
     def _rewards(
         self, loop: EventLoop, function: RewardFunction, name: str, sampled: Sampled, future: Future | None
     ) -> np.ndarray:
-        """float32[answers]: the rewards of one function, NaN where it does not apply.
+        """Calls one function with all answers, or waits for its call: float32[answers], its rewards, NaN where it does
+        not apply. If it raises, it is called with one answer at a time.
 
         Args:
-          loop: runs the function.
-          function, name: the function and its name for messages.
+          loop: the event loop in which the function runs, so that it can time out.
+          function: the reward function.
+          name: its name, for messages.
           sampled: the answers.
-          future: the function's running call if it is async; None if it is to be called here.
+          future: the future of the function's running call if it is async; None if it is to be called here.
         Raises:
           RewardError: the function failed (errors = "stop"), took too long, or returned no list of numbers.
         """
@@ -221,10 +230,16 @@ class RewardFunctions:
             return self._one_by_one(loop, function, name, sampled)
 
     def _one_by_one(self, loop: EventLoop, function: RewardFunction, name: str, sampled: Sampled) -> np.ndarray:
-        """float32[answers]: the rewards of `function`, which failed with all answers at once and is called with one
-        answer of `sampled` at a time to find the answers that it fails for. Those are NaN (errors = "skip"), or
-        RewardError is raised for the first one (errors = "stop"). loop: runs the function. name: its name, for
-        messages."""
+        """The rewards of a function that failed with all answers at once: float32[answers]. It is called with one
+        answer at a time to find those that it fails for. With errors = "skip" these are NaN; with "stop" RewardError is
+        raised for the first one.
+
+        Args:
+          loop: the event loop in which the function runs.
+          function: the reward function.
+          name: its name, for messages.
+          sampled: the answers.
+        """
         values = np.full(len(sampled), np.nan, np.float32)
         failed: list[tuple[int, Exception]] = []
         for index in range(len(sampled)):
@@ -255,7 +270,8 @@ class RewardFunctions:
 
 
 def load_function(name: str, key: str = _KEY) -> RewardFunction:
-    """The reward function that a recipe names: `file.py:function` (`load_from_file`), or a name in READY.
+    """The reward function that a recipe names. `file.py:function` is loaded by running the file; a name without a colon
+    is that of a ready function of this module, such as exact_match.
 
     Args:
       name: the name.
@@ -273,8 +289,8 @@ def load_function(name: str, key: str = _KEY) -> RewardFunction:
 
 
 def _given(function: RewardFunction, sampled: Sampled) -> dict[str, object]:
-    """The keyword arguments with which a reward function is called, of all that `sampled` has (prompts, completions,
-    columns, ...)."""
+    """The keyword arguments with which `function` is called: of the prompts, completions, completion_ids, columns and
+    further arguments in `sampled`, those that its parameters name, or all if it has **parameters."""
     given = dict(prompts=sampled.prompts, completions=sampled.completions, completion_ids=sampled.completion_ids)
     return arguments(function, {**sampled.columns, **sampled.also, **given})
 
@@ -312,8 +328,8 @@ def _shortened(value: Turns) -> str:
 
 
 def text_of(completion: Turns) -> str:
-    """The text of a completion, so that a reward function works for completions that are text and for lists of
-    messages, of which the last one is the answer and those before it call tools."""
+    """The text of an answer: `completion` itself if it is text; of a list of messages the content of the last one,
+    because those before it call tools. With it a reward function works for both."""
     return completion if isinstance(completion, str) else str((completion or [{}])[-1].get("content") or "")
 
 
@@ -321,14 +337,15 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def last_number(text: str) -> float | None:
-    """The last number of `text`, without thousands separators ("1,024" is 1024.0); None if it has none."""
+    """The last number in `text`, commas between digits ignored ("1,024" is 1024.0); None if there is no number."""
     found = _NUMBER.findall(text)
     return float(found[-1].replace(",", "")) if found else None
 
 
 def exact_number(completions: list[Turns], answer: list[object], **columns: object) -> list[float | None]:
-    """A reward function: for each of `completions` 1.0 if its last number equals the last number of the row's `answer`
-    (the column of that name), else 0.0; None if the row's answer has no number. Other columns are ignored."""
+    """A reward function: for each of `completions` 1.0 if its last number equals the last number of the row's column
+    `answer`, else 0.0; None if that column has no number, so that the function does not apply. Other columns are
+    ignored."""
     wanted = [last_number(str(value)) for value in answer]
     return [
         None if number is None else float(last_number(text_of(completion)) == number)
@@ -364,13 +381,15 @@ def regex(completions: list[Turns], pattern: list[str], **columns: object) -> li
 
 
 def brevity(completion_ids: list[list[int]], **columns: object) -> list[float]:
-    """A reward function: for each answer minus the number of its tokens (`completion_ids`) in thousands, which is a
-    small preference for short answers. All columns are ignored."""
+    """A reward function that slightly prefers short answers: the number of an answer's tokens divided by -1000.
+    completion_ids: the token ids of each answer. All columns are ignored."""
     return [-len(ids) / 1000 for ids in completion_ids]
 
 
 def rollout_reward(reward: list[float | None], **columns: object) -> list[float | None]:
-    """The rewards that a rollout function returned as `reward`."""
+    """A reward function for runs with a rollout function: returns the column `reward` that the rollout function
+    returned, a number for each answer, or None where there is none. It is used if a run has no other reward function.
+    Other columns are ignored."""
     return list(reward)
 
 

@@ -36,14 +36,15 @@ _SEED_BITS = 0x7FFFFFFF
 
 
 class RolloutModel:
-    """What a rollout function samples with: the model that is trained, with the run's sampling options.
+    """What a rollout function samples with: the model that is trained, with the run's sampling options. `encode` makes
+    token ids of a prompt, `generate` samples their continuations, and `decode` makes text of them.
 
     Args:
       model: the model.
-      sampling: the options.
-      length: the most tokens of a row.
-      encode: turns a prompt into token ids.
-      seed: decides what is drawn.
+      sampling: the options of sampling, and what makes text of tokens.
+      length: the most tokens of a prompt with its continuation.
+      encode: a function that makes token ids of a prompt.
+      seed: the sampling seed of this generation.
     """
 
     def __init__(
@@ -53,8 +54,8 @@ class RolloutModel:
         self._sampler = Sampler(model, length=length, most_slots=sampling.slots)
 
     def encode(self, prompt: Turns) -> list[int]:
-        """The token ids of a prompt, a text or a list of messages, as the run makes them from the prompts of rows, up
-        to the begin of the model's turn."""
+        """The token ids of `prompt`, a text or a list of messages, by the run's chat template (a text as the user's
+        message, or plain without a template), up to where the model's answer begins."""
         return list(self._encode(prompt))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -62,14 +63,15 @@ class RolloutModel:
         return self._sampling.decode(ids)
 
     def generate(self, prompt_ids: Sequence[Sequence[int]], max_new_tokens: int | None = None) -> list[Row]:
-        """Continues rows of token ids with the run's sampling options, several at a time. Returns a Row for each, in
-        their order, with `ids` (the new tokens), `logprobs` and `finish_reason`. Each call draws anew.
+        """Samples a continuation of each prompt with the run's sampling options, several at a time. Returns a Row for
+        each, in their order, with `ids` (the new tokens), `logprobs` (of these) and `finish_reason`. Each call draws
+        other tokens.
 
         Args:
-          prompt_ids: the token ids of each row; for several answers to a prompt, repeat it in consecutive places.
-          max_new_tokens: the most new tokens of each row; None is objective.max_completion_length.
+          prompt_ids: the token ids of each prompt; for several answers to one, repeat it in consecutive places.
+          max_new_tokens: the most new tokens of each; None is objective.max_completion_length.
         Raises:
-          ValueError: a row with its new tokens is longer than data.length.
+          ValueError: a prompt with its new tokens is longer than data.length.
         """
         settings, self._calls = self._sampling.settings, self._calls + 1
         return list(
@@ -94,25 +96,27 @@ type RolloutFunc = Callable[[list[Turns], RolloutModel], Mapping[str, Sequence]]
 
 @dataclasses.dataclass(frozen=True)
 class RolloutFunction:
-    """Has a function of the user's code sample the answers of a generation (`answering.Answering`)."""
+    """Samples the answers of a generation by a function of the user's code (`answering.Answering`), with the run's
+    model, and checks what the function returns."""
 
     function: RolloutFunc
-    """The function; the module's docstring describes it."""
+    """The function: (prompts, RolloutModel) -> lists by name, such as prompt_ids, completion_ids and logprobs, with an
+    entry for each answer."""
     sampling: Sampling
-    """The options of sampling."""
+    """The options of sampling, and what makes text of tokens."""
     encode: Callable[[Turns], tuple[int, ...]]
-    """Turns a prompt into token ids."""
+    """A function that makes token ids of a prompt (text or messages), by the run's chat template."""
     length: int
     """The most tokens of a prompt with its answer."""
 
     @property
     def tool_names(self) -> Sequence[str]:
-        """No names: the function's tools are its own."""
+        """(): the run knows no names of tools, because the function calls tools itself."""
         return ()
 
     @property
     def changes_prompts(self) -> bool:
-        """True: the function makes prompts itself."""
+        """True: the function returns the prompts' token ids, which may differ from those of the data rows."""
         return True
 
     def __call__(
@@ -152,16 +156,16 @@ class RolloutFunction:
         ], {}
 
     def _given(self, index: int, prompt: Turns, prompt_ids, ids, logps, mask, columns: Mapping[str, object]) -> Given:
-        """The answer number `index` of those that the function returned, as the run uses it.
+        """Checks one of the answers that the function returned, and returns it as a `Given`.
 
         Args:
-          index: its number, for errors.
-          prompt: the prompt, a text or messages.
-          prompt_ids: the token ids of the prompt.
-          ids: the token ids of the answer.
-          logps: the log-probability of each of `ids`.
+          index: the number of the answer, for errors.
+          prompt: the prompt, a text or messages, as reward functions get it.
+          prompt_ids: the token ids of the prompt, a sequence of ints.
+          ids: the token ids of the answer, a sequence of ints.
+          logps: the log-probability of each of `ids`, a sequence of floats.
           mask: 1 for each of `ids` that was sampled, else 0; None: all were.
-          columns: the answer's entries of other names, for reward functions.
+          columns: {name: value} of what else the function returned for the answer, for reward functions.
         Raises:
           ConfigError: lengths differ, there are no tokens, or too many.
         """
@@ -189,6 +193,7 @@ class RolloutFunction:
         )
 
     def _refuse(self, why: str) -> None:
-        """Raises ConfigError about what the function returned: `why`, with the function's name and where to read."""
+        """Always raises ConfigError, about something wrong in what the function returned. why: what is wrong, in words,
+        to which the message adds the function's name and the page of documentation."""
         name = getattr(self.function, "__name__", type(self.function).__name__)
         raise ConfigError(f"objective.rollout_func: {name}: {why}; see docs/rewards.md")
