@@ -37,7 +37,7 @@ class Given:
     sampled: list[bool] | None = None
     """For each token of `ids`: True if the model sampled it, False if a tool returned it. None: all were sampled."""
     finish_reason: str = "stop"
-    """"length" if the answer ended because it reached the most tokens; "stop" if a token ended it."""
+    """Why the answer ended: "length" if it reached the most tokens, "stop" if a token ended it."""
     completion: Turns = ""
     """The answer as reward functions get it: text, or the messages of its turns."""
     columns: Mapping[str, object] = dataclasses.field(default_factory=dict)

@@ -221,8 +221,8 @@ class PolicyLoss:
     the answers' means."""
 
     importance_sampling_level: Level = "token"
-    """"token": each token has its own ratio of new to old probability. "sequence": all tokens of an answer have the
-    geometric mean of their ratios (GSPO)."""
+    """With "token", each token has its own ratio of new to old probability; with "sequence", all tokens of an answer
+    have the geometric mean of their ratios (GSPO)."""
 
     epsilon: float = 0.2
     """The ratio is clipped below at 1 - epsilon."""

@@ -96,7 +96,7 @@ class Answer:
     """The log-probability of each token that the sampler reported, at the sampling temperature; 0 for tokens that were
     not sampled."""
     finish_reason: str
-    """"length" if the answer ended because it reached the most tokens; "stop" if a token ended it."""
+    """Why the answer ended: "length" if it reached the most tokens, "stop" if a token ended it."""
     sampled: tuple[bool, ...] | None = None
     """For each token of `ids`: True if the model sampled it; False if a tool returned it, and it is left out of the
     loss. None: all were sampled."""

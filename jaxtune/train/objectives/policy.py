@@ -52,15 +52,15 @@ class GRPO:
     that over all answers of a generation ("batch"), or "none": they are not divided."""
 
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
-    """"sum_then_normalize": the rewards of several functions are added up, and the sum is normalised.
-    "normalize_then_sum": those of each function are normalised first, and then added up."""
+    """With "sum_then_normalize", the rewards of several functions are added up, and the sum is normalised. With
+    "normalize_then_sum", those of each function are normalised first, and then added up."""
 
     importance_sampling_correction: bool = True
     """Whether the loss is corrected for the difference between the sampler's and the trainer's probabilities."""
 
     importance_sampling_mode: Correction = "sequence_mask"
-    """"token_..." or "sequence_...": the correction's ratio is that of each token, or one for each answer.
-    "..._truncate": ratios beyond the bounds are clipped to them; "..._mask": they become 0."""
+    """With "token_..." the correction's ratio is that of each token, with "sequence_..." one for each answer. With
+    "..._truncate" ratios beyond the bounds are clipped to them, with "..._mask" they become 0."""
     importance_sampling_clip_max: float | None = 3.0
     """The upper bound of the correction's ratio; None is no bound."""
     importance_sampling_clip_min: float | None = None
@@ -269,7 +269,7 @@ class RLOO(GRPO):
 
     @property
     def unit(self) -> str:
-        """"answers": the mean loss is a mean over them."""
+        """What the mean loss is a mean over: "answers"."""
         return "answers"
 
     @property

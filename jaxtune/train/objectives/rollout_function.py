@@ -54,8 +54,9 @@ class RolloutModel:
         self._sampler = Sampler(model, length=length, most_slots=sampling.slots)
 
     def encode(self, prompt: Turns) -> list[int]:
-        """The token ids of `prompt`, a text or a list of messages, by the run's chat template (a text as the user's
-        message, or plain without a template), up to where the model's answer begins."""
+        """The token ids of `prompt`, as the run makes them from the prompts of data rows, up to where the model's
+        answer begins. A list of messages is written by the chat template. A text is taken as it is; if data.template is
+        set, it is written by that template as the user's message."""
         return list(self._encode(prompt))
 
     def decode(self, ids: Sequence[int]) -> str:
