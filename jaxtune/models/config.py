@@ -123,7 +123,9 @@ PARALLEL = (Stage((MIXER, Part("mlp", norm="mixer"))),)
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """The kind of one layer: what may differ between the layers of a model. Layers with equal specs are traced once."""
+    """The kind of one layer: what may differ between the layers of a model. Layers with equal specs are traced once.
+    `parts` lists the layer's mixers and feed-forwards, `config_of` and `hf_names` give their settings and names in
+    files, and `replaced` makes a spec with other settings."""
 
     # sliding window in tokens (a query sees itself and the window - 1 keys before it); None: full attention
     window: int | None = None
@@ -213,7 +215,8 @@ class MoEConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """Shape and features of a decoder, whatever its family; a family makes it from a config.json."""
+    """Shape and features of a decoder, whatever its family; a family makes it from a config.json. `query_size` and
+    `kv_size` are the numbers that all heads' queries, or keys, of one token have."""
 
     family: str  # key of models/registry.py
     vocab_size: int  # rows of the embedding
@@ -345,7 +348,8 @@ class Passthrough:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where a model's weights came from. It is kept with the model so that the model can be saved in the same form."""
+    """Where a model's weights came from. It is kept with the model so that the model can be saved in the same form:
+    with the same config keys, and with the files that jaxtune does not need itself (`companions`)."""
 
     path: str  # a folder, also of the local Hugging Face cache, as the caller named it
     config: str  # text of config.json of the text model
@@ -356,6 +360,8 @@ class Source:
 
     @property
     def companions(self) -> tuple[tuple[str, bytes], ...]:
-        """(name, content) of the source's files beside weights and config.json that are saved unchanged."""
+        """(file name, content in bytes) of each file of the source that is saved unchanged with the model:
+        generation_config.json, and the descriptions of image and video inputs (Passthrough.processors), if it had
+        them. Weights, config.json and the tokenizer are not among them."""
         own = () if self.generation_config is None else (("generation_config.json", self.generation_config.encode()),)
         return own if self.passthrough is None else own + self.passthrough.processors

@@ -43,8 +43,9 @@ class Embedding(nnx.Module):
 
 @jax.custom_vjp
 def _rows(weight: jax.Array, tokens: jax.Array) -> jax.Array:
-    """weight[tokens], whose derivative adds up the gradients of a token's occurrences in float32, whatever weight's
-    dtype."""
+    """The rows weight[tokens] of an embedding: [B, T, hidden] for weight [vocab, hidden] and tokens int32[B, T]. In the
+    backward, the gradients of a token's occurrences are added up in float32; the gradient of plain indexing would be
+    added up in the weight's dtype, and in bfloat16 small gradients would be lost."""
     return weight[tokens]
 
 
@@ -99,7 +100,9 @@ def _on_any_mesh[**P, R](method: Callable[P, R]) -> Callable[P, R]:
 
 
 class Decoder(nnx.Module):
-    """A causal language model.
+    """A causal language model. Calling it computes logits; training calls `run`, or `hidden_states`, and computes the
+    loss from the hidden states, because the logits of all tokens would need much memory. `embed`, `given` and `layout`
+    prepare a pass through the layers, and generation calls them too.
 
     Every weight starts as an `nnx.Param` (trainable); get_peft_model turns the base's weights into `Frozen`. Weights
     are cast to the compute dtype on use, so fp32 master weights of a bf16 compute need nothing else.

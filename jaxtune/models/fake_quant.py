@@ -63,7 +63,9 @@ FORMATS = {"int4": Format(int4, (32, 64, 128))}
 
 @dataclasses.dataclass(frozen=True)
 class FakeQuant:
-    """The grid (format, groups, dtype) to which QAT rounds the weights of linears; immutable and hashable."""
+    """The grid (format, groups, dtype) to which QAT rounds the weights of linears; immutable and hashable. `round`
+    rounds a weight, `fits` says which weights can be rounded, and `represented_by` in which dtypes they can be saved.
+    Raises ValueError for a format or group size that is not supported."""
 
     format: str  # key of FORMATS
     group_size: int  # how many consecutive weights of a row share a scale

@@ -77,8 +77,9 @@ def peft_name(model: Decoder, name: str) -> str:
 
 
 def is_nested(model: Decoder) -> bool:
-    """Whether transformers builds a model with a vision tower for the folder that the model was loaded from
-    (Source.nested); False for random weights."""
+    """Whether transformers builds a model with a vision tower for the folder that `model` was loaded from
+    (Source.nested), so that PEFT's names of its modules have a longer prefix. False for a text model's folder, and for
+    random weights, which come from no folder."""
     return model.source is not None and model.source.nested
 
 

@@ -120,10 +120,10 @@ def _expert_tensors(model: Decoder) -> dict[str, ExpertTensor]:
 
 
 def adapter_tensors(model: Decoder) -> dict[str, nnx.Variable | ExpertTensor]:
-    """{PEFT's key: variable} of everything that an adapter file contains: A and B of each adapted linear (and DoRA's
-    magnitude), those of experts as ExpertTensor, and an embedding and head that are trained whole. A trained head that
-    is tied to the embedding is there under both names. The keys have the model's own names of modules; see peft_name
-    for those of a base with a vision tower."""
+    """{PEFT's key: variable} of everything that an adapter file contains, which saving reads and loading sets: A and B
+    of each adapted linear (and DoRA's magnitude), those of experts as ExpertTensor, and an embedding and head that are
+    trained whole. A trained head that is tied to the embedding is there under both names. The keys have the text
+    model's names of modules, which peft_name converts for a base with a vision tower."""
     tensors: dict[str, nnx.Variable | ExpertTensor] = {}
     for name, linear in linears(model):
         if linear.lora is None:
@@ -415,9 +415,11 @@ def _current_experts(folder: Path, config, variables, arrays: Mapping[str, np.nd
 
 
 def _check_base(folder: Path, metadata: Mapping[str, str], model: Decoder) -> None:
-    """Raises ValueError for an adapter that was trained over another base than `model`, by the strictest
-    identification that both have; metadata: of the adapter's safetensors file. If they have none in common, nothing is
-    compared. folder: for the error."""
+    """Raises ValueError for an adapter that was trained over another base than `model`. It compares the base's digest,
+    which covers every byte of the weights and the config, if both the adapter's file and the model have one. Otherwise
+    it compares the fingerprint over samples that older versions recorded, and nothing if one of them lacks that too.
+
+    folder: the adapter's folder, for the error. metadata: that of the adapter's safetensors file."""
     for key, attribute in _BASE.items():
         recorded, own = metadata.get(key), getattr(model, attribute)
         if recorded is None or own is None:

@@ -284,7 +284,8 @@ def merge_bytes(model: Decoder) -> tuple[int, int]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Merged(Stored):
-    """A matrix that looks like a quantised weight and is merged with its adapter whenever it is decoded.
+    """A matrix that looks like a quantised weight and is merged with its adapter whenever it is decoded. `of` makes it
+    from a linear or experts, and `_decode` merges; `problem` and `cut` are what every quantised weight must answer.
 
     A model with such matrices computes what the merged model does, with one merged matrix in memory at a time.
     """
@@ -322,11 +323,13 @@ class _Merged(Stored):
         )
 
     def problem(self) -> str | None:
-        """None, because its arrays fit each other: they come from the model (see Stored.problem)."""
+        """None. Every Stored returns here the reason why its arrays do not fit each other, or None; these always fit,
+        because they come from the model."""
         return None
 
     def cut(self, axis: int) -> int | None:
-        """None, which says that the matrix cannot be divided along any axis (see Stored.cut)."""
+        """None, for every axis. A Stored returns here how many consecutive indices along an axis must stay in one part
+        when it is divided, or None if it cannot be; this one exists only for the check of the logits and never is."""
         return None
 
     @functools.partial(jax.jit, static_argnums=1)

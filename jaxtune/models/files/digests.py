@@ -43,7 +43,8 @@ class Digest:
     """The identity of one or more tensors, as two digests of their names, dtypes, shapes and content.
 
     `whole` reads every byte, and identifies a base model today. `sampled` reads up to 64 blocks of each tensor, and is
-    what older versions of jaxtune recorded; it is computed so that their records can still be compared.
+    what older versions of jaxtune recorded; it is computed so that their records can still be compared. The methods
+    digest a tensor in memory (`of`) or in a file (`read`), and combine the digests of several tensors (`joined`).
     """
 
     sampled: bytes  # SHA-256 over up to 64 evenly spaced blocks of 4 KiB of each tensor

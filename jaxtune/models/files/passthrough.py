@@ -108,10 +108,12 @@ def whole_config(
     passthrough tensors as not quantised.
 
     Args:
-      hf: config.json of the text part, as it would be saved alone.
-      own: config.json that the family writes for `config`.
-      config: of the text part.
-      passthrough: the tensors, with the folder's config.json if the text part is nested in it; None returns `hf`.
+      hf: config.json of the text model as it would be saved alone, with all that saving adds, such as dtype and
+        quantization_config.
+      own: the keys of config.json that the family writes for `config` (Family.to_hf), and no others.
+      config: the config of the text model. If it is still that of the folder, the folder's keys stay as they are.
+      passthrough: the tensors, with the folder's config.json if the text model is nested in it; None: the model has no
+        such tensors, and `hf` is returned.
     """
     if passthrough is None:
         return dict(hf)

@@ -22,7 +22,8 @@ LEAST_ROWS = 17  # fewer rows are multiplied by codes faster than by decoded wei
 
 
 def decoded_bytes(model: Decoder) -> int:
-    """The bytes that the quantised weights of a model take when they are decoded to its compute dtype."""
+    """The bytes of device memory that a sampler would need for the decoded weights of a model, in its compute dtype:
+    those of all linears whose products would otherwise decode a quantised weight. Experts are not among them."""
     return sum(weight.size for _, weight in _quantised(model)) * jnp.dtype(model.dtype).itemsize
 
 

@@ -15,7 +15,8 @@ type Device = Any  # a jax.Device
 
 
 def devices_of(model: Decoder) -> list[Device]:
-    """The devices that have the whole weights of a model, in the order of their numbers."""
+    """The devices that have the whole weights of a model, in the order of their numbers, for a DividedSampler. model:
+    one whose weights are not divided over devices."""
     first = jax.tree.leaves(nnx.state(model))[0]
     return sorted(first.sharding.device_set, key=lambda device: device.id)
 

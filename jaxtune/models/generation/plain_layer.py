@@ -34,8 +34,10 @@ class Stream(NamedTuple):
 
 
 def is_plain(block: Block, spec: LayerSpec) -> bool:
-    """Whether `step` can run this layer (`block`, of the kind `spec`): RMS-normed attention without gates, with keys
-    rotated in halves, and then a feed-forward after an RMS norm, both added to the residual stream as they are."""
+    """Whether `step` can run this layer (`block`, of the kind `spec`); other layers run through Block.step, with more
+    kernels. It can if the layer is attention without gates, and then a feed-forward, each after an RMS norm and added
+    to the residual stream without a further norm or factor, and if queries and keys are rotated over the whole head in
+    halves, or not at all."""
     parts = [[(part.name, part.norm, part.post_norm) for part in stage.parts] for stage in spec.stages]
     if parts != [[("mixer", True, False)], [("mlp", True, False)]] or any(stage.post_norm for stage in spec.stages):
         return False

@@ -23,9 +23,10 @@ _KEPT = 4  # how many batches of prefilled prompts can wait for slots at a time
 
 @dataclasses.dataclass(eq=False)
 class Batch:
-    """Prompts that have been prefilled in one program, with their states until rows in slots need them."""
+    """Prompts that have been prefilled by one program, with their states (what the layers' mixers keep of earlier
+    tokens, such as caches of keys and values), until `insert` copies these into slots."""
 
-    states: device.States  # of all rows of the batch
+    states: device.States  # those of all rows of the batch: arrays whose first axis is the row
     rows: dict[bytes, int]  # {Request.key: row of the batch that has this prompt}
 
     def insert(
@@ -54,9 +55,9 @@ class Batch:
 class _Long:
     """A prompt that is being prefilled in several chunks."""
 
-    request: Request  # one that has this prompt
-    states: device.States  # after the first chunks
-    done: int  # number of tokens in the states
+    request: Request  # a waiting request with this prompt; others may have the same
+    states: device.States  # the states after its first `done` tokens
+    done: int  # how many tokens of the prompt have been prefilled
 
 
 class Prefills:

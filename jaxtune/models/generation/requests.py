@@ -26,7 +26,7 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 
 class StopStrings:
-    """Finds the token that completes one of several strings in the new text of a row.
+    """Finds the token that completes one of several strings in the new text of a row (`end`), at which the row ends.
 
     Args:
       strings: at least one, none of them empty.

@@ -14,7 +14,8 @@ from jaxtune.models.families.common.table import COMMON, REFUSED, REFUSED_WITHOU
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Family:
-    """The differences of a family's models from Llama's. The keys that all families have are in table.py."""
+    """The differences of a family's models from Llama's. The keys of config.json that all families have are in
+    table.py. `from_hf` reads a config.json, and `to_hf` writes one."""
 
     model_type: str
     """The value of model_type in config.json."""

@@ -111,8 +111,9 @@ class Key:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """The Entry for several keys of config.json that describe one object, such as a MoEConfig or the shape of a
-    mixer."""
+    """The Entry for several keys of config.json that describe one object, such as a MoEConfig or the shape of a mixer.
+    `made` makes the object from a config.json, and `described` makes the keys from the object; `read` and `write` do so
+    for the object in a field of DecoderConfig."""
 
     make: type
     """The class of the object."""

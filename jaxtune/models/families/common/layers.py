@@ -45,13 +45,13 @@ SLIDING = LayerType(rope.SLIDING, window=True)
 
 def alternating(hf: Config) -> list[str]:
     """The type of each layer ("sliding_attention" or "full_attention") where sliding and full attention alternate,
-    beginning with sliding. It is a LayerTypes.default, for a config.json (`hf`) without layer_types."""
+    beginning with sliding. Families declare it as LayerTypes.default, for a config.json (`hf`) without layer_types."""
     return [(rope.SLIDING, rope.FULL)[index % 2] for index in range(hf["num_hidden_layers"])]
 
 
 def by_pattern(hf: Config) -> list[str]:
     """The type of each layer ("sliding_attention" or "full_attention") by the key sliding_window_pattern of the
-    config.json `hf`; a LayerTypes.default.
+    config.json `hf`. Families declare it as LayerTypes.default, for a file without layer_types.
 
     A number n stands for n - 1 sliding layers before each full one; letters such as LLLG (local, global) are repeated.
     """
@@ -62,8 +62,9 @@ def by_pattern(hf: Config) -> list[str]:
 
 
 def from_max_window_layers(hf: Config) -> list[str]:
-    """The type of each layer ("sliding_attention" or "full_attention") where those from the index max_window_layers on
-    slide, if the config.json `hf` has a window; a LayerTypes.default."""
+    """The type of each layer by the key max_window_layers of the config.json `hf`: if it has a window, the layers from
+    that index on are "sliding_attention", and all others "full_attention". Families declare it as LayerTypes.default,
+    for a file without layer_types."""
     slides = hf["sliding_window"] is not None
     indices = range(hf["num_hidden_layers"])
     return [rope.SLIDING if slides and index >= hf["max_window_layers"] else rope.FULL for index in indices]
@@ -218,7 +219,8 @@ WINDOW_SWITCH = Key(
 
 
 def switched_window(hf: Config) -> Fields:
-    """The config.json `hf` without its sliding_window unless use_sliding_window is true; a Family.prepare."""
+    """The config.json `hf`, with null for sliding_window unless use_sliding_window is true. It is the Family.prepare of
+    Qwen's families, whose files give a sliding_window even if the model does not use it."""
     return {**hf, "sliding_window": hf["sliding_window"] if hf["use_sliding_window"] else None}
 
 
