@@ -102,7 +102,7 @@ def _on_any_mesh[**P, R](method: Callable[P, R]) -> Callable[P, R]:
 class Decoder(nnx.Module):
     """A causal language model. Calling it computes logits; training calls `run`, or `hidden_states`, and computes the
     loss from the hidden states, because the logits of all tokens would need much memory. `embed`, `given` and `layout`
-    prepare a pass through the layers, and generation calls them too.
+    make what a pass through the layers needs; generation, which runs the layers itself, calls the first two.
 
     Every weight starts as an `nnx.Param` (trainable); get_peft_model turns the base's weights into `Frozen`. Weights
     are cast to the compute dtype on use, so fp32 master weights of a bf16 compute need nothing else.

@@ -140,9 +140,9 @@ class StepTime:
     layer_seconds: float  # seconds of kernel launches and gaps in one layer's forward, and as many in its backward
     micro_batch_seconds: float  # seconds of launches and gaps in a micro-batch in addition to those of its layers
     # the share of the time of a layer's forward (or backward) during which transfers to and from the host can run
-    # unnoticed (models/placement/transfers.py)
+    # without prolonging it; such transfers are hidden (models/placement/transfers.py)
     hidden: float
-    lost: float  # the share of the transfers' time that is lost even if they are hidden
+    lost: float  # the share of the transfers' time by which they prolong the step even if they are hidden
     # the share of a collective's time that products lose while it runs, because NCCL's kernels use multiprocessors
     collective_lost: float
     logit_bytes: float  # bytes that the loss moves for each logit

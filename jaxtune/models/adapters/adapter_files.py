@@ -174,7 +174,7 @@ class AdapterContent(NamedTuple):
 
     config: dict[str, Any]  # adapter_config.json
     arrays: dict[str, np.ndarray]  # float32, by PEFT's keys
-    metadata: dict[str, str]  # of the safetensors file
+    metadata: dict[str, str]  # of the safetensors file: the base's digests, and the TrainedOver record as JSON
 
 
 def adapter_content(model: Decoder) -> AdapterContent:

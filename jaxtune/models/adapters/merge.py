@@ -255,10 +255,11 @@ def merge_adapter(model: Decoder) -> Decoder:
 
 
 def merge_bytes(model: Decoder) -> tuple[int, int]:
-    """(bytes on the device, bytes in host memory) that merging needs in addition to the model.
+    """(bytes on the device, bytes in host memory) that merging needs in addition to the model, with which the planner
+    leaves room for the merge at the end of a run.
 
-    Each tensor is written before the next is computed. For a model without an adapter, these are the bytes of
-    `dequantize`.
+    Each tensor is written before the next is computed. For a model without an adapter, these are the bytes of decoding
+    its quantised weights.
     """
     device = host = 0
     for _, matrix in matrices(model):

@@ -37,7 +37,7 @@ class TrainedOver:
     # the format (of model.load_in) in which the base's linears were; None: as the base's files store them
     load_in: str | None = None
     skip_modules: tuple[str, ...] = ()  # names of linears that were not in that format
-    compute: str | None = None  # "fp8": FP8 weights were multiplied without decoding
+    compute: str | None = None  # "fp8": FP8 weights were multiplied without decoding; None: they were decoded
     dtype: str | None = None  # of the model's weights; None: not recorded
     qat: FakeQuant | None = None  # the grid to which merged weights were rounded in quantisation-aware training
     eos_token_ids: tuple[int, ...] = ()  # tokens that end a text, with those that training added

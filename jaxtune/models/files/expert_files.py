@@ -27,8 +27,8 @@ _FUSED = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_pro
 
 @dataclasses.dataclass(frozen=True)
 class StackedEntry(shards.TensorEntry):
-    """A tensor whose content is several tensors of files, one after another; `file` and `offset` are those of the
-    first."""
+    """An expert matrix [E, rows, in] of the model that files store as one tensor for each expert and matrix (gate, up
+    or down). The concatenated bytes of these tensors are its bytes; `file` and `offset` are those of the first."""
 
     parts: tuple[shards.TensorEntry, ...]  # the tensors, in order
 
@@ -36,15 +36,16 @@ class StackedEntry(shards.TensorEntry):
 def gather_experts(
     entries: Mapping[str, shards.TensorEntry], files: ExpertFiles | None, num_experts: int
 ) -> dict[str, shards.TensorEntry]:
-    """The entries of a checkpoint, with the pieces of each expert matrix combined to one entry under the model's name
-    for it.
+    """Combines the entries of single experts' matrices to one entry for each expert matrix [E, rows, in] of the model,
+    under the model's name for it. Returns {name: entry} with these and all other entries of the checkpoint.
 
     Args:
       entries: {name: entry} of the files' tensors.
-      files: how the family names experts in files; None: they are not in pieces.
-      num_experts: experts of each layer, by the config.
+      files: how the family names the matrices of single experts in files; None: the family's files store all experts
+        of a layer in one tensor, and nothing is combined.
+      num_experts: the number of experts of each layer, by the config.
     Raises:
-      ValueError: a piece that is missing or does not fit the others.
+      ValueError: the matrix of an expert is missing, or does not fit the others.
     """
     if files is None:
         return dict(entries)

@@ -17,7 +17,8 @@ from jaxtune.pallas.formats.layout import FileTensor
 class Piece:
     """Tensors of a file that are computed at once from a part of one of the model's tensors, such as one expert."""
 
-    tensors: Mapping[str, FileTensor]  # {name in the file: tensor}
+    # {name in the file: its FileTensor: the shape, the dtype, and the function that computes it from the part}
+    tensors: Mapping[str, FileTensor]
     # takes the model's tensor and returns the part from which these tensors are computed
     cut: Callable[[Any], Any] = lambda value: value
 

@@ -161,10 +161,11 @@ def read_tensor(entry: TensorEntry) -> np.ndarray:
 def entry_digest(
     name: str, entry: TensorEntry, read: Callable[[int, int], np.ndarray], known: bytes | None = None
 ) -> Digest:
-    """The digest of the tensor of a file that `entry` describes, under `name`.
+    """The digest of the tensor of a file that `entry` describes, by which a base model is identified.
 
-    read: (start, stop) -> the tensor's bytes from start to before stop. known: its `whole` digest, if it is cached;
-    then only samples are read.
+    name: the name that the digest covers, the model's name of the tensor, which the file's may differ from. read:
+    (start, stop) -> the tensor's bytes from start to before stop, uint8. known: `Digest.whole` of the tensor if it is
+    cached, so that only samples are read; None: every byte is read.
     """
     return Digest.read(name, _STORED[entry.dtype], entry.shape, entry.size_bytes, read, known)
 

@@ -73,9 +73,10 @@ def _require_owned(name: str, entry: shards.TensorEntry) -> None:
 
 
 def _entry(layout: Layout, name: str, tensors: Mapping[str, shards.TensorEntry]) -> StoredEntry:
-    """The entry of the quantised weight of this name, from its tensors in files.
+    """Combines the entries of all tensors that store one quantised weight, such as codes and scales, to a StoredEntry.
 
-    tensors: {key of the layout, such as the suffix of the scales' name: entry}.
+    layout: how the weight's format stores it. name: the weight's name. tensors: {the layout's key of a tensor, which
+    is what its name has after the module's, such as "weight_scale": its entry}.
 
     Raises:
       ValueError: tensors that do not fit each other.

@@ -67,7 +67,8 @@ def match(wanted: Mapping[str, tuple[int, ...]], entries: dict, tied: bool, fold
         a tensor of its own.
       folder: the checkpoint's folder, for errors.
     Raises:
-      ValueError: tensors that are missing, unexpected or of another shape, all in one list.
+      ValueError: tensors that are missing, unexpected or of another shape, all in one list; or a separate head that
+        differs from the embedding although the two are tied.
     """
     entries = dict(entries)
     if tied and "lm_head.weight" in entries:

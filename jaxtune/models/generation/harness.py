@@ -39,16 +39,20 @@ _SAMPLING = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 class JaxtuneLM(TemplateLM):
-    """lm-eval's interface (TemplateLM) to a Decoder; its methods without a docstring are that interface's.
+    """A Decoder as a model of lm-eval, whose interface TemplateLM it implements. lm-eval calls the methods:
+    `_loglikelihood_tokens` and `loglikelihood_rolling` score texts, `generate_until` writes answers, and the others
+    make tokens and prompts.
 
     Args:
       pretrained: a model, or the path that from_pretrained takes, also an adapter's folder.
       tokenizer: of the model; None: the folder's.
-      batch_size: rows of a forward pass, and the slots in which prompts are continued.
-      max_length: tokens of a row; None: the model's positions. Longer rows lose their first tokens.
+      batch_size: the number of rows of a forward pass, and of slots in which prompts are continued; lm-eval's command
+        line gives it as text, such as "8".
+      max_length: the most tokens of a row; None: the model's positions. Longer rows lose their first tokens.
       max_gen_toks: the most new tokens if a task names no number.
-      dtype, load_in: of a model that is loaded here, as in from_pretrained.
-      seed: of sampling; each request adds its index.
+      dtype, load_in: arguments of from_pretrained if `pretrained` is a path: the compute dtype, and the format in which
+        the weights are quantised; None: as the folder has them. They have no effect on a model that is passed.
+      seed: the seed of sampling, to which each request adds its index.
       others: lm-eval's options without an effect here, "device" and "max_batch_size".
     """
 
@@ -119,8 +123,9 @@ class JaxtuneLM(TemplateLM):
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """The token ids of the text `string`. add_special_tokens: whether the tokenizer adds its special tokens; None:
-        unless the text starts with BOS already."""
+        """The token ids of the text `string`. add_special_tokens: True: with the tokenizer's special tokens, such as
+        BOS; False: without them; None: with those that the tokenizer adds by default, or without them if the text
+        starts with BOS already."""
         if add_special_tokens is None:
             has_bos = self.tokenizer.bos_token is not None and string.startswith(self.tokenizer.bos_token)
             return self.tokenizer.encode(string, **({"add_special_tokens": False} if has_bos else {}))
@@ -158,7 +163,8 @@ class JaxtuneLM(TemplateLM):
         return found
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        """The log-probability of each request's whole text, in windows of max_length tokens.
+        """The log-probability in nats of each request's whole text, summed over windows of at most max_length tokens,
+        from which a task computes a perplexity.
 
         requests: lm-eval's Instances, whose first argument is the text. disable_tqdm, for a progress bar, is not used.
         """

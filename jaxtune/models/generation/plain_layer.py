@@ -83,8 +83,8 @@ def step(
 
     Args:
       block: the layer.
-      stream: the layer's input and its norm, `mixer_norm` of it.
-      state: {"mixer": the caches (keys, values)}.
+      stream: the layer's input [N, hidden], and that input after the layer's norm before attention (mixer_norm).
+      state: {"mixer": (keys, values)}, the attention's caches of all rows.
       at: int32[N], the token's position in each row; -1 for a row that does not decode.
       context: the layer's spec, and a layout with the rotary tables of these positions.
       next_weight: [hidden], of the norm before the next layer or the head, which rounds as this layer's norms do.

@@ -136,7 +136,7 @@ class Prefills:
         return batch.rows[request.key]
 
     def forget(self) -> None:
-        """Frees all prefilled states, because they were computed with weights that have been replaced."""
+        """Frees all prefilled states. Sampler.update calls it, because they were computed with the weights before."""
         self._batches, self._long = [], None
 
     def advance(self, leaves: Sequence[jax.Array], nearest: Sequence[Request]) -> int:
@@ -194,7 +194,8 @@ class Prefills:
         return self._programs.prefill(self._structure, max(capacity, width), leaves, tokens, lengths, totals)
 
     def _fitting(self, requests: Sequence[Request], most: int) -> list[Request]:
-        """The first requests, at most `most`, whose prompts have at most `chunk` tokens in all."""
+        """The longest beginning of the list `requests`, of at most `most` requests, whose prompts have at most `chunk`
+        tokens in all, so that one row has room for them (`_pack`)."""
         lengths = itertools.accumulate(len(request.tokens) - 1 for request in requests)
         return [r for r, end in zip(requests[:most], lengths, strict=False) if end <= self._chunk]
 

@@ -123,14 +123,15 @@ def checked_prompt(prompt: Sequence[int], vocab_size: int, name: str) -> list[in
 
 
 def checked_length(prompt: Sequence[int], max_new_tokens: int | None, positions: int, name: str, whose: str) -> int:
-    """The most tokens that a row may have, its prompt included.
+    """The number of tokens, the prompt's included, at which a row ends if nothing ends it earlier: the prompt's length
+    + max_new_tokens. It is checked here that the model has positions for them.
 
     Args:
-      prompt: its token ids.
-      max_new_tokens: None: as many as there are positions for.
-      positions: the number of positions.
-      name: of the prompt, as in checked_prompt.
-      whose: what has these positions, for errors, such as "the model has".
+      prompt: the prompt's token ids.
+      max_new_tokens: the most new tokens; None: as many as there are positions for.
+      positions: the most tokens that a row can have.
+      name: what the error calls the prompt, such as "generate: prompt 3".
+      whose: what has these positions, for the error, such as "the model has".
     Raises:
       ValueError: max_new_tokens is not a positive integer, or there are more tokens than positions.
     """

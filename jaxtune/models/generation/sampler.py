@@ -81,7 +81,8 @@ class _Round:
 
 
 class Sampler:
-    """Continues prompts of token ids in a fixed number of slots.
+    """Continues prompts of token ids in a fixed number of slots. `submit` queues a prompt, and each `step` returns new
+    tokens of the requests; `run` does both for a list of prompts. `update` sets the weights of a model in training.
 
     A row gets the same tokens whatever is in the other slots, up to the rounding of products whose shapes depend on how
     many prompts are prefilled at once; with `deterministic` the results are equal bit for bit.
@@ -103,10 +104,10 @@ class Sampler:
         need more dispatches; each value needs a program of its own.
       prefill_tokens: the most tokens that one program prefills, and that are prefilled between two rounds while at
         least half of the slots decode, so that these rows do not stall.
-      prefills_alone: prefills each prompt in a program of its own, so that a row's bits do not depend on others'.
+      prefills_alone: True: each prompt has a prefill of its own, so that a row's bits do not depend on other prompts.
     Attributes:
-      plan: the SlotPlan in use: `plan.slots`, `plan.length`, `plan.bytes`, and `plan.decoded_bytes`, which are not 0 if
-        the sampler decodes quantised weights once (decoded.py) because there is memory for both.
+      plan: the SlotPlan in use, with slots, length, bytes, and decoded_bytes: the memory of weights that are decoded
+        once for all steps (decoded.py), or 0 if no weight is quantised or there is no memory for them.
     Raises:
       ValueError: a model that scores texts; weights that are divided over devices; slots and length for which there is
         too little memory.

@@ -74,9 +74,10 @@ class Key:
     null: Any = LEFT_OUT
     """The value for null in a file; LEFT_OUT: the default."""
     conversion: Conversion | None = None
-    """Between the values of key and field; None: they are equal."""
+    """Converts between the key's value and the field's; None: they are equal."""
     written: Callable[[Any], Any] | None = None
-    """Computes the value that is written from the whole DecoderConfig; None: the first field's value, converted."""
+    """Takes the whole DecoderConfig and returns the value to write; None: the first field's value is written,
+    converted."""
 
     @property
     def keys(self) -> tuple[Key, ...]:

@@ -25,7 +25,7 @@ class LayerType:
     name: str
     """The name in layer_types."""
     window: bool = False
-    """Whether the layers have the window of the key sliding_window."""
+    """True: the layers have the window of the key sliding_window; False: they have full attention, or no attention."""
     rotary: int | None = 0
     """Index of the layers' rotary base; None: no position encoding."""
     mixer: Record | None = None
@@ -125,7 +125,8 @@ class LayerTypes:
     types: tuple[LayerType, ...] = (FULL, SLIDING)
     """The types that exist; a layer is written as the first one that fits it."""
     needs_window: bool = True
-    """Whether transformers' class needs a window even if no layer has one; then the context's length is written."""
+    """What is written for sliding_window if no layer has a window: True: the context's length, because transformers'
+    class needs a number; False: null."""
 
     gives = ()
 

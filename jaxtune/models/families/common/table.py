@@ -35,8 +35,8 @@ def check_window_pattern(key: str, value: Any) -> None:
 
 
 def _token(name: str) -> Key:
-    """The Key of a special token's id, named `name` in config.json (such as "eos_token_id"). It is checked and written
-    as null, and no field of DecoderConfig has it."""
+    """The Key of a special token's id, named `name` in config.json (such as "eos_token_id"). Its value is only checked:
+    the decoder computes nothing with it, so no field of DecoderConfig has it, and to_hf writes null."""
     # Null is written, because without the key the Hugging Face class has a default that may exceed the vocabulary.
     return Key(name, (), values.token_ids, None, written=lambda config: None)
 
@@ -125,15 +125,17 @@ def experts(*keys: Key, **fixed) -> Record:
 
 
 def local_experts(*keys: Key, **fixed) -> Record:
-    """The Record of experts as in Mixtral and gpt-oss, whose number is the key num_local_experts and whose size is
-    intermediate_size. keys and fixed are those of the family, as in `experts`."""
+    """The Record, for a family's table, of experts as in Mixtral and gpt-oss, whose number is the key num_local_experts
+    and whose size is intermediate_size. keys: further keys of the family's experts. fixed: {field of MoEConfig: its
+    value in all models of the family}."""
     count = Key("num_local_experts", "num_experts", any_count)
     return experts(count, Key("intermediate_size", "expert_size", values.whole), *keys, **fixed)
 
 
 def shared_experts(*keys: Key, **fixed) -> Record:
-    """The Record of experts as in Qwen's families that have a shared expert, whose width is the key
-    shared_expert_intermediate_size. keys and fixed are those of the family, as in `experts`."""
+    """The Record, for a family's table, of experts as in Qwen's families that have a shared expert, whose width is the
+    key shared_expert_intermediate_size. keys: further keys of the family's experts. fixed: {field of MoEConfig: its
+    value in all models of the family}."""
     shared = Key("shared_expert_intermediate_size", "shared_size", values.whole)
     return experts(Key("num_experts", "num_experts", any_count), EXPERT_SIZE, shared, *keys, **fixed)
 
