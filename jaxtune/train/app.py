@@ -323,8 +323,8 @@ class _Delivery:
             self._write_numbers(run())  # stored now, because a resumed run no longer has these weights
 
     def _answers(self, model: Decoder, when: str) -> dict[str, Any]:
-        """Answers the held-out questions with `model`, prints the score after the words `when`, and returns the results
-        of the function `answer`."""
+        """Answers the held-out questions with `model`, and prints the score after the words `when`, such as "before
+        training". Returns {"exact_match", "rows", "samples"} of the function `answer`."""
         assert self.trainer.sampled is not None  # set in __init__, as the config asks for answers
         return answer(model, self.trainer.tokenizer, self.config, self.console, self.trainer.sampled, when)
 

@@ -143,7 +143,9 @@ class DataConfig:
         return tuple(part for part in given if not isinstance(part, str))
 
     def _require_what_can_be_streamed(self) -> None:
-        """Raises `ConfigError` if rows are streamed or mixed, and a key is set that needs all rows before the run."""
+        """Raises `ConfigError` if data.train is empty or a weight in it is not positive. It also does so if rows are
+        streamed or mixed and a key is set that needs all rows before the run: data.eval_rows or data.packing=step, or,
+        for a stream, data.max_rows."""
         require(self.train != (), "data.train", [], "must name rows")
         for rows, weight in self.mixed:
             positive(f"data.train, the weight of {rows}", weight)
@@ -405,11 +407,13 @@ class EvaluationConfig:
         return [(f"evaluation.{name}", value) for name, value in settings if value]
 
     def after_last(self, step: int) -> bool:
-        """Whether the held-out rows are evaluated after the last step of a run, which is number `step` (from 1)."""
+        """Whether the held-out rows are evaluated after the last step of a run, which is number `step` (from 1):
+        because of `at_end`, or because `every_steps` divides that number."""
         return self.at_end or self.between(step)
 
     def between(self, step: int) -> bool:
-        """Whether the held-out rows are evaluated after step number `step` (from 1) because of `every_steps`."""
+        """Whether the held-out rows are evaluated after step number `step` (from 1) because `every_steps` is set and
+        divides that number."""
         return self.every_steps is not None and step % self.every_steps == 0
 
 

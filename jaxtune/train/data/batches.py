@@ -141,7 +141,7 @@ class BatchSource:
 
     def limit_slots(self, slots: int) -> None:
         """Sets the largest number of rows (`slots`) that a source which samples answers may sample at a time. It is
-        called when the memory of the run was planned; a source that does not sample ignores it."""
+        called once the memory of the run is planned; a source that does not sample ignores it."""
 
     def divide(self, lanes: int, own: Sequence[int]) -> None:
         """Tells the source how devices share the rows of a batch; called once, before the first batch.

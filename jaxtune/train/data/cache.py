@@ -292,8 +292,9 @@ def _own_name(folder: Path) -> Path:
 
 
 def _write(folder: Path, build: Callable[[], Iterable[Chunk]]) -> tuple[Documents, Summary]:
-    """Writes all chunks that `build` makes into an existing, empty folder, and completes it. Returns (a set without
-    documents, since nothing is mapped yet; the counts). Raises ValueError if the disk is full."""
+    """Writes all chunks that `build` makes into `folder`, an existing, empty folder, and completes it with a meta.json.
+    Returns (a set without documents, since nothing is mapped yet; the counts). Raises ValueError if the disk is
+    full."""
     store = _Store(folder)
     try:
         for chunk in build():
@@ -364,8 +365,8 @@ def _open(folder: Path) -> tuple[Documents, Summary]:
 
 
 def _read_meta(file: Path) -> _Meta:
-    """Parses a meta.json. Raises ValueError with the name of the first wrong field, or OSError if there is no such
-    file."""
+    """Reads the meta.json of a cache folder (`file`, its path). Raises ValueError with the name of the first wrong
+    field, or OSError if there is no such file."""
     try:
         return pydantic.TypeAdapter(_Meta).validate_json(read_plain(file), strict=True)
     except pydantic.ValidationError as error:

@@ -141,8 +141,8 @@ class Conversations:
     def _end(self, messages: list[dict], tools: list[dict] | None, text: str, index: int) -> int:
         """The index in `text` where the response that is message `index` ends; `text` is the whole conversation
         (messages, tools), rendered. It is for templates that render a turn differently while it is the last one: the
-        response ends after the first token of `end_ids` that follows its own text. Raises `RowError` where that is not
-        found."""
+        response ends after the first token that can end a turn (`end_ids`) behind the message's own text. Raises
+        `RowError` where that is not found."""
         end = self._text_of(messages, tools, text, index).end
         if end is None:
             raise RowError(
@@ -257,10 +257,10 @@ def _common_prefix(one: str, other: str) -> int:
 
 def _changed(message: Mapping[str, Any], other: str = SENTINEL) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields (name of the part, the message with `other` instead of that part) for each part of a message that is not
-    empty.
+    empty. Rendering the changed messages shows where a template writes each part, or that it leaves it out.
 
-    The names are the key of a thought (`_THOUGHTS`), "content", "added" (content beside a call that had none),
-    "inline" (a `<think>` block within the content), "name" (of the first call) and "arguments" (of the last call).
+    The names are the key of a thought (`_THOUGHTS`), "content", "added" (content beside a call that had none), "inline"
+    (a `<think>` block within the content), "name" (of the first call) and "arguments" (of the last call).
     """
     thoughts = [key for key in _THOUGHTS if isinstance(message.get(key), str) and message[key].strip()]
     if thoughts:  # a template reads one of the two keys

@@ -89,9 +89,9 @@ class Documents:
         Args:
             start, count: the run is `tokens[start : start + count]`, of one document.
             batch: a batch of numpy arrays.
-            slot: the row of the batch.
-            at: the index in that row of the first token.
-            segment: the segment id of the run.
+            slot: the index of the batch's row that is written into.
+            at: the index in that row at which the first token is written.
+            segment: the segment id of the run, its document's number in the row from 1 on.
 
         Returns:
             The index in the row after the last token.

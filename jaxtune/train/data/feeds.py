@@ -159,9 +159,9 @@ class FedBatches(BatchSource):
         self.lanes, self._own = lanes, tuple(own)
 
     def batch_at(self, step: int, model: Callable[[], Decoder] | None = None) -> Batch:
-        """The batch of `step` (from 0): the rows of this process' lanes, and padding in the others. `model` is not
-        used. Raises ValueError unless `step` is the next one, or the one asked for last, because rows are read only
-        once."""
+        """The batch of `step` (from 0). It has the rows of the lanes of this process, the blocks of a batch's rows that
+        its devices compute on, and padding in the others. `model` is not used. Raises ValueError unless `step` is the
+        next one, or the one asked for last, because rows are read only once."""
         if self._made is not None and self._made[0] == step:
             return self._made[1]
         if step != self._next:
@@ -191,8 +191,8 @@ class FedBatches(BatchSource):
         return np.minimum(chosen, len(self.sets) - 1).tolist()
 
     def _open(self) -> dict[int, list[Feed]]:
-        """The feeds of the lanes whose rows this process needs: {lane: [a feed for each set]}. They are opened on the
-        first call, at the positions that `resume` was given."""
+        """The feeds of the lanes of this process, the blocks of a batch's rows that its devices compute on: {lane: [a
+        feed for each set]}. They are opened on the first call, at the positions that `resume` was given."""
         if not self._feeds:
             for lane in self._own:
                 known = self._begin.get(str(lane))

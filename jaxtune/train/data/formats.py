@@ -167,9 +167,9 @@ def normalize_pair(value: Mapping[str, Any]) -> Pair:
 
 
 def normalize_labelled(value: Mapping[str, Any]) -> Pair:
-    """The `Pair` of a row with one answer and a label (columns completion and label): the answer is `chosen` if the
-    label is true, else `rejected`, and the other one is None. value: the row's columns by name. Raises `RowError` with
-    the reason if the row cannot be used."""
+    """The `Pair` of a row with one answer and a label (columns label, and completion or messages): the answer is
+    `chosen` if the label is true, else `rejected`, and the other one is None. value: the row's columns by name. Raises
+    `RowError` with the reason if the row cannot be used."""
     refuse_media(value)
     label = _column(value, ("label",))
     if value.get("completion") is None and value.get("messages") is not None:  # the answer ends the conversation

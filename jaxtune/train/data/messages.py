@@ -87,9 +87,9 @@ def _joined_parts(parts: Iterable[object]) -> dict[str, Any]:
 
 
 def sharegpt_message(turn: Mapping[str, Any]) -> dict[str, Any]:
-    """A message in the form that chat templates expect ({"role", "content", ...}), from a turn in ShareGPT's form
-    ({from, value}) or in OpenAI's. Raises `RowError` if the speaker is not one of ROLES, or the turn is wrong
-    otherwise."""
+    """Converts a turn in ShareGPT's form ({from, value}) or in OpenAI's to a message in the form that chat templates
+    expect ({"role", "content", ...}). Raises `RowError` if the speaker is not one of ROLES (such as human, gpt or
+    system), or the turn is wrong otherwise."""
     if "role" in turn:  # some files name the column as ShareGPT does and its parts as OpenAI does
         return chat_message(turn)
     speaker, content = turn.get("from"), turn.get("value")

@@ -56,9 +56,10 @@ PACKAGED = {name: Packaged(name, marks) for name, marks in _MARKS.items()}
 
 
 def missing_marks(tokenizer: Any, name: str) -> list[str]:
-    """Returns the marks (`Packaged.marks`) of the packaged template `name` that are not special tokens of this
-    tokenizer, a Hugging Face one: empty if the template can be used. For a template that needs only an EOS, it is the
-    tokenizer's EOS text if that is no special token, or "EOS" if the tokenizer has none."""
+    """Returns those of the marks (`Packaged.marks`, the special tokens that the template writes) of the packaged
+    template `name` that are not special tokens of this tokenizer, a Hugging Face one: empty if the template can be
+    used. For a template that needs only an EOS, it is the tokenizer's EOS text if that is no special token, or "EOS" if
+    the tokenizer has none."""
     special = set(tokenizer.convert_ids_to_tokens(list(special_ids(tokenizer))))
     marks = PACKAGED[name].marks
     if marks is None:

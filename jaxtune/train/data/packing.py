@@ -169,8 +169,9 @@ def plan_rows(
 def _pieces(
     lengths: np.ndarray, length: int, overflow: Overflow, name: Callable[[int], str]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The (document, offset, count) arrays of `Plan`, int64[pieces], for every piece in the order of the documents.
-    Documents longer than `length` are cut, split or refused, as `overflow` says.
+    """Divides documents into pieces. Returns three arrays int64[pieces] in the order of the documents: for each piece
+    the index of its document, the index of its first token there, and its number of tokens. A document is one piece
+    unless it is longer than `length`; then it is cut, split or refused, as `overflow` says.
 
     Args:
         lengths: int64[n], the number of tokens of each document.

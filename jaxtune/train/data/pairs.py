@@ -218,9 +218,10 @@ class PairDataset(TokenDataset):
         return self if self.packing != "step" else dataclasses.replace(self, packing=True, width=slots)
 
     def split(self, eval_rows: float) -> tuple[PairDataset, PairDataset]:
-        """Divides the pairs into (train, eval), each with the references and labels of its pairs. eval_rows: the
-        number of pairs for evaluation, or below 1 a share of them. `Documents.held_out` chooses them by the tokens of
-        their first documents."""
+        """Divides the pairs into (train, eval), each with the references and labels of its pairs. eval_rows: the number
+        of pairs for evaluation, or below 1 a share of them. Those whose first documents have the smallest hashes are
+        chosen (`Documents.held_out`); training pairs with the same first document as one of them are in neither data
+        set."""
         rest, chosen = self.documents.held_out(np.arange(0, len(self.documents), 2), eval_rows, "pairs")
 
         def of_pairs(pairs: np.ndarray) -> PairDataset:

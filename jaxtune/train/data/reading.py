@@ -191,7 +191,8 @@ def _folder(folder: Path) -> list[Source]:
 
 
 def _file_source(file: Path) -> Source:
-    """The `Source` of the data file `file`, read by the reader for its suffix. Raises ValueError if there is none."""
+    """The `Source` of the data file `file`, read by the reader for its suffix. Raises ValueError if no reader knows the
+    suffix."""
     readers = {".jsonl": read_jsonl, ".json": read_json, ".parquet": read_parquet, ".csv": read_csv}
     reader = readers.get(file.suffix.lower())
     if reader is None:
@@ -208,8 +209,9 @@ def _file_source(file: Path) -> Source:
 
 
 def _file_identity(file: Path) -> str:
-    """A string that changes with a file's name or content, as a `Source.identity`. It reads the whole file. The name
-    counts because the cache stores it for messages about rows. Raises OSError if the file cannot be read."""
+    """A string that changes with a file's name or content, by which cached tokens of the file are found. It reads the
+    whole file. The name counts because the cache stores it for messages about rows. Raises OSError if the file cannot
+    be read."""
     with open(file, "rb") as stream:
         return f"{file} {hashlib.file_digest(stream, 'blake2b').hexdigest()}"
 

@@ -347,7 +347,7 @@ class StreamFeed:
 
 
 def _file_fingerprint(file: Path) -> str:
-    """A string that differs when a file has (very probably) changed: its size, and a digest of `_SAMPLES` + 1 pieces
+    """A string that differs when a file has (very probably) changed: its size, and a digest of 17 samples of 4 KiB
     spread over it. Reading the whole file would take too long.
 
     Raises:
