@@ -58,14 +58,14 @@ class Profile:
 
 def is_evaluation_due(wanted: EvaluationConfig, start: int, total_steps: int, output: Path, rows: str | None) -> bool:
     """Whether a process must evaluate before its first step: because the config asks for an evaluation before step 1,
-    or because one was due after the last step made, and that process was interrupted before it or had other rows.
+    or because one was due after the last step that the run made, and it was not made, or made with other rows.
 
     Args:
-      wanted: config.evaluation.
+      wanted: config.evaluation: after which steps the run evaluates.
       start: the steps done so far.
       total_steps: the steps of the run.
       output: the output folder, whose metrics.jsonl has the evaluations done.
-      rows: what identifies the held-out rows; None if there are none, and then nothing is due.
+      rows: what identifies the held-out rows (rows_identity); None if there are none, and then nothing is due.
     """
     if rows is None:
         return False
@@ -94,7 +94,7 @@ def rows_identity(documents: Documents | None, answers: AnswerMetrics | None) ->
 
 class _StepRows:
     """Gives the rows of each step on the device. They are loaded while the step before is computed, unless their source
-    needs the model as it is after that step.
+    samples from the model as it is after that step.
 
     Args:
       engine: loads the rows.
@@ -110,9 +110,9 @@ class _StepRows:
         self._loading: tuple[int, Future[LoadedStep]] | None = None
 
     def of(self, step: int, state: TrainState) -> LoadedStep:
-        """(the micro-batches of a step on the devices, its counts of tokens), as Engine.load_step returns them; the
-        thread then begins to load the next step. step: from 0. state: the state before the step, from which a source
-        that `sees_model` gets its model."""
+        """Returns (the micro-batches of a step on the devices, facts about them such as the number of tokens), as
+        Engine.load_step does; the thread then begins to load the next step. step: from 0. state: the state before the
+        step, from which a source that samples answers (`sees_model`) gets its model."""
         if self._engine.batches.sees_model:
             return self._engine.load_step(step, lambda: self._model(state))
         if self._loading is None or self._loading[0] != step:
@@ -131,7 +131,8 @@ class _StepRows:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The training loop of one process, and the objects that it works with."""
+    """The training loop of one process, and the objects that it works with. Trainer makes one when its `train`
+    starts."""
 
     engine: Engine
     """Loads rows and runs the compiled programs."""
@@ -157,7 +158,8 @@ class Run:
 
     @property
     def evaluates(self) -> bool:
-        """Whether an evaluation has anything to do: held-out rows with a loss, or questions to answer."""
+        """Whether there is anything to evaluate: held-out rows with a loss, or questions to answer. If False,
+        `evaluate` does nothing."""
         return self.held_out() is not None or self.answers is not None
 
     def steps(self, programs: Programs, state: TrainState, sums: Sums, frozen, start: int) -> tuple[TrainState, int]:
@@ -255,11 +257,10 @@ class Run:
             raise
 
     def _between(self, done: int, evaluate: Callable[[int], float], saver: Saver, state: TrainState) -> bool:
-        """Calls the callbacks after `done` steps; returns whether one of them ends the run.
+        """Calls the callbacks after `done` steps; returns whether one of them asked to end the run.
 
-        evaluate: evaluates after a number of steps and returns the loss. saver: saves checkpoints. state: the state
-        after these steps.
-        """
+        evaluate: a function that evaluates after a number of steps and returns the loss. saver: saves checkpoints.
+        state: the state after these steps."""
         moment = Between(
             done,
             done == self.total_steps,

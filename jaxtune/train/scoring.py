@@ -134,13 +134,14 @@ def evaluate(
       config: the config of the recipe, overrides applied.
       recipe: the file or name of the recipe.
       overrides: "key=value" arguments of the command.
-      taken: the recipe's data.eval_rows if an override of data.eval replaced it, else 0
-        (`config.file.load_to_evaluate`). A run's checkpoint is recognised by its training rows, so the same rows are
-        left out of them as in the run.
-      load_in: a format for the frozen weights, as for `loaded_in`; None keeps that of the config or the adapter.
+      taken: the recipe's data.eval_rows (a number or share of rows) if an override of data.eval replaced it, else 0. A
+        run's checkpoint is recognised by its training rows, so the same rows must be left out of data.train as in the
+        run, though others are scored.
+      load_in: the format of the frozen weights, as load_in of from_pretrained, or "stored" for the checkpoint's own;
+        None keeps that of the config or the adapter.
     Returns:
       {"weights": in words, "eval_loss", "eval_UNIT": the number of targets or pairs}; and "exact_match", "rows" and
-      "samples", and the metrics of evaluation.generate, where the config asks for them.
+        "samples", and the metrics of evaluation.generate, where the config asks for them.
     Raises:
       ValueError: there are no such weights, or the held-out rows are not those that the run left out.
     """
@@ -183,9 +184,9 @@ def evaluate(
 
 
 def _require_same_split(result: Result, trainer: Trainer) -> None:
-    """Raises ValueError if data.eval_rows takes other rows out of data.train than the run did, because the run was
-    then trained on some of them. result: the exported weights of that run. trainer: has the config and the training
-    rows of the evaluation."""
+    """Raises ValueError if data.eval_rows takes other rows out of data.train than the run did, because some of them
+    were then trained on. result: the exported weights of that run. trainer: has the config and the training rows of the
+    evaluation."""
     key, rows = "config.data.eval_rows", trainer.config.data.eval_rows
     held_out, tokens = result.run.get(key), result.run.get("data.tokens_crc32")
     if (held_out, tokens) != (rows, trainer.batches.identity().get("tokens_crc32")):

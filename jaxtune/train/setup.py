@@ -1,4 +1,5 @@
-"""The parts that a Trainer constructs: the optimizer and schedule, the step's programs, the mesh and the planner."""
+"""What a Trainer constructs before it trains: the optimizer and schedule, the step's programs, the mesh and the
+planner."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class UpdateRule:
     schedule: optax.Schedule | None
     """The learning rate that metrics show; None if a given optimizer has a schedule of its own."""
     bound: UpdateBound | None
-    """How far one update can move a weight; None for a given optimizer, of which that is not known."""
+    """A limit to how far one update can move a weight; None if none is known: for an optimizer that was given to the
+    Trainer, without clipping, and for other optimizers than adamw and adamw_8bit."""
 
 
 def update_rule(
@@ -56,8 +58,8 @@ def update_rule(
     optimizer: optax.GradientTransformation | None,
     schedule: optax.Schedule | None,
 ) -> UpdateRule:
-    """The update rule of a run of `total_steps` steps, over which a schedule of the config is stretched. An optimizer
-    or a schedule that was given to the Trainer (not None) replaces the config's."""
+    """The update rule of a run of `total_steps` steps, over which the schedule of the config extends. optimizer,
+    schedule: those that were given to the Trainer, which replace the config's; None: the config's."""
     if optimizer is not None:
         return UpdateRule(optimizer, schedule, None)
     schedule = schedule or learning_rate_schedule(config.schedule, config.optim.learning_rate, total_steps)
@@ -68,18 +70,18 @@ def update_rule(
 def step_programs(
     config: TrainConfig, model: TrainedModel, objective: Objective, rule: UpdateRule, batches: BatchSource, eval_data
 ) -> tuple[StepProgram, StepProgram | None]:
-    """The programs of a train step, which are not compiled yet.
+    """Makes the programs of a train step, which are compiled later.
 
     Args:
-      config: of the run.
+      config: the run's.
       model: the model that is trained.
       objective: defines the loss.
       rule: how weights are updated.
       batches: the source of the run's batches.
-      eval_data: the TokenDataset of held-out rows, or None. With `batches`, it bounds the documents of a row.
+      eval_data: the TokenDataset of held-out rows, or None. It and `batches` give the most documents in a row.
     Returns:
       (the program of a step, None); if qat.start is above 0, (the program of a step with rounded weights, the program
-      of a step before that).
+        of a step before that).
     Raises:
       ValueError: optim.embedding_learning_rate is set, and no embedding is trained.
     """
@@ -124,15 +126,16 @@ def planned(
     """Chooses the mesh, and makes the planner of the steps' memory.
 
     Args:
-      config: of the run; mesh may be None, and is then chosen.
+      config: the run's; its mesh may be None, and is then chosen.
       model: the model, from whose shapes memory is forecast.
       objective: tells how often a frozen model runs in each loss.
       batches: tells the shape of a step's batch.
       optimizer: an optimizer given to the Trainer, whose states count in the forecast; None is the config's.
-      trains: whether steps are planned; if not, only a forward pass is.
+      trains: True: training steps are planned, by a Planner. False: only a forward pass is, by a ForwardPlanner.
     Returns:
       (the config with the chosen mesh, the mesh, the planner).
     Raises:
+      ConfigError: answers cannot be sampled on this mesh.
       ValueError: the devices cannot share the rows of a micro-batch evenly.
     """
     config = dataclasses.replace(config, rows_per_step=batches.rows_per_step)
@@ -185,17 +188,17 @@ def _require_sampling(config: TrainConfig, mesh: MeshConfig) -> None:
 def with_slots(
     planner: Planner | ForwardPlanner, model: Decoder, batches: BatchSource, answers: AnswerMetrics | None
 ) -> tuple[dict[str, SlotPlan], AnswerMetrics | None]:
-    """Plans the slots in which a run samples answers, by the memory that its weights and its optimizer leave between
-    two steps, and limits `batches` to them.
+    """Plans in how many slots a run samples answers, by the memory that its weights and its optimizer leave between two
+    steps, and limits `batches` to them. A slot is a row of the sampler's batch, with its caches.
 
     Args:
       planner: of the run's steps.
       model: the model; its arrays may be shapes.
       batches: the source of the run's batches, which may sample.
-      answers: the evaluation by generation, or None.
+      answers: the evaluation in which the model answers questions, or None.
     Returns:
-      ({"answers" or "generate": the plan of the slots of that phase}, empty where memory has no limit or nothing is
-      sampled; `answers` with the planned number of slots).
+      ({"answers" (of `batches`) or "generate" (of evaluations): the plan of the slots of that phase}, empty where
+        memory has no limit or nothing is sampled; `answers` with the planned number of slots).
     Raises:
       ValueError: there is no room for one slot.
     """

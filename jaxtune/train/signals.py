@@ -83,8 +83,8 @@ class StopSignal:
 
     @contextlib.contextmanager
     def _mode(self, raises: bool) -> Iterator[None]:
-        """A context in which signals raise Interrupted (`raises`), or only set `requested`. A signal that has already
-        arrived raises on entering, or on leaving if signals raise outside."""
+        """A context in which signals raise Interrupted (`raises` is True), or only set `requested` (False). If signals
+        raise in it and one has already arrived, entering it raises; if they raise outside of it, leaving it does."""
         before, self._raises = self._raises, raises
         try:
             self._raise_pending()
@@ -94,7 +94,7 @@ class StopSignal:
         self._raise_pending()
 
     def _raise_pending(self) -> None:
-        """Raises Interrupted if a signal has arrived and signals raise now."""
+        """Raises Interrupted if a signal has arrived and the present context is one in which signals raise."""
         if self._raises and self.requested:
             raise Interrupted(self.signal_name)
 
@@ -141,7 +141,7 @@ def handled(numbers: Iterable[int]) -> list[int]:
 
 
 def _write(text: str) -> None:
-    """Writes a text to stderr, unbuffered, from a signal handler."""
+    """Writes a text to stderr without buffers, because a signal handler may interrupt a print. Errors are ignored."""
     # It does not use print, because the handler may interrupt a print, and buffered streams are not reentrant.
     with contextlib.suppress(OSError):  # the terminal may be gone; the signal counts all the same
         os.write(2, text.encode())

@@ -160,13 +160,13 @@ class Trainer:
 
     @property
     def planner(self) -> Planner:
-        """The planner of the steps' memory; only for a trainer that trains."""
+        """The planner of the steps' memory; AssertionError for a trainer made with trains=False."""
         assert isinstance(self.engine.planner, Planner), "this trainer was made with trains=False"
         return self.engine.planner
 
     @property
     def program(self) -> StepProgram:
-        """The program of a train step, not compiled, with the settings of the current plan (residuals, chunks)."""
+        """The program of a train step, not compiled, under the plan in force."""
         return self.engine.program
 
     @property
@@ -375,13 +375,13 @@ class Trainer:
 
     @property
     def adapted(self) -> bool:
-        """Whether the model has an adapter, which is then what is trained."""
+        """Whether the model has an adapter, whose tensors are then what is trained; False: full fine-tuning."""
         return has_adapter(self.model.given)
 
     def evaluate(self, trained: bool = False) -> dict[str, Any]:
         """Evaluates the model as given, without training: {"eval_loss": a mean, "eval_targets", ...}, with the
-        objective's other metrics. Under QAT its weights are rounded as before the first step, or, if `trained`, as
-        after the last one. It is empty if the held-out rows have only questions (`answers`)."""
+        objective's other metrics; {} if the held-out rows have only questions (`answers`). With qat.start above 0,
+        weights are rounded if `trained`, as after the last step, and not rounded otherwise, as before the first one."""
         program = self.program if trained else self.engine.before_qat or self.program
         return self._eval_loss(program, *self.model.weights(self.engine))
 
@@ -395,8 +395,8 @@ class Trainer:
 
     def _eval_loss(self, program: StepProgram, trainable, frozen) -> dict[str, Any]:
         """The metrics of the held-out rows under a program, {} if there are only questions. trainable, frozen: the
-        weights that train and the others, on the devices. A forward pass that does not fit is compiled again with
-        smaller chunks. Raises ValueError without held-out rows."""
+        weights that train and the others, on the devices. A forward pass that does not fit is compiled again under a
+        smaller plan. Raises ValueError without held-out rows."""
         batches = self.eval_batches
         if batches is None:
             if self.answers is not None:
@@ -415,8 +415,8 @@ class Trainer:
     # ---- checkpoints
 
     def _meta(self, step: int) -> dict[str, Any]:
-        """The metadata of a checkpoint after `step` steps: the record, and the position in the rows. In a run of
-        several processes, all of them call this."""
+        """The metadata of a checkpoint after `step` steps: the record, and the batch source's position in its rows. All
+        processes of the run must call it."""
         position = self.batches.position(step)
         return self.record() | ({} if position is None else {POSITION: position})
 
@@ -443,7 +443,8 @@ class Trainer:
         )
 
     def _same_run(self) -> dict[str, Any]:
-        """The part of `record` that another process of the same run has too. It waits for the weights."""
+        """The entries of `record` by which results are recognised as this run's, {dotted key: value}; waits for the
+        weights."""
         self.model.take_weights()  # the digest of the base is computed from them
         return same_run(self.record())
 

@@ -148,9 +148,9 @@ def step_cost(
     optimizer: optax.GradientTransformation | None = None,
     reference_runs: int = 0,
 ) -> StepCost:
-    """Computes a step's costs from the shapes of `model` (arrays may be abstract). length: tokens of a row; None:
-    config's. keeps_model: whether the given model stays in memory beside the copies that train, for a program that may
-    read it. optimizer: None is config.optim's. reference_runs: forward passes of a frozen model in each micro-batch."""
+    """Computes a step's costs from shapes; the arrays of `model` may be abstract. length: tokens of a row; None: that
+    of config.data. keeps_model: whether the given model stays in memory beside the copies that train. optimizer: None
+    is that of config.optim. reference_runs: number of forward passes of a frozen model in each micro-batch."""
     length, shape = length or config.data.length, model.config
     dtype = jnp.dtype(COMPUTE_DTYPES[config.precision])
     _, trainable, frozen = nnx.split(model, nnx.Param, ...)

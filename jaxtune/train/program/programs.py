@@ -39,15 +39,15 @@ _BLOCK_FOR_ROWS = 32 << 20  # bytes of the rows of two steps of 8 x 65,536 token
 class Programs:
     """The compiled programs of a run's step and evaluation (jax.stages.Compiled), as Engine.compile makes them."""
 
-    accumulate: Any  # StepProgram.accumulate
-    update: Any  # StepProgram.update
-    evaluate: Any  # StepProgram.evaluate; None without held-out rows
+    accumulate: Any  # adds a micro-batch's loss and gradients to the step's sums (StepProgram.accumulate)
+    update: Any  # updates the weights from the sums (StepProgram.update)
+    evaluate: Any  # sums the loss of a batch of held-out rows (StepProgram.evaluate); None without held-out rows
     seconds: float = 0.0  # time that tracing and compiling took
-    before_qat: Programs | None = None  # the programs of the steps before qat.start
+    before_qat: Programs | None = None  # the programs of the steps before qat.start; None if there are no such steps
 
 
 def compiler_options(platform: str, deterministic: bool, divides: bool = False) -> dict[str, Any]:
-    """XLA options of the step.
+    """XLA options of the step, {name: value}.
 
     Without Triton GEMMs every product is computed by cuBLASLt, which adds the adapter's product in its epilogue; that
     saves 2.3 % of an 8B LoRA step on an H200 (benchmarks/results). 16-bit values are rounded wherever they are made,
@@ -55,10 +55,10 @@ def compiler_options(platform: str, deterministic: bool, divides: bool = False) 
     not change.
 
     Args:
-      platform: the device's.
-      deterministic: the vendor libraries' first algorithm is taken in place of the fastest timed one, so that every
-        process makes the same choice.
-      divides: whether tensors are divided over devices.
+      platform: the device's, such as "gpu".
+      deterministic: True: the vendor libraries' first algorithm is taken, so that every process makes the same choice.
+        False: the one that is fastest when it is timed.
+      divides: whether weights are divided over devices, so that options for collectives are needed.
     """
     options: dict[str, Any] = {"xla_allow_excess_precision": False}
     if platform != "gpu":
@@ -97,11 +97,11 @@ def _uncollected():
 
 
 class Engine:
-    """Runs the programs of a training run on a mesh, under the planner's plan.
+    """Compiles and runs the programs of a training run on a mesh, under the planner's plan.
 
     Args:
       program: the run's step; the fields that the plan and the config's noise decide are filled in here.
-      before_qat: the step before qat.start, or None.
+      before_qat: the step without rounded weights, for the steps before qat.start; None if there are none.
       planner: chooses the plan.
       mesh: the devices.
       batches: makes the batch of each step.
@@ -109,7 +109,7 @@ class Engine:
       held_out: rows of an evaluation, whose program is compiled with the steps'; None: no evaluation.
 
     Attributes:
-      program, before_qat: under the plan in force.
+      program, before_qat: the arguments, with the fields that the plan in force decides.
       planner, mesh, batches: the arguments.
       replicated: the sharding of arrays that every device has.
       micro_index: the int32 numbers of a step's micro-batches, on the mesh.
@@ -167,7 +167,8 @@ class Engine:
             self.before_qat = dataclasses.replace(self.before_qat, mesh=mesh)
 
     def follow_plan(self) -> None:
-        """Applies the planner's plan; programs that were compiled before belong to another plan."""
+        """Gives the programs the planner's plan; called after it changed. Programs that were compiled before belong to
+        another plan."""
         plan = self.planner.plan
         follow = dict(plan=plan.residuals, chunk_tokens=plan.chunk_tokens, micro_batches=plan.micro_batches)
         self.program = dataclasses.replace(self.program, **follow)
@@ -177,7 +178,7 @@ class Engine:
 
     @property
     def options(self) -> dict[str, Any]:
-        """XLA's options for the programs, by name, as `compiler_options` chooses them for the mesh and the config."""
+        """XLA's options for the programs, {name: value}, by the mesh and the config (see compiler_options)."""
         divides = partition.MeshShape.of(self.mesh).parts > 1
         return compiler_options(self.mesh.devices.flat[0].platform, self._deterministic, divides)
 
@@ -201,8 +202,9 @@ class Engine:
 
     def load_step(self, step: int, model: Callable[[], Decoder] | None = None) -> LoadedStep:
         """Makes the batch of `step` (from 0) and places it: (its micro-batches on the devices, {"tokens",
-        "trained_tokens", "lengths": of its documents, "metrics": of the source, "filled": how many micro-batches have
-        tokens}). `model` is that of BatchSource.batch_at, which returns the model before the step, or None."""
+        "trained_tokens": their numbers, "lengths": tokens of each document, "metrics": those of the batch source,
+        "filled": how many micro-batches have tokens}). model: returns the model before the step, from which a source
+        may sample; None if the source needs none."""
         batch = self.batches.batch_at(step, model)
         parts = self.planner.plan.micro_batches
         # Of rows in lanes each process has only its own. All have equally many, so the others' are taken to be alike.
@@ -292,29 +294,30 @@ class Engine:
         return dataclasses.replace(programs, before_qat=early[0]) if early else programs
 
     def compile_evaluate(self, program: StepProgram, trainable, frozen):
-        """Compiles `program.evaluate`, the evaluation of one batch of the held-out rows. `trainable` and `frozen` are
-        the model's weights or their shapes."""
+        """Compiles `program.evaluate`, the evaluation of one batch of the held-out rows, to a jax.stages.Compiled.
+        trainable, frozen: the weights that train and the others, or their shapes."""
         assert self._held_out is not None
         return self._compiled_of_rows(program.evaluate, self.replicated, trainable, frozen, self._held_out)
 
     def compile_of_rows(self, function, trainable, frozen, rows: Rows):
-        """Compiles StepProgram.of_rows of `function`, such as the log-probabilities of a reference, for batches with
-        the shape of these rows. `trainable` and `frozen` are the model's weights or their shapes."""
+        """Compiles a program that computes a value for each row of a batch, such as the log-probabilities of a
+        reference (StepProgram.of_rows). function: gets (model, batch, Forward) and returns [rows, ...]. trainable,
+        frozen: the weights that train and the others, or their shapes. rows: have the shape of the batches."""
         program = functools.partial(self.program.of_rows, function)
         return self._compiled_of_rows(program, self._by_rows, trainable, frozen, rows)
 
     def _compiled_of_rows(self, *what):
-        """Lowers and compiles a program over rows, as `_lowered_of_rows` describes it by the arguments `what`."""
+        """Lowers and compiles a program over rows. what: the arguments of _lowered_of_rows."""
         return dispatch.built(lambda: self._compiled(self._lowered_of_rows(*what)))
 
     def _lowered_of_rows(self, function, out, trainable, frozen, rows: Rows):
-        """Lowers function(trainable, frozen, batch) for batches with the shape of these rows; `out` is the sharding of
-        its result."""
+        """Lowers function(trainable, frozen, batch) for weights like these and batches with the shape of these rows.
+        out: the sharding of its result."""
         return self._lowered(function, out, (abstract(trainable), abstract(frozen), self._abstract_batch(rows)))
 
     def _lowered(self, function, out, arguments: tuple, **options):
-        """Lowers a function for the mesh. `out` are the shardings of its results, `arguments` the shapes of its
-        arguments, `options` those of jax.jit."""
+        """Lowers a function for the mesh. out: the shardings of its results. arguments: the shapes of its arguments.
+        options: further arguments of jax.jit."""
         with partition.compiling(self.mesh):
             return jax.jit(function, out_shardings=out, **options).lower(*arguments)
 
@@ -354,11 +357,12 @@ class Engine:
           first_step: the step with which the run starts. The programs of the steps before QAT begins are compiled only
             if it is one of these.
           print_line: prints a line.
-          placed: whether the weights are already on the devices as the plan says, which further plans must keep.
+          placed: True: the weights are already on the devices, so further plans must keep as many layers whole. False:
+            they are not, and further plans are free.
         Returns:
           the programs of the plan that fits.
         Raises:
-          PlanError: the smallest plan was compiled, and is too large.
+          PlanError: no further plan is left.
         """
         while True:
             programs, need = self._compiled_and_need(shapes(), first_step)
@@ -410,15 +414,15 @@ class Engine:
         return {"collectives_seconds": seconds}
 
     def at(self, programs: Programs, step: int) -> Programs:
-        """The programs that step `step` (from 0) runs: those without rounded weights before qat.start, else
-        `programs`."""
+        """The programs for step `step` (from 0): before qat.start those without rounded weights, if `programs` has them
+        in `before_qat`; otherwise `programs` itself."""
         early = step < self._early_steps and programs.before_qat is not None
         return programs.before_qat if early and programs.before_qat is not None else programs
 
     def accumulate(self, programs: Programs, sums: Sums, state: TrainState, frozen, parts: list[Batch]) -> Sums:
-        """Dispatches a step's micro-batches (`parts`, of which the last ones may be missing, because they are empty)
-        with the compiled `programs`: returns the sums with their sums added. `sums` is donated; `state` is the
-        TrainState, `frozen` are the weights that do not train."""
+        """Dispatches the micro-batches of a step with the compiled `programs`, and returns `sums` (donated) with the
+        losses and gradients of all of them added. parts: the micro-batches; the last ones may be missing, because they
+        are empty. state: the TrainState. frozen: the weights that do not train."""
         for index, batch in zip(self.micro_index, parts, strict=False):
             sums = programs.accumulate(sums, state, frozen, batch, index)
         return sums
@@ -468,11 +472,11 @@ class Engine:
         objective computes from its sums.
 
         Args:
-          evaluate: compiled by compile_evaluate.
-          trainable, frozen: the weights.
+          evaluate: the program of one batch, from compile_evaluate.
+          trainable, frozen: the weights that train and the others.
           batches: of held-out rows.
-          shown: called with (batches done, batches in all).
-          between: called after each batch.
+          shown: called after each batch with (batches done, batches in all), to show progress.
+          between: called after each batch, so that the caller can react to signals.
         """
         objective = self.program.objective
         totals, count = [], batches.steps_per_epoch

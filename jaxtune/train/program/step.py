@@ -84,21 +84,21 @@ class StepProgram:
     optimizer: optax.GradientTransformation  # an optax transformation or an optim.StepOptimizer, over float32 tensors
     schedule: optax.Schedule | None  # learning rate by number of updates, for the metrics; None: unknown
     objective: Objective = SUPERVISED  # defines the loss of a micro-batch and further measurements
-    plan: ResidualPlan | None = None  # as in Forward
-    max_documents: int | None = None  # as in Forward
+    plan: ResidualPlan | None = None  # the placement of residuals; None: all are kept
+    max_documents: int | None = None  # the most documents in a row, which allows faster attention; None: unknown
     max_grad_norm: float | None = 1.0  # global norm to which gradients are clipped; None: no clipping
     dropout: bool = False  # whether any adapter has dropout
     scale_loss: bool = False  # dynamic loss scaling (fp16)
     # dtype of trained matrices: "bf16" is rounded stochastically after each float32 update
     weights: Literal["fp32", "bf16"] = "fp32"
     micro_batches: int = 1  # number of micro-batches of a step
-    chunk_tokens: int | None = None  # as in Forward
+    chunk_tokens: int | None = None  # number of tokens whose logits exist at a time; None: the loss decides
     aux_losses: AuxLosses = NO_AUX_LOSSES  # the layers' own losses, added to the objective's
     # a bound on an update's elements that is known before the update (optim.update_bound). Without one an update is
     # computed twice, because whether it is finite must be known before old states are overwritten.
     bound: UpdateBound | None = None
-    by_tensor: bool = False  # tensors are updated one by one
-    # the optimizer's large states are on the host (optimizer_offload.py); needs bound and by_tensor
+    by_tensor: bool = False  # whether tensors are updated one by one; False: all at once, as one tree
+    # whether the optimizer's large states are on the host (optimizer_offload.py); needs bound and by_tensor
     offload: bool = False
     full: bool = False  # every row of a micro-batch is one document without padding (PackedLayout.full)
     noise_alpha: float | None = None  # NEFTune's noise on the embeddings in gradient steps; None: no noise
@@ -169,8 +169,8 @@ class StepProgram:
         return jax.tree.map(functools.partial(jax.sharding.NamedSharding, self.mesh), unsummed)
 
     def _divided(self, sums: Sums, trainable) -> Sums:
-        """`sums` with the gradients of those tensors of `trainable` that are divided over devices wrapped as
-        partition.Shard, from which the shardings inside of the mapped function follow."""
+        """Wraps the gradients in `sums` of those tensors of `trainable` that are divided over devices as
+        partition.Shard, which says by which axis. partition derives from it the shardings that jax.shard_map needs."""
         tensors = partition.divide(trainable, self.mesh)
         return dataclasses.replace(sums, gradients=partition.divide_like(tensors, sums.gradients))
 
@@ -223,7 +223,7 @@ class StepProgram:
         return partition.undivided(run(sums, state, frozen, batch, micro_batch))
 
     def _accumulate(self, sums: Sums, state: TrainState, frozen, batch: Batch, micro_batch: jax.Array) -> Sums:
-        """The sums with one micro-batch added, for the rows and the parts of weights that one device has: what
+        """The sums with one micro-batch added, for the rows and the shards of weights that one device has: what
         `accumulate` does on each device, with the same arguments (sums, state, frozen, batch, micro_batch)."""
         if self.full:
             batch = dataclasses.replace(batch, segment_ids=None)
@@ -268,8 +268,8 @@ class StepProgram:
         return total
 
     def _loss(self, model: Decoder, batch: Batch, forward: Forward) -> tuple[jax.Array, jax.Array, dict]:
-        """The objective's (loss sum, count, own sums by name as float32) for `batch`, a micro-batch, of which
-        `forward` runs `model`; raises ValueError if the names of the sums are not those that the objective declares."""
+        """The objective's loss of `batch`, a micro-batch: (loss sum, count, {name: float32 sum} for its metrics).
+        forward: runs `model`. Raises ValueError if the names of the sums are not those that the objective declares."""
         loss, count, own = self.objective.loss(model, batch, forward)
         if set(own) != set(self.objective.sums):
             raise ValueError(
@@ -279,8 +279,8 @@ class StepProgram:
         return loss, count, {name: jnp.asarray(value, jnp.float32) for name, value in own.items()}
 
     def total(self, sums: Sums, trainable) -> Sums:
-        """The sums of all devices, without the leading axis; for use under jit, on the mesh. `trainable` is a
-        TrainState's."""
+        """Adds the sums of all devices, with which the update begins: the same fields without the leading axis of
+        devices. It runs under jit, on the mesh. trainable: the trained tensors of the TrainState."""
         if self.devices == 1:
             return sums
 
@@ -381,9 +381,9 @@ class StepProgram:
         }
 
     def _next(self, state: TrainState, trainable, opt_state, finite: jax.Array) -> TrainState:
-        """The state after a step from `state`, with the new weights (`trainable`) and optimizer state (opt_state), and
-        the counts and the loss scale updated. A step that is not `finite` counts as skipped; the caller has put the
-        old weights and states in."""
+        """The state after a step from `state`, with the counts and the loss scale updated. trainable, opt_state: the
+        weights and optimizer states that it has: the new ones if the step is `finite`, else the old ones; the step then
+        counts as skipped."""
         skip = (~finite).astype(jnp.int32)
         loss_scale, good_steps = state.loss_scale, state.good_steps
         if self.scale_loss:
@@ -403,8 +403,8 @@ class StepProgram:
         )
 
     def _reach(self, bound: UpdateBound, state: TrainState) -> jax.Array:
-        """float32[]: a limit, by `bound`, to the absolute value of any weight of `state` after this step's update,
-        known before the update is computed."""
+        """float32[]: no weight of `state` has a larger absolute value than this after the step's update. It follows
+        from `bound` before the update is computed, so that an update to infinite weights can be skipped."""
         assert self.schedule is not None  # optimizers with a bound take their rate from the schedule
         rate = jnp.asarray(self.schedule(state.step - state.skipped), jnp.float32)
         highest = _each(lambda x: jnp.abs(x).max(range(1, x.ndim)), jax.tree.leaves(state.trainable)).max()
@@ -428,11 +428,10 @@ class StepProgram:
         )
 
     def evaluate(self, trainable, frozen, batch: Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """(loss sum, count, the objective's own sums) of one batch on all devices, without dropout and gradients; to be
-        jitted. `frozen` are the weights that do not train.
+        """(loss sum, count, the objective's own sums, {name: sum}) of one batch on all devices, without dropout and
+        gradients; to be jitted. frozen: the weights that do not train.
 
-        `trainable` are the weights alone, of a TrainState or as given, because a forward pass needs no optimizer.
-        """
+        trainable: the weights that train, of a TrainState or as given, because a forward pass needs no optimizer."""
 
         def local(trainable, frozen, batch):
             forward = Forward(max_documents=self.max_documents, chunk_tokens=self.chunk_tokens)
@@ -444,7 +443,8 @@ class StepProgram:
 
     def of_rows(self, function, trainable, frozen, batch: Batch) -> jax.Array:
         """Calls function(model, batch, forward), which returns an array with a value for each row, [rows, ...], on one
-        batch; rows are divided over devices. `trainable` and `frozen` are as for `evaluate`."""
+        batch; rows are divided over devices. forward: a Forward. trainable, frozen: the weights that train and the
+        others."""
 
         def local(trainable, frozen, batch):
             forward = Forward(max_documents=self.max_documents, chunk_tokens=self.chunk_tokens)
@@ -489,5 +489,6 @@ def trainable_names(trainable) -> list[str]:
 
 
 def _names_a_place(key) -> bool:
-    """Whether a key in a path is part of a tensor's name; the keys that nnx.Variable adds are not."""
+    """Whether a key in a tensor's tree path is written in its dotted name (True), or is one of the keys "value" and
+    "raw_value" that nnx.Variable adds (False)."""
     return not (isinstance(key, jax.tree_util.GetAttrKey) and key.name in ("value", "raw_value"))

@@ -21,7 +21,7 @@ from jaxtune.train.program.step import Sums, TrainState
 
 
 class TrainedModel:
-    """The model that a run trains. The caller's model is never changed or donated.
+    """The model that a run trains. The model that the caller gave is never changed, and its arrays are never donated.
 
     A run first asks for `first_shapes`, from which its programs are compiled while the weights may still be loading,
     and then calls `begin`. Both describe (state, sums, frozen): the TrainState, new or from a checkpoint; the Sums of
@@ -32,16 +32,17 @@ class TrainedModel:
     Args:
       model: what the caller gave; its arrays are shapes if `weights` is given.
       config: the run's.
-      keeps_model: whether the caller keeps the model, so that its arrays must not be freed.
+      keeps_model: True: the caller still uses the model, so its arrays must not be freed. False: its trained tensors
+        are freed as soon as the run has copied them.
       weights: the model with its weights, while they are being loaded in a thread; None: `model` has them.
 
     Attributes:
       given: the caller's model without its teacher, or its shapes while its weights are being loaded.
       prepared: the model that computes: in the compute dtype, with rounded weights under QAT, and with its teacher.
-      keeps_model: whether the caller keeps the model.
+      keeps_model: the argument.
       graph: graph definition of `prepared`.
       plain_graph: the same without QAT.
-      qat: how linears are rounded, or None.
+      qat: how linears are rounded, or None without QAT.
       trainable, frozen: nnx.States of the weights that train and of the others.
       fresh: whether the run started with an adapter that does not change the model's outputs yet.
     """
@@ -79,7 +80,7 @@ class TrainedModel:
 
     @property
     def is_loading(self) -> bool:
-        """Whether the weights are still being loaded."""
+        """Whether the weights are still being loaded in a thread (True), or the model has them (False)."""
         return self._weights is not None and not self._weights.done()
 
     def take_weights(self) -> None:
@@ -120,12 +121,11 @@ class TrainedModel:
         return partition.put(self.trainable, partition.shardings(self.trainable, engine.mesh)), frozen
 
     def placed_frozen(self, engine: Engine) -> Any:
-        """The frozen weights on the mesh of `engine`, whole or divided as its plan in force says.
+        """The frozen weights on the mesh of `engine`, whole or divided over devices as its plan in force says.
 
         If the caller does not keep the model, each array is freed before the next one is moved, so that a device never
-        has both all whole arrays and their parts. All processes start this at the same time, because gathering is
-        collective and must not wait for a process that is still loading.
-        """
+        has all whole arrays beside its shares of them. All processes start this at the same time, because gathering is
+        collective and must not wait for a process that is still loading."""
         processes.require_same({"the base model": self.given.base_digest}, "give all of them the same weights")
         declared = self._declared(engine)
         where = partition.shardings(declared, engine.mesh)
@@ -169,9 +169,9 @@ class TrainedModel:
         return _placed(state, program.shardings(state, engine.replicated))
 
     def begin(self, engine: Engine, resumed: TrainState | None) -> tuple[TrainState, Sums, Any]:
-        """(state, sums, frozen) with which a run starts, placed on the mesh of `engine`: those of first_state, or
-        `resumed`, the state that a checkpoint had. It also sets `fresh`, and frees the given weights if the caller
-        does not keep them."""
+        """(state, sums, frozen) with which a run starts, placed on the mesh of `engine`. resumed: the state from a
+        checkpoint; None: a new run, with a new state. For a new run it also sets `fresh`, whether its adapter does not
+        change the model's outputs yet, and frees the given weights if the caller does not keep them."""
         if resumed is not None:
             return resumed, engine.first_sums(resumed), self.placed_frozen(engine)
         self.take_weights()
@@ -190,8 +190,8 @@ class TrainedModel:
 
     @property
     def teacher_digest(self) -> str | None:
-        """The digest of the teacher's weights, as `Decoder.base_digest` is of the model's; None without a teacher or
-        while weights are being loaded."""
+        """A digest of the teacher's weights, by which a run is not resumed with another teacher; None without a teacher
+        or while weights are being loaded."""
         teacher = self.prepared.teacher
         return None if teacher is None else teacher.base_digest
 
@@ -209,9 +209,8 @@ class TrainedModel:
         given.
 
         Its arrays are on the mesh's devices; in a run of several processes, each process that has all of it gets it on
-        one device. After QAT, a model with adapters is returned prepared, and merge_adapter converts it; a model
-        without adapters has weights on the grid.
-        """
+        one device. After QAT, a model with adapters still rounds its weights whenever it computes, and merge_adapter
+        converts it; a model without adapters is converted here: its weights have the rounded values."""
         _, _, frozen = nnx.split(self.given, nnx.Param, ...)
         trained, frozen = partition.colocated(trainable, frozen)
         model = nnx.merge(self._graph_alone, trained, frozen)
