@@ -1,8 +1,10 @@
-"""The choice of an operation's implementation, with the reasons why faster ones refuse a call.
+"""Chooses which implementation of an operation, such as attention, runs a call: a hand-written kernel, or the one in
+plain JAX, which is called the reference. It also says why faster implementations refuse a call.
 
-Each operation has an ordered table {name: implementation}, the fastest first and `reference` last. An explicit
-`implementation=` never falls back; None takes the first that supports the call. A hand-written kernel is compared with
-the reference at its first use on a GPU (`first_use`), and a kernel that is wrong there is refused from then on.
+`choose` reads an ordered table {name: a function that returns why the implementation refuses the call, or None}, the
+fastest first and "reference" last. A name that the caller requests (`implementation=`) never falls back; None takes the
+first that supports the call. A hand-written kernel is compared with the reference at its first use on a GPU
+(`first_use`), and a kernel whose result is wrong there is refused from then on.
 """
 
 from __future__ import annotations
@@ -35,8 +37,9 @@ record: dict[str, tuple[str, dict[str, str]]] = {}
 
 @functools.cache
 def _device_capability(platform: str) -> tuple[int, int] | None:
-    """The compute capability, (major, minor), of this machine's first GPU; None if `platform`, JAX's default backend,
-    is not "gpu", or if the GPU has none (it is not NVIDIA's)."""
+    """The compute capability of this machine's first GPU, (major, minor), such as (9, 0) for Hopper. platform: JAX's
+    default backend. None if `platform` is not "gpu", or if the GPU has no compute capability, because it is not
+    NVIDIA's."""
     if platform != "gpu":
         return None
     text = getattr(jax.local_devices(backend="gpu")[0], "compute_capability", None)
@@ -51,8 +54,8 @@ _unsaid = False  # True within the context `unsaid`
 
 
 def compute_capability() -> tuple[int, int] | None:
-    """The compute capability, (major, minor), of the NVIDIA GPU to lower for: this machine's, unless `compile_for` sets
-    another; None without a GPU."""
+    """The compute capability, (major, minor), of the NVIDIA GPU that programs are compiled for: this machine's, or
+    within `compile_for` the one given there. None without an NVIDIA GPU."""
     return _target if _target is not None else _device_capability(jax.default_backend())
 
 
@@ -68,21 +71,24 @@ _FIRST_USE_BOUND = 0.02
 
 
 def first_use(op: str, name: str, call: str, compare: Callable[[], tuple[Sequence, Sequence]]) -> str | None:
-    """Compares a small case with the reference, once for each (op, name, call), before an implementation is used on
-    this GPU.
+    """Compares an implementation with the reference on a small case, once for each (op, name, call), before it is used
+    on this GPU. An implementation calls it to find out whether it must refuse.
 
     A pass is stored in the user's cache, because compiling the case takes seconds. Nothing is compared without a GPU
-    (interpreted kernels have their own tests) or while compiling for another GPU. The function may be called while JAX
-    traces: the comparison runs in its own thread, outside of any trace, mesh or context. Within `built` and `unchecked`
-    it returns at once, and the comparison starts with `begin_checks`.
+    (interpreted kernels have tests) or while compiling for another GPU; the result is then None. The function may be
+    called while JAX traces: the comparison runs in a thread of its own, outside of any trace, mesh or context. Within
+    `built` and `unchecked` it returns None at once, unless the check is done already, and the comparison starts with
+    `begin_checks`.
 
     Args:
-      op: the operation.
-      name: the implementation.
-      call: everything that makes the kernel another one: dtype, head dim, ...
-      compare: makes the case and returns (results of the implementation, results of the reference in float32).
+      op: the operation's name.
+      name: the implementation's name.
+      call: a text with everything on which the compiled kernel depends, such as dtype and head dim; calls with the same
+        text share one check.
+      compare: a function without arguments that makes the case and returns (the list of the implementation's results,
+        that of the reference's results in float32).
     Returns:
-      why this GPU must not run the implementation, or None.
+      the reason why this GPU must not run the implementation (a result differs, or an error), or None.
     """
     if _target is not None or _device_capability(jax.default_backend()) is None:
         return None
@@ -115,16 +121,17 @@ def begin_checks() -> None:
 
 
 def exactly[**P, R](results: Callable[P, R]) -> Callable[P, R]:
-    """Jits `results`, which computes the reference's results in a check of `first_use`, without autotuning of matrix
-    products. Autotuning takes seconds for each product, longer than the rest of a check, and it uses the GPU that other
-    programs are compiled on."""
+    """Jits `results`, a function that computes the reference's results for a check of `first_use`, without autotuning
+    of matrix products. Autotuning takes seconds for each product, longer than the rest of a check, and it uses the GPU
+    for which other programs are compiled at the same time."""
     return jax.jit(results, compiler_options={"xla_gpu_autotune_level": 0})
 
 
 @contextlib.contextmanager
 def unchecked():
-    """A context for abstract evaluation (jax.eval_shape) of what `built` lowers later. Within it `first_use` queues its
-    checks, does not wait for them, and assumes that kernels are right; `built` finds out if one is not."""
+    """A context for the abstract evaluation (jax.eval_shape) of a computation that is lowered later within `built`. In
+    it `first_use` queues its checks, does not wait for them, and assumes that kernels are right; `built` waits for
+    them."""
     token = _beside.set([])
     try:
         yield
@@ -133,12 +140,12 @@ def unchecked():
 
 
 def built[Built](build: Callable[[], Built]) -> Built:
-    """The result of `build`, which traces, lowers and may compile programs, while the checks of first uses run beside
-    it.
+    """Calls `build`, which traces, lowers and may compile programs, while the checks of `first_use` run at the same
+    time, and returns its result.
 
-    Kernels are assumed to be right until it ends, so that a start does not wait for checks that are shorter than
-    compiling. A model of experts has a dozen checks, of up to 20 s. If a check fails, everything is built once more
-    without that kernel.
+    Kernels are assumed to be right until it ends, so that the start of a run does not wait for checks that take less
+    time than compiling. A model of experts has a dozen checks, of up to 20 s. If a check fails, `build` is called once
+    more, and that kernel is then refused. If `build` raises although no check failed, the exception is raised.
     """
     asked: list[Future[str | None]] = []
     token = _beside.set(asked)
@@ -157,16 +164,20 @@ def built[Built](build: Callable[[], Built]) -> Built:
 
 
 def _failed(checks: list[Future[str | None]]) -> bool:
-    """Starts the checks that are still queued, waits for all of `checks` (the results of `first_use`), and returns
-    whether one of them found a wrong kernel."""
+    """Starts the checks that are still queued, waits for all of `checks`, futures of the reasons that `first_use`
+    finds, and returns whether one of them has a reason against a kernel. `built` calls it at its end."""
     begin_checks()
     return any([check.result() is not None for check in checks])  # noqa: C419 - a list, so that all are waited for
 
 
 def _check(check: Future[str | None], op: str, name: str, call: str, compare: Callable) -> None:
-    """Runs a check and sets the result of `check`, its future: None or the reason against the kernel, as `_checked`
-    returns it, or the exception. It runs in a thread of `_checkers`. op, name, call and compare are those of
-    `first_use`."""
+    """Runs one check of `first_use` in a background thread, and stores its result in a future: None, the reason against
+    the kernel, or an exception, which is raised again where the future is read.
+
+    Args:
+      check: the future.
+      op, name, call, compare: the arguments of `first_use`.
+    """
     try:
         check.set_result(_checked(op, name, call, compare))
     except BaseException as error:  # raised again where the check is waited for
@@ -174,9 +185,9 @@ def _check(check: Future[str | None], op: str, name: str, call: str, compare: Ca
 
 
 def _checked(op: str, name: str, call: str, compare: Callable[[], tuple[Sequence, Sequence]]) -> str | None:
-    """Compares a kernel with the reference; op, name, call and compare are those of `first_use`, which describes it.
-    Returns None if they agree, or have agreed before (a file in the cache says so), else the reason, which is also
-    logged."""
+    """Compares a kernel with the reference, unless a file in the user's cache says that it has passed before. Returns
+    None if they agree, and then writes that file; otherwise the reason, which is also logged. The arguments are those
+    of `first_use`."""
     passed = _pass(op, name, call)
     if passed.is_file():
         return None
@@ -191,8 +202,9 @@ def _checked(op: str, name: str, call: str, compare: Callable[[], tuple[Sequence
 
 
 def _pass(op: str, name: str, call: str) -> Path:
-    """The path of the empty file whose existence records that a check (op, name, call of `first_use`) passed with this
-    kind of GPU, these kernels, and all software that compiles and runs them. The environment variable JAXTUNE_CACHE
+    """The path of the empty file that exists if a check of `first_use` has passed. Its name is a hash of op, name and
+    call (the arguments of `first_use`), the kind of GPU, the kernels' source and the versions of the software that
+    compiles and runs them, so that a change of any of these repeats the check. The environment variable JAXTUNE_CACHE
     moves its folder."""
     device = jax.local_devices()[0]
     made_with = (device.device_kind, device.client.platform_version, *versions.of_kernels(), _sources())
@@ -235,8 +247,9 @@ def _difference(compare: Callable[[], tuple[Sequence, Sequence]]) -> str | None:
 
 
 def device_kind() -> str | None:
-    """The name of the GPU to lower for, such as "NVIDIA H200"; None without a GPU, or if only its capability is
-    known."""
+    """The name of the GPU that programs are compiled for, such as "NVIDIA H200": the device that the current mesh
+    describes, or this machine's. None without a GPU, or if only a compute capability is known, as within
+    `compile_for`."""
     described = jax.sharding.get_abstract_mesh().abstract_device
     if described is not None:
         return described.device_kind
@@ -246,8 +259,9 @@ def device_kind() -> str | None:
 
 
 def multiprocessors() -> int:
-    """The number of multiprocessors of the GPU to lower for; 132, as an H100 or H200 has, if only its capability is
-    known. Persistent kernels have a program for each."""
+    """The number of multiprocessors of the GPU that programs are compiled for: the device that the current mesh
+    describes, or this machine's. If only a compute capability is known, as within `compile_for`, it is 132, as an H100
+    or H200 has. Persistent kernels run a program on each."""
     described = jax.sharding.get_abstract_mesh().abstract_device
     if described is not None:
         return described.num_cores
@@ -258,8 +272,8 @@ def multiprocessors() -> int:
 
 @contextlib.contextmanager
 def compile_for(capability: tuple[int, int]):
-    """A context in which implementations are chosen as if the machine had a GPU of this compute capability, for
-    compiling without a GPU."""
+    """A context in which implementations are chosen as if the machine had a GPU of this compute capability, (major,
+    minor). It serves to compile programs on a machine without a GPU; kernels are not checked in it."""
     global _target
     before, _target = _target, capability
     try:
@@ -270,8 +284,8 @@ def compile_for(capability: tuple[int, int]):
 
 @contextlib.contextmanager
 def unsaid():
-    """A context without messages on refused implementations, for computations that do not need speed, such as a check
-    in float32."""
+    """A context in which `choose` logs no warning that faster implementations refuse a call, for computations that do
+    not need speed, such as a check in float32."""
     global _unsaid
     before, _unsaid = _unsaid, True
     try:
@@ -282,8 +296,13 @@ def unsaid():
 
 @functools.cache
 def _say_once(op: str, name: str, refused: tuple[tuple[str, str], ...]) -> None:
-    """Logs a warning, once for the same arguments, that the operation `op` runs on implementation `name`, and why
-    faster ones refuse the call: `refused` has pairs (implementation, reason)."""
+    """Logs a warning that an operation does not run on its fastest implementation, once for the same arguments.
+
+    Args:
+      op: the operation's name.
+      name: the implementation that runs.
+      refused: a pair (implementation, the reason why it refuses the call) for each faster one.
+    """
     reasons = "; ".join(f"{other}: {reason}" for other, reason in refused)
     logger.warning("%s runs on %s (%s)", op, name, reasons)
 
@@ -291,16 +310,16 @@ def _say_once(op: str, name: str, refused: tuple[tuple[str, str], ...]) -> None:
 def on_request(
     name: str, implementation: str | None, why: str, refusal: Callable[[], str | None]
 ) -> Callable[[], str | None]:
-    """Makes the refusal function of an implementation that is used only if the caller requests it by name, for a Table
-    such as `choose` reads. A refusal function returns the reason why the implementation does not run a call, or None.
+    """Makes the refusal function, for a table that `choose` reads, of an implementation that is used only if the caller
+    requests it by name. A refusal function returns the reason why the implementation does not run a call, or None.
 
     Args:
-      name: the implementation's.
-      implementation: the name that the caller requests; None: nothing.
-      why: why it is not used otherwise, such as "not measured on a GPU yet".
-      refusal: returns why it refuses the call even if requested, or None.
+      name: the implementation's name.
+      implementation: the name that the caller requests; None: the caller requests none.
+      why: the reason why it is not used unless requested, such as "not measured on a GPU yet".
+      refusal: the refusal function for a call that requests it.
     Returns:
-      `refusal` if `implementation` is `name`, else a function that returns `why` as the reason.
+      `refusal` if `implementation` is `name`, else a function that returns a reason that begins with `why`.
     """
     if implementation == name:
         return refusal
@@ -308,16 +327,16 @@ def on_request(
 
 
 def choose(op: str, table: Table, implementation: str | None) -> str:
-    """Returns the name of the implementation to run, and notes the choice in `record`. If faster ones refuse the call
-    on a GPU, a warning says why, once.
+    """Chooses the implementation that runs a call, and returns its name. The choice is stored in `record`, which
+    `jaxtune info` prints. If faster ones refuse the call on a GPU, a warning says why, once.
 
     Args:
-      op: the operation.
+      op: the operation's name.
       table: its implementations, the preferred one first: {name: a function that returns why it refuses this call, or
         None}.
-      implementation: an explicit name; None: the first that supports the call.
+      implementation: the name that the caller requests; None: the first in the table that supports the call.
     Raises:
-      ValueError: the explicit name is unknown or refuses the call, or no implementation supports it.
+      ValueError: the requested name is unknown or refuses the call, or no implementation supports it.
     """
     if implementation is not None:
         if implementation not in table:

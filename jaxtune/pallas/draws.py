@@ -1,6 +1,8 @@
-"""Random numbers of an array whose rows are divided: each part draws the numbers that the whole array would have there.
+"""Random numbers of an array whose rows are divided over devices: each device draws for its rows the numbers that these
+rows have in the whole array, so the numbers do not depend on how many devices there are.
 
-A number is a hash (threefry2x32, as in jax.random) of its position, so any part can be drawn alone, and again.
+A number is a hash (threefry2x32, as in jax.random) of its position in the whole array and the key, so any rows can be
+drawn alone, and drawn again in the backward.
 """
 
 from __future__ import annotations
@@ -13,13 +15,14 @@ _CHOICES = 1 << 16  # values of a mask's random number: a hash has 64 bits, enou
 
 
 def uniform(key: jax.Array, shape: tuple[int, int], part: jax.Array | int = 0) -> jax.Array:
-    """float32[shape], uniform in [0, 1): `part` of an array that consists of parts of this shape, in order, along its
-    rows. Part 0 for a threefry2x32 key is what jax.random.uniform draws.
+    """Draws uniform random numbers in [0, 1) for a block of consecutive rows of a larger array: float32[shape]. The
+    array consists of blocks of this shape, one below the other. For a threefry2x32 key the block 0 is what
+    jax.random.uniform draws.
 
     Args:
-      key: of jax.random, typed or uint32[2].
-      shape: (rows, columns) of a part.
-      part: the number of the part, for example of the device that has these rows.
+      key: a key of jax.random, typed or uint32[2].
+      shape: (rows, columns) of a block.
+      part: which of the blocks of rows is drawn, 0 or more, for example the number of the device that has these rows.
     Raises:
       ValueError: 2^16 columns or more.
     """
@@ -29,14 +32,14 @@ def uniform(key: jax.Array, shape: tuple[int, int], part: jax.Array | int = 0) -
 
 
 def mask(key: jax.Array, shape: tuple[int, int], rate: float, part: jax.Array | int = 0) -> jax.Array:
-    """bool[shape], False with probability `rate`, for dropout: `part` of a mask that consists of parts of this shape,
-    in order, along its rows.
+    """Draws a dropout mask for a block of consecutive rows of a larger array: bool[shape], False (the element is
+    dropped) with the probability `rate`. The array consists of blocks of this shape, one below the other.
 
     Args:
-      key: of jax.random, typed or uint32[2].
-      shape: (rows, columns) of a part.
-      rate: from 0 to below 1, rounded to the nearest multiple of 2^-16.
-      part: the number of the part, for example of the device that has these rows.
+      key: a key of jax.random, typed or uint32[2].
+      shape: (rows, columns) of a block.
+      rate: the probability, from 0 to below 1, rounded to the nearest multiple of 2^-16.
+      part: which of the blocks of rows is drawn, 0 or more, for example the number of the device that has these rows.
     Raises:
       ValueError: 2^18 columns or more.
     """
@@ -49,22 +52,28 @@ def mask(key: jax.Array, shape: tuple[int, int], rate: float, part: jax.Array | 
 
 
 def _hashes(key: jax.Array, shape: tuple[int, int], part: jax.Array | int) -> tuple[jax.Array, jax.Array]:
-    """Two arrays uint32[shape] with a hash of each element of `part` of an array that consists of parts of this shape,
-    along its rows. The hash is that of the element's number in the whole array, row * width + column, under the key, as
-    jax.random computes it; jax.random.bits is the xor of the two arrays."""
+    """Computes a hash of 64 bits for each element of a block of consecutive rows of a larger array, as two arrays
+    uint32[shape]. It is the threefry2x32 hash of the element's number in the whole array, row * columns + column, as
+    jax.random computes it; jax.random.bits is the xor of the two arrays.
+
+    Args:
+      key: a key of jax.random, typed or uint32[2].
+      shape: (rows, columns) of a block; the array consists of blocks of this shape, one below the other.
+      part: which of the blocks of rows is drawn, 0 or more, for example the number of the device that has these rows.
+    """
     rows = jnp.asarray(part, jnp.uint32) * jnp.uint32(shape[0]) + jnp.arange(shape[0], dtype=jnp.uint32)
     return hashes_of_rows(key, rows, shape[1])
 
 
 def hashes_of_rows(key: jax.Array, rows: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
-    """Two arrays uint32[rows, width] with a hash of each element of some rows of an array with `width` columns, for
-    draws that need single rows. The hash is that of the element's number in the array, row * width + column, so it does
-    not depend on which other rows are asked for.
+    """Computes a hash of 64 bits for each element of single rows of an array with `width` columns, as two arrays
+    uint32[n, width]. The hash is that of the element's number in the array, row * width + column, under the key, so it
+    does not depend on which other rows are asked for.
 
     Args:
-      key: of jax.random, typed or uint32[2].
-      rows: uint32[rows], the numbers of the rows in the whole array.
-      width: the number of hashes in a row.
+      key: a key of jax.random, typed or uint32[2].
+      rows: uint32[n], the numbers of the rows in the whole array.
+      width: the number of columns.
     Raises:
       ValueError: 2^16 columns or more.
     """

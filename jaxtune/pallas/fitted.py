@@ -1,4 +1,5 @@
-"""Tables of numbers that were fitted to measurements on devices."""
+"""Tables of numbers that were fitted to measurements on devices, such as the time of a kernel relative to another, from
+which the planner forecasts time and memory."""
 
 from __future__ import annotations
 
@@ -8,18 +9,20 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True)
 class Fitted[Numbers]:
-    """A table of fitted numbers, by device and implementation.
+    """A table of fitted numbers, by device and implementation; `of` looks them up. Each table is a constant next to the
+    formula that uses it, and `Numbers` is the type of an entry, such as float.
 
-    A device without numbers of its own gets those of the first device in the table that has the implementation; an
-    implementation without numbers gets the first row. The numbers of an H200 thus rank plans on every card until
-    somebody measures that card and adds a row.
+    A device without numbers gets those of the first device in the table that has the implementation; an implementation
+    without numbers gets the first row. The numbers of an H200 thus rank plans on every card until somebody measures
+    that card and adds a row.
     """
 
-    # {(part of the device's name, implementation): (numbers, what they were fitted to)}
+    # {(a text that the device's name contains, such as "H200", implementation): (numbers, a remark on the measurements
+    # to which they were fitted)}
     rows: Mapping[tuple[str, str], tuple[Numbers, str]]
 
     def of(self, implementation: str, device: str) -> Numbers:
-        """The numbers for an implementation on a device.
+        """Returns the numbers for an implementation on a device.
 
         Args:
           implementation: such as "cudnn" or "xla". One without a row gets the numbers of the table's first row.

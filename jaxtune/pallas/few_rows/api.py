@@ -1,8 +1,10 @@
 """The public functions of decoding steps, and the choice of their implementations.
 
-A decoding step of some dozen rows is bound by the bytes of the weights, and next by the number of its kernels: each
-costs some microseconds whatever it computes. These operations are the pieces of a layer that are one kernel each. They
-pass partial sums on: products whose columns are divided among programs are added up by the operation that reads them.
+A decoding step of some dozen rows (sequences) is bound by the bytes of the weights, and next by the number of its
+kernels: each costs some microseconds whatever it computes. Here each function is one kernel, and a layer consists of
+few of them. A product whose weights have few rows is divided into splits: ranges of the columns that are summed over,
+whose partial sums different programs compute. The partial sums are not added by the product but by the function that
+takes them, `added_norm` or `placed`.
 """
 
 from __future__ import annotations
@@ -21,48 +23,61 @@ IMPLEMENTATIONS = {"triton": triton, "reference": reference}
 
 
 def _chosen(op: str, refusal, first_use, implementation: str | None) -> str:
-    """The name of the implementation that runs a call: "triton" if `refusal` and then `first_use` give no reason
-    against it, else "reference".
+    """Chooses the implementation that runs a call, and returns its name: "triton" if neither `refusal` nor `first_use`
+    has a reason against it, else "reference" (plain JAX).
 
     Args:
-      op: the operation, for messages.
-      refusal: a function without arguments that returns why the kernel cannot serve the call, or None.
-      first_use: one that compares the kernel with the reference on this GPU, and returns why it must not run, or
-        None.
-      implementation: the name that the caller requests, which raises ValueError if it cannot serve the call; None:
-        the first that can.
+      op: the operation's name, for messages.
+      refusal: a function without arguments that returns the reason why the kernel does not support the call, or None.
+      first_use: a function without arguments that compares the kernel with the reference on this GPU, and returns the
+        reason why it must not run, or None.
+      implementation: the name that the caller requests, for which ValueError is raised if it does not support the call;
+        None: the first that does.
     """
     return dispatch.choose(op, {"triton": lambda: refusal() or first_use(), "reference": lambda: None}, implementation)
 
 
 def _chosen_product(op: str, x, refusal, first_use, implementation: str | None) -> str:
-    """As `_chosen`, whose other arguments (op, refusal, first_use, implementation) it has, for a product with x [N,
-    in]. For other numbers of rows than the kernel's the vendor's product is right, so the reference is taken at once,
-    and dispatch has nothing to warn of."""
+    """Chooses the implementation of a product with x [N, in], and returns its name, "triton" or "reference". For an N
+    that the kernel does not support it is "reference", without a warning, because XLA's product is the right choice
+    there.
+
+    Args:
+      op: the operation's name, for messages.
+      x: the rows.
+      refusal: a function without arguments that returns the reason why the kernel does not support the call, or None.
+      first_use: a function without arguments that compares the kernel with the reference on this GPU, and returns the
+        reason why it must not run, or None.
+      implementation: the name that the caller requests; None: the first that supports the call.
+    """
     few = triton.LEAST_ROWS <= x.shape[0] <= triton.MOST_ROWS
     return _chosen(op, refusal, first_use, implementation if few or implementation else "reference")
 
 
 def _drawn(seed: int, *shape: int, dtype) -> jax.Array:
-    """An array of this shape and dtype of normal numbers, drawn by `seed`, as an operand of a check at first use."""
+    """An array of this shape and dtype with normal random numbers, an operand of the small case on which a kernel is
+    compared with the reference. seed: of the random key."""
     return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
 
 
 def _wide(arrays):
-    """A pytree of arrays with its floating-point ones in float32."""
+    """Returns a pytree of arrays with its floating-point arrays cast to float32 and the others unchanged, because the
+    reference's results for a check are computed in float32."""
     return jax.tree.map(lambda a: a.astype(jnp.float32) if jnp.issubdtype(a.dtype, jnp.floating) else a, arrays)
 
 
 def products(x: jax.Array, weights: Sequence[jax.Array], *, implementation: str | None = None) -> jax.Array:
-    """Multiplies a few rows by one to three weights that share them.
+    """Multiplies a few rows by the transposes of one to three weights in one kernel, such as those of query, key and
+    value.
 
     Args:
-      x: [N, in].
+      x: [N, in], the rows; "triton" supports N from 2 to 128.
       weights: each [out_i, in], in x's dtype.
-      implementation: "triton", "reference", or None for the first that supports the call.
+      implementation: "triton", "reference" (plain JAX), or None for the first that supports the call.
     Returns:
-      partial sums [splits, N, sum of out_i], float32, or with one split the products in x's dtype. Their sum over the
-      splits, rounded to x's dtype, is the products side by side.
+      partial sums [splits, N, sum of out_i], in float32, or in x's dtype if there is one split. Their sum over the
+      splits, rounded to x's dtype, is x times the weights, side by side in the order of `weights`. The function that
+      takes the result (`added_norm`, `placed`) adds them up.
     Raises:
       TypeError, ValueError: an argument does not fit this description.
     """
@@ -85,13 +100,15 @@ def products(x: jax.Array, weights: Sequence[jax.Array], *, implementation: str 
 def gated_product(
     x: jax.Array, gate: jax.Array, up: jax.Array, activation: str, *, implementation: str | None = None
 ) -> jax.Array:
-    """activation(x gate^T) * (x up^T) for a few rows: the first half of a gated MLP.
+    """Computes activation(x gate^T) * (x up^T) for a few rows in one kernel: the part of a gated MLP before the down
+    projection.
 
     Args:
-      x: [N, in].
-      gate, up: [out, in], in x's dtype.
-      activation: a key of gated.ACTIVATIONS. Its argument, its result and x up^T are rounded to x's dtype.
-      implementation: as in `products`.
+      x: [N, in], the rows; "triton" supports N from 2 to 128.
+      gate, up: the weights, [out, in], in x's dtype.
+      activation: a key of gated.ACTIVATIONS, such as "silu". Its argument, its result and x up^T are rounded to x's
+        dtype.
+      implementation: "triton", "reference" (plain JAX), or None for the first that supports the call.
     Returns:
       [N, out] in x's dtype.
     Raises:
@@ -128,16 +145,18 @@ def added_norm(
     float32: bool = False,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Adds a product to the residual stream, and norms the result for the next part.
+    """Adds a product, given as partial sums, to the residual stream, and computes the RMS norm of the result, which the
+    next mixer or feed-forward takes, in one kernel.
 
     Args:
-      x: [N, hidden], the residual stream.
-      parts: [splits, N, hidden], the partial sums of a product, as `products` gives them.
-      weight: [hidden], of the RMS norm.
-      eps: added to the mean square.
-      offset: added to the weight.
-      float32: whether the product with the weight is rounded only once, as models.norm.RMSNorm describes.
-      implementation: as in `products`.
+      x: [N, hidden], the residual stream of N rows.
+      parts: [splits, N, hidden], the partial sums of the product, as `products` returns them.
+      weight: [hidden], that of the RMS norm.
+      eps: the number that is added to the mean square.
+      offset: the number that is added to the weight, such as 1 for Gemma; only with float32.
+      float32: True: the normed numbers times the weight are rounded once, to x's dtype. False: the normed numbers are
+        rounded to x's dtype before they are multiplied by the weight, and the product again.
+      implementation: "triton", "reference" (plain JAX), or None for the first that supports the call.
     Returns:
       (x plus the product, its norm), both [N, hidden] in x's dtype.
     Raises:
@@ -174,21 +193,26 @@ def placed(
     float32: bool = False,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Norms and rotates the heads of one new token a row, and writes its keys and values into the caches.
+    """Norms and rotates the queries and keys of one new token in each of N sequences, and writes its keys and values
+    into the caches, in one kernel.
 
     Args:
       parts: [splits, N, (heads + 2 kv_heads) D], the partial sums of query, key and value side by side, as `products`
-        gives them.
+        returns them.
       keys, values: the caches, [N, kv_heads, capacity, D] (decode_attention/cache.py).
-      positions: int32[N], of the tokens in their rows; a negative one is not written, and its query means nothing.
-      table: (cos, sin) of the positions, float32[N, D / 2], by which the halves of queries and keys are rotated; None:
-        they are not.
-      norms: the weights [D] of the RMS norms of each head's query and key before the rotation; None: no norms.
-      eps, offset, float32: of these norms, as in `added_norm`.
-      implementation: as in `products`.
+      positions: int32[N], the position of each new token in its sequence. If it is negative, nothing is written for the
+        row, and its query has no meaning.
+      table: (cos, sin) of the angles at these positions, float32[N, D / 2], by which the two halves of each query and
+        key are rotated (RoPE); None: they are not rotated.
+      norms: the weights [D] of the RMS norms of each head's query and key, which come before the rotation; None: no
+        norms.
+      eps: the number that the norms add to the mean square.
+      offset: the number that they add to their weight; only with float32.
+      float32: True: normed numbers times the weight are rounded once. False: both before and after the product.
+      implementation: "triton", "reference" (plain JAX), or None for the first that supports the call.
     Returns:
-      (query [N, heads, D] in the caches' dtype, keys, values): the caches are not copied if they are donated or not
-      read again.
+      (query [N, heads, D] in the caches' dtype, the cache of keys, the cache of values). The caches are changed in
+      place if they are donated or not read again, and are copied otherwise.
     Raises:
       TypeError, ValueError: an argument does not fit this description.
     """

@@ -1,4 +1,5 @@
-"""The operations of a decoding step in plain jnp, which define their results. api.py describes the arguments."""
+"""The operations of a decoding step in plain JAX, which define the results of the kernels; api.py describes the
+arguments in more detail. They run where no kernel supports a call, and the kernels are compared with them."""
 
 from __future__ import annotations
 
@@ -10,26 +11,26 @@ from jaxtune.pallas.gated import ACTIVATIONS
 
 
 def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x [N, in] times the transpose of a weight [out, in]: [N, out] in x's dtype; float32 is multiplied in full
-    float32."""
+    """x [N, in] times the transpose of a weight [out, in]: [N, out] in x's dtype. Numbers in float32 are multiplied in
+    full float32, without TF32."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     return jnp.einsum("ni,oi->no", x, weight, precision=precision, preferred_element_type=x.dtype)
 
 
 def products(x, weights):
-    """The products x [N, in] weight^T of all weights [out_i, in] side by side, as one partial sum: [1, N, sum of
-    out_i]."""
+    """Multiplies x [N, in] by the transposes of all weights, each [out_i, in]. Returns the results side by side in the
+    form of the kernel's partial sums, with a single split: [1, N, sum of out_i], in x's dtype."""
     return jnp.concatenate([_product(x, weight) for weight in weights], axis=-1)[None]
 
 
 def gated_product(x, gate, up, activation):
-    """activation(x gate^T) * (x up^T), [N, out] in x's dtype: x is [N, in], gate and up are [out, in], activation is a
-    key of ACTIVATIONS."""
+    """Computes activation(x gate^T) * (x up^T), [N, out] in x's dtype, the part of a gated MLP before the down
+    projection. x is [N, in], gate and up are [out, in], and activation is a key of ACTIVATIONS."""
     return ACTIVATIONS[activation](_product(x, gate)) * _product(x, up)
 
 
 def _sum(parts, dtype):
-    """The sum of partial sums (parts, [splits, ...]) over the splits in ascending order, rounded to dtype."""
+    """Adds partial sums, parts [splits, ...], over the splits in ascending order, and rounds the result to `dtype`."""
     total = parts[0]
     for part in parts[1:]:
         total = total + part
@@ -37,9 +38,16 @@ def _sum(parts, dtype):
 
 
 def _normed(x, weight, eps, offset, float32):
-    """The RMS norm of x over its last axis, with its `weight`, in x's dtype, rounded as models.norm.RMSNorm does. eps
-    is added to the mean square and offset to the weight; float32: the product with the weight is rounded only once
-    (offset has an effect only then)."""
+    """The RMS norm of x over its last axis, in x's dtype.
+
+    Args:
+      x: [..., size].
+      weight: [size].
+      eps: the number that is added to the mean square.
+      offset: the number that is added to the weight; only with float32.
+      float32: True: the normed numbers times the weight are rounded once, to x's dtype. False: the normed numbers and
+        the weight are rounded to x's dtype first, and the product again.
+    """
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     if float32:
@@ -48,24 +56,30 @@ def _normed(x, weight, eps, offset, float32):
 
 
 def added_norm(x, parts, weight, *, eps, offset, float32):
-    """(x plus the sum of parts, the RMS norm of that), both [N, hidden] in x's dtype: x is the residual stream, parts
-    [splits, N, hidden] are a product's partial sums; weight [hidden], eps, offset and float32 are the norm's, as
-    `_normed` takes them."""
+    """Adds a product, given as partial sums, to the residual stream. Returns (the sum, its RMS norm), both [N, hidden]
+    in x's dtype.
+
+    Args:
+      x: [N, hidden], the residual stream.
+      parts: [splits, N, hidden], the partial sums of the product.
+      weight: [hidden], that of the norm.
+      eps, offset, float32: the options of the norm, as `_normed` takes them.
+    """
     added = x + _sum(parts, x.dtype)
     return added, _normed(added, weight, eps, offset, float32)
 
 
 def placed(parts, keys, values, positions, table, norms, *, eps, offset, float32):
-    """(query [N, heads, D], keys, values): the heads of one new token a row, normed and rotated, with keys and values
-    written into the caches.
+    """Norms and rotates the queries and keys of one new token in each of N sequences, and writes its keys and values
+    into the caches. Returns (query [N, heads, D], the cache of keys, the cache of values).
 
     Args:
       parts: [splits, N, (heads + 2 kv_heads) D], the partial sums of query, key and value side by side.
       keys, values: the caches, [N, kv_heads, capacity, D].
-      positions: int32[N]; a negative one is not written.
-      table: (cos, sin), float32[N, D / 2]; None: no rotation.
-      norms: the weights [D] of the query's and the key's norm; None: no norms.
-      eps, offset, float32: of these norms, as `_normed` takes them.
+      positions: int32[N], the position of each new token in its sequence; for a negative one nothing is written.
+      table: (cos, sin) of the rotation's angles, float32[N, D / 2]; None: no rotation.
+      norms: the weights [D] of the RMS norms of the query and the key; None: no norms.
+      eps, offset, float32: the options of these norms, as `_normed` takes them.
     """
     kv_heads, dim, rows = keys.shape[1], keys.shape[3], parts.shape[1]
     heads = parts.shape[2] // dim - 2 * kv_heads

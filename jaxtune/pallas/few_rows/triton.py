@@ -1,9 +1,11 @@
-"""The operations of a decoding step as Triton kernels, for NVIDIA GPUs of compute capability 8.0 and higher.
+"""The operations of a decoding step as Triton kernels, for NVIDIA GPUs of compute capability 8.0 and higher; products
+are for Hopper only.
 
 Products read each weight once, in tiles of its rows, which are the left side of the tensor cores' product, and all rows
-of x, which are the right side. Where a weight has too few rows for all multiprocessors, its columns are divided into
-splits, and whoever reads the partial sums adds them in order: so a product needs no second pass, and a row's bits do
-not depend on the other rows. The bodies are in triton_kernels.py, which imports triton and is imported when it is used.
+of x, which are the right side. If a weight has too few rows to occupy all multiprocessors, the columns that are summed
+over are divided into splits, and the function that takes the partial sums adds them in order. A product thus needs no
+second kernel, and the bits of a row's result do not depend on the other rows. The kernels' bodies are in
+triton_kernels.py, which imports triton and is imported only when a kernel runs.
 """
 
 from __future__ import annotations
@@ -26,12 +28,13 @@ _ENOUGH = 96  # programs that occupy the 132 multiprocessors of a Hopper GPU wel
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """How a product is divided among programs."""
+    """How a product is divided among the programs of a kernel: each program multiplies one tile of rows of the weight
+    by all rows of x, and reads both in steps along the columns."""
 
-    rows: int  # of the weight, of a program
-    depth: int  # columns that are read at a time
-    warps: int
-    stages: int  # reads on their way
+    rows: int  # the number of rows of the weight that a program multiplies
+    depth: int  # the number of columns that are read in one step
+    warps: int  # the number of warps of a program
+    stages: int  # how many steps are read ahead
 
 
 # Of products, and of gated products with many and with few rows of the weights, as measured on an H200.
@@ -39,12 +42,15 @@ _PLAIN, _GATED, _GATED_FEW = Tile(64, 128, 4, 4), Tile(128, 64, 8, 4), Tile(64, 
 
 
 def padded(rows: int) -> int:
-    """The rows of x that the tensor cores multiply: a power of two, at least 16."""
+    """The number of rows of x that the tensor cores multiply if x has `rows` rows: the next power of two, at least 16.
+    It is part of what a kernel is compiled for."""
     return max(16, 1 << (rows - 1).bit_length())
 
 
 def products_refusal(x, weights: Sequence) -> str | None:
-    """The reason why `products` and `gated_product` cannot serve x [N, in] and these weights [out_i, in], or None."""
+    """The reason why the kernels of `products` and `gated_product` do not support a call on this GPU, or None: no
+    Hopper GPU, another dtype than 16-bit floats, an N that is not from 2 to 128, more than three weights, or sizes that
+    tiles do not divide. x: [N, in]. weights: each [out_i, in]."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -63,24 +69,29 @@ def products_refusal(x, weights: Sequence) -> str | None:
 
 
 def _splits(inner: int, programs: int) -> int:
-    """Into how many parts the columns of a product are divided, so that few rows of weights occupy all
-    multiprocessors: as few as do, each with two reads or more. inner: the columns. programs: the tiles of the weights'
-    rows, each a program in each part."""
+    """The number of splits, ranges of the columns that different programs sum over, of a product. It is the smallest
+    that gives enough programs to occupy the multiprocessors, from 1 to 8, if each split still has two steps of columns
+    or more.
+
+    Args:
+      inner: the number of columns that are summed over.
+      programs: the number of programs of one split, which is the number of tiles of the weights' rows.
+    """
     steps = inner // _PLAIN.depth
     fitting = [n for n in range(1, 9) if steps % n == 0 and (n == 1 or steps // n >= 2)]
     return next((n for n in fitting if n * programs >= _ENOUGH), fitting[-1])
 
 
 def _multiplied(x, weights: Sequence, tile: Tile, splits: int, activation: int, width: int, dtype) -> jax.Array:
-    """Runs product_kernel: [splits, N, width] in dtype.
+    """Runs the kernel of products (triton_kernels.product_kernel). Returns [splits, N, width] in `dtype`.
 
     Args:
       x: [N, in].
       weights: one to three, each [out_i, in]; with an activation those of gate and up.
-      tile: how a program reads them.
-      splits: parts of the columns, which are summed apart.
-      activation: 0: products alone; else the number of the gated product's activation.
-      width: columns of the result.
+      tile: how the work is divided among programs.
+      splits: the number of ranges of columns that are summed separately.
+      activation: 0: the result is the products side by side. 1 (silu) or 2 (gelu_tanh): it is activation(gate) * up.
+      width: the number of columns of the result.
       dtype: of the result.
     """
     from jaxtune.pallas.few_rows import triton_kernels
@@ -110,31 +121,35 @@ def _multiplied(x, weights: Sequence, tile: Tile, splits: int, activation: int, 
 
 
 def products(x, weights):
-    """The products of x [N, in] with weights, each [out_i, in], side by side, as `api.products` describes them:
-    partial sums, float32[splits, N, sum of out_i], or the products in x's dtype if there is one split."""
+    """Multiplies x [N, in] by the transposes of `weights`, each [out_i, in], by one kernel. Returns partial sums
+    float32[splits, N, sum of out_i], or [1, N, sum of out_i] in x's dtype if there is one split; their sum over the
+    splits is the products side by side."""
     width = sum(weight.shape[0] for weight in weights)
     splits = _splits(x.shape[1], width // _PLAIN.rows)
     return _multiplied(x, weights, _PLAIN, splits, 0, width, x.dtype if splits == 1 else jnp.float32)
 
 
 def gated_refusal(x, weights: Sequence, activation: str) -> str | None:
-    """The reason why `gated_product` cannot serve a call, or None: x is [N, in], weights are those of gate and up,
-    [out, in] each, activation its name."""
+    """The reason why the kernel of `gated_product` does not support a call on this GPU, or None: another activation
+    than "silu" and "gelu_tanh", or a reason of `products_refusal`. x: [N, in]. weights: (gate, up), [out, in] each.
+    activation: its name."""
     if activation not in _ACTIVATIONS:
         return f"activation {activation}"
     return products_refusal(x, weights)
 
 
 def gated_product(x, gate, up, activation):
-    """activation(x gate^T) * (x up^T), [N, out] in x's dtype, by one kernel: x is [N, in], gate and up are [out, in],
-    activation is its name. `api.gated_product` describes the roundings."""
+    """Computes activation(x gate^T) * (x up^T), [N, out] in x's dtype, by one kernel. x is [N, in], gate and up are
+    [out, in]; activation is "silu" or "gelu_tanh". Its argument, its result and x up^T are rounded to x's dtype, as in
+    plain JAX."""
     rows = gate.shape[0]
     tile = _GATED if rows % _GATED.rows == 0 and rows // _GATED.rows >= _ENOUGH else _GATED_FEW
     return _multiplied(x, (gate, up), tile, 1, _ACTIVATIONS[activation], rows, x.dtype)[0]
 
 
 def added_norm_refusal(x) -> str | None:
-    """The reason why `added_norm` cannot serve x [N, hidden], or None."""
+    """The reason why the kernel of `added_norm` does not support x [N, hidden] on this GPU, or None: no GPU on which
+    Triton kernels run, another dtype than 16-bit floats, or more than 16,384 columns."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -144,8 +159,15 @@ def added_norm_refusal(x) -> str | None:
 
 
 def added_norm(x, parts, weight, *, eps, offset, float32):
-    """(x plus the sum of parts, the RMS norm of that), both [N, hidden] in x's dtype, by one kernel, of which a
-    program has one row. x, parts, weight, eps, offset and float32 are the arguments of `api.added_norm`."""
+    """Adds a product, given as partial sums, to the residual stream, by one kernel, of which each program computes one
+    row. Returns (the sum, its RMS norm), both [N, hidden] in x's dtype.
+
+    Args:
+      x: [N, hidden], the residual stream.
+      parts: [splits, N, hidden], the partial sums of the product.
+      weight: [hidden], that of the norm.
+      eps, offset, float32: the options of the norm, as api.added_norm describes them.
+    """
     from jaxtune.pallas.few_rows import triton_kernels
 
     count, size = x.shape
@@ -168,8 +190,15 @@ def added_norm(x, parts, weight, *, eps, offset, float32):
 
 
 def placed_refusal(parts, keys, table) -> str | None:
-    """The reason why `placed` cannot serve a call with such arrays, or None: keys is a cache [N, kv_heads, capacity,
-    D], table (cos, sin) or None; parts is not used."""
+    """The reason why the kernel of `placed` does not support a call on this GPU, or None: no GPU on which Triton
+    kernels run, a cache in another dtype than 16-bit floats, a head dim that is no power of two from 32 to 512, or a
+    rotation of only some dimensions.
+
+    Args:
+      parts: the partial sums of query, key and value; not used.
+      keys: the cache of keys, [N, kv_heads, capacity, D].
+      table: (cos, sin) of the rotation, or None.
+    """
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -184,9 +213,9 @@ def placed_refusal(parts, keys, table) -> str | None:
 
 
 def placed(parts, keys, values, positions, table, norms, *, eps, offset, float32):
-    """(query, keys, values) as `api.placed` describes them, by one kernel that changes the caches in place; a program
-    has one head of one row. parts, keys, values, positions, table, norms, eps, offset and float32 are the arguments of
-    `api.placed`."""
+    """Norms and rotates the queries and keys of one new token in each of N sequences, and writes its keys and values
+    into the caches, by one kernel that changes the caches in place; each program computes one head of one sequence.
+    Returns (query [N, heads, D], the cache of keys, the cache of values). The arguments are described at api.placed."""
     from jaxtune.pallas.few_rows import triton_kernels
 
     splits, count, width = parts.shape

@@ -1,8 +1,9 @@
-"""The bodies of the Triton kernels of a decoding step, which triton.py describes and calls.
+"""The bodies of the Triton kernels of a decoding step, which triton.py calls.
 
-Partial sums are float32 [SPLITS, COUNT, ...], or with SPLITS of 1 the finished product in the compute dtype; who reads
-them adds the splits in ascending order and rounds to the compute dtype, as a product is rounded. FLOAT32 says where a
-norm rounds: after the product with its weight (1) or before and after it (0). OFFSET is added to the weight.
+A product's result is given as partial sums: float32 [SPLITS, COUNT, ...], or if SPLITS is 1 the product itself in the
+compute dtype. The kernel that reads partial sums adds the splits in ascending order and rounds the result to the
+compute dtype. FLOAT32 says where a norm rounds: 1: after the product with its weight only; 0: before and after it.
+OFFSET is added to the weight if FLOAT32 is 1.
 """
 
 import triton
@@ -11,7 +12,8 @@ import triton.language as tl
 
 @triton.jit
 def _activated(gate, ACTIVATION: tl.constexpr):
-    """The activation of a gated MLP of `gate`, float32: silu for an ACTIVATION of 1, else gelu by tanh."""
+    """The activation of a gated MLP, applied to `gate`, float32: silu if ACTIVATION is 1, and the tanh approximation of
+    gelu if it is 2."""
     if ACTIVATION == 1:
         return gate / (1.0 + tl.exp(-gate))
     else:
@@ -38,12 +40,20 @@ def product_kernel(
     ACTIVATION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """out = x W^T for COUNT rows of x [COUNT, INNER], padded to TOKENS. Grid: (rows of all weights / ROWS, SPLITS).
-    DEPTH columns are read at a time, with STAGES reads on their way.
+    """The kernel of products: out = x W^T. W consists of the weights first, second and third, [FIRST, INNER], [SECOND,
+    INNER] and [THIRD, INNER], one below the other; a weight that is not used has 0 rows. out has the partial sums
+    [SPLITS, COUNT, FIRST + SECOND + THIRD]. Grid: (rows of W / ROWS, SPLITS).
 
-    W is the weights first, second and third, of FIRST, SECOND and THIRD rows, one below the other; out is the partial
-    sums [SPLITS, COUNT, FIRST + SECOND + THIRD]. With an ACTIVATION, first and second are the weights of gate and up,
-    and out [COUNT, FIRST] is activation(gate) * up, for which gate and up are rounded; there is one split.
+    If ACTIVATION is not 0, first and second are the weights of gate and up, and out [1, COUNT, FIRST] is
+    activation(gate) * up, gate and up being x times the weights, rounded; SPLITS is 1 and the grid has FIRST / ROWS
+    programs.
+
+    Args:
+      x: [COUNT, INNER], of which the tensor cores multiply TOKENS rows, the further ones being 0.
+      ROWS: the rows of W of a program.
+      DEPTH: the columns that are read in one step.
+      SPLITS: the ranges of columns that different programs sum over.
+      STAGES: how many steps are read ahead.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     WIDTH: tl.constexpr = FIRST if ACTIVATION else FIRST + SECOND + THIRD
@@ -79,8 +89,9 @@ def product_kernel(
 
 @triton.jit
 def _sum(parts, places, real, STRIDE, SPLITS: tl.constexpr, DTYPE: tl.constexpr):
-    """float32: at each of `places` (offsets of numbers) the sum of the partial sums `parts` over SPLITS splits, which
-    are STRIDE numbers apart, rounded to DTYPE; 0 where `real` is false."""
+    """Loads partial sums and adds them: for each of `places`, offsets from `parts`, the sum of the numbers at that
+    offset over SPLITS splits, rounded to DTYPE and returned as float32; 0 where the mask `real` is False. STRIDE: the
+    distance of two splits, in numbers."""
     total = tl.load(parts + places, mask=real, other=0.0).to(tl.float32)
     for split in tl.static_range(1, SPLITS):
         total += tl.load(parts + split * STRIDE + places, mask=real, other=0.0)
@@ -89,9 +100,14 @@ def _sum(parts, places, real, STRIDE, SPLITS: tl.constexpr, DTYPE: tl.constexpr)
 
 @triton.jit
 def _times_weight(wide, weight, OFFSET: tl.constexpr, FLOAT32: tl.constexpr, DTYPE: tl.constexpr):
-    """A norm's product with its weight, float32 that is rounded to DTYPE, from normed numbers `wide`, float32, and the
-    weight, of its own dtype. FLOAT32: OFFSET is added to the weight, and only the product is rounded; otherwise both
-    factors are rounded too."""
+    """The product of a norm with its weight, rounded to DTYPE and returned as float32.
+
+    Args:
+      wide: the normed numbers, float32.
+      weight: in any float dtype.
+      OFFSET: the number that is added to the weight if FLOAT32 is 1.
+      FLOAT32: 1: only the product is rounded. 0: both factors are rounded to DTYPE first.
+    """
     if FLOAT32:
         scaled = wide * (OFFSET + weight.to(tl.float32))
     else:
@@ -114,12 +130,18 @@ def added_norm_kernel(
     OFFSET: tl.constexpr,
     FLOAT32: tl.constexpr,
 ):
-    """Writes added = x + the sum of parts, and normed = the RMS norm of that, of one row of SIZE numbers, padded to
-    WIDTH. Grid: (COUNT,).
+    """The kernel of added_norm: writes added = x + the sum of parts over the splits, and normed = the RMS norm of
+    added. Grid: (COUNT,): each program computes one row of SIZE numbers.
 
-    x, added and normed are [COUNT, SIZE]; parts is [SPLITS, COUNT, SIZE]; weight [SIZE], EPS, OFFSET and FLOAT32 are
-    the norm's: EPS is added to the mean square, OFFSET to the weight, and FLOAT32 says that only the product with the
-    weight is rounded.
+    Args:
+      x: [COUNT, SIZE], the residual stream.
+      parts: [SPLITS, COUNT, SIZE], the partial sums of a product.
+      weight: [SIZE], that of the norm.
+      added, normed: the results, [COUNT, SIZE].
+      WIDTH: SIZE, rounded up to a power of two.
+      EPS: the number that is added to the mean square.
+      OFFSET: the number that is added to the weight if FLOAT32 is 1.
+      FLOAT32: 1: the norm is rounded only after the product with the weight. 0: before and after it.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     row = tl.program_id(0)
@@ -160,13 +182,21 @@ def placed_kernel(
     OFFSET: tl.constexpr,
     FLOAT32: tl.constexpr,
 ):
-    """One head of one new token: a query is normed, rotated and written to query [COUNT, HEADS, DIM], a key normed,
-    rotated and written to its place in keys, a value written to values. Grid: (HEADS + 2 KV_HEADS, COUNT). q_weight
-    and k_weight [DIM] are those of the norms (NORMS: whether there are any), with EPS, OFFSET and FLOAT32 as in
-    added_norm_kernel; ROTATES: whether heads are rotated.
+    """The kernel of placed. Each program computes one head of one new token: a query is normed, rotated and written to
+    `query`; a key is normed, rotated and written to `keys` at the token's position; a value is written to `values`.
+    Grid: (HEADS + 2 KV_HEADS, COUNT).
 
-    parts [SPLITS, COUNT, HEADS + 2 KV_HEADS, DIM]; cos and sin float32[COUNT, DIM / 2]; positions int32[COUNT]. keys
-    and values [COUNT, KV_HEADS, CAPACITY, DIM] are the same memory as old_keys and old_values, which are not read.
+    Args:
+      parts: [SPLITS, COUNT, HEADS + 2 KV_HEADS, DIM], the partial sums of queries, keys and values.
+      q_weight, k_weight: [DIM], those of the norms; not read if NORMS is 0.
+      cos, sin: float32[COUNT, DIM / 2], of the rotation's angles; not read if ROTATES is 0.
+      positions: int32[COUNT]; for a negative one no key and value are written.
+      old_keys, old_values: the caches as inputs, in the same memory as keys and values; not read.
+      query: [COUNT, HEADS, DIM].
+      keys, values: the caches, [COUNT, KV_HEADS, CAPACITY, DIM].
+      NORMS: 1: queries and keys are normed; 0: they are not.
+      ROTATES: 1: they are rotated; 0: they are not.
+      EPS, OFFSET, FLOAT32: the options of the norms, as in added_norm_kernel.
     """
     DTYPE: tl.constexpr = query.dtype.element_ty
     ALL: tl.constexpr = HEADS + 2 * KV_HEADS

@@ -27,22 +27,23 @@ def layouts() -> list[Layout]:
 
 
 def load_in() -> list[str]:
-    """The values that model.load_in accepts: names of the formats to which weights are quantised on loading, such as
-    "nf4"."""
+    """The values that the option model.load_in accepts: the names of the formats to which weights can be quantised when
+    a model is loaded, such as "nf4"."""
     return [name for name in FORMATS if name not in format_names.READ]
 
 
 def exports() -> dict[str, Format]:
-    """{name of the export, the value of `jaxtune export --to`: format} of all formats to which a model can be
+    """{name, a value of the option --to of `jaxtune export`: format} for all formats to which a model can be
     exported."""
     return {each.export.name: each for each in FORMATS.values() if each.export is not None}
 
 
 def format_of(weight: Stored | type[Stored] | Layout) -> Format:
-    """The format of a quantised weight, of a class of weights, or of a layout.
+    """Returns the format to which a quantised weight, a class of quantised weights, or a layout belongs, an entry of
+    FORMATS.
 
     Raises:
-      ValueError: a class that belongs to no format.
+      ValueError: a class, or the class of a weight, that belongs to no format.
     """
     if isinstance(weight, Layout):
         return next(each for each in FORMATS.values() if weight in each.layouts)

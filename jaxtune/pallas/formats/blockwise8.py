@@ -1,7 +1,8 @@
-"""Eight-bit numbers in blocks of 256, through bitsandbytes' dynamic maps (arXiv 2110.02861).
+"""Quantisation to eight bits in blocks of 256 elements, through the dynamic maps of bitsandbytes (arXiv 2110.02861).
 
-A block has one float32, its largest magnitude (absmax), and a byte per element: the index of element / absmax in a map
-of 256 values that is dense near 0. NF4's double quantisation stores its absmax like this, and 8-bit Adam its moments.
+A block stores one float32, its largest magnitude (absmax), and a byte per element: the index of element / absmax in a
+map of 256 values that is dense near 0. There are two maps, with and without negative values. NF4's double quantisation
+stores its absmax like this, and 8-bit Adam its moments.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ SIGNED_ZERO = 127  # index of 0 in the signed map
 
 @functools.cache
 def dynamic_map(signed: bool) -> np.ndarray:
-    """The dynamic map of arXiv 2110.02861, float32[256] in ascending order, equal bit for bit to that of bitsandbytes.
+    """The dynamic map of arXiv 2110.02861, the 256 values that a byte stands for: float32[256] in ascending order,
+    equal bit for bit to that of bitsandbytes.
 
-    Decade d of 7 covers 10^(d-7) to 10^(d-6) with the centres of n equal intervals; n is 2^d on either side of 0 if
-    signed, else 2^(d+1). With 0 and 1 these are 256 values; -1 is not among them.
+    Decade d, from 0 to 6, covers 10^(d-7) to 10^(d-6) with the centres of n equal intervals; n is 2^d on either side of
+    0 if signed, else 2^(d+1). With 0 and 1 these are 256 values; -1 is not among them.
 
-    signed: whether the map has negative values.
+    signed: True: the map has negative values. False: it has none.
     """
     values = [np.float32(0.0), np.float32(1.0)]
     for decade in range(_DECADES):
@@ -42,17 +44,22 @@ def dynamic_map(signed: bool) -> np.ndarray:
 
 
 def _intervals(signed: bool, decade: int) -> int:
-    """The number of intervals of a decade (0 to 6) on either side of 0 in the signed map, or in the unsigned one, whose
-    centres are its values."""
+    """The number of equal intervals into which a decade of the map is divided, whose centres are the map's values.
+
+    Args:
+      signed: True: the number on either side of 0 of the map with negative values. False: that of the map without.
+      decade: from 0 (the smallest magnitudes) to 6.
+    """
     return 2**decade if signed else 2 ** (decade + 1)
 
 
 @functools.cache
 def upper_bounds(signed: bool) -> np.ndarray:
-    """float32: for each magnitude of the map except 1, ascending from 0, the largest float32 that is nearest to it.
+    """For each magnitude of the map except 1, ascending from 0, the largest float32 to which it is the nearest
+    magnitude: float32[128] if signed, else float32[255]. `nearest_codes` compares with it.
 
-    This is the middle between it and the next magnitude, rounded down: x is above it exactly if x is above the middle.
-    signed: whether the map is the one with negative values.
+    It is the middle between the magnitude and the next, rounded down, so that a float32 is above it exactly if it is
+    above the middle. signed: True: the map with negative values. False: the map without.
     """
     values = dynamic_map(signed)[SIGNED_ZERO if signed else 0 :].astype(np.float64)
     middle = (values[:-1] + values[1:]) / 2  # exact in float64
@@ -62,10 +69,10 @@ def upper_bounds(signed: bool) -> np.ndarray:
 
 @functools.cache
 def _decades(signed: bool) -> list[tuple[np.float32, np.float32, np.float32]]:
-    """(a, b, last) of each of the 7 decades of the map's magnitudes, ascending; signed: which map. `nearest_codes` uses
-    them: for a magnitude x in the decade, the position among all magnitudes (0 has position 0) that is nearest to x is
-    floor(min(a x + b, last)) or one more. b is a quarter of an interval too low, so that rounding errors never make it
-    two off."""
+    """Numbers (a, b, last) for each of the 7 decades of the map's magnitudes, ascending, from which `nearest_codes`
+    computes an index. For a magnitude x in the decade, the index, counted from 0 for the magnitude 0, of the nearest
+    magnitude is floor(min(a x + b, last)) or one more. b is a quarter of an interval too low, so that rounding errors
+    never make the result two off. signed: True: the map with negative values. False: the map without."""
     found, first = [], 1  # 0 has index 0
     for decade in range(_DECADES):
         count = _intervals(signed, decade)
@@ -77,16 +84,22 @@ def _decades(signed: bool) -> list[tuple[np.float32, np.float32, np.float32]]:
 
 def _edges(signed: bool) -> list[float]:
     """The six magnitudes, ascending, at which one decade of the map ends and the next begins: midway between the last
-    value of one decade and the first of the next. signed: which map."""
+    value of one decade and the first of the next. signed: True: the map with negative values. False: the map
+    without."""
     return [10.0 ** (d + 1 - _DECADES) * (1 + 0.9 / _intervals(signed, d)) for d in range(_DECADES - 1)]
 
 
 def nearest_codes(x: jax.Array, signed: bool) -> jax.Array:
-    """uint8: the index of the (signed) map's value nearest to each x, float32 from -1 (or 0) to 1; ties go towards 0.
+    """Quantises numbers to the map: uint8 in x's shape, the index of the map's value that is nearest to each number;
+    ties go towards 0.
 
     A binary search would read the map eight times per element, each read waiting for the one before. Within a decade
     the map is linear, so a product gives the index or one less: it is computed 1/4 of an interval too low, which is far
     more than its rounding error. Comparing with the exact bound between the two indices decides.
+
+    Args:
+      x: float32 of any shape, from -1 to 1, or from 0 if not signed.
+      signed: True: the map with negative values. False: the map without.
     """
     magnitude = jnp.abs(x)
     (per_unit, start, last), *others = _decades(signed)
@@ -103,11 +116,13 @@ def nearest_codes(x: jax.Array, signed: bool) -> jax.Array:
 
 
 def encode(values: jax.Array, signed: bool) -> tuple[jax.Array, jax.Array]:
-    """Quantises values of any shape: (codes uint8[blocks, 256], absmax float32[blocks]); the last block is padded with
-    zeros. signed: whether the map is the signed one; without it, values must not be negative.
+    """Quantises values of any shape to eight bits. Returns (codes uint8[blocks, 256], absmax float32[blocks]); the
+    values are flattened, and the last block is padded with zeros. A block whose largest magnitude is no normal float32
+    becomes zeros.
 
-    A block whose largest magnitude is no normal float32 becomes zeros.
-
+    Args:
+      values: floating-point numbers, which must not be negative if not signed.
+      signed: True: codes are indices into the map with negative values. False: into the map without, which is finer.
     Raises:
       TypeError: values are not floating-point numbers.
     """
@@ -120,11 +135,15 @@ def encode(values: jax.Array, signed: bool) -> tuple[jax.Array, jax.Array]:
 
 
 def decode(codes: jax.Array, absmax: jax.Array, signed: bool) -> jax.Array:
-    """float32[blocks, 256], the inverse of `encode` up to rounding, with the last block's padding. signed: as it was in
-    `encode`.
+    """Decodes what `encode` returned: float32[blocks, 256], equal to the encoded values up to rounding, including the
+    padding of the last block.
 
+    Args:
+      codes: uint8[blocks, 256].
+      absmax: float32[blocks].
+      signed: the value that `encode` got.
     Raises:
-      TypeError, ValueError: codes and absmax do not have the form that `encode` gives.
+      TypeError, ValueError: codes or absmax has another dtype or shape.
     """
     check = Arguments("blockwise8.decode")
     check.array("codes", codes, f"blocks {BLOCK}", jnp.uint8)
@@ -133,6 +152,7 @@ def decode(codes: jax.Array, absmax: jax.Array, signed: bool) -> jax.Array:
 
 
 def in_blocks(values: jax.Array) -> jax.Array:
-    """float32[blocks, 256] of values of any shape, the last block padded with zeros."""
+    """Flattens values of any shape and divides them into blocks of 256, the last padded with zeros: float32[blocks,
+    256]."""
     flat = values.astype(jnp.float32).reshape(-1)
     return jnp.pad(flat, (0, -flat.size % BLOCK)).reshape(-1, BLOCK)

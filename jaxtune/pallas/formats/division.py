@@ -7,16 +7,18 @@ import jax.numpy as jnp
 
 
 def divide(x: jax.Array, y: jax.Array) -> jax.Array:
-    """x / y in float32, correctly rounded. XLA's own division on an NVIDIA GPU (div.full.f32) may be off by two
-    units."""
+    """x / y for float32 arrays of one shape, rounded to the nearest float32, so that it is the same on every device.
+    XLA's own division on an NVIDIA GPU (div.full.f32) may be off by two units in the last place."""
     return _rounded_quotient(x, y, x / y)
 
 
 def _rounded_quotient(x: jax.Array, y: jax.Array, quotient: jax.Array) -> jax.Array:
-    """The float32 that is nearest to x / y, from a `quotient` of the device that is at most a few units in the last
-    place off. All three are float32 of one shape.
+    """Corrects a quotient: returns the float32 that is nearest to x / y. The correction is exact where x, y and the
+    quotient are normal numbers; elsewhere `quotient` is returned.
 
-    The correction is exact where x, y and the quotient are normal numbers; elsewhere `quotient` itself is returned.
+    Args:
+      x, y: float32 arrays of one shape.
+      quotient: x / y as the device computed it, float32, at most a few units in the last place off.
     """
 
     def parts(value):  # value = mantissa * 2^(exponent - 150)

@@ -48,27 +48,33 @@ _TINY = 1e-38  # bitsandbytes' absmax for a last, short block of zeros
 
 @dataclasses.dataclass(frozen=True)
 class FourBit(Stored):
-    """A tensor in four bits with an absmax for each block of 64; n is its number of elements.
+    """A tensor of n elements in four bits, with the largest magnitude (absmax) of each block of 64 elements: the base
+    of NF4 and FP4, which differ in the table of 16 numbers. An element is the table's entry times the absmax of its
+    block. It implements the interface of quantised weights, Stored.
 
-    nested_absmax, nested_map and offset belong to double quantisation; without it all three are None.
+    With double quantisation, the absmax are quantised too, to 8 bits in blocks of 256: an absmax is nested_map[index] *
+    nested_absmax + offset. Without it nested_absmax, nested_map and offset are None.
     """
 
-    codes: jax.Array  # uint8[ceil(n / 2)], two table indices each
-    absmax: jax.Array  # float32[ceil(n / 64)], or uint8 with double quantisation
-    nested_absmax: jax.Array | None  # float32[ceil(n / 64 / 256)], or None
-    nested_map: jax.Array | None  # float32[256], or None
+    codes: jax.Array  # uint8[ceil(n / 2)], two table indices each, the first in the high four bits
+    absmax: jax.Array  # float32[ceil(n / 64)], or with double quantisation uint8, indices into nested_map
+    nested_absmax: jax.Array | None  # float32[ceil(n / 64 / 256)], for each 256 absmax, or None
+    nested_map: jax.Array | None  # float32[256], what the indices stand for, or None
     offset: jax.Array | None  # float32[], the mean of the absmax, or None
-    shape: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))  # of the tensor
-    dtype_name: str = dataclasses.field(metadata=dict(static=True))  # the dtype that it was quantised from
+    shape: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))  # of the decoded tensor
+    # the dtype that it was quantised from, which `decode` returns by default
+    dtype_name: str = dataclasses.field(metadata=dict(static=True))
 
     # nested_absmax could be divided too, but it is a sixteen-thousandth of the tensor, and each layer would need
     # another gather
     shared = ("nested_absmax", "nested_map", "offset")
-    quant_type: ClassVar[str]  # bitsandbytes' name of the format
+    quant_type: ClassVar[str]  # bitsandbytes' name of the format, "nf4" or "fp4"
     table: ClassVar[np.ndarray]  # float32[16], the numbers that the indices stand for
 
     def problem(self) -> str | None:
-        """The reason why the arrays cannot belong to one tensor, or None."""
+        """Returns the reason why the arrays cannot belong to one tensor, or None. The reason is a wrong dtype or a size
+        that does not fit `shape`, or that only some of the arrays of double quantisation are there. `decode` and the
+        operations refuse such a weight."""
         blocks = -(-self.size // BLOCK)
         double = {name: getattr(self, name) for name in ("nested_absmax", "nested_map", "offset")}
         if len({part is None for part in double.values()}) != 1:
@@ -95,24 +101,27 @@ class FourBit(Stored):
 
     @property
     def kind(self) -> str:
-        """A phrase for the weights that one check of a decoding kernel covers (dispatch.first_use): the format, and
-        whether the absmax are in float32, that is, not quantised themselves."""
+        """A phrase that names the format and, if the absmax are not quantised, "float32 absmax". Kernels that decode
+        are compared with plain JAX once for each phrase (dispatch.first_use), at their first use on a GPU."""
         return type(self).__name__ + (", float32 absmax" if self.nested_absmax is None else "")
 
     def random_like(self, shape: tuple[int, ...], draw: np.random.Generator) -> FourBit:
-        """Random numbers of this shape, drawn by `draw`, in the same format, for the check of a kernel at its first
-        use."""
+        """Makes a weight of this shape with random numbers, in the format of this weight and with quantised absmax if
+        this weight has them. A kernel that decodes the format is compared with plain JAX on it, at its first use. draw:
+        numpy's generator, from which the numbers come."""
         like = NF4.encode(jnp.asarray(draw.standard_normal(shape), jnp.bfloat16), self.nested_absmax is not None)
         # FP4 has other entries for the same codes.
         return type(self)(*(getattr(like, field.name) for field in dataclasses.fields(like)))
 
     @classmethod
     def joined(cls, pieces: Sequence[Self], shape: tuple[int, ...]) -> Self:
-        """One tensor [E, rows, columns], which is `shape`, from pieces [., columns] that are its rows in order, as a
-        checkpoint stores experts one by one.
+        """Makes one tensor of experts from quantised matrices that a checkpoint stores one by one. The values are
+        exactly those of the matrices. Matrices that were doubly quantised separately have different offsets; the result
+        then has float32 absmax.
 
-        The values are exactly those of the pieces. Pieces that were doubly quantised separately have different offsets:
-        their absmax are then kept in float32.
+        Args:
+          pieces: the matrices [., columns], whose rows in this order are those of expert 0, expert 1, ...
+          shape: the result's, [E, rows, columns].
         """
         first, nested = pieces[0], (None, None, None)
         whole_groups = first.size % (BLOCK * NESTED_BLOCK) == 0
@@ -129,11 +138,11 @@ class FourBit(Stored):
         return cls(*leaves, shape=shape, dtype_name=first.dtype_name)
 
     def piece(self, index: int, start: int, rows: int) -> Self:
-        """Rows `start` to before `start + rows` of matrix `index` of a tensor [E, ., columns], as a tensor [rows,
-        columns], for writing experts one by one.
+        """Cuts the rows from `start` to before `start + rows` out of the matrix number `index` of this tensor of
+        experts [E, ., columns], and returns them as a tensor [rows, columns], which is written to a file by itself.
 
-        The values are exactly those of the rows. The absmax of a piece that is not whole groups of double quantisation
-        are float32.
+        The values are exactly those of the rows. The result has float32 absmax if the rows do not begin and end with
+        whole groups of 256 blocks, which share a nested absmax.
         """
         columns = self.shape[2]
         first, size = (index * self.shape[1] + start) * columns, rows * columns
@@ -152,16 +161,17 @@ class FourBit(Stored):
 
     def cut(self, axis: int) -> int | None:
         """The number of consecutive indices along `axis` that must stay in one part when the tensor is divided over
-        devices or written in pieces. Along the first axis it is the smallest number of rows (of all elements after that
-        axis) that are whole blocks of 64 elements, or, with double quantisation, whole groups of 256 blocks, which
-        share a nested absmax. None for every other axis: codes and absmax are flat and in row-major order, so a part
-        along such an axis would not be contiguous."""
+        devices or written in pieces. Along the first axis it is the smallest number of indices whose elements are whole
+        blocks of 64, or, with double quantisation, whole groups of 256 blocks, which share a nested absmax. None for
+        every other axis: codes and absmax are flat and in row-major order, so a part along such an axis would not be
+        contiguous."""
         row, whole = math.prod(self.shape[1:]), BLOCK * (1 if self.offset is None else NESTED_BLOCK)
         return math.lcm(row, whole) // row if axis == 0 and row else None
 
     @functools.partial(jax.jit, static_argnums=1)
     def _decode(self, dtype) -> jax.Array:
-        """The decoded tensor in `dtype` (None: dtype_name): table entry times absmax in float32, then cast."""
+        """The decoded tensor in `dtype`, or in that of dtype_name if it is None: each table entry times the absmax of
+        its block in float32, then cast."""
         with jax.named_scope("dequantise"):
             nibbles = (self.codes[:, None] >> jnp.array([4, 0], jnp.uint8)) & 15
             values = jnp.asarray(self.table).at[nibbles.reshape(-1)[: self.size]].get(mode="promise_in_bounds")
@@ -169,8 +179,9 @@ class FourBit(Stored):
 
 
 def _blocks(values: jax.Array, block: int, scales: jax.Array) -> jax.Array:
-    """A flat array values [n], multiplied block by block: each `block` consecutive values by their entry of `scales`
-    [ceil(n / block)]. Used for codes (blocks of 64 and their absmax) and for quantised absmax (blocks of 256)."""
+    """Multiplies a flat array block by block: each `block` consecutive numbers of `values` [n] by one entry of `scales`
+    [ceil(n / block)]. It decodes codes (blocks of 64 and their absmax) and quantised absmax (blocks of 256 and their
+    nested absmax)."""
     size = values.size
     values = _padded(values, block).reshape(-1, block) * scales[:, None]
     return values.reshape(-1)[:size]
@@ -185,7 +196,8 @@ def _padded(values: jax.Array, block: int) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NF4(FourBit):
-    """4-bit NormalFloat, whose table has quantiles of the normal distribution."""
+    """A tensor in NF4, 4-bit NormalFloat (QLoRA), whose table has quantiles of the normal distribution, because the
+    weights of models are distributed about normally. The arrays are explained in FourBit."""
 
     quant_type = "nf4"
     table = np.array(
@@ -219,8 +231,12 @@ class NF4(FourBit):
         Elements are converted to float32. Values that are not finite make their block meaningless, and with double
         quantisation the whole tensor, whose `offset` is then not finite either.
 
+        Args:
+          array: the tensor.
+          double_quant: True: the absmax are quantised too, to 8 bits. False: they are float32.
         Raises:
-          TypeError: another dtype, or double_quant is not a bool. ValueError: an empty array.
+          TypeError: another dtype, or double_quant is not a bool.
+          ValueError: an empty array.
         """
         check = Arguments("NF4.encode")
         check.array("array", array, "...", FLOATS)
@@ -233,8 +249,8 @@ class NF4(FourBit):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FP4(FourBit):
-    """The 4-bit float of older bitsandbytes checkpoints: sign, two exponent bits, one fraction bit. It is only
-    decoded."""
+    """A tensor in FP4, the 4-bit float of older bitsandbytes checkpoints: sign, two exponent bits, one fraction bit.
+    Such weights are read and decoded; jaxtune does not quantise to it. The arrays are explained in FourBit."""
 
     quant_type = "fp4"
     table = np.array([0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -3], np.float32) / np.float32(12)
@@ -242,8 +258,8 @@ class FP4(FourBit):
 
 @functools.partial(jax.jit, static_argnums=1)
 def _encode_nf4(array: jax.Array, double_quant: bool) -> NF4:
-    """Quantises an array of any shape to NF4: what NF4.encode does once it has checked its arguments, as one jitted
-    function. `double_quant`, whether the absmax are quantised too, is static."""
+    """Quantises an array of any shape to NF4. It is the jitted computation of NF4.encode, which checks its arguments
+    before. double_quant: True: the absmax are quantised too, to 8 bits. False: they are float32."""
     size, shape, dtype = array.size, array.shape, array.dtype
     blocks = _padded(array.reshape(-1), BLOCK).reshape(-1, BLOCK).astype(jnp.float32)
     absmax = jnp.abs(blocks).max(axis=1)
@@ -294,20 +310,21 @@ _KINDS: dict[str, type[FourBit]] = {"nf4": NF4, "fp4": FP4}
 
 
 class _State(NamedTuple):
-    """What bitsandbytes' quant_state, the JSON object beside a weight, says and the headers do not; `describe` reads
-    it."""
+    """What bitsandbytes' quant_state, a JSON object that is stored as a tensor beside a weight, says in addition to the
+    headers. BitsAndBytes.describe reads it, and BitsAndBytes.read uses it."""
 
     quant_type: str  # "nf4" or "fp4"
     dtype_name: str  # the dtype that the weight was quantised from
-    offset: float | None  # of double quantisation, or None
+    offset: float | None  # the mean of the absmax, for double quantisation; None: the absmax are float32
 
 
 class BitsAndBytes(Layout):
-    """The layout of bitsandbytes' Linear4bit.
+    """The layout of bitsandbytes' Linear4bit, the class of linears in NF4 or FP4, by which jaxtune/models/files reads
+    and writes checkpoints.
 
     Beside `X.weight` (the codes, as bytes of any dtype) there are `X.weight.absmax`, `.quant_map`, with double
     quantisation `.nested_absmax` and `.nested_quant_map`, and `.quant_state.bitsandbytes__nf4` (or `__fp4`), the bytes
-    of a JSON object with shape, dtype and block sizes.
+    of a JSON object with shape, dtype and block sizes. The attributes and methods are explained in Layout.
     """
 
     title = "bitsandbytes' in four bits"
@@ -322,30 +339,31 @@ class BitsAndBytes(Layout):
     )
 
     def recognises(self, settings: Settings) -> bool:
-        """Whether `settings`, a config.json's quantization_config, says that the weights are stored in this layout."""
+        """Whether `settings`, the quantization_config of a config.json, says that weights are stored in this layout:
+        quant_method is "bitsandbytes", and load_in_4bit (or _load_in_4bit) is set."""
         four_bit = settings.get("load_in_4bit", settings.get("_load_in_4bit"))
         return settings.get("quant_method") == "bitsandbytes" and bool(four_bit)
 
     def key_of(self, name: str) -> tuple[str, str] | None:
-        """(module, key) of a tensor's name, such as ("model.layers.0.mlp.up_proj", ".weight.absmax"); None for a name
-        that no tensor of this layout has. It matches by a pattern, because the key of quant_state ends in the name of
-        the type."""
+        """Divides the name of a tensor in a file into (module, key), such as ("model.layers.0.mlp.up_proj",
+        ".weight.absmax"). Returns None for a name that no tensor of this layout has. It matches by a pattern, because
+        the key of quant_state ends in the name of the type, nf4 or fp4."""
         match = _PART.fullmatch(name)
         return None if match is None else (match[1], match[2])
 
     def claims(self, tensors: Headers) -> bool:
-        """Whether a module's tensors, given by their headers, are a weight of this layout: there is at least one tensor
-        besides `.weight`. If the codes themselves are missing, `describe` says so."""
+        """Whether a module's tensors, {key: header}, store a weight in this layout: there is at least one tensor
+        besides `.weight`. If the codes themselves are missing, `describe` raises."""
         return any(key != self.codes for key in tensors)
 
     def describe(self, name: str, tensors: Headers, read: Read) -> Found:
-        """Describes the weight that a module's tensors store, from their headers and the quant_state. `details` of the
-        result is a _State (quant_type, dtype_name, offset).
+        """Describes the weight that a module's tensors store, from their headers and the quant_state. Returns a Found
+        whose `details` is a _State (quant_type, dtype_name, offset).
 
         Args:
           name: the weight's name in the model.
-          tensors: {key: header}.
-          read: takes a tensor's key and returns its bytes.
+          tensors: {key, such as ".weight.absmax": header}.
+          read: a function that takes a tensor's key and returns its bytes; the quant_state is read with it.
         Raises:
           ValueError: a tensor is missing or has another size than the shape in quant_state needs, or quant_state is
             damaged or names a type, a dtype or block sizes that are not supported.
@@ -390,11 +408,12 @@ class BitsAndBytes(Layout):
         return Found(name, tensors, shape, _State(quant_type, dtype_name, offset))
 
     def read(self, found: Found, arrays: Arrays, dtype_name: str) -> FourBit:
-        """The quantised weight of one tensor, NF4 or FP4, with numpy arrays as leaves.
+        """Makes the quantised weight of one tensor, NF4 or FP4, with numpy arrays as leaves, from the content of its
+        tensors.
 
         Args:
-          found: from `describe`.
-          arrays: {key: array}, the content of the tensors that it found.
+          found: what `describe` returned for the weight.
+          arrays: {key: array}, the content of the tensors in `found`.
           dtype_name: not used, because the quant_state has the dtype that the weight was quantised from.
         Raises:
           ValueError: the table beside the codes is not that of the type.
@@ -410,9 +429,14 @@ class BitsAndBytes(Layout):
         return kind(*leaves, shape=found.shape, dtype_name=state.dtype_name)
 
     def joining(self, pieces: Sequence[Found], per_expert: int) -> str | None:
-        """The reason why experts' matrices cannot become one tensor [E, out, in], or None: some are in NF4 and others
-        in FP4, or they are not whole blocks of 64. pieces: the matrices in order, of which `per_expert` are one
-        expert's."""
+        """The reason why the matrices of a layer's experts, which a checkpoint stores one by one, cannot become one
+        tensor [E, out, in], or None if they can. The reason is that some are in NF4 and others in FP4, or that a matrix
+        is not whole blocks of 64 elements.
+
+        Args:
+          pieces: the matrices, as `describe` found them, in the order of their rows in the tensor.
+          per_expert: how many consecutive ones are the rows of one expert, such as 2 for gate and up; not used.
+        """
         first = pieces[0]
         if len({piece.details.quant_type for piece in pieces if isinstance(piece.details, _State)}) > 1:
             return "of its experts' matrices some are in four bits of another type"
@@ -424,21 +448,28 @@ class BitsAndBytes(Layout):
         return None
 
     def digested(self, found: Found) -> list[tuple[str, str]]:
-        """(label, key) of each tensor of `found` in the order in which the digest of the base model, which adapters
-        record, includes them: the codes by the weight's name, the others by their key, in alphabetical order."""
+        """(label, key) of each tensor of the weight `found`, in the order in which the digest of the base model, by
+        which adapters recognise it, includes them. The label is the name that enters the digest: the weight's name for
+        the codes, and for the others, in alphabetical order, the key without ".weight."."""
         others = sorted(key for key in found.tensors if key != self.codes)
         return [(found.name, self.codes), *((key.removeprefix(".weight."), key) for key in others)]
 
     def splitting(self, weight: Stored, rows: int) -> str | None:
-        """The reason why experts (weight [E, out, in]) cannot be written in pieces of `rows` rows, or None: whole
-        blocks."""
+        """The reason why `weight`, experts [E, out, in], cannot be written as separate matrices of `rows` rows each, or
+        None if it can. The reason is that such a matrix would not be whole blocks of 64 elements."""
         if rows * weight.shape[2] % BLOCK == 0:
             return None
         return f"is in four bits, and its pieces of {rows} x {weight.shape[2]} are not whole blocks of {BLOCK}"
 
     def header_number(self, weight: Stored, make: Callable[[], Stored]) -> float | None:
-        """The offset of double quantisation, which `tensors` writes as a number in the bytes of quant_state, or None
-        without double quantisation. If `weight` has only shapes, `make()` computes it."""
+        """Returns the offset of double quantisation, the mean of the absmax, or None without double quantisation.
+        quant_state contains it in decimal digits, so the size of that tensor, which the file's header gives, depends on
+        it.
+
+        Args:
+          weight: the weight, or the same object with shapes (jax.ShapeDtypeStruct) in place of its arrays.
+          make: a function that quantises the weight and returns it; it is called only if `weight` has only shapes.
+        """
         assert isinstance(weight, FourBit)
         if weight.offset is None:
             return None
@@ -447,10 +478,14 @@ class BitsAndBytes(Layout):
         return float(jax.device_get(known.offset))
 
     def tensors(self, weight: Stored, number: float | None) -> dict[str, FileTensor]:
-        """The tensors of a file that store this weight, {key: FileTensor}. A FileTensor has the shape, the dtype, and a
-        function that takes the computed weight and returns the array to be written; headers are written before the
-        weights are computed, so the leaves of `weight` may be shapes alone. number: the offset of double quantisation,
-        from `header_number`, which quant_state contains in decimal digits; None without double quantisation."""
+        """Describes the tensors of a file that store `weight`, {key, such as ".weight.absmax": FileTensor}. A
+        FileTensor has a shape, a dtype, and a function that later takes the same weight with its arrays and returns the
+        array to write. A file's header is written before the weights have been quantised, so `weight` may contain
+        shapes and dtypes (jax.ShapeDtypeStruct) instead of arrays.
+
+        number: the offset of double quantisation, from `header_number`, which quant_state contains; None without double
+        quantisation.
+        """
         assert isinstance(weight, FourBit)
         table = type(weight).table
         state: dict[str, Any] = {"quant_type": weight.quant_type, "blocksize": BLOCK, "dtype": weight.dtype_name}
@@ -470,8 +505,15 @@ class BitsAndBytes(Layout):
         return found
 
     def config(self, weights: Sequence[Stored], plain: list[str], dtype: str) -> Config:
-        """The entry quantization_config of config.json for weights in this layout. plain: names of the linears that are
-        not quantised. dtype: the dtype that the model computes in."""
+        """Returns the entry quantization_config of the config.json of a checkpoint whose weights are stored in this
+        layout.
+
+        Args:
+          weights: the weights in four bits; the first one decides which type the entry names, and whether absmax are
+            quantised.
+          plain: the names of the linears that are not quantised.
+          dtype: the name of the dtype that the model computes in.
+        """
         first = weights[0]
         assert isinstance(first, FourBit)
         return {

@@ -57,7 +57,8 @@ class FP8(Stored):
     codes: jax.Array  # float8_e4m3fn[..., out, in]
     # float of 16 or 32 bits, [..., blocks along out, blocks along in]; the last block along an axis may be shorter
     scales: jax.Array
-    # (rows, columns) that share a scale, None for all: ROW, TILE or MATRIX
+    # (rows, columns) that share a scale; None stands for all of them: ROW is (1, None), TILE is (128, 128), and MATRIX
+    # is (None, None)
     block: Block = dataclasses.field(default=ROW, metadata=dict(static=True))
     # the dtype that `decode` gives by default
     dtype_name: str = dataclasses.field(default="bfloat16", metadata=dict(static=True))
@@ -74,8 +75,13 @@ class FP8(Stored):
         Numbers below 2^-126, which are zero on some devices, become zero. Numbers that are not finite give a scale that
         is not finite.
 
+        Args:
+          array: the tensor.
+          block: (rows, columns) of the numbers that share a scale: ROW (1, None), one for each row; TILE (128, 128); or
+            MATRIX (None, None), one for each matrix.
         Raises:
-          TypeError: another dtype. ValueError: fewer than two axes, no element, or an unknown block.
+          TypeError: another dtype.
+          ValueError: fewer than two axes, no element, or another block.
         """
         check = Arguments("FP8.encode")
         check.array("array", array, "... out in", FLOATS)
