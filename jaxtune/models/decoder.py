@@ -265,8 +265,8 @@ class Decoder(nnx.Module):
     def logits(self, hidden: jax.Array, rows: slice | None = None) -> jax.Array:
         """Hidden states [..., hidden] -> logits float32[..., vocab], scaled and soft-capped where the config says so.
 
-        A score head gives float32[..., 1], which transformers neither scales nor caps. rows: computes only these rows
-        of the vocabulary.
+        A score head gives float32[..., 1], which transformers neither scales nor caps. rows: the part of the vocabulary
+        for which logits are computed, so that fewer are in memory at a time; None: all of it.
         """
         precision = jax.lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
         head, hidden = gathers.whole_beside(self.head_variable, hidden)

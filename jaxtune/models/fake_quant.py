@@ -36,7 +36,8 @@ def int4(weight: jax.Array, group_size: int, dtype: str) -> jax.Array:
 
 
 def int4_scales(groups: jax.Array, dtype: str) -> jax.Array:
-    """The int4 scales of groups float32[out, n, group]: [out, n, 1] in dtype, one for each group of a row."""
+    """The scales with which a weight is rounded to int4, [out, n, 1] in `dtype`, one for each group of a row. groups:
+    float32[out, n, group], the weight, each row of which is divided into n groups of consecutive numbers."""
     # XLA may or may not turn a division by a constant into a product; a product is the same in every program.
     seventh = np.float32(1 / 7)
     scale = jnp.maximum(groups.max(-1, keepdims=True) * seventh, -groups.min(-1, keepdims=True) / 8)
@@ -44,8 +45,9 @@ def int4_scales(groups: jax.Array, dtype: str) -> jax.Array:
 
 
 def int4_codes(groups: jax.Array, scale: jax.Array) -> jax.Array:
-    """The int4 codes of groups float32[out, n, group] with `scale` float32[out, n, 1] (int4_scales): float32[out, n,
-    group], whole numbers from -8 to 7. code * scale is the rounded weight."""
+    """The codes of a weight that is rounded to int4: whole numbers from -8 to 7, as float32[out, n, group], of which
+    code * scale is the rounded weight. groups: float32[out, n, group], the weight in n groups a row. scale:
+    float32[out, n, 1], the scales of the groups, from int4_scales."""
     return jnp.clip(jnp.round(groups / jnp.where(scale == 0, 1, scale)), -8, 7)
 
 
@@ -106,7 +108,8 @@ class FakeQuant:
         return jnp.promote_types(self.dtype, dtype) == dtype
 
     def fits(self, in_size: int) -> bool:
-        """Whether the groups divide rows of in_size weights; QAT does not round a linear whose rows they do not."""
+        """Whether in_size, the input size of a linear, is a multiple of group_size. QAT does not round a linear for
+        which it is not."""
         return in_size % self.group_size == 0
 
     def round(self, weight: jax.Array) -> jax.Array:
@@ -135,8 +138,10 @@ straight_through.defvjp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def adapter_gradients(out: jax.Array, x: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
-    """`out` [..., out] unchanged. In the backward a [r, in] and b [out, r] get the gradients that `scale b a x` would
-    give, so that an adapter trains although `out` was computed from the rounded merged weight. x: [..., in]."""
+    """Returns `out`, a linear's output [..., out], unchanged. In the backward the adapter's matrices a [r, in] and b
+    [out, r] get the gradients that the term `scale b a x` would give, so that the adapter trains although `out` was
+    computed from the rounded merged weight. x: [..., in], the linear's input, which gets no gradient here. scale: the
+    adapter's scale."""
     del x, a, b, scale
     return out
 

@@ -192,7 +192,7 @@ class Sampler:
           prompt: token ids, at least one.
           max_new_tokens: the most new tokens. None: as many as the row has room for.
           temperature, top_k, top_p, min_p, repetition_penalty: sampling settings, as in `generate`.
-          scaled_logprobs: whether log-probabilities are computed from the logits divided by the temperature.
+          scaled_logprobs: True: log-probabilities are of the logits divided by the temperature; False: of the logits.
           top_logprobs: how many of the most likely tokens are returned with each new token, from 0 to 20.
           seed, index: what the row draws depends only on these two and its step, so that equal pairs draw alike.
           stop_strings: the row ends with the token that completes one of them in its new text; needs `tokenizer`.
@@ -269,7 +269,7 @@ class Sampler:
           prompts: token ids; for several answers to a prompt, repeat it in consecutive places.
           max_new_tokens: for all rows, or one number per prompt; see submit.
           seed: a row draws by it and its index; or one seed per prompt, by which the row draws as if it were alone.
-          in_order: yields rows in the order of the prompts; False: as they end.
+          in_order: True: rows are yielded in the order of the prompts; False: as they end.
           settings: other arguments of submit, the same for all rows. Errors are those of submit.
         """
         if self._requests:
@@ -359,7 +359,7 @@ class Sampler:
 
     def _place(self, request: Request, slot: int) -> None:
         """Puts a request into a free slot: sets the slot's numbers and settings, which the next round sends to the
-        device. The states of its prompt are copied apart (Batch.insert)."""
+        device. The states of its prompt are not set here: Batch.insert copies them."""
         self._slots[slot], request.slot = request, slot
         request.placed += 1
         self._change(slot, request.tokens[-1], len(request.tokens), True)
@@ -402,7 +402,7 @@ class Sampler:
 
     def _reserve(self, nearest: Sequence[Request]) -> None:
         """Gives the caches room for the whole rows of `nearest`, the requests that get a slot next. If they must grow,
-        they get room for all requests (with `deterministic`, for plan.length), because each size needs programs."""
+        they get room for all requests (with `deterministic`, for plan.length): each size needs programs of its own."""
         if all(request.limit <= self._capacity for request in nearest):
             return
         everybody = [*self._waiting, *(request for request in self._slots if request is not None)]
@@ -423,7 +423,7 @@ class Sampler:
     # ---- rounds
 
     def _has_work(self) -> bool:
-        """Whether a row in a slot may still have tokens to make after the rounds that are dispatched."""
+        """Whether a row may need more tokens than the dispatched rounds make, so that `step` dispatches another."""
         return any(r is not None and len(r.tokens) + r.rounds * self._steps < r.limit for r in self._slots)
 
     def _dispatch(self) -> None:
@@ -443,8 +443,8 @@ class Sampler:
         self._rounds.append(_Round(emitted, requests))
 
     def _changes(self) -> tuple[np.ndarray, device.Live]:
-        """(bool[slots], whether the host changed the slot since the last round; the new values of these slots), copied
-        because the dispatched round may read them later."""
+        """(bool[slots]: True for a slot that the host changed since the last round; the newest token, length and
+        activity of each slot, valid for these), copied because the dispatched round may read them later."""
         changed, self._changed = self._changed, np.zeros_like(self._changed)
         return changed, device.Live(*(array.copy() for array in self._given))
 

@@ -32,13 +32,15 @@ class Family:
     refused: tuple[str, ...] = ()
     """Keys of unsupported features. A config.json that sets one of them is refused."""
     prepare: Callable[[Config], Config] = dict
-    """Rewrites a config.json in which all keys have values, for families whose files use keys in another sense."""
+    """Rewrites a config.json in which all keys have values, before the entries read it, for families whose files use
+    keys in another sense than Llama's; by default it changes nothing."""
     stages: tuple[Stage, ...] = PRE_NORM
     """The parts of a layer and their norms."""
     norms: Mapping[str, str] = dataclasses.field(default_factory=lambda: LLAMA_NORMS)
-    """{a Block's norm, or router: its name in the checkpoint}"""
+    """{attribute of a Block that is a norm or the router: its name in the family's checkpoints}"""
     expert_files: ExpertFiles | None = None
-    """The names of experts in checkpoints that have one linear per expert and matrix; None: they do not."""
+    """The names of experts in the family's checkpoints if these have one linear for each expert and matrix; None: they
+    store the matrices of all experts of a layer in one tensor, or the family has no experts."""
     text_of: tuple[str, ...] = ()
     """The model_types of multimodal models whose text part (`text_config`) is a model of this family. If two families
     have the same one, a text_config without model_type stands for the first of them in the registry."""
@@ -64,7 +66,8 @@ class Family:
 
     @functools.cached_property
     def declared(self) -> tuple[Key, ...]:
-        """All keys that the family's entries read, which are checked and get their defaults first."""
+        """All keys that the family's entries read. `from_hf` checks them and fills in their defaults before any entry
+        reads the config.json."""
         return tuple(key for entry in self.entries for key in entry.keys)
 
     def from_hf(self, hf: Config) -> DecoderConfig:
