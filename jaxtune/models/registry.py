@@ -1,5 +1,6 @@
-"""The supported model families: maps the model_type of a config.json to its family, and config.json to
-DecoderConfig."""
+"""The supported model families: finds the family of a config.json's model_type, and converts config.json to a
+DecoderConfig. For models with a vision tower, of which only the text part is loaded, it finds that part's config and
+the names of its tensors."""
 
 from __future__ import annotations
 
@@ -74,8 +75,8 @@ _LANGUAGE = "model.language_model."
 
 
 def text_parts() -> dict[str, tuple[str, ...]]:
-    """Models with a vision tower, of which only the text part is loaded: {model_type: the model_types that the text
-    part may have}; a text part that names none has the first."""
+    """Lists the models with a vision tower, of which only the text part is loaded: {the whole model's model_type: the
+    model_types that its text part may have}. A text part whose config names none has the first."""
     parts: dict[str, tuple[str, ...]] = {}
     for name, declared in FAMILIES.items():
         for whole in declared.text_of:
@@ -84,9 +85,9 @@ def text_parts() -> dict[str, tuple[str, ...]]:
 
 
 def text_config(hf: dict) -> dict:
-    """`hf`, a parsed config.json, unchanged if it is a text model's; else the text part of it, as a config of its own.
-
-    The text part gets the outer file's quantisation, special tokens, dtype and tied embeddings, unless it has its own.
+    """The config of the text model: `hf`, a parsed config.json, unchanged if it is a text model's; otherwise its entry
+    text_config, with the outer file's quantisation, special tokens, dtype and tied embeddings where it has none of its
+    own.
 
     Raises:
       ValueError: a model with a vision tower whose text part is missing or not supported.
@@ -117,8 +118,8 @@ def text_config(hf: dict) -> dict:
 
 
 def text_tensor_name(name: str) -> str | None:
-    """The name that a tensor of a model with a vision tower has in the text model alone; None for a tensor of the
-    tower or projector, which is not loaded."""
+    """Converts the name of a tensor in a checkpoint of a model with a vision tower to its name in the text model alone,
+    such as model.layers.0...; None for a tensor of the tower or projector, which is not loaded."""
     if any(part in name for part in ("vision_tower.", "multi_modal_projector.")):
         return None
     # transformers 4 wrote language_model.model.layers..., 5 writes model.language_model.layers...
@@ -126,43 +127,43 @@ def text_tensor_name(name: str) -> str | None:
 
 
 def is_passthrough(name: str, model_type: str) -> bool:
-    """Whether the tensor of this name in a checkpoint is not loaded but saved again with the model, such as a vision
-    tower's. model_type: the text part's."""
+    """Whether the tensor of this name in a checkpoint is a passthrough tensor, such as a vision tower's: it is not
+    loaded, but copied when the model is saved. model_type: that of the text part."""
     return name.startswith(family(model_type).passthrough_tensors)
 
 
 def tower_modules(model_type: str) -> tuple[str, ...]:
-    """Names of the modules beside the text model, such as a vision tower, in a model whose text part has this
-    model_type.
+    """The names of the modules that a model has beside its text model, such as ("vision_tower",
+    "multi_modal_projector"). model_type: that of the text part.
 
-    An adapter's config excludes them, because their linears can have the names of the text model's.
-    """
+    An adapter's config excludes them, because their linears can have the same names as the text model's."""
     declared = tuple(prefix.removeprefix("model.").rstrip(".") for prefix in family(model_type).passthrough_tensors)
     return declared or ("vision_tower", "multi_modal_projector")
 
 
 def is_nested(hf: dict) -> bool:
-    """Whether transformers builds a model with a vision tower from a config.json, even as AutoModelForCausalLM.
+    """Whether transformers builds a model with a vision tower from a config.json, even as AutoModelForCausalLM, so that
+    the text model is nested in it and its tensors have longer names.
 
     It does so for Gemma 3 and 4 and Mistral 3, but builds the text model alone for Qwen3.5. An adapter's names must be
-    those of the class that transformers builds. hf: the folder's parsed config.json.
-    """
+    those of the class that transformers builds. hf: the folder's parsed config.json."""
     if hf.get("model_type") not in tuple(text_parts()):
         return False
     return not family(text_config(hf)["model_type"]).text_alone
 
 
 def whole_tensor_name(name: str) -> str:
-    """The name of a text model's tensor or module in a checkpoint that also has a vision tower: the inverse of
-    text_tensor_name, with transformers 5's prefix."""
+    """Converts the name of a text model's tensor or module to its name in a checkpoint that also has a vision tower
+    ("model.language_model." in place of "model."), as transformers 5 writes it. It is the inverse of text_tensor_name.
+    """
     return name if not name.startswith("model.") else _LANGUAGE + name.removeprefix("model.")
 
 
 def family(model_type: str | None) -> Family:
-    """The Family of a text model's model_type, which reads and writes its config.json and names its tensors.
+    """Looks up the Family of a text model's model_type, which reads and writes its config.json and names its tensors.
 
     Raises:
-      ValueError: an unknown model_type, with the known ones.
+      ValueError: an unknown model_type, or None; the message has the known ones.
     """
     if model_type not in FAMILIES:
         raise ValueError(
@@ -173,7 +174,8 @@ def family(model_type: str | None) -> Family:
 
 
 def weights_stored_in(hf: dict) -> str | None:
-    """The name of the format of a checkpoint's linears by its parsed config.json (`hf`), such as "nf4".
+    """The name of the format, such as "nf4", in which a checkpoint stores its linears, by its parsed config.json
+    (`hf`).
 
     None: weights of 16 bits or more, or gpt-oss's MXFP4, which is decoded on loading.
 
@@ -200,7 +202,8 @@ def weights_stored_in(hf: dict) -> str | None:
 
 
 def config_from_hf(hf: dict) -> DecoderConfig:
-    """The DecoderConfig of a parsed config.json (`hf`); of a model with a vision tower, that of its text part.
+    """Converts a parsed config.json (`hf`) to the DecoderConfig by which a model is built; for a model with a vision
+    tower, to that of its text part.
 
     Raises:
       ValueError: a feature that is not supported or a value that cannot be right, with its key and value.

@@ -1,5 +1,6 @@
-"""Plans that say what becomes of every residual, a value of the forward that the backward reads: whether it is kept,
-kept in FP8, copied to the host or recomputed. LayerPlan has this for one layer, ResidualPlan for all."""
+"""Plans that say for every residual (a value of the forward that the backward reads) where it is until then: kept in
+device memory, kept there in FP8, copied to the host and back, or dropped and recomputed. LayerPlan has this for one
+layer, ResidualPlan for all."""
 
 from __future__ import annotations
 
@@ -17,11 +18,14 @@ PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
 
 
 class LayerPlan(Mapping[str, Placement]):
-    """The placement of each residual of a layer by name, for example LayerPlan(gate="offload", up="offload").
+    """The placement of each residual of a layer by name, for example LayerPlan(gate="offload", up="offload"). A
+    placement is "keep" (in device memory), "offload" (copied to the host and back), "recompute" (dropped and computed
+    again) or "fp8" (kept, rounded to e4m3).
 
-    Residuals that are not named have the placement `rest`. Where that is recompute, residuals that cannot be recomputed
-    are kept; where it is fp8, residuals that may not be rounded are kept. As a mapping it contains the named residuals.
-    It is immutable and hashable, because programs are compiled for it.
+    Residuals that are not named have the placement `rest`. If that is recompute, residuals that cannot be recomputed
+    are kept; if it is fp8, residuals that may not be rounded are kept. As a mapping it contains only the residuals
+    whose placement differs from `rest`; `of` gives the placement of any residual. It is immutable and hashable, because
+    programs are compiled for it.
 
     Raises:
       ValueError: a placement that does not exist.
@@ -58,10 +62,11 @@ class LayerPlan(Mapping[str, Placement]):
         return f"LayerPlan({', '.join([*words, *(f'{name}={value!r}' for name, value in self._named.items())])})"
 
     def of(self, residual: Residual) -> Placement:
-        """The placement of a residual.
+        """The placement that the plan gives to a residual: the one by its name, otherwise `rest`, or "keep" where the
+        residual cannot have the placement `rest`.
 
         Raises:
-          ValueError: a residual is named as recompute or fp8 and cannot be.
+          ValueError: the plan names the residual as recompute or fp8, which this residual cannot be.
         """
         placement = self._named.get(residual.name, self.rest)
         cannot = None
@@ -76,15 +81,15 @@ class LayerPlan(Mapping[str, Placement]):
         return "keep"
 
     def named(self, placement: Placement, residuals: Iterable[Residual]) -> tuple[str, ...]:
-        """The names of those of `residuals`, a layer's, that have this placement by the plan, in their order."""
+        """The names of those residuals to which the plan gives this placement, in the order of `residuals`. residuals:
+        all of the layer."""
         return tuple(residual.name for residual in residuals if self.of(residual) == placement)
 
     def resolved(self, residuals: Iterable[Residual]) -> LayerPlan:
-        """A plan with the same placements of these residuals in its shortest form, so that plans with equal placements
-        are equal values, for which a program is compiled only once.
+        """The shortest plan that gives these residuals the same placements. So plans with equal placements become equal
+        values, for which a program is compiled only once.
 
-        residuals: all residuals of the layer.
-        """
+        residuals: all residuals of the layer."""
         forms = []
         for word in (KEEP, IN_FP8, RECOMPUTE):
             other: dict[str, Placement] = {r.name: self.of(r) for r in residuals if self.of(r) != word.of(r)}
@@ -105,12 +110,13 @@ RECOMPUTE = LayerPlan("recompute")
 
 @dataclasses.dataclass(frozen=True)
 class ResidualPlan:
-    """One LayerPlan for each layer. It is static: a program is compiled for one plan."""
+    """The plan of a whole model: one LayerPlan for each layer, and how tiles and divided weights are treated. It is a
+    static argument: a program is compiled for one plan. `uniform` makes one with the same plan for every layer."""
 
     layers: tuple[LayerPlan, ...]  # the plan of each layer
-    # if set, layers that recompute everything inside their tokenwise segments (gate and up of an MLP) run these over
-    # tiles of this many tokens of each row; it must divide the row. The gradients of weights are then summed tile by
-    # tile.
+    # the number of tokens of a tile; None: there are no tiles. Layers that recompute everything inside their tokenwise
+    # segments (gate and up of an MLP) run these over tiles of this many tokens of each row; it must divide the row. The
+    # gradients of weights are then summed tile by tile.
     tile_tokens: int | None = None
     # where weights are divided over devices: the number of last layers whose weights stay gathered from forward to
     # backward. Those of the very last layer always do.
@@ -121,14 +127,14 @@ class ResidualPlan:
 
     @classmethod
     def uniform(cls, layer: LayerPlan, num_layers: int, tile_tokens: int | None = None) -> ResidualPlan:
-        """The plan that gives each of num_layers layers the plan `layer`; tile_tokens is the field of that name, None
-        for no tiles."""
+        """The plan in which each of num_layers layers has the plan `layer`. tile_tokens: tokens of each row in a tile
+        of tokenwise segments; None: there are no tiles."""
         return cls((layer,) * num_layers, tile_tokens)
 
 
 def residuals_of(layers: Iterable) -> tuple[Residual, ...]:
-    """All residuals of these `layers` (Blocks), each name once, in the order in which they are computed: the names
-    that a plan may contain."""
+    """All residuals that these `layers` (Blocks) have, each name once, in the order in which they are computed. Their
+    names are those that a plan may contain."""
     found: dict[str, Residual] = {}
     for layer in layers:
         for residual in layer.residuals():
@@ -137,7 +143,8 @@ def residuals_of(layers: Iterable) -> tuple[Residual, ...]:
 
 
 def unknown_residual(name: str, known: Iterable[str]) -> str:
-    """The error message for a name that no residual has: with the nearest of the `known` names and all of them."""
+    """Writes the error message for `name`, a residual that a plan names and no layer has. It mentions the most similar
+    of the `known` names, and all of them."""
     known = list(known)
     near = difflib.get_close_matches(name, known, 1)
     hint = f" (nearest: {near[0]})" if near else ""

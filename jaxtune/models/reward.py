@@ -1,5 +1,5 @@
-"""Replaces the head of a causal language model, for example by one that gives a text a score, which makes it a reward
-model."""
+"""Replaces the head of a causal language model by another, for example by one that gives a text a score, which makes it
+a reward model."""
 
 from __future__ import annotations
 
@@ -16,20 +16,27 @@ from jaxtune.models.lora import copy_structure, has_adapter
 
 
 def reward_model(model: Decoder, seed: int = 0) -> Decoder:
-    """The model with a head that scores texts: `score` [1, hidden], Hugging Face's ForSequenceClassification with one
-    label.
+    """Makes a reward model of a causal language model: the same model with a head that scores texts, `score` [1,
+    hidden], which is Hugging Face's ForSequenceClassification with one label. `Decoder.logits` then gives the scores.
 
-    `Decoder.logits` gives the scores. model, seed, errors and what the new model shares are those of with_head.
+    Args:
+      model: without adapters; a reward model is returned unchanged.
+      seed: draws the head's weight.
+    Returns:
+      a new model that shares every other array with `model`.
+    Raises:
+      ValueError: a model with adapters, or with a head that is neither a language model's nor `score`.
     """
     return with_head(model, SCORE, seed)
 
 
 def with_head(model: Decoder, head: Head, seed: int = 0) -> Decoder:
-    """The model with a new head instead of its own; a model that has that head already is returned unchanged.
+    """Makes a copy of the model with a new head in place of its own; a model that has that head already is returned
+    unchanged.
 
     Args:
       model: without adapters; get_peft_model then adds them, and the head is trained with them.
-      head: the new head, whose weight is [outputs, hidden].
+      head: the declaration of the new head, whose weight is [outputs, hidden]; not that of a language model.
       seed: draws the weight from a normal distribution with the config's initializer_range, as transformers does.
     Returns:
       a new model that shares every other array with `model`. It is saved as a text model, without passthrough tensors.

@@ -1,8 +1,8 @@
-"""Rotary position embedding: tables that are computed once per batch, and the rotation, which is computed in fp32.
+"""Rotary position embedding: tables of cos and sin, which are computed once for a batch, and the rotation of queries
+and keys by them, which is computed in fp32.
 
-The two halves of a head are rotated as pairs (GPT-NeoX order, as in most Hugging Face checkpoints), or neighbouring
-numbers if a family interleaves them.
-"""
+Number i of the first half of a head and number i of the second half are rotated as a pair (GPT-NeoX order, as in most
+Hugging Face checkpoints), or neighbouring numbers if a family interleaves them."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ from jaxtune.models.config import DecoderConfig, RopeConfig
 
 
 class RotaryFrequencies(NamedTuple):
-    """The angles by which a rotary base turns the pairs of a head from one position to the next."""
+    """The angles, in radians, by which a rotary base turns each pair of numbers of a head from one position to the
+    next."""
 
-    short: np.ndarray  # float32[rotary_dim / 2], the inverse frequencies
-    long: np.ndarray | None  # the same for documents longer than the original context (longrope), or None
-    scale: float  # factor on cos and sin
+    short: np.ndarray  # float32[rotary_dim / 2], the angle of each pair (transformers' inv_freq)
+    # the same for documents that are longer than the original context; None for every kind of base but longrope
+    long: np.ndarray | None
+    scale: float  # the factor by which cos and sin are multiplied; 1 for most kinds
 
 
 def rotary_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> RotaryFrequencies:
-    """The inverse frequencies of a rotary base.
+    """Computes the angles by which a rotary base turns the pairs of a head from one position to the next.
 
     The formulas are those of transformers' modeling_rope_utils: llama3 from the Llama 3.1 reference code, longrope from
     arXiv 2402.13753, yarn from arXiv 2309.00071. Those of "proportional" (Gemma 4) cover the whole head, and are 0 for
     dimensions that are not rotated.
 
     Args:
-      rope: the base.
+      rope: the rotary base: its kind, theta and scaling factors.
       head_dim: size of a head.
       max_positions: the model's max_position_embeddings, the original context of a base that names none.
     Raises:
@@ -86,15 +88,14 @@ def rotary_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> R
 def rotary_table(
     rope: RopeConfig, head_dim: int, max_positions: int, positions: jax.Array, lengths: jax.Array | None = None
 ):
-    """The table by which queries and keys are rotated: (cos, sin), each float32[B, T, rotary_dim / 2].
-
-    With llama_4_scaling_beta a third array follows, the factor on queries, float32[B, T, 1].
+    """Computes the table by which queries and keys are rotated: (cos, sin), each float32[B, T, rotary_dim / 2]. With
+    llama_4_scaling_beta a third array follows, the factor on queries by position, float32[B, T, 1].
 
     Args:
-      rope: the base.
+      rope: the rotary base: its kind, theta and scaling factors.
       head_dim: size of a head.
       max_positions: the model's max_position_embeddings.
-      positions: int32[B, T].
+      positions: int32[B, T], each token's position in its document.
       lengths: int32 that broadcasts to [B, T], the length of each token's document. longrope uses its long factors for
         documents past the original context, whatever they are packed with. (transformers decides for a whole batch,
         which is the same for a batch of one document.) None: each row is one document.
@@ -115,18 +116,21 @@ def rotary_table(
 
 
 def rotate(x: jax.Array, table, interleaved: bool = False) -> jax.Array:
-    """Queries or keys x [B, T, heads, D] rotated by their positions, in x's dtype; dimensions past the table's remain.
+    """Rotates queries or keys x [B, T, heads, D] by their positions, in x's dtype. Dimensions of a head beyond the
+    table's rotary_dim stay unchanged.
 
     Args:
-      table: from rotary_table; None: x is returned unchanged.
-      interleaved: whether numbers (2i, 2i + 1) are pairs, and not (i, i + half).
+      x: queries or keys.
+      table: (cos, sin) from rotary_table; None: x is returned unchanged.
+      interleaved: True: the numbers 2i and 2i + 1 of a head are a pair; False: i and i + rotary_dim / 2.
     """
     return x if table is None else _rotated(interleaved, x, *table[:2])
 
 
 def scaled_by_position(query: jax.Array, table) -> jax.Array:
-    """The query [B, T, heads, D] times the third array of its table (from rotary_table), the factor on queries by
-    position, which is first cast as in transformers; unchanged if there is no table or no third array."""
+    """Multiplies the query [B, T, heads, D] by the third array of its rotary table, the factor on queries by position
+    (llama_4_scaling_beta), which is first cast to the query's dtype as in transformers. The query is returned unchanged
+    if the table is None or has no third array."""
     if table is None or len(table) < 3:
         return query
     return query * table[2][:, :, None, :].astype(query.dtype)
@@ -135,7 +139,9 @@ def scaled_by_position(query: jax.Array, table) -> jax.Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _rotated(interleaved, x, cos, sin):
     """x [B, T, heads, D] rotated by cos and sin [B, T, rotary_dim / 2], with a derivative of its own (_rotated_bwd says
-    why). interleaved: whether numbers (2i, 2i + 1) are pairs, and not (i, i + half)."""
+    why).
+
+    interleaved: True: the numbers 2i and 2i + 1 of a head are a pair; False: i and i + rotary_dim / 2."""
     half = cos.shape[-1]
     cos, sin = (part[:, :, None, :] for part in (cos, sin))
     if interleaved:
@@ -159,9 +165,9 @@ def _rotated_fwd(interleaved, x, cos, sin):
 
 
 def _rotated_bwd(interleaved, table, dout):
-    """The backward rule of `_rotated`: (dout [B, T, heads, D] rotated by the opposite angle, None, None), in one pass
-    over memory; jax.vjp would pad the gradients of slices and add them. table: (cos, sin) of the forward. interleaved:
-    as in the forward."""
+    """The backward rule of `_rotated`: (dout [B, T, heads, D] rotated by the opposite angle, None, None). It is one
+    pass over memory, where jax.vjp would pad the gradients of slices and add them. interleaved: that of the forward.
+    table: (cos, sin) of the forward. dout: the gradient of the rotated x."""
     cos, sin = table
     return _rotated(interleaved, dout, cos, -sin), None, None
 
@@ -170,12 +176,11 @@ _rotated.defvjp(_rotated_fwd, _rotated_bwd)
 
 
 def rotary_tables(config: DecoderConfig, positions: jax.Array, lengths: jax.Array | None = None):
-    """A tuple with a table, as from rotary_table, for each of the decoder's rotary bases (LayerSpec.rotary is an index
-    to them). config: of the decoder.
+    """Computes the rotary tables of a batch: a tuple with one table (rotary_table) for each of the decoder's rotary
+    bases. LayerSpec.rotary is the index of a layer's table in it.
 
-    positions: int32[B, T]; lengths: int32 that broadcasts to [B, T], the length of each token's document, or None if
-    each row is one document.
-    """
+    config: of the decoder. positions: int32[B, T], each token's position in its document. lengths: int32 that
+    broadcasts to [B, T], the length of each token's document; None: each row is one document."""
     limit = config.max_position_embeddings
     return tuple(
         rotary_table(rope, rope.head_dim or config.head_dim, limit, positions, lengths) for rope in config.rotary

@@ -39,20 +39,27 @@ from jaxtune.pallas.quant_matmul import in_e4m3
 
 
 def _scope(segment: Segment) -> contextlib.AbstractContextManager:
-    """The scope that gives a segment's kernels its name in profiles; none for one that is not `scoped`."""
+    """The context in which a segment's kernels are traced: it gives them the segment's name in profiles, or does
+    nothing if the segment is not `scoped`."""
     return jax.named_scope(segment.name) if segment.scoped else contextlib.nullcontext()
 
 
 def _run(segment: Segment, block: Block, context: Context, values) -> tuple:
-    """One result for each output of a segment of the block, run in its scope and in this `context` on `values`, one
-    for each of its reads."""
+    """Runs a segment of the block in its profiling scope: one result for each of the segment's outputs. values: one for
+    each of its reads. context: what its `run` receives beside them."""
     with _scope(segment):
         return segment.run(block, context, *values)
 
 
 def _pullback(block_of, trainable, segment: Segment, context: Context, inputs) -> tuple[tuple, Callable]:
-    """Runs a segment of the block that block_of(trainable) builds on `inputs` with this context, for its derivative:
-    (outputs, the function that maps the outputs' gradients to those of the trainable tensors and of each input)."""
+    """Runs a segment for its derivative: (outputs, the function that maps the outputs' gradients to those of the
+    trainable tensors and of each input).
+
+    Args:
+      block_of: builds the block from trainable tensors.
+      trainable: the block's trainable tensors.
+      segment, context, inputs: the segment, what its `run` receives beside its inputs, and these.
+    """
 
     def run(trainable, *values):
         return tuple(_run(segment, block_of(trainable), context, values))
@@ -61,33 +68,46 @@ def _pullback(block_of, trainable, segment: Segment, context: Context, inputs) -
 
 
 def _barrier(order, saved_inputs, doutputs, total):
-    """(saved_inputs, doutputs, total) unchanged, such that XLA uses none before all are there; total, the sum of the
-    layer's weight gradients so far, is tied to the others only if order.weights_first (order: BackwardOrder)."""
+    """Returns (saved_inputs, doutputs, total) unchanged, but such that XLA uses none of them before all are computed.
+    So what a segment's derivative computes again takes no memory before the segment's gradient arrives.
+
+    Args:
+      order: the layer's BackwardOrder. total is tied to the others only if its weights_first is True.
+      saved_inputs: {name: value} that the segment's derivative reads.
+      doutputs: the gradients of the segment's outputs.
+      total: the sum of the layer's weight gradients so far.
+    """
     if order.weights_first:
         return optimization_barrier((saved_inputs, doutputs, total))
     return *optimization_barrier((saved_inputs, doutputs)), total
 
 
 def _differentiable(names, gradients) -> dict[str, jax.Array]:
-    """{name: gradient} from these names and gradients of inputs, without those of integers, which are float0."""
+    """{name: gradient} of a segment's inputs, without those of integers, whose gradients are of dtype float0 and are
+    never used. names, gradients: of the inputs, in the same order."""
     named = zip(names, gradients, strict=True)
     return {name: value for name, value in named if value.dtype != jax.dtypes.float0}
 
 
 def _work(segments, block: Block, x: jax.Array, backward: bool = False) -> list[float]:
-    """For the schedules: the durations of segments of the block (backward: of their derivatives) for x [B, T, hidden],
-    in multiplications that large products do in that time."""
+    """The durations of the segments, by which the schedules distribute copies and collectives, each as the number of
+    multiplications that large products do in that time.
+
+    segments: of the block. x: [B, T, hidden], the layer's input; only its shape is read. backward: True: the durations
+    of their derivatives; False: of their forwards."""
     rows, length = x.shape[:2]
     return [multiplications(segment, block, rows * length, length, backward) for segment in segments]
 
 
 def _contexts(block: Block, spec: LayerSpec, layout: PackedLayout, key) -> Callable[[Segment, Any], tuple]:
-    """A function (segment, values) -> (the segment's context, the values) for a layer. The dropout keys are the same
-    however the layer is tiled and whichever auxiliary values it computes. A mask is drawn only when the values are
-    there; otherwise XLA draws the masks of all layers at once, or keeps the forward's.
+    """Returns a function (segment, values) -> (the segment's Context, the values) for the segments of a layer; the
+    context has the segment's own dropout key.
+
+    The dropout keys are the same however the layer is tiled and whichever auxiliary values it computes. A mask is drawn
+    only when the values are there; otherwise XLA draws the masks of all layers at once, or keeps the forward's.
 
     Args:
-      block: the layer, whose segments are given contexts.
+      block: the layer.
       spec, layout: the layer's LayerSpec and the batch's document boundaries and rotary tables, for every context.
       key: the layer's dropout key; None: no dropout.
     """
@@ -119,14 +139,19 @@ def layer_forward(
     in_fp8: tuple[str, ...] = (),
     taken=None,
 ):
-    """Runs one layer, the block nnx.merge(graph, trainable, frozen), on layer_input [B, T, hidden].
+    """Runs the forward of one layer, and at the same time copies residuals of the layer before to the host and gathers
+    weights of the next layer.
 
     Args:
-      spec: the layer's LayerSpec. wanted: names of the residuals, and of the auxiliary values, that are returned.
+      graph, trainable, frozen: the layer's Block, as nnx.merge takes it.
+      spec: the layer's LayerSpec.
+      wanted: names of the residuals, and of the auxiliary values, that are returned.
+      layer_input: [B, T, hidden].
       layout, key: the batch's document boundaries and rotary tables, and the layer's dropout key or None.
       to_host: Pieces of the previous layer's residuals, which are copied to the host meanwhile.
       gathers: Shards of weights that the next layer needs whole.
-      tile: tokens of each row that tokenwise segments process at a time. in_fp8: wanted names rounded to e4m3.
+      tile: tokens of each row that tokenwise segments process at a time; None: whole rows.
+      in_fp8: those of the wanted names that are rounded to e4m3.
       taken: {name: value} of what the layer takes from outside (Block.takes); None: nothing.
     Returns:
       (layer_output, {name: value} for the wanted names, copies of `to_host`, `gathers` whole)
@@ -169,13 +194,13 @@ def layer_backward(
     tile=None,
     dothers=None,
 ):
-    """Runs the backward of one layer from `saved`, {name: value} of residuals and of what it takes.
+    """Runs the backward of a layer, which recomputes what `saved` lacks: {name: value} of residuals and values taken.
 
     Args:
-      to_device: Pieces of the residuals of the layer below, which are copied to the device meanwhile.
-      gathers, scatters: Shards that the layer below needs whole; (Shard, gradient) of tensors of the layer above.
-      doutput, dothers: layer_output's gradient, and {name: gradient} of the other values that left the layer.
       graph, spec, trainable, frozen, layout, key, tile: the arguments that the layer's forward had (layer_forward).
+      doutput, dothers: layer_output's gradient; {name: gradient} of auxiliary values and of what later layers took.
+      to_device, gathers: Pieces of residuals that are copied to the device, and Shards, for the layer below.
+      scatters: (Shard, gradient of the whole tensor) of tensors of the layer above.
     Returns:
       (gradients of trainable tensors, layer_input and values taken; copies; whole `gathers`; parts of `scatters`)
     """
@@ -242,12 +267,13 @@ def _block_of(graph: nnx.GraphDef, frozen, trainable) -> Block:
 
 
 def _layer_key(keys, index):
-    """The dropout key of the layer of this index, from the keys of all layers; None where these are None."""
+    """The dropout key of layer number `index`: keys[index], or None if `keys` is None (no dropout)."""
     return None if keys is None else keys[index]
 
 
 def _total(values: list[dict[str, Any]]) -> dict[str, Any]:
-    """{name: sum over the layers} from `values`, each layer's {name: auxiliary value}, for the names that any has."""
+    """Sums auxiliary values over the layers: {name: sum} for every name that any layer has. values: for each layer
+    {name: auxiliary value}."""
     total: dict[str, Any] = {}
     for name in dict.fromkeys(name for one in values for name in one):
         total[name] = functools.reduce(operator.add, [one[name] for one in values if name in one])
@@ -257,15 +283,16 @@ def _total(values: list[dict[str, Any]]) -> dict[str, Any]:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _stack(static: StackProgram, trainables, frozens, x, layout, keys, sums, given):
     """Runs all layers without saving residuals: (last layer_output, {name: sum over the layers} of auxiliary values).
-    It has a derivative of its own, `_stack_fwd` and `_stack_bwd`, which saves residuals by plan.
+    When it is differentiated, `_stack_fwd` and `_stack_bwd` run instead, which save residuals by plan.
 
     Args:
       static: the layers' static descriptions and the plan.
       x: the first layer's input [B, T, hidden].
       layout: the batch's document boundaries and rotary tables.
-      trainables, frozens, keys, sums, given: tuples with an entry for each layer: its tensors, its dropout key, the
-        sums to which its gradients are added (run_stack's gradient_sums), and what the decoder gives it; keys and
-        sums may be None.
+      trainables, frozens: for each layer its trained tensors, and its other tensors.
+      keys: for each layer its dropout key; None: no dropout.
+      sums: for each layer the sums to which its gradients are added (run_stack's gradient_sums); None: there are none.
+      given: for each layer {name: value} of what the decoder gives it.
     """
     aux, shared = [], {}
     gathered = first_gathered(trainables, frozens)
@@ -282,9 +309,9 @@ def _stack(static: StackProgram, trainables, frozens, x, layout, keys, sums, giv
 
 
 def _stack_fwd(static: StackProgram, trainables, frozens, x, layout, keys, sums, given):
-    """The forward rule of `_stack`, whose arguments it has (static, trainables, frozens, x, layout, keys, sums,
-    given): (its results, residuals for `_stack_bwd`). Layers' residuals are kept by plan, and the offloaded ones of a
-    layer are copied to the host while the next layer runs."""
+    """The forward rule of `_stack`, with its arguments (static, trainables, frozens, x, layout, keys, sums, given):
+    (its results, the residuals for `_stack_bwd`). It keeps the layers' residuals by plan, and copies the offloaded ones
+    of a layer to the host while the next layer runs."""
     kept, hosted, aux, whole, takens, shared = [], [], [], [], [], {}
     names, to_host = (), ()  # residuals of the layer before, which are copied to the host while this layer computes
     last = len(static.layers) - 1
@@ -312,12 +339,13 @@ def _stack_fwd(static: StackProgram, trainables, frozens, x, layout, keys, sums,
 
 
 def _stack_bwd(static: StackProgram, residuals, gradient):
-    """The backward rule of `_stack`, from the last layer to the first, each beside copies and collectives of its
-    neighbours. Returns a gradient or None for each argument after `static`; with sums, the gradient of these is the
-    sums plus the gradients of trainables, which get None.
+    """The backward rule of `_stack`: runs the layers' backwards from the last to the first, each with the copies and
+    collectives of its neighbours at the same time. Returns a gradient or None for each argument after `static`. If
+    `_stack` was given `sums`, the gradient of these is the sums plus the gradients of trainables, which get None.
 
     Args:
-      static: the first argument of `_stack`. residuals: the second result of `_stack_fwd`.
+      static: the first argument of `_stack`.
+      residuals: the second result of `_stack_fwd`.
       gradient: a pair, the gradients of both results of `_stack`.
     """
     dx, daux = gradient  # daux is of sums over the layers, so it is the gradient of each layer's value
@@ -406,26 +434,27 @@ def run_stack(
     aux: tuple[str, ...] = (),
     given: Sequence[Mapping[str, jax.Array]] | None = None,
 ) -> tuple[jax.Array, dict[str, Any]]:
-    """Runs the layers on x [B, T, hidden].
+    """Runs all layers of a decoder on x [B, T, hidden], with residuals placed by `plan` when it is differentiated.
 
     It is differentiable with respect to x, `given` and the layers' `nnx.Param`s, but not to `Frozen` tensors.
 
     Args:
       layers, specs: the Blocks, and the LayerSpec of each.
-      layout: with the rotary tables that the specs name.
-      plan: the placement of the residuals; everything is kept by default.
+      x: the first layer's input, the tokens' embeddings.
+      layout: the batch's document boundaries, and the rotary tables to which the specs refer.
+      plan: the placement of the residuals; None: everything is kept.
       dropout_key: draws the adapters' dropout masks; None means no dropout.
       gradient_sums: {layer's index: state like that of its `nnx.Param`s}, sums to which gradients are added layer by
         layer, so that no layer's gradients wait for the others'. Its cotangent is sums plus gradients; the `nnx.Param`s
-        get none.
+        get none. None: the `nnx.Param`s get gradients as usual.
       aux: names of auxiliary values that are wanted of the layers that have them, such as router_sums.
       given: for each layer {name: value} of what it takes and no earlier layer gives (Block.takes); None: nothing.
     Returns:
       (the last layer's output [B, T, hidden], {name: sum over the layers} of auxiliary values)
     Raises:
       ValueError: a plan with another number of layers or with residuals that no layer has; tiles that do not divide the
-        rows, or with dropout; a name in `aux` that no layer has; a layer that takes what nothing gives. TypeError: a
-        gradient by a `Frozen` tensor.
+        rows, or with dropout; a name in `aux` that no layer has; a layer that takes what nothing gives.
+      TypeError: a gradient by a `Frozen` tensor.
     """
     plan = plan or ResidualPlan.uniform(KEEP, len(layers))
     if len(plan.layers) != len(layers):

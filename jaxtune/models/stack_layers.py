@@ -1,7 +1,7 @@
-"""What the program of a stack is specialised on: a static description of each layer under a plan.
+"""Static descriptions of a model's layers under a plan, by which the stack's program is compiled.
 
-The stack (models/stack.py) makes it from the blocks and the plan, and compiles one program for each description.
-"""
+The stack (models/stack.py) makes them from the blocks and the plan. They are hashable arguments of jitted functions, so
+that JAX compiles one program for each description."""
 
 from __future__ import annotations
 
@@ -19,52 +19,56 @@ from jaxtune.models.residual_plan import LayerPlan
 
 @dataclasses.dataclass(frozen=True)
 class StackLayer:
-    """What the program of one layer is specialised on: its static arguments; equal layers share a program."""
+    """The static description of one layer under a plan: everything but arrays by which its program is compiled. Equal
+    layers have equal descriptions and are traced once. `described` makes it."""
 
-    graph: nnx.GraphDef  # the block's structure
-    spec: LayerSpec  # its kind
-    kept: tuple[str, ...]  # names of the residuals that are kept
+    graph: nnx.GraphDef  # the structure of the layer's Block
+    spec: LayerSpec  # the layer's kind: its parts, window and rotary base
+    kept: tuple[str, ...]  # names of the residuals that are kept in device memory
     in_fp8: tuple[str, ...]  # names of the residuals that are kept in FP8
-    offloaded: tuple[str, ...]  # names of the residuals that are offloaded
+    offloaded: tuple[str, ...]  # names of the residuals that are copied to the host and back
     aux: tuple[str, ...]  # names of the auxiliary values that it can return beside its output
     tile: int | None  # tokens of each row in a tile of its tokenwise segments; None: they run whole
-    free: tuple[str, ...]  # residuals that need not be tied to its gradient (BackwardOrder.free)
-    shared: tuple[str, ...]  # names of what it takes from earlier layers
-    given: tuple[tuple[str, str], ...]  # the items of Block.gives
+    free: tuple[str, ...]  # names of the residuals that need not be tied to the layer's gradient (BackwardOrder.free)
+    shared: tuple[str, ...]  # names of the values that it takes from earlier layers, such as their keys and values
+    # the items of Block.gives: pairs (its name of a residual, the name under which later layers take it)
+    given: tuple[tuple[str, str], ...]
 
     @property
     def gives(self) -> dict[str, str]:
-        """{its name of a residual: the name under which later layers take it}"""
+        """{its name of a residual: the name under which later layers take it}: the field `given` as a dict."""
         return dict(self.given)
 
     def taken(self, given: Mapping[str, jax.Array], shared: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """{name: value} of what the layer takes from outside.
+        """Collects the values that the layer takes from outside: {name: value}.
 
         Args:
-          given: {name: value} of what the decoder gives to this layer; all of it is taken.
-          shared: {name: value} of what earlier layers gave to later ones; only what this layer takes is in the
-            result.
+          given: {name: value} of what the decoder gives to this layer; all of it is in the result.
+          shared: {name: value} of what earlier layers gave to later ones; only what this layer takes is in the result.
         """
         return {**given, **{name: shared[name] for name in self.shared}}
 
 
 @dataclasses.dataclass(frozen=True)
 class StackProgram:
-    """What a program of the whole stack is specialised on: the static argument of _stack."""
+    """The static description of the whole stack: the argument of _stack by which its program is compiled."""
 
-    layers: tuple[StackLayer, ...]
-    aux: tuple[str, ...]  # names of the auxiliary values that are wanted
-    short: bool  # whether memory is short, that is, whether any residual is not kept
-    whole_weights: int  # ResidualPlan.whole_weights, at least 1
+    layers: tuple[StackLayer, ...]  # the descriptions of all layers, in order
+    aux: tuple[str, ...]  # names of the auxiliary values, such as router_sums, that the caller wants
+    # True: some residual is offloaded, recomputed or kept in FP8, which means that memory is short; False: all are kept
+    short: bool
+    # how many of the last layers keep their weights gathered (ResidualPlan.whole_weights), at least 1
+    whole_weights: int
 
     def stays_whole(self, index: int) -> bool:
-        """Whether the weights of the layer of this index stay gathered from its forward to its backward."""
+        """True: the weights of layer number `index` stay gathered from its forward to its backward, as those of the
+        last `whole_weights` layers do. False: they are gathered once more for the backward."""
         return index >= len(self.layers) - self.whole_weights
 
 
 def require_given(layers: Sequence[StackLayer]) -> None:
-    """Checks `layers`, the descriptions of all layers in their order: raises ValueError if one takes a value that no
-    earlier layer gives."""
+    """Raises ValueError if a layer takes a value that no earlier layer gives. layers: the descriptions of all layers,
+    in order."""
     there: set[str] = set()
     for index, layer in enumerate(layers):
         if missing := set(layer.shared) - there:
@@ -75,14 +79,14 @@ def require_given(layers: Sequence[StackLayer]) -> None:
 def described(
     block: Block, graph, spec: LayerSpec, plan: LayerPlan, tile: int | None, given: tuple[str, ...]
 ) -> StackLayer:
-    """The static description of a layer, by which its program is compiled.
+    """Makes the static description of a layer under a plan, by which its program is compiled.
 
     Args:
       block: the layer; its arrays are not read.
       graph: its structure, an nnx.GraphDef.
       spec: its LayerSpec.
-      plan: says which of its residuals are kept, kept in FP8, or offloaded to host memory; those that later layers
-        take are always kept.
+      plan: says which of its residuals are kept, kept in FP8, or offloaded to host memory; those that later layers take
+        are always kept.
       tile: tokens of each row in a tile of tokenwise segments, such as those of an MLP (ResidualPlan.tile_tokens);
         ignored, so that these run whole, unless the plan recomputes every value inside them. None: they run whole.
       given: names of what the decoder gives it; the others that it takes come from earlier layers.

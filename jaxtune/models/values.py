@@ -16,16 +16,16 @@ MOST_LAYERS = 4096  # ten times as many as any published model has
 
 
 def whole(key: str, value: Any, least: int = 1, most: int = LARGEST) -> None:
-    """Raises ValueError unless the value is an integer (not a bool) from `least` to `most`. key: what the error calls
-    the value."""
+    """Raises ValueError unless the value is an integer (not a bool) from `least` to `most`, both included. key: the
+    name by which the error mentions the value, such as a config key."""
     if not isinstance(value, Integral) or isinstance(value, bool) or not least <= int(value) <= most:
         bounds = f"from {least} to {most}" if most != LARGEST else f"of at least {least}"
         raise ValueError(f"{key} = {_shown(value)}: must be an integer {bounds}")
 
 
 def number(key: str, value: Any, above: float | None = None, least: float | None = None) -> None:
-    """Raises ValueError unless the value is a finite number (not a bool), greater than `above` and not less than
-    `least`, where these are given. key: what the error calls the value."""
+    """Raises ValueError unless the value is a finite number (not a bool) that is greater than `above` and at least
+    `least`; a bound that is None does not count. key: the name by which the error mentions the value."""
     fits = isinstance(value, Real) and not isinstance(value, bool) and _finite(value)
     if not fits or (above is not None and value <= above) or (least is not None and value < least):
         bounds = "" if above is None else f" above {above:g}"
@@ -34,7 +34,8 @@ def number(key: str, value: Any, above: float | None = None, least: float | None
 
 
 def _finite(value: Real) -> bool:
-    """Whether `value` is finite when it is converted to a float; False for an integer that is too large for one."""
+    """Whether `value`, a real number, is finite as a float; False for infinity, NaN, and an integer that is too large
+    for a float."""
     try:
         return math.isfinite(value)
     except OverflowError:  # an integer that is too large for a float
@@ -70,8 +71,9 @@ def mapping(key: str, value: Any) -> None:
 
 
 def items(key: str, value: Any, of: Callable[[str, Any], None]) -> None:
-    """Raises ValueError unless the value is a list or tuple of which every item passes the check `of`, a function of
-    key and item that raises. key: what the error calls the value; it calls an item `key[index]`."""
+    """Raises ValueError unless the value is a list or tuple of which every item passes a check. of: the check, one of
+    this module's functions or another (key, item) -> None that raises. key: the name by which the error mentions the
+    value; an item is mentioned as key[index]."""
     if not isinstance(value, list | tuple):
         raise ValueError(f"{key} = {_shown(value)}: must be a list")
     for index, item in enumerate(value):
@@ -79,13 +81,14 @@ def items(key: str, value: Any, of: Callable[[str, Any], None]) -> None:
 
 
 def texts(key: str, value: Any) -> None:
-    """Raises ValueError unless the value is a list or tuple of strings. key: what the error calls the value."""
+    """Raises ValueError unless the value is a list or tuple of strings; a single string is refused. key: the name by
+    which the error mentions the value."""
     items(key, value, text)
 
 
 def token_ids(key: str, value: Any) -> None:
-    """Raises ValueError unless the value is a token id (an integer from 0) or a list of token ids. key: what the error
-    calls the value."""
+    """Raises ValueError unless the value is a token id (an integer of at least 0), or a list or tuple of token ids.
+    key: the name by which the error mentions the value."""
     if isinstance(value, list | tuple):
         items(key, value, token_ids)
     else:
@@ -93,6 +96,6 @@ def token_ids(key: str, value: Any) -> None:
 
 
 def _shown(value: Any) -> str:
-    """The value as Python writes it, in at most 80 characters, for error messages."""
+    """The value as an error message shows it: its repr, cut to 80 characters."""
     shown = repr(value)
     return shown if len(shown) <= 80 else shown[:77] + "..."

@@ -1,3 +1,3 @@
-"""Where arrays are: tensors and rows that are divided over the devices of a mesh (partition.py), gathered and
-scattered (gathers.py), and the schedules that run these collectives (collectives.py) and copies to and from host
-memory (transfers.py) while a layer computes."""
+"""Where arrays are. partition.py divides tensors and the rows of a batch over the devices of a mesh; gathers.py makes
+divided tensors whole before they are used (gathers) and divides their gradients (scatters). While a layer computes,
+collectives.py schedules these exchanges, and transfers.py schedules copies to and from host memory."""

@@ -1,16 +1,15 @@
-"""Schedules the gathers of divided weights and the scatters of their gradients under another layer's computation.
+"""Schedules the gathers of divided weights and the scatters of their gradients while another layer computes.
 
-Each is bound by optimization_barriers to a window of stages, as copies to and from the host are (transfers.py). A layer
-gathers the weights of the layer that runs next, and in the backward it scatters the gradients of the layer before. XLA
-combines all collectives that start at the same place into one (`compiler_options`), which is asynchronous and overlaps
-with the window's products. Where XLA's scheduler chose the place, the backward's gathers overlapped with only two thin
-products.
+Each is bound by optimization_barriers to a window of stages (segments of that layer), as copies to and from the host
+are (transfers.py). A layer gathers the weights of the layer that runs next, and in the backward it scatters the
+gradients of the layer before. XLA combines all collectives that start at the same place into one (`compiler_options`),
+which is asynchronous and overlaps with the window's products. Where XLA's scheduler chose the place, the backward's
+gathers overlapped with only two thin products.
 
 What did not help: copies from GPU to GPU instead of a gather's kernels, which take multiprocessors from the products
 (collective-permute in XLA's peer-memory mode, and one kernel that joins the parts). On two H200s a step of 8B LoRA took
 968 ms with them and 965 ms without: products and attention took 13 ms less and 4 ms less were waited for, but joining
-the parts took 14 ms, and the device was idle for 6 ms more.
-"""
+the parts took 14 ms, and the device was idle for 6 ms more."""
 
 from __future__ import annotations
 
@@ -31,11 +30,11 @@ _COMBINED_BYTES = 8 << 30
 
 
 def compiler_options() -> dict[str, Any]:
-    """XLA's options for a program that gathers weights.
+    """The options of XLA, {name: value}, with which a program that gathers divided weights is compiled: the
+    latency-hiding scheduler, and one gather and one scatter for all tensors that start at the same place.
 
     On two H200s a step of ten layers took 302 ms with XLA's defaults, 297 ms with its latency-hiding scheduler and one
-    gather a layer, and 297 ms with nothing divided.
-    """
+    gather a layer, and 297 ms with nothing divided."""
     return {
         "xla_gpu_enable_latency_hiding_scheduler": True,
         "xla_gpu_all_gather_combine_threshold_bytes": _COMBINED_BYTES,
@@ -44,12 +43,10 @@ def compiler_options() -> dict[str, Any]:
 
 
 def first_exchange(mesh: Mesh) -> Callable[[jax.Array], Any]:
-    """A compiled program for a mesh that sums a number over each group of devices between which the step's collectives
-    run.
+    """Compiles a program that makes NCCL connect the devices of the mesh before the first step, so that this time is
+    not counted as part of it: it sums a number over each group of devices between which the step's collectives run.
 
-    Calling it with a float32[] that every device has makes NCCL connect the devices of each group before the first
-    step, so that this time is measured apart from it. Nothing reads the sums.
-    """
+    The program is called with any float32[] that every device has; nothing reads the sums that it returns."""
     axes = tuple(axis.name for axis in AXES if mesh.shape[axis.name] > 1)
     groups = [axes] if len(axes) == 1 else [axes, *((axis,) for axis in axes)]
 
@@ -62,7 +59,8 @@ def first_exchange(mesh: Mesh) -> Callable[[jax.Array], Any]:
 
 
 class CollectiveSchedule:
-    """Gathers and scatters during the stages of a layer; the layer calls `start` and `finish` around each stage.
+    """Gathers weights and scatters gradients of neighbouring layers while a layer computes, in a program that is being
+    traced. The layer calls `start` before and `finish` after each of its stages, and reads the results at the end.
 
     A stage is one segment that the layer runs, in its forward, its recomputation or its backward. Scatters run during
     the first half of the layer's time, because their inputs, whole gradients, are large and are free afterwards.
@@ -70,13 +68,13 @@ class CollectiveSchedule:
     of the time.
 
     Args:
-      gathers: Shards to be gathered.
+      gathers: the Shards (this device's parts of tensors) to be gathered.
       scatters: (Shard of a tensor, gradient of the whole tensor) to be scattered.
-      stages: the duration of each stage, in multiplications that large products do in that time.
+      stages: the duration of each stage, as the number of multiplications that large products do in that time.
 
     Attributes:
-      gathered: the whole arrays, after the last stage.
-      scattered: this device's parts of the gradients, after the last stage.
+      gathered: the whole arrays of `gathers`, in their order, after the last stage.
+      scattered: this device's parts of the summed gradients, in the order of `scatters`, after the last stage.
     """
 
     def __init__(self, gathers: Sequence[Shard], scatters: Sequence[tuple[Shard, jax.Array]], stages: Sequence[float]):
@@ -91,8 +89,9 @@ class CollectiveSchedule:
         self.scattered: list[Shard] = []
 
     def start(self, stage: int, values: Any) -> Any:
-        """Starts the collectives that begin with stage number `stage` once `values` (any pytree), the stage's inputs,
-        are computed. Returns `values`, which the stage must use, so that it does not start before the collectives."""
+        """Starts the collectives that begin with stage number `stage` (from 0) once `values`, the stage's inputs (any
+        pytree), are computed. Returns `values` unchanged; the stage must use the returned ones, so that it does not
+        start before the collectives."""
         if self._scatters and stage == self._scatter_window[0]:
             gradients, values = optimization_barrier(([gradient for _, gradient in self._scatters], values))
             self.scattered = [scatter(s, g) for (s, _), g in zip(self._scatters, gradients, strict=True)]
@@ -102,8 +101,8 @@ class CollectiveSchedule:
         return values
 
     def finish(self, stage: int, values: Any) -> Any:
-        """Makes `values` (any pytree), the results of stage number `stage`, wait for the collectives that end with this
-        stage. Returns `values`, which later stages must use."""
+        """Makes `values`, the results of stage number `stage` (any pytree), wait for the collectives that end with this
+        stage. Returns `values` unchanged; later stages must use the returned ones."""
         if self._scatters and stage == self._scatter_window[1]:
             self.scattered, values = optimization_barrier((self.scattered, values))
         if self._gathers and stage == self._gather_window[1]:

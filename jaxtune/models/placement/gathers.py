@@ -1,4 +1,6 @@
-"""Gathers and scatters of tensors that devices divide (`Shard`), as functions with a derivative."""
+"""Gathers and scatters of tensors that devices divide, as functions with a derivative. A Shard (partition.py) is one
+device's part of such a tensor. A gather makes the whole tensor of all devices' parts; a scatter sums the devices'
+gradients of it, and leaves each device its part of the sum."""
 
 from __future__ import annotations
 
@@ -14,11 +16,16 @@ from jaxtune.models.placement.partition import TENSORS, Shard, shards
 
 
 def rows_of(variable: nnx.Variable, index: jax.Array, take: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
-    """take(table, index) for a variable's array [n, ...] and index int32[...] in [0, n); differentiable as `take` is.
+    """Looks up rows of a table: take(table, index), for a variable whose array is [n, ...], which the devices may
+    divide.
 
-    `take` looks up rows as table[index] does; its derivative is used. A divided table is not gathered for a few of its
-    rows: each device takes the rows that it has for the indices of all devices, and receives those for its own indices
-    from the others.
+    A divided table is not gathered for a few of its rows: each device takes the rows that it has for the indices of all
+    devices, and receives those for its own indices from the others.
+
+    Args:
+      variable: the table, such as an embedding's weight.
+      index: int32[...] in [0, n), this device's row numbers.
+      take: (table, index) -> table[index], with the derivative that the lookup is to have.
     """
     value = variable.get_value()
     if not isinstance(value, Shard):
@@ -30,7 +37,8 @@ def rows_of(variable: nnx.Variable, index: jax.Array, take: Callable[[jax.Array,
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _rows_of(take, shard: Shard, index: jax.Array) -> jax.Array:
-    """Looks up rows of a table that the devices divide along its first axis: the rows of `index`, whole on this device.
+    """Looks up rows of a table that the devices divide along its first axis: the rows of `index`, complete on this
+    device.
 
     The derivative is written by hand, because it exchanges gradients between devices as the forward exchanges rows.
 
@@ -61,7 +69,9 @@ def _rows_of_fwd(take, shard: Shard, index: jax.Array):
 
 def _rows_of_bwd(take, residuals, gradient):
     """The backward rule of `_rows_of`: (this device's part of the table's gradient, as a Shard; None for the indices).
-    residuals: from `_rows_of_fwd`; `take` is not needed. gradient: that of the rows which this device looked up."""
+
+    take: that of the forward, which is not needed. residuals: from `_rows_of_fwd`. gradient: that of the rows which
+    this device looked up."""
     back, mine = residuals
     (gradients,) = back(jnp.where(mine, jax.lax.all_gather(gradient, TENSORS), 0))
     return Shard(gradients, 0, mine.shape[0]), None
@@ -71,11 +81,12 @@ _rows_of.defvjp(_rows_of_fwd, _rows_of_bwd)
 
 
 def whole_beside(variable: nnx.Variable, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(the whole array of a variable, x unchanged), for a variable that is not needed before x, such as the head.
+    """Returns (the whole array of a variable, x unchanged), for a variable such as the head's weight, which is not
+    needed before the hidden states x are computed.
 
-    A Shard is gathered after x is there, and its gradient is scattered before x's gradient is passed on. Otherwise XLA
-    keeps both whole for as long as it can combine several collectives.
-    """
+    A Shard is gathered only after x is there, and its gradient is scattered before x's gradient is passed on. Otherwise
+    XLA keeps the whole array and its gradient in memory for as long as it can combine several collectives. A variable
+    that is not divided is returned as it is."""
     value = variable.get_value()
     if not isinstance(value, Shard):
         return variable[...], x
@@ -87,8 +98,8 @@ def whole_beside(variable: nnx.Variable, x: jax.Array) -> tuple[jax.Array, jax.A
 
 @jax.custom_vjp
 def _gathered_beside(shard: Shard, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`whole_beside` for a Shard that trains: (the whole array of `shard`, x). Its hand-written derivative scatters
-    the gradient of the whole array before it passes on the gradient of x."""
+    """`whole_beside` for a Shard that trains: (the whole array of `shard`, x unchanged), where the gather waits for x.
+    The hand-written derivative scatters the gradient of the whole array before it passes on the gradient of x."""
     shard, x = optimization_barrier((shard, x))
     return gather(shard), x
 
@@ -101,8 +112,8 @@ _gathered_beside.defvjp(
 
 @jax.custom_vjp
 def _gathered(shard: Shard) -> jax.Array:
-    """The whole array of a Shard (`shard`); its gradient is this device's part of the sum of all devices' gradients
-    (`scatter`)."""
+    """Gathers a Shard, this device's part of a tensor, with a derivative: returns the whole array. The gradient of the
+    Shard is this device's part of the sum of all devices' gradients (`scatter`)."""
     return gather(shard)
 
 
@@ -110,18 +121,21 @@ _gathered.defvjp(lambda shard: (gather(shard), shard), lambda shard, gradient: (
 
 
 def gather(shard: Shard) -> jax.Array:
-    """The whole array of a Shard (`shard`), gathered from the devices along `fsdp`; call it inside
-    `partition.divided`."""
+    """Gathers a Shard, this device's part of a tensor, from the devices along the mesh axis `fsdp`: returns the whole
+    array. It has no derivative of its own (`_gathered` has). Call it inside `partition.divided`."""
     return jax.lax.all_gather(shard.array, TENSORS, axis=shard.axis, tiled=True)
 
 
 def scatter(shard: Shard, gradient: jax.Array) -> Shard:
-    """This device's part of the sum, over the devices that divide it, of their gradients of a Shard's whole array.
-
-    shard: the Shard; only how it is divided is read. gradient: this device's gradient of the whole array.
+    """Sums the gradients that the devices have computed of a divided tensor, and returns this device's part of the sum,
+    as a Shard. Call it inside `partition.divided`.
 
     The sum is computed in float32. With two devices the gradients are sent in their own dtype, which are half the
     bytes, because a sum of two numbers is rounded only once in either case.
+
+    Args:
+      shard: this device's part of the tensor, of which only the axis and the number of parts are read.
+      gradient: this device's gradient of the whole tensor.
     """
     wide = gradient if shard.count == 2 else gradient.astype(jnp.float32)
     total = jax.lax.psum_scatter(wide, TENSORS, scatter_dimension=shard.axis, tiled=True)
@@ -129,18 +143,20 @@ def scatter(shard: Shard, gradient: jax.Array) -> Shard:
 
 
 def shards_of_layer(trainables, frozens, index: int) -> list[Shard]:
-    """The Shards, which must be gathered, of layer `index`; none if no layer has that index. trainables, frozens: the
-    trained and the other tensors of each layer."""
+    """The Shards of layer number `index`, which must be gathered before it runs; [] if no layer has that number, as
+    after the last one. trainables, frozens: the trained and the other tensors of each layer."""
     return shards((trainables[index], frozens[index])) if 0 <= index < len(trainables) else []
 
 
 def first_gathered(trainables, frozens) -> list[jax.Array]:
-    """The whole arrays of the Shards in trainables[0] and frozens[0], which no earlier layer can gather."""
+    """Gathers the Shards of the first layer, which no earlier layer can gather while it computes: their whole arrays.
+    trainables, frozens: the trained and the other tensors of each layer."""
     return [gather(shard) for shard in shards_of_layer(trainables, frozens, 0)]
 
 
 def with_gradients(trainable, gradients) -> list[tuple[Shard, jax.Array]]:
-    """The Shards in a layer's trainable tensors, each with its whole tensor's gradient, from the tree `gradients`."""
+    """Pairs each Shard of a layer's trainable tensors with the gradient of its whole tensor, for the scatter.
+    gradients: a tree with the structure of `trainable`."""
     pairs = jax.tree.map(
         lambda leaf, gradient: (leaf, gradient) if isinstance(leaf, Shard) else None,
         trainable,

@@ -39,10 +39,10 @@ class Axis:
     """An axis of the mesh. The rows of a batch are divided over all axes."""
 
     name: str
-    """Also the config key, `mesh.NAME` (a field of MeshConfig, in the order of AXES)."""
+    """its name, which is also the config key `mesh.NAME` (a field of MeshConfig, in the order of AXES)"""
     divides: tuple[str, ...] = ()
-    """Logical axes of tensors that are divided over it, with their gradients and optimizer states; of a tensor with
-    several, the first is divided. One axis of the mesh divides tensors; along all others they are whole."""
+    """Logical axes of tensors, such as "out", that are divided over it, with their gradients and optimizer states; of a
+    tensor with several, the first is divided. One axis of the mesh divides tensors; along all others they are whole."""
 
 
 AXES = (Axis("data"), Axis("fsdp", divides=("out", "experts", "vocab")))
@@ -55,16 +55,16 @@ ROWS, WHOLE = PartitionSpec(tuple(axis.name for axis in AXES)), PartitionSpec()
 
 
 class MeshShape(tuple[int, ...]):
-    """The number of devices along each of AXES."""
+    """The number of devices along each of AXES: (data, fsdp)."""
 
     @staticmethod
     def of(mesh: Mesh) -> MeshShape:
-        """The shape of a mesh, which may lack some of AXES; there it has one device."""
+        """The shape of a JAX mesh. An axis of AXES that the mesh lacks has one device."""
         return MeshShape(mesh.shape.get(axis.name, 1) for axis in AXES)
 
     @property
     def size(self) -> int:
-        """The number of devices."""
+        """The number of devices of the mesh, the product of its entries."""
         return math.prod(self)
 
     @property
@@ -74,21 +74,21 @@ class MeshShape(tuple[int, ...]):
 
     @property
     def copies(self) -> int:
-        """How many groups of `parts` devices there are, each of which has all parts of a tensor."""
+        """The number of groups of `parts` devices; each group has all parts of every tensor."""
         return self.size // self.parts
 
     def to_record(self) -> dict[str, int]:
-        """The shape as JSON, for the record of a run."""
+        """The shape as a JSON object, {"mesh_data": 1, "mesh_fsdp": 2} for example, for the record of a run."""
         return {f"mesh_{axis.name}": count for axis, count in zip(AXES, self, strict=True)}
 
     @staticmethod
     def from_record(record: Mapping[str, int]) -> MeshShape:
-        """The shape in a record. An axis that it lacks is younger than the record, and had one device."""
+        """The shape from a run's record (`to_record`). An axis that it lacks is newer than the record: one device."""
         return MeshShape(record.get(f"mesh_{axis.name}", 1) for axis in AXES)
 
 
 def _keys(shape: Sequence[int]) -> list[str]:
-    """The config keys of a mesh's shape (devices along each of AXES) that are not 1, such as "mesh.fsdp = 2"."""
+    """The config keys, such as "mesh.fsdp = 2", of the sizes in a mesh's shape that are not 1, for error messages."""
     return [f"mesh.{axis.name} = {count}" for axis, count in zip(AXES, shape, strict=True) if count != 1]
 
 
@@ -98,7 +98,7 @@ def mesh_shape(*sizes: int, devices: int | None = None) -> MeshShape:
     Args:
       sizes: the number of devices along each of AXES; axes left out have one. One size may be -1, which stands for the
         number of devices divided by the others.
-      devices: None takes all devices.
+      devices: the number of devices, which only -1 needs; None: all devices of the run.
     Raises:
       ValueError: -1 gives no whole number.
     """
@@ -118,7 +118,8 @@ def mesh_shape(*sizes: int, devices: int | None = None) -> MeshShape:
 
 
 def make_mesh(*sizes: int) -> Mesh:
-    """A mesh with these numbers of devices along AXES, as in mesh_shape.
+    """Makes a mesh with these numbers of devices along AXES, of which one may be -1 and the last may be left out
+    (mesh_shape).
 
     Raises:
       ValueError: there are fewer devices, -1 gives no whole number, or processes would be left without a device.
@@ -137,11 +138,11 @@ def make_mesh(*sizes: int) -> Mesh:
 
 
 def divided(function: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Callable:
-    """jax.shard_map of the function with the specs of its arguments (in_specs) and results (out_specs): every device
-    of the mesh runs it on its own part of the arrays. Returns the function itself for a mesh of one device or no mesh.
-    Nothing checks that arrays which the specs call whole are equal on all devices. Inside, jax.grad must be taken of
-    this device's own share of a sum over devices: if the differentiated function summed it by psum, each gradient
-    would be counted once for every device (see `total`)."""
+    """Wraps a function in jax.shard_map, so that every device of the mesh runs it on its own part of the arrays;
+    in_specs and out_specs are the specs of its arguments and results. Returns the function itself for a mesh of one
+    device or None. Nothing checks that arrays which the specs call whole are equal on all devices. Inside, jax.grad
+    must be taken of this device's own share of a sum over devices: if the differentiated function summed it by psum,
+    each gradient would be counted once for every device (see `total`)."""
     if mesh is None or mesh.size == 1:
         return function
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -149,12 +150,10 @@ def divided(function: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any
 
 @contextlib.contextmanager
 def compiling(mesh: Mesh) -> Iterator[None]:
-    """Context in which a program that is entirely inside `divided` is lowered and compiled for the mesh.
+    """The context in which a program that is entirely inside `divided` is lowered and compiled for the mesh.
 
-    It turns off Shardy, which has nothing to partition in such a program but takes as long as all later passes. For 32
-    layers of Llama-3.3-70B on two devices, XLA's passes took 130 s with it and 67 s without (on two shared cores), and
-    the programs need the same memory.
-    """
+    It turns off Shardy, which has nothing to partition there but takes as long as all later passes. For 32 layers of
+    Llama-3.3-70B on two devices, XLA's passes took 130 s with it and 67 s without; memory was the same."""
     with jax.set_mesh(mesh), private_jax.config.use_shardy_partitioner(False):
         yield
 
@@ -163,18 +162,17 @@ def compiling(mesh: Mesh) -> Iterator[None]:
 
 
 def put(tree: Any, where: Any) -> Any:
-    """jax.device_put of a tree of arrays that every process has whole, or that are on the mesh already. With several
-    processes, device_put itself would let them compare the values first, in a collective.
+    """Places a tree of arrays, which every process has whole or which are on the mesh already, as jax.device_put does.
+    With several processes, device_put itself would let them compare the values first, in a collective.
 
-    where: a sharding, or a tree of them; None: this process's default device.
-    """
+    where: a sharding, or a tree of them; None: this process's default device."""
     if jax.process_count() == 1 or where is None:
         return jax.device_put(tree, where)
     return jax.tree.map(_put, tree, jax.tree.broadcast(where, tree))
 
 
 def _put(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    """`put` of one array with several processes: each places the sharding's parts that are on its own devices."""
+    """Places one array as `put` does with several processes: each places the parts that are on its own devices."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         return array if array.sharding == sharding else _moves(sharding)(array)
     if isinstance(array, jax.Array) and sharding.is_fully_replicated:  # does not copy on a device that has it
@@ -184,7 +182,8 @@ def _put(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 def moved(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    """`put` of one array; one that is on the same devices in another sharding moves between them, not via the host."""
+    """Places one array as `put` does; one that is on the same devices already is copied between them, not via the
+    host."""
     current = array.sharding if isinstance(array, jax.Array) else None
     if current is None or current == sharding or current.device_set != sharding.device_set:
         return put(array, sharding)
@@ -192,8 +191,9 @@ def moved(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 def colocated(trained: Any, rest: Any) -> tuple[Any, Any]:
-    """(trained, rest), two trees of arrays, on the same devices, so that one computation can take the model of both. If
-    every process has each array whole, all arrays are placed on one device of this process, otherwise on the mesh."""
+    """Places two trees of arrays, a model's trained tensors and the rest, on the same devices, so that one computation
+    can take both: (trained, rest). If every process has each array whole, that is one device of this process, otherwise
+    the mesh."""
     arrays = [leaf for leaf in jax.tree.leaves((trained, rest)) if isinstance(leaf, jax.Array)]
     elsewhere = [array for array in arrays if not array.is_fully_addressable]
     if all(array.is_fully_replicated for array in elsewhere):
@@ -205,8 +205,8 @@ def colocated(trained: Any, rest: Any) -> tuple[Any, Any]:
 
 
 def addressable(tree: Any) -> list[Any]:
-    """What this process can check of a tree alone (whether loaded weights are finite): [tree] if it has all of every
-    array, otherwise a list of the parts of floating-point arrays that are on its own devices."""
+    """The arrays of a tree that this process can check alone, for example for NaN: [tree] if it has all of every array,
+    otherwise a list of the parts of floating-point arrays that are on its own devices."""
     leaves = jax.tree.leaves(tree)
     if all(leaf.is_fully_addressable for leaf in leaves):
         return [tree]
@@ -233,7 +233,7 @@ def on_host(array: Any) -> np.ndarray:
 
 @functools.cache
 def _moves(sharding: jax.sharding.Sharding) -> Callable[[jax.Array], jax.Array]:
-    """A compiled program that moves an array to a sharding, between devices and not by way of the host."""
+    """Makes a compiled program that copies an array to a sharding, between devices and not by way of the host."""
     return jax.jit(lambda array: array, out_shardings=sharding)
 
 
@@ -248,23 +248,21 @@ def _row_axes() -> tuple[str, ...]:
 
 
 def part_of_rows() -> jax.Array | int:
-    """int32[]: which of the equal parts of the batch's rows this device has; 0 outside of `divided` (shard_map)."""
+    """The number (int32[], from 0) of this device's equal part of the batch's rows; 0 outside of `divided`."""
     axes = _row_axes()
     return jax.lax.axis_index(axes) if axes else 0
 
 
 def total(sums: Any) -> Any:
-    """Arrays that are sums over this device's rows, summed over all rows; Shards are summed over `fsdp` already.
-    It serves values that are no sum over rows themselves, such as a product of two sums. The gradient of the total is
-    that of this device's share; since every device computes the same from the total, the gradients add up to the whole
-    once.
-    """
+    """Sums arrays over devices: sums over this device's rows become sums over all rows; Shards are summed over `fsdp`
+    already. It serves values that are no sum over rows themselves, such as a product of two sums. The gradient of the
+    total is that of this device's share; since every device computes the same from the total, the gradients add up to
+    the whole once. Outside of `divided` it returns `sums` unchanged."""
     return _total(sums) if _row_axes() else sums
 
 
 def largest(value: jax.Array) -> jax.Array:
-    """The maximum over the rows of all devices, from `value`, the maximum over this device's rows. It has no
-    gradient."""
+    """The maximum over all devices' rows, from `value`, the maximum over this device's rows; it has no gradient."""
     axes = _row_axes()
     value = jax.lax.stop_gradient(value)
     return jax.lax.pmax(value, axes) if axes else value
@@ -296,23 +294,23 @@ class Shard:
     the part, and `shape` is that of the whole array. In a tree from `divide`, outside of `divided`, `array` is still
     the whole array, which is only marked to be divided."""
 
-    array: jax.Array  # the part
-    axis: int = dataclasses.field(metadata=dict(static=True))  # along which the array is divided
+    array: jax.Array  # the part (or the whole array, see above)
+    axis: int = dataclasses.field(metadata=dict(static=True))  # the axis along which the array is divided
     count: int = dataclasses.field(metadata=dict(static=True))  # the number of parts
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the whole array, seen by a device that has a part."""
+        """The shape of the whole array, computed from the part that a device has."""
         return tuple(size * self.count if axis == self.axis else size for axis, size in enumerate(self.array.shape))
 
     @property
     def dtype(self):
-        """The array's dtype."""
+        """The dtype of the array, the same for the part and the whole."""
         return self.array.dtype
 
     @property
     def ndim(self) -> int:
-        """The number of dimensions, of the part as of the whole."""
+        """The number of dimensions, the same for the part and the whole."""
         return self.array.ndim
 
 
@@ -322,14 +320,14 @@ def _is_shard(leaf: Any) -> bool:
 
 
 def divide(tree: Any, mesh: Mesh | None) -> Any:
-    """`tree`, of nnx variables, whose arrays are marked as Shards where a device of the mesh has a part of them;
-    unchanged without a mesh (None). Quantised tensors are divided between blocks, with their scales. Tensors that
-    cannot be divided evenly are whole."""
+    """Marks which arrays of a tree of nnx variables the mesh divides: each of these is wrapped in a Shard, the others
+    stay as they are, as all do without a mesh (None). Quantised tensors are divided between blocks, with their scales.
+    Tensors that cannot be divided evenly are whole."""
     return _divided(tree, 1 if mesh is None else MeshShape.of(mesh).parts)
 
 
 def which_are_divided(tree: Any, mesh: Mesh | None) -> list[bool]:
-    """For each array of a tree of variables, in order of its leaves, whether the devices of the mesh divide it."""
+    """For each array of a tree of variables, in order of its leaves, whether devices divide it or all have it whole."""
     return [_is_shard(leaf) for leaf in jax.tree.leaves(divide(tree, mesh), is_leaf=_is_shard)]
 
 
@@ -345,7 +343,7 @@ def bytes_per_device(tree: Any, parts: int) -> float:
 
 def divided_sizes(tree: Any, parts: int) -> tuple[float, float]:
     """(bytes, elements) of the whole arrays of those variables of a tree that would be divided if `parts` devices
-    divide tensors; the planner counts gathers so."""
+    divide tensors; the planner computes the time of gathers from them."""
     # These are whole arrays, which are only marked as divided.
     arrays = [shard.array for shard in shards(_divided(tree, parts))]
     counts = [float(math.prod(array.shape)) for array in arrays]
@@ -354,8 +352,8 @@ def divided_sizes(tree: Any, parts: int) -> tuple[float, float]:
 
 def _divided(tree: Any, count: int) -> Any:
     """Marks the arrays of a tree of nnx variables that would be divided into `count` parts: each of them is wrapped in
-    a Shard, without being cut; the others stay as they are. `divide` does this for a mesh. For plans that are made
-    without a mesh, this function takes the number of devices that divide tensors, the size of the mesh axis fsdp."""
+    a Shard, without being cut; the others stay as they are. Plans that are made without a mesh take this function; its
+    count is the size of the mesh axis fsdp."""
     if count == 1:
         return tree
 
@@ -403,7 +401,7 @@ def declared_resident(frozen: Any, resident: int, layers: int) -> Any:
 
 
 def divide_like(divided_tree: Any, tree: Any) -> Any:
-    """`tree`, of arrays that belong to those of `divided_tree` (their gradients), marked as Shards where these are."""
+    """Marks the arrays of `tree`, such as gradients, as Shards where the same leaves of `divided_tree` are Shards."""
 
     def one(leaf, array):
         return Shard(array, leaf.axis, leaf.count) if isinstance(leaf, Shard) else array
@@ -412,27 +410,28 @@ def divide_like(divided_tree: Any, tree: Any) -> Any:
 
 
 def undivided(tree: Any) -> Any:
-    """The tree with plain arrays instead of Shards: each is this device's part, not the whole array."""
+    """The tree with the `array` of each Shard in place of the Shard: this device's part, not the whole array."""
     return jax.tree.map(lambda leaf: leaf.array if isinstance(leaf, Shard) else leaf, tree, is_leaf=_is_shard)
 
 
 def specs(tree: Any) -> Any:
-    """The tree of PartitionSpecs that `divided` (a shard_map) takes as in_specs or out_specs for a tree from `divide`.
-    A Shard becomes a Shard that has, in place of its array, the spec that divides its axis over the mesh axis `fsdp`.
-    Any other array gets an empty spec, because every device has it whole."""
+    """The PartitionSpecs with which `divided` (a shard_map) takes or returns a tree from `divide`. A Shard becomes a
+    Shard with, in place of its array, the spec that divides its axis over the mesh axis `fsdp`. Any other array gets an
+    empty spec, because every device has it whole."""
     return _specs(tree, (), ())
 
 
 def unsummed_specs(tree: Any) -> Any:
-    """The PartitionSpecs of sums, a tree from `divide`, that are not added up over devices yet: a leading axis has an
-    entry for each device, or for Shards, whose parts are sums over `fsdp` already, for each position along `data`."""
+    """The PartitionSpecs of a tree from `divide` that has sums which are not added up over devices yet. Its arrays have
+    a leading axis with an entry for each device, or for Shards, which are summed over `fsdp` already, for each position
+    along `data`."""
     names = tuple(axis.name for axis in AXES)
     return _specs(tree, (names,), (tuple(name for name in names if name != TENSORS),))
 
 
 def _specs(tree: Any, front: tuple, front_of_shards: tuple) -> Any:
-    """`specs` for arrays that have further axes in front of those of the tree's arrays. front: how these axes are
-    divided, the first entries of each PartitionSpec; front_of_shards: the same for Shards."""
+    """The PartitionSpecs of `specs`, for arrays that have further axes in front of those of the tree's arrays. front:
+    how these axes are divided, the first entries of each PartitionSpec; front_of_shards: the same for Shards."""
 
     def one(leaf):
         if not isinstance(leaf, Shard):
@@ -443,12 +442,12 @@ def _specs(tree: Any, front: tuple, front_of_shards: tuple) -> Any:
 
 
 def shardings(tree: Any, mesh: Mesh) -> Any:
-    """The NamedShardings on a mesh of the arrays of a tree of variables, divided as `divide` marks them."""
+    """The NamedShardings of a tree of variables on a mesh: divided where `divide` divides them, otherwise whole."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), undivided(specs(divide(tree, mesh))))
 
 
 def require_undivided(states: Any, what: str) -> None:
-    """Raises ValueError for a module's states if they are divided over devices; `what` is the caller, for the error."""
+    """Raises ValueError if a module's states are divided over devices; `what` is the caller's name, for the message."""
     for leaf in jax.tree.leaves(states):
         if isinstance(leaf, jax.Array) and not leaf.is_fully_replicated:
             raise ValueError(
@@ -486,11 +485,11 @@ def states_shardings(opt_state: Any, trainable: Any, mesh: Mesh) -> Any:
 
 
 def shards(tree: Any) -> list[Shard]:
-    """The Shards of a tree, in order of its leaves; other leaves are left out."""
+    """Collects the Shards of a tree, in order of its leaves; other leaves are left out."""
     return [leaf for leaf in jax.tree.leaves(tree, is_leaf=_is_shard) if isinstance(leaf, Shard)]
 
 
 def with_whole(tree: Any, arrays: Sequence[jax.Array]) -> Any:
-    """The tree with whole arrays instead of its Shards; `arrays` are in the order of `shards`."""
+    """Replaces the Shards of a tree by their whole arrays, which are given as `arrays`, in the order of `shards`."""
     whole = iter(arrays)
     return jax.tree.map(lambda leaf: next(whole) if isinstance(leaf, Shard) else leaf, tree, is_leaf=_is_shard)

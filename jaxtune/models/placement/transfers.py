@@ -1,4 +1,4 @@
-"""Schedules copies between device and host under a layer's computation.
+"""Schedules copies between device and host memory while a layer computes, so that offloaded residuals cost little time.
 
 A stage is one segment that a layer runs. Each copy is bound by optimization_barriers to a window of stages of another
 layer than the one whose residuals are copied: it starts within the window and is complete when the window's last stage
@@ -12,8 +12,7 @@ a copy start where its window begins, and the step's compiler options allow more
 
 What did not help, by programs compiled for an H200: without that scheduler every copy is waited for; with XLA's
 analytical latency estimator twice as much is waited for as with the default one; and, before copies started at once,
-pieces of 128 MiB.
-"""
+pieces of 128 MiB."""
 
 from __future__ import annotations
 
@@ -53,27 +52,32 @@ def copies_start_at_once() -> contextlib.AbstractContextManager:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """An array that was cut along `axis` into pieces, which are copied one by one and joined later."""
+    """An array that was cut along one of its axes into slices (`cut`), which are copied one by one and joined later
+    (`join`), because one large copy does not fit under a single stage of computation."""
 
-    arrays: tuple[jax.Array, ...]  # the pieces, in order
-    axis: int = dataclasses.field(metadata=dict(static=True))  # along which they are joined
+    arrays: tuple[jax.Array, ...]  # the slices, in order
+    axis: int = dataclasses.field(metadata=dict(static=True))  # the axis along which the array was cut and is joined
 
 
 def cut(arrays: Sequence[jax.Array], stages: Sequence[float]) -> tuple[Pieces, ...]:
-    """Cuts each array into pieces that are copied during a layer, so that each copy fits under a stage. arrays: on the
-    device; the result has a Pieces for each.
+    """Cuts each array into slices that are copied while a layer computes, so that each copy fits under one of its
+    stages: one Pieces for each array.
 
-    Arrays are cut along the first axis, or along the second if the first has size 1. No piece is smaller than what the
-    longest stage can hide.
+    Arrays are cut along the first axis, or along the second if the first has size 1. A slice has about PIECE_BYTES (512
+    MiB), or as many bytes as can be copied during the longest stage if these are more.
 
-    stages: the durations of the layer's stages, in multiplications that large products do in that time.
+    Args:
+      arrays: on the device.
+      stages: the durations of the layer's stages, as the number of multiplications that large products do in that time.
     """
     piece = max(PIECE_BYTES, int(max(stages) / _MULTIPLICATIONS_PER_BYTE))
     return tuple(_cut(array, piece) for array in arrays)
 
 
 def _cut(array: jax.Array, piece_bytes: int) -> Pieces:
-    """Cuts an array into pieces of about `piece_bytes`; an array that is smaller stays one piece."""
+    """Cuts an array along its first axis (or its second, if the first has size 1) into slices of about `piece_bytes`
+    each, so that each slice can be copied to or from the host while a stage computes. The result has the slices and the
+    axis, from which `join` makes the array again. An array that is smaller than `piece_bytes` stays one slice."""
     axis = 0 if array.shape[0] > 1 or array.ndim == 1 else 1
     count = max(1, min(-(-array.nbytes // piece_bytes), array.shape[axis]))
     bounds = [array.shape[axis] * i // count for i in range(count + 1)]
@@ -81,22 +85,22 @@ def _cut(array: jax.Array, piece_bytes: int) -> Pieces:
 
 
 def join(pieces: Pieces) -> jax.Array:
-    """The array that `cut` cut, from its pieces after they were copied."""
+    """Joins the slices of a Pieces, after they were copied, to the array that `cut` had cut."""
     return pieces.arrays[0] if len(pieces.arrays) == 1 else jnp.concatenate(pieces.arrays, axis=pieces.axis)
 
 
 def windows(sizes: Sequence[int], stages: Sequence[float], late: bool = False) -> list[tuple[int, int]]:
-    """Chooses the window of each copy, the stages during which it runs, such that the device waits least for copies.
+    """Chooses for each copy the window, the consecutive stages during which it runs, such that the device waits least
+    for copies. Returns (index of the first stage, index of the last stage) for each copy.
 
-    Among equal choices, those are taken in which copies occupy memory in both places for the shortest time. Returns
-    (index of the first stage, index of the last stage) for each copy.
+    Among equal choices, those are taken in which copies occupy memory in both places for the shortest time.
 
     Args:
       sizes: bytes of the copies, in order.
-      stages: durations of the stages, in multiplications that large products do in that time.
-      late: whether the copies are to the device, where their destination is occupied from the beginning of the window,
-        so that late windows are better. False: they are to the host, and their source in device memory is occupied
-        until the end of the window, so that early windows are better.
+      stages: durations of the stages, as the number of multiplications that large products do in that time.
+      late: True: the copies are to the device, where their destination is occupied from the beginning of the window, so
+        that late windows are better. False: they are to the host, and their source in device memory is occupied until
+        the end of the window, so that early windows are better.
     """
     count = len(sizes)
     needs = [size * _MULTIPLICATIONS_PER_BYTE * _ROOM for size in sizes]
@@ -131,16 +135,17 @@ def windows(sizes: Sequence[int], stages: Sequence[float], late: bool = False) -
 
 
 class TransferSchedule:
-    """Copies arrays to device or host memory during the stages of a layer.
-
-    The layer calls `start` and `finish` around each stage, and reads `arrays` at the end.
+    """Copies arrays to device or host memory while a layer computes, in a program that is being traced. The layer calls
+    `start` before and `finish` after each of its stages, and reads the copies, `arrays`, at the end.
 
     Args:
       arrays: a pytree of arrays, such as Pieces of residuals.
-      stages: the duration of each stage of the layer, in multiplications that large products do in that time.
+      stages: the duration of each stage of the layer, as the number of multiplications that large products do in that
+        time.
       space: the destination, jax.memory.Space.Host or .Device.
-      last_is_thin: the last stage has only thin products that nothing but the next layer waits for (adapter gradients
-        at the end of a backward); it gets copies only if the other stages have no time for them.
+      last_is_thin: True: the last stage has only thin products that nothing but the next layer waits for (adapter
+        gradients at the end of a backward), and gets copies only if the other stages have no time for them; False: it
+        is used as the others.
     """
 
     def __init__(self, arrays: Any, stages: Sequence[float], space: Any, last_is_thin: bool = False):
@@ -158,9 +163,9 @@ class TransferSchedule:
             self._ending[last].append(index)
 
     def start(self, stage: int, values: Any) -> Any:
-        """Starts the copies whose windows begin with stage number `stage` once `values` (any pytree), the stage's
-        inputs, are computed. Returns `values`, which the stage must use, so that it does not start before the
-        copies."""
+        """Starts the copies whose windows begin with stage number `stage` (from 0) once `values`, the stage's inputs
+        (any pytree), are computed. Returns `values` unchanged; the stage must use the returned ones, so that it does
+        not start before the copies."""
         indices = self._starting[stage]
         if indices:
             sources, values = optimization_barrier(([self._arrays[i] for i in indices], values))
@@ -169,8 +174,8 @@ class TransferSchedule:
         return values
 
     def finish(self, stage: int, values: Any) -> Any:
-        """Makes `values` (any pytree), the results of stage number `stage`, wait for the copies whose windows end with
-        this stage. Returns `values`, which later stages must use."""
+        """Makes `values`, the results of stage number `stage` (any pytree), wait for the copies whose windows end with
+        this stage. Returns `values` unchanged; later stages must use the returned ones."""
         indices = self._ending[stage]
         if indices:
             copies, values = optimization_barrier(([self._arrays[i] for i in indices], values))
@@ -180,5 +185,6 @@ class TransferSchedule:
 
     @property
     def arrays(self) -> Any:
-        """The copies as a pytree like the given one, after every stage has ended."""
+        """The copies, as a pytree with the structure of the argument `arrays`. They are read after every stage has
+        ended."""
         return jax.tree.unflatten(self._structure, self._arrays)
