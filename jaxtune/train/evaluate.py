@@ -1,5 +1,5 @@
-"""Exact match: the share of held-out questions whose greedy answer equals the expected one. `exact_match` has the
-model answer rows; `questions_of` makes the prompts, as in training."""
+"""Exact match: the share of held-out questions whose greedy answer equals the expected one. `exact_match` has the model
+answer rows; `questions_of` makes the prompts, which are tokenised as in training."""
 
 from __future__ import annotations
 
@@ -69,19 +69,20 @@ def exact_match(
 
 
 class Question(NamedTuple):
-    """A held-out row as a question to the model: the prompt as tokens, the right answer, and what the template writes
-    around an answer."""
+    """A held-out row as a question to the model: the prompt as tokens, the right answer, and what the chat template
+    writes around an answer, by which the answer is found in what the model generates."""
 
     prompt: list[int]
-    """The tokens up to the begin of the answer."""
+    """The token ids up to where the answer begins."""
     question: str
-    """The content of the message before the answer."""
+    """The text of the message before the answer."""
     expected: str
     """The right answer."""
     mark: str
-    """The text that the template writes directly before an answer, without white space, or ""."""
+    """The text that the template writes directly before an answer, without white space, such as the end of a thought
+    (</think>); "" if there is none. What the model generates before it is ignored."""
     closing: str
-    """The text that the template writes after an answer."""
+    """The text that the template writes after an answer, such as the token that ends the assistant's turn."""
 
 
 def questions_of(
@@ -91,11 +92,11 @@ def questions_of(
     template: str | None,
     positions: int,
 ) -> list[Question]:
-    """The questions of rows, in their order.
+    """Makes a Question of each row, in their order.
 
     Args:
       tokenizer: a fast Hugging Face tokenizer.
-      rows: messages rows or examples that end with an answer, as for `exact_match`.
+      rows: {"messages": [...]} or examples from `formats.normalize`; each ends with an answer, the expected one.
       max_new_tokens: the most tokens of an answer, for which a prompt must leave room.
       template: a chat template, as data.template names it: a packaged one, a .jinja file, or Jinja text; None is the
         tokenizer's own.

@@ -52,13 +52,14 @@ class Tokens:
 
 
 def tokenize(tokenizer: Any, texts: list[str], max_tokens: int | None = None) -> list[Tokens]:
-    """The tokens of each text, without the special tokens that a tokenizer adds around a text.
+    """The tokens of each text, without the special tokens that a tokenizer adds around a text. A text of more than
+    `WINDOW` characters is tokenised window by window.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer.
         texts: any number of texts of any length.
-        max_tokens: tokenising a text stops once it has at least this many tokens; None never stops. A text of a single
-            window is never cut.
+        max_tokens: tokenising a text stops after the window with which there are at least this many tokens; the
+            result's `cut` is then True. None never stops. A text of a single window is never cut.
     """
     short = iter(_at_once(tokenizer, [text for text in texts if len(text) <= WINDOW]))
     return [next(short) if len(text) <= WINDOW else _in_windows(tokenizer, text, max_tokens) for text in texts]

@@ -132,7 +132,7 @@ class _Sink:
 
 
 class _JsonlSink(_Sink):
-    """The logger that appends to metrics.jsonl."""
+    """The logger that appends to the metrics.jsonl at `path`; only this one is tried again after an error."""
 
     def __init__(self, path: Path):
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115
@@ -152,7 +152,7 @@ class _JsonlSink(_Sink):
 
 
 class _TensorBoardSink(_Sink):
-    """The logger that writes TensorBoard's event files. resumed_step: the step of a resumed run; None: a new run."""
+    """The logger that writes TensorBoard's event files in `folder`. resumed_step: a resumed run's step, or None."""
 
     def __init__(self, folder: Path, resumed_step: int | None):
         from tensorboardX import SummaryWriter
@@ -250,7 +250,7 @@ def _require_package(package: str, key: str) -> None:
 
 def _plain(value: Any) -> Any:
     """A metric as a JSON value: arrays become numbers or lists, NaN and infinities the strings "nan", "inf" and "-inf".
-    Raises ValueError for anything else."""
+    Raises ValueError for what is no number, text, None, list, mapping or array."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -434,8 +434,8 @@ class Progress:
         self.console.print(terminal.plain(terminal.fitted(text, self.console)), soft_wrap=True)
 
     def _seconds_left(self, step: int, now: float) -> float | None:
-        """The estimated seconds until the last step, of `step` steps done at the time `now`; None before a speed is
-        known."""
+        """The estimated seconds until the last step, if `step` steps are done at the time `now` (of time.monotonic());
+        None before a speed is known."""
         first_step, first_seconds = self._first or (step, now)
         if step <= first_step:
             return None

@@ -192,7 +192,8 @@ class Monitor:
 
     @contextlib.contextmanager
     def data_wait(self) -> Iterator[None]:
-        """A context in which the host waits for the rows of the next step; the device may be busy meanwhile."""
+        """A context in which the host waits for the rows of the next step. Its time is counted, and logged with that
+        step as data_wait_seconds; the device may be busy meanwhile."""
         began = self._clock()
         yield
         self._data_wait += self._clock() - began
@@ -220,7 +221,7 @@ class Monitor:
 
     def _take(self) -> None:
         """Waits for the oldest dispatched step and processes its metrics: passes them to callbacks, logs and shows
-        them, and applies the guards."""
+        them, and applies the guards, which may raise TrainingStopped."""
         step, latest, counts, data_wait, stamp = self.waiting.popleft()
         config = self.run.config
         values = jax.device_get(latest)

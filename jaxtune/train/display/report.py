@@ -100,13 +100,15 @@ def data_summary(
     warmup_steps: int,
     context_length: int,
 ) -> str:
-    """The rows, steps and epochs of a run in words, and warnings about them.
+    """The rows, steps and epochs of a run in words, a line each, with warnings about them, which the run prints before
+    it starts.
 
     Args:
-      train, held_out: the tokenised rows; train is None if they are not all known before the run.
-      batches: of the run's steps.
-      total_steps: of the run.
-      warmup_steps: schedule.warmup_steps.
+      train: the tokenised rows to train on; None if they are not all known before the run.
+      held_out: the tokenised rows of evaluations; None: there are none.
+      batches: the source of the steps' batches.
+      total_steps: the number of steps of the run.
+      warmup_steps: the config's schedule.warmup_steps; a warning says if they are more than all steps.
       context_length: the number of positions that the model was made for.
     """
     rows, *steps = batches.described(total_steps)
@@ -129,8 +131,8 @@ def data_summary(
 
 
 def held_out_warnings(train: TokenDataset | None, held_out: TokenDataset | None) -> list[str]:
-    """Warnings about the rows of an evaluation, a sentence each: those of the rows themselves, and whether documents
-    are also trained on.
+    """Warnings about the rows of an evaluation, a sentence each: those that these rows have by themselves, and how many
+    of their documents are also trained on.
 
     Args:
       train: the rows that are trained on; None if they are not all known before the run.
@@ -151,9 +153,15 @@ def held_out_warnings(train: TokenDataset | None, held_out: TokenDataset | None)
 
 
 def check(model: Decoder, summary: str, batches: BatchSource, tokenizer: Any, console: Console) -> None:
-    """Prints the report of --check on `console`: what would be trained (the trainable tensors of `model`), the data in
-    words, and the first packed row of the first of `batches`, decoded by `tokenizer` with its loss mask. `summary` is
-    what data_summary returned."""
+    """Prints the report of --check, which shows what a run would train on without training.
+
+    Args:
+      model: the model, whose trainable tensors are listed; its arrays may be abstract (jax.ShapeDtypeStruct).
+      summary: the data in words, as data_summary returned it.
+      batches: the source of the batches; the first packed row of the first batch is shown with its loss mask.
+      tokenizer: decodes that row.
+      console: where the report is printed.
+    """
     colours = console.color_system is not None
     how = "green" if colours else f"between {MARKS[0]} and {MARKS[1]}"
     parts: list[RenderableType] = [
@@ -306,14 +314,14 @@ def finish_line(forecast: Forecast, steps: int | None, dollars_per_hour: float |
 
 
 def measured_lines(forecast: Forecast, device: Device, step_seconds: list[float], peak_bytes: int) -> list[str]:
-    """One line with the plan's predicted peak and speed beside the measured ones, which is printed after the first
-    steps; no line on a CPU, whose rates are unknown.
+    """[a line with the plan's predicted peak memory and speed beside the measured ones], which is printed after the
+    first steps; [] on a CPU, whose rates are unknown.
 
     Args:
-      forecast: of the plan in force.
+      forecast: what was predicted for the plan of the step.
       device: the device.
-      step_seconds: seconds of the steps after the first one.
-      peak_bytes: the measured peak of device memory.
+      step_seconds: the duration in seconds of each step after the first one.
+      peak_bytes: the measured peak of device memory, in bytes.
     """
     if device.name == "cpu":
         return []

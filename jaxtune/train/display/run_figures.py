@@ -248,8 +248,8 @@ def _short(value: float) -> float:
 
 
 def _facts(figures: Figures, results: JsonMapping) -> list[list[str]]:
-    """The main results of a run, as [name, value in words]: steps, time, losses, exact match, speed and memory.
-    `figures` has the content of metrics.jsonl, and `results` that of results.json; what they lack is left out."""
+    """The main results of a run, as [name, value in words]: steps, time, losses, exact match, speed and memory. Those
+    that are not known are left out. figures: the content of metrics.jsonl. results: the content of results.json."""
     facts = [["steps", f"{figures.step:,}"]]
     facts.append(["time", _in_words(figures.seconds) if math.isfinite(figures.seconds) else "-"])
     losses = figures.curves.get("loss", Curve()).values
@@ -332,7 +332,8 @@ def _settings(path: Path) -> dict[str, str]:
 
 @functools.cache
 def _default_settings() -> JsonObject:
-    """{dotted key: default} of a run's config, those of its optional sections included."""
+    """{dotted key: default, a JSON value} of a run's config, those of its optional sections included, to find the
+    settings of a run that differ."""
     from jaxtune.train import config
     from jaxtune.train.config.file import flat_keys
 

@@ -84,6 +84,6 @@ def _processes():
 
 
 def _not_from_orbax(record: logging.LogRecord) -> bool:
-    """A log filter: whether `record`, a line of the logger absl, does not come from Orbax, by the path of the code
-    that logs it."""
+    """A filter for the logger absl, through which Orbax logs: False for a line that code of Orbax logs, which is then
+    not shown; True for all others."""
     return f"{os.sep}orbax{os.sep}" not in record.pathname

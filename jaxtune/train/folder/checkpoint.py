@@ -4,7 +4,7 @@
       run.lock                the run that uses the folder: pid, host, start time
       step_00000100/          a complete checkpoint: it gets this name last
         arrays/               Orbax (OCDBT, zarr, uncompressed)
-        meta.json             step, the caller's meta, shape and dtype of every array
+        meta.json             step, the mapping `meta` given to `save`, shape and dtype of every array
         manifest.json         bytes and CRC-32 of every file above; written last, as the commit mark
       .tmp_step_00000200/     a save in progress, or the leftover of a dead run, which the next start removes
 
@@ -186,8 +186,8 @@ class Checkpointer:
                 self._lock.release()
 
     def _finish(self, step: int, temporary: Path, record_text: str) -> None:
-        """The thread of a save of `step`: waits for Orbax, which writes into the folder `temporary`, adds meta.json
-        (record_text) and the manifest, names the checkpoint and removes old ones. An error is kept for `wait`."""
+        """The main function of a save's thread: waits until Orbax has written the arrays into the folder `temporary`,
+        adds meta.json (record_text) and the manifest, gives the checkpoint of `step` its name, and removes old ones."""
         try:
             self._orbax.wait_until_finished()  # in the first process this waits until all have written
             if not processes.first():
@@ -253,7 +253,7 @@ class Checkpointer:
             logger.warning("old checkpoint %s could not be removed: %s", path, error)
 
     def _remove_leftovers(self) -> None:
-        """Removes what a dead process left in the folder, and restores a checkpoint that it was replacing."""
+        """Removes incomplete saves of a dead process, and gives a checkpoint that it was replacing its name back."""
         for path in self.folder.iterdir():
             try:
                 if path.name.startswith(".old_step_") and not (final := self.folder / path.name[5:]).exists():
@@ -330,7 +330,7 @@ def _name(step: int) -> str:
 
 
 def _size(count_bytes: int) -> str:
-    """The number of bytes count_bytes in words, in GB or MB."""
+    """count_bytes, a number of bytes, in words: in GB from 0.1 GB on, else in MB."""
     return f"{count_bytes / 1e9:,.2f} GB" if count_bytes >= 1e8 else f"{count_bytes / 1e6:,.2f} MB"
 
 
@@ -471,8 +471,8 @@ def _committed_sharding(leaf: Any) -> jax.sharding.Sharding | None:
 
 
 def _place(array: Any, description: dict[str, Any], leaf: Any, as_numpy: bool) -> Any:
-    """A restored array in the form that `leaf`, its leaf of `like`, asks for: a PRNG key if `description` (its entry
-    of meta.json) names one, numpy if as_numpy, or a jax.Array."""
+    """A restored array in the form that `leaf`, its leaf of `like`, asks for: a PRNG key if `description` (its entry of
+    meta.json) names one; numpy if as_numpy is True (there is no `like`) or `leaf` is numpy; else a jax.Array."""
     if impl := description.get("key_impl"):
         key = jax.random.wrap_key_data(jnp.asarray(array), impl=impl)
         sharding = _committed_sharding(leaf)

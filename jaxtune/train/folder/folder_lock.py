@@ -27,6 +27,7 @@ class FolderLock:
     """
 
     _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
+    """All locks of this process, so that a forked process can close the files that it inherits."""
 
     def __init__(self, folder: Path):
         self.path = folder / LOCK_NAME

@@ -148,7 +148,8 @@ def is_longer(saved: dict[str, Any], current: dict[str, Any]) -> bool:
 
 
 def _numeric(difference: Difference) -> bool:
-    """Whether a difference, such as another GPU or JAX version, leaves the run valid, but not bit for bit the same."""
+    """Whether a difference of two records is one after which the run is valid, but not bit for bit the same, such as
+    another GPU or JAX version. False for all other differences."""
     return difference.key.startswith(_NUMERICS)
 
 
@@ -180,13 +181,13 @@ def is_digest_of(found: Any, run: dict[str, Any]) -> bool:
 
 
 def digest(run: dict[str, Any]) -> str:
-    """SHA-256, as hexadecimal digits, of `run`, the values that identify a run, without those that may change when it
-    is made longer."""
+    """The SHA-256, as hexadecimal digits, of the values that identify a run (`run`, from same_run). The number of steps
+    is left out, so that a run has the same digest after it is made longer."""
     return _sha256({key: value for key, value in run.items() if key not in LENGTHENED})
 
 
 def _sha256(run: dict[str, Any]) -> str:
-    """SHA-256, as hexadecimal digits, of the JSON values in `run`, whatever the order of their keys."""
+    """SHA-256, as hexadecimal digits, of the JSON values in `run`; the order of its keys has no effect."""
     return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()
 
 
@@ -251,9 +252,10 @@ def require_same_rows(sets: Mapping[str, TokenDataset | BatchSource | None]) -> 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """A key whose value differs from the checkpoint's. An absent key has the value "(absent)"."""
+    """A key whose values in a checkpoint's record and in that of this run differ. Where the key is absent, its value is
+    "(absent)". str() gives the key and both values as text for messages."""
 
-    key: str  # dotted
+    key: str  # dotted, such as "config.optim.learning_rate"
     saved: Any  # its value in the checkpoint
     current: Any  # its value in this run
 
@@ -298,7 +300,8 @@ def compare_meta(
 
 @functools.cache
 def _defaults() -> dict[str, Any]:
-    """{"config." + key: its default} for keys whose default is null, true, false, a number or a list."""
+    """{"config." + key: its default} for config keys whose default is null, true, false, a number or a list. A record
+    without such a key was written by a version that did not have it, and is read as having the default."""
     found: dict[str, Any] = {}
     for key in config_keys():
         with contextlib.suppress(ValueError):

@@ -128,20 +128,20 @@ def require_replaceable(folder: Path, run: dict[str, Any], steps: int) -> None:
 
 def holds(folder: Path, run: dict[str, Any], step: int) -> bool:
     """Whether `folder` is a result of this run after `step`, so that it need not be written again. False if there is no
-    such folder, or the result is of an earlier step of this run. run: the values that identify the run. Raises
-    ValueError if the folder is of another run or is no result."""
+    such folder, or the result is of another step of this run. run: the values that identify the run. Raises ValueError
+    if the folder is of another run or is no result."""
     return os.path.lexists(folder) and require_own(folder, run, step).step == step
 
 
 def write_result(folder: Path, run: dict[str, Any], step: int, write: Callable[[Path], Any]) -> None:
-    """Writes a result of a run: has `write` fill an empty folder, adds the proof, and gives the folder its name; an
-    earlier result of this run is replaced.
+    """Writes a result of a run: has `write` fill an empty folder, adds the proof, and then renames the folder to
+    `folder`. An earlier result of this run there is replaced.
 
     Args:
-      folder: the result's name.
+      folder: the path that the result gets.
       run: the values that identify the run, as record.same_run returns them.
       step: the step whose weights it has.
-      write: called with the path of an empty folder.
+      write: a function that gets the path of an empty folder and writes the files of the result into it.
     Raises:
       ValueError: the folder exists and is not a result of this run, or has files that no run wrote.
     """

@@ -148,13 +148,14 @@ class Reader:
 
 
 def samples(objective: Objective) -> bool:
-    """Whether a run with this objective makes its rows during the run, by sampling answers from the model."""
+    """Whether a run with this objective makes its rows during the run, by sampling answers from the model: True for
+    GRPO, RLOO and on-policy distillation, False for objectives that train on given answers."""
     return isinstance(objective, GRPO) or (isinstance(objective, Distill) and objective.on_policy > 0)
 
 
 def is_stream(rows: object, streaming: bool = False) -> bool:
-    """Whether `rows` are read during the run: because `streaming` (data.streaming) says so, or as they are an
-    IterableDataset of the library `datasets`."""
+    """Whether `rows` are read during the run (True) or all before it (False). They are if `streaming` (data.streaming)
+    is True, or if they are an IterableDataset of the library `datasets`."""
     return streaming or (hasattr(rows, "features") and hasattr(rows, "num_shards") and not hasattr(rows, "__len__"))
 
 
@@ -168,8 +169,8 @@ def _weighted(rows: object) -> list[tuple[object, float]]:
 
 
 def own_lanes(mesh: jax.sharding.Mesh) -> list[int]:
-    """The indices of the lanes of this process. A lane is a device that computes on rows of its own: device i of the
-    mesh computes on the i-th of the equal parts of a batch's rows."""
+    """The indices of the lanes of this process, in ascending order. A batch's rows are divided into as many blocks of
+    equal size as `mesh` has devices; a lane is such a block, and the i-th device of the mesh computes lane i."""
     return [part for part, device in enumerate(mesh.devices.flat) if device.process_index == jax.process_index()]
 
 
@@ -194,8 +195,9 @@ def source_of(
 
 
 def most_documents(batches: BatchSource, held_out: TokenDataset | None) -> int | None:
-    """The largest number of documents in a row of the steps' `batches` or of the evaluation's rows `held_out` (or
-    None), which attention's kernels are compiled for; None if it is not known before the run, as for streamed rows."""
+    """The largest number of documents in any row that is computed, for which attention's kernels are compiled; None if
+    it is not known before the run, as for streamed rows. batches: of the steps. held_out: the rows of evaluations, or
+    None."""
     if batches.max_documents is None:
         return None
     return max(batches.max_documents, 0 if held_out is None else held_out.rows.max_documents)

@@ -169,7 +169,7 @@ class OneTurn:
 
     @property
     def tool_names(self) -> Sequence[str]:
-        """No names: the model calls no tools."""
+        """(): the model calls no tools."""
         return ()
 
     @property

@@ -145,7 +145,7 @@ class Distill(SFT):
 
     @property
     def reference_runs(self) -> int:
-        """The number of forward passes of a frozen model in each loss: 1, the teacher's."""
+        """The number of forward passes of a frozen model in the computation of each loss: 1, the teacher's."""
         return 1
 
     def check(self, model: Decoder) -> None:

@@ -179,13 +179,13 @@ def importance_ratio(
     Args:
       logps: float32[answers, tokens], log-probabilities under the trainer's model at the time of sampling.
       sampled_logps: float32[answers, tokens], log-probabilities that the sampler reported; NaN where it reported none,
-        and the ratio is then 1.
-      mask: [answers, tokens], 1 at tokens of answers.
+        and such a token has the ratio 1.
+      mask: float32[answers, tokens], 1 at tokens that count in the loss, 0 at others and at padding.
       mode: "token_..." gives a ratio for each token, "sequence_..." one for each answer (of the product of its tokens'
         probabilities). "..._truncate" clips ratios to the bounds; "..._mask" sets ratios beyond the bounds to 0.
-      clip_max, clip_min: the bounds; None is no bound.
+      clip_max, clip_min: the largest and the smallest ratio; None is no bound.
     Returns:
-      float32[answers, tokens] or float32[answers, 1].
+      float32[answers, tokens] with a mode "token_...", float32[answers, 1] with "sequence_...".
     Raises:
       ValueError: the mode is not known.
     """
@@ -215,10 +215,10 @@ class PolicyLoss:
 
     loss_type: LossType = "dapo"
     """The kind of loss, and how the losses of tokens become one number. "dapo" and "bnpo": clipped ratios, the mean
-    over all tokens of a batch ("dapo" over those of a generation). "grpo": clipped ratios, the mean of the answers'
-    means. "dr_grpo": clipped ratios, the sum divided by the number of answers times max_completion_length. "cispo": the
-    log-probability times the capped ratio, the mean over all tokens. "sapo": ratios with a soft clipping, the mean of
-    the answers' means."""
+    over all tokens of a batch. "grpo": clipped ratios, the mean of the answers' means. "dr_grpo": clipped ratios, the
+    sum divided by the number of answers times max_completion_length. "cispo": the log-probability times the capped
+    ratio, the mean over all tokens. "sapo": ratios with a soft clipping, the mean of the answers' means. In a run, the
+    mean of "dapo" and "cispo" is that over the tokens of a generation (GRPO.over_generation)."""
 
     importance_sampling_level: Level = "token"
     """With "token", each token has its own ratio of new to old probability; with "sequence", all tokens of an answer

@@ -112,7 +112,7 @@ class Answer:
 
     @property
     def length(self) -> int:
-        """The number of its tokens that were sampled."""
+        """The number of tokens of the answer that the model sampled."""
         return int(self.mask.sum())
 
     def to_json(self) -> dict[str, Json]:

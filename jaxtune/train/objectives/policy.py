@@ -233,8 +233,9 @@ class GRPO:
         )
 
     def metrics(self, sums: Mapping[str, Any]) -> dict[str, Any]:
-        """The metrics of a step, {name: number}: means over tokens or over importance ratios, and the number of
-        answers. sums: the totals of what `loss` returns, by name."""
+        """The metrics of a step, {TRL's name: number}: means over tokens (such as the entropy) or over importance
+        ratios (such as the share that was clipped), and "answers", the number of answers. sums: the totals of what
+        `loss` returns, by name."""
         found = {name: sums[name] for name in (*self._measured, _MISMATCH)}
         if self.importance_sampling_correction:
             found[_RATIO] = sums[_RATIO]

@@ -134,7 +134,8 @@ class Pairs:
 
     @property
     def reference_runs(self) -> int:
-        """The number of forward passes of a frozen model in each loss: 0, as there is no reference."""
+        """The number of forward passes of a frozen model in the computation of each loss: 0, as there is no
+        reference."""
         return 0
 
     def metrics(self, sums: Mapping[str, Any]) -> dict[str, Any]:
@@ -325,9 +326,10 @@ class DPO(Referenced):
 
 @dataclasses.dataclass(frozen=True)
 class ORPO(Preference):
-    """Odds-ratio preference optimisation (arXiv 2403.07691), which needs no reference: the loss is the negative
-    log-likelihood of the chosen answers plus beta times the odds-ratio loss. Rewards are beta times mean
-    log-probabilities.
+    """Odds-ratio preference optimisation (arXiv 2403.07691), which needs no reference. The loss of a pair is the
+    negative log-likelihood of the chosen answer plus beta times -log sigmoid(log odds of chosen - log odds of
+    rejected). The odds are p / (1 - p), where log p is the mean log-probability of the answer's tokens; rewards are
+    beta times that mean.
 
     The negative log-likelihood is TRL's and not the paper's: the mean over all tokens of all chosen documents of a
     micro-batch, their prompts included.

@@ -40,7 +40,7 @@ _SHOWN = 200  # characters of a prompt or an answer in a message
 
 
 class RewardError(ValueError):
-    """A reward function failed, took too long, or returned something that is not a reward."""
+    """Raised if a reward function failed, took too long, or returned something that is not a reward."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,8 +296,9 @@ def _given(function: RewardFunction, sampled: Sampled) -> dict[str, object]:
 
 
 def _checked(name: str, values: Any, count: int) -> np.ndarray:
-    """`values`, the rewards that a function returned, as float32[count] with NaN for None. Raises RewardError if they
-    are not a list of `count` numbers or None, or one is infinite. name: the function's, for the message."""
+    """Checks what a reward function returned, and returns it as float32[count], NaN where it returned None. Raises
+    RewardError if `values` is no list of `count` numbers or None, or one is infinite. name: the function's name, for
+    the message."""
     if isinstance(values, str | Mapping) or not hasattr(values, "__len__") or len(values) != count:
         what = f"{len(values)} rewards" if hasattr(values, "__len__") and not isinstance(values, str) else repr(values)
         raise RewardError(

@@ -12,10 +12,11 @@ def play(prompts, model):
     }
 ```
 
-It gets the prompts of a generation, each once for each of its answers, and returns lists with one entry for each of
-them: `prompt_ids`, `completion_ids` and `logprobs` (of each token of the completion, at the sampling temperature; 0
-where it was not sampled), and, if some tokens of a completion were not sampled, `env_mask` (1 for those that were). All
-other entries are columns for reward functions; the ready function `rollout_reward` takes the column `reward`.
+The function gets the prompts of a generation, each once for each of its answers, and a RolloutModel. It returns lists
+with one entry for each of the prompts: `prompt_ids`, `completion_ids` and `logprobs` (of each token of the completion,
+at the sampling temperature; 0 where it was not sampled), and, if some tokens of a completion were not sampled,
+`env_mask` (1 for those that were). All other entries are columns for reward functions; the ready function
+`rollout_reward` takes the column `reward`.
 """
 
 from __future__ import annotations
