@@ -121,9 +121,9 @@ def begin_checks() -> None:
 
 
 def exactly[**P, R](results: Callable[P, R]) -> Callable[P, R]:
-    """Jits `results`, a function that computes the reference's results for a check of `first_use`, without autotuning
-    of matrix products. Autotuning takes seconds for each product, longer than the rest of a check, and it uses the GPU
-    for which other programs are compiled at the same time."""
+    """Returns the jitted function `results`, which computes the reference's results for a check of `first_use`,
+    compiled without autotuning of matrix products. Autotuning takes seconds for each product, longer than the rest of a
+    check, and it uses the GPU for which other programs are compiled at the same time."""
     return jax.jit(results, compiler_options={"xla_gpu_autotune_level": 0})
 
 
@@ -176,7 +176,8 @@ def _check(check: Future[str | None], op: str, name: str, call: str, compare: Ca
 
     Args:
       check: the future.
-      op, name, call, compare: the arguments of `first_use`.
+      op, name, call: the operation, the implementation, and the kind of call, which identify the check.
+      compare: makes a small case, and returns (results of the implementation, results of the reference).
     """
     try:
         check.set_result(_checked(op, name, call, compare))
@@ -186,8 +187,12 @@ def _check(check: Future[str | None], op: str, name: str, call: str, compare: Ca
 
 def _checked(op: str, name: str, call: str, compare: Callable[[], tuple[Sequence, Sequence]]) -> str | None:
     """Compares a kernel with the reference, unless a file in the user's cache says that it has passed before. Returns
-    None if they agree, and then writes that file; otherwise the reason, which is also logged. The arguments are those
-    of `first_use`."""
+    None if they agree, and then writes that file; otherwise the reason, which is also logged.
+
+    Args:
+      op, name, call: the operation, the implementation, and the kind of call, which identify the check.
+      compare: makes a small case, and returns (results of the implementation, results of the reference).
+    """
     passed = _pass(op, name, call)
     if passed.is_file():
         return None
@@ -202,10 +207,10 @@ def _checked(op: str, name: str, call: str, compare: Callable[[], tuple[Sequence
 
 
 def _pass(op: str, name: str, call: str) -> Path:
-    """The path of the empty file that exists if a check of `first_use` has passed. Its name is a hash of op, name and
-    call (the arguments of `first_use`), the kind of GPU, the kernels' source and the versions of the software that
-    compiles and runs them, so that a change of any of these repeats the check. The environment variable JAXTUNE_CACHE
-    moves its folder."""
+    """The path of the empty file that exists if a check of `first_use` has passed, so that a later run need not repeat
+    it. Its name is a hash of op, name and call (the operation, the implementation, and the kind of call), the kind of
+    GPU, the kernels' source and the versions of the software that compiles and runs them, so that a change of any of
+    these repeats the check. The environment variable JAXTUNE_CACHE moves its folder."""
     device = jax.local_devices()[0]
     made_with = (device.device_kind, device.client.platform_version, *versions.of_kernels(), _sources())
     root = os.environ.get("JAXTUNE_CACHE") or Path.home() / ".cache" / "jaxtune"
@@ -223,9 +228,10 @@ def _sources() -> str:
 
 
 def _difference(compare: Callable[[], tuple[Sequence, Sequence]]) -> str | None:
-    """Runs `compare` (which returns the results of a kernel and those of the reference, as for `first_use`). Returns
-    None if each result's relative error in the norm is at most 2 %, else a text that says which result differs, or
-    which error was raised. It raises nothing itself."""
+    """Compares the results of a kernel with those of the reference. Returns None if each result's relative error in the
+    norm is at most 2 %, else a text that says which result differs, or which error was raised. It raises nothing
+    itself. compare: a function without arguments that makes a small case and returns (the list of the kernel's results,
+    that of the reference's)."""
     try:
         errors = []
         with jax.enable_x64(False):  # with it, small cases would be float64

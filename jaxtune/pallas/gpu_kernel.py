@@ -32,9 +32,9 @@ _interpret: Any = None
 
 @contextlib.contextmanager
 def interpreted():
-    """A context in which the bodies of all Mosaic kernels run in Pallas' GPU interpreter, on any machine; for tests. On
-    a Hopper GPU it changes nothing: there the same tests run the kernels themselves. Only `kernel` calls that are given
-    `interpreter()` are interpreted."""
+    """A context in which Mosaic kernels run in Pallas' GPU interpreter, on any machine, for tests. It affects those
+    kernels whose caller passes `interpreter()` to `kernel`. On a Hopper GPU it changes nothing: there the same tests
+    run the kernels on the GPU."""
     global _interpret
     if dispatch.compute_capability() == (9, 0) and jax.default_backend() == "gpu":
         yield

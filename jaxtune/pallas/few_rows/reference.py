@@ -63,7 +63,10 @@ def added_norm(x, parts, weight, *, eps, offset, float32):
       x: [N, hidden], the residual stream.
       parts: [splits, N, hidden], the partial sums of the product.
       weight: [hidden], that of the norm.
-      eps, offset, float32: the options of the norm, as `_normed` takes them.
+      eps: the number that the RMS norm adds to the mean square.
+      offset: the number that it adds to its weight; only with float32.
+      float32: True: normed numbers times the weight are rounded once, to x's dtype. False: the normed numbers and the
+        weight are rounded first, and the product again.
     """
     added = x + _sum(parts, x.dtype)
     return added, _normed(added, weight, eps, offset, float32)
@@ -79,7 +82,10 @@ def placed(parts, keys, values, positions, table, norms, *, eps, offset, float32
       positions: int32[N], the position of each new token in its sequence; for a negative one nothing is written.
       table: (cos, sin) of the rotation's angles, float32[N, D / 2]; None: no rotation.
       norms: the weights [D] of the RMS norms of the query and the key; None: no norms.
-      eps, offset, float32: the options of these norms, as `_normed` takes them.
+      eps: the number that the norms add to the mean square.
+      offset: the number that they add to their weights; only with float32.
+      float32: True: normed numbers times the weight are rounded once, to the caches' dtype. False: the normed numbers
+        and the weight are rounded first, and the product again.
     """
     kv_heads, dim, rows = keys.shape[1], keys.shape[3], parts.shape[1]
     heads = parts.shape[2] // dim - 2 * kv_heads

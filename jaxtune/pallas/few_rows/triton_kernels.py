@@ -196,7 +196,9 @@ def placed_kernel(
       keys, values: the caches, [COUNT, KV_HEADS, CAPACITY, DIM].
       NORMS: 1: queries and keys are normed; 0: they are not.
       ROTATES: 1: they are rotated; 0: they are not.
-      EPS, OFFSET, FLOAT32: the options of the norms, as in added_norm_kernel.
+      EPS: the number that the norms add to the mean square.
+      OFFSET: the number that they add to their weights if FLOAT32 is 1.
+      FLOAT32: 1: a norm is rounded only after the product with its weight. 0: before and after it.
     """
     DTYPE: tl.constexpr = query.dtype.element_ty
     ALL: tl.constexpr = HEADS + 2 * KV_HEADS

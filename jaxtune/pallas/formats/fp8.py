@@ -139,8 +139,8 @@ class FP8(Stored):
 
     @functools.partial(jax.jit, static_argnums=1)
     def _decode(self, dtype) -> jax.Array:
-        """The decoded tensor in `dtype` (None: the weight's own, dtype_name): each code times the scale of its block in
-        float32, then cast."""
+        """The decoded tensor [..., out, in] in `dtype`, or in that of dtype_name if it is None: each code times the
+        scale of its block in float32, then cast."""
         with jax.named_scope("dequantise"):
             return (self.codes.astype(jnp.float32) * self.scales_of_numbers()).astype(dtype or self.dtype)
 
@@ -364,12 +364,9 @@ class FP8Files(Layout):
 
 
 def _check_group(where: str, group: Any) -> None:
-    """Refuses `group`, an entry of compressed-tensors' config_groups, unless it has e4m3 weights in supported blocks
-    and dynamic activation scales. where: its path in quantization_config, for the message.
-
-    Raises:
-      ValueError: a setting is not supported.
-    """
+    """Raises ValueError unless `group`, an entry of compressed-tensors' config_groups, describes weights that can be
+    read: symmetric floats of 8 bits with a scale for each row, block or matrix, and activation scales that are computed
+    while serving. where: the entry's path in quantization_config, for the message."""
     weights, inputs = (group.get(key) or {} for key in ("weights", "input_activations"))
     wanted: list[tuple[str, Any, tuple]] = [
         ("weights.type", weights.get("type"), ("float",)),
@@ -387,17 +384,16 @@ def _check_group(where: str, group: Any) -> None:
 
 
 def _check_scales(entry: Header, scales: np.ndarray, codes: np.ndarray, block: Block, dtype_name: str) -> None:
-    """Refuses finite scales that are out of range, which a damaged file has; 0 is allowed for a block whose codes are
-    all 0. Scales that are not finite are refused by the loader.
+    """Raises ValueError if a finite scale is out of range, as in a damaged file: negative, below 2^-126, or so large
+    that decoded numbers would not be finite. A scale of 0 is allowed for a block whose codes are all 0. Scales that are
+    not finite are refused by the loader.
 
     Args:
       entry: the header of the scales' tensor, for the message.
-      scales: float32, as the file has them.
+      scales: float32, in the shape that the file has.
       codes: float8_e4m3fn[out, in].
       block: (rows, columns) that share a scale.
       dtype_name: the dtype that the model computes in, in which decoded numbers must be finite.
-    Raises:
-      ValueError: a scale is out of range.
     """
     most = min(float(jnp.finfo(dtype_name).max), float(np.finfo(np.float32).max)) / LARGEST
     wrong = np.isfinite(scales) & ~((scales >= LEAST_SCALE) & (scales <= most))

@@ -106,10 +106,11 @@ def _encode(array: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _as_float16(x: jax.Array) -> jax.Array:
-    """x, float32 numbers, rounded to those of float16 but still float32.
+    """Rounds x, float32 numbers, to the nearest float16 numbers, and returns them in float32. bitsandbytes quantises
+    weights that were rounded so.
 
-    XLA may leave out a conversion to float16 and back, and reduce_precision turns float16's subnormal numbers, which
-    are multiples of 2^-24, into zeros.
+    A cast is not used, because XLA may leave out a conversion to float16 and back; and reduce_precision turns float16's
+    subnormal numbers, which are multiples of 2^-24, into zeros, so they are rounded separately.
     """
     subnormal = jnp.round(x * 2**24) * 2**-24
     return jnp.where(jnp.abs(x) < 2**-14, subnormal, jax.lax.reduce_precision(x, exponent_bits=5, mantissa_bits=10))

@@ -175,8 +175,8 @@ class Published(Layout):
         return settings.get("quant_method") == "mxfp4"
 
     def claims(self, tensors: Headers) -> bool:
-        """Whether a module's tensors, {key: header}, are experts in this layout: there is a tensor of blocks. If its
-        scales are missing, `describe` says so."""
+        """Whether a module's tensors, {key: header}, are experts in this layout: there is a tensor of blocks. If the
+        scales are missing, `describe` raises."""
         return self.codes in tensors
 
     def describe(self, name: str, tensors: Headers, read: Read) -> Found:

@@ -68,8 +68,8 @@ class NVFP4(Stored):
     @on_any_mesh
     def encode(array: jax.Array | np.ndarray) -> NVFP4:
         """Quantises an array [..., out, in] in bfloat16, float16 or float32 on its device, as compressed-tensors does:
-        the result `divides`. Scales follow from the largest magnitudes of blocks and of each matrix. The bytes are
-        equal on every device.
+        the scales of the result are divided by tensor_scale (`divides` is True). Scales follow from the largest
+        magnitudes of blocks and of each matrix. The bytes are equal on every device.
 
         Raises:
           TypeError: another dtype.

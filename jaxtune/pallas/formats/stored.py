@@ -1,4 +1,4 @@
-"""The interface of all quantised weights (Stored), and the function `dense`, which gives the array of a weight that
+"""The interface of all quantised weights (Stored), and the function `dense`, which returns the array of a weight that
 may be quantised."""
 
 from __future__ import annotations
@@ -63,14 +63,15 @@ class Stored:
         raise NotImplementedError
 
     def problem(self) -> str | None:
-        """The reason why the arrays cannot be those of a tensor of this shape (dtypes or shapes do not fit), or None.
-        `decode` and the operations refuse such a weight."""
+        """Returns the reason why the arrays cannot be those of one tensor of this shape (dtypes or shapes do not fit
+        each other), or None. `decode` and the operations refuse such a weight with this reason. Each format implements
+        it."""
         raise NotImplementedError
 
     def cut(self, axis: int) -> int | None:
         """The number of consecutive indices along `axis` that must stay in one part when the tensor is divided over
         devices or written in pieces, so that no block of quantisation is cut. None means that the tensor cannot be
-        divided along this axis. `divided` and `piece` use it."""
+        divided along this axis. `divided` and `piece` use it. Each format implements it."""
         raise NotImplementedError
 
     def divided(self, axis: int, parts: int) -> tuple[int | None, ...] | None:

@@ -1,5 +1,5 @@
-"""The backward of a gated activation, act(gate) * up as an MLP has it: the public function, and the choice of its
-implementation."""
+"""The backward of an MLP's gated activation, activation(gate) * up: the public function `gated_backward`, and the
+choice of its implementation."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The gated activation and its gradients in plain jnp, with which the kernels' results are compared, and which serves
-calls that they refuse."""
+"""The gated activation and its gradients in plain JAX, with which the kernels' results are compared, and which computes
+the calls that kernels refuse."""
 
 from __future__ import annotations
 

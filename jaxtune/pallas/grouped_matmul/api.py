@@ -125,7 +125,7 @@ def _product(x, weight, groups, contract, extra, static: Static, tokens):
     Args:
       x: [rows, K], or [T, K] with `tokens`.
       weight: [E, n, K] (contract = 2) or [E, K, n] (contract = 1), an array or quantised.
-      groups: the experts of the sorted rows.
+      groups: which expert each tile of rows belongs to; the rows are sorted by expert.
       contract: the axis of the weight that is summed over, 1 or 2.
       extra: None, or (u [rows, r], l [E, n, r] or [E, r, n]), whose product is added: an adapter's.
       static: the settings of the call, which name the implementation.
@@ -149,7 +149,7 @@ def _thin(x, weight, groups, contract, implementation, tokens):
     Args:
       x: the rows [rows, K], or [T, K] with `tokens`.
       weight: A or B, [E, n, K] (contract = 2) or [E, K, n] (contract = 1).
-      groups: the experts of the sorted rows.
+      groups: which expert each tile of rows belongs to; the rows are sorted by expert.
       contract: the axis of the weight that is summed over.
       implementation: the name of the call's implementation; those that are not Mosaic's use plain JAX here.
       tokens: int32[rows], the row of x for each sorted row; None, as always with plain JAX: x is sorted.
@@ -167,7 +167,7 @@ def _contracted(thin, wide, groups, rank, implementation, tokens):
     Args:
       thin: the factor with the adapter's rank as columns, [rows, at least rank]; columns from `rank` on are padding.
       wide: the other factor, rows or their gradients: [rows, n], or [T, n] with `tokens`.
-      groups: the experts of the sorted rows.
+      groups: which expert each tile of rows belongs to; the rows are sorted by expert.
       rank: of the adapter.
       implementation: the name of the call's implementation.
       tokens: int32[rows], the row of `wide` for each sorted row; None: `wide` is sorted.
@@ -186,7 +186,7 @@ def _grouped(x, weight, lora, groups, static: Static):
       x: the sorted rows [rows, in].
       weight: [E, out, in], or [E, in, out] if static.transposed; an array or quantised.
       lora: (a, b) of the adapter, or None.
-      groups: the experts of the sorted rows.
+      groups: which expert each tile of rows belongs to; the rows are sorted by expert.
       static: the settings of the call, from `prepared`.
     """
     return forward(x, weight, lora, groups, static)[0]
@@ -198,7 +198,7 @@ def forward(x, weight, lora, groups, static: Static, tokens=None):
 
     Args:
       x, weight, lora, static: what `prepared` returns; lora is (a, b) or None.
-      groups: the experts of the sorted rows.
+      groups: which expert each tile of rows belongs to; the rows are sorted by expert.
       tokens: int32[rows], the row of x [T, in] for each sorted row, T for an empty row; only for an implementation that
         `gathers`. None: x is sorted, [rows, in].
     Returns:
@@ -329,9 +329,19 @@ def prepared(
     implementation: str | None,
 ):
     """Chooses the implementation of a grouped product, and returns (x, weight, (a, b) of the adapter or None, the
-    Static settings), which are the arguments of `forward`. The arguments are those of grouped_matmul, which explains
-    them. With derivative_follows, a weight that has to be decoded is decoded here, once for the forward and the
-    gradient of x, and the returned weight is an array without a gradient."""
+    Static settings), which are arguments of `forward`.
+
+    Args:
+      x: the rows sorted by expert, [rows, in], or the tokens.
+      weight: [E, out, in], or [E, in, out] if `transposed`; an array or quantised.
+      groups: which expert each tile of sorted rows belongs to.
+      lora: the adapter, or None.
+      transposed: whether each expert's weight is [in, out].
+      derivative_follows: True: a weight that has to be decoded is decoded here, once for the forward and the gradient
+        of x; the returned weight is then an array without a gradient. False: each product decodes it.
+      fp8: whether a weight in FP8 is multiplied without decoding.
+      implementation: the name that the caller requests, or None.
+    """
     in_size, out_size = weight.shape[1:] if transposed else weight.shape[:0:-1]
     as_stored = fp8 and isinstance(weight, Stored) and weight.compute in AS_STORED
     packed = weight if isinstance(weight, Stored) and not as_stored else None

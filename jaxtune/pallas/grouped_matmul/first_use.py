@@ -30,8 +30,9 @@ def refusal(name: str, product: Callable, weight, *, gathering: bool = False) ->
 
     Args:
       name: the implementation's name.
-      product: a function with the arguments and the result of reference.product; if `gathering`, it also takes tokens.
-      weight: a quantised weight, whose format a random weight of the case gets. None: the case has a bfloat16 array.
+      product: a function with the arguments and the result of reference.product; if `gathering`, it takes as another
+        argument tokens, int32[rows], the row of x for each sorted row.
+      weight: a quantised weight: the case has a random weight in the same format. None: the case has a bfloat16 array.
       gathering: True: the case is also computed with rows that `product` gathers from tokens while it multiplies.
         False: with sorted rows only.
     """

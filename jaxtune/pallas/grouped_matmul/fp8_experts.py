@@ -44,7 +44,7 @@ def product(
     Args:
       x: rows [rows, K] sorted as `groups` says, or [T, K] with `tokens`.
       weight: the experts' weights, [E, n, K] (contract = 2) or [E, K, n] (contract = 1).
-      groups: the experts of the sorted rows.
+      groups: which expert each tile of rows belongs to; the rows are sorted by expert.
       contract: the axis of the weight that is summed over, 1 or 2.
       extra: None, or (u [rows, r], l [E, n, r] or [E, r, n]), whose product is added: an adapter's, which is not
         rounded.
@@ -96,7 +96,7 @@ def _rounded(x, factors, groups: Groups, tokens, blocks: bool) -> tuple[jax.Arra
     Args:
       x: the sorted rows [rows, K], or [T, K] with `tokens`.
       factors: float32[E, K], by which rows of each expert are multiplied first; None: by nothing.
-      groups: the experts of the sorted rows.
+      groups: which expert each tile of rows belongs to; the rows are sorted by expert.
       tokens: int32[rows], the row of x for each sorted row; None: x is sorted.
       blocks: True: each 128 numbers of a row get a scale. False: each row gets one scale.
     """
@@ -110,10 +110,16 @@ def _rounded(x, factors, groups: Groups, tokens, blocks: bool) -> tuple[jax.Arra
 def _by_reference(x, weight: FP8, groups: Groups, contract: int, extra, tokens, plain: Callable = reference.product):
     """The grouped product in FP8 in plain JAX: used if no FP8 kernel supports the call, and compared with such a kernel
     at its first use. Rows are rounded to FP8 all the same, and their values are multiplied by the weight's values in
-    x's dtype, so that the results are those of the kernels, without their speed.
+    x's dtype, so that the results, [rows, n] in x's dtype, are those of the kernels, without their speed.
 
-    plain: a function with the arguments and the result of reference.product, which multiplies. The other arguments and
-    the result are those of `product`.
+    Args:
+      x: rows [rows, K] sorted as `groups` says, or [T, K] with `tokens`.
+      weight: the experts' weights, [E, n, K] (contract = 2) or [E, K, n] (contract = 1).
+      groups: which expert each tile of rows belongs to; the rows are sorted by expert.
+      contract: the axis of the weight that is summed over, 1 or 2.
+      extra: None, or (u [rows, r], l [E, n, r] or [E, r, n]), whose product is added: an adapter's.
+      tokens: int32[rows], the row of x for each sorted row, T for an empty one; None: x is sorted already.
+      plain: a function with the arguments and the result of reference.product, which multiplies.
     """
     blocks, (factors, _) = fp8_product.in_blocks(weight), _scales(weight, contract)
     with jax.named_scope("to_fp8"):
@@ -139,9 +145,18 @@ _exact = jax.jit(
 
 
 def _by_kernel(x, weight: FP8, groups: Groups, contract: int, extra, tokens, name: str):
-    """The grouped product by the FP8 kernel `name`, "mosaic" or "triton": [rows, n] in x's dtype. It rounds the rows
-    first, and copies the weight's codes transposed if contract is 1, because the kernels sum over the last axis. The
-    other arguments are those of `product`."""
+    """The grouped product by an FP8 kernel: [rows, n] in x's dtype. It rounds the rows first, and copies the weight's
+    codes transposed if contract is 1, because the kernels sum over the last axis.
+
+    Args:
+      x: rows [rows, K] sorted as `groups` says, or [T, K] with `tokens`.
+      weight: the experts' weights, [E, n, K] (contract = 2) or [E, K, n] (contract = 1).
+      groups: which expert each tile of rows belongs to; the rows are sorted by expert.
+      contract: the axis of the weight that is summed over, 1 or 2.
+      extra: None, or (u [rows, r], l [E, n, r] or [E, r, n]), whose product is added: an adapter's.
+      tokens: int32[rows], the row of x for each sorted row, T for an empty one; None: x is sorted already.
+      name: the kernel's name, "mosaic" or "triton".
+    """
     blocks, (factors, scales) = fp8_product.in_blocks(weight), _scales(weight, contract)
     with jax.named_scope("to_fp8"):
         if blocks or name != "mosaic":

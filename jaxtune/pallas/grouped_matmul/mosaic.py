@@ -81,8 +81,9 @@ CANDIDATES = (*BLOCKS[:3], Blocks(192, 4, 8), Blocks(256, 3, 8), Blocks(192, 4, 
 
 
 def refusal(dtype, in_size: int, out_size: int, tile_rows: int) -> str | None:
-    """The reason why this kernel cannot multiply rows by weights [out_size, in_size] on this GPU, or None. Both sizes
-    must fit, because the forward sums over one and the gradient of the rows over the other.
+    """The reason why this kernel cannot multiply rows by weights [out_size, in_size] on this GPU, or None: no Hopper
+    GPU, another dtype than bfloat16 and float16, tiles of other than 128 rows, or a size that is no multiple of 64.
+    Both sizes must fit, because the forward sums over one and the gradient of the rows over the other.
 
     Args:
       dtype: of the rows.
@@ -371,7 +372,7 @@ def thin(x, weight, groups: Groups, contract: int, tokens=None):
     Args:
       x: [rows, K], or [T, K] with `tokens`.
       weight: [E, n, K] (contract = 2) or [E, K, n] (contract = 1), n being the rank; cast to x's dtype.
-      groups: the experts of the rows.
+      groups: which expert each tile of rows belongs to; the rows are sorted by expert.
       contract: the axis of the weight that is summed over.
       tokens: int32[rows], the row of x for each sorted row, T for an empty one; None: x is sorted already.
     """
@@ -385,7 +386,7 @@ def product(x, weight, groups: Groups, contract: int, extra=None, tokens=None, *
       x: rows sorted as `groups` says, or the tokens [T, K] with `tokens`.
       weight: [E, n, K] (contract = 2) or [E, K, n] (contract = 1); an array in x's dtype, or, without `tokens`, a
         weight in four bits that mosaic_ahead.refusal does not refuse.
-      groups: the experts of the rows.
+      groups: which expert each tile of rows belongs to; the rows are sorted by expert.
       contract: the axis of the weight that is summed over, 1 or 2.
       extra: None, or (u [rows, r], l [E, n, r] or [E, r, n]), whose product is added: an adapter's.
       tokens: int32[rows], the row of x for each sorted row, T for an empty one; None: x is sorted already.

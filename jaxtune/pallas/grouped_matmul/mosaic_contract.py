@@ -160,7 +160,7 @@ def contract_rows(thin: jax.Array, wide: jax.Array, groups: Groups, rank: int, t
     Args:
       thin: [rows, R], R a multiple of 64; columns from `rank` on are not used, and must be zero or finite.
       wide: [rows, n], n a multiple of 64, or [T, n] with `tokens`.
-      groups: the experts of the sorted rows.
+      groups: which expert each tile of rows belongs to; the rows are sorted by expert.
       rank: of the adapter.
       tokens: int32[rows], the row of `wide` for each sorted row, T for zeros; None: `wide` is sorted already.
     """
