@@ -96,8 +96,9 @@ def _require_defaults(section: str, given: Any, default: Any, part: str, kept: t
 
     Args:
       section: the name of the section, for the message.
-      given, default: the section of the run's config, and one with all defaults.
-      part: the name of the part that was given to Trainer instead ("optimizer"), for the message.
+      given: the section of the run's config.
+      default: the same section with all defaults.
+      part: the name of what was given to Trainer instead, such as "optimizer", for the message.
       kept: keys that still have an effect and may differ.
     """
     for field in dataclasses.fields(given):
@@ -135,5 +136,5 @@ def objective_identity(objective: Objective) -> str:
 
 
 def _digest(text: str) -> str:
-    """A hash of `text`, 16 hex digits."""
+    """A hash of `text`, 16 hex digits, that is stored in place of a long text."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -89,7 +89,7 @@ def weights_to_score(config: TrainConfig, recipe: str = "", overrides: Sequence[
 
 
 def loaded_in(scored: Scored, load_in: str | None, overrides: Sequence[str] = ()) -> Scored:
-    """The same weights, with the layers' frozen weights loaded in another format.
+    """Returns `scored` with a config that loads the layers' frozen weights in another format.
 
     Args:
       scored: the weights to score, from `weights_to_score`.

@@ -247,7 +247,7 @@ class Trainer:
         return trained
 
     def _watched(self) -> Watched:
-        """The facts about this run that the Monitor needs to log, show and check the metrics of its steps."""
+        """The facts about this run by which the Monitor logs, shows and checks the metrics of its steps."""
         peak = device_peak_flops(self.mesh.devices.flat[0].device_kind, COMPUTE_DTYPES[self.config.precision])
         return Watched(
             config=self.config,

@@ -17,11 +17,12 @@ from jaxtune.train.program.loss import Forward
 
 @dataclasses.dataclass(frozen=True)
 class SFT:
-    """The objective (`objective.Objective`) of supervised fine-tuning: next-token cross-entropy over trained tokens."""
+    """The objective (`objective.Objective`) of supervised fine-tuning: next-token cross-entropy over the tokens that
+    are trained. It is the default of a run."""
 
-    unit: ClassVar[str] = "targets"
-    sums: ClassVar[tuple[str, ...]] = ()
-    head: ClassVar[Head] = TEXT
+    unit: ClassVar[str] = "targets"  # what the count of `loss` counts
+    sums: ClassVar[tuple[str, ...]] = ()  # names of further sums of `loss`, for metrics: none
+    head: ClassVar[Head] = TEXT  # the model must have a head that predicts tokens
 
     @property
     def reference_runs(self) -> int:
@@ -31,9 +32,17 @@ class SFT:
     def prepare(
         self, rows: Any, tokenizer: Any, data: DataConfig, *, vocab_size: int, max_rows: int | None
     ) -> TokenDataset:
-        """Reads and tokenises rows into packed rows; `rows` that are a TokenDataset are only checked. tokenizer, data,
-        vocab_size and max_rows, and the errors, are those of Objective.prepare; a token id of `vocab_size` or more
-        raises ValueError."""
+        """Reads and tokenises rows into a data set that gives packed batches.
+
+        Args:
+          rows: a path, a data set's name, a list of dicts, or a TokenDataset, of which only the token ids are checked.
+          tokenizer: a fast Hugging Face tokenizer.
+          data: the options of reading, templates and packing.
+          vocab_size: the model's; larger token ids are refused.
+          max_rows: the most rows to read; None reads all.
+        Raises:
+          ValueError: the rows cannot be trained on, such as those with a token id of `vocab_size` or more.
+        """
         if isinstance(rows, TokenDataset):
             rows.require_vocabulary(vocab_size)
             return rows

@@ -29,8 +29,9 @@ BASE = "base"  # objective.teacher: the model itself with its adapter off
 
 
 def with_teacher(student: Decoder, teacher: Decoder | None) -> Decoder:
-    """A new model over the arrays of `student`, with a frozen copy of the structure of `teacher` attached; `student`
-    itself without a teacher (None). The arrays may be `jax.ShapeDtypeStruct`s.
+    """Attaches a teacher to a model that is to be distilled: returns a new model over the arrays of `student`, whose
+    attribute `teacher` is a frozen model over the arrays of `teacher`; `student` itself if `teacher` is None. The
+    arrays may be `jax.ShapeDtypeStruct`s.
 
     ```python
     student, tokenizer = jaxtune.from_pretrained("meta-llama/Llama-3.2-1B-Instruct")
@@ -57,8 +58,8 @@ def with_teacher(student: Decoder, teacher: Decoder | None) -> Decoder:
 
 
 def without_teacher(model: Decoder) -> Decoder:
-    """The model over the same arrays without its teacher, a frozen model in its attribute `teacher`; the model itself
-    if it has none. What is placed, saved or exported as the trained model must not contain the teacher."""
+    """Returns a model over the same arrays whose attribute `teacher` is None; `model` itself if it has no teacher. What
+    is placed, saved or exported as the trained model must not contain the teacher."""
     if model.teacher is None:
         return model
     model = copy_structure(model)
@@ -111,7 +112,8 @@ def _shapes(path: str, dtype: str, load_in: str | None) -> Decoder:
 
 
 def open_teacher(config: TrainConfig) -> Pretrained | None:
-    """The teacher's folder that a config asks for, checked but not loaded; None if it asks for none."""
+    """Opens the checkpoint of the teacher that a config asks for, from which load_teacher reads the weights later: a
+    wrong folder is found at once. None if the config asks for no teacher."""
     path = teacher_of(config)
     if path is None:
         return None

@@ -49,9 +49,9 @@ type Parse = Callable[[str, Schemas], tuple[str, list[Call]]]
 
 
 def _call_of(value: object, key: str) -> Call:
-    """The call that a JSON value describes as {"name": tool's name, key: its arguments, an object or the JSON text of
-    one; {} if absent}. Raises ValueError if it is no such object. The forms of models differ in `key`: "arguments" or
-    "parameters"."""
+    """The call that a parsed JSON value describes: an object with the tool's "name", and with its arguments under
+    `key`, as an object or as the JSON text of one; no arguments if `key` is absent. Raises ValueError if the value is
+    no such object. key: "arguments" or "parameters", in which the formats of models differ."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise ValueError("a call is an object with a name")
     arguments = value.get(key, {})
@@ -106,7 +106,7 @@ def parse_xml(text: str, schemas: Schemas) -> tuple[str, list[Call]]:
 
 
 def _json_or_text(value: str) -> object:
-    """The JSON value of a text, or the text itself if it is no JSON."""
+    """The value of a text that is JSON (such as a number or a list), or the text itself if it is no JSON."""
     try:
         return json.loads(value)
     except ValueError:

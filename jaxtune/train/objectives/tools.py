@@ -42,12 +42,14 @@ _NOT_TOOLS = ("reset", "get_reward")
 
 
 class Environment(Protocol):
-    """An environment: an object of the user's code whose public methods are the tools of one answer and whose state is
-    that answer's own. Only `reset` is required."""
+    """An environment: an object of the user's code whose public methods are the tools of one answer. It keeps the state
+    of that answer alone, such as that of a game. Only the method `reset` is required; `get_reward` may score the
+    answer."""
 
     def reset(self, **row: object) -> str | None:
-        """Begins anew for an answer to a row, whose columns are the keyword arguments, with the messages as `prompt`.
-        A text that it returns is added to the last message of the prompt; None adds nothing."""
+        """Called before an answer is sampled: it sets the environment to its initial state for that answer. row: the
+        columns of the data row, with the messages as `prompt`. A text that it returns is added to the last message of
+        the prompt; None adds nothing."""
         ...
 
 
@@ -188,13 +190,13 @@ class Tools:
         return {tool.__name__: tool for tool in (*self.functions, *own)}
 
     async def answer(self, calls: Sequence[Call], tools: Mapping[str, Callable]) -> Answered:
-        """Calls the tools of one turn: those that are not async one after another, so that an environment is never
-        used twice at a time, then the async ones side by side. Returns a message with each call's answer, in the order
-        of the calls, and how many failed; an error of a tool does not raise.
+        """Calls the tools of one turn: those that are not async in sequence, so that an environment is never used twice
+        at a time, then the async ones at the same time. Returns a message with each call's answer, in the order of the
+        calls, and how many failed; an error of a tool does not raise.
 
         Args:
           calls: the calls that the model wrote in the turn.
-          tools: the answer's tools by name, as `of` gives them.
+          tools: {name: function}, the answer's tools, which `of` returned.
         """
         answers: dict[int, tuple[str, bool]] = {}
         later = []
@@ -253,8 +255,8 @@ def methods(environment: object) -> list[Callable]:
 
 
 def _environment(factory: Callable) -> Environment:
-    """A new environment: what `factory` returns, called without arguments. Raises ConfigError if it has no `reset`, or
-    is a client of OpenEnv, whose `step` no model can call."""
+    """Makes a new environment: what `factory` returns, called without arguments. Raises ConfigError if the environment
+    has no `reset`, or is an object of OpenEnv's client class, whose `step` no model can call."""
     made = factory()
     kind = type(made)
     if any(base.__module__.split(".")[0].startswith("openenv") for base in kind.__mro__):
@@ -268,9 +270,9 @@ def _environment(factory: Callable) -> Environment:
 
 
 def _reward_of(kind: type) -> RewardFunction:
-    """A reward function that calls `get_reward` of the answers' environments, for those of exactly the class `kind`;
-    it returns a list with a reward for each answer, None for environments of other classes. It is async if
-    `get_reward` is, and has the name of the class."""
+    """Makes the reward function of one class of environments (`kind`). It calls `get_reward` of each answer's
+    environment of exactly that class, and returns a list with a reward for each answer, None where the environment is
+    of another class. It is async if `get_reward` is, and has the name of the class."""
 
     async def later(environments, **_):
         return [await one.get_reward() if type(one) is kind else None for one in environments]
@@ -284,8 +286,9 @@ def _reward_of(kind: type) -> RewardFunction:
 
 
 def _schemas(tools: Sequence[Callable]) -> list[Message]:
-    """The JSON schemas of functions (tools) in their order, as transformers makes them from types and docstrings for
-    chat templates. Raises ConfigError if one has no types or no docstring, or two have one name."""
+    """The JSON schemas of functions (tools), in their order, by which chat templates describe them to the model;
+    transformers makes them from types and docstrings. Raises ConfigError if a tool has no types or no docstring, or two
+    have one name."""
     from transformers.utils import get_json_schema
 
     found = []
@@ -305,5 +308,5 @@ def _schemas(tools: Sequence[Callable]) -> list[Message]:
 
 
 def _parameters(schemas: Sequence[Message]) -> Schemas:
-    """{tool's name: JSON schema of its parameters} of tools' JSON schemas."""
+    """{tool's name: JSON schema of its parameters}, taken from the whole JSON schemas of tools."""
     return {one["function"]["name"]: one["function"].get("parameters", {}) for one in schemas}

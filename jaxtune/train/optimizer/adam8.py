@@ -27,10 +27,10 @@ class Adam8State(NamedTuple):
     but `count` is a tree of the parameters' structure."""
 
     count: jax.Array  # int32: updates made
-    m: Any  # first moments: uint8[blocks, 256], or float32 of the tensor's shape below MIN_SIZE elements
-    m_absmax: Any  # float32[blocks], or float32[0] below MIN_SIZE elements
-    v: Any  # second moments, as `m`
-    v_absmax: Any  # as `m_absmax`
+    m: Any  # first moments: uint8[blocks, 256], or float32 of the tensor's shape if it has less than 4096 elements
+    m_absmax: Any  # the scales of `m`, the largest absolute value of each block: float32[blocks], or float32[0]
+    v: Any  # second moments, in the same form as `m`
+    v_absmax: Any  # the scales of `v`, in the same form as `m_absmax`
 
 
 def scale_by_adam_8bit(beta1: float, beta2: float, eps: float) -> optax.GradientTransformationExtraArgs:

@@ -59,14 +59,15 @@ def _embedding_share(config: OptimConfig) -> float:
 
 
 def decayed_tensors(parameters) -> list[bool]:
-    """For each tensor of `parameters`, an nnx.State, in the order of jax.tree.leaves, whether weight decay applies to
-    it. It applies to matrices, and not to norms, biases (experts' biases have two dimensions) or DoRA magnitudes."""
+    """[bool], in the order of jax.tree.leaves: whether weight decay applies to each tensor of `parameters`, an
+    nnx.State. It applies to matrices, and not to norms, biases (experts' biases have two dimensions) or DoRA
+    magnitudes."""
     found = jax.tree_util.tree_leaves_with_path(parameters)
     return [leaf.ndim >= 2 and "bias" not in (getattr(key, "key", None) for key in path) for path, leaf in found]
 
 
 def embedding_tensors(parameters) -> list[bool]:
-    """For each tensor of `parameters`, an nnx.State, in the order of jax.tree.leaves, whether it is the matrix of the
+    """[bool], in the order of jax.tree.leaves: whether each tensor of `parameters`, an nnx.State, is the matrix of the
     input embeddings or of the output head; these may have a learning rate of their own."""
     names = [
         [getattr(key, "key", None) for key in path[:2]] for path, _ in jax.tree_util.tree_leaves_with_path(parameters)
@@ -135,7 +136,8 @@ def step_optimizer(optimizer: optax.GradientTransformation) -> StepOptimizer:
 
 
 def _where(finite, new, old):
-    """`new` if `finite` (a bool array), else `old`, leaf by leaf: two trees of the same structure."""
+    """A tree with the leaves of `new` if the bool array `finite` is true, else with those of `old`, which has the same
+    structure."""
     return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
 
 

@@ -184,5 +184,5 @@ def update_by_tensor(work: Work, parameters: Any, opt_state: Any, gradients: Any
 
 
 def _members(groups: list[list[int]], group: int | None) -> list[int]:
-    """The indices of the tensors of the group with the index `group` in `groups`; none if it is None."""
+    """The indices of the tensors in one of the `groups`, that with the index `group`; [] if `group` is None."""
     return [] if group is None else groups[group]

@@ -71,7 +71,7 @@ def layer_plans(parts: StepCost, offload: bool) -> LayerPlans:
 
     Args:
       parts: the step's costs.
-      offload: whether residuals may be copied to the host.
+      offload: whether plans may copy residuals to the host; False: no plan does.
     """
     by_decision: dict[str, list[Residual]] = {}
     for residual in parts.known:
@@ -167,17 +167,15 @@ def choose(
 
 
 def beside_states(parts: StepCost, device: Device) -> Device:
-    """The device, with its host memory reduced to what residuals may take beside the optimizer's offloaded states, and
-    beside the copy of the whole state that a checkpoint makes in host memory. Without room for that copy, a run would
-    be killed at its first save. parts: the step's costs.
-    """
+    """Returns `device` with less host memory (`host_bytes`): what residuals may take beside the optimizer's offloaded
+    states and the copy of the whole state that a checkpoint makes in host memory. Without room for that copy, a run
+    would be killed at its first save. parts: the step's costs."""
     room = min(device.host_bytes, device.host_memory_bytes - saved_bytes(parts) - _HOST_OTHER_BYTES)
     return dataclasses.replace(device, host_bytes=max(room - parts.hosted_bytes, 0.0))
 
 
 def trained_bytes(parts: StepCost) -> float:
-    """Bytes of the trained parameters on one device, in the dtype in which they are trained. parts: the step's
-    costs."""
+    """Bytes of the trained parameters on one device, in the dtype in which they are stored. parts: the step's costs."""
     return sum(size for name, size in parts.fixed.items() if name.startswith("trainable parameters"))
 
 
@@ -197,15 +195,12 @@ def _residents(parts: StepCost, least: int) -> list[int]:
 
 
 def _with_whole_weights(parts: StepCost, found: Forecast, device: Device, budget: float) -> Forecast:
-    """The plan of the forecast `found` with as many more whole layers as the budget has room for; the same plan if
-    weights are not divided over devices. A layer is whole if its weights, which are divided over devices, are gathered
-    on each and stay so, which saves the time to gather them again. parts: the step's costs. budget: bytes of memory of
-    `device`.
+    """The forecast of the plan of `found` with as many more whole layers as the budget has room for; `found` itself if
+    weights are not divided over devices. A layer is whole if its weights are gathered on each device and stay so, which
+    saves the time to gather them again. parts: the step's costs. budget: bytes of memory of `device`.
 
     Trained weights are kept whole from a layer's forward to its backward. Frozen weights are kept whole for the whole
-    run: gathering them once a step would need memory for both the part and the whole at the loss, and time for the
-    gather.
-    """
+    run: gathering them once a step would take time, and at the loss memory for the device's share beside the whole."""
 
     def with_(**changes: int) -> Forecast:
         """The forecast of the plan with some fields of its residual plan changed."""
@@ -224,10 +219,10 @@ def _with_whole_weights(parts: StepCost, found: Forecast, device: Device, budget
 
 
 def tile_tokens_of(parts: StepCost, config: TrainConfig) -> int | None:
-    """The number of tokens of a tile, in which the MLPs of a long row may run so that their values exist for a tile at
-    a time: the largest one up to 16,384 that divides the row. None for rows of less than 32,768 tokens, if only tiles
-    below 2,048 divide the row, for layers that have no such parts, and with dropout. parts: the step's costs. config:
-    the run's."""
+    """The number of tokens of a tile: the MLPs of a long row may run tile by tile, so that their values exist for one
+    at a time. It is the largest number up to 16,384 that divides the row. None, for no tiles, for rows of less than
+    32,768 tokens, if only tiles below 2,048 divide the row, if no layer can run over tiles, and with dropout. parts:
+    the step's costs. config: the run's."""
     dropout = config.adapter is not None and config.adapter.lora_dropout > 0
     if parts.length < 2 * _TILE_TOKENS or not parts.tiled or dropout:
         return None
@@ -298,9 +293,9 @@ class _Relatives:
 
 
 def smallest_plan(parts: StepCost, config: TrainConfig, device: Device, resident: int = 0) -> Forecast:
-    """The forecast of the plan with the lowest predicted peak. parts: the step's costs. config: the run's, whose fixed
-    placements and micro-batches are kept. device: the device. `resident` is the least number of layers whose frozen
-    weights are whole on each device."""
+    """The forecast of the plan with the lowest predicted peak, which is tried last and shown if nothing fits. parts:
+    the step's costs. config: the run's, whose fixed placements and micro-batches are kept. resident: the least number
+    of layers whose frozen weights are whole on each device."""
     try:
         return choose(parts, config, device, 0.0, resident=resident)
     except PlanError as error:
@@ -318,11 +313,12 @@ def _best_pairs(
     resident: int,
     relatives: _Relatives | None = None,
 ) -> list[Forecast]:
-    """The best pair of layer plans for each number of tokens in `chunks` (ascending) whose logits exist at a time.
+    """The best pair of layer plans for each number of tokens in `chunks` (ascending) whose logits exist at a time. The
+    other arguments are passed to _best_pair: the step's costs, the layer plans, the number of micro-batches, the device
+    and its memory, tokens of a tile, whole layers, and pairs to leave out.
 
     More tokens only take more memory. So the best pair for fewer tokens stays the best as long as it fits, and if no
-    pair fits, none fits with more tokens. parts, table, micro, device, budget, tile, resident and relatives have the
-    meaning that _best_pair describes.
+    pair fits, none fits with more tokens.
 
     Returns:
       the forecasts of the pairs; if one does not fit, it is the last.

@@ -53,7 +53,7 @@ class Forecast:
 
     plan: StepPlan
     parts: Mapping[str, float]  # {what: bytes} at the moment of the peak
-    step_seconds: float
+    step_seconds: float  # the whole step
     recompute_seconds: float  # the part of step_seconds that recomputes residuals
     wait_seconds: float  # the part of step_seconds that waits for the host link
     host_bytes: float  # pinned host memory for one device

@@ -165,15 +165,17 @@ def _segment_work(segment: Segment, block: Block, residuals, seen_keys: float, h
 
 
 def _residual_shapes(graph, spec, shape, dtype, arrays, tokens: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """{residual: its shape and dtype} of a layer for `tokens` tokens, by tracing its forward. `arrays` are the shapes
-    of its trained and other arrays; graph, spec, shape and dtype are as for _kind_of."""
+    """{residual: its shape and dtype} of a layer for `tokens` tokens, by tracing its forward. graph: the layer's
+    nnx.GraphDef. arrays: the shapes of its (trained, other) arrays. spec: its entry in DecoderConfig.layers. shape: the
+    DecoderConfig. dtype: the compute dtype."""
     return _traced(graph, spec, shape, dtype, arrays, tokens, lambda block, values, layout: values)
 
 
 def _state_bytes(graph, spec, shape, dtype, arrays, prompt: int, new: int) -> float:
-    """Bytes of what a layer keeps of one row for generation after a prompt of `prompt` tokens and `new` further ones
-    (LayerKind.state_bytes), by tracing `Block.first_state`. `arrays` are the shapes of the layer's trained and other
-    arrays; graph, spec, shape and dtype are as for _kind_of."""
+    """Bytes of what a layer keeps of one row for generation, such as caches, after a prompt of `prompt` tokens and
+    `new` further ones, by tracing `Block.first_state`. graph: the layer's nnx.GraphDef. arrays: the shapes of its
+    (trained, other) arrays. spec: its entry in DecoderConfig.layers. shape: the DecoderConfig. dtype: the compute
+    dtype."""
 
     def state(block: Block, values, layout: PackedLayout):
         return block.first_state(values, jnp.full((1,), prompt, jnp.int32), new, Context(spec, layout))
@@ -182,9 +184,18 @@ def _state_bytes(graph, spec, shape, dtype, arrays, prompt: int, new: int) -> fl
 
 
 def _traced(graph, spec: LayerSpec, shape: DecoderConfig, dtype, arrays, tokens: int, result: Callable):
-    """The shapes (jax.ShapeDtypeStruct) of what `result`(block, {residual: value}, layout) returns for one layer,
-    whose forward is traced, and not run, on a row of `tokens` tokens. `arrays` are the shapes of the layer's trained
-    and other arrays; graph, spec, shape and dtype are as for _kind_of."""
+    """Traces the forward of one layer on a row of `tokens` tokens, without running it, and then result(block,
+    {residual: value}, layout): returns the shapes (jax.ShapeDtypeStruct) of what that returns.
+
+    Args:
+      graph: the layer's nnx.GraphDef.
+      spec: its entry in DecoderConfig.layers.
+      shape: the model's DecoderConfig.
+      dtype: the compute dtype.
+      arrays: the shapes of the layer's (trained, other) arrays.
+      tokens: the tokens of the row.
+      result: gets the layer, its residuals and the PackedLayout of the row.
+    """
 
     def run(trainable, frozen, x):
         layout = packed_layout((1, tokens), None, 1)

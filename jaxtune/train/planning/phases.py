@@ -63,7 +63,8 @@ class Phase:
 
 
 class OutOfDeviceMemory(ValueError):
-    """Device memory ran out in a phase. The message names the phase and a change that makes it smaller."""
+    """Device memory ran out in a phase of a run, such as "load". The message names the phase and a change of the config
+    with which it needs less."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,8 +231,9 @@ def phase_lines(
 
 @contextlib.contextmanager
 def phase(name: str, remedy: str) -> Iterator[None]:
-    """A context in which an error of the device's allocator is raised as OutOfDeviceMemory, whose message has the phase
-    (`name`) and a change of the config that makes it smaller (`remedy`).
+    """A context around one phase of a run. If the device's memory runs out in it, the error of the allocator is raised
+    as OutOfDeviceMemory, whose message has the phase (`name`) and a change of the config with which it needs less
+    (`remedy`).
 
     Raises:
       OutOfDeviceMemory: device memory ran out.

@@ -58,7 +58,8 @@ class StepPlan:
 
 
 def residuals_text(plan: ResidualPlan) -> str:
-    """`plan` as text, in the form that the module describes and `parse_residuals` reads."""
+    """The text of a residual plan, such as "recompute; tile=8192", for configs, checkpoints and reports;
+    parse_residuals reads it."""
     groups: list[tuple[int, int, LayerPlan]] = []
     for index, layer in enumerate(plan.layers):
         if groups and groups[-1][2] == layer:
@@ -74,8 +75,8 @@ def residuals_text(plan: ResidualPlan) -> str:
 
 
 def parse_residuals(text: str, num_layers: int, residuals: Sequence[Residual]) -> ResidualPlan:
-    """A residual plan from its `text`, in the form that the module describes, for a model of `num_layers` layers that
-    have these residuals (intermediate values that the backward reads).
+    """Reads a residual plan from its `text`, such as "gate=offload, up=offload" or "0-11: recompute; 12-31: keep", for
+    a model of `num_layers` layers that have these residuals (intermediate values that the backward reads).
 
     Raises:
       ValueError: an unknown word, residual or placement; a layer that is named twice, not at all, or does not exist;

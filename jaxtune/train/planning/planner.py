@@ -89,7 +89,8 @@ class Planner:
 
     @property
     def compilations(self) -> int:
-        """Number of plans that this run compiled, or skipped as known failures, the one in force included."""
+        """The number of plans that this run compiled, or skipped because an earlier run failed with them, with the one
+        in force; 1 if the first plan fitted."""
         return len(self._failed) + 1
 
     def lines(self) -> list[str]:

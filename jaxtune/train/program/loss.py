@@ -291,7 +291,7 @@ class Forward:
 
 
 def loss_sums(model: Decoder, batch: Batch, **options: Any) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Differentiable sums of the supervised loss of a batch.
+    """Differentiable sums of the supervised loss of a batch, for code that computes gradients without a train step.
 
     A step over several batches adds the sums and divides once, which gives the same gradient however the rows are
     divided.
@@ -301,7 +301,8 @@ def loss_sums(model: Decoder, batch: Batch, **options: Any) -> tuple[jax.Array, 
       batch: its fields are [rows, length].
       options: the arguments of Forward, such as the plan and chunk_tokens.
     Returns:
-      (sum of weighted next-token losses, sum of weights, Forward.aux); float32 scalars.
+      (sum of weighted next-token losses, sum of weights, Forward.aux: the values of the layers' own losses or None);
+        float32 scalars and float32[n].
     """
     forward = Forward(**options)
     loss, count = forward.cross_entropy(model, forward(model, batch), batch)

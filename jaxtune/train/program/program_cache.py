@@ -34,7 +34,9 @@ _XLA_CACHES = "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"
 
 
 def use_program_cache() -> None:
-    """Caches compiled programs between runs, in JAX_COMPILATION_CACHE_DIR or the user's cache folder."""
+    """Makes JAX cache compiled programs between runs, each verified before it runs: in the folder
+    JAX_COMPILATION_CACHE_DIR if that variable is set, else in the user's cache folder. Commands call it before they
+    compile."""
     if jax.config.jax_compilation_cache_dir is None:
         folder = os.environ.get("JAX_COMPILATION_CACHE_DIR") or Path.home() / ".cache" / "jaxtune" / "xla"
         jax.config.update("jax_compilation_cache_dir", str(folder))

@@ -45,13 +45,13 @@ class TrainState:
     counts. Every leaf is an array."""
 
     trainable: Any  # nnx.State of weights, in the dtypes of StepProgram.weights
-    opt_state: Any  # the optimizer's
-    step: jax.Array  # int32: optimizer steps tried
+    opt_state: Any  # the optimizer's state, as its `init` makes it
+    step: jax.Array  # int32: optimizer steps made, skipped updates included
     skipped: jax.Array  # int32: updates skipped because the loss, the gradient or the new weights were not finite
     skipped_in_row: jax.Array  # int32: the number of updates skipped since the last one made
     loss_scale: jax.Array  # float32: for fp16; 1 otherwise
     good_steps: jax.Array  # int32: finite steps since the loss scale changed, for fp16; 0 otherwise
-    dropout_key: jax.Array  # uint32 key data of the run
+    dropout_key: jax.Array  # uint32 key data, from which dropout, embedding noise and stochastic rounding draw
 
 
 @jax.tree_util.register_dataclass
@@ -107,7 +107,7 @@ class StepProgram:
 
     @property
     def devices(self) -> int:
-        """The number of devices of the mesh."""
+        """The number of devices of the mesh; 1 without a mesh."""
         return 1 if self.mesh is None else self.mesh.size
 
     def init(self, trainable, seed: int, device: jax.sharding.Sharding | None = None) -> TrainState:
@@ -147,8 +147,8 @@ class StepProgram:
         )
 
     def shardings(self, state: TrainState, device: jax.sharding.Sharding) -> TrainState:
-        """The sharding of each array of a state, which may be abstract; `device` is the sharding of an array that is
-        not divided."""
+        """The sharding of each array of `state`, which may be abstract, as a TrainState of shardings. device: the
+        sharding of an array that is not divided."""
         where = jax.tree.map(lambda _: device, state)
         if self.mesh is not None and self.devices > 1:
             states = partition.states_shardings(state.opt_state, state.trainable, self.mesh)
@@ -160,8 +160,8 @@ class StepProgram:
         return dataclasses.replace(where, opt_state=optimizer_offload.shardings(state.opt_state, device))
 
     def sums_shardings(self, trainable, device: jax.sharding.Sharding) -> Sums:
-        """The sharding of each array of the sums for these trainable tensors; `device` is that of an array that is not
-        divided."""
+        """The sharding of each array of the sums for these trainable tensors, as a Sums of shardings. device: the
+        sharding of an array that is not divided."""
         sums = jax.eval_shape(self.zero_sums, trainable)
         if self.mesh is None or self.devices == 1:
             return jax.tree.map(lambda _: device, sums)

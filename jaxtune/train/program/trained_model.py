@@ -184,7 +184,8 @@ class TrainedModel:
         return state, engine.first_sums(state), frozen
 
     def free_given(self) -> None:
-        """Frees the given model's trained tensors, unless the caller keeps them."""
+        """Frees the memory of the given model's trained tensors, once the run has copied them, unless the caller keeps
+        them."""
         if not self.keeps_model:
             self.release()
 
@@ -196,8 +197,8 @@ class TrainedModel:
         return None if teacher is None else teacher.base_digest
 
     def release(self) -> None:
-        """Replaces the given model's trained tensors by their shapes, which frees them; first_state cannot be called
-        again."""
+        """Replaces the given model's trained tensors by their shapes, which frees their memory; first_state cannot be
+        called after it."""
         graph, trainable, frozen = nnx.split(self.given, nnx.Param, ...)
         self.trainable = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), trainable)
         self.given = nnx.merge(graph, self.trainable, frozen)
