@@ -176,7 +176,8 @@ def describe(value: Any) -> str:
 
 
 def _is_array(value: Any) -> bool:
-    """Whether a value is an array of JAX or numpy."""
+    """Whether a value is an array: one of JAX or numpy, a numpy scalar, or an object that JAX converts to an array
+    (with a method __jax_array__)."""
     return isinstance(value, jax.Array | np.ndarray | np.generic) or hasattr(value, "__jax_array__")
 
 

@@ -58,7 +58,7 @@ def triton_call(
       out_types: shapes and dtypes of its outputs.
       grid: number of programs along each axis.
       warps, stages: Triton's num_warps and num_stages.
-      contract: whether products and sums may be fused into multiply-adds.
+      contract: True: products and sums may be fused into multiply-adds; False: each is rounded separately.
       aliases: {index of an argument: index of the output that takes its memory, for a kernel that changes it in place}.
         The kernel gets both pointers.
       constants: its compile-time constants.

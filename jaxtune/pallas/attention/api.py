@@ -69,10 +69,10 @@ def implementations(
 
 
 def _checked(op, query, key, value, layout, scale, window, soft_cap, sinks) -> Arguments:
-    """Checks the arrays and options of a call and returns the checker, with which the caller can check further arrays
-    against the same sizes. query, key, value, layout, scale, window, soft_cap and sinks are those of the public
-    functions, and must be as attention_forward describes them; op is the name of the function that messages begin
-    with.
+    """Checks the arrays and options of a call, and returns the checker, with which the caller can check further arrays
+    against the same sizes. op is the name of the public function that was called, with which messages begin. query,
+    key, value, layout, scale, window, soft_cap and sinks are the arguments of that function, as attention_forward
+    describes them.
 
     Raises:
       TypeError, ValueError: an argument is not as described there.
@@ -110,9 +110,11 @@ def _check_features(check: Arguments, query, key, scale, window, soft_cap, sinks
 
 def _pick(query, key, value, layout, implementation, **options):
     """Chooses the implementation of a call and returns its module, which has the functions `forward` and `backward`:
-    the one named `implementation`, or for None the first of `implementations` that supports the call. query, key,
-    value and layout are those of attention_forward, of which only shapes, dtypes and the layout's kind matter; options
-    are window, soft_cap and sinks."""
+    the one named `implementation`, or for None the first of `implementations` that supports the call.
+
+    query, key, value: of the call; only shapes and dtypes are used. layout: the documents of the call, of which only
+    the static guarantees are used. options: window, soft_cap and sinks, each None if the call has none.
+    """
     table = implementations(query, layout, kv_heads=key.shape[2], **options)
     return IMPLEMENTATIONS[dispatch.choose("attention", table, implementation)]
 
@@ -135,20 +137,22 @@ def _by_rows(function, operands: int, results: int):
 def attention_forward(
     query, key, value, layout: PackedLayout, *, scale, window=None, soft_cap=None, sinks=None, implementation=None
 ):
-    """Attention and its log-sum-exp, for code that keeps residuals itself.
+    """Computes attention and its log-sum-exp, for code that saves residuals itself and later calls attention_backward.
 
     Args:
       query: [B, T, heads, D] bfloat16, float16 or float32.
-      key, value: [B, T, kv_heads, D], heads a multiple of kv_heads. All three must be finite at padding, too.
-      layout: document bounds, `packed_layout((B, T), segment_ids)`; causal within a document.
+      key, value: [B, T, kv_heads, D] in query's dtype, heads a multiple of kv_heads. All three must be finite at
+        padding, too.
+      layout: document bounds, `packed_layout((B, T), segment_ids)`; a query sees the keys of its document up to itself.
       scale: factor on query . key.
-      window: a query sees itself and the window - 1 keys before it (Hugging Face's sliding_window), or None.
-      soft_cap: cap * tanh(score / cap), or None (Gemma 2).
-      sinks: float[heads], one extra logit a head that has no value, or None (gpt-oss).
+      window: a query sees itself and the window - 1 keys before it (Hugging Face's sliding_window); None: all keys
+        before it.
+      soft_cap: scores s become soft_cap * tanh(s / soft_cap), as in Gemma 2; None: no cap.
+      sinks: float[heads], an extra logit for each head that has no value, as in gpt-oss; None: none.
       implementation: "cudnn", "mosaic", "triton", "reference", or None for the first that supports the call.
     Returns:
-      (out [B, T, heads, D] in query's dtype, lse float32[B, heads, T] natural log). Padding gives out = 0; its lse
-      means nothing.
+      (out [B, T, heads, D] in query's dtype, lse float32[B, heads, T], the natural logarithm of the sum of exponentials
+        of a query's scores). Padding gives out = 0; its lse means nothing.
     Raises:
       TypeError, ValueError: an argument is not as described here.
     """
@@ -175,14 +179,19 @@ def attention_backward(
     sinks=None,
     implementation=None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Gradients of attention from its saved output and log-sum-exp.
+    """Computes the gradients of attention from its saved output and log-sum-exp, for code that saves residuals itself.
 
     Args:
       query: [B, T, heads, D] bfloat16, float16 or float32.
       key, value: [B, T, kv_heads, D] in query's dtype.
       out, lse: the results of attention_forward, by whatever implementation.
-      dout: [B, T, heads, D], the gradient of out, which must be finite at padding too (`attention` sees to that).
-      layout, scale, window, soft_cap, sinks: those of the forward; attention_forward explains them.
+      dout: [B, T, heads, D], the gradient of out, which must be finite at padding too (`attention` sets it to zero
+        there).
+      layout: the document bounds, as in the forward.
+      scale: factor on query . key.
+      window: a query sees itself and the window - 1 keys before it; None: all keys before it.
+      soft_cap: scores s become soft_cap * tanh(s / soft_cap); None: no cap.
+      sinks: float[heads], an extra logit for each head that has no value; None: none.
       implementation: "cudnn", "mosaic", "triton", "reference", or None for the first that supports the call.
     Returns:
       (dquery, dkey, dvalue, dsinks): shapes and dtypes of the operands; dsinks is None without sinks. Padding gives 0.

@@ -137,11 +137,15 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
 
 
 def backward(query, key, value, out, lse, dout, layout, *, scale, window=None, soft_cap=None, sinks=None):
-    """(dquery, dkey, dvalue, dsinks or None) of packed causal attention, computed by plain jnp, in chunks of queries:
-    the gradients of its operands query [B, T, heads, D], key and value [B, T, kv_heads, D] (and sinks float[heads]),
-    from its saved results out and lse (float32[B, heads, T]) and from dout, the gradient of out. layout (the
-    documents), scale (the factor on scores), window, soft_cap and sinks are those of the forward; None where there is
-    none."""
+    """Returns (dquery, dkey, dvalue, dsinks) of packed causal attention, computed by plain jnp, in chunks of queries:
+    the gradients of the forward's operands. dsinks is None without sinks. Kernels are compared with it.
+
+    Args:
+      query, key, value: the operands of `forward`, [B, T, heads, D] and [B, T, kv_heads, D] each.
+      out, lse: its results, which were saved; lse is float32[B, heads, T].
+      dout: the gradient of out, [B, T, heads, D].
+      layout, scale, window, soft_cap, sinks: the arguments of `forward`.
+    """
     rows, length, heads, dim = query.shape
     kv_heads = key.shape[2]
     group = heads // kv_heads

@@ -20,7 +20,8 @@ class Case:
     heads: int = 32  # query heads
     kv_heads: int = 8  # key and value heads
     dim: int = 128  # size of a head
-    # None: every row is one document; a number of documents; or "log-normal" lengths
+    # None: every row is one document; a number: each row has this number of equal documents; "log-normal": documents
+    # of log-normal lengths
     documents: str | int | None = None
     window: int | None = None  # sliding window in tokens, or None
     soft_cap: float | None = None  # cap on scores, or None

@@ -23,8 +23,8 @@ from jaxtune.pallas.attention.layout import PackedLayout
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """How one of the kernels divides its work; a program has a tile of queries, or of keys, and visits blocks of the
-    other side."""
+    """How one of the kernels divides its work. In the forward and dq a program has a tile of `queries` and visits
+    blocks of `keys`; in dk and dv it has a tile of `keys` and visits blocks of `queries`."""
 
     queries: int  # queries at a time
     keys: int  # keys at a time

@@ -41,9 +41,12 @@ def _store(array, values, first, LENGTH: tl.constexpr, STRIDE: tl.constexpr, DIM
 
 @triton.jit
 def _lower(starts, ends, queries, LENGTH: tl.constexpr, WINDOW: tl.constexpr):
-    """int32: the first key that each of these queries (positions in the row) sees, of LENGTH tokens; a query sees the
-    keys from it to itself, and at most WINDOW of them if that is not 0. Padding, and positions past the row, see
-    nothing and have query + 1, so that it rises along the row. starts and ends point to the row's document bounds."""
+    """Returns, for each of `queries` (positions in the row, int32), the first key that it sees, int32. A query of a
+    document sees the keys from that one to itself, and at most WINDOW of them if WINDOW is not 0. Padding and positions
+    past the row see nothing and get query + 1, so that the result never falls along the row.
+
+    starts and ends point to the row's document bounds, int32[LENGTH] each.
+    """
     lower = tl.load(starts + queries, mask=queries < LENGTH, other=0)
     end = tl.load(ends + queries, mask=queries < LENGTH, other=0)
     if WINDOW > 0:
@@ -53,10 +56,13 @@ def _lower(starts, ends, queries, LENGTH: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def _upper(ends, keys, LENGTH: tl.constexpr, WINDOW: tl.constexpr):
-    """int32: the query after the last that sees each of these keys (positions in the row), of LENGTH tokens; a key is
-    seen by the queries from itself to before it, and by at most WINDOW of them if that is not 0. Padding is seen by
-    none and has its own position, so that it rises along the row; positions past the row have 0, or keys below it with
-    a WINDOW. ends points to the row's document bounds."""
+    """Returns, for each of `keys` (positions in the row, int32), the query after the last that sees it, int32. A key of
+    a document is seen by the queries from itself to before that one, and by at most WINDOW of them if WINDOW is not 0.
+    Padding is seen by none and gets its own position, so that the result never falls along the row; positions past the
+    row get a number that is not above them.
+
+    ends points to the ends of the documents of the row's tokens, int32[LENGTH].
+    """
     upper = tl.load(ends + keys, mask=keys < LENGTH, other=0)
     if WINDOW > 0:
         upper = tl.minimum(upper, keys + WINDOW)

@@ -56,12 +56,9 @@ def newest_of(lengths, capacity: int):
 
 
 def order_of(tiles):
-    """The order in which the splits of a row are combined, from live_tiles' count int32[B, splits].
-
-    Returns:
-      (int32[B, splits] with a row's splits that have tiles, in ascending order, before the others; int32[B], their
-        number)
-    """
+    """Returns the order in which the splits of a row are combined: (int32[B, splits], the numbers of a row's splits,
+    those that have tiles to read in ascending order before the others; int32[B], how many have). tiles: int32[B,
+    splits], the number of tiles that each split reads, the second result of live_tiles."""
     live = tiles > 0
     return jnp.argsort(~live, axis=1, stable=True).astype(jnp.int32), live.sum(1, dtype=jnp.int32)
 

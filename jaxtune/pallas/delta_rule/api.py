@@ -15,8 +15,9 @@ IMPLEMENTATIONS = {"triton": triton, "chunked": chunked, "reference": reference}
 
 
 def implementations(key, value) -> dispatch.Table:
-    """The implementations in the order in which they are tried, each with a function that returns why it refuses a
-    call. key is [B, T, key_heads, K], value [B, T, heads, V]; only shape and dtype are used."""
+    """Returns the implementations in the order in which they are tried: {name: a function that returns the reason why
+    it refuses a call with such arrays, or None}. key is [B, T, key_heads, K], value [B, T, heads, V]; only shapes and
+    dtypes are used."""
     return {
         "triton": lambda: triton.refusal(key, value),
         "chunked": lambda: None,

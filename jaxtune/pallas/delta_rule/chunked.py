@@ -30,9 +30,12 @@ GROUP_TOKENS = 4096  # tokens (of all rows) whose matrices [CHUNK, CHUNK] exist 
 
 
 def forward(query, key, value, decay, beta, layout):
-    """The output [B, T, heads, V] of the gated delta rule over packed documents, computed by chunks of tokens: query
-    and key [B, T, key_heads, K], value [B, T, heads, V], decay (its logarithm) and beta float32[B, T, heads]; layout:
-    document bounds. api.gated_delta_rule explains them."""
+    """Returns the output [B, T, heads, V] of the gated delta rule over packed documents, computed by chunks of tokens;
+    padding gives 0.
+
+    query and key are [B, T, key_heads, K], value [B, T, heads, V], decay (the logarithm of the factor on the state) and
+    beta (the share of what is stored at a key that is replaced) float32[B, T, heads]; layout: the document bounds.
+    """
     length = value.shape[1]
     index = jnp.arange(length)
     real = (index < layout.doc_end)[..., None]
@@ -43,17 +46,25 @@ def forward(query, key, value, decay, beta, layout):
 
 
 def state(key, value, decay, beta, lengths):
-    """float32[B, heads, K, V]: the state after the first `lengths` (int32[B]) tokens of each row, which is one
-    document: key [B, T, key_heads, K], value [B, T, heads, V], decay (its logarithm) and beta float32[B, T, heads]."""
+    """Returns the state after the first `lengths` (int32[B]) tokens of each row, which is one document: float32[B,
+    heads, K, V]. Generation continues from it.
+
+    key is [B, T, key_heads, K], value [B, T, heads, V], decay (the logarithm of the factor on the state) and beta (the
+    share of what is stored at a key that is replaced) float32[B, T, heads].
+    """
     real = (jnp.arange(value.shape[1]) < lengths[:, None])[..., None]
     decay, beta = (jnp.where(real, x.astype(jnp.float32), 0.0) for x in (decay, beta))
     return _run(key, key, value, decay, beta, jnp.zeros(value.shape[:2], jnp.int32))[1]
 
 
 def chunk(query, key, value, decay, beta, state):
-    """(out [B, T, heads, V], the next state) for more tokens of each row, whose document started before them: query and
-    key [B, T, key_heads, K], value [B, T, heads, V], decay (its logarithm) and beta float32[B, T, heads], and the state
-    before them, float32[B, heads, K, V]."""
+    """Returns (out [B, T, heads, V], the next state) for the next T tokens of each row, whose document started before
+    them: a prompt that is prefilled chunk by chunk.
+
+    query and key are [B, T, key_heads, K], value [B, T, heads, V], decay (the logarithm of the factor on the state) and
+    beta (the share of what is stored at a key that is replaced) float32[B, T, heads]; state, before the tokens, is
+    float32[B, heads, K, V].
+    """
     continued = jnp.full(value.shape[:2], -1, jnp.int32)  # the document started before the first token
     out, state = _run(query, key, value, decay, beta, continued, state)
     return out.astype(value.dtype), state

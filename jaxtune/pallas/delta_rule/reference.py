@@ -17,15 +17,19 @@ _EPS = 1e-6  # added to the squared length of a vector that is normalised
 
 
 def unit(x: jax.Array) -> jax.Array:
-    """float32 x / |x| along the last axis; about 0 where x is 0."""
+    """Normalises vectors: returns x / |x| along the last axis in float32, and about 0 where x is 0. The rule uses
+    queries and keys so."""
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt((x * x).sum(-1, keepdims=True) + _EPS)
 
 
 def forward(query, key, value, decay, beta, layout):
-    """The output [B, T, heads, V] of the gated delta rule over packed documents, computed token by token: query and key
-    [B, T, key_heads, K], value [B, T, heads, V], decay (its logarithm) and beta float32[B, T, heads]; layout: document
-    bounds. api.gated_delta_rule explains them."""
+    """Returns the output [B, T, heads, V] of the gated delta rule over packed documents, computed token by token, with
+    which other implementations are compared; padding gives 0.
+
+    query and key are [B, T, key_heads, K], value [B, T, heads, V], decay (the logarithm of the factor on the state) and
+    beta (the share of what is stored at a key that is replaced) float32[B, T, heads]; layout: the document bounds.
+    """
     rows, _, heads, _ = value.shape
     begins = jnp.arange(value.shape[1]) == layout.doc_start
     real = jnp.arange(value.shape[1]) < layout.doc_end
@@ -42,9 +46,12 @@ def forward(query, key, value, decay, beta, layout):
 
 
 def step(query, key, value, decay, beta, state):
-    """(out [B, 1, heads, V], the next state) for one more token of each row: query and key [B, 1, key_heads, K], value
-    [B, 1, heads, V], decay (its logarithm) and beta float32[B, 1, heads], and the state before it, float32[B, heads, K,
-    V]."""
+    """Returns (out [B, 1, heads, V], the next state) for one more token of each row, a step of generation.
+
+    query and key are [B, 1, key_heads, K], value [B, 1, heads, V], decay (the logarithm of the factor on the state) and
+    beta (the share of what is stored at a key that is replaced) float32[B, 1, heads]; state, before the token, is
+    float32[B, heads, K, V].
+    """
     out, state = _token(query[:, 0], key[:, 0], value[:, 0], decay[:, 0], beta[:, 0], state)
     return out[:, None].astype(value.dtype), state
 

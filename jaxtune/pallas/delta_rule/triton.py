@@ -59,8 +59,9 @@ def _tile(kernel: str) -> tuple[int, int, int]:
 
 
 def refusal(key, value) -> str | None:
-    """The reason why these kernels cannot serve a call with key [B, T, key_heads, K] and value [B, T, heads, V], or
-    None; only shape and dtype are used. On a GPU their first use is checked."""
+    """Returns the reason why these kernels cannot compute a call with key [B, T, key_heads, K] and value [B, T, heads,
+    V], or None: no Triton, a dtype other than bfloat16 and float16, head dims K and V other than 128, or a difference
+    from the reference in the check at first use on this GPU. Only shapes and dtypes are used."""
     reason = compat.triton_refusal()
     if reason is not None:
         return reason
@@ -102,9 +103,12 @@ def _first_use(dtype, group: int) -> str | None:
 
 
 def forward(query, key, value, decay, beta, layout: PackedLayout):
-    """The output [B, T, heads, V] of the gated delta rule over packed documents, computed by the Triton kernels: query
-    and key [B, T, key_heads, K], value [B, T, heads, V], decay (its logarithm) and beta float32[B, T, heads]; layout:
-    document bounds. api.gated_delta_rule explains them."""
+    """Returns the output [B, T, heads, V] of the gated delta rule over packed documents, computed by the Triton
+    kernels; padding gives 0. It is differentiable.
+
+    query and key are [B, T, key_heads, K], value [B, T, heads, V], decay (the logarithm of the factor on the state) and
+    beta (the share of what is stored at a key that is replaced) float32[B, T, heads]; layout: the document bounds.
+    """
     return _rule(query, key, value, decay, beta, layout)
 
 
@@ -131,9 +135,9 @@ def _rule_fwd(query, key, value, decay, beta, layout):
 
 
 def _rule_bwd(residuals, dout):
-    """The backward rule of `_rule`, from dout [B, T, heads, V] and the residuals of `_rule_fwd`: (gradients of query,
-    key, value, decay and beta, None for the layout). dout is set to zero at padding first, where it may be anything,
-    even NaN."""
+    """The backward rule of `_rule` for jax.custom_vjp: returns (gradients of query, key, value, decay and beta, None
+    for the layout). residuals is what `_rule_fwd` saved; dout [B, T, heads, V] is the gradient of the output, which is
+    set to zero at padding first, where it may be anything, even NaN."""
     query, key, layout, made, error, states = residuals
     if not layout.full:  # padding may have any gradient, even NaN
         dout = jnp.where((jnp.arange(dout.shape[1]) < layout.doc_end)[..., None, None], dout, 0)

@@ -118,8 +118,8 @@ def _matrix(array, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _turned(array, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Loads the transpose [COLUMNS, ROWS] of the contiguous matrix [ROWS, COLUMNS] that `array` points to, in that
-    layout."""
+    """Loads the contiguous matrix [ROWS, COLUMNS] that `array` points to as its transpose [COLUMNS, ROWS], because a
+    transposed result cannot be an operand of a product."""
     return tl.load(array + tl.arange(0, COLUMNS)[:, None] + tl.arange(0, ROWS)[None, :] * COLUMNS)
 
 
