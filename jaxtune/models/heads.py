@@ -48,12 +48,12 @@ HEADS = [TEXT, SCORE]
 
 
 def head_of_class(architecture: str) -> Head:
-    """The head of a model class of the transformers library, by the class's name `architecture`, such as
-    "LlamaForSequenceClassification"; the language model's head if no other fits."""
+    """Looks up the Head of a model class of the transformers library by the class's name, such as
+    "LlamaForSequenceClassification"; the language model's head (TEXT) if the name ends like no other head's classes."""
     return next((head for head in HEADS if architecture.endswith(head.architecture)), TEXT)
 
 
 def head_of_task(task_type: object) -> Head:
-    """The head that the task_type of an adapter_config.json names, such as "SEQ_CLS"; the language model's if no other
-    fits."""
+    """Looks up the Head by the task_type of an adapter_config.json, such as "SEQ_CLS"; the language model's head (TEXT)
+    if it is none of PEFT's names that a Head has."""
     return next((head for head in HEADS if head.task_type == task_type), TEXT)

@@ -165,11 +165,12 @@ class Pretrained:
         """Reads the weights and returns the model.
 
         Args:
-          cancelled: once it is set, a load in another thread ends early with a CancelledError.
-          mesh: the model is placed on it as `partition.shardings` says; neither the host nor a device ever has the
-            whole of a tensor that is divided. None: the default device.
+          cancelled: once another thread sets it, the load ends early with a CancelledError; None: it cannot be
+            cancelled.
+          mesh: the devices over which the model is divided, as `partition.shardings` says; neither the host nor a
+            device ever has the whole of a tensor that is divided. None: the model is placed on the default device.
         Raises:
-          ValueError: as in from_pretrained; weights for which the default device has too little memory.
+          ValueError: damaged bytes of a tensor; weights for which the default device has too little memory.
         """
         if mesh is None:
             how = next(iter(self._encoded.values()), None) or self.stored_in or self._dtype
@@ -228,18 +229,20 @@ def from_pretrained(
 def load_base(
     adapter: str | os.PathLike, dtype=None, load_in: str | None = None, max_length: int | None = None
 ) -> tuple[Decoder, Any]:
-    """The base of an adapter's folder, loaded as the adapter was trained over it, without the adapter.
+    """Loads the base model of an adapter, without the adapter, in the dtype and format over which the adapter was
+    trained.
 
     Args:
       adapter: a PEFT folder, whose config names the base.
       dtype: of weights and compute; None: the dtype that the adapter was trained in, else bfloat16.
       load_in: a format to which the linears are quantised on loading; "stored": none is. None: the format that the
-        adapter was trained over, if its folder records it.
-      max_length: tokens of the longest row that will be used; more than the model has positions for is refused.
+        adapter was trained over if its folder records it, else "stored".
+      max_length: tokens of the longest row that will be used; more than the model has positions for is refused. None:
+        not checked.
     Returns:
       (base, tokenizer): the adapter folder's tokenizer, with the chat template of its training, or else the base's.
     Raises:
-      ValueError: as in from_pretrained.
+      ValueError: an unsupported model, missing or misshaped tensors, and the other errors of from_pretrained.
     """
     folder = Path(adapter).expanduser()
     base, over = base_of(adapter), trained_over.read(folder) or TrainedOver()
@@ -273,11 +276,11 @@ def _loaded(pretrained: Pretrained, tokenizers: Sequence[Path]) -> tuple[Decoder
 
 
 def model_from_config(config: str | os.PathLike | Mapping[str, Any], key: jax.Array, dtype="float32") -> Decoder:
-    """A model with random weights, for training from scratch.
+    """Builds a model with random weights, for training from scratch.
 
     Args:
       config: a config.json (its path, or a folder that contains it), or its parsed content.
-      key: jax.random.key of the initial weights.
+      key: the jax.random.key that draws the initial weights.
       dtype: of weights and compute.
     Raises:
       ValueError: a config that is not supported, or that asks for quantisation.

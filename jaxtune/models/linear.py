@@ -1,8 +1,8 @@
 """Linear layers and their LoRA adapters.
 
 Whether a tensor is trained is its type: an `nnx.Param` is trained, a `Frozen` is not. `nnx.split(model, nnx.Param,
-...)` therefore gives (graph, trainable, frozen), and `nnx.value_and_grad` differentiates only what is trained.
-"""
+...)` therefore gives (graph, trainable, frozen), and `nnx.value_and_grad` differentiates only what is trained. `frozen`
+and `trained` convert a variable from one to the other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from jaxtune.pallas.quant_matmul import LoraWeights, quant_matmul
 
 
 class Frozen(nnx.Variable):
-    """A tensor that never receives a gradient: an array or a quantised pytree."""
+    """A variable whose tensor is not trained and never receives a gradient. Its value is an array or a quantised
+    weight."""
 
 
 def frozen(variable: nnx.Variable) -> Frozen:
@@ -41,8 +42,8 @@ def not_differentiated(frozens):
 
 
 def _differentiated(frozens):
-    """The forward rule of `not_differentiated`: raises a TypeError that names one of `frozens`, because gradients of
-    them are not computed, and zeros would mislead."""
+    """The forward rule of `not_differentiated`, which JAX calls only if a gradient is asked for. It raises a TypeError
+    that names one of `frozens` that the gradient would be of, because zeros would mislead."""
     leaves = jax.tree_util.tree_leaves_with_path(frozens)
     names = [f"layers{jax.tree_util.keystr(path)}" for path, leaf in leaves if leaf.perturbed]
     raise TypeError(

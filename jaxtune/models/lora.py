@@ -47,7 +47,7 @@ def experts(model: Decoder) -> Iterator[tuple[str, ExpertLinear]]:
 
 def _in_layers(model: Decoder) -> Iterator[tuple[str, Any]]:
     """Yields (Hugging Face name, Linear or ExpertLinear) of every matrix in the layers of `model` that can have an
-    adapter, layer by layer."""
+    adapter, layer by layer, linears and experts mixed; `linears` and `experts` filter them."""
     for index, (layer, spec) in enumerate(zip(model.layers, model.config.layers, strict=True)):
         names = spec.hf_names
         for part, name, matrix in layer.matrices():
@@ -55,8 +55,8 @@ def _in_layers(model: Decoder) -> Iterator[tuple[str, Any]]:
 
 
 def matrices(model: Decoder) -> Iterator[tuple[str, Linear | ExpertLinear]]:
-    """Yields (Hugging Face name, Linear or ExpertLinear) of everything in `model` that can have an adapter and be
-    quantised: all that `linears` yields, then all expert matrices."""
+    """Yields (Hugging Face name, Linear or ExpertLinear) of everything in `model` that can have an adapter or be
+    quantised: all that `linears` yields, then all that `experts` yields."""
     yield from linears(model)
     yield from experts(model)
 
@@ -166,7 +166,8 @@ def select_parameters(names: Sequence[str], target_parameters: Sequence[str]) ->
 
 
 def freeze(model: Decoder) -> Decoder:
-    """A new model over the same arrays whose tensors are all `Frozen`, so that none of them is trained."""
+    """Makes a new model over the same arrays whose tensors are all `Frozen`, so that none of them is trained; adapters
+    are added to such a model. `model` is not changed."""
     model = copy_structure(model)
     for _, module in nnx.iter_modules(model):
         for name, value in list(vars(module).items()):
@@ -219,15 +220,16 @@ def get_peft_model(
     """Adds LoRA adapters to a model and freezes its weights. The arguments have the meaning of PEFT's LoraConfig.
 
     Args:
+      model: a model without adapters; it is not changed.
       r: rank of the adapters.
       lora_alpha: the adapters' output is multiplied by alpha / r, or alpha / sqrt(r) with use_rslora.
       target_modules: linears: "all-linear", every linear in the layers; a regular expression over whole names; or a
         list of names or last parts of names. It may be empty if target_parameters is given.
-      target_parameters: expert matrices, such as ["experts.gate_up_proj", "experts.down_proj"]; each expert
-        gets rank r. Without dropout or DoRA, as in PEFT.
+      target_parameters: expert matrices, such as ["experts.gate_up_proj", "experts.down_proj"]; each expert gets rank
+        r. Without dropout or DoRA, as in PEFT.
       lora_dropout: rate of dropout on the adapters' input; linears with the same input share one mask.
-      use_rslora: see lora_alpha (arXiv 2312.03732).
-      use_dora: weight-decomposed adapters (arXiv 2402.09353).
+      use_rslora: True: the scale is alpha / sqrt(r) (arXiv 2312.03732); False: alpha / r.
+      use_dora: True: weight-decomposed adapters, which also train the norms of the rows (arXiv 2402.09353).
       modules_to_save: "embed_tokens" and "lm_head" are trained whole in float32 if named; tied heads stay tied. A head
         that is not a language model's, such as "score", is always trained.
       rank_pattern, alpha_pattern: {regular expression over the end of a module's name: value} for modules that differ.
@@ -274,7 +276,7 @@ def get_peft_model(
 
 
 def without_adapter(model: Decoder) -> Decoder:
-    """The model without its adapter: what it was before get_peft_model or load_adapter.
+    """Returns the base of a model with an adapter: what it was before get_peft_model or load_adapter.
 
     Adapters of linears and experts are removed with DoRA's magnitudes, modules_to_save have their original weights, and
     a model that was prepared for QAT computes with weights that are not rounded. Quantised weights stay quantised.
@@ -283,7 +285,7 @@ def without_adapter(model: Decoder) -> Decoder:
       a new model, all frozen, that shares every array with `model`; it needs no memory, and training `model` does not
         change it.
     Raises:
-      ValueError: the model has no adapter; the original weights of a model that was trained whole are lost.
+      ValueError: the model has no adapter. If it was trained whole, its original weights are lost.
     """
     if not has_adapter(model):
         raise ValueError("without_adapter: this model has no adapter to leave out; load its base (from_pretrained)")

@@ -11,17 +11,19 @@ from jaxtune.models.config import DecoderConfig
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * weight, with statistics in fp32.
+    """RMS normalisation over the last axis: x / rms(x) * weight, with statistics in fp32; with an offset, x / rms(x) *
+    (offset + weight).
 
-    With an offset (Gemma), or where `float32` is set (OLMo 2, gpt-oss), the product with the weight is computed in fp32
-    and then cast; otherwise the cast comes first (Llama). Each family thus rounds as its reference implementation does.
+    If there is an offset (Gemma), or `float32` is set (OLMo 2, gpt-oss), the product with the weight is computed in
+    fp32 and then cast; otherwise the cast comes first (Llama). Each family thus rounds as its reference implementation
+    does.
 
     Args:
       size: of the last axis, which is normed.
       eps: added to the mean square.
       offset: added to the weight, which starts at 1 - offset.
       dtype: of the weight.
-      float32: whether the product with the weight is computed in fp32 although there is no offset.
+      float32: True: the product with the weight is computed in fp32 although there is no offset; False: only with one.
     """
 
     def __init__(self, size: int, eps: float, offset: float = 0.0, dtype=jnp.float32, float32: bool = False):
@@ -42,12 +44,12 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """(x - mean(x)) / sqrt(variance(x) + eps) * weight, without bias.
+    """Layer normalisation over the last axis, without bias: (x - mean(x)) / sqrt(variance(x) + eps) * weight.
 
     Everything is computed in fp32 before the cast, as in transformers' CohereLayerNorm.
 
     Args:
-      size: the numbers of a vector, over which it norms.
+      size: of the last axis, which is normed.
       eps: added to the variance.
       dtype: of the weight.
     """

@@ -159,8 +159,8 @@ def _rotated(interleaved, x, cos, sin):
 
 
 def _rotated_fwd(interleaved, x, cos, sin):
-    """The forward rule of `_rotated`, with its arguments: (the rotated x, the residuals (cos, sin)). interleaved is
-    static."""
+    """The forward rule of `_rotated`, with the same arguments, of which interleaved is static: (the rotated x, the
+    residuals (cos, sin))."""
     return _rotated(interleaved, x, cos, sin), (cos, sin)
 
 

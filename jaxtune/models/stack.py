@@ -262,7 +262,8 @@ def layer_backward(
 
 
 def _block_of(graph: nnx.GraphDef, frozen, trainable) -> Block:
-    """nnx.merge(graph, trainable, frozen); `trainable` is last, so that functools.partial can bind the others."""
+    """Builds the Block of a layer: nnx.merge(graph, trainable, frozen). Its argument `trainable` is last, so that
+    functools.partial can bind the others for differentiation by it."""
     return nnx.merge(graph, trainable, frozen)
 
 

@@ -43,29 +43,32 @@ def _finite(value: Real) -> bool:
 
 
 def positive(key: str, value: Any) -> None:
-    """Raises ValueError unless the value is a finite number above 0. key: what the error calls the value."""
+    """Raises ValueError unless the value is a finite number above 0. key: the name by which the error mentions the
+    value."""
     number(key, value, above=0)
 
 
 def not_negative(key: str, value: Any) -> None:
-    """Raises ValueError unless the value is a finite number of at least 0. key: what the error calls the value."""
+    """Raises ValueError unless the value is a finite number of at least 0. key: the name by which the error mentions
+    the value."""
     number(key, value, least=0)
 
 
 def boolean(key: str, value: Any) -> None:
-    """Raises ValueError unless the value is a bool. key: what the error calls the value."""
+    """Raises ValueError unless the value is True or False. key: the name by which the error mentions the value."""
     if not isinstance(value, bool):
         raise ValueError(f"{key} = {_shown(value)}: must be true or false")
 
 
 def text(key: str, value: Any) -> None:
-    """Raises ValueError unless the value is a string. key: what the error calls the value."""
+    """Raises ValueError unless the value is a string. key: the name by which the error mentions the value."""
     if not isinstance(value, str):
         raise ValueError(f"{key} = {_shown(value)}: must be a string")
 
 
 def mapping(key: str, value: Any) -> None:
-    """Raises ValueError unless the value is a mapping (an object in JSON). key: what the error calls the value."""
+    """Raises ValueError unless the value is a mapping (an object in JSON). key: the name by which the error mentions
+    it."""
     if not isinstance(value, Mapping):
         raise ValueError(f"{key} = {_shown(value)}: must be an object with keys of its own")
 

@@ -57,7 +57,8 @@ class Structure:
     config: DecoderConfig  # the model's config
 
     def model(self, leaves: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> Decoder:
-        """The model with these arrays, which are in the order of jax.tree.leaves(nnx.state(model))."""
+        """Builds the model from its arrays; the programs call it while they are traced. leaves: in the order of
+        jax.tree.leaves(nnx.state(model)); jax.ShapeDtypeStructs give a model without numbers."""
         return nnx.merge(self.graph, jax.tree.unflatten(self.treedef, leaves))
 
 

@@ -459,7 +459,7 @@ def _in_block(segment: Segment, part: str, place: _Place, names: Mapping[str, st
 
 
 def _renamed(residuals: tuple[Residual, ...], names: Mapping[str, str]) -> tuple[Residual, ...]:
-    """Residuals of a part under the block's names, which also replace the names in `decided_with`.
+    """Gives residuals of a part the block's names, also in their field `decided_with`; all else stays the same.
 
     names: {the part's name of a residual: the block's name of it}, for all residuals of the part."""
 

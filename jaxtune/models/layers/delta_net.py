@@ -234,7 +234,8 @@ class DeltaNet(nnx.Module):
         return self._split(short_convolution(qkv, self._taps(), layout), rates)
 
     def _taps(self) -> jax.Array:
-        """The weight of the convolution as short_convolution takes it, [channels, taps]."""
+        """The weight of the convolution without its middle axis of size 1: [channels, taps], the form for
+        short_convolution."""
         return self.conv1d.weight[...][:, 0]
 
     def _split(self, qkv: jax.Array, rates: jax.Array):
@@ -305,17 +306,17 @@ class DeltaNet(nnx.Module):
         return DELTA_NET_BYTES.of("triton", sizes.device).waiting * sizes[_OUT]
 
     def backward_bytes(self, sizes: Sizes) -> float:
-        """The bytes of device memory that its backward takes in addition to the residuals, for the planner.
+        """An estimate of the bytes that the delta net's backward needs in addition to the residuals; the planner adds
+        it to the layer's peak.
 
-        They are the sum of: queries, keys and values after the convolution, and their gradients, each of which exists
+        It is the sum of: queries, keys and values after the convolution, and their gradients, each of which exists
         twice at a time, as arrays [B, T, ...] and rearranged into chunks of tokens; two arrays of the output's size;
         values of the residual stream, a multiple of the layer's input; and the larger need of the two implementations.
         The reference implementation stores the first state of each group of chunks and, for one group at a time and in
         float32, the matrices between tokens, the states and intermediate results. The kernels store two matrices and
         two states for each chunk, and the errors and the gradients of the values.
 
-        sizes: the bytes of the layer's residuals by name, with the compute dtype and the tokens of a row.
-        """
+        sizes: the bytes of the layer's residuals by name, with the compute dtype and the tokens of a row."""
         shape = self.shape
         tokens = sizes[_OUT] / (shape.value_size * sizes.dtype.itemsize)
         group = min(tokens, GROUP_TOKENS)

@@ -1,4 +1,5 @@
-"""The gated MLP, a feed-forward: down(activation(gate(x)) * up(x))."""
+"""The gated MLP, a feed-forward: down(activation(gate(x)) * up(x)). `_down`, its second half, has a hand-written
+derivative that needs less memory than jax.vjp's."""
 
 from __future__ import annotations
 
@@ -128,18 +129,18 @@ class MLP(nnx.Module):
         return Scratch(2 * (gate + up) + fit.own * stream, around, covers_mixer=True)
 
     def _fitted(self, sizes: Sizes) -> MLPBytes:
-        """The fitted coefficients of this layer's scratch memory, for the planner.
+        """The fitted coefficients by which the planner estimates this layer's scratch memory, as multiples of the bytes
+        of the layer's input: an entry of MLP_BYTES (models/fitted.py).
 
-        They are an entry of MLP_BYTES (models/fitted.py), multiples of the bytes of the layer's input. They depend on
-        the device and on which implementation of the activation's gradient runs for these sizes: the kernel that works
-        in place, or the reference. sizes: the bytes of the layer's residuals by name, and the compute dtype, the tokens
-        of a row and the device.
-        """
+        They depend on the device and on which implementation of the activation's gradient runs for these sizes: the
+        kernel that works in place, or the reference (`_in_place`). sizes: the bytes of the layer's residuals by name,
+        and the compute dtype, the tokens of a row and the device."""
         return MLP_BYTES.of("mosaic" if self._in_place(sizes) else "reference", sizes.device)
 
     def _in_place(self, sizes: Sizes) -> bool:
-        """Whether the kernel of pallas/gated, which writes the gradients of gate and up over gate and up, runs for
-        these sizes. It does if it supports them and the device is a Hopper GPU; otherwise the reference runs."""
+        """Whether the kernel of pallas/gated computes the activation's gradient for these sizes, which writes the
+        gradients of gate and up over gate and up. True on a Hopper GPU, for shapes, dtypes and activations that the
+        kernel supports; otherwise the reference implementation runs, which needs more memory."""
         numbers = sizes.length * self.config.intermediate_size
         runs = mosaic.unsupported(sizes.dtype, numbers, self.config.activation) is None
         return runs and sizes.hopper and sizes["gate"] / sizes.dtype.itemsize < mosaic.MOST
@@ -163,8 +164,8 @@ def _down(activation: str, graph, trainable, frozen, gate, up, key):
 
 
 def _down_fwd(activation, graph, trainable, frozen, gate, up, key):
-    """The forward rule of `_down`, with its arguments, of which activation and graph are static: (its output, the
-    residuals (trainable, frozen, gate, up, key))."""
+    """The forward rule of `_down`, with the same arguments: (its output, the residuals (trainable, frozen, gate, up,
+    key))."""
     return _down(activation, graph, trainable, frozen, gate, up, key), (trainable, frozen, gate, up, key)
 
 

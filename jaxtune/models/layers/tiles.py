@@ -51,11 +51,12 @@ def in_tiles(module: nnx.Module, segments: tuple[Segment, ...], tile: int) -> tu
 
 
 def _joined(module: nnx.Module, chain: tuple[Segment, ...], tile: int) -> Segment:
-    """One segment that runs a chain of tokenwise segments tile by tile; its backward computes each tile again.
+    """Joins a chain of tokenwise segments to one segment that runs them tile by tile. Its backward computes each tile
+    again, because the values inside the chain are not kept.
 
     Args:
       module: the block of the segments, from whose matrices the duration of the new segment is computed.
-      chain: consecutive tokenwise segments, a group that `_chains` has found.
+      chain: consecutive tokenwise segments, as `_chains` finds them.
       tile: tokens of each row in a tile.
     """
     made = {name for segment in chain for name in segment.outputs}

@@ -36,10 +36,10 @@ from jaxtune.system import private_jax
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """An axis of the mesh. The rows of a batch are divided over all axes."""
+    """An axis of the mesh, a declaration in AXES. The rows of a batch are divided over all axes."""
 
     name: str
-    """its name, which is also the config key `mesh.NAME` (a field of MeshConfig, in the order of AXES)"""
+    """The name of the axis, which is also the config key `mesh.NAME` (a field of MeshConfig, in the order of AXES)."""
     divides: tuple[str, ...] = ()
     """Logical axes of tensors, such as "out", that are divided over it, with their gradients and optimizer states; of a
     tensor with several, the first is divided. One axis of the mesh divides tensors; along all others they are whole."""
@@ -215,8 +215,9 @@ def addressable(tree: Any) -> list[Any]:
 
 
 def on_host(array: Any) -> np.ndarray:
-    """The whole array as a numpy array, also if each process has only a part; all processes of the mesh must call it.
-    Unlike jax.device_get it does not cache the copy in the array, where it would occupy host memory."""
+    """Copies an array to the host as a numpy array, whole even if each process has only a part; all processes of
+    the mesh must call it. Unlike jax.device_get it does not cache the copy in the array, where it would occupy
+    host memory."""
     if not isinstance(array, jax.Array):
         return np.asarray(array)
     if not array.is_fully_addressable and not array.is_fully_replicated:
@@ -372,7 +373,7 @@ def _divided(tree: Any, count: int) -> Any:
 
 def _axes(variable: nnx.Variable, count: int) -> tuple[int | None, ...] | None:
     """For each array of a variable's value (a quantised one has codes and scales) the axis that is divided into `count`
-    parts, or None if the array stays whole. Returns None instead of the tuple if nothing is divided."""
+    parts, or None if the array stays whole. Returns None instead of the tuple if no array is divided."""
     names = variable.get_metadata().get("axes", ())
     axis = next((index for index, name in enumerate(names) if name in _TENSORS.divides), None)
     if axis is None:
@@ -458,9 +459,9 @@ def require_undivided(states: Any, what: str) -> None:
 
 
 def states_shardings(opt_state: Any, trainable: Any, mesh: Mesh) -> Any:
-    """The NamedShardings on a mesh of opt_state, an optimizer's states, which are placed as the `trainable` tensors
-    they belong to. A state with a tensor's shape is divided along the same axis, another one (blocks of 8-bit states,
-    factors) along its first. The update computes the same for every sharding."""
+    """The NamedShardings on a mesh of opt_state, an optimizer's states, which are placed like the `trainable` tensors
+    that they belong to. A state with a tensor's shape is divided along the same axis, another one (blocks of 8-bit
+    states, factors) along its first. The update computes the same for every sharding."""
     structure = jax.tree.structure(trainable)
     tensors = jax.tree.leaves(divide(trainable, mesh), is_leaf=_is_shard)
     everywhere = NamedSharding(mesh, WHOLE)
