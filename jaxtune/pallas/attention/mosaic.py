@@ -271,13 +271,14 @@ def _pipeline_barriers(blocks: Blocks, copies: int) -> list:
 
 
 def _ring_barriers(blocks: Blocks, copies: tuple[int, int], readers: tuple[int, int]) -> list:
-    """The barriers of `_pipeline_barriers` for two arrays that come in different ways: for each array, a barrier for
-    each slot that a block has arrived, and then for each array one for each slot that it is free again.
+    """Makes the barriers of the pipeline for two operands of which blocks are loaded into slots of shared memory, in
+    four arrays: for the first and for the second operand, one for each slot that a block has arrived; then for the
+    first and for the second, one for each slot that it is free again.
 
     Args:
-      blocks: has the number of slots of each array, `stages` and `value_stages`.
-      copies: how many copies a slot of the first, and of the second array needs.
-      readers: how many warpgroups read a slot of each.
+      blocks: has the number of slots of each operand, `stages` and `value_stages` (None: as `stages`).
+      copies: how many copies fill a slot of the first, and of the second operand.
+      readers: how many warpgroups read a slot of the first, and of the second.
     """
     slots = (blocks.stages, blocks.value_stages or blocks.stages)
     return [
@@ -385,8 +386,8 @@ def forward(query, key, value, layout, *, scale, window=None, soft_cap=None, sin
 def _halved_rings(blocks: Blocks, dtype, pieces_first: bool = True) -> list:
     """Makes the slots of shared memory for the two operands whose blocks a kernel for heads of 512 loads: [slots of the
     first, slots of the second], each [slots, blocks.step, columns]. A block of tokens is copied with some of its 512
-    columns at a time: in pieces of 128 columns if it is used once, for scores, and in halves of 256 if it is also
-    multiplied into the result.
+    columns at a time: in pieces of 128 columns if only scores (or the gradients of weights) are computed from it, and
+    in halves of 256 if it is multiplied into the result.
 
     Args:
       blocks: has the tokens of a block (`step`), and the number of slots of the first operand (`stages`) and of the
@@ -497,12 +498,16 @@ def _key_gradients(operands, upper, blocks: Blocks, layout, options):
 
 
 def _halved_key_gradients(operands, upper, blocks: Blocks, value_blocks: Blocks, layout, options):
-    """Computes (dk, dv) of heads of 512, each by a kernel of its own, because the two do not fit the registers at once.
+    """Computes (dk, dv) of heads of 512, in the shapes of key and value, each by a kernel of its own, because the two
+    do not fit the registers at once. All arrays are padded.
 
     Args:
-      operands, upper, layout, options: the arguments of `_key_gradients`, which describes them.
+      operands: (query, key, value, dout, stat, delta), as `_query_gradient` describes them.
+      upper: int32[B, T], the query after the last that sees each key, from `_prepare`.
       blocks: how the kernel of dk divides its work.
       value_blocks: how the kernel of dv divides its work.
+      layout: the documents of the call; only `full` is used.
+      options: {"scale": the factor on scores, "soft_cap": the cap or None}.
     """
     query, key, value, dout, stat, _ = operands
 
