@@ -54,12 +54,12 @@ def ir_shift_right(value, amount: int):
 
 
 def ir_item(value, index: int):
-    """Element `index` of a vector register (`value`), an MLIR scalar."""
+    """Reads element `index` of a vector register (`value`, an MLIR vector), as an MLIR scalar."""
     return vector.extract(value, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([index]))
 
 
 def ir_vector(values):
-    """A vector register of the MLIR scalars in `values`, all of one type."""
+    """Makes a vector register (an MLIR vector) of the MLIR scalars in `values`, which have one type."""
     result = llvm.mlir_undef(ir.VectorType.get((len(values),), values[0].type))
     for index, value in enumerate(values):
         result = vector.insert(value, result, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([index]))
@@ -73,7 +73,7 @@ def ir_words(value, count: int):
 
 
 def ir_thread():
-    """The number of the thread within its warpgroup, 0 to 127."""
+    """The number of the calling thread within its warpgroup, 0 to 127, as an MLIR int32."""
     return arith.remui(arith.index_castui(ir_i32(), gpu.thread_id(gpu.Dimension.x)), ir_const(128))
 
 
@@ -406,25 +406,27 @@ def ir_products(words, rights, pair, name: str):
 
 
 def small_product(acc, codes, x, chunk, pairs_smem, scales_smem, layouts, dtype):
-    """acc plus one chunk's part of weight @ x^T, on the tensor cores (mma.m16n8k16), by one warpgroup. The result is
-    still to be summed over warps and parts: `store_sums` does that.
+    """Adds to acc the product of 16 rows of a weight and x^T over the columns of one chunk, on the tensor cores
+    (mma.m16n8k16), by one warpgroup. It returns the new acc, whose sums `store_sums` adds up over warps and parts.
 
     Args:
-      acc: float32[64 p, n], the sums so far. p is the number of 64-byte parts of a row's codes that a warp takes in a
-        chunk: 2 reads whole memory lines, which is faster, but leaves 8 / p = 4 tokens in 8 columns; 1 is for more
-        tokens. mosaic._plan chooses it. The sum of warp w over part h for row (2 s + i) (8 / p) + a of the weight and
-        token e (8 / p) + t is at row (s, w, i, a, h) of the shape [p, 4, 2, 8 / p, p] and column (e, h, t) of [n / 8,
-        p, 8 / p]; entries whose two h differ are meaningless.
-      codes: uint8[16, 256 p] in registers: of each of 16 rows 512 p elements, 128 p of them for each warp.
-      x, chunk: from `x_fragments`, of width n with p parts; the number of the chunk in the row, int32[].
+      acc: float32[64 p, n] in registers, the sums so far. Of a row's codes in a chunk, each warp takes p parts of 64
+        bytes: 2 reads whole memory lines, which is faster, but leaves room for 8 / p = 4 tokens in 8 columns; 1 is for
+        more tokens. mosaic._plan chooses p, and n, 8 or 16. The sum of warp w over part h for row (2 s + i) (8 / p) + a
+        of the weight and token e (8 / p) + t is at row (s, w, i, a, h) of the shape [p, 4, 2, 8 / p, p] and column (e,
+        h, t) of [n / 8, p, 8 / p]; entries whose two h differ are meaningless.
+      codes: uint8[16, 256 p] in registers, the codes of the chunk: 512 p elements of each of 16 rows, 128 p for each
+        warp.
+      x: from `x_fragments`, with a width of n and p parts.
+      chunk: int32[], the number of the chunk within the row.
       pairs_smem: uint32[256, 32] in shared memory, from `fill_banks`: the two elements of each byte of codes.
-      scales_smem: float32[16, blocks of a row and a few] in shared memory, from `keep_scales`.
-      layouts: (that of acc and the result, that of codes).
+      scales_smem: float32[16, at least the blocks of a row] in shared memory, from `keep_scales`.
+      layouts: (the register layout of acc and the result, that of codes).
       dtype: of the elements, bfloat16 or float16.
 
-    A lane has 16 bytes of a row, and four neighbouring lanes, which the tensor cores treat as a row, a part. With two
-    parts, two sets of four lanes are two "rows" of the product, and each finds its part of x in half of the columns;
-    the other half of its results is meaningless. Within a part, lanes exchange bytes, so that each product is within
+    A lane has 16 bytes of a row; four neighbouring lanes, which the tensor cores treat as a row, have a part. With two
+    parts, two sets of four lanes are two "rows" of the product, and each finds its part of x in four of the columns;
+    its results in the other four are meaningless. Within a part, lanes exchange bytes, so that each product is within
     one block, whose sum is then scaled. The order of a product's k does not matter, as long as x has the same order.
     """
     acc_layout, codes_layout = layouts

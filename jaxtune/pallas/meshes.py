@@ -54,8 +54,8 @@ def on_any_mesh[**Parameters, Result](function: Callable[Parameters, Result]) ->
 
 
 def _mesh(arrays: list[Any]) -> AbstractMesh | None:
-    """The mesh that divides an operation's arguments: the current mesh, or else that of the first of `arrays` that has
-    one. None if there is none with several devices."""
+    """The mesh over which an operation's arrays are divided: the mesh in force, or else that of the first of `arrays`
+    that has one. None if neither has several devices."""
     meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(array).sharding.mesh for array in arrays)]
     return next((mesh for mesh in meshes if not mesh.empty and mesh.size > 1), None)
 

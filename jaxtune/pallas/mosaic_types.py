@@ -17,7 +17,7 @@ def inline_mgpu(*, arg_types=(), return_type=None) -> Callable[[Callable], Calla
 
 
 def tiled(dtype, row_bytes: int = 128) -> tuple:
-    """The transforms, for plgpu.SMEM, of an array of `dtype` in shared memory that tensor cores read: tiles of 8 rows
-    of `row_bytes` (32, 64 or 128), swizzled over the banks."""
+    """The transforms argument of plgpu.SMEM for an array of `dtype` that tensor cores read from shared memory: tiles of
+    8 rows of row_bytes bytes (32, 64 or 128), swizzled over the memory banks."""
     tiling = plgpu.TilingTransform((8, row_bytes // jnp.dtype(dtype).itemsize))  # type: ignore[abstract]
     return tiling, plgpu.SwizzleTransform(row_bytes)  # type: ignore[abstract]

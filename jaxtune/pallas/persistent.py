@@ -11,8 +11,8 @@ from jaxtune.pallas import dispatch, gpu_kernel
 
 
 def cores() -> int:
-    """The number of programs of a persistent kernel, one for each multiprocessor of the GPU that is compiled for. It is
-    3 in the interpreter, so that in tests programs have different numbers of tiles."""
+    """The number of multiprocessors of the GPU that is compiled for, and so the number of programs of a persistent
+    kernel. It is 3 in Pallas' interpreter, so that in tests programs have different numbers of tiles."""
     return 3 if gpu_kernel.interpreter() is not None else dispatch.multiprocessors()
 
 

@@ -240,9 +240,9 @@ def _say_once(text: str) -> None:
 
 
 def _store(path: Path, kind: str, key: str, entry: dict[str, Any]) -> None:
-    """Adds an entry to the file `path` of a kind of GPU, or replaces the one with this key. Entries that were measured
-    with another jaxlib are dropped, because its compiler may be faster with other blocks. Raises OSError if the file
-    cannot be written."""
+    """Adds an entry with this key, or replaces it, in the file `path` of measurements for a kind of GPU. Entries that
+    were measured with another jaxlib are dropped, because its compiler may be faster with other block sizes. Raises
+    OSError if the file cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     entries = {**_own(path), key: entry}
     record = {"device": kind, "jaxlib": metadata.version("jaxlib"), "entries": entries}
@@ -251,8 +251,9 @@ def _store(path: Path, kind: str, key: str, entry: dict[str, Any]) -> None:
 
 
 def _milliseconds(run: Callable[[], Any], rounds: int = 5, runs: int = 4) -> float:
-    """The time of `run`, which launches a program once and returns its arrays, in milliseconds: the fastest of `rounds`
-    means over `runs` launches that are queued back to back."""
+    """Times `run`, a function that launches a compiled program once and returns its arrays, in milliseconds. It
+    launches the program `runs` times back to back and takes the mean, does this `rounds` times, and returns the
+    smallest mean."""
     for _ in range(2):
         jax.block_until_ready(run())
     best = math.inf

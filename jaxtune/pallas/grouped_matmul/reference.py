@@ -24,8 +24,9 @@ def _precision(dtype):
 
 
 def rows_of(array: jax.Array, tokens: jax.Array | None) -> jax.Array:
-    """Gathers rows: array [T, n] at tokens int32[rows], with zeros where a token is T (an empty row); the array itself
-    if tokens is None, because its rows are sorted already."""
+    """Gathers the rows that a grouped product multiplies: array [T, n] at tokens int32[rows] -> [rows, n]. A token of T
+    stands for an empty row, which is padding and becomes zeros. If tokens is None, the array's rows are sorted by
+    expert already, and it is returned unchanged."""
     return array if tokens is None else array.at[tokens].get(mode="fill", fill_value=0)
 
 
@@ -37,8 +38,9 @@ def tiled(rows: jax.Array, groups: Groups) -> jax.Array:
 
 
 def per_tile(values: jax.Array, groups: Groups) -> jax.Array:
-    """values [E, ...] -> [tiles, ...]: for each tile of rows of `groups` the value of its expert. Empty tiles, which
-    have no expert, get the last expert's; their rows are zero."""
+    """Copies a value of each expert, such as its weight, to each of its tiles: values [E, ...] -> [tiles, ...].
+    `groups` says which expert each tile of rows belongs to. Empty tiles, which have no expert, get the last expert's
+    value; their rows are zero."""
     return values.at[groups.tile_expert].get(mode="clip")
 
 
@@ -81,8 +83,9 @@ def product(x: jax.Array, weight: jax.Array, groups: Groups, contract: int, extr
       weight: [E, n, K] if contract is 2, or [E, K, n] if contract is 1, in x's dtype.
       groups: which expert each tile of rows belongs to.
       contract: the axis of `weight` that is summed over, K's: 1 or 2.
-      extra: None, or an adapter's two operands, whose product is added to the result: u [rows, r], which is x A^T
-        already, and B as [E, n, r] (contract = 2) or [E, r, n] (contract = 1).
+      extra: None, or two operands of an adapter, whose product is added to the result: u [rows, r], and for each expert
+        [E, n, r] (contract = 2) or [E, r, n] (contract = 1). In the forward they are x A^T and B, for the gradient of x
+        they are dy B and A.
     """
 
     def one(tile):

@@ -70,8 +70,9 @@ def product(x, weight, groups: Groups, contract: int, extra=None, *, cut: Tile |
       weight: [E, n, K] if contract is 2, or [E, K, n] if contract is 1, in x's dtype.
       groups: which expert each tile of rows belongs to.
       contract: the axis of `weight` that is summed over, K's: 1 or 2.
-      extra: None, or an adapter's two operands, whose product is added to the result: u [rows, r], which is x A^T
-        already, and B as [E, n, r] (contract = 2) or [E, r, n] (contract = 1).
+      extra: None, or two operands of an adapter, whose product is added to the result: u [rows, r], and for each expert
+        [E, n, r] (contract = 2) or [E, r, n] (contract = 1). In the forward they are x A^T and B, for the gradient of x
+        they are dy B and A.
       cut: the sizes of tiles; None: those of `tile()` for this GPU.
     """
     from jaxtune.pallas.grouped_matmul import triton_kernels

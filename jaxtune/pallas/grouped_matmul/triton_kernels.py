@@ -1,4 +1,5 @@
-"""The body of the Triton kernel of the grouped product; triton.py describes and calls it."""
+"""The body of the Triton kernel of the grouped product (rows sorted by expert, each times the weight of its expert).
+triton.py describes and calls it, and imports this module only where the kernel is used, because it imports triton."""
 
 import triton
 import triton.language as tl

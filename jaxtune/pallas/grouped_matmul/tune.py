@@ -1,4 +1,5 @@
-"""Measures the blocks of the grouped product on this machine's GPU: `jaxtune tune grouped_matmul`."""
+"""Measures which block sizes of the grouped product (rows times the weights of their experts) are fastest on this
+machine's GPU, for the command `jaxtune tune grouped_matmul`."""
 
 from __future__ import annotations
 

@@ -18,9 +18,9 @@ CHUNK_LOGITS = 1 << 27  # the number of logits that exist at a time by default
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _loss(hidden, head, targets, weights, static):
-    """The sum of weights * losses over all tokens, float32[], with a custom derivative whose forward rule computes the
-    gradients, because the logits exist only there. hidden, head, targets and weights are those of
-    linear_cross_entropy; static holds its options as `_checked` returns them."""
+    """The sum of weights * losses over all tokens, float32[]: hidden [B, T, D], head [V, D], targets int32[B, T],
+    weights float32[B, T]. It has a custom derivative whose forward rule computes the gradients, because the logits
+    exist only there. static: the options of the loss, a hashable tuple of pairs (keyword, value) from `_checked`."""
     # One sum over all tokens, so that it does not depend on the chunks.
     return (weights * reference.forward(hidden, head, targets, weights, **dict(static), gradients=False).losses).sum()
 
@@ -47,8 +47,9 @@ _loss.defvjp(_loss_fwd, _loss_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _token_losses(hidden, head, targets, weights, static):
-    """The weighted loss of each token, float32[B, T], with a custom derivative. hidden, head, targets and weights are
-    those of linear_token_losses; static holds its options as `_checked` returns them."""
+    """The weighted loss of each token, float32[B, T], with a custom derivative: hidden [B, T, D], head [V, D], targets
+    int32[B, T], weights float32[B, T]. static: the options of the loss, a hashable tuple of pairs (keyword, value) from
+    `_checked`."""
     return weights * reference.forward(hidden, head, targets, weights, **dict(static), gradients=False).losses
 
 
@@ -90,9 +91,9 @@ _token_losses.defvjp(_token_losses_fwd, _token_losses_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _log_probs(hidden, head, targets, static):
-    """(log-probabilities of the targets, entropies in nats), float32[B, T] each, with a custom derivative of the
-    first; a gradient of the entropies is ignored. hidden, head and targets are those of linear_log_probs; static: its
-    options as `_checked` returns them."""
+    """(log-probabilities of the targets, entropies in nats), float32[B, T] each, with a custom derivative of the first;
+    a gradient of the entropies is ignored. hidden: [B, T, D]; head: [V, D]; targets: int32[B, T]. static: the options
+    of linear_log_probs, a hashable tuple of pairs (keyword, value) from `_checked`."""
     ones = jnp.ones(targets.shape, jnp.float32)
     results = reference.forward(hidden, head, targets, ones, **dict(static), gradients=False, entropies=True)
     return -results.losses, results.entropies
@@ -136,9 +137,10 @@ _log_probs.defvjp(_log_probs_fwd, _log_probs_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _log_probs_and_entropies(hidden, head, targets, static):
-    """(log-probabilities of the targets, entropies in nats), float32[B, T] each, with a custom derivative of both;
-    `_log_probs`, which costs less, has one of the log-probabilities only. The residuals are hidden, head and targets.
-    hidden, head and targets are those of linear_log_probs; static holds its options as `_checked` returns them."""
+    """(log-probabilities of the targets, entropies in nats), float32[B, T] each, with a custom derivative of both; that
+    of `_log_probs`, which costs less, ignores the entropies. The residuals are hidden, head and targets. hidden: [B, T,
+    D]; head: [V, D]; targets: int32[B, T]. static: the options of linear_log_probs, a hashable tuple of pairs (keyword,
+    value) from `_checked`."""
     return _log_probs(hidden, head, targets, static)
 
 
@@ -173,21 +175,25 @@ def linear_cross_entropy(
     head_gradient: bool = True,
     chunk_tokens: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Sum of weighted token losses; [B, T, V] logits never exist, gradients are computed chunk by chunk in the forward.
+    """The sum of the weighted losses of all tokens, cross-entropy of the next token, from hidden states and the
+    vocabulary head. Logits [B, T, V] are never stored: a loop goes over chunks of tokens, and computes the gradients in
+    the forward too.
 
     logits = hidden head^T * logit_scale, then soft_cap * tanh(logits / soft_cap); all softmax arithmetic is fp32. The
-    loss of a token is lse - (1 - e) logits[target] - e mean(logits) + z_loss lse^2, with lse = logsumexp(logits) and
-    e = label_smoothing as in torch's cross_entropy; the last term is the z-loss of PaLM (arXiv 2204.02311).
+    loss of a token is lse - (1 - e) logits[target] - e mean(logits) + z_loss lse^2, with lse = logsumexp(logits) and e
+    = label_smoothing as in torch's cross_entropy; the last term is the z-loss of PaLM (arXiv 2204.02311).
 
     Args:
-      hidden: [B, T, D] bfloat16, float16 or float32; head: [V, D], of these, cast to hidden's dtype for the product.
-      targets: int[B, T] in [0, V); weights: float32[B, T] (or 16 bits), 0 where a target does not count, whose hidden
-        state must be finite and whose target one of the vocabulary all the same.
+      hidden: [B, T, D] bfloat16, float16 or float32, finite everywhere.
+      head: [V, D] of these dtypes, cast to hidden's for the product.
+      targets: int[B, T] in [0, V), the next token of each token, also where the weight is 0.
+      weights: float32[B, T] (or 16 bits), the factors of the losses; 0 where a target does not count.
+      soft_cap, logit_scale, label_smoothing, z_loss: as in the formulas; a soft_cap of None leaves the tanh out.
       head_gradient: False for a frozen head: its gradient is neither computed nor kept (it comes back as zero).
-      chunk_tokens: tokens whose logits exist at a time; by default they and their gradient take about 0.8 GB. The loss
-        does not depend on it, nor does hidden's gradient; the head's only in the order of fp32 sums.
+      chunk_tokens: the number of tokens whose logits exist at a time; by default they and their gradient take about 0.8
+        GB. The loss does not depend on it, nor does hidden's gradient; the head's only in the order of fp32 sums.
     Returns:
-      (loss_sum, count): float32 scalars, sum of weights * loss and sum of weights.
+      (loss_sum, count): float32 scalars, the sum of weights * loss and the sum of weights.
     Raises:
       TypeError, ValueError: an argument is not as described here.
     """
@@ -211,8 +217,8 @@ def linear_token_losses(
     head_gradient: bool = True,
     chunk_tokens: int | None = None,
 ) -> jax.Array:
-    """float32[B, T]: the weighted loss of each token, for objectives that are not their sum; [B, T, V] logits never
-    exist.
+    """The weighted loss of each token, float32[B, T], for objectives that are not the sum of the tokens' losses. Logits
+    [B, T, V] are never stored.
 
     -linear_token_losses(...) with weights of 1 gives the log-probabilities of the targets. The sum over all tokens is
     the loss of linear_cross_entropy, which explains the options soft_cap, logit_scale, label_smoothing, z_loss,
@@ -220,9 +226,10 @@ def linear_token_losses(
     head the backward computes the logits once more.
 
     Args:
-      hidden: [B, T, D] bfloat16, float16 or float32; head: [V, D], of these, cast to hidden's dtype for the product.
-      targets: int[B, T] in [0, V); weights: float32[B, T] (or 16 bits), the factors of the losses.
-
+      hidden: [B, T, D] bfloat16, float16 or float32, finite everywhere.
+      head: [V, D] of these dtypes, cast to hidden's for the product.
+      targets: int[B, T] in [0, V), the next token of each token, also where the weight is 0.
+      weights: float32[B, T] (or 16 bits), the factors of the losses.
     Raises:
       TypeError, ValueError: an argument is not as described here.
     """
@@ -244,21 +251,23 @@ def linear_log_probs(
     head_gradient: bool = True,
     chunk_tokens: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probabilities of targets, and entropies, under softmax(logits / temperature); [B, T, V] logits never exist.
+    """The log-probability of each target, and the entropy of each distribution, under softmax(logits / temperature).
+    Logits [B, T, V] are never stored.
 
-    The logits are those of linear_cross_entropy, with soft cap and scale. A sampler without filters draws from this
-    distribution at that temperature, so policy gradients need its log-probabilities.
+    The logits are those of linear_cross_entropy, with soft cap and scale. A sampler that draws at this temperature,
+    without filters such as top-p, draws from this distribution, so policy gradients need its log-probabilities.
 
     Args:
-      hidden: [B, T, D] bfloat16, float16 or float32, finite everywhere. head: [V, D], of these dtypes.
+      hidden: [B, T, D] bfloat16, float16 or float32, finite everywhere.
+      head: [V, D] of these dtypes, cast to hidden's for the product.
       targets: int[B, T] in [0, V), at padding too.
       temperature: above 0.
-      entropy_gradient: whether the entropies are differentiable. Without it their gradient is zero, and a frozen head's
-        logits are computed once; with it the backward computes the logits once more.
+      entropy_gradient: True: the entropies are differentiable, and the backward computes the logits once more. False:
+        their gradient is zero, and with a frozen head logits are computed only once.
       soft_cap: limits the logits, after they are scaled, to soft_cap * tanh(logits / soft_cap); None: no limit.
       logit_scale: multiplies the logits.
       head_gradient: False for a frozen head: its gradient is neither computed nor kept (it comes back as zero).
-      chunk_tokens: tokens whose logits exist at a time; None: as many as have 2^27 logits.
+      chunk_tokens: the number of tokens whose logits exist at a time; None: as many as have 2^27 logits.
     Returns:
       (log_probs, entropies): float32[B, T] each, in nats.
     Raises:
@@ -285,16 +294,17 @@ def _checked(
     chunk_tokens,
     temperature=1.0,
 ):
-    """Checks the arguments of a call of linear_cross_entropy, linear_token_losses or linear_log_probs, whose name is
-    `name`, and returns the options for reference.forward as a tuple of pairs (keyword, value): soft_cap, logit_scale,
-    temperature, label_smoothing, z_loss, head_gradient and chunk_length.
+    """Checks the arguments of linear_cross_entropy, linear_token_losses or linear_log_probs, and returns the options as
+    a tuple of pairs (keyword, value): soft_cap, logit_scale, temperature, label_smoothing, z_loss, head_gradient and
+    chunk_length. It is hashable, as a static argument of a custom derivative must be; as a dictionary it is the keyword
+    arguments of reference.forward.
 
-    The tuple is hashable, as a static argument of a custom derivative must be. In place of chunk_tokens it has
-    chunk_length, the number of tokens of each row whose logits exist at a time. hidden, head and targets are only
-    checked; weights is None for linear_log_probs.
+    In place of chunk_tokens it has chunk_length, the number of tokens of each row whose logits exist at a time. name:
+    of the public function, for messages. The arrays are only checked; weights is None for linear_log_probs, which has
+    none.
 
     Raises:
-      TypeError, ValueError: an argument is not as described there.
+      TypeError, ValueError: an argument is not as the public function describes it.
     """
     check = Arguments(name)
     check.array("hidden", hidden, "B T D", FLOATS)
@@ -323,9 +333,9 @@ def _checked(
 
 
 def chunk_length(rows: int, length: int, chunk_tokens: int) -> int:
-    """How many consecutive tokens of each row are in a chunk, whose logits exist at a time. There are `rows` rows of
-    `length` tokens, and a chunk has that many of every row, at most chunk_tokens in all (but at least one of each row).
-    Of the lengths that need equally few chunks it is the smallest, because the last chunk is padded to it."""
+    """Chooses how many neighbouring tokens of each row are in a chunk, whose logits exist at a time. All `rows` rows,
+    of `length` tokens each, have the same number of tokens in a chunk, at least one, and chunk_tokens in all at most.
+    Of the lengths that need equally few chunks, it returns the smallest, because the last chunk is padded to it."""
     most = max(1, min(length, chunk_tokens // max(1, rows)))
     return -(-length // max(1, -(-length // most)))
 

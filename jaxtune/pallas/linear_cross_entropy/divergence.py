@@ -93,10 +93,14 @@ def _chunk(
 
 
 def _forward(hidden, head, teacher_hidden, teacher_head, weights, *, gradients, chunk_length, **options) -> Results:
-    """The results of all tokens, chunk by chunk: Results with divergences, entropies and, if `gradients`, the
-    gradients of their weighted sum by hidden and head. hidden, head, teacher_hidden, teacher_head and weights are
-    those of linear_divergence; chunk_length is the number of tokens of each row in a chunk; `options` are the other
-    keyword arguments of `_chunk`."""
+    """Computes the divergences of all tokens, chunk by chunk, as `Results`: with the entropies of the student's
+    distributions and, if `gradients` is True, the gradients of the weighted sum of divergences with respect to hidden
+    and head (else None).
+
+    hidden [B, T, D] and head [V, D] are the student's, teacher_hidden [B, T, E] and teacher_head [V, E] the teacher's;
+    weights: float32[B, T]. chunk_length: the number of tokens of each row in a chunk. options: the keyword arguments
+    own, others, size, beta, temperature and head_gradient of `_chunk`.
+    """
     size = len(head)
     heads = filled_up(head.astype(hidden.dtype)), filled_up(teacher_head.astype(teacher_hidden.dtype))
     compute = functools.partial(_chunk, heads=heads, gradients=gradients, **options)
@@ -107,10 +111,10 @@ def _forward(hidden, head, teacher_hidden, teacher_head, weights, *, gradients, 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _divergence(hidden, head, teacher_hidden, teacher_head, weights, static):
-    """(sum of weights * divergences, divergences, entropies), with a custom derivative of the first by hidden, head
-    and weights, whose forward rule computes the gradients, because the logits exist only there. The arrays are those
-    of linear_divergence; teacher_hidden and teacher_head get no gradient. static: the options of `_forward` as a tuple
-    of pairs."""
+    """(sum of weights * divergences float32[], divergences float32[B, T], entropies of the student float32[B, T]). The
+    first has a custom derivative with respect to hidden, head and weights, whose forward rule computes the gradients,
+    because the logits exist only there. The arrays are those of linear_divergence; teacher_hidden and teacher_head get
+    no gradient. static: the options of `_forward` as a hashable tuple of pairs (keyword, value)."""
     results = _forward(hidden, head, teacher_hidden, teacher_head, weights, gradients=False, **dict(static))
     return (weights * results.losses).sum(), results.losses, results.entropies
 
@@ -154,24 +158,27 @@ def linear_divergence(
     head_gradient: bool = True,
     chunk_tokens: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Sum of weighted divergences between a student's and a teacher's next-token distributions; [B, T, V] logits exist
-    of neither model, and gradients are the student's alone, computed chunk by chunk in the forward.
+    """The sum of weighted divergences between a student's and a teacher's next-token distributions, for distillation.
+    Logits [B, T, V] are stored of neither model. Only the student gets gradients; they are computed chunk by chunk in
+    the forward.
 
     Each model's logits are hidden head^T * logit_scale, limited to soft_cap * tanh(logits / soft_cap) and divided by
-    the temperature; all softmax arithmetic is fp32. The divergence is that of the module, in nats; it is not multiplied
-    by the squared temperature.
+    the temperature; all softmax arithmetic is fp32. The divergence, in nats, is KL(teacher || student) for a beta of 0,
+    KL(student || teacher) for 1, and between them beta KL(teacher || m) + (1 - beta) KL(student || m) with m = beta
+    teacher + (1 - beta) student. It is not multiplied by the squared temperature.
 
     Args:
-      hidden: [B, T, D] bfloat16, float16 or float32. head: [V, D] of these, cast to hidden's dtype for the product.
+      hidden: [B, T, D] bfloat16, float16 or float32, the student's, finite everywhere.
+      head: [V, D] of these dtypes, cast to hidden's for the product.
       teacher_hidden: [B, T, E]; teacher_head: [V, E], with the same V. Both get no gradient.
-      weights: float32[B, T] (or 16 bits), 0 where a token does not count, whose hidden states must be finite all the
-        same.
+      weights: float32[B, T] (or 16 bits), the factors of the divergences; 0 where a token does not count.
       beta: from 0 (forward KL) to 1 (reverse KL).
       temperature: above 0.
       soft_cap, logit_scale: of the student's logits; a soft_cap of None limits nothing.
       teacher_soft_cap, teacher_logit_scale: of the teacher's.
       head_gradient: False for a frozen head of the student, whose gradient is then neither computed nor kept.
-      chunk_tokens: tokens whose logits exist at a time, those of both models; None: as many as have 2^26 logits.
+      chunk_tokens: the number of tokens whose logits, those of both models, exist at a time; None: as many as have 2^26
+        logits.
     Returns:
       (sum of weights * divergence, float32[]; divergences, float32[B, T], without weights; the entropies of the
         student's distributions, float32[B, T]). Only the first is differentiable.

@@ -22,9 +22,9 @@ def fills_up(vocab_size: int, dtype: jnp.dtype) -> bool:
 
 
 def filled_up(head: jax.Array) -> jax.Array:
-    """The head [V, D] with rows of zeros appended, so that the number of its rows is a multiple of 8, if its dtype has
-    16 bits and V is not such a multiple yet (`fills_up`); any other head is returned unchanged. Otherwise XLA, which
-    pads every 16-bit product so, would copy the head for every chunk of tokens."""
+    """Pads the head [V, D] with rows of zeros, so that their number is a multiple of 8, if its dtype has 16 bits and V
+    is not such a multiple; any other head is returned unchanged. XLA pads every 16-bit product to such a multiple, and
+    would otherwise copy the head for every chunk of tokens."""
     return jnp.pad(head, ((0, -len(head) % _MULTIPLE), (0, 0))) if fills_up(len(head), head.dtype) else head
 
 

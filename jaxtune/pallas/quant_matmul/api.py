@@ -1,5 +1,6 @@
-"""The product of activations with a linear's weight, quantised or not, and its adapter (quant_matmul), the decoding of
-a weight (decoded), and the choice of the implementation of each."""
+"""Products of activations with weights of linears, quantised or not, and their adapters: quant_matmul, the function
+that models call; decoded, which decodes a weight for another product; in_e4m3, which rounds activations to FP8;
+LoraWeights, an adapter; and the choice of the implementation."""
 
 from __future__ import annotations
 

@@ -1,15 +1,16 @@
-"""The product of e4m3 codes as a Pallas Mosaic GPU kernel for Hopper (wgmma, TMA, warp specialisation).
+"""The product of two arrays of e4m3 codes, x [M, K] and a weight [N, K], as a Pallas Mosaic GPU kernel for Hopper
+(wgmma, TMA, warp specialisation).
 
-The kernel is persistent, as in pallas/grouped_matmul: a program for each multiprocessor takes every n-th tile of the
-output. One warpgroup loads 128 (or 64) codes along K of both sides, as many steps ahead as fit, and continues with the
-next tile while the two others, each with 64 of the 128 rows, store the last one. If rows are sorted by expert
-(grouped_matmul), a tile's other side is its expert's; empty tiles take no step, and an empty half of a tile is not
-multiplied.
+The kernel is persistent: with n programs, one for each multiprocessor, program p computes tiles p, p + n, ... of the
+output. One warpgroup loads 128 (or 64) codes along K of both operands, as many steps ahead as fit, and continues with
+the next tile while the two others, each with 64 of the 128 rows, store the last one. If rows are sorted by expert
+(grouped_matmul), each tile is multiplied by the weight of its expert; tiles without rows take no step, and if the
+second 64 rows of a tile are empty they are not multiplied.
 
-Scales of rows are outside of the sum: the tensor cores sum over all of K, and the result is scaled once, in registers.
-Scales of 128 numbers along K (and of 128 of the weight's rows) are inside: the tensor cores sum over 128, and a
-warpgroup scales and adds the results in float32, 128 columns at a time, while the other one multiplies. Its scales are
-read a step ahead. An adapter's product is the first step, with its own two operands in 16 bits.
+If each row of x and of the weight has one scale, the tensor cores sum over all of K, and the result is scaled once, in
+registers. If each 128 numbers along K (and 128 of the weight's rows) have a scale, the tensor cores sum over 128, and a
+warpgroup scales and adds these sums in float32, 128 columns at a time, while the other warpgroup multiplies. Scales are
+read a step ahead. An adapter's product has two operands in 16 bits, and is one more step.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ kind = in_blocks  # see as_stored.py
 
 
 def rounded(rows: jax.Array, blocks: bool = False) -> tuple[jax.Array, jax.Array]:
-    """Rounds rows [n, k] to e4m3: (codes e4m3[n, k], scales float32), where code times scale is the number again. If
+    """Rounds rows [n, k] to e4m3: (codes e4m3[n, k], scales float32), where code times scale is the rounded number. If
     `blocks` is False, each row has a scale, [n, 1], from its largest magnitude; if True, each 128 numbers of a row have
     one, [n, ceil(k / 128)]. Where numbers are not finite, the scale is not finite either."""
     wide = rows.astype(jnp.float32)
@@ -149,8 +149,8 @@ def backward(
 
 
 def _whole_blocks(array: jax.Array, axis: int) -> jax.Array:
-    """The array with zeros appended along `axis` up to a multiple of 128, so that where several weights are
-    concatenated, each block of 128 numbers belongs to one of them."""
+    """Pads the array with zeros along `axis` to a multiple of 128. Where several weights are concatenated, each block
+    of 128 numbers then belongs to only one of them."""
     short = -array.shape[axis] % BLOCK
     return jnp.pad(array, [(0, short if a == axis else 0) for a in range(array.ndim)]) if short else array
 

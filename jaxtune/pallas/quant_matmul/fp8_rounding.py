@@ -129,15 +129,18 @@ def rounded(
     experts: jax.Array | None = None,
     tokens: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Rounds rows to e4m3: (codes e4m3[rows, all widths], scales float32[rows]), where a row is the arrays' rows side
-    by side, multiplied by factors. Call it only if `refusal` returns None.
+    """Rounds rows to e4m3 by the kernel: (codes e4m3[rows, sum of widths], scales float32[rows]). A row consists of the
+    rows of several arrays side by side, and may be multiplied by factors before it is rounded. Call it only if
+    `refusal` returns None.
 
     Args:
-      arrays: 16-bit [rows, width] each, or [T, width] with `tokens`.
-      factors: float32[all widths], or with `experts` [E, all widths]; None: rows are not multiplied.
-      experts: int32[rows / 128], the expert of each 128 rows, whose factors they get; None: all rows have the same.
-      tokens: int32[rows], the row of the arrays that each row is gathered from; T stands for a row of zeros. None: rows
-        are not gathered.
+      arrays: 16-bit [rows, width] each, or [T, width] if `tokens` are given.
+      factors: float32[sum of widths], the factor of each column, or with `experts` [E, sum of widths]; None: no
+        factors.
+      experts: int32[rows / 128], the expert of each 128 rows, whose factors they get; None: all rows have the same
+        factors.
+      tokens: int32[rows], for each row of the result the row of the arrays that it is gathered from; T stands for a row
+        of zeros. None: rows are not gathered.
     """
     widths = tuple(array.shape[1] for array in arrays)
     rows = arrays[0].shape[0] if tokens is None else tokens.shape[0]

@@ -1,4 +1,5 @@
-"""The body of the Triton kernel of products of codes; fp8_triton.py describes and calls it."""
+"""The body of the Triton kernel that multiplies e4m3 codes. fp8_triton.py describes and calls it, and imports this
+module only where the kernel is used, because it imports triton."""
 
 import triton
 import triton.language as tl
@@ -9,15 +10,15 @@ def product_kernel(x, w, x_scale, w_scale, u, side, tile_expert, tile_sizes, out
                    TOKENS: tl.constexpr, INNER: tl.constexpr, OUTER: tl.constexpr, RANK: tl.constexpr,
                    GROUPED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
                    STEP: tl.constexpr, BAND: tl.constexpr):  # fmt: skip
-    """One tile of out [TOKENS, OUTER] = scaled(x [TOKENS, INNER] w[e] [OUTER, INNER]^T) + u [TOKENS, RANK] side[e]
-    [OUTER, RANK]^T, where x and w are e4m3 codes. RANK is 0 without an adapter; u and side are then not read. A tile
-    has ROWS rows and COLUMNS columns, and sums over STEP codes at a time.
+    """Computes one tile of out [TOKENS, OUTER] = scaled(x [TOKENS, INNER] w[e] [OUTER, INNER]^T) + u [TOKENS, RANK]
+    side[e] [OUTER, RANK]^T, where x and w are e4m3 codes. RANK is 0 without an adapter; u and side are then not read. A
+    tile has ROWS rows and COLUMNS columns, and sums over STEP codes at a time.
 
-    BLOCK is the number of codes along INNER that share a scale, which is a step, or 0 for scales by rows: x_scale is
-    float32[TOKENS] and w_scale [OUTER], or with BLOCK [INNER / BLOCK, TOKENS] and [OUTER / BLOCK, INNER / BLOCK]. If
-    GROUPED, w, side and w_scale have a leading axis of experts, e is the expert of the tile's rows, tile_expert[tile],
-    and a tile for which tile_sizes[tile] is 0 is empty; otherwise e is 0. BAND is the number of tiles of rows in a
-    band. Grid: (row tiles times column tiles,).
+    BLOCK is the number of codes along INNER that share a scale, which is that of a step; 0 means one scale for each
+    row. x_scale is float32[TOKENS] and w_scale [OUTER], or with BLOCK [INNER / BLOCK, TOKENS] and [OUTER / BLOCK, INNER
+    / BLOCK]. If GROUPED is 1, rows are sorted by expert: w, side and w_scale have a leading axis of experts, e is the
+    expert of the tile's rows, tile_expert[tile], and a tile for which tile_sizes[tile] is 0 has no rows. If it is 0, e
+    is 0. Programs are numbered in bands of BAND tiles of rows. The grid has a program for each tile.
     """
     ROW_TILES: tl.constexpr = (TOKENS + ROWS - 1) // ROWS
     COLUMN_TILES: tl.constexpr = OUTER // COLUMNS

@@ -175,22 +175,23 @@ def keep_span(share, offset, table_smem, scales_smem, rows: int):
 
 
 def line_product(acc, codes_smem, x_smem, scales_smem, line, first_scale, table_smem, transforms, dtype):
-    """acc + one line's part of weight @ x^T, on the tensor cores (mma.m16n8k16), by one warpgroup.
+    """Adds to acc the product of the program's rows of a weight and x^T over the 256 columns of one line, on the tensor
+    cores (mma.m16n8k16), by one warpgroup, and returns it.
 
-    A lane has 8 bytes of a row and block. The order of a product's k does not matter if it is the same in x, so the
-    lane's 16 elements of x are neighbours too. Each block's sum is scaled in float32.
+    Each lane multiplies 8 bytes of codes of a row, within one block. The order of a product's k does not matter if it
+    is the same in x, so the lane's 16 elements of x are neighbours too. Each block's sum is scaled in float32.
 
     Args:
-      acc: float32[512 g n] for 16 g rows and n times 8 tokens: a register of four for each 16 rows and 8 tokens. The
-        first two are for tokens 2 q and 2 q + 1 and a row r of the first 8, the others for row r + 8 (q is the lane's
-        number in its quad, r is `_fragment_row`).
-      codes_smem: uint8[16 g, 128 m] in shared memory: rows of the weight by m lines, tiled and swizzled by
-        `transforms`. Of a line the first of four warps takes the first block of 64, and so on.
-      x_smem: 16-bit [tokens, m, 256] in shared memory, of the same lines.
+      acc: float32[512 g n] in registers, the sums so far, for 16 g rows and n times 8 tokens: a register of four
+        numbers for each 16 rows and 8 tokens. The first two are for tokens 2 q and 2 q + 1 and row r of the first 8,
+        the others for row r + 8 (q is the lane's number in its quad, r is `_fragment_row`).
+      codes_smem: uint8[16 g, 128 m] in shared memory: the codes of m lines of the rows, tiled and swizzled by
+        `transforms`. Of the four blocks of 64 in a line, each of four warps takes one.
+      x_smem: 16-bit [tokens, m, 256] in shared memory, the tokens' elements of the same lines.
       scales_smem: from `keep_span`.
-      line: int32[], the number of the line among the m.
-      first_scale: int32[], the number of the line's first block in scales_smem.
-      table_smem: uint32[256, 64] in shared memory, of which a lane reads its own column: the two elements of each byte.
+      line: int32[], which of the m lines is multiplied.
+      first_scale: int32[], the index in scales_smem of the line's first block.
+      table_smem: uint32[256, 64] in shared memory, the two elements of each byte of codes; a lane reads its own column.
       transforms: the Pallas transforms of codes_smem.
       dtype: of the elements, bfloat16 or float16.
     """

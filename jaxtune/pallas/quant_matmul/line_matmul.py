@@ -1,13 +1,14 @@
 """The product of a few tokens with a weight in four bits, by whole memory lines: a Pallas Mosaic GPU kernel for Hopper.
 
-A program has up to 128 rows of the weight and a part of the columns, which its warpgroups take in turns, so that the
-program reads memory from left to right. TMA loads for each warpgroup lines of codes (128 bytes of each row) and
-the corresponding elements of the tokens, several ahead. Of a line each warp multiplies one block of 64. Compared with
-`mosaic.small_matmul`, loads in flight take shared memory in place of registers, x is read once for all rows of a
-program in place of every 16, and a byte of codes becomes an address by one instruction.
+A line is 128 bytes of a row's codes, which are 256 columns. A program has up to 128 rows of the weight, and all columns
+or some of them, whose lines its warpgroups take in turns; so the program reads memory from left to right. TMA loads for
+each warpgroup lines of codes and the corresponding elements of the tokens, several ahead. Of a line each warp
+multiplies one block of 64 columns. Compared with `mosaic.small_matmul`, loads in flight take shared memory in place of
+registers, x is read once for all rows of a program in place of every 16, and a byte of codes becomes an address by one
+instruction.
 
-Programs that share rows are a cluster, and read each other's sums. These are added in a fixed order: first warps within
-a program, then the parts of the columns.
+Programs that have different columns of the same rows are a cluster, and read each other's sums. Sums are added in a
+fixed order: first those of the warps of a program, then those of the cluster's programs.
 """
 
 from __future__ import annotations
@@ -67,9 +68,9 @@ def refusal(tile: Tile, rows: int, columns: int, tokens: int) -> str | None:
 
 
 def _smem_bytes(tile: Tile, tokens: int) -> int:
-    """The bytes of shared memory of a program with this tile that multiplies this number of tokens: the table of
-    pairs, the lines that are loaded ahead (whose memory the sums reuse), the scales of a span for each warpgroup, and
-    room for barriers and alignment."""
+    """The bytes of shared memory that a program with these sizes needs for this number of tokens: the table of the two
+    elements of each byte, the lines that are loaded ahead (whose memory the sums reuse), the scales of a span for each
+    warpgroup, and room for barriers and alignment. `refusal` compares it with what a GPU has."""
     ring = tile.warpgroups * tile.stages * tile.lines * (tile.rows * LINE // 2 + tokens * LINE * 2)
     partial = tile.warpgroups * _WARPS * tokens * (tile.rows + 4) * 4
     scales = tile.warpgroups * 4 * _SPAN * (tile.rows + 2) * 4

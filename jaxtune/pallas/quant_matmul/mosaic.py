@@ -1,8 +1,10 @@
-"""Four-bit weights as Pallas Mosaic GPU kernels for Hopper: a dequantising pass, and the product with a few tokens.
+"""Kernels for four-bit weights, in Pallas Mosaic GPU for Hopper: `dequantize` decodes a whole weight, and
+`small_matmul` multiplies a few tokens by a weight without writing the decoded weight to memory.
 
-`dequantize` is bound by memory: it reads half a byte and writes two per element, before the vendor's GEMM.
-`small_matmul` (1 to 16 tokens, for decoding) reads only the codes, and multiplies on the tensor cores as they arrive.
-For one token it uses row_matmul.py, and where a measurement on the GPU says so (pallas/tuning.py), line_matmul.py.
+`dequantize` precedes the vendor's GEMM; its time is that of reading half a byte and writing two per element.
+`small_matmul` (1 to 16 tokens, for decoding steps) reads only the codes, and multiplies on the tensor cores as they
+arrive. For one token it uses row_matmul.py, where a measurement on the GPU says so (pallas/tuning.py) line_matmul.py,
+and for more than 16 tokens triton.py.
 """
 
 from __future__ import annotations
@@ -339,9 +341,9 @@ def _pairs(table: bytes, dtype) -> np.ndarray:
 
 
 def small_bucket(weight: FourBit, tokens: int) -> str:
-    """The key, in the table of measured tiles (tuning.py), of products of this number of tokens with a weight of this
-    shape, such as "4096 x 4096, tokens=4": tokens are rounded up to 1, 4, 8 or 16, so that four measurements for a
-    shape are enough."""
+    """Names the class of products of this number of tokens with a weight of this shape that share a measurement, as a
+    key of the table of measured tile sizes (tuning.py): for example "4096 x 4096, tokens=4". Tokens are rounded up to
+    1, 4, 8 or 16, so that four measurements for a shape are enough."""
     rows, columns = weight.shape
     return f"{rows} x {columns}, tokens={next(n for n in (1, 4, 8, 16) if tokens <= n)}"
 

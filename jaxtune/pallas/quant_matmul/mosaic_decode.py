@@ -62,8 +62,8 @@ class Chunks:
 
     @staticmethod
     def decodes(weight: Stored) -> bool:
-        """Whether a weight is in a format that is decoded here: four bits, MXFP4, or NVFP4 with one scale for the whole
-        tensor."""
+        """Returns True if a weight is in a format that is decoded here: NF4 or FP4 (FourBit), MXFP4, or NVFP4 with one
+        scale for the whole tensor; False otherwise."""
         return isinstance(weight, FourBit | MXFP4) or (isinstance(weight, NVFP4) and weight.tensor_scale.size == 1)
 
     @staticmethod
@@ -103,10 +103,10 @@ class Chunks:
         return plgpu.Layout.WG_STRIDED((self.numbers,), 8)
 
     def operands(self, weight: Stored) -> list[jax.Array]:
-        """The arrays that a kernel takes to decode a weight: codes uint8[count, .] and scales [count, .], both cut into
-        chunks; the table float32[16]; and what decodes the scales. That is (map, nested absmax, offset) for quantised
-        absmax; for NVFP4 (float32[256] with the number of each byte in e4m3, the tensor's scale float32[1]); otherwise
-        nothing."""
+        """The arrays that a kernel takes to decode a weight, in this order: codes uint8[count, bytes of a chunk];
+        scales [count, scales of a chunk]; the values of the 16 codes, float32[16]; and what decodes the scales, if
+        anything does. For uint8 absmax that is map float32[256], nested absmax and offset float32[1]; for NVFP4 it is
+        float32[256], the value of each byte as an e4m3 number, and the tensor's scale float32[1]."""
         assert isinstance(weight, FourBit | MXFP4 | NVFP4)
         if isinstance(weight, FourBit):
             scales, *nested = absmax_operands(weight)

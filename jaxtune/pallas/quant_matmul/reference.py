@@ -141,9 +141,9 @@ def _join(loras, dtype):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _products(x, source, weights, loras, biases, static):
-    """The outputs [tokens, out_i] of all weights, a tuple, with a custom derivative that decodes quantised weights
-    again in the backward in place of keeping them decoded. `_products_fwd` describes the arguments x, source, weights,
-    loras, biases and `static`, which is not differentiated."""
+    """The outputs of all weights, a tuple of [tokens, out_i], from x [tokens, in], with adapters and biases. Its custom
+    derivative decodes quantised weights again in the backward instead of keeping decoded ones. `_products_fwd`
+    describes the arguments; `static` is not differentiated."""
     return _products_fwd(x, source, weights, loras, biases, static)[0]
 
 

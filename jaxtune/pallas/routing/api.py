@@ -259,8 +259,8 @@ def unpermute(rows: jax.Array, routing: Routing, *, implementation: str | None =
 
 
 def _row_tokens(routing):
-    """int32[rows]: the token of each row of the routing's sorted buffer; T for empty rows. Products that gather their
-    rows from the tokens while they multiply take it."""
+    """The token of each row of the buffer that is sorted by expert: int32[rows], T for empty rows. Grouped products
+    that gather their rows from the tokens while they multiply take it as an argument."""
     return divided(routing.source, routing.slots.shape[1])
 
 

@@ -1,7 +1,8 @@
-"""Spreading tokens to their rows as a Pallas Mosaic GPU kernel for Hopper, in which TMA copies whole rows.
+"""Copies tokens to the rows of their experts (`spread`), as a Pallas Mosaic GPU kernel for Hopper, in which TMA copies
+whole rows.
 
-`spread` reads every token once and writes it to its k rows, without passing through registers. A gather in the order of
-the rows reads a token k times, and too late to find it in the L2 cache.
+The kernel reads every token once and writes it to its k rows, without passing through registers. A gather in the order
+of the rows would read a token k times, too far apart to find it in the L2 cache.
 
 On an H200, 16,384 tokens of gpt-oss-20b and Qwen3-30B-A3B: `spread` takes 0.15 and 0.20 ms (XLA's gather 0.24 and 0.33,
 like a kernel that gathered row by row); the bytes alone take 0.12 and 0.17.

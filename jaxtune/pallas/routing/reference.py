@@ -105,8 +105,9 @@ def sort_pairs(expert: jax.Array, num_experts: int, tile_rows: int, passes: Pass
 
 
 def spread(x: jax.Array, slots: jax.Array, source: jax.Array) -> jax.Array:
-    """Copies tokens to their rows by a gather: x [T, H] -> [rows, H], each pair's token in its row, zeros elsewhere.
-    slots, int32[T, k], has the row of each pair, and source, int32[rows], the pair of each row (Routing)."""
+    """Copies each token to the rows of its pairs by a gather: x [T, H] -> [rows, H], with zeros in empty rows. slots:
+    int32[T, k], the row of each pair (a token with one of its experts). source: int32[rows], the pair of each row, t *
+    k + j, or T * k for an empty row."""
     tokens, k = slots.shape
     return rows_of(x, jnp.where(source < tokens * k, divided(source, k), tokens))
 
