@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -80,7 +81,5 @@ class DividedSampler:
             if sampler.pending:
                 with jax.default_device(device):
                     pieces = sampler.step()
-                found += [
-                    Piece(numbers[piece.request], piece.ids, piece.logprobs, piece.finish_reason) for piece in pieces
-                ]
+                found += [dataclasses.replace(piece, request=numbers[piece.request]) for piece in pieces]
         return found
