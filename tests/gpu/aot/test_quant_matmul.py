@@ -79,7 +79,7 @@ def test_dequantising_nvfp4(divides, ptxas):
     program = compiled(lambda w: mosaic.dequantize(w, jnp.bfloat16), weight)
     assert program.as_text().count(KERNEL) == 1
     assert program.memory_analysis().temp_size_in_bytes == 0
-    assert len(re.findall(r"^ *%?\S+ = \S+ (?:fusion|custom-call)\(", program.as_text(), re.M)) == 1  # no other kernel
+    assert " fusion(" not in program.as_text()  # no other kernel computes a table of scales
     assert not any(ptxas())
 
 
