@@ -25,12 +25,17 @@ from jaxtune.models.lora import experts, linears
 
 
 def write(model: Decoder, folder: Path, tokenizer: Any) -> list[str]:
-    """Writes the adapter into an empty folder, with the tokenizer if given, and reads it back.
+    """Writes a model's adapter in PEFT's format into an empty folder, reads the files back and checks them.
 
+    Args:
+      model: the model with the adapter; its other weights are not written.
+      folder: an empty folder.
+      tokenizer: written into the folder too; None: no tokenizer is written.
     Returns:
-      notes for the user, a sentence each.
+      notes for the user, a sentence each: which programs can load this adapter.
     Raises:
-      ArithmeticError: what was read back differs from the model; see `verify`.
+      ArithmeticError: the tensors that were read back differ from those written, or PEFT would not compute the model's
+        weights from them.
     """
     config, arrays, metadata = adapter_content(model)
     require_space(folder, sum(array.nbytes for array in arrays.values()) + (16 << 20))
@@ -41,8 +46,9 @@ def write(model: Decoder, folder: Path, tokenizer: Any) -> list[str]:
 
 
 def servers(model: Decoder) -> list[str]:
-    """Notes for users of an exported adapter on which servers can load it without being merged, as of their releases of
-    2026; at least one."""
+    """Returns notes for the user of an exported adapter, a sentence each and at least one: which programs (PEFT, vLLM,
+    SGLang, TGI, llama.cpp) can load the adapter beside its base model, in their releases of 2026, and where the merged
+    model must be used instead. model: the model with the adapter."""
     adapted = [matrix.lora for _, matrix in linears(model) if matrix.lora is not None]
     of_experts = [matrix for _, matrix in experts(model) if matrix.lora is not None]
     notes = []

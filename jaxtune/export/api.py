@@ -75,8 +75,14 @@ def export_model(
 
 
 def require_format(path: str | os.PathLike, to: str, outtype: str | None) -> None:
-    """Raises ValueError for arguments of `export_model` with which no model can be exported: an unknown format or type,
-    a folder in use, a missing package. The command calls it before it loads a model."""
+    """Raises ValueError for arguments with which no model can be exported: an unknown format or type of weights, a
+    folder in use, a missing package. `jaxtune export` calls it before it loads the model, which takes longer.
+
+    Args:
+      path: the folder that is to be written; it must not exist, or be empty.
+      to: the name of the format.
+      outtype: the type of a GGUF file's weights; None: it is not chosen. It must be None for formats other than GGUF.
+    """
     if to not in FORMATS:
         raise ValueError(f"export: to = {to!r} is unknown; it can be {', '.join(FORMATS)}")
     if outtype is not None and not to.startswith("gguf"):
@@ -92,23 +98,28 @@ def require_format(path: str | os.PathLike, to: str, outtype: str | None) -> Non
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """The arguments of `export_model` that all formats share."""
+    """The arguments of one call of `export_model`, as every entry of FORMATS gets them beside the model."""
 
-    path: Path
-    tokenizer: Any
-    outtype: str | None
-    name: str
-    max_shard_bytes: int
+    path: Path  # the folder to write, absolute
+    tokenizer: Any  # None: there is none
+    outtype: str | None  # the type of a GGUF file's weights; None: the model's own dtype
+    name: str  # general.name of a GGUF file
+    max_shard_bytes: int  # weights above this size are divided into several safetensors files
 
 
 def _whole(model: Decoder) -> Weights:
-    """The model's weights with an adapter merged into them, each made only when it is written, so that the merged model
-    never is in memory as a whole."""
+    """The weights of a model for an export: if it has an adapter, the adapter is merged into them, else they are
+    unchanged. Each weight is made only when it is written, so that the merged model is never in memory as a whole."""
     return merged_weights(model) if has_adapter(model) else Weights(model)
 
 
 def _gguf(model: Decoder, job: _Job) -> Exported:
-    """Writes a model as one GGUF file with its tokenizer; an entry of FORMATS."""
+    """Writes a model, with an adapter merged, as one GGUF file with its tokenizer; an entry of FORMATS. job: the
+    folder and the options of the export.
+
+    Raises:
+      ValueError: llama.cpp would compute another model, has no such tokenizer, or there is no tokenizer.
+    """
     arch = architecture(model.config)
     outtype = job.outtype or _DEFAULT_OUTTYPE[model.dtype]
     keys, notes = hyperparameters(model.config, arch)
@@ -166,9 +177,12 @@ def _write_gguf(job: _Job, file: str, arch: str, fields, sources, outtype: str, 
       file: the name of the file.
       arch: llama.cpp's name of the architecture.
       fields: metadata, {key: value}.
-      sources: make the tensors, in the order of the file.
+      sources: the gguf_tensors.Sources that make the tensors, in the order of the file.
       outtype: the type of the weights, one of OUTTYPES.
-      notes: for the user.
+      notes: sentences for the user, which the result contains.
+    Raises:
+      ValueError: the disk has no room.
+      ArithmeticError: what was read back differs from what was written.
     """
     tensors = gguf_tensors.all_tensors(sources)
     size = gguf_file.size_bytes(tensors, stored_types(tensors, outtype, arch, fields))
@@ -198,7 +212,8 @@ def _folder(write: Callable) -> Callable[[Decoder, _Job], Exported]:
 
 
 def _stored(to: Format) -> Callable[[Decoder, _Job], Exported]:
-    """Makes the entry of FORMATS for a quantised format of safetensors files, such as bitsandbytes' NF4 or FP8."""
+    """Makes the entry of FORMATS for a quantised format of safetensors files: a function (model, job) that quantises
+    the model and writes the folder. to: the format, such as bitsandbytes' NF4 or FP8."""
     return _folder(lambda model, *rest: folders.write_stored(to, _whole(model), *rest))
 
 

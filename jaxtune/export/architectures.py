@@ -25,12 +25,15 @@ _GEMMA3_LOCAL_THETA = 10_000.0
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """How llama.cpp computes a family."""
+    """How llama.cpp computes the models of one family, as far as its architectures differ. An export compares a model
+    with it, and refuses one that llama.cpp would compute differently. "It" below is llama.cpp."""
 
     name: str  # general.architecture of the file
     permuted: bool = False  # rotary pairs are the neighbours (2i, 2i + 1) of a head, so rows of q and k are reordered
-    biases: frozenset[str] = frozenset()  # projections whose biases it reads
-    # every period-th layer has full attention and the others a window; None: it has no windows
+    # projections whose biases it reads, of "q/k/v", "attention output" and "MLP"; a model with other biases is refused
+    biases: frozenset[str] = frozenset()
+    # layers whose number, from 1, is a multiple of it have full attention, and the others a sliding window; None: it
+    # has no windows
     period: int | None = None
     split_heads: bool = False  # it assumes that a head has hidden_size / num_attention_heads dimensions
     ropes: tuple[str, ...] = ("default", "linear", "yarn")  # kinds of RopeConfig that it computes
@@ -38,8 +41,9 @@ class Architecture:
     tied_output: bool = False  # the head must be tied to the embedding
     # with this number of layers, queries are scaled by hidden_size / heads in place of head_dim (Gemma's 27B)
     wide_scale_layers: int | None = None
-    nope_period: int | None = None  # every nope_period-th layer has no position encoding
-    partial: bool = False  # rotary embedding covers a part of each head
+    # layers whose number, from 1, is a multiple of it have no position encoding; None: all layers have one
+    nope_period: int | None = None
+    partial: bool = False  # the rotary embedding may cover only the first dimensions of each head; else it covers all
     factors: bool = False  # it reads factors on embedding, scores, layers and logits (the logits are divided by theirs)
     gemma: bool = False  # the embedding is scaled by the square root of its size, and the activation is GELU, not SiLU
     # (llama.cpp's key of an end token, the token's text), for end tokens it does not recognise by text
@@ -91,7 +95,8 @@ def architecture(config: DecoderConfig) -> Architecture:
 
 
 def _problems(config: DecoderConfig, arch: Architecture) -> list[str]:
-    """Everything that llama.cpp would compute differently from the model, a clause each."""
+    """Everything that llama.cpp would compute differently from the model, a clause each for an error message; [] if it
+    computes the same. config: the model's. arch: llama.cpp's architecture for its family."""
     found = []
 
     def check(right: bool, what: str) -> None:
@@ -146,8 +151,8 @@ def _problems(config: DecoderConfig, arch: Architecture) -> list[str]:
 
 
 def _layer_problems(config: DecoderConfig, arch: Architecture) -> list[str]:
-    """A clause for each way in which the layers' windows or position encodings do not follow the pattern that llama.cpp
-    hard-codes for the architecture."""
+    """Clauses for an error message that say where the sliding windows or the position encodings of the model's layers
+    differ from the pattern that llama.cpp hard-codes for the architecture `arch`; [] if none differ."""
     found = []
     if arch.period is not None:
         windows = {layer.window for layer in config.layers if layer.window is not None}
@@ -184,7 +189,8 @@ def hyperparameters(config: DecoderConfig, arch: Architecture) -> tuple[dict[str
       config: the model's.
       arch: its architecture, as `architecture` returns it.
     Returns:
-      ({key without the architecture's name: value}, notes for the user); ints are stored as uint32, floats as float32.
+      ({key: value}, notes for the user, a sentence each). In the file a key begins with the architecture's name and a
+        dot, which these keys do not have; ints are stored as uint32, floats as float32.
     """
     notes = []
     context = config.context_length
@@ -235,8 +241,13 @@ def hyperparameters(config: DecoderConfig, arch: Architecture) -> tuple[dict[str
 
 
 def _rope_keys(config: DecoderConfig, rope: RopeConfig, notes: list[str]) -> dict[str, Any]:
-    """Metadata of the rotary embedding `rope` of a model, {key without the architecture's name: value}; what users
-    should know of it is appended to `notes`."""
+    """The metadata of a rotary embedding, {key: value}; keys do not have the prefix with the architecture's name.
+
+    Args:
+      config: the model's, which has its context length and head size.
+      rope: its rotary embedding.
+      notes: sentences for the user; those on this rotary embedding are appended.
+    """
     original = rope.original_max_position_embeddings or config.max_position_embeddings
     if rope.kind == "linear":
         return {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope.factor)}
@@ -264,7 +275,9 @@ def _rope_keys(config: DecoderConfig, rope: RopeConfig, notes: list[str]) -> dic
 
 
 def rope_factors(config: DecoderConfig) -> dict[str, np.ndarray]:
-    """{tensor name: float32[rotary dims / 2]} of factors by which llama.cpp divides the rotary frequencies."""
+    """The factors by which llama.cpp divides the rotary frequencies, which it reads as tensors of the file: {tensor's
+    name: float32[rotary dims / 2]}. They are one tensor for rotary embeddings of kind llama3, two for longrope (long
+    and short contexts), and {} for other kinds."""
     rope = config.rotary[0]
     if rope.kind == "longrope":
         return {

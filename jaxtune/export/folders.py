@@ -1,7 +1,7 @@
 """Export as Hugging Face folders for other programs: merged, or in a quantised format.
 
-Each function takes weights that are made one tensor at a time (models/files/weights.py), merged where the model has an
-adapter, and reads what it wrote back byte for byte.
+Each function that writes takes weights that are made one tensor at a time (models/files/weights.py), merged where the
+model has an adapter, and reads back and compares every byte that it wrote.
 """
 
 from __future__ import annotations
@@ -27,18 +27,25 @@ from jaxtune.system import terminal
 
 
 def write_merged(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
-    """Writes the model as a Hugging Face folder in its own dtype; quantised weights are decoded to it. tokenizer:
-    written with it, if given; max_shard_bytes: larger weights are divided into shards. Returns notes for the user."""
+    """Writes the model as a Hugging Face folder in its own dtype, to which quantised weights are decoded. folder: an
+    empty folder. tokenizer: written too; None: none is written. max_shard_bytes: weights above this size are divided
+    into several files. Returns [], as there are no notes for the user."""
     return write_planned(weights.dequantized(), folder, tokenizer, max_shard_bytes)
 
 
 def write_stored(to: Format, weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
-    """Writes a Hugging Face folder with the linears and experts in the quantised format `to`, in the way that the
-    format's `export` declares. The other arguments and the result are those of write_planned.
+    """Writes a Hugging Face folder with the linears and experts in a quantised format, and returns [], as there are no
+    notes for the user.
 
     If a file's header contains values of a weight (double-quantised NF4: a mean of each matrix, as text), weights that
-    are not yet in the format are made twice.
+    are not yet in the format are quantised twice: first for the header, then for the data.
 
+    Args:
+      to: the format. Its field `export` names what its readers cannot load.
+      weights: the model's weights, which need not be quantised yet.
+      folder: an empty folder.
+      tokenizer: written too; None: none is written.
+      max_shard_bytes: weights above this size are divided into several files.
     Raises:
       ValueError: the model has experts, and the format's readers do not support them.
     """
@@ -52,9 +59,14 @@ def write_stored(to: Format, weights: Weights, folder: Path, tokenizer: Any, max
 
 
 def write_mxfp4(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) -> list[str]:
-    """Writes gpt-oss as a Hugging Face folder with its experts in MXFP4, as it is published. Arguments and result are
-    those of write_planned.
+    """Writes gpt-oss as a Hugging Face folder with its experts in MXFP4, as it is published. Returns [], as there are
+    no notes for the user.
 
+    Args:
+      weights: the model's weights.
+      folder: an empty folder.
+      tokenizer: written too; None: none is written.
+      max_shard_bytes: weights above this size are divided into several files.
     Raises:
       ValueError: a model of another family.
     """
@@ -74,12 +86,13 @@ def write_mxfp4(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes:
 
 
 def _in_mxfp4(make: Callable[[], Any], dtype: str) -> Stored:
-    """An experts' matrix in MXFP4; `make` gives it as [E, in, out], files store it as [E, out, in]."""
+    """Encodes a matrix of all experts of a layer in MXFP4, as files store it: [E, out, in]. make: returns the matrix
+    [E, in, out], which may be quantised and is then decoded first. dtype: the model's, to which it is decoded."""
     return _encoded_transposed(dense(make(), dtype))
 
 
 def _encoded_transposed(array: jax.Array) -> Stored:
-    """An array [E, in, out] encoded in MXFP4 as [E, out, in]."""
+    """Swaps the last two axes of an array [E, in, out] and encodes it in MXFP4: [E, out, in] as files store it."""
     return FORMATS["mxfp4"].encode(array.swapaxes(1, 2))
 
 
@@ -92,18 +105,23 @@ def write_planned(
     extra: dict | None = None,
     loads: bool = True,
 ) -> list[str]:
-    """Writes a folder and reads it back.
+    """Writes a Hugging Face folder (weights, config.json, tokenizer) and reads it back. All functions that export such
+    a folder end here.
 
     Args:
       weights: the model's weights.
       folder: an empty folder.
-      tokenizer: written with the model, if given.
-      max_shard_bytes: weights above this size are divided into shards.
-      planned: the files' tensors; None: what checkpoint_tensors gives for the model.
-      extra: entries that are added to config.json.
-      loads: whether jaxtune can load such a folder itself, so that the check of the written files may load it.
+      tokenizer: written too; None: none is written.
+      max_shard_bytes: weights above this size are divided into several files.
+      planned: the tensors of the files and how they are made; None: the model's weights as they are.
+      extra: entries that are added to config.json; None: none.
+      loads: True: jaxtune can load such a folder itself, and the check of the written files includes that. False: it
+        cannot, and only config.json and the bytes are compared.
     Returns:
-      notes for the user.
+      [], always: the notes for the user that an export function returns, of which there are none here.
+    Raises:
+      ValueError: the disk has no room.
+      ArithmeticError: what was read back differs from what was written.
     """
     planned = hf.checkpoint_tensors(weights) if planned is None else planned
     model = weights.model
@@ -121,11 +139,12 @@ def verify(folder: Path, written: Mapping[str, shards.Written], config: DecoderC
 
     Args:
       folder: the folder.
-      written: what write_checkpoint returned, with the checksums of what was made.
-      config: the model's.
-      loads: whether jaxtune can load such folders itself, so that tensors are also compared with config.json.
+      written: {tensor's name: its checksums}, which write_checkpoint returned when it wrote the folder.
+      config: the model's, which config.json must describe.
+      loads: True: jaxtune can load such folders itself, so the names and shapes of the tensors are also compared with
+        config.json. False: they are not, and the entry quantization_config is ignored.
     Raises:
-      ArithmeticError: something differs.
+      ArithmeticError: something differs, or the folder cannot be read.
     """
     try:
         said = text_config(read_config(folder))

@@ -24,9 +24,10 @@ Floats = jax.Array | np.ndarray
 
 @dataclasses.dataclass(frozen=True)
 class BlockType:
-    """A quantised type, in which rows are coded in blocks of neighbouring numbers."""
+    """A quantised type of GGUF files, in which a row is divided into blocks of neighbouring numbers and each block is
+    encoded alone."""
 
-    numbers: int  # in a block
+    numbers: int  # how many numbers of a row are one block
     encode: Callable[[jax.Array], jax.Array]  # float32[n, numbers] -> uint8[n, bytes of a block]
     decode: Callable[[jax.Array], jax.Array]  # uint8[n, bytes of a block] -> float32[n, numbers]
     # (blocks float32[n, numbers], numpy or jax.numpy) -> the largest error of each that rounding explains, [n, 1]
@@ -34,13 +35,20 @@ class BlockType:
 
 
 def _of_32(encode: Callable, decode: Callable, steps: int, worst: float) -> BlockType:
-    """A type with blocks of 32; steps and worst: see gguf_codes.allowed."""
+    """Makes a BlockType with blocks of 32 numbers, for BLOCK_TYPES.
+
+    Args:
+      encode, decode: its encoder and decoder, as in BlockType.
+      steps: the largest magnitude of a block is this many times the step between neighbouring codes.
+      worst: how many steps a number may be off by rounding.
+    """
     bound = functools.partial(gguf_codes.allowed, steps=steps, worst=worst)
     return BlockType(gguf_codes.NUMBERS, encode, decode, bound)
 
 
 def _of_256(bits: int) -> BlockType:
-    """A type with blocks of 256 and codes of this many bits."""
+    """Makes the BlockType with blocks of 256 numbers and codes of this many bits, for BLOCK_TYPES: Q4_K, Q5_K or
+    Q6_K."""
     bound = functools.partial(gguf_k_codes.allowed, bits=bits)
     return BlockType(gguf_k_codes.NUMBERS, gguf_k_codes.encoder(bits), gguf_k_codes.decoder(bits), bound)
 
@@ -64,25 +72,25 @@ _PART = 1 << 30  # a larger tensor is divided into parts of this size, because p
 
 
 def block_size(kind: str) -> int:
-    """Numbers of a row that a block of a type has; `kind` is gguf's name of it."""
+    """How many numbers of a row are encoded as one block in a type. For the plain types F32, F16 and BF16, which have
+    no blocks, it is the 32 numbers that are handled as one. kind: gguf's name of the type."""
     return BLOCK_TYPES[kind].numbers if kind in BLOCK_TYPES else _PLAIN_ROW
 
 
 def encode(name: str, array: Any, kind: str) -> Iterator[Callable[[], np.ndarray]]:
-    """Encodes an array [..., columns] of floats in the type `kind`, run by run in the order of the file.
+    """Encodes an array [..., columns] of floats in a type of GGUF files, in runs of at most 2^24 consecutive numbers,
+    in the order of the file.
 
-    Every value is compared with what its bytes decode to; for some blocks gguf's own reader decodes them.
+    Every value is compared with what its bytes decode to; a sample of the blocks is also decoded by gguf's own reader.
 
     Args:
-      name: of the tensor, for messages.
+      name: the tensor's name, for messages.
       array: the values.
       kind: gguf's name of the type.
     Yields:
-      for each run a function that returns its bytes, uint8[n] in host memory. A thread may call it while the device
-        encodes the next run.
-    Raises:
-      ArithmeticError: by that function: values that are not finite, too large for f16, or further off than the type's
-        rounding explains.
+      for each run a function without arguments that copies the run's bytes to the host and returns them, uint8[n]. A
+        thread may call it while the device encodes the next run. It raises ArithmeticError for values that are not
+        finite, too large for f16, or further off than the type's rounding explains.
     """
     array, block = jnp.asarray(array), block_size(kind)
     for part in _parts(array):
@@ -96,8 +104,8 @@ def encode(name: str, array: Any, kind: str) -> Iterator[Callable[[], np.ndarray
 
 
 def _parts(array: jax.Array) -> Iterator[jax.Array]:
-    """The array divided along its first axis into parts of about 2^30 numbers, because positions within a part are
-    32-bit integers."""
+    """Yields an array in slices along its first axis of at most 2^30 numbers each (one row, if a row has more), because
+    positions within a slice are 32-bit integers."""
     rows = max(1, _PART // (array.size // len(array)))
     for at in range(0, len(array), rows):
         yield array if rows >= len(array) else array[at : at + rows]
@@ -121,33 +129,48 @@ def _runs(numbers: int) -> Iterator[tuple[int, int, int]]:
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def _cut(array: jax.Array, at: int, size: int, own: int, block: int) -> jax.Array:
-    """Cuts a run out of an array: its `own` numbers from position `at` of the flat array, padded with zeros to `size`
-    numbers so that few sizes are compiled, as [size / block, block]."""
+    """Cuts a run of consecutive numbers out of an array: [size / block, block], a block a row.
+
+    Args:
+      array: the tensor or a slice of it, of any shape; it is read as a flat array.
+      at: the position of the run's first number.
+      size: numbers of the result; one of few sizes, for each of which the encoder is compiled.
+      own: how many numbers are taken from the array; zeros follow up to `size`.
+      block: numbers in a block.
+    """
     run = lax.dynamic_slice(array.reshape(-1), (at,), (own,))
     return jnp.pad(run, (0, size - own)).reshape(-1, block)
 
 
 @jax.jit
 def _sampled(blocks: jax.Array, coded: jax.Array, places: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The blocks at `places`, and their encoded bytes."""
+    """The sample of a run that gguf's own reader checks: (blocks[places], coded[places]).
+
+    Args:
+      blocks: [rows, block], the run's numbers, a block a row.
+      coded: the run as _encoded returns it, a block a row.
+      places: int32[n], the indices of the sampled rows.
+    """
     return blocks[places], coded[places]
 
 
 def _fetched(
     name: str, kind: str, coded: jax.Array, own: int, answers: Sequence[jax.Array], sampled: Sequence[jax.Array]
 ) -> np.ndarray:
-    """Copies a run's bytes to the host and raises what `encode` says if its checks failed. A run is a part of a tensor,
-    of one of three sizes; its end may be padding.
+    """Copies the bytes of a run to the host, if its checks found no error. A run is a number of consecutive values of a
+    tensor that were encoded at once; zeros may be appended to it.
 
     Args:
-      name: of the tensor, for messages.
+      name: the tensor's name, for messages.
       kind: gguf's name of the type.
       coded: the encoded run, on the device.
       own: how many of its numbers are the tensor's; the rest is padding.
-      answers: what `_checked` returned.
-      sampled: what `_sampled` returned.
+      answers: the results of the checks on the device, which `_checked` returned.
+      sampled: (some blocks, their encoded form), which `_sampled` returned; gguf's own reader checks them here.
     Returns:
       the bytes of the first `own` numbers, uint8[n].
+    Raises:
+      ArithmeticError: values are not finite, too large for f16, or further off than the type's rounding explains.
     """
     finite, fits, near = jax.device_get(answers)
     if not finite:
@@ -163,8 +186,8 @@ def _fetched(
 
 @functools.partial(jax.jit, static_argnums=1)
 def _encoded(array: jax.Array, kind: str) -> jax.Array:
-    """Encodes an array of floats, a block a row, in the GGUF type `kind`: an array of that dtype, or uint8[rows, bytes
-    of a block] for a quantised type."""
+    """Encodes an array of floats [rows, block], of which each row is one block, in the GGUF type `kind`. Returns [rows,
+    block] in float32, float16 or bfloat16 for the plain types, and uint8[rows, bytes of a block] for quantised ones."""
     if kind == "BF16":
         return array.astype(jnp.bfloat16)
     wide = array.astype(jnp.float32)
@@ -177,8 +200,8 @@ def _encoded(array: jax.Array, kind: str) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=2)
 def _checked(array: jax.Array, coded: jax.Array, kind: str) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Compares an array of floats, a block a row, with what `coded`, its encoded form in the GGUF type `kind`, decodes
-    to, on the device.
+    """Decodes `coded`, the encoded form of `array` in the GGUF type `kind`, and compares the two, on the device. array:
+    floats [rows, block], each row one block. coded: what `_encoded` made of it.
 
     Returns:
       (all values are finite, all fit into the type, all decode to within the type's rounding), boolean scalars.
@@ -190,8 +213,9 @@ def _checked(array: jax.Array, coded: jax.Array, kind: str) -> tuple[jax.Array, 
 
 
 def _reader_agrees(wide: np.ndarray, coded: np.ndarray, kind: str) -> bool:
-    """Whether the gguf package decodes `coded`, values encoded in the GGUF type `kind`, to `wide`, the float32[rows,
-    block] they were made from, within the type's rounding: an independent check of the encoders."""
+    """Whether the gguf package decodes encoded values to the original ones, up to the type's rounding: an independent
+    check of the encoders. wide: float32[rows, block], the original values. coded: their encoded form, a block a row.
+    kind: gguf's name of the type."""
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
@@ -201,8 +225,9 @@ def _reader_agrees(wide: np.ndarray, coded: np.ndarray, kind: str) -> bool:
 
 
 def _allowed(wide: Floats, kind: str, numpy: ModuleType) -> Floats:
-    """The largest error that rounding to the GGUF type `kind` explains, for each value or row of `wide`, float32[rows,
-    block]. `numpy` is numpy or jax.numpy."""
+    """The largest error of values `wide`, float32[rows, block], that rounding to the GGUF type `kind` explains. It is
+    [rows, 1] for a quantised type, which has one bound for each block, and [rows, block] for a plain one. numpy: the
+    module that computes it, numpy or jax.numpy."""
     if kind in BLOCK_TYPES:
         return BLOCK_TYPES[kind].allowed(wide, numpy)
     if kind == "F32":

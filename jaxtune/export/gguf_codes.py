@@ -59,8 +59,9 @@ def decode_q8_0(coded: jax.Array) -> jax.Array:
 
 
 def _signed_codes(blocks: jax.Array, middle: int) -> tuple[jax.Array, jax.Array]:
-    """(scales float32[n, 1], codes uint8[n, 32]) of blocks float32[n, 32], where the number of the largest magnitude
-    has the code 0, and zero the code `middle`."""
+    """Quantises blocks float32[n, 32] for Q4_0 and Q5_0: (scales float32[n, 1], codes uint8[n, 32] from 0 to 2 * middle
+    - 1). A number is scale * (code - middle). The number of the largest magnitude gets the code 0, so a scale has the
+    opposite sign of that number. middle: the code of zero, 8 for Q4_0 and 16 for Q5_0."""
     at = jnp.abs(blocks).argmax(-1, keepdims=True)
     scales = jnp.take_along_axis(blocks, at, -1) / -middle
     # The barrier prevents a fused multiply-add, because gguf rounds between product and sum.
@@ -69,21 +70,21 @@ def _signed_codes(blocks: jax.Array, middle: int) -> tuple[jax.Array, jax.Array]
 
 
 def _halves(codes: jax.Array) -> jax.Array:
-    """The low four bits of codes uint8[n, 32], packed in uint8[n, 16]: a byte has those of a number of the first half
-    and of one of the second."""
+    """Packs the low four bits of codes uint8[n, 32] into uint8[n, 16]. Byte i has those of code i in its low four bits,
+    and those of code i + 16 in its high four."""
     return (codes[:, :16] & 15) | (codes[:, 16:] << 4)
 
 
 def _fifth_bits(codes: jax.Array) -> jax.Array:
-    """The fifth bits of codes uint8[n, 32], packed in uint8[n, 4] in the order of the numbers, from each lowest bit
-    up."""
+    """Packs the fifth bits (value 16) of codes uint8[n, 32] into uint8[n, 4]: bit j of byte i is that of code 8 i +
+    j."""
     places = jnp.arange(8, dtype=jnp.uint8)
     return (codes.reshape(-1, 4, 8) >> 4 << places).sum(-1, dtype=jnp.uint8)
 
 
 def _five_bits(high: jax.Array, low: jax.Array) -> jax.Array:
-    """The codes, float32[n, 32], of which `_fifth_bits` packed `high`, uint8[n, 4], and `_halves` packed `low`,
-    uint8[n, 16]."""
+    """Unpacks codes of five bits: float32[n, 32]. high: uint8[n, 4], their fifth bits as `_fifth_bits` packs them. low:
+    uint8[n, 16], their low four bits as `_halves` packs them."""
     fifth = (high[..., None] >> jnp.arange(8, dtype=jnp.uint8) & 1).reshape(-1, NUMBERS)
     return (jnp.concatenate([low & 15, low >> 4], -1) | (fifth << 4)).astype(jnp.float32)
 
@@ -126,14 +127,16 @@ def decode_q5_1(coded: jax.Array) -> jax.Array:
 
 
 def allowed(blocks: jax.Array | np.ndarray, numpy: ModuleType, *, steps: int, worst: float) -> jax.Array | np.ndarray:
-    """The largest error that rounding explains, for each block of float32[n, 32], as [n, 1].
+    """The largest error that rounding to a type explains, for each block: [n, 1]. A value that is further off after
+    decoding is an error of the encoder. A step is the difference between the values of neighbouring codes.
 
     Args:
-      blocks: the values.
-      numpy: numpy or jax.numpy.
-      steps: the largest magnitude is this many times the scale; of Q5_1, the range, which is at most twice as large.
-      worst: steps by which a value can be off: half of one, or a whole one where codes end one step before the negative
-        of the largest value.
+      blocks: the values, float32[n, 32].
+      numpy: the module that computes it, numpy or jax.numpy.
+      steps: the largest magnitude M of a block divided by `steps` is taken as the step.
+      worst: steps by which a value can be off. It is 0.5 for Q8_0. It is 1 for Q4_0 and Q5_0, whose codes end one step
+        before -1 times the value of the largest magnitude, and for Q5_1, whose step is its range (at most 2 M) divided
+        by `steps`, of which it rounds by half.
     """
     largest = numpy.abs(blocks).max(-1, keepdims=True)
     return largest * numpy.float32(worst * 1.001 / steps + 2.0**-11) + numpy.float32(steps * 2.0**-25)

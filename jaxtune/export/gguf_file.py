@@ -27,10 +27,11 @@ _FETCHED_AHEAD = 3  # runs that are copied to the host while the device makes an
 class Stored:
     """A tensor as it was written, by which `verify` recognises it in the file that is read back."""
 
-    shape: tuple[int, ...]  # as numpy has it
+    shape: tuple[int, ...]  # in numpy's order; the file lists the dimensions in reverse
     kind: str  # gguf's name of the type
-    offset: int  # first byte in the file
-    sums: tuple[byte_files.Sums, ...]  # checksums of consecutive parts of its bytes
+    offset: int  # position of its first byte in the file
+    # checksums of its bytes, one for each run of bytes that was written at once, in order
+    sums: tuple[byte_files.Sums, ...]
 
 
 def require_gguf() -> None:
@@ -42,8 +43,8 @@ def require_gguf() -> None:
 
 
 def size_bytes(tensors: Sequence[Tensor], kinds: Mapping[str, str]) -> int:
-    """Bytes of the tensors' data, each in the type that `kinds` (`gguf_types.stored_types`) has for its name, with the
-    padding between them. The disk must have room for them."""
+    """An upper bound of the bytes of the tensors' data in a GGUF file, for which the disk must have room: 32 bytes of
+    padding are counted for each tensor. kinds: {tensor's name: gguf's name of the type in which it is stored}."""
     return sum(_tensor_bytes(tensor, kinds[tensor.name]) + _ALIGNMENT for tensor in tensors)
 
 
@@ -58,17 +59,20 @@ def _tensor_bytes(tensor: Tensor, kind: str) -> int:
 def write(
     file: Path, architecture: str, fields: Mapping[str, Any], sources: Sequence[Source], outtype: str
 ) -> dict[str, Stored]:
-    """Writes a GGUF file. Only what one Source makes is on the device at a time, and only bytes that wait to be written
-    are in host memory.
+    """Writes a GGUF file, whose bytes `verify` then compares with what is returned. Only what one Source makes is on
+    the device at a time, and only bytes that wait to be written are in host memory.
 
     Args:
       file: its path.
-      architecture: general.architecture.
-      fields: metadata; an int is stored as uint32, a float as float32, a list as an array of its elements' type.
+      architecture: llama.cpp's name of the architecture, the value of the key general.architecture.
+      fields: {key: value} of the metadata; an int is stored as uint32, a float as float32, a list as an array of its
+        elements' type.
       sources: make the tensors, in the order of the file.
       outtype: the type of the weights, one of gguf_types.OUTTYPES.
     Returns:
-      what was written, by tensor, for `verify`.
+      {tensor's name: what was written of it}.
+    Raises:
+      ArithmeticError: a value that is not finite or not represented, or an array of another shape than planned.
     """
     tensors = all_tensors(sources)
     kinds = stored_types(tensors, outtype, architecture, fields)
@@ -111,8 +115,8 @@ def write(
 
 
 def _planned(tensor: Tensor, array: Any) -> Any:
-    """Returns the array; raises ArithmeticError if its shape is not the one that the file's header states for its
-    tensor."""
+    """Returns `array` unchanged, the values of a tensor that were just made. Raises ArithmeticError if its shape is not
+    tensor.shape, which the header that was already written states."""
     if tuple(array.shape) != tensor.shape:
         raise ArithmeticError(f"gguf: {tensor.name} is {list(array.shape)}, and was planned as {list(tensor.shape)}")
     return array
@@ -217,7 +221,13 @@ def _reader(file: Path) -> Any:
 
 
 def _has_bytes(file: Path, advanced: Callable[[int], Any], meant: Stored) -> bool:
-    """Whether a file has a tensor's bytes at the offset where they were written; `advanced` gets the bytes read."""
+    """Whether a file, read back, has a tensor's bytes (by their checksums) at the offset where they were written.
+
+    Args:
+      file: the path.
+      advanced: called with the number of bytes that were read, for the progress bar.
+      meant: the tensor as it was written.
+    """
     at = meant.offset
     for sums in meant.sums:
         if not byte_files.is_as_written(file, at, sums, advanced):

@@ -35,8 +35,8 @@ _SMALLEST_F16 = 2.0**-24  # the smallest scale of a block that is not 0
 
 
 def encoder(bits: int) -> Callable[[jax.Array], jax.Array]:
-    """The encoder of Q4_K, Q5_K or Q6_K, by the bits of its codes: a function of blocks float32[n, 256] that returns
-    uint8[n, bytes of a block]."""
+    """Returns the encoder of a type: a function of blocks float32[n, 256] that returns uint8[n, bytes of a block].
+    bits: the bits of a code, 4 for Q4_K, 5 for Q5_K and 6 for Q6_K."""
     one = functools.partial(_signed if bits == 6 else _with_least, bits=bits)
 
     def encode(blocks: jax.Array) -> jax.Array:
@@ -48,15 +48,22 @@ def encoder(bits: int) -> Callable[[jax.Array], jax.Array]:
 
 
 def decoder(bits: int) -> Callable[[jax.Array], jax.Array]:
-    """The decoder of the type: a function of uint8[n, bytes of a block] that returns float32[n, 256]."""
+    """Returns the decoder of a type: a function of uint8[n, bytes of a block] that returns float32[n, 256]. bits: the
+    bits of a code, 4 for Q4_K, 5 for Q5_K and 6 for Q6_K."""
     return _decoded_signed if bits == 6 else functools.partial(_decoded_with_least, bits=bits)
 
 
 def allowed(blocks: jax.Array | np.ndarray, numpy: ModuleType, *, bits: int) -> jax.Array | np.ndarray:
-    """The largest error that rounding to the type explains, for each block of float32[n, 256], as [n, 1].
+    """The largest error that rounding to a type explains, for each block of float32[n, 256]: [n, 1]. A value that is
+    further off after decoding is an error of the encoder.
 
     It is one and a half steps of the part with the largest range: half a step by rounding to a code, and one because
-    the best scale may cut off what is largest, and scales and least values are rounded. `numpy` is numpy or jax.numpy.
+    the best scale may cut off what is largest, and scales and least values are rounded.
+
+    Args:
+      blocks: the values.
+      numpy: the module that computes it, numpy or jax.numpy.
+      bits: the bits of a code, 4 for Q4_K, 5 for Q5_K and 6 for Q6_K.
     """
     if bits == 6:
         largest, steps = numpy.abs(blocks).max(-1, keepdims=True), 32
@@ -73,9 +80,10 @@ def _quotient(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _in_f16(x: jax.Array) -> jax.Array:
-    """The number of f16 nearest to x, a scalar of at least 0, in float32; below the normal numbers, the next one up.
+    """Rounds a scalar x of at least 0 to a number of f16, and returns it in float32: the nearest one, or, where x is
+    smaller than the normal numbers of f16, the next one that is not below x.
 
-    Otherwise the scale of a block of tiny numbers could be 0, or too small for its largest part.
+    Rounded to nearest, the scale of a block of tiny numbers could be 0, or too small for its largest part.
     """
     near = x.astype(jnp.float16)
     above = lax.bitcast_convert_type(lax.bitcast_convert_type(near, jnp.uint16) + 1, jnp.float16)
@@ -83,12 +91,13 @@ def _in_f16(x: jax.Array) -> jax.Array:
 
 
 def _bytes_of(x: jax.Array) -> jax.Array:
-    """The two bytes of a scalar as f16."""
+    """The two bytes of a float32 scalar as f16: uint8[2]."""
     return lax.bitcast_convert_type(x.astype(jnp.float16), jnp.uint8)
 
 
 def _with_least(block: jax.Array, *, bits: int) -> jax.Array:
-    """Encodes one block float32[256] in Q4_K (`bits` 4) or Q5_K (5): uint8[144 or 176]."""
+    """Encodes one block float32[256], whose eight parts each have a scale and a least value: in Q4_K, uint8[144], if
+    `bits` is 4, and in Q5_K, uint8[176], if it is 5."""
     parts, top = block.reshape(-1, _PART), 2**bits - 1
     scales, least = _best_with_least(parts, top)
     block_scale, block_least = (_in_f16(each.max() / _SIX_BITS) for each in (scales, least))
@@ -107,7 +116,7 @@ def _with_least(block: jax.Array, *, bits: int) -> jax.Array:
 
 
 def _packed(scales: jax.Array, least: jax.Array) -> jax.Array:
-    """Packs two times eight numbers of six bits into uint8[12].
+    """Packs the eight scales and eight least values of a block's parts, each uint8[8] of six bits, into uint8[12].
 
     The first four scales are the low six bits of bytes 0 to 3, the first four least values those of bytes 4 to 7. Of
     the last four of each, the low four bits are in bytes 8 to 11 (the scale's in the low half), and the high two bits
@@ -176,10 +185,13 @@ def _signed(block: jax.Array, *, bits: int) -> jax.Array:
 
 
 def _best_signed(parts: jax.Array, middle: int) -> jax.Array:
-    """The best scale of each part of float32[n, 16], by weighted least squares, where codes are -middle to middle - 1.
+    """Finds the scale of each part (a row of 16 numbers) of float32[n, 16], for codes from -middle to middle - 1:
+    float32[n]. A number is scale * code. Of 19 candidates it takes the scale with the smallest sum of squared errors,
+    each weighted by the square of its number.
 
-    A candidate maps the number of the largest magnitude to between 0.9 below and 0.9 above -middle, so scales can be
-    negative.
+    A candidate divides the part by a step with which the number of the largest magnitude becomes a value between
+    -middle - 0.9 and -middle + 0.9, and rounds to codes; the scale then follows from these codes by least squares. The
+    largest number may be positive, so scales can be negative.
     """
     weighted = parts * parts * parts
     at = jnp.abs(parts).argmax(-1, keepdims=True)

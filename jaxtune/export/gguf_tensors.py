@@ -26,30 +26,37 @@ HEADS = ("token_embd.weight", "output.weight")
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """One tensor of a GGUF file."""
+    """One tensor of a GGUF file: what the file's header says of it, and how it is computed."""
 
     name: str  # llama.cpp's name
-    shape: tuple[int, ...]  # as numpy has it; the file lists the dimensions in reverse
-    of: Callable[[Any], Any]  # computes the tensor, as an array of floats, from what its Source makes
-    plain: bool  # it is stored in float32 whatever the outtype, which llama.cpp requires for vectors and routers
+    shape: tuple[int, ...]  # in numpy's order; the file lists the dimensions in reverse
+    of: Callable[[Any], Any]  # computes the tensor, as an array of floats, from the value that Source.make returns
+    # True: it is stored in float32 whatever the outtype, which llama.cpp requires for vectors and routers. False: it is
+    # stored in the type that the outtype gives it
+    plain: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
     """Tensors of a file that are computed from one value of the model, such as gate and up from a fused matrix."""
 
-    make: Callable[[], Any]  # makes the value when the tensors' turn comes; the value is freed after them
-    tensors: tuple[Tensor, ...]
+    make: Callable[[], Any]  # returns the value; called when these tensors are written, and the value is then freed
+    tensors: tuple[Tensor, ...]  # the tensors that are computed from it, in the order of the file
 
 
 def all_tensors(sources: Iterable[Source]) -> list[Tensor]:
-    """The tensors of all sources in order."""
+    """The tensors of all Sources in one list, in the order of the file."""
     return [tensor for source in sources for tensor in source.tensors]
 
 
 class _Names:
-    """The map from Hugging Face's tensor names to llama.cpp's, by the tables of the gguf package, for an architecture
-    with this number of layers; called with a name."""
+    """The map from Hugging Face's tensor names to llama.cpp's, by the tables of the gguf package. Called with one of
+    Hugging Face's names it returns llama.cpp's, and raises ValueError if llama.cpp has none.
+
+    Args:
+      arch: the architecture.
+      layers: the model's number of layers.
+    """
 
     def __init__(self, arch: Architecture, layers: int):
         import gguf
@@ -72,8 +79,9 @@ class _Names:
 
 
 def interleaved(array: Any, heads: int) -> Any:
-    """Rows [heads * D, ...] of q or k with the two halves of each head interleaved, because llama.cpp rotates
-    neighbours."""
+    """Reorders the rows of a q or k projection, [heads * D, ...]: row i of the first half of each head is followed by
+    row i of its second half. Hugging Face's models rotate pairs (i, i + D / 2) of a head's dimensions, and llama.cpp
+    rotates neighbours. array: numpy's or JAX's. heads: the number of heads."""
     halves = array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
     return halves.swapaxes(1, 2).reshape(array.shape)
 
@@ -91,11 +99,15 @@ def _heads(config: DecoderConfig, arch: Architecture, name: str) -> int | None:
 
 
 def of_model(weights: Weights, arch: Architecture) -> list[Source]:
-    """The Sources of every tensor of a model without adapters, in the order of the file; each tensor is made only when
-    it is written. `arch` is the model's architecture in llama.cpp.
+    """Returns the Sources of every tensor of a model's GGUF file, in the order of the file; each tensor is made only
+    when it is written.
+
+    Args:
+      weights: the model's weights, into which an adapter was merged.
+      arch: the model's architecture in llama.cpp.
 
     Raises:
-      ValueError: a tensor that llama.cpp has no name for.
+      ValueError: llama.cpp has no name for a tensor.
     """
     model = weights.model
     config, names = model.config, _Names(arch, model.config.num_layers)
@@ -120,7 +132,8 @@ def of_model(weights: Weights, arch: Architecture) -> list[Source]:
 
 
 def _dense(make: Callable[[], Any], dtype: str) -> jax.Array:
-    """A weight that `make()` returns, decoded to `dtype` if it is quantised."""
+    """Calls `make`, which returns a weight, and returns the weight as an array; a quantised one is decoded to
+    `dtype`."""
     return dense(make(), dtype)
 
 
@@ -134,6 +147,9 @@ def _dense_tensor(
     Args:
       name: Hugging Face's name of the tensor.
       shape: its shape.
+      config: the model's.
+      arch: the model's architecture in llama.cpp.
+      names: the map to llama.cpp's names.
     """
     heads = _heads(config, arch, name)
     offset = np.float32(config.norm_offset if name.endswith("norm.weight") else 0.0)
@@ -148,7 +164,14 @@ def _dense_tensor(
 
 def _expert_tensors(name: str, shape: tuple[int, ...], config: DecoderConfig, names: _Names) -> list[Tensor]:
     """Describes the GGUF tensors for a matrix or bias of all experts of a layer: one, or two for gate_up_proj, because
-    llama.cpp stores gate and up separately. `name` is Hugging Face's name, `shape` its shape [E, ...]."""
+    llama.cpp stores gate and up separately.
+
+    Args:
+      name: Hugging Face's name of the matrix or bias.
+      shape: its shape, [E, ...].
+      config: the model's, which has experts.
+      names: the map to llama.cpp's names.
+    """
     moe = config.moe
     assert moe is not None
     bias = name.endswith("_bias")
@@ -172,19 +195,26 @@ def _expert_tensors(name: str, shape: tuple[int, ...], config: DecoderConfig, na
 
 
 def _gate_and_up(alternating: bool, half: int) -> tuple[slice, slice]:
-    """(rows of gate, rows of up) in gate_up_proj, as slices. Its 2 * `half` rows alternate between the two if
-    `alternating`, as in gpt-oss; else gate is the first half."""
+    """(rows of gate, rows of up) in gate_up_proj, as slices.
+
+    Args:
+      alternating: True: rows of gate and of up alternate, as in gpt-oss. False: all rows of gate come first.
+      half: the number of rows of gate, which is that of up.
+    """
     return (slice(0, None, 2), slice(1, None, 2)) if alternating else (slice(None, half), slice(half, None))
 
 
 def of_adapter(model: Decoder, arch: Architecture) -> tuple[list[Source], float]:
-    """The tensors of an adapter, and its alpha.
+    """Returns the tensors of a model's LoRA adapter for a GGUF file, and its alpha.
 
-    llama.cpp scales every adapter by alpha / rank; where the model's adapters need different scales, B is multiplied by
-    the rest.
+    llama.cpp scales the product B A of every adapted tensor by alpha / rank, with one alpha for the whole file. Where
+    the model has another scale, B is multiplied by scale * rank / alpha.
 
+    Args:
+      model: the model with the adapter.
+      arch: the model's architecture in llama.cpp.
     Returns:
-      (sources of lora_a and lora_b of every adapted tensor, alpha)
+      (a Source of lora_a and lora_b for every adapted tensor, alpha), where alpha is scale * rank of the first one.
     Raises:
       ValueError: there is no adapter; or it has DoRA, or a trained embedding or head, which llama.cpp's adapters do not
         have.
@@ -222,8 +252,8 @@ def _lora_tensors(
 
     Args:
       name: llama.cpp's name of the adapted tensor.
-      lora: the model's adapter.
-      factor: B is multiplied by it.
+      lora: the model's Lora module of that tensor, which has the matrices A and B.
+      factor: B is multiplied by it, so that llama.cpp's scale gives the model's.
       heads: heads whose rows are interleaved; None: rows keep their order.
       rows: the rows of the tensor; None: all.
     """

@@ -51,7 +51,7 @@ def tokenizer_fields(tokenizer: Any, vocab_size: int, ends: Iterable[tuple[str, 
       vocab_size: rows of the model's embedding; those past the tokenizer's last token become unused tokens.
       ends: (llama.cpp's key, the token's text) of each end token that llama.cpp does not recognise by its text.
     Returns:
-      {key: value}
+      {GGUF's key: value}.
     Raises:
       ValueError: there is no tokenizer, or llama.cpp has no equal one.
     """
@@ -120,8 +120,12 @@ def _tokens(parts: dict[str, Any], vocab_size: int) -> tuple[list[str], list[int
 
 
 def _sequence(part: dict[str, Any] | None, kinds: str) -> list[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer (`part` of a tokenizer.json, None if it has none) as a list. kinds:
-    the key under which a sequence lists its steps."""
+    """The steps of a normalizer or pre-tokenizer as a list: those that it lists if it is a sequence, else itself alone.
+
+    Args:
+      part: the entry "normalizer" or "pre_tokenizer" of a tokenizer.json; None if it has none, which gives [].
+      kinds: the key under which a sequence lists its steps, "normalizers" or "pretokenizers".
+    """
     if part is None:
         return []
     return part[kinds] if part["type"] == "Sequence" else [part]
@@ -156,8 +160,8 @@ def _words(parts: dict[str, Any]) -> str:
 
 
 def _space_prefix(parts: dict[str, Any]) -> bool:
-    """Returns tokenizer.ggml.add_space_prefix of a tokenizer that writes spaces as SentencePiece's character ▁
-    (U+2581): whether it puts one before a text.
+    """Returns the value of tokenizer.ggml.add_space_prefix for a tokenizer that writes spaces as SentencePiece's
+    character ▁ (U+2581): True if it puts one before the first word of a text, False if it does not.
 
     Args:
       parts: the content of tokenizer.json.
@@ -184,7 +188,9 @@ def _space_prefix(parts: dict[str, Any]) -> bool:
 
 
 def _scores(tokens: list[str], merges: list[str]) -> list[float]:
-    """Token scores with which llama.cpp merges in the order of `merges`: the first merge has the highest score."""
+    """The score of each token, with which llama.cpp, which always merges the pair whose token has the highest score,
+    merges in the order of `merges`. tokens: the texts of all tokens. merges: those of a tokenizer.json, each two texts
+    with a space between them, in order; tokens that no merge makes get the lowest score."""
     ranks: dict[str, int] = {}
     for merge in merges:
         ranks.setdefault(merge.replace(" ", ""), len(ranks))
@@ -192,7 +198,8 @@ def _scores(tokens: list[str], merges: list[str]) -> list[float]:
 
 
 def _templates(template: str | dict[str, str] | None) -> dict[str, Any]:
-    """The GGUF metadata of a chat template (Jinja text), or of several by name; none for None."""
+    """The GGUF metadata of a tokenizer's chat template, {key: value}. template: a Jinja text; or several as {name:
+    text}, of which "default" is the one that is used where none is named; or None, which gives {}."""
     if template is None or isinstance(template, str):
         return {"tokenizer.chat_template": template} if template else {}
     fields: dict[str, Any] = {f"tokenizer.chat_template.{name}": t for name, t in template.items() if name != "default"}

@@ -49,13 +49,15 @@ def stored_types(
 
 
 def is_short(tensor: Tensor, outtype: str) -> bool:
-    """Whether a tensor cannot be stored in the type of the file, because its rows are not whole blocks of it."""
+    """Whether a tensor cannot be stored in the type that `outtype` names, because its rows are not whole blocks of that
+    type. The user gets a note about such tensors. outtype: the type of the file's weights, one of OUTTYPES."""
     block = gguf_blocks.BLOCK_TYPES.get(OUTTYPES[outtype][0])
     return block is not None and not tensor.plain and tensor.shape[-1] % block.numbers != 0
 
 
 def _of_rows(kind: str, columns: int) -> str:
-    """The type `kind`, or what takes its place for rows of this many columns if they are not whole blocks of it."""
+    """The type in which rows of this many columns are stored where the type `kind` is wanted: `kind`, if the rows are
+    whole blocks of it, else a type with blocks of 32, else F16."""
     if kind in gguf_blocks.BLOCK_TYPES and columns % gguf_blocks.block_size(kind):
         return _of_rows(_SHORTER[kind], columns) if kind in _SHORTER else "F16"
     return kind
@@ -65,12 +67,18 @@ def _k_type(
     tensors: Sequence[Tensor], kind: str, architecture: str, fields: Mapping[str, object]
 ) -> Callable[[str], str]:
     """llama.cpp's rule for files whose default type is `kind`, Q4_K (q4_k_m) or Q6_K: a function from a tensor's name
-    to its type, for rows of any length. The other arguments are those of `stored_types`.
+    to its type, for rows of any length.
 
     The head has Q6_K, and so has the embedding where it is the head. In q4_k_m the matrices of v, or q/k/v in one, and
     down have Q6_K in the first and last eighth of the layers and every third between. In the 70B models, whose v is
     small, v has at least Q5_K. In models of eight experts k and v have Q8_0, and in q4_k_m the attention's output has
     Q5_K.
+
+    Args:
+      tensors: all tensors of the file, which show whether the head is the embedding.
+      kind: the default type.
+      architecture: general.architecture of the file, the prefix of its keys.
+      fields: the file's metadata, which has the numbers of layers, heads and experts.
     """
 
     def number(key: str) -> int:

@@ -40,10 +40,10 @@ def write(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) 
     Args:
       weights: the model's weights.
       folder: an empty folder.
-      tokenizer: written with the model, if given.
-      max_shard_bytes: larger weights are divided into shards.
+      tokenizer: written too; None: none is written.
+      max_shard_bytes: weights above this size are divided into several files.
     Returns:
-      notes for the user: the number of linears of the latter kind, if there are any.
+      notes for the user: one sentence with the number of linears whose rows are not whole groups; [] if there are none.
     Raises:
       ValueError: the format cannot represent the model, or the model says that QAT rounded its weights and they were
         changed since.
@@ -129,8 +129,8 @@ def _piece(name: str, tensor: FileTensor, group: int, dtype: str, exact: bool) -
       tensor: its weight [out, in] in 16 bits, as a tensor of the file.
       group: how many numbers of a row share a scale.
       dtype: of the scales, the model's.
-      exact: whether quantisation-aware training rounded the weight to this grid already; numbers that are not on it are
-        then an error.
+      exact: True: quantisation-aware training rounded the weight to this grid already, and a number that is not on it
+        is a ValueError when the tensors are made. False: the weight is rounded here.
     """
 
     def cut(whole: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -157,7 +157,8 @@ def _piece(name: str, tensor: FileTensor, group: int, dtype: str, exact: bool) -
 
 
 def _encode(weight: jax.Array, group: int, dtype: str) -> tuple[jax.Array, jax.Array, int]:
-    """(codes int8[out, in], scales [out, in / group] in dtype, number of groups that these do not represent exactly).
+    """Quantises a linear's weight [out, in] to int4. Returns (codes int8[out, in], scales [out, in / group] in dtype,
+    the number of groups that these do not represent exactly). group: how many numbers of a row share a scale.
 
     For weights that are on such a grid already, the scale is recovered as a seventh of the largest value, which was
     itself rounded; the result may be a neighbour of the scale. Where a neighbour gives the exact weights, it is taken.
@@ -191,7 +192,8 @@ def _pack(codes: np.ndarray) -> np.ndarray:
 
 
 def unpack(packed: np.ndarray, scales: np.ndarray, shape: np.ndarray) -> np.ndarray:
-    """A linear, float32[out, in], from the three tensors that a file has for it."""
+    """Decodes the weight of a linear, float32[out, in], from the three tensors that a file has for it. packed:
+    int32[out, in / 8], eight codes in each number. scales: [out, in / group]. shape: int64[2], which is (out, in)."""
     codes = (packed.view(np.uint32)[..., None] >> (4 * np.arange(_PACKED, dtype=np.uint32))) & 15
     codes = codes.reshape(len(packed), -1)[:, : int(shape[1])].astype(np.float32) - 8
     return codes * np.repeat(scales.astype(np.float32), codes.shape[1] // scales.shape[1], axis=1)
@@ -202,10 +204,12 @@ def _check(name: str, packed: np.ndarray, scales: np.ndarray, weight: jax.Array,
 
     Args:
       name: the linear's name, for the message.
-      packed, scales: what `_pack` and `_encode` made of it.
+      packed: int32[out, in / 8], its codes as `_pack` returned them.
+      scales: [out, in / group], its scales as `_encode` returned them.
       weight: the model's weight [out, in].
       group: how many numbers of a row share a scale.
-      exact: whether the weight must be represented exactly.
+      exact: True: any difference is an error, after rounding to the model's dtype. False: differences by rounding to
+        int4 are none.
     Raises:
       ArithmeticError: a number is further from the weight than half a step of its group plus the rounding of the scale;
         with `exact`, any difference.

@@ -21,13 +21,15 @@ from jaxtune.pallas.fitted import Fitted
 
 @dataclasses.dataclass(frozen=True)
 class AttentionTime:
-    """The duration of attention, from which the planner forecasts steps. Speeds are in multiplications a second, and
-    compared with the speed of a large matrix product on the same device."""
+    """The duration of attention, from which the planner forecasts steps. A speed is a number of multiplications a
+    second, of which only those with keys that a query sees are counted (causal mask and window)."""
 
-    share: float  # the forward's speed for long documents over that of a large product
-    half_tokens: float  # tokens of a document at which the forward reaches half of that speed
-    backward: float  # duration of the backward over that of the forward, for long documents
-    half_tokens_backward: float  # tokens of a document at which the backward reaches half of its speed
+    # the forward's speed for long documents, divided by the speed of a large matrix product on the same device
+    share: float
+    half_tokens: float  # the length of a document, in tokens, at which the forward has half its speed for long ones
+    backward: float  # the duration of the backward, divided by that of the forward, for long documents
+    # the length of a document, in tokens, at which the backward has half of its own speed for long documents
+    half_tokens_backward: float
 
 
 ATTENTION_TIME = Fitted(

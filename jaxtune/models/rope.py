@@ -35,11 +35,15 @@ def rotary_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> R
     dimensions that are not rotated.
 
     Args:
-      rope: the rotary base: its kind, theta and scaling factors.
-      head_dim: size of a head.
-      max_positions: the model's max_position_embeddings, the original context of a base that names none.
+      rope: the configuration of the rotary embedding: its kind, theta and scaling factors.
+      head_dim: the size of a head.
+      max_positions: the model's max_position_embeddings, which is the original context if `rope` names none.
+    Returns:
+      RotaryFrequencies (short, long, scale). `short` has the angle of each pair, float32[rotary_dim / 2]. `long` has
+        the angles for documents that are longer than the original context; it is None for every kind but longrope.
+        cos and sin are to be multiplied by `scale`, which is 1 for most kinds.
     Raises:
-      ValueError: an unknown kind of base.
+      ValueError: the kind is unknown.
     """
     if rope.kind == "proportional":
         turning = int(rope.partial_rotary_factor * head_dim // 2)

@@ -344,8 +344,10 @@ class _Delivery:
             self.numbers = numbers
 
     def _is_measured(self) -> bool:
-        """Whether the trained model was already evaluated in the way that the config asks for: its held-out loss is in
-        metrics.jsonl, and its answers are in `numbers`, from results.json. If not, a complete run still evaluates."""
+        """Whether every evaluation after training that the config asks for was made: the held-out loss after the last
+        step is in metrics.jsonl, and `numbers`, read from results.json, has the exact match of the trained model under
+        "after". If not, a finished run that is started again makes the missing ones: `begin` then raises no
+        RunIsComplete."""
         wanted, last = self.config.evaluation, self.trainer.total_steps
         due = wanted.after_last(last) and self.rows
         answers = wanted.at_end and wanted.exact_match_rows

@@ -242,9 +242,12 @@ class Attention(nnx.Module):
         return self._query(query, rotary), self._key(key_, rotary), value, *others
 
     def _projections(self, x: jax.Array, key: jax.Array | None):
-        """The projections of x without norms and rotation: (query, key, value, gates), each [B, T, heads or kv_heads,
-        D]. There is no value where values are keys, neither key nor value where both are another layer's, and no gates
-        without attention_gate. x: [B, T, hidden]. key: draws the adapters' dropout masks; None: no dropout."""
+        """Returns a tuple of the projections of x without norms and rotation, in the order query, key, value, gates. An
+        array that this layer does not have is left out, so the tuple is shorter; it is not None. There is no value
+        where values are keys, neither key nor value where both are another layer's, and no gates without
+        attention_gate. Query and gates are [B, T, heads, D], key and value [B, T, kv_heads, D].
+
+        x: [B, T, hidden]. key: draws the adapters' dropout masks; None: no dropout."""
         config = self.config
         if config.fused_qkv:
             both = self.qkv_proj(x, key)

@@ -109,11 +109,12 @@ class PerLayerInputs(nnx.Module):
         given = (norm(projection(x) / sqrt(hidden)) + table[token] * sqrt(size)) / sqrt(2)
 
     table is [vocabulary, layers * size] and projection [layers * size, hidden]. The norm, over the `size` numbers of
-    one layer, is the same for all layers.
+    one layer, is the same for all layers. The module is called with the tokens, x, the function that looks up rows of
+    the table, and the key of dropout; it returns one array [B, T, size] for each layer.
 
     Args:
       config: gives the sizes: num_layers, hidden_size, per_layer_size and per_layer_vocab_size.
-      key: draws the initial weights.
+      key: draws the initial weights; the `key` of a call draws the dropout mask of the projection's adapter.
       dtype: of the weights.
     """
 
@@ -131,12 +132,13 @@ class PerLayerInputs(nnx.Module):
         self.norm = norm_of(config, self.size, dtype)
 
     def __call__(self, tokens: jax.Array, x: jax.Array, take, key: jax.Array | None = None) -> list[jax.Array]:
-        """The values of each layer, [B, T, size] in x's dtype.
+        """Returns the per-layer embeddings of the tokens, one array [B, T, size] in x's dtype for each layer.
 
         Args:
           tokens: int32[B, T].
           x: [B, T, hidden], the tokens' embeddings as the first layer gets them.
-          take: (table, tokens) -> rows, with the derivative that gathers.rows_of is to have.
+          take: the function (table, tokens) -> rows [B, T, layers * size] that looks up the rows of the table, and
+            decides how the table's gradient is computed.
           key: draws the dropout mask of the projection's adapter; None: no dropout.
         """
         rows = gathers.rows_of(self.weight, tokens, take).astype(x.dtype)

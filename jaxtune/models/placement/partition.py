@@ -263,7 +263,9 @@ def total(sums: Any) -> Any:
 
 
 def largest(value: jax.Array) -> jax.Array:
-    """The maximum over all devices' rows, from `value`, the maximum over this device's rows; it has no gradient."""
+    """Returns the maximum over the whole batch from `value`, the maximum over this device's share of the batch's rows:
+    jax.lax.pmax over all mesh axes that divide the rows. Outside of `divided` it returns `value`. It passes no
+    gradient, because it serves metrics."""
     axes = _row_axes()
     value = jax.lax.stop_gradient(value)
     return jax.lax.pmax(value, axes) if axes else value

@@ -251,9 +251,11 @@ def _barriers(blocks: Blocks, own_copies: int, brought_copies: int, buffers: int
     time (mosaic_parts.py): a tile of queries, or of keys.
 
     The first array of barriers has one for each of `buffers` buffers in shared memory for the item's own operands (its
-    queries, or its keys and values); such a barrier completes after `own_copies` copies. Then come the four arrays of
-    `_pipeline_barriers` for the blocks that an item visits; a block of each operand needs `brought_copies` copies. The
-    last barrier is the one at which the two warpgroups take turns (mosaic_parts.Turns).
+    queries, or its keys and values); such a barrier completes after `own_copies` copies. Then come four arrays for the
+    slots of shared memory into which blocks of two operands (keys and values, or queries and dout) are loaded, each
+    with one barrier for each slot: a block of the first operand has arrived, after `brought_copies` copies; one of the
+    second has, after as many; the slot of the first is free again, because both computing warpgroups have read it; the
+    slot of the second is. The last barrier is the one at which the two warpgroups take turns (mosaic_parts.Turns).
     """
     return [
         plgpu.Barrier(num_arrivals=own_copies, num_barriers=buffers),

@@ -2,9 +2,14 @@
 
 A kernel runs one program on each multiprocessor, with two warpgroups that compute and one that loads blocks. A program
 works through a list of items. An item is a tile of queries of two heads (or, without grouped heads, two tiles of one
-head), or a tile of keys of one key head. An item's own side (queries and their gradient, or keys and values) is
-double-buffered, and the loading warpgroup runs ahead across items, so that the start and end of an item overlap with
-its neighbours' work. On packed rows an item has two to ten steps, and start and end cost as much as the steps.
+head), or a tile of keys of one key head. In each step of an item, the computing warpgroups process one block of the
+other side: a block of keys and values for a tile of queries, or a block of queries and their output gradients for a
+tile of keys. Each of the two usually has a tile of queries of its own: with grouped heads, the same queries of two
+heads that share their keys; without, neighbouring queries of one head.
+
+An item's own side (queries and their gradient, or keys and values) is double-buffered, and the loading warpgroup runs
+ahead across items, so that the start and end of an item overlap with its neighbours' work. On packed rows an item has
+only two to ten steps, so its start and end take as long as the steps.
 """
 
 from __future__ import annotations

@@ -288,9 +288,12 @@ def _backward(query, key, dout, error, states, layout, made: Made):
     Args:
       query, key: [B, T, key_heads, K], the operands of the forward.
       dout: the gradient of the output, [B, T, heads, V], 0 at padding.
-      error, states: the errors and the states before each chunk, which `_states` stored.
+      error: [B, T, heads, V], each token's value minus what the decayed state predicts at its key; `_states` stored it.
+      states: [B, heads, chunks, V, K], the state before each chunk, which `_states` stored too.
       layout: the document bounds.
-      made: the factors of tokens and matrices of chunks that `_chunks` returned.
+      made: the values of the forward that do not depend on a state, which `_chunks` returned: two matrices for each
+        chunk (the inverse that maps values to errors, and the weights with which queries read errors), factors of each
+        token, and the decay of the state over each chunk.
     """
     dvalue, dstates = _reverse(query, key, dout, made)
     bounds = layout.doc_start, layout.doc_end

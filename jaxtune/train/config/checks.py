@@ -1,4 +1,8 @@
-"""Checks of single values of a configuration. Each raises a `ConfigError` that names the key, the value and the fix."""
+"""Checks of the values of a configuration. Each raises a `ConfigError` that names the key, the value and the fix.
+
+Most functions check one value. `require_usable_numbers` walks a whole configuration, and refuses integers that are
+outside of int32 or above the limit of their key, and floats that float32 cannot represent (infinity and NaN included).
+"""
 
 from __future__ import annotations
 

@@ -258,7 +258,8 @@ class ToolTurns:
 
     @property
     def tool_names(self) -> Sequence[str]:
-        """The names of the tools that the model may call."""
+        """The names of the tools that the model may call. They are shown on the screen when the run starts, and stored
+        in its checkpoints, from which a run with other tools cannot resume."""
         return self.tools.names
 
     @property

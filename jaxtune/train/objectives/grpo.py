@@ -320,8 +320,10 @@ def grpo_loss(answers: Answers, options: PolicyLoss = PolicyLoss()) -> tuple[jax
 
 
 def means_of(sums: dict[str, Any]) -> dict[str, Any]:
-    """{metric: mean} from `sums`, the sums that `grpo_sums` or `rloo_sums` returns, which may have been added up over
-    several batches. If there are no tokens, all means are 0."""
+    """Divides each sum by the count that belongs to it, and returns {metric: mean}. sums: what `grpo_sums` or
+    `rloo_sums` returns, which may have been added up over several batches. Its entries "tokens" and "ratios" are the
+    counts and are left out of the result: metrics of clipping are means over ratios (one for each token, or one for
+    each answer), all others are means over tokens. A mean whose count is 0 is 0."""
     counts = {name: sums[name] for name in ("tokens", "ratios")}
     return {
         name: value / (count + (count == 0))

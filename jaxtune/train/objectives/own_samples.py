@@ -124,6 +124,8 @@ class OwnSamples(BatchSource):
         return self._made[1]
 
     def sources_at(self, step: int) -> list[str]:
+        """Returns one text, "answers sampled for step N", for any step, because sampled answers have no file and line.
+        It is printed when the update of a step is skipped because its loss or gradient is not finite."""
         return [f"answers sampled for step {step}"]
 
     def resume(self, step: int, position: Json) -> None:
@@ -310,9 +312,10 @@ class _Reading:
 
 
 def _with_own_answer(index: int, row: Asked) -> Answer:
-    """The data row `row` with the answer that the data set has, as the Answer that is packed into a batch. The answer
-    begins with the first trained token; it is empty if `row` has none, because all answers are sampled. index: the
-    row's index."""
+    """Makes the Answer that is packed into a batch from the data row `row` and the answer that the data set has for it.
+    The tokens before the first trained one are the prompt, and the answer begins with that token. If
+    objective.on_policy is 1, only prompts were tokenised (`row.own` is empty): prompt and answer are then empty, and
+    this Answer is replaced by a sampled one. index: the row's index."""
     first = row.mask.index(True, 1) if row.own else 0
     ids = row.own[first:]
     return Answer(index, row.own[:first], ids, (0.0,) * len(ids), "stop", sampled=row.mask[first:])

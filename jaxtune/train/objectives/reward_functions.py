@@ -144,7 +144,9 @@ class RewardFunctions:
         Args:
           functions: the functions, at least one.
           weights: a weight for each function; None: all 1.
-          options: the fields `timeout_seconds`, `errors` and `also` of this class.
+          options: values of other fields of this class: `timeout_seconds` (the longest time of one call), `errors`
+            ("stop" or "skip") and `also` ({name: value} of further arguments, of which each function gets those that
+            its parameters name).
         Raises:
           ConfigError: there is no function, or another number of weights.
         """

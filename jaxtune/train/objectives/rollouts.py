@@ -194,6 +194,8 @@ class SampledAnswers(BatchSource):
         return batch
 
     def sources_at(self, step: int) -> list[str]:
+        """Returns one text, "answers sampled for step N", for any step, because sampled answers have no file and line.
+        It is printed when the update of a step is skipped because its loss or gradient is not finite."""
         return [f"answers sampled for step {step}"]
 
     def position(self, step: int) -> Json:

@@ -65,7 +65,13 @@ class Answered:
 
 
 class Tools:
-    """The tools and environments of a run.
+    """The tools and environments of a run. A tool is a function that the model may call while it answers. An
+    environment is an object that keeps the state of one answer: its public methods are tools too, `reset` is called
+    before the answer is sampled, and `get_reward`, if it has one, becomes a reward function of the run (`rewards`).
+
+    `schemas` describes the tools of a row for its prompt, and `parameters` has the types by which calls are parsed.
+    While answers are sampled, `reset` gives each answer its environment, `of` returns its tools by name, and `answer`
+    calls them. `names` are the names of all tools.
 
     Args:
       functions: the tools that every answer has.
@@ -74,7 +80,7 @@ class Tools:
       timeout_seconds: the longest that one call may take; None is no limit.
     Raises:
       ConfigError: a tool has no types or docstring; an environment has no `reset`, or is an object of OpenEnv's client
-        class, whose `step` no model can call.
+        class, whose `step` takes an action object, which a model cannot write as JSON.
     """
 
     def __init__(

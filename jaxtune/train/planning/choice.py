@@ -199,8 +199,10 @@ def _with_whole_weights(parts: StepCost, found: Forecast, device: Device, budget
     weights are not divided over devices. A layer is whole if its weights are gathered on each device and stay so, which
     saves the time to gather them again. parts: the step's costs. budget: bytes of memory of `device`.
 
-    Trained weights are kept whole from a layer's forward to its backward. Frozen weights are kept whole for the whole
-    run: gathering them once a step would take time, and at the loss memory for the device's share beside the whole."""
+    If all weights of the layers are trained, a whole layer keeps its gathered weights from its forward to its backward
+    (ResidualPlan.whole_weights). If some are frozen, each device has a whole layer's frozen weights whole for the whole
+    run, and no share beside them (ResidualPlan.resident). Gathering them anew in each step would take time, and at the
+    loss, where the most memory is in use, a device would have both its share and the whole weights."""
 
     def with_(**changes: int) -> Forecast:
         """The forecast of the plan with some fields of its residual plan changed."""

@@ -242,8 +242,8 @@ def unused_tensors(config: DecoderConfig) -> tuple[str, ...]:
 
 
 class _PerLayer:
-    """The Entry for embeddings of each layer: their sizes, and the stage of every layer that adds them. 0 for
-    hidden_size_per_layer_input means that there are none."""
+    """Translates between config.json and DecoderConfig for per-layer embeddings (it implements key.Entry): their sizes,
+    and the stage of every layer that adds them. 0 for hidden_size_per_layer_input means that there are none."""
 
     gives = ("per_layer_size", "per_layer_vocab_size")
     keys = (
@@ -252,8 +252,10 @@ class _PerLayer:
     )
 
     def read(self, hf: Config, fields: Config) -> Fields:
-        """{"per_layer_size", "per_layer_vocab_size", "layers": the LayerSpecs of `fields`, each with one more stage},
-        by the config.json `hf`; {} without these embeddings."""
+        """Reads the per-layer embeddings from the config.json `hf`. Returns the fields per_layer_size,
+        per_layer_vocab_size and `layers`: the LayerSpecs of `fields`, each with one more stage at its end. A stage is a
+        sublayer with its own residual connection, as attention and the MLP are; this one adds the layer's own
+        embeddings. Returns {} if the model has none. fields: the fields of DecoderConfig that earlier entries set."""
         size = hf["hidden_size_per_layer_input"]
         if not size:
             return {}
