@@ -1,4 +1,4 @@
-"""Adapters by the arguments of Unsloth's get_peft_model and of PEFT's LoraConfig."""
+"""Adapters by the arguments of Unsloth's get_peft_model and of PEFT's LoraConfig, which are translated to jaxtune's."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ _PEFTS_CHOICE, _PHI3S = ("q_proj", "v_proj"), ("qkv_proj",)
 
 
 class LoraConfig:
-    """PEFT's LoraConfig with its arguments and defaults: the description of an adapter. PEFT itself is not needed, and
-    its own class is accepted too.
+    """PEFT's LoraConfig with its arguments and defaults: the description of an adapter, which SFTTrainer takes as
+    peft_config. PEFT itself is not needed, and its own class is accepted too.
 
+    Args:
+      others: PEFT's other arguments, such as task_type. A printed line reports each one that has no effect here.
     Attributes:
-      settings: the arguments, as keyword arguments of `adapted`.
+      settings: the named arguments, as keyword arguments of `adapted`.
     Raises:
-      ValueError: an argument that is not followed and would change the result.
+      ValueError: one of `others` would change the result, or is unknown.
     """
 
     def __init__(
@@ -69,10 +71,10 @@ class LoraConfig:
 
 
 def lora_settings(config: Any) -> dict[str, Any]:
-    """The settings of a LoraConfig, this module's or PEFT's, as keyword arguments of `adapted`.
+    """Returns the settings of a LoraConfig, this module's or PEFT's, as keyword arguments of `adapted`.
 
     Raises:
-      ValueError: another object, or a setting of PEFT's that is not followed.
+      ValueError: `config` is an object of another class, or PEFT's with a setting that is not supported.
     """
     if isinstance(config, LoraConfig):
         return config.settings
@@ -154,8 +156,9 @@ def adapted(
 
 
 def _require_no_biases(where: str, bias: str, module: Decoder) -> None:
-    """Raises ValueError if `bias` would train biases, which adapters do not have here. In a model without biases every
-    value is accepted. where: the called function, for the message."""
+    """Raises ValueError if `bias`, PEFT's argument ("none", "all" or "lora_only"), would train biases of `module`,
+    which adapters cannot contain here, or has another value. In a model without biases each of the three values is
+    accepted. where: the called function, for the message."""
     if bias not in ("none", "all", "lora_only"):
         raise ValueError(f"{where}: bias = {bias!r} is not supported; supported: 'none'")
     if bias == "none":
@@ -205,8 +208,9 @@ def _in_layers(where: str, target_modules: str | Sequence[str], layers: int | Se
 
 
 def _start_gaussian(module: Decoder, seed: int) -> None:
-    """Draws A of every adapter from a normal distribution of standard deviation 1 / r, as PEFT's "gaussian" does. B
-    stays zero."""
+    """Replaces the matrix A of each adapter of `module`, in place, by draws from a normal distribution with mean 0 and
+    standard deviation 1 / rank, which is what PEFT's init_lora_weights="gaussian" means. The matrix B stays zero. seed:
+    determines the draws."""
     pairs = [(name, matrix.lora) for name, matrix in matrices(module) if matrix.lora is not None]
     keys = jax.random.split(jax.random.key(seed), len(pairs))
     for (_, lora), key in zip(pairs, keys, strict=True):

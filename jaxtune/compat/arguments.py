@@ -1,6 +1,7 @@
-"""Arguments that a callee's signature does not follow: each either has no effect here, or is refused.
+"""What happens to the arguments of a script that a function or class of jaxtune.compat has no parameter for: each
+either has no effect here, or is refused.
 
-arguments.yaml has a table for each callee, from which the documentation's tables are written.
+arguments.yaml has a table for each function or class, from which the documentation's tables are written.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from jaxtune.system.terminal import say
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """An argument that is not followed."""
+    """What happens to an argument that a function or class of jaxtune.compat does not use."""
 
-    idle: bool  # it has no effect here; otherwise it would change the result, and is refused
+    idle: bool  # True: it has no effect here, which is printed; False: it would change the result, and is refused
     text: str  # why it has no effect, or what to use instead
-    free: tuple  # values that are accepted silently, such as the default
+    free: tuple  # the values that are accepted without a line or an error, such as the default
 
 
 _told: set[tuple[str, str]] = set()
@@ -29,13 +30,16 @@ _told: set[tuple[str, str]] = set()
 def settle(
     where: str, others: Mapping[str, Any], table: Mapping[str, Argument], callee: Callable | None = None
 ) -> None:
-    """Prints one line, once a process, for each argument that has no effect here, and refuses the others.
+    """Decides about the arguments that a function or class does not use. A value that changes nothing, such as the
+    default, is accepted; for another value one line is printed, once in a process, if the argument has no effect here;
+    all other arguments are refused.
 
     Args:
       where: the name of the function or class that the script called, for messages.
-      others: the arguments that it was given and does not follow.
-      table: for each known argument whether it has no effect here or is refused, and why (tables.py).
-      callee: the function or class, whose own arguments are proposed for a misspelt one.
+      others: {name: value} of the arguments that it was given and does not use.
+      table: {name: Argument} of the known ones (tables.py).
+      callee: the function or class itself; the names of its parameters are proposed in place of an unknown argument.
+        None: only names in `table` are proposed.
     Raises:
       ValueError: an argument that would change the result, or that is unknown.
     """
@@ -65,11 +69,15 @@ def tell(where: str, name: str, text: str) -> None:
 
 
 def choose(where: str, name: str, value: Any, table: Mapping[Any, Any]) -> Any:
-    """Translates an argument's value: returns what `table` has for it. `where` (the called function or class) and
-    `name` (the argument) are for the message.
+    """Translates an argument's value to jaxtune's: returns table[value].
 
+    Args:
+      where: the called function or class, for the message.
+      name: the argument, for the message.
+      value: the script's value, such as "adamw_torch".
+      table: {each supported value: what it means here}.
     Raises:
-      ValueError: the value is not in the table.
+      ValueError: the value is not in the table; the message lists those that are.
     """
     if value not in table:
         raise ValueError(f"{where}: {name} = {value!r} is not supported; supported: {', '.join(map(repr, table))}")

@@ -26,41 +26,43 @@ from jaxtune.train.display.metrics import read_metrics
 
 @dataclasses.dataclass
 class TrainerControl:
-    """Requests of callbacks to the run. should_epoch_stop is refused, because an epoch is not a loop of its own
-    here."""
+    """What callbacks request of the run: a callback sets a field to True, and the run does it after this step."""
 
-    should_training_stop: bool = False
-    should_epoch_stop: bool = False
-    should_save: bool = False
-    should_evaluate: bool = False
-    should_log: bool = False
+    should_training_stop: bool = False  # end the run
+    should_epoch_stop: bool = False  # raises ValueError, because an epoch is not a loop of its own here
+    should_save: bool = False  # save a checkpoint
+    should_evaluate: bool = False  # evaluate on eval_dataset
+    should_log: bool = False  # call on_log with the step's numbers
 
 
 @dataclasses.dataclass
 class TrainerState:
-    """The progress of a run, with transformers' field names."""
+    """The progress of a run, with transformers' field names. Callbacks get it, and trainer_state.json is written from
+    it. eval_steps and save_steps are always None here."""
 
-    epoch: float = 0.0
-    global_step: int = 0
-    max_steps: int = 0
-    num_train_epochs: int = 0
-    logging_steps: int = 1
+    epoch: float = 0.0  # epochs done so far, with the fraction of the current one
+    global_step: int = 0  # optimizer steps done so far
+    max_steps: int = 0  # optimizer steps of the whole run
+    num_train_epochs: int = 0  # epochs of the whole run, rounded up
+    logging_steps: int = 1  # steps between two logged lines
     eval_steps: int | None = None
     save_steps: int | None = None
-    train_batch_size: int | None = None
+    train_batch_size: int | None = None  # per_device_train_batch_size
     # the numbers of every step and evaluation, as in metrics.jsonl
     log_history: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    best_metric: float | None = None
-    best_global_step: int | None = None
-    best_model_checkpoint: str | None = None
-    is_local_process_zero: bool = True
-    is_world_process_zero: bool = True
+    best_metric: float | None = None  # the best value of metric_for_best_model so far
+    best_global_step: int | None = None  # the step after which it was measured
+    best_model_checkpoint: str | None = None  # the checkpoint-N folder of that step, once it is written
+    is_local_process_zero: bool = True  # always True here
+    is_world_process_zero: bool = True  # always True here
 
 
 class TrainerCallback:
-    """transformers' base class of callbacks, whose methods do nothing: override those of the events that are wanted.
-    Each gets the arguments (SFTConfig), the TrainerState, the TrainerControl and further objects by name, and may
-    return a control that replaces the current one. transformers' own class is accepted too."""
+    """transformers' base class of callbacks, whose methods do nothing: a script overrides those of the events that it
+    wants to react to. Each method gets `args` (the SFTConfig), `state` (the TrainerState), `control` (the
+    TrainerControl) and, by name, `model`, `processing_class` and what the event adds (on_log `logs`, on_evaluate
+    `metrics`). It may change `control`, or return another one that replaces it; None keeps it. transformers' own class
+    is accepted too."""
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Called when the trainer has been made."""
@@ -114,8 +116,8 @@ class EarlyStoppingCallback(TrainerCallback):
         self.early_stopping_patience_counter = 0
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        """Counts evaluations in a row without improvement, and asks for a stop after early_stopping_patience of
-        them."""
+        """Called after each evaluation with `metrics`, its numbers. Counts the evaluations in a row without
+        improvement, and sets control.should_training_stop after early_stopping_patience of them."""
         value = best_value(args, metrics)
         threshold = self.early_stopping_threshold
         if is_better(args, value, state.best_metric) and (
@@ -128,14 +130,15 @@ class EarlyStoppingCallback(TrainerCallback):
 
 
 def best_name(args: Any) -> str:
-    """The key of the number that metric_for_best_model names in an evaluation's metrics, with the prefix eval_. `args`
-    is an SFTConfig in which it is set."""
+    """Returns the name that the number of metric_for_best_model has in an evaluation's metrics: "eval_loss" for "loss"
+    and for "eval_loss". `args` is an SFTConfig in which metric_for_best_model is not None."""
     wanted = args.metric_for_best_model
     return wanted if wanted.startswith("eval_") else f"eval_{wanted}"
 
 
 def best_value(args: Any, metrics: Mapping[str, Any]) -> float:
-    """The number that metric_for_best_model names among an evaluation's `metrics`. `args` is the SFTConfig.
+    """Returns the number among an evaluation's `metrics` by which evaluations are compared: the one that
+    metric_for_best_model of `args`, the SFTConfig, names.
 
     Raises:
       ValueError: the evaluation has no such number.
@@ -194,19 +197,20 @@ def listens(callback: Any, event: str) -> bool:
 
 
 class Events(Callback):
-    """Passes the events of a run of SFTTrainer to `callbacks`, does what they request, and keeps the best weights if
-    asked.
+    """Passes the events of a run of SFTTrainer to the script's callbacks, does what they request, and keeps the best
+    weights if load_best_model_at_end asks for it. It is a callback of jaxtune.train, which calls it.
 
     Args:
       args: the SFTConfig.
       state, control: the TrainerState and TrainerControl, which are passed to the callbacks.
       model: the script's model; it refers to the current weights while callbacks look at it.
       processing_class: the tokenizer, which is passed to the callbacks.
-      callbacks: the script's.
-      measure: returns further numbers for an evaluation of the current model, those of compute_metrics.
-      handed_back: maps a module of the run to the one that the script sees, such as with dropout turned on again.
-      leave: called with the number of steps after a save that was due or requested: writes the current model as a
-        checkpoint-N folder.
+      callbacks: the script's callbacks, as instances.
+      measure: returns the numbers of the script's compute_metrics for the current model; it is called after each
+        evaluation.
+      handed_back: maps a module of the run to the one that the script sees, for example with dropout turned on again.
+      leave: called after a save that save_steps made due or a callback requested, with the number of steps done: writes
+        the current model as a checkpoint-N folder.
     Attributes:
       best: the trained arrays of the best evaluation as numpy arrays, if load_best_model_at_end asks for them; None
         otherwise, and before an evaluation.
@@ -233,8 +237,9 @@ class Events(Callback):
         self._told: set[str] = set()
 
     def tell(self, event: str, **more: Any) -> None:
-        """Calls the method `event` of all callbacks with transformers' arguments and `more`; a control that one returns
-        replaces the current one.
+        """Calls the method named `event`, such as "on_log", of every callback. It gets the SFTConfig, the state and the
+        control, and by name the model, the tokenizer, None for objects of transformers that do not exist here
+        (optimizer, lr_scheduler, data loaders), and `more`. A control that a callback returns replaces the current one.
 
         Raises:
           ValueError: a callback set should_epoch_stop.
@@ -265,8 +270,14 @@ class Events(Callback):
     # ---- the run
 
     def begin(self, config: TrainConfig, total_steps: int, steps_per_epoch: int) -> None:
-        """Called before the first step of a call of train(): sets the state and sends on_train_begin. `config` says
-        after how many steps the run logs, evaluates and saves by itself."""
+        """Called before the first step of a call of train(): sets the state and calls on_train_begin, on_epoch_begin
+        and on_step_begin.
+
+        Args:
+          config: the run's config, which says after how many steps it logs, evaluates and saves without a request.
+          total_steps: the number of optimizer steps of the whole run.
+          steps_per_epoch: the number of optimizer steps of an epoch.
+        """
         self._scheduled = {
             "log": config.metrics.log_every,
             "evaluate": config.evaluation.every_steps,
@@ -283,8 +294,9 @@ class Events(Callback):
         self.tell("on_step_begin")
 
     def between(self, moment: Between) -> None:
-        """Called by jaxtune's trainer after each step was dispatched: sends the events of transformers' loop to the
-        callbacks, and logs, evaluates, saves or stops as is due or requested."""
+        """Called by jaxtune's trainer after each step was dispatched: calls the callbacks' methods in the order of
+        transformers' loop (on_step_end, on_epoch_end, ...), and logs, evaluates, saves or stops if that is due or
+        requested. moment: the run between two steps, whose methods evaluate, save and stop it."""
         control = self.control
         self._at(moment.step, moment.model)
         due = {name: bool(every) and moment.step % every == 0 for name, every in self._scheduled.items()}
@@ -306,18 +318,22 @@ class Events(Callback):
         self.tell("on_step_begin")
 
     def _at(self, step: int, model: Callable[[], Decoder]) -> None:
-        """Sets the state's step and epoch, and makes the script's model refer to the weights that `model()` returns; it
-        is only called if a callback looks at them."""
+        """Sets the state's step and epoch, and makes the script's model refer to the current weights. step: the number
+        of steps done. model: a function that assembles the current module; it is called only if a callback accesses the
+        weights."""
         self.state.global_step, self.state.epoch = step, step / self._steps_per_epoch
         self.model.module = lambda: self._handed_back(model())
 
     def _do(self, moment: Between, due: Mapping[str, bool]) -> None:
-        """Logs, evaluates and saves as control requests, in transformers' order.
+        """Logs, evaluates and saves if the control's fields request it, in the order of transformers, and clears these
+        fields.
 
         Args:
           moment: the run between two steps.
-          due: whether the arguments ask for "log", "evaluate" and "save" at this step. A callback cannot take that
-            back; a line says so once.
+          due: {"log", "evaluate", "save": whether the script's config makes that due at this step}. A callback that
+            sets such a request to False changes nothing, which is printed once.
+        Raises:
+          ValueError: an evaluation is requested and there is no eval_dataset.
         """
         for name, is_due in due.items():
             if is_due and not getattr(self.control, f"should_{name}") and name not in self._told:
@@ -337,8 +353,8 @@ class Events(Callback):
         self.control.should_log = self.control.should_evaluate = self.control.should_save = False
 
     def stepped(self, step: int, metrics: dict[str, Any]) -> None:
-        """Called by jaxtune's trainer when the numbers of a step have arrived: sends on_log with them, if that is
-        due."""
+        """Called by jaxtune's trainer when the numbers of a step have arrived, with `metrics`, {name: number}: passes
+        them to on_log if the config makes a log due at this step or a callback requested one."""
         if self.control.should_log and step == self.state.global_step:
             self.control.should_log = False
             self.tell("on_log", logs=metrics)
@@ -349,8 +365,9 @@ class Events(Callback):
         self._at(step, model)
 
     def evaluated(self, step: int, metrics: dict[str, Any]) -> None:
-        """Called by jaxtune's trainer after an evaluation: adds the numbers of compute_metrics to `metrics`, sends
-        on_log and on_evaluate, and keeps a copy of the weights if they are the best so far."""
+        """Called by jaxtune's trainer after an evaluation, with its numbers: adds those of compute_metrics to
+        `metrics`, in place, calls on_log and on_evaluate with them, and keeps a copy of the trained weights if they are
+        the best so far and load_best_model_at_end is set. step: the number of steps done."""
         metrics["epoch"] = round(self.state.epoch, 4)
         metrics |= self.measure()
         self.tell("on_log", logs=metrics)  # as in transformers, where evaluations are logs too
@@ -365,15 +382,21 @@ class Events(Callback):
                 self.best = jax.tree.map(np.array, jax.device_get(nnx.state(self.model.module, nnx.Param)))
 
     def saved(self, step: int) -> None:
-        """Called by jaxtune's trainer after a save: writes the checkpoint-N folder if the save was due or requested by
-        a callback, and not caused by a signal, and sends on_save."""
+        """Called by jaxtune's trainer after a save, with the number of steps done: calls on_save, and before it writes
+        the checkpoint-N folder, unless the save was caused by a signal."""
         if step == self._asked:
             self._leave(step)
         self.tell("on_save")
 
     def tell_of_better(self, metrics: Path, done: int) -> None:
-        """Prints a note if an evaluation of an earlier call was better than the weights that this call ends with, which
-        are those after `done` steps if it evaluated nothing. The better weights were lost with the earlier process."""
+        """Called at the end of a run that was continued and has load_best_model_at_end: prints a note if an evaluation
+        of an earlier call of train() was better than the weights that the model now has. Those better weights were lost
+        with the earlier process.
+
+        Args:
+          metrics: the file metrics.jsonl of the run, which has all evaluations.
+          done: the number of steps done; the model has the weights after them if this call evaluated nothing.
+        """
         kept = done if self.state.best_global_step is None else self.state.best_global_step
         name = best_name(self.args)
         found = {line["step"]: line[name] for line in read_metrics(metrics) if not np.isnan(line.get(name, np.nan))}
@@ -388,7 +411,7 @@ class Events(Callback):
 
 
 def with_trained(module: Decoder, trained: Any) -> Decoder:
-    """The module with its trained arrays replaced by `trained`, numpy arrays as in Events.best, which are put where the
-    old ones were: for load_best_model_at_end."""
+    """Returns `module` with its trained arrays replaced by the numpy arrays `trained`, such as Events.best; each is put
+    on the devices that its predecessor was on. It is used at the end of a run with load_best_model_at_end."""
     graph, own, frozen = nnx.split(module, nnx.Param, ...)
     return nnx.merge(graph, jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), trained, own), frozen)

@@ -31,24 +31,25 @@ _USUAL_PROMPT = 512  # tokens of a prompt that a model has room for which the tr
 
 @dataclasses.dataclass(init=False)
 class DistilledConfig(PreferenceConfig):
-    """The fields that DistillationConfig and GKDConfig share."""
+    """The arguments that DistillationConfig and GKDConfig share, under TRL's names, beside those of SFTConfig."""
 
-    teacher_model_name_or_path: str | None = None
-    teacher_model_init_kwargs: Mapping[str, object] | None = None
-    beta: float = 1.0
-    temperature: float = 1.0
+    teacher_model_name_or_path: str | None = None  # the teacher, if the trainer's argument teacher_model is None
+    teacher_model_init_kwargs: Mapping[str, object] | None = None  # arguments of from_pretrained for that teacher
+    beta: float = 1.0  # the divergence: 0 forward KL, 1 reverse KL, between them the generalised Jensen-Shannon one
+    temperature: float = 1.0  # divides the logits when answers are sampled; DistillationConfig: in the loss, too
 
 
 @dataclasses.dataclass(init=False)
 class DistillationConfig(DistilledConfig):
-    """TRL's DistillationConfig, with Unsloth's defaults as SFTConfig. An update trains on
-    per_device_train_batch_size * gradient_accumulation_steps answers."""
+    """The arguments of a DistillationTrainer: TRL's DistillationConfig, where the fields of SFTConfig have Unsloth's
+    defaults. An update trains on per_device_train_batch_size * gradient_accumulation_steps answers."""
 
-    table = DISTILLATION
+    table = DISTILLATION  # the arguments that are not fields: without effect here, or refused
 
     learning_rate: float = 1e-6
-    disable_dropout: bool = False
-    max_completion_length: int = 512
+    disable_dropout: bool = False  # True: the adapter's dropout is turned off; False: it is used
+    max_completion_length: int = 512  # the most tokens of a sampled answer
+    # How answers are sampled; the defaults change nothing.
     top_p: float = 1.0
     top_k: int = 0
     min_p: float | None = None
@@ -57,27 +58,33 @@ class DistillationConfig(DistilledConfig):
 
 @dataclasses.dataclass(init=False)
 class GKDConfig(DistilledConfig):
-    """TRL's GKDConfig. The temperature is that of sampling alone, as in TRL, where the loss has none."""
+    """The arguments of a GKDTrainer: TRL's GKDConfig. The temperature divides the logits only when answers are sampled,
+    and not in the loss, as in TRL."""
 
-    table = GKD
+    table = GKD  # the arguments that are not fields: without effect here, or refused
 
     temperature: float = 0.9
-    lmbda: float = 0.5
+    lmbda: float = 0.5  # the probability that a row's answer is sampled from the student
     beta: float = 0.5
-    max_new_tokens: int = 128
+    max_new_tokens: int = 128  # the most tokens of a sampled answer
 
 
 class DistilledTrainer(PreferenceTrainer):
-    """The base class of DistillationTrainer and GKDTrainer.
+    """The base class of DistillationTrainer and GKDTrainer, which train a student to have the output distributions of a
+    teacher. A subclass sets `config_type` to the class of its config, and defines `_drawing`.
 
     Args:
-      model: a CompatModel, or a hub name or folder, as for SFTTrainer.
-      teacher_model: the teacher, a CompatModel or its hub name or folder; None takes args.teacher_model_name_or_path,
-        or, if the model has an adapter, the model with its adapter off, which is printed.
-      args: DistillationConfig or GKDConfig, also TRL's own.
+      model: the student: a CompatModel, or a hub name or folder, which is loaded.
+      teacher_model: the teacher, a CompatModel or its hub name or folder. None takes args.teacher_model_name_or_path;
+        if that is None too, the teacher of a model with an adapter is the same model with its adapter off, which is
+        printed.
+      args: a DistillationConfig or GKDConfig, or TRL's own object.
+      train_dataset, eval_dataset: the rows to train on and to evaluate on, which the subclasses describe.
+      processing_class: the tokenizer; None: the model's.
       others: further arguments of SFTTrainer.
     Raises:
-      ValueError: there is no teacher, or its vocabulary is another; an argument that is not supported, by its name.
+      ValueError: there is no teacher, or its vocabulary differs from the student's; or an argument, which the message
+        names, is not supported.
     """
 
     config_type: type[DistilledConfig]
@@ -111,30 +118,38 @@ class DistilledTrainer(PreferenceTrainer):
             )
 
     def _room(self, args: object) -> int | None:
-        """The tokens of a row for which a model is loaded that is given by its name. args: the script's config."""
+        """The number of tokens of the longest row that a student given by its name is loaded for; None:
+        max_seq_length if it is set, else TRL's default, 1,024. args: the script's config."""
         return getattr(args, "max_length", None)
 
     def _to_train(self) -> Decoder:
-        """The student with its teacher attached."""
+        """Returns the module that the run trains: the student with its teacher attached."""
         return with_teacher(super()._to_train(), None if self._teacher is None else self._teacher.module)
 
     def _objective(self) -> ObjectiveConfig:
-        """The objective's section of the config."""
+        """Returns the section `objective` of the run's config: distillation from this teacher, with the script's beta
+        and sampling options."""
         teacher = BASE if self._teacher is None else self._teacher.module.name_or_path or "in memory"
         return dataclasses.replace(ObjectiveConfig("distill", teacher=teacher, beta=self.args.beta), **self._drawing())
 
     def _drawing(self) -> dict[str, float | int]:
-        """The options of the objective that say how answers are sampled, and how many."""
+        """Returns those options of the config's section `objective`, {name: value}, that say what share of the answers
+        is sampled from the student, and how. Subclasses derive them from their config's arguments."""
         raise NotImplementedError
 
     @property
     def _samples(self) -> bool:
-        """Whether any answers are sampled."""
+        """Whether the run samples answers from the student (True), or trains on the rows' answers alone (False)."""
         return True
 
     def config(self, resume: Literal["auto", "never"] = "never", prepared: bool = True) -> TrainConfig:
-        """As SFTTrainer.config; if answers are sampled, rows_per_step counts the rows of the data of an update, which
-        are packed with their answers. The arguments are those of SFTTrainer.config."""
+        """Returns the TrainConfig of the run, as SFTTrainer.config makes it. If answers are sampled, its data.packing
+        is True, because rows are packed with their sampled answers; rows_per_step still counts rows of the data set.
+
+        Args:
+          resume: "auto" continues the run in output_dir, "never" starts a new one.
+          prepared: True allows tokenising the rows to count an epoch's steps; False leaves such numbers out.
+        """
         made = super().config(resume, prepared)
         if not self._samples:
             return made
@@ -142,10 +157,12 @@ class DistilledTrainer(PreferenceTrainer):
 
 
 class DistillationTrainer(DistilledTrainer):
-    """TRL's DistillationTrainer: the student answers prompts and learns the teacher's distributions over its answers.
+    """TRL's DistillationTrainer: the student samples an answer to every prompt and learns the teacher's distributions
+    over the tokens of that answer.
 
-    Rows have a column `prompt`, text or messages. Held-out rows have answers beside it (a column `completion`, or a
-    last message of the assistant), over which the divergence is measured; TRL samples there too.
+    Rows of train_dataset have a column `prompt` (a text or a list of messages) or `messages`. Rows of eval_dataset must
+    have answers, too (a column `completion`, or a last message of the assistant): the divergence is measured over these
+    answers, while TRL samples answers there as well.
     """
 
     config_type = DistillationConfig
@@ -159,7 +176,15 @@ class DistillationTrainer(DistilledTrainer):
         return options | dict(on_policy=1.0, top_k=max(0, self.args.top_k or 0), min_p=self.args.min_p or 0.0)
 
     def _read(self, dataset: object, formatting_func: object) -> tuple[object, str]:
-        """(rows, their format) of a script's data set; raises ValueError if they have no prompts."""
+        """Checks a script's data set, and returns (its rows, "auto": their format is detected later).
+
+        Args:
+          dataset: a name or path, a data set with columns, or an iterable of rows, which is read into a list.
+          formatting_func: must be None, because this trainer does not support one.
+        Raises:
+          ValueError: the data set is an IterableDataset, or has neither a column `prompt` nor `messages`; or
+            formatting_func is not None.
+        """
         name = type(self).__name__
         if is_stream(dataset):
             raise ValueError(
@@ -176,10 +201,14 @@ class DistillationTrainer(DistilledTrainer):
 
 
 class GKDTrainer(DistilledTrainer):
-    """TRL's GKDTrainer: with probability lmbda a row's answer is sampled from the student, and else it is the row's own
-    last one. Rows are conversations (`messages`), or have prompt and completion.
+    """TRL's GKDTrainer: a row's answer is sampled from the student with probability lmbda, and otherwise the row's own
+    last answer is taken; on either one the student learns the teacher's distributions over the answer's tokens. Rows
+    are conversations (`messages`), or have `prompt` and `completion`. TRL draws once for each micro-batch, and this
+    trainer once for each row.
 
-    TRL draws once for each micro-batch, and this trainer for each row.
+    Args:
+      data_collator: None, or a collator that only pads, which has no effect; any other raises ValueError.
+      others: further arguments of SFTTrainer; the named ones are those of DistilledTrainer.
     """
 
     config_type = GKDConfig
@@ -214,14 +243,14 @@ class GKDTrainer(DistilledTrainer):
         )
 
     def _read(self, dataset: object, formatting_func: object) -> tuple[object, str]:
-        """Reads a script's data set: returns (its rows, the name of their format).
+        """Reads a script's data set: returns (its rows, the name of their format, such as "messages").
 
         Args:
           dataset: the data set, with a column `messages`, or with `prompt` and `completion`.
-          formatting_func: must be None; this trainer accepts the argument only to refuse it with an error.
+          formatting_func: must be None, because this trainer does not support one.
         Raises:
-          ValueError: formatting_func is given, or the rows are plain texts, which have no answer that is separate from
-            the prompt.
+          ValueError: formatting_func is not None, or the rows are plain texts, which have no answer that is separate
+            from the prompt.
         """
         if formatting_func is not None:
             raise ValueError(f"{type(self).__name__}: it has no formatting_func; give a column `messages`")
@@ -234,12 +263,16 @@ class GKDTrainer(DistilledTrainer):
 def _teacher(
     trainer: str, teacher_model: CompatModel | str | os.PathLike | None, args: SFTConfig
 ) -> CompatModel | None:
-    """The teacher that a script gave to a trainer or named in its config; None if it did neither.
+    """Returns the teacher of a distillation, which is loaded if it is given by a name; None if the script neither gave
+    nor named one.
 
     Args:
       trainer: the name of the trainer's class, for messages.
-      teacher_model: what the trainer was given.
+      teacher_model: the trainer's argument: a CompatModel, a hub name or a folder; None: teacher_model_name_or_path of
+        `args` is taken.
       args: the trainer's config.
+    Raises:
+      ValueError: teacher_model is an object of another class.
     """
     given = teacher_model if teacher_model is not None else getattr(args, "teacher_model_name_or_path", None)
     if isinstance(given, CompatModel) or given is None:

@@ -1,4 +1,4 @@
-"""The methods `evaluate` and `predict` of transformers' Trainer, for the trainers of scripts."""
+"""The methods `evaluate` and `predict` of transformers' Trainer, which SFTTrainer and its subclasses inherit."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from jaxtune.train.trainer import Trainer
 
 
 class PredictionOutput(NamedTuple):
-    """What predict() returns, as in transformers."""
+    """What predict() returns, as in transformers: the first two fields are those of EvalPrediction."""
 
-    predictions: object  # as EvalPrediction's
-    label_ids: np.ndarray
-    metrics: dict[str, float]
+    predictions: object  # float32[rows, length, vocab] logits, or the results of preprocess_logits_for_metrics
+    label_ids: np.ndarray  # int32[rows, length]: trained tokens, -100 elsewhere
+    metrics: dict[str, float]  # such as {"test_loss": 1.2}
 
 
 class Evaluations(Reports):
-    """The methods of a trainer that compute numbers of the current model on rows that it does not train on. SFTTrainer
-    is its subclass and has the attributes below."""
+    """The methods of a trainer that compute numbers of the current model on rows that it does not train on: `evaluate`
+    and `predict`. SFTTrainer inherits from it, and sets the attributes below."""
 
     model: CompatModel
     tokenizer: object
     compute_metrics: ComputeMetrics | None
     preprocess_logits_for_metrics: Preprocess | None
-    _rows: dict[str, Any]
-    _format: str
-    _formatting: Callable[..., object] | None
-    _prepared: Trainer
-    # What SFTTrainer and its kinds have.
+    _rows: dict[str, Any]  # the script's rows under "train" and "eval", before they are tokenised
+    _format: str  # the name of their format, such as "messages"
+    _formatting: Callable[..., object] | None  # the script's formatting_func
+    _prepared: Trainer  # a Trainer with the tokenised rows
+    # Methods of SFTTrainer and its subclasses, which explain them.
     config: Callable[..., TrainConfig]
     _read: Callable[..., tuple[object, str]]
     _packing: Callable[[], bool]
@@ -50,14 +50,16 @@ class Evaluations(Reports):
     def evaluate(
         self, eval_dataset: object = None, ignore_keys: object = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Evaluates the current model: returns {"eval_loss": mean loss, "eval_targets": the number of trained
-        tokens that it is a mean over} (for pairs of answers "eval_pairs") and the numbers of compute_metrics, and
-        sends on_log and on_evaluate to the callbacks.
+        """Evaluates the current model, calls on_log and on_evaluate of the callbacks with the numbers, and returns
+        them: {"eval_loss": mean loss, "eval_targets": the number of trained tokens that it is a mean over} (for pairs
+        of answers "eval_pairs", their number) and the numbers of compute_metrics.
 
         Args:
-          eval_dataset: other rows than the trainer's eval_dataset; in its form.
-          ignore_keys: without effect.
+          eval_dataset: rows of the same format as train_dataset; None: the trainer's eval_dataset.
+          ignore_keys: has no effect; transformers' method has it.
           metric_key_prefix: what the names begin with in place of "eval".
+        Raises:
+          ValueError: there are no rows to evaluate on, or they have another format than the trained ones.
         """
         del ignore_keys
         trainer = self._trainer() if eval_dataset is None else self._on(eval_dataset)
@@ -75,18 +77,19 @@ class Evaluations(Reports):
     def predict(
         self, test_dataset: object, ignore_keys: object = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
-        """Runs the current model on `test_dataset`.
+        """Runs the current model on `test_dataset` and returns its predictions for each row, beside the numbers that
+        `evaluate` computes.
 
         Args:
-          test_dataset: rows in the form of the trainer's.
-          ignore_keys: without effect.
+          test_dataset: rows of the same format as train_dataset.
+          ignore_keys: has no effect; transformers' method has it.
           metric_key_prefix: what the names of the numbers begin with.
         Returns:
-          the logits, or what preprocess_logits_for_metrics makes of them; the labels; and the numbers that evaluate
-          returns.
+          a PredictionOutput: the logits, or what preprocess_logits_for_metrics makes of them; the labels; and the
+            numbers.
         Raises:
           ValueError: all logits take more than half of the host's memory, and preprocess_logits_for_metrics is not
-            given; or the rows have another format than those that are trained on.
+            given; or the rows have another format than the trained ones.
         """
         del ignore_keys
         trainer = self._on(test_dataset)
@@ -109,8 +112,8 @@ class Evaluations(Reports):
         return Trainer(self._to_train(), self.tokenizer, config, train, rows, trains=False)
 
     def _measure(self) -> dict[str, float]:
-        """The numbers that compute_metrics returns for the current model on eval_dataset; none without compute_metrics.
-        Events calls it after each evaluation of a run."""
+        """Returns the numbers that compute_metrics returns for the current model on eval_dataset; {} if there is no
+        compute_metrics. Events calls it after each evaluation of a run."""
         if self.compute_metrics is None:
             return {}
         held_out = self._prepared.eval_data
@@ -118,8 +121,8 @@ class Evaluations(Reports):
         return measured(self._predicted(held_out), self.compute_metrics)
 
     def _predicted(self, held_out: TokenDataset) -> EvalPrediction:
-        """The current model's logits and labels on tokenised rows, one document in a row unless packing is asked
-        for."""
+        """Returns the current model's logits (or what preprocess_logits_for_metrics makes of them) and labels on the
+        tokenised rows `held_out`. A row has one document, or several if the script asks for packing."""
         if not self._packing():
             held_out = dataclasses.replace(held_out, packing=False)
         rows = held_out.batches(1, shuffle=False)

@@ -29,13 +29,15 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 
 
 def write_state(folder: Path, state: TrainerState) -> None:
-    """Writes trainer_state.json into a folder; an entry in it marks the folder as written by jaxtune (is_own)."""
+    """Writes `state` as trainer_state.json into an existing folder, as transformers does. An entry in the file marks
+    the folder as written by jaxtune, which is_own looks for."""
     values = {**dataclasses.asdict(state), _WRITER: f"jaxtune {jaxtune.__version__}"}
     (folder / STATE).write_text(json.dumps(values, indent=2, default=float) + "\n", encoding="utf-8")
 
 
 def is_own(folder: Path) -> bool:
-    """Whether jaxtune wrote a checkpoint-N folder, by its trainer_state.json; others are never replaced or removed."""
+    """Whether jaxtune wrote a checkpoint-N folder (True), by an entry in its trainer_state.json; False also if there is
+    no such file. Folders of other programs are never replaced or removed."""
     try:
         return _WRITER in json.loads((folder / STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -59,11 +61,17 @@ def require_own(output: Path) -> None:
 
 
 def resumed(given: bool | str | os.PathLike | None, output: Path) -> tuple[bool, int | None]:
-    """(whether train(resume_from_checkpoint=given) continues a run, the step that it names or None for the last one).
+    """Decides from the argument of train() whether it continues a run.
 
+    Args:
+      given: resume_from_checkpoint: None or False starts a new run, True continues from the last checkpoint, and the
+        path of a checkpoint-N folder continues from that one.
+      output: output_dir.
+    Returns:
+      (True if a run is continued, and False if a new one starts; the step N to continue from, or None for the last one)
     Raises:
-      ValueError: a folder from which the run in output_dir cannot continue, or output_dir holds a run and nothing is
-        given.
+      ValueError: a path that is not a checkpoint of the run in output_dir; or output_dir has checkpoints of a run, and
+        `given` is None or False.
     """
     steps = saved_steps(output / "checkpoints")
     if given in (None, False):
@@ -88,14 +96,14 @@ def resumed(given: bool | str | os.PathLike | None, output: Path) -> tuple[bool,
 
 
 def save(module: Decoder, folder: str | os.PathLike, tokenizer: Any = None) -> None:
-    """Saves the adapter as a PEFT folder, or the whole model if it has no adapter, with the tokenizer if given. The
-    folder must not exist, or be empty."""
+    """Saves a module's adapter as a PEFT folder, or the whole model as a folder for transformers if it has no adapter.
+    The folder must not exist, or must be empty. tokenizer: is saved with it; None: no tokenizer is saved."""
     (jaxtune.save_adapter if has_adapter(module) else jaxtune.save_pretrained)(module, folder, tokenizer=tokenizer)
 
 
 def save_beside(module: Decoder, folder: Path, tokenizer: Any = None) -> None:
-    """As `save`, into a folder that has other files, as output_dir has checkpoints; files of the same names are
-    replaced."""
+    """Saves what `save` does into a folder that may have other files, as output_dir has checkpoint-N folders. Files
+    with the names of the new ones are replaced, and others stay."""
     whole = unfinished_name(folder / "model")
     save(module, whole, tokenizer)
     for file in sorted(whole.iterdir()):
@@ -104,15 +112,15 @@ def save_beside(module: Decoder, folder: Path, tokenizer: Any = None) -> None:
 
 
 class Checkpoints:
-    """Writes the checkpoint-N folders of one call of train().
+    """Writes the checkpoint-N folders of one call of train(), and removes old ones over a limit.
 
     Args:
       output: output_dir.
-      tokenizer: saved with each.
-      state: the TrainerState, as whose trainer_state.json it is written to each.
+      tokenizer: is saved in each folder.
+      state: the TrainerState, which is written to each folder as trainer_state.json.
       limit: how many folders that jaxtune wrote are kept (SFTConfig's save_total_limit); None: all.
     Attributes:
-      written: the steps whose folders this call has written.
+      written: the steps N whose folders this call of train() has written.
     """
 
     def __init__(self, output: Path, tokenizer: Any, state: TrainerState, limit: int | None):
@@ -124,7 +132,9 @@ class Checkpoints:
         return self._output / f"checkpoint-{step}"
 
     def write(self, module: Decoder, step: int) -> bool:
-        """Writes the folder of a step; returns whether it succeeded. An error is printed, and the run continues."""
+        """Writes the checkpoint-N folder of a step and removes old folders over the limit. Returns True if the folder
+        was written, now or before in this call of train(). An error is printed, the run continues, and False is
+        returned."""
         folder, whole = self.folder(step), unfinished_name(self.folder(step))
         if step in self.written:
             return True
@@ -147,8 +157,8 @@ class Checkpoints:
         return True
 
     def _rotate(self, latest: int) -> None:
-        """Removes the oldest folders over the limit, except that of step `latest` and that of the best evaluation, as
-        transformers does."""
+        """Removes the oldest folders that jaxtune wrote until no more than the limit are left. The folder of step
+        `latest` and that of the best evaluation are never removed, as in transformers."""
         if not self._limit:
             return
         kept = {latest, self._state.best_global_step}

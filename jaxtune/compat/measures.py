@@ -18,11 +18,12 @@ from jaxtune.train.data import Batches
 
 
 class EvalPrediction(NamedTuple):
-    """The arguments of compute_metrics. A row is one document, or packed if packing=True."""
+    """The argument of a script's compute_metrics: what the model predicts on the evaluation rows, and the labels. A row
+    is one document, or several if packing=True."""
 
     predictions: Any  # float32[rows, length, vocab], or the concatenated results of preprocess_logits_for_metrics
-    # int32[rows, length]: trained tokens, -100 elsewhere; the logits of a slot belong to the next slot's label, as in
-    # transformers
+    # int32[rows, length]: the row's token where it is trained on, -100 elsewhere; the logits at position t predict the
+    # label at position t + 1, as in transformers
     label_ids: np.ndarray
 
 
@@ -72,7 +73,8 @@ def predicted(module: Decoder, batches: Batches, preprocess: Preprocess | None) 
 
 
 def measured(prediction: EvalPrediction, compute_metrics: ComputeMetrics) -> dict[str, float]:
-    """Calls a script's compute_metrics with `prediction` and returns its numbers, each name with the prefix eval_.
+    """Calls a script's compute_metrics with `prediction`, the logits and labels of an evaluation, and returns its
+    numbers. Each name gets the prefix eval_ if it has none.
 
     Raises:
       ValueError: the result is not a mapping of numbers.

@@ -28,58 +28,63 @@ from jaxtune.train.objectives.kto import mismatched_in_groups
 
 @dataclasses.dataclass(init=False)
 class PreferenceConfig(SFTConfig):
-    """The fields that the preference configs (DPOConfig, ORPOConfig, ...) share, beside those of SFTConfig, whose
-    __init__ they have."""
+    """The base class of the preference configs (DPOConfig, ORPOConfig, ...): SFTConfig with one more argument. An
+    argument that is not a field is accepted only if it has no effect here, as in SFTConfig."""
 
-    disable_dropout: bool = True  # whether the adapter's dropout is turned off
+    disable_dropout: bool = True  # True: the adapter's dropout is turned off; False: it is used
 
 
 @dataclasses.dataclass(init=False)
 class DPOConfig(PreferenceConfig):
-    """TRL's DPOConfig, with Unsloth's defaults as SFTConfig; loss_type: sigmoid, hinge or ipo."""
+    """The arguments of a DPOTrainer: TRL's DPOConfig, where the fields of SFTConfig have Unsloth's defaults."""
 
-    table = DPO
+    table = DPO  # the arguments that are not fields: without effect here, or refused
 
-    beta: float = 0.1
-    loss_type: str | Sequence[str] = "sigmoid"
+    beta: float = 0.1  # the factor of the log-ratios to the reference model
+    loss_type: str | Sequence[str] = "sigmoid"  # "sigmoid", "hinge" or "ipo", or a list with one of them
+    # True: the reference's log-probabilities are computed once before the run; False: in every step
     precompute_ref_log_probs: bool = False
 
 
 @dataclasses.dataclass(init=False)
 class ORPOConfig(PreferenceConfig):
-    """TRL's ORPOConfig."""
+    """The arguments of an ORPOTrainer: TRL's ORPOConfig."""
 
-    table = ORPO
+    table = ORPO  # the arguments that are not fields: without effect here, or refused
 
-    beta: float = 0.1
+    beta: float = 0.1  # the factor of the odds-ratio term, which is added to the cross-entropy of the chosen answer
 
 
 @dataclasses.dataclass(init=False)
 class KTOConfig(PreferenceConfig):
-    """TRL's KTOConfig. Rows keep their order, because each is compared with the answer of an earlier one."""
+    """The arguments of a KTOTrainer: TRL's KTOConfig. Rows are trained on in the given order, and
+    train_sampling_strategy must be "sequential", because each row also gets the answer of another row of its
+    micro-batch."""
 
-    table = KTO
-    orders = {"sequential": "given"}
+    table = KTO  # the arguments that are not fields: without effect here, or refused
+    orders = {"sequential": "given"}  # {value of train_sampling_strategy: TokenDataset's name for that order}
 
     train_sampling_strategy: str = "sequential"
-    beta: float = 0.1
-    desirable_weight: float = 1.0
-    undesirable_weight: float = 1.0
+    beta: float = 0.1  # the factor of the log-ratios to the reference model
+    desirable_weight: float = 1.0  # the factor of the loss of rows with label True
+    undesirable_weight: float = 1.0  # the factor of the loss of rows with label False
+    # True: the reference's log-probabilities are computed once before the run; False: in every step
     precompute_ref_log_probs: bool = False
 
 
 @dataclasses.dataclass(init=False)
 class RewardConfig(PreferenceConfig):
-    """TRL's RewardConfig."""
+    """The arguments of a RewardTrainer: TRL's RewardConfig."""
 
-    table = REWARD
+    table = REWARD  # the arguments that are not fields: without effect here, or refused
 
+    # the factor of the squared sum of a pair's two rewards, which is added to the loss; None: it is not added
     center_rewards_coefficient: float | None = None
 
 
 def _with_rates(module: Decoder, rates: Mapping[str, float]) -> Decoder:
-    """Sets the dropout rates of a module's adapters, in place, and returns it. `rates` has a rate for the name of each
-    matrix that has an adapter."""
+    """Sets the dropout rates of the adapters of `module`, in place, and returns it. rates: {name of a matrix that has
+    an adapter: the adapter's new rate}, for every adapter."""
     for name, matrix in matrices(module):
         if matrix.lora is not None:
             matrix.lora.rate = rates[name]
@@ -87,8 +92,9 @@ def _with_rates(module: Decoder, rates: Mapping[str, float]) -> Decoder:
 
 
 class PreferenceTrainer(SFTTrainer):
-    """The base class of the preference trainers: rows with the columns `columns`, no packing, and by default no
-    dropout. Arguments are those of SFTTrainer."""
+    """The base class of the trainers whose rows have other columns than SFTTrainer's, such as pairs of answers. It
+    checks the columns, trains on responses without packing, and turns the adapter's dropout off unless disable_dropout
+    is False. Its arguments are those of SFTTrainer. A subclass sets the class attributes and defines `_objective`."""
 
     table = TRAINER | REFERENCE_MODEL
     older = SFTTrainer.older | {
@@ -97,8 +103,8 @@ class PreferenceTrainer(SFTTrainer):
         *("generate_during_eval", "precompute_ref_log_probs", "sync_ref_model", "f_divergence_type"),
         *("desirable_weight", "undesirable_weight", "reference_free"),
     }
-    form = PREFERENCE
-    columns: tuple[str, ...] = ("chosen", "rejected")
+    form = PREFERENCE  # the name of the rows' format
+    columns: tuple[str, ...] = ("chosen", "rejected")  # the columns that rows must have
 
     def __init__(self, *args: Any, **arguments: Any):
         if (length := arguments.pop("max_target_length", None)) is not None:  # an older name
@@ -111,33 +117,37 @@ class PreferenceTrainer(SFTTrainer):
             )
 
     def _rates(self) -> dict[str, float]:
-        """{name of a matrix that has an adapter: the adapter's dropout rate} of the script's model."""
+        """Returns {name of a matrix that has an adapter: the adapter's dropout rate} of the script's model."""
         return {name: matrix.lora.rate for name, matrix in matrices(self.model.module) if matrix.lora is not None}
 
     def _to_train(self) -> Decoder:
-        """The model, without dropout if that is turned off: another module over the same arrays."""
+        """Returns the module that the run trains: the script's, or, if disable_dropout is True, another module over the
+        same arrays whose adapters have no dropout."""
         if not self.args.disable_dropout:
             return self.model.module
         return _with_rates(nnx.merge(*nnx.split(self.model.module)), dict.fromkeys(self._rates(), 0.0))
 
     def _handing_back(self) -> Callable[[Decoder], Decoder]:
-        """A function that gives a module of the run, which may train without dropout, the dropout rates that the
-        script's model has."""
+        """Returns a function that changes a module of the run, in place, before the script sees it: its adapters get
+        the dropout rates of the script's model, because the run may train without dropout."""
         rates = self._rates()
         return lambda module: _with_rates(module, rates)
 
     def _packing(self) -> bool:
-        """False; raises ValueError if the script asks for packing."""
+        """Returns False: rows are not packed into longer ones. Raises ValueError if the script asks for packing."""
         if self.args.packing:
             name = type(self.args).__name__
             raise ValueError(f"{name}: packing = True is not supported. Instead: jaxtune train with objective=...")
         return False
 
     def _read(self, dataset: Any, formatting_func: Any) -> tuple[Any, str]:
-        """(rows, their format) of a script's data set.
+        """Checks a script's data set, and returns (its rows, the name of their format, `form`).
 
+        Args:
+          dataset: a path, a data set with columns, or an iterable of rows, which is read into a list.
+          formatting_func: must be None, because these trainers do not support one.
         Raises:
-          ValueError: it lacks one of the trainer's `columns`, or a formatting_func is given.
+          ValueError: the data set lacks one of the trainer's `columns`, or formatting_func is not None.
         """
         name = type(self).__name__
         if formatting_func is not None:
@@ -152,16 +162,16 @@ class PreferenceTrainer(SFTTrainer):
         return dataset, self.form
 
     def _train_on(self) -> str:
-        """Which tokens are trained on: those of the responses."""
+        """Returns which tokens are trained on, as a value of data.train_on: "responses", those of the answers."""
         return "responses"
 
 
 class ReferencedTrainer(PreferenceTrainer):
-    """The base class of the trainers whose loss compares the model with a reference, which here is the model with its
-    adapter off.
+    """The base class of DPOTrainer and KTOTrainer, whose loss compares the model with a reference model. The reference
+    here is the model with its adapter off. The arguments are those of SFTTrainer.
 
     Raises:
-      ValueError: the adapter has been trained before; TRL's reference would be the model with it.
+      ValueError: the adapter has been trained before; TRL's reference would then be the model with that adapter.
     """
 
     def __init__(self, *args: Any, **arguments: Any):
@@ -179,12 +189,14 @@ def PatchDPOTrainer() -> None:
 
 
 class DPOTrainer(ReferencedTrainer):
-    """TRL's DPOTrainer."""
+    """TRL's DPOTrainer, on rows with chosen and rejected (and prompt): it makes the chosen answer likelier than the
+    rejected one, relative to the model with its adapter off."""
 
     config_type = DPOConfig
 
     def _objective(self) -> ObjectiveConfig:
-        """The objective's section of the config."""
+        """Returns the section `objective` of the run's config: the DPO loss with the script's beta and loss_type.
+        Raises ValueError if loss_type has several losses, or one that is not supported."""
         args = self.args
         kinds = [args.loss_type] if isinstance(args.loss_type, str) else list(args.loss_type)
         if len(kinds) != 1:
@@ -196,38 +208,45 @@ class DPOTrainer(ReferencedTrainer):
 
 
 class ORPOTrainer(PreferenceTrainer):
-    """TRL's ORPOTrainer."""
+    """TRL's ORPOTrainer, on rows with chosen and rejected (and prompt): cross-entropy of the chosen answer, and a term
+    that compares the odds of both answers. It needs no reference model."""
 
     config_type = ORPOConfig
 
     def _objective(self) -> ObjectiveConfig:
-        """The objective's section of the config."""
+        """Returns the section `objective` of the run's config: the ORPO loss with the script's beta."""
         return ObjectiveConfig("orpo", beta=self.args.beta)
 
 
 class KTOTrainer(ReferencedTrainer):
-    """TRL's KTOTrainer, on rows with prompt, completion and label."""
+    """TRL's KTOTrainer, on rows with prompt, completion and label (True for a desirable answer, False for an
+    undesirable one): it makes desirable answers likelier and others less likely, relative to the model with its adapter
+    off."""
 
     config_type = KTOConfig
-    form = LABELLED
+    form = LABELLED  # the name of the rows' format
     columns = ("completion", "label")
 
     def _rows_for(self, data: TokenDataset) -> TokenDataset:
-        """The rows in groups of a micro-batch's size. Each row gets the answer of another row of its group, as in TRL:
-        KTO's loss estimates its KL term from such mismatched answers."""
+        """Returns the tokenised rows, each with the answer of another row as a mismatched one, as in TRL: KTO's loss
+        estimates its KL term from such answers. The other row is one of the same per_device_train_batch_size rows."""
         assert isinstance(data, PairDataset)
         return mismatched_in_groups(data, self.args.per_device_train_batch_size)
 
     def _objective(self) -> ObjectiveConfig:
-        """The objective's section of the config."""
+        """Returns the section `objective` of the run's config: the KTO loss with the script's beta and weights."""
         names = ("beta", "desirable_weight", "undesirable_weight", "precompute_ref_log_probs")
         return ObjectiveConfig("kto", **{name: getattr(self.args, name) for name in names})
 
 
 class RewardTrainer(PreferenceTrainer):
-    """TRL's RewardTrainer, on rows with chosen and rejected. A model without a head that scores texts gets one.
+    """TRL's RewardTrainer, on rows with chosen and rejected: it trains a model with a head that gives a text one
+    number, the reward, which is to be higher for the chosen text. A model without such a head gets one, unless it has
+    an adapter.
 
-    A model that has an adapter must have been loaded with such a head: FastLanguageModel.from_pretrained(num_labels=1).
+    Raises:
+      ValueError: the model has an adapter and no such head; FastLanguageModel.from_pretrained(num_labels=1) loads one
+        with it.
     """
 
     config_type = RewardConfig
@@ -246,5 +265,5 @@ class RewardTrainer(PreferenceTrainer):
         super().__init__(model, args, *others, **arguments)
 
     def _objective(self) -> ObjectiveConfig:
-        """The objective's section of the config."""
+        """Returns the section `objective` of the run's config: the loss of pairs of rewards."""
         return ObjectiveConfig("reward", center_rewards_coefficient=self.args.center_rewards_coefficient)

@@ -1,4 +1,4 @@
-"""log_metrics, save_metrics and save_state of transformers' Trainer."""
+"""The methods log_metrics, save_metrics and save_state of transformers' Trainer, and what train() returns."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from jaxtune.train.trainer import Trainer
 class TrainOutput:
     """What train() returns, as in transformers."""
 
-    global_step: int
-    training_loss: float
-    # train_runtime in seconds, train_loss, epoch, and examples and steps per second of this call
+    global_step: int  # optimizer steps done, those before a continued run included
+    training_loss: float  # mean loss of the run's steps
+    # train_runtime (seconds), train_loss, epoch, train_samples_per_second and train_steps_per_second
     metrics: dict[str, float]
 
 
 def rows_report(name: str, trainer: Trainer) -> list[str]:
-    """Lines about a run's rows, which are printed before it starts: those of `jaxtune train`, and then what users of
-    TRL may not expect (how packing changes the updates, how many documents are cut, how many tokens are trained on).
+    """Returns lines about a run's rows, which train() prints before the first step: those that `jaxtune train` prints,
+    and then what users of TRL may not expect (how packing changes the number of updates, how many documents are cut,
+    how many tokens are trained on).
 
     Args:
       name: the class of the script's trainer, with which these further lines begin.
@@ -52,14 +53,15 @@ def rows_report(name: str, trainer: Trainer) -> list[str]:
 
 
 class Reports:
-    """The reporting methods of a trainer, which has `args` (an SFTConfig) and `state`."""
+    """The methods of a trainer with which scripts print and save numbers. SFTTrainer inherits them, and sets `args`, an
+    SFTConfig, and `state`."""
 
     args: Any
     state: TrainerState
 
     @property
     def _output(self) -> Path:
-        """output_dir."""
+        """The script's output_dir as a path, with ~ expanded."""
         return Path(self.args.output_dir).expanduser()
 
     def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
@@ -70,7 +72,8 @@ class Reports:
             say(f"  {name} = {value:,.4f}" if isinstance(value, float) else f"  {name} = {value}")
 
     def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
-        """Writes output_dir/SPLIT_results.json, and, if `combined`, adds the metrics to all_results.json."""
+        """Writes the metrics to output_dir/SPLIT_results.json, where SPLIT is `split`, such as "train". If `combined`
+        is True, they are also added to output_dir/all_results.json; if False, they are not."""
         self._output.mkdir(parents=True, exist_ok=True)
         _write(self._output / f"{split}_results.json", dict(metrics))
         if combined:
@@ -79,16 +82,17 @@ class Reports:
             _write(path, known | dict(metrics))
 
     def save_state(self) -> None:
-        """Writes output_dir/trainer_state.json."""
+        """Writes the progress of the run to output_dir/trainer_state.json."""
         self._output.mkdir(parents=True, exist_ok=True)
         folders.write_state(self._output, self.state)
 
     def is_world_process_zero(self) -> bool:
-        """Whether this is the first process of the run."""
+        """transformers' check for the process that may write files: the state's field of this name, always True
+        here."""
         return self.state.is_world_process_zero
 
     def is_local_process_zero(self) -> bool:
-        """Whether this is the first process on its host."""
+        """transformers' check for the first process on a host: the state's field of this name, always True here."""
         return self.state.is_local_process_zero
 
 

@@ -75,45 +75,52 @@ _SCALES = {True: "group", False: "none", "group": "group", "batch": "batch", "no
 
 @dataclasses.dataclass(init=False)
 class RewardedConfig(PreferenceConfig):
-    """The fields that GRPOConfig and RLOOConfig share. per_device_train_batch_size counts answers, as in TRL."""
+    """The arguments that GRPOConfig and RLOOConfig share, under TRL's names, beside those of SFTConfig.
+    per_device_train_batch_size counts answers, not prompts, as in TRL. Lengths are in tokens."""
 
     learning_rate: float = 1e-6
-    disable_dropout: bool = False
-    num_generations: int = 8
+    disable_dropout: bool = False  # True: the adapter's dropout is turned off; False: it is used
+    num_generations: int = 8  # answers that are sampled to each prompt
     max_prompt_length: int | None = None
-    max_completion_length: int = 512
-    generation_batch_size: int | None = None
-    steps_per_generation: int | None = None
+    max_completion_length: int = 512  # the most tokens of an answer
+    generation_batch_size: int | None = None  # answers that are sampled at once
+    steps_per_generation: int | None = None  # the same in micro-batches
+    # How answers are sampled.
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int | None = 0
     min_p: float | None = None
     repetition_penalty: float = 1.0
-    beta: float = 0.0
-    num_iterations: int = 1
-    epsilon: float = 0.2
-    epsilon_high: float | None = None
-    reward_weights: Sequence[float] | None = None
-    mask_truncated_completions: bool = False
+    beta: float = 0.0  # the factor of the KL term; 0: there is none
+    num_iterations: int = 1  # how often each answer is trained on
+    epsilon: float = 0.2  # the ratio of probabilities is clipped below at 1 - epsilon
+    epsilon_high: float | None = None  # and above at 1 + epsilon_high; None: at 1 + epsilon
+    reward_weights: Sequence[float] | None = None  # a factor for each reward function; None: 1 for each
+    mask_truncated_completions: bool = False  # True: answers cut at max_completion_length do not count in the loss
 
 
 @dataclasses.dataclass(init=False)
 class GRPOConfig(RewardedConfig):
-    """TRL's GRPOConfig, with Unsloth's defaults as SFTConfig."""
+    """The arguments of a GRPOTrainer: TRL's GRPOConfig, where the fields of SFTConfig have Unsloth's defaults. Fields
+    with vllm_ in the name are about the difference between the probabilities of the sampler, here jaxtune's own, and
+    those of the trainer."""
 
-    table = GRPO
+    table = GRPO  # the arguments that are not fields: without effect here, or refused
 
-    max_tool_calling_iterations: int | None = None
-    delta: float | None = None
-    loss_type: str = "dapo"
-    importance_sampling_level: str = "token"
-    multi_objective_aggregation: str = "sum_then_normalize"
+    max_tool_calling_iterations: int | None = None  # the most rounds of tool calls in an answer; None: no limit
+    delta: float | None = None  # upper bound of the ratio for answers of negative advantage; None: none
+    loss_type: str = "dapo"  # "grpo", "dr_grpo", "dapo", "bnpo", "cispo" or "sapo"
+    importance_sampling_level: str = "token"  # a ratio for each "token", or one for each answer ("sequence")
+    multi_objective_aggregation: str = "sum_then_normalize"  # or "normalize_then_sum": how rewards become one
+    # whose standard deviation divides advantages: "group" or True (the answers to a prompt), "batch", "none" or False
     scale_rewards: str | bool = "group"
-    top_entropy_quantile: float = 1.0
-    entropy_coef: float = 0.0
+    top_entropy_quantile: float = 1.0  # the share of tokens, those of largest entropy, that count in the loss
+    entropy_coef: float = 0.0  # the factor of the mean entropy that is added to the objective
+    # the slopes of sapo's clipping: for advantages that are not positive, and for positive ones
     sapo_temperature_neg: float = 1.05
     sapo_temperature_pos: float = 1.0
-    use_bias_correction_kl: bool = True
+    use_bias_correction_kl: bool = True  # True: the KL term is multiplied by the ratio; False: it is not
+    # True: the loss corrects for the sampler's probabilities, by the mode and within the bounds below; False: not
     vllm_importance_sampling_correction: bool = True
     vllm_importance_sampling_mode: str = "sequence_mask"
     vllm_importance_sampling_clip_max: float | None = 3.0
@@ -122,33 +129,37 @@ class GRPOConfig(RewardedConfig):
 
 @dataclasses.dataclass(init=False)
 class RLOOConfig(RewardedConfig):
-    """TRL's RLOOConfig, with Unsloth's defaults as SFTConfig."""
+    """The arguments of an RLOOTrainer: TRL's RLOOConfig, where the fields of SFTConfig have Unsloth's defaults."""
 
-    table = RLOO
+    table = RLOO  # the arguments that are not fields: without effect here, or refused
 
     num_generations: int = 2
     beta: float = 0.05
-    normalize_advantages: bool = False
+    normalize_advantages: bool = False  # True: advantages are scaled over a generation's answers; False: they are not
 
 
 class RewardedTrainer(PreferenceTrainer):
-    """The base class of GRPOTrainer and RLOOTrainer, which sample answers to prompts and train on their rewards.
+    """The base class of GRPOTrainer and RLOOTrainer, which sample answers to prompts and train on their rewards. A
+    subclass only sets `config_type`.
 
     Args:
-      model: a CompatModel, or a hub name or folder, as for SFTTrainer.
-      reward_funcs: a function of TRL's signature, or a list of them. They get the rows' columns and, if they take it,
-        `trainer_state`.
-      args: GRPOConfig or RLOOConfig, also TRL's own.
+      model: a CompatModel, or a hub name or folder, which is loaded.
+      reward_funcs: a function of TRL's signature, (prompts, completions, **columns) -> a list with a number for each
+        answer, or a list of such functions. They get `trainer_state` too if they accept it. None: the environments or
+        rollout_func give the rewards.
+      args: a GRPOConfig or RLOOConfig, or TRL's own object.
       train_dataset: rows with a column `prompt`, text or messages.
       eval_dataset: not used, which is printed: rewards are measured on the answers that are trained on.
       processing_class: the tokenizer; None: the model's.
       tools: functions that the model may call while it answers, with types and a docstring.
-      rollout_func: a function of (prompts, trainer) that samples the answers; it samples with
-        `generate_rollout_completions`, and returns a dict of lists, as in TRL.
-      environment_factory: returns an environment, whose methods are tools; or {name: such a function}.
+      rollout_func: a function of (prompts, trainer) that samples the answers by generate_rollout_completions, and
+        returns a dict of lists, as in TRL. None: the trainer samples them.
+      environment_factory: a function without arguments that returns an environment, an object whose methods are tools;
+        or {name: such a function}.
       others: further arguments of SFTTrainer.
     Raises:
-      ValueError: reward_funcs that are no functions; an argument that is not supported, by its name.
+      ValueError: reward_funcs are no functions; rollout_func is given with tools or environments; or an argument, which
+        the message names, is not supported.
     """
 
     config_type: type[RewardedConfig]
@@ -244,7 +255,8 @@ class RewardedTrainer(PreferenceTrainer):
         return count // answers
 
     def _objective(self) -> ObjectiveConfig:
-        """The objective's section of the config."""
+        """Returns the section `objective` of the run's config: "grpo" or "rloo", by the class of the script's config,
+        with its options."""
         args, rewards = self.args, self._rewards()
         options = {name: getattr(args, name) for name in _SHARED}
         options |= dict(
@@ -270,9 +282,9 @@ class RewardedTrainer(PreferenceTrainer):
         return ObjectiveConfig("grpo", **options)
 
     def _rewards(self) -> RewardFunctions | None:
-        """The script's reward functions as the objective calls them, with their weights and with `trainer_state`,
-        `log_extra` and `log_metric`, which TRL passes to them. None if there are none, because environments or the
-        rollout function give the reward."""
+        """Returns the script's reward functions in the form that the objective calls, with their weights, and with the
+        arguments that TRL passes to them in addition (`trainer_state`, `log_extra` and `log_metric`). None if there are
+        no functions, because environments or rollout_func give the rewards."""
         if not self._functions:
             return None
         name = type(self).__name__
@@ -281,10 +293,13 @@ class RewardedTrainer(PreferenceTrainer):
         return RewardFunctions.of(self._functions, self._weights, also=also)
 
     def _read(self, dataset: object, formatting_func: object) -> tuple[object, str]:
-        """(rows, their format) of a script's data set.
+        """Checks a script's data set, and returns (its rows, "auto": their format is detected later).
 
+        Args:
+          dataset: a path, a data set with columns, or an iterable of rows, which is read into a list.
+          formatting_func: must be None, because these trainers do not support one.
         Raises:
-          ValueError: it has no column `prompt`, is an IterableDataset, or a formatting_func is given.
+          ValueError: the data set has no column `prompt` or is an IterableDataset, or formatting_func is not None.
         """
         if is_stream(dataset):
             raise ValueError(
@@ -297,9 +312,14 @@ class RewardedTrainer(PreferenceTrainer):
         return rows, "auto"
 
     def config(self, resume: Literal["auto", "never"] = "never", prepared: bool = True) -> TrainConfig:
-        """As SFTTrainer.config, but rows_per_step counts the answers of an update, which are packed, and a row has at
-        most max_prompt_length plus max_completion_length tokens, if the former is set. The arguments are those of
-        SFTTrainer.config."""
+        """Returns the TrainConfig of the run, as SFTTrainer.config makes it, but rows_per_step counts the answers of an
+        update, which are packed. If max_prompt_length is set, a row has at most max_prompt_length +
+        max_completion_length tokens.
+
+        Args:
+          resume: "auto" continues the run in output_dir, "never" starts a new one.
+          prepared: True allows counting an epoch's steps first; False leaves numbers that depend on them out.
+        """
         made, args = super().config(resume, prepared), self.args
         length = made.data.length
         if args.max_prompt_length is not None:
@@ -336,8 +356,8 @@ class RewardedTrainer(PreferenceTrainer):
         return score
 
     def _source(self, config: TrainConfig) -> SampledAnswers:
-        """The source of the run's batches: it samples answers to the prompts of train_dataset and has the script's
-        functions reward them."""
+        """Returns the source of the run's batches, which samples answers to the prompts of train_dataset and has the
+        script's functions reward them. config: the run's TrainConfig."""
         objective, module = objective_of(config), self.model.module
         assert isinstance(objective, Policy)
         return sampled_answers(
@@ -357,7 +377,8 @@ class RewardedTrainer(PreferenceTrainer):
         )
 
     def _rollout(self, prompts: list[Turns], model: RolloutModel) -> Mapping[str, Sequence]:
-        """Calls the script's rollout_func with the prompts and this trainer. model: what it can sample with."""
+        """Calls the script's rollout_func with the prompts and this trainer, and returns its result, a dict of lists
+        with an entry for each answer. `model` is what generate_rollout_completions samples with during the call."""
         assert self._rollout_func is not None
         self.rollout_model = model
         try:
@@ -366,16 +387,19 @@ class RewardedTrainer(PreferenceTrainer):
             self.rollout_model = None
 
     def _run(self, config: TrainConfig, callbacks: Sequence[Callback] = ()) -> Trainer:
-        """A jaxtune Trainer of a run with this config, which trains on sampled answers."""
+        """Makes a jaxtune Trainer of a run with this config and these callbacks of jaxtune.train, which trains on
+        sampled answers."""
         return Trainer(self._to_train(), self.tokenizer, config, self._source(config), callbacks=callbacks)
 
     @functools.cached_property
     def _prepared(self) -> Trainer:
-        """A Trainer that is made before the run's config is complete, only to count an epoch's steps."""
+        """A jaxtune Trainer that is made once, with a config whose number of steps may be unknown, only to count an
+        epoch's steps."""
         return self._run(self.config(prepared=False))
 
     def _trainer(self, resume: Literal["auto", "never"] = "never", callbacks: Sequence[Callback] = ()) -> Trainer:
-        """The jaxtune Trainer of one call of train()."""
+        """Makes the jaxtune Trainer of one call of train(). resume: "auto" continues the run in output_dir, "never"
+        starts a new one. callbacks: those of jaxtune.train, such as an Events."""
         return self._run(self.config(resume), callbacks)
 
     def evaluate(self) -> NoReturn:
@@ -387,8 +411,9 @@ class RewardedTrainer(PreferenceTrainer):
 
 
 def generate_rollout_completions(trainer: RewardedTrainer, prompts: Sequence[Turns]) -> list[dict[str, object]]:
-    """Samples an answer to each prompt in a rollout_func, as TRL's function of this name (trl.experimental.openenv)
-    does: a dict with `prompt_ids`, `completion_ids`, `logprobs` and `text` for each.
+    """Samples an answer to each prompt, for use in a script's rollout_func, as TRL's function of this name
+    (trl.experimental.openenv) does. Returns for each prompt a dict with `prompt_ids` and `completion_ids` (token ids),
+    `logprobs` (a log-probability for each token of the answer) and `text` (the answer).
 
     Args:
       trainer: the trainer that rollout_func got.
@@ -407,10 +432,11 @@ def generate_rollout_completions(trainer: RewardedTrainer, prompts: Sequence[Tur
 
 
 def _not_logged(trainer: str, name: str, *_: object) -> None:
-    """Stands for log_extra and log_metric, which TRL passes to reward functions: prints once that it logs nothing.
+    """Takes the place of log_extra and log_metric, functions that TRL passes to reward functions: logs nothing, which
+    is printed at the first call. Further arguments are ignored.
 
     Args:
-      trainer: the class of the script's trainer.
+      trainer: the class of the script's trainer, for the message.
       name: "log_extra" or "log_metric".
     """
     tell(trainer, name, "rewards and their spread are logged for each function")

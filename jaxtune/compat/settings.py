@@ -16,14 +16,17 @@ from jaxtune.train.config import MetricsConfig, ScheduleConfig
 
 @dataclasses.dataclass(init=False)
 class SFTConfig:
-    """TRL's SFTConfig with Unsloth's defaults. Any argument that is not a field must have a value without effect.
+    """TRL's SFTConfig with Unsloth's defaults: the arguments of a run. An argument that is not a field is accepted if
+    it has no effect here, or has a value that changes nothing, such as its default; any other raises a ValueError.
 
-    load_best_model_at_end keeps a copy of the best trained weights in host memory, chosen among the evaluations of one
-    call of train(). metric_for_best_model (eval_loss by default) and greater_is_better say which are the best.
+    With load_best_model_at_end a copy of the best trained weights of this call of train() is kept in host memory, and
+    the model has these weights when train() returns. metric_for_best_model (eval_loss by default) names the number of
+    an evaluation that is compared, and greater_is_better says whether the best is the greatest (True) or the least
+    (False).
     """
 
-    table = SFT  # arguments that are not followed
-    orders = ORDERS  # order of the rows, by train_sampling_strategy
+    table = SFT  # the arguments that are not fields: which have no effect here, and which are refused (Argument)
+    orders = ORDERS  # {value of train_sampling_strategy: TokenDataset's name for that order of the rows}
 
     output_dir: str = "trainer_output"
     per_device_train_batch_size: int = 4
@@ -106,17 +109,22 @@ _FILLED = (
 
 
 class TrainingArguments(SFTConfig):
-    """transformers' TrainingArguments, with its defaults; torch is not needed."""
+    """transformers' TrainingArguments: an SFTConfig whose defaults are those of transformers instead of Unsloth's. It
+    is for scripts that pass it to SFTTrainer; torch is not needed."""
 
     def __init__(self, output_dir: str = "trainer_output", **arguments: Any):
         super().__init__(output_dir, **(_TRANSFORMERS | arguments))
 
 
 def given_arguments(args: Any, kind: type[SFTConfig]) -> SFTConfig:
-    """The arguments of a script as an object of `kind`: one of this module's classes, or of transformers' or TRL's.
+    """Returns the arguments that a script gave to a trainer as an object of `kind`, if they are transformers' or TRL's.
 
+    Args:
+      args: an object of this package's config classes, which is returned as it is; an object of transformers' or TRL's
+        classes, which is translated; or None, for which the defaults are returned.
+      kind: the class of the trainer's config, such as SFTConfig.
     Raises:
-      ValueError: another object.
+      ValueError: args is an object of another class, or has a setting that is not supported.
     """
     if args is None or isinstance(args, SFTConfig):
         return args or kind()
@@ -145,14 +153,15 @@ def plain_value(setting: Any) -> Any:
 
 
 def trained_tokens(args: SFTConfig, form: str) -> str:
-    """Which tokens TRL trains on, as a value of data.train_on: "responses" or "all". By default these are completions
-    alone, and all tokens of text and messages; assistant_only_loss and completion_only_loss change that.
+    """Returns which tokens TRL trains on, as a value of data.train_on: "responses" (only those of the answers) or
+    "all". By default this is "responses" for rows of prompt and completion, and "all" for texts and messages;
+    assistant_only_loss and completion_only_loss change that.
 
     Args:
-      args: the script's.
-      form: the format of the rows.
+      args: the script's config.
+      form: the format of the rows, such as "messages".
     Raises:
-      ValueError: the arguments need another format.
+      ValueError: the arguments need rows of another format.
     """
     if args.assistant_only_loss:
         if form not in ("messages", "sharegpt", "prompt_completion"):
@@ -173,8 +182,9 @@ DEFAULT_LENGTH = 1024  # TRL's max_length
 
 
 def row_length(args: SFTConfig, model: Any) -> int:
-    """The tokens of a row: the least of max_length, max_seq_length and the CompatModel's max_seq_length that are set;
-    if none is, TRL's default of 1,024, or the model's positions if these are fewer."""
+    """Returns the most tokens of a row: the least of the arguments max_length and max_seq_length and the CompatModel's
+    max_seq_length, as far as they are not None. If all three are None, it is TRL's default of 1,024, or the model's
+    context length if that is less."""
     wanted = (args.max_length, args.max_seq_length, model.max_seq_length)
     least = min((length for length in wanted if length is not None), default=None)
     return min(DEFAULT_LENGTH, model.module.config.context_length) if least is None else least
@@ -228,8 +238,8 @@ def schedule_config(args: SFTConfig, steps: int | None) -> ScheduleConfig:
 
 
 def precision(args: SFTConfig, module: Decoder) -> Any:
-    """The `precision` of a run's config: "bf16" or "fp16" if the arguments ask for it, else that of the module's
-    dtype."""
+    """Returns the `precision` of a run's config: "bf16" or "fp16" if the argument of that name is True, else "bf16",
+    "fp16" or "fp32" by the module's dtype. Raises ValueError if both arguments are True."""
     if args.bf16 and args.fp16:
         raise ValueError("SFTConfig: bf16 and fp16 are both True: keep one")
     if args.bf16 or args.fp16:
@@ -255,8 +265,8 @@ def steps_between(args: SFTConfig, name: str, total: Callable[[], int | None]) -
 
 
 def metrics_config(args: SFTConfig, log_every: int) -> MetricsConfig:
-    """The section `metrics` of a run's config: the loggers that report_to names, and the number of steps between two
-    logged lines."""
+    """Returns the section `metrics` of a run's config: which loggers are used, by the argument report_to, and
+    `log_every`, the number of steps between two logged lines. Raises ValueError for a logger that is not supported."""
     loggers = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or ())
     for name in loggers:
         choose("SFTConfig", "report_to", name, dict.fromkeys(("none", "tensorboard", "wandb", "trackio"), ""))

@@ -88,8 +88,8 @@ class SFTTrainer(Evaluations):
     """
 
     config_type: type[SFTConfig] = SFTConfig
-    table = TRAINER  # arguments that are not followed
-    # Arguments of the config that older versions of TRL took here.
+    table = TRAINER  # the arguments that are not parameters: which have no effect here, and which are refused
+    # Arguments of the config that older versions of TRL accepted as arguments of the trainer.
     older: frozenset[str] = frozenset(
         ("dataset_text_field", "max_seq_length", "packing", "dataset_num_proc", "neftune_noise_alpha")
         + ("model_init_kwargs", "dataset_kwargs", "eval_packing")
@@ -162,7 +162,8 @@ class SFTTrainer(Evaluations):
         self._events().tell("on_init_end")
 
     def _read(self, dataset: Any, formatting_func: Callable[[Any], Any] | None) -> tuple[Any, str]:
-        """(rows for jaxtune, their format) of a script's data set; see rows_and_format."""
+        """Returns (rows for jaxtune, the name of their format, such as "messages") of a script's data set, as
+        rows_and_format finds them. formatting_func: maps a row to a text; None: there is none."""
         return rows_and_format(dataset, self.args.dataset_text_field, formatting_func)
 
     def _train_on(self) -> str:
@@ -174,11 +175,12 @@ class SFTTrainer(Evaluations):
         return ObjectiveConfig()
 
     def _packing(self) -> bool:
-        """Whether the script asks for packed rows, in its config or when it loaded the model."""
+        """Whether several documents are packed into a row (True) or each has its own row (False): the argument packing,
+        or if that is None, the packing that the model was loaded with."""
         return self.model.packing if self.args.packing is None else self.args.packing
 
     def _to_train(self) -> Decoder:
-        """The module that the run trains: here the script's; subclasses may change it."""
+        """Returns the module that the run trains: here the script's. Subclasses add a teacher or turn dropout off."""
         return self.model.module
 
     def _order(self) -> Any:
@@ -188,12 +190,12 @@ class SFTTrainer(Evaluations):
         return choose(type(args).__name__, "train_sampling_strategy", strategy, args.orders)
 
     def _rows_for(self, data: TokenDataset) -> TokenDataset:
-        """Tokenised rows in the form that the run needs: here as they are; KTOTrainer forms groups."""
+        """Returns tokenised rows in the form that the run needs: here unchanged. KTOTrainer adds mismatched answers."""
         return data
 
     def _handing_back(self) -> Callable[[Decoder], Decoder]:
-        """A function that maps a module of the run to the one that the script sees: here the same; trainers that turn
-        dropout off turn it on again."""
+        """Returns a function that maps a module of the run to the one that the script sees: here the same. Trainers
+        that turn dropout off for the run turn it on again."""
         return lambda module: module
 
     def add_callback(self, callback: Any) -> None:
@@ -201,7 +203,8 @@ class SFTTrainer(Evaluations):
         self.callbacks.append(checked(callback))
 
     def pop_callback(self, callback: Any) -> Any:
-        """Removes and returns the callback, or the first one of the class; None if there is none."""
+        """Removes a callback and returns it; None if there is none. `callback` is the instance, or a class, of which
+        the first instance is removed."""
         for one in self.callbacks:
             if isinstance(one, callback) if isinstance(callback, type) else one is callback:
                 self.callbacks.remove(one)
@@ -209,14 +212,15 @@ class SFTTrainer(Evaluations):
         return None
 
     def remove_callback(self, callback: Any) -> None:
-        """Removes the callback, or the first one of the class."""
+        """Removes a callback: the instance that is given, or the first instance of the class."""
         self.pop_callback(callback)
 
     def _events(self, leave: Callable[[int], Any] = lambda step: None) -> Events:
-        """Makes the callback of jaxtune.train that passes a run's events to the script's callbacks. leave: a function
-        that writes the current model as a checkpoint-N folder in TRL's layout; it gets N, the number of steps done so
-        far, after each save that save_steps made due or a callback requested (not after a save caused by a signal). By
-        default nothing is written."""
+        """Makes the callback of jaxtune.train that passes a run's events to the script's callbacks.
+
+        leave: a function that writes the current model as a checkpoint-N folder. It gets N, the number of steps done,
+        after each save that save_steps made due or a callback requested (not a signal). By default nothing is written.
+        """
         return Events(
             self.args,
             self.state,
@@ -345,7 +349,8 @@ class SFTTrainer(Evaluations):
 
     @functools.cached_property
     def _prepared(self) -> Trainer:
-        """A Trainer with the tokenised rows, created when they are first needed, after train_on_responses_only."""
+        """A jaxtune Trainer with the tokenised rows. It is made once, at the first use, so that train_on_responses_only
+        can still change which tokens are trained on."""
         config = self.config(prepared=False)
         return Trainer(self._to_train(), self.tokenizer, config, self._rows["train"], self._rows.get("eval"))
 
@@ -376,16 +381,23 @@ class SFTTrainer(Evaluations):
 
     @property
     def train_dataset(self) -> Sequence[dict[str, list[int]]]:
-        """The tokenised rows: input_ids, and labels with -100 where a token is not trained on; of a stream,
-        the rows as they were given."""
+        """The tokenised rows, each {"input_ids": token ids, "labels": the same, -100 where a token is not trained on}.
+        Rows of an IterableDataset are returned as the script gave them."""
         data = self._prepared.train_data
         return self._rows["train"] if data is None else Tokenised(data.documents)
 
     def train(self, resume_from_checkpoint: bool | str | os.PathLike | None = None) -> TrainOutput:
-        """Trains; with resume_from_checkpoint=True continues from the last checkpoint in output_dir, and with one of
-        its checkpoint-N folders from that one, after which later ones are replaced. A run that is continued may have
-        more steps than before. Afterwards the model has the trained module, and output_dir/checkpoint-N has it on
-        disk."""
+        """Trains the model and returns the run's TrainOutput. When it returns, the model has the trained weights (the
+        best ones with load_best_model_at_end), and output_dir/checkpoint-N has them on disk.
+
+        Args:
+          resume_from_checkpoint: None or False starts a new run. True continues from the last checkpoint in output_dir.
+            The path of one of its checkpoint-N folders continues from that one; the run then replaces the checkpoints
+            of later steps. A run that is continued may have more steps than before.
+        Raises:
+          ValueError: output_dir has the checkpoints of a run and nothing says to continue it; or the path is not a
+            checkpoint of that run.
+        """
         output = self._output
         resumes, from_step = folders.resumed(resume_from_checkpoint, output)
         folders.require_own(output)
@@ -430,23 +442,24 @@ class SFTTrainer(Evaluations):
         return TrainOutput(steps, loss, metrics)
 
     def save_model(self, output_dir: str | os.PathLike | None = None) -> None:
-        """Saves the adapter, or the whole model, with its tokenizer, into a new folder, or by default into output_dir
-        beside its other files."""
+        """Saves the adapter, or the whole model if it has none, with the tokenizer. `output_dir` is a new folder; None:
+        the trainer's output_dir, where other files stay and files of the same names are replaced."""
         folder = self._output if output_dir is None else Path(output_dir).expanduser()
         beside = folder.exists() and folder.resolve() == self._output.resolve()
         (folders.save_beside if beside else folders.save)(self.model.module, folder, self.tokenizer)
 
 
 def loaded(name: str, args: SFTConfig, full: bool) -> CompatModel:
-    """Loads a model by its name or folder, as TRL does: in 16 bits, for rows of max_length tokens (1,024 by default),
-    with model_init_kwargs. `full` says whether all weights train."""
+    """Loads a model by its hub name or folder, as TRL does: in 16 bits, for rows of at most max_length tokens (1,024 by
+    default), with the arguments in model_init_kwargs of `args`. full: True trains all weights; False leaves them
+    frozen, for an adapter."""
     length = args.max_length or args.max_seq_length or DEFAULT_LENGTH
     return load_plain("SFTConfig.model_init_kwargs", name, length, args.seed, full, args.model_init_kwargs or {})
 
 
 def _with_adapter(model: CompatModel, peft_config: object, seed: int) -> CompatModel:
-    """A new model over `model` with an adapter that `peft_config`, a LoraConfig, describes; `seed` is that of its
-    initial values."""
+    """Returns a new model: `model` with the adapter that `peft_config`, a LoraConfig of this package or PEFT,
+    describes. `seed` determines the adapter's initial values."""
     settings = lora_settings(peft_config)
     return with_adapter(model, *adapted(model.module, "LoraConfig", seed, experts_too=False, **settings))
 

@@ -37,19 +37,22 @@ def printable(text: object) -> str:
 
 class _Stream:
     """A text stream that may lose its reader: a pipe whose other end died, a closed terminal, a log file on a full
-    disk, a closed stream. What can no longer be written is dropped without an error.
+    disk, a closed stream. Text that can no longer be written is dropped, so that a run does not end with its terminal.
+    Attributes that are not defined here are those of the wrapped stream.
 
     Args:
       stream: the stream that is written to.
-      name: if given, the first write that fails raises an OSError with this name as its file; later failures, such as
-        those when the interpreter exits, are dropped.
+      name: if given, the first write or flush that fails raises an OSError with this name as its file; later failures,
+        such as those when the interpreter exits, are ignored. If empty, all failures are ignored.
     """
 
     def __init__(self, stream: Any, name: str = ""):
         self._stream, self._name = stream, name
 
     def write(self, text: str) -> int:
-        """Writes text, with characters that the encoding lacks as escapes."""
+        """Writes `text` and returns the number of characters written. A character that the stream's encoding lacks is
+        written as its escape. If the reader is gone, the text is dropped; the first such failure raises an OSError if
+        the stream has a name."""
         try:
             return self._stream.write(text)
         except UnicodeEncodeError:
@@ -60,19 +63,21 @@ class _Stream:
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Writes lines as `write` does."""
+        """Writes each of `lines` by `write`, without adding line ends."""
         for line in lines:
             self.write(line)
 
     def flush(self) -> None:
-        """Flushes the stream."""
+        """Flushes the stream. If its reader is gone, the first failure raises an OSError if the stream has a name, as
+        in `write`; any other failure is ignored."""
         try:
             self._stream.flush()
         except (OSError, ValueError) as error:
             self._lost(error)
 
     def _lost(self, error: Exception) -> None:
-        """Handles a failed write: raises once if the stream has a name."""
+        """Called with the error of a failed write or flush. If the stream has a name and `error` is an OSError, raises
+        it with that name and clears the name, so that this happens once; otherwise ignores the error."""
         if self._name and isinstance(error, OSError):
             name, self._name = self._name, ""
             raise OSError(error.errno, error.strerror, name) from None
