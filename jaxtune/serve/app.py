@@ -45,8 +45,8 @@ def make_app(models: Mapping[str, Served], engine: Engine, key: str | None, loca
       models: the served models, by name.
       engine: the engine, which has a sampler for each of the models.
       key: the API key that every request except those to /health must bring; None: no key is needed.
-      local: whether the server listens on a loopback address only. The headers Host and Origin are then checked, so
-        that no web page in the user's browser can ask the server.
+      local: True: the server listens on a loopback address only, and the headers Host and Origin are checked, so that
+        no web page in the user's browser can ask the server. False: they are not checked.
       seconds: the time within which an answer must have been made and read, or the request fails with 504.
     """
     api = _Api(models, engine, seconds)
@@ -64,30 +64,32 @@ def make_app(models: Mapping[str, Served], engine: Engine, key: str | None, loca
 
 
 class Json(Response):
-    """A response whose content is written as JSON by `errors.encoded`, which no text makes fail."""
+    """A response whose content, any JSON value, is encoded by `errors.encoded`, which does not fail on any text.
+    starlette's JSONResponse fails on lone surrogates, which UTF-8 cannot encode."""
 
     media_type = "application/json"
 
     def render(self, content: object) -> bytes:
-        """The bytes of the response's body; starlette calls it."""
+        """Encodes `content`, a JSON value, as the bytes of the response's body. starlette calls it."""
         return encoded(content)
 
 
 def _error(error: ApiError) -> Json:
-    """The response for an ApiError, with its status and OpenAI's JSON of an error."""
+    """Makes the response for an ApiError: its HTTP status, and a body in OpenAI's form of an error; for 401 also the
+    header WWW-Authenticate."""
     headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
     return Json(error.body(), error.status, headers)
 
 
 async def _refuse(_: Request, error: Exception) -> Response:
-    """The handler of ApiError: a response with its status and message."""
+    """The exception handler that starlette calls for an ApiError: returns a response with its status and message."""
     assert isinstance(error, ApiError)
     return _error(error)
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
-    """The handler of starlette's HTTPException, which it raises for an unknown path (404) or method (405): the same
-    status, as OpenAI's JSON of an error."""
+    """The exception handler for starlette's HTTPException, which it raises for an unknown path (404) or a method that
+    the path does not have (405): returns a response with the same status, and a body in OpenAI's form of an error."""
     assert isinstance(error, HTTPException)
     return _error(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
 
@@ -99,7 +101,8 @@ async def _left(_: Request, error: Exception) -> Response:
 
 
 async def _fault(_: Request, error: Exception) -> Response:
-    """The handler of every other exception: status 500, with the traceback on the server's stderr."""
+    """The exception handler for every other exception: prints the traceback on the server's stderr, and returns a
+    response with status 500 that has only the exception's type."""
     return _error(_reported(error))
 
 
@@ -111,13 +114,14 @@ def _reported(error: Exception) -> ApiError:
 
 
 class _Guard:
-    """The outermost ASGI layer: it refuses a request with a wrong API key (401), or a wrong Host or Origin (403),
-    before any other code sees it.
+    """The outermost ASGI layer. Called with each request, it answers one with a wrong API key (401), or a wrong Host or
+    Origin (403), itself, and passes all others to the application.
 
     Args:
       app: the application behind it.
       key: the API key that every request except those to /health must bring; None: no key is needed.
-      local: whether the headers Host and Origin are checked, because the server listens on a loopback address only.
+      local: True: the headers Host and Origin are checked, because the server listens on a loopback address only.
+        False: they are not.
     """
 
     def __init__(self, app: ASGIApp, key: str | None, local: bool):
@@ -132,7 +136,9 @@ class _Guard:
         await self._app(scope, receive, send)
 
     def _refused(self, request: Request) -> ApiError | None:
-        """The error for a request that must not be answered; None if it may be. Keys are compared in constant time."""
+        """Returns the error for a request that must not be answered: 403 for a wrong Host or Origin, 401 for a wrong or
+        missing API key; None if it may be answered. Keys are compared in constant time, so that the time does not show
+        how many characters of a key are right."""
         why = refusal(request.headers.get("host"), request.headers.get("origin")) if self._local else None
         if why is not None:
             return ApiError(403, why)
@@ -144,12 +150,12 @@ class _Guard:
 
 
 class _Api:
-    """The handlers of the routes.
+    """The handlers of the server's routes: each public method takes a request and returns the response.
 
     Args:
       models: the served models, by name.
-      engine: the engine that answers.
-      seconds: the time within which an answer must have been made and read.
+      engine: the engine, which samples the answers.
+      seconds: the time within which an answer must have been made and read, or the request fails with 504.
     """
 
     def __init__(self, models: Mapping[str, Served], engine: Engine, seconds: float):
@@ -164,7 +170,7 @@ class _Api:
         return Json({"status": "ok"})
 
     async def list_models(self, _: Request) -> Response:
-        """GET /v1/models: all models, the base first."""
+        """GET /v1/models: OpenAI's list of all served models, the base model first and then its adapters."""
         return Json({"object": "list", "data": [self._card(served) for served in self._models.values()]})
 
     async def one_model(self, request: Request) -> Response:
@@ -175,25 +181,27 @@ class _Api:
         return Json(self._card(self._models[name]))
 
     def _card(self, served: Served) -> dict[str, object]:
-        """OpenAI's JSON object of a model; `parent` is an adapter's base, and `max_model_len` the most tokens of a
-        prompt with its answer, as vLLM names it."""
+        """OpenAI's JSON object of a served model, with two more keys: `parent` is the name of an adapter's base model
+        (null for the base itself), and `max_model_len` the most tokens of a prompt with its answer, as vLLM names
+        it."""
         card = {"id": served.name, "object": "model", "created": self._began, "owned_by": "jaxtune"}
         return card | {"parent": served.base, "max_model_len": self._engine.plans[served.name].length}
 
     async def chat(self, request: Request) -> Response:
-        """POST /v1/chat/completions."""
+        """POST /v1/chat/completions: answers a conversation (messages), whole or as a stream."""
         return await self._answer(request, read_chat)
 
     async def completions(self, request: Request) -> Response:
-        """POST /v1/completions."""
+        """POST /v1/completions: continues a prompt, or several, whole or as a stream."""
         return await self._answer(request, read_completion)
 
     async def _answer(self, request: Request, read: Reader) -> Response:
-        """Answers a request, whole or as a stream, as its body asks.
+        """Answers a request, whole or as a stream, as its body asks. If the client leaves before a whole answer is
+        made, its rows are cancelled, and the response is empty with status 499.
 
         Args:
-          request: the request.
-          read: read_chat or read_completion.
+          request: the request, whose body was not read yet.
+          read: the function that checks the body and makes an Asked of it: read_chat or read_completion.
         Raises:
           ApiError: the body is wrong, the engine refuses the rows, or (504) the time is over before an answer is whole
             or a stream begins.
@@ -224,7 +232,7 @@ class _Api:
 
 
 async def _body(request: Request) -> object:
-    """The decoded JSON of a request's body.
+    """Reads a request's body and returns its decoded JSON.
 
     Raises:
       ApiError: 413 for more than 16 MiB, 408 for a body that does not arrive within 30 s, 400 for what is not JSON.
@@ -249,8 +257,9 @@ async def _body(request: Request) -> object:
 
 
 async def _whole(asked: Asked, answers: Answers) -> dict[str, object]:
-    """Waits until all answers to a request (`asked`), whose tokens come through `answers`, are complete; returns
-    OpenAI's JSON object of the response."""
+    """Waits until all answers to a request that is not streamed are complete, and returns OpenAI's JSON object of the
+    response. asked: what the request asks for. answers: the queue through which the engine's thread hands over the
+    tokens. Raises ApiError if the engine fails."""
     answer = Answer(asked)
     while answers.left:
         answer.add(*await answers.next())
@@ -258,8 +267,9 @@ async def _whole(asked: Asked, answers: Answers) -> dict[str, object]:
 
 
 async def _events(asked: Asked, answers: Answers) -> AsyncIterator[dict[str, object]]:
-    """Yields OpenAI's JSON objects (chunks) of a streamed response to a request (`asked`), as its tokens come through
-    `answers`."""
+    """Yields OpenAI's JSON objects (chunks) of a streamed response, as its tokens arrive. asked: what the request asks
+    for. answers: the queue through which the engine's thread hands over the tokens. Raises ApiError if the engine
+    fails."""
     answer = Answer(asked)
     for chunk in answer.first_chunks():
         yield chunk
@@ -271,11 +281,12 @@ async def _events(asked: Asked, answers: Answers) -> AsyncIterator[dict[str, obj
 
 
 async def _unless_gone[T](receive: Receive, work: Coroutine[object, object, T]) -> T | None:
-    """The result of `work`; None if the client closed its connection first, in which case `work` is cancelled.
+    """Awaits `work` and returns its result; if the client closes its connection first, `work` is cancelled and None is
+    returned.
 
     Args:
-      receive: the request's ASGI channel, on which a disconnect arrives.
-      work: makes or sends the answer.
+      receive: the request's ASGI function that returns the client's messages, of which a disconnect is one.
+      work: the coroutine that makes or sends the answer.
     """
 
     async def gone() -> None:
@@ -298,9 +309,10 @@ class _Stream(Response):
 
     Args:
       events: yields the JSON objects, one for each event.
-      answers: the rows, which are closed when the response ends, however it ends.
-      deadline: time of the event loop's clock at which the stream is cut off.
-      too_late: the error that is then its last event.
+      answers: the request's rows in the engine. It is closed when the response ends, however it ends, which cancels
+        those that are not complete.
+      deadline: the time, by the event loop's clock, at which the stream is cut off.
+      too_late: the error that is then sent as its last event.
     """
 
     media_type = "text/event-stream"
@@ -315,7 +327,8 @@ class _Stream(Response):
             await _unless_gone(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
-        """Sends the events. A client that does not read ends it, too: without a whole body the server closes the
+        """Sends all events and then [DONE]. If the deadline passes or an error is raised, the last event is that error.
+        It has one second to be sent: if the client does not read, the body stays incomplete, and the server closes the
         connection."""
 
         async def say_event(data: bytes) -> None:

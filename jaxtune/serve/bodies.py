@@ -66,15 +66,18 @@ Stop = Annotated[str, Field(min_length=1)]
 
 
 class _StreamOptions(BaseModel):
-    """`stream_options` of a body: what a stream says in addition to the answer."""
+    """`stream_options` of a body: what a stream contains in addition to the answer. None is a key that is not given."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    include_usage: bool | None = None
-    include_obfuscation: bool | None = None  # of the length of pieces, against listeners; there is none
+    include_usage: bool | None = None  # True: the stream ends with the numbers of tokens; else it has none
+    # accepted and ignored: OpenAI then adds random text, which hides the length of chunks from listeners
+    include_obfuscation: bool | None = None
 
 
 class _Body(BaseModel):
-    """The keys that the bodies of /v1/chat/completions and /v1/completions share."""
+    """The keys that the bodies of /v1/chat/completions and /v1/completions share, with OpenAI's meanings; pydantic
+    checks their types and ranges. None is a key that is not given, for which a default is filled in. `top_k` (0 and -1:
+    no limit), `min_p` and `repetition_penalty` are not OpenAI's, and mean what they do in vLLM."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str
@@ -92,6 +95,9 @@ class _Body(BaseModel):
 
 
 class _Message(BaseModel):
+    """One message of a conversation: who says it, its text (a text, or a list of parts of type text), and the tools
+    that an assistant's message calls. Other keys are passed to the chat template."""
+
     model_config = ConfigDict(extra="allow", strict=True)
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[dict[str, object]] | None = None
@@ -99,7 +105,9 @@ class _Message(BaseModel):
 
 
 class _Chat(_Body):
-    """A body of /v1/chat/completions."""
+    """A body of /v1/chat/completions: the shared keys and those below, with OpenAI's meanings. None is a key that is
+    not given. `max_completion_tokens` is the newer name of `max_tokens`, and is used if both are given. `tools` are
+    descriptions of tools for the prompt, which `tool_choice` "none" leaves out."""
 
     messages: Annotated[list[_Message], Field(min_length=1)]
     max_completion_tokens: Positive | None = None
@@ -110,7 +118,9 @@ class _Chat(_Body):
 
 
 class _Completion(_Body):
-    """A body of /v1/completions; `prompt` is one text or list of token ids, or several of either."""
+    """A body of /v1/completions: the shared keys and those below. `prompt` is a text, a list of token ids, a list of
+    texts, or a list of lists of token ids. `logprobs` is how many of the most likely tokens are listed at the position
+    of each token of the answer, with log-probabilities; None: no log-probabilities."""
 
     prompt: (
         str
@@ -123,20 +133,24 @@ class _Completion(_Body):
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What one request asks for, with all defaults filled in."""
+    """What one request asks for, checked and with all defaults filled in."""
 
     served: Served
-    # Answers to a prompt follow each other.
+    """The model that answers."""
     rows: list[Row]
-    # Tokens of all prompts, each counted once.
+    """The answers to sample, one Row each; those to the same prompt follow each other."""
     prompt_tokens: int
+    """The number of tokens of all prompts. A prompt with several answers is counted once."""
     chat: bool
+    """True: a body of /v1/chat/completions; False: of /v1/completions. The JSON of their answers differs."""
     stream: bool
-    # Whether a stream ends with the numbers of tokens.
+    """True: the answer is sent in chunks while it is made; False: as a whole."""
     include_usage: bool
+    """Whether a stream ends with the numbers of tokens. An answer that is sent whole always has them."""
     logprobs: bool
-    # Whether calls of tools are looked for in the answers.
+    """Whether the answer has log-probabilities of its tokens."""
     tools: bool
+    """True: calls of tools are looked for in the answers, and returned as such; False: all is text."""
 
 
 def read_chat(body: object, models: Mapping[str, Served]) -> Asked:
@@ -163,8 +177,14 @@ def read_chat(body: object, models: Mapping[str, Served]) -> Asked:
 
 
 def read_completion(body: object, models: Mapping[str, Served]) -> Asked:
-    """Returns what a body of /v1/completions asks for: a row for each of `n` answers to each prompt. Arguments and
-    errors are those of read_chat; 400 also if it asks for more than 128 answers."""
+    """Returns what a body of /v1/completions asks for, as an Asked with a row for each of `n` answers to each prompt.
+
+    Args:
+      body: the decoded JSON of a request, of any type.
+      models: the models that are served, by name.
+    Raises:
+      ApiError: 400 with the key, if the body is wrong or asks for more than 128 answers; 404, if no model has the name.
+    """
     checked = _checked(_Completion, body)
     served = _model(checked.model, models)
     given = checked.prompt
@@ -178,8 +198,9 @@ def read_completion(body: object, models: Mapping[str, Served]) -> Asked:
 
 
 def _checked[B: _Body](kind: type[B], body: object) -> B:
-    """Validates a decoded JSON body as `kind`. Keys that change no answer are dropped, and so are keys for which
-    nothing is implemented, as long as they have the value that asks for nothing.
+    """Validates a decoded JSON body as `kind`, _Chat or _Completion, and returns it. A key whose value is null counts
+    as absent. Keys that change no answer (such as `user`) are dropped, and so are keys of what is not implemented, as
+    long as they have the value that asks for nothing (such as frequency_penalty = 0).
 
     Raises:
       ApiError: 400, which names the first key that is wrong, unknown, missing or not supported.
@@ -241,11 +262,15 @@ def _tokens(prompt: object, tokenizer: Tokenizer) -> list[int]:
 
 
 def _conversation(messages: list[_Message], tools: list[dict[str, object]] | None, served: Served) -> list[int]:
-    """The token ids of a chat's prompt: the messages and the descriptions of `tools` in the model's chat template, up
-    to where the assistant's answer begins.
+    """Makes the token ids of a chat's prompt with the model's chat template, up to where the assistant's answer begins.
 
+    Args:
+      messages: the conversation.
+      tools: descriptions of the tools that the model may call, in OpenAI's form; None: there are none.
+      served: the model, which has the tokenizer with the template.
     Raises:
-      ApiError: 400, if the tokenizer has no template or the template refuses the messages.
+      ApiError: 400, if the tokenizer has no template, a message has a part that is not text, or the template refuses
+        the messages.
     """
     tokenizer = served.tokenizer
     if not tokenizer.chat_template:
@@ -261,12 +286,13 @@ def _conversation(messages: list[_Message], tools: list[dict[str, object]] | Non
 
 
 def _turn(message: _Message, place: str) -> dict[str, object]:
-    """A message as chat templates take it: the content as one text, and the arguments of its tool calls as objects, for
-    which OpenAI's API has JSON text. The role "developer" becomes "system".
+    """Converts a message of a request into the form that chat templates take: the content is one text, and the
+    arguments of its tool calls are objects, for which OpenAI's API has JSON text. The role "developer" becomes
+    "system".
 
     Args:
       message: the message.
-      place: its key in the body, such as messages.3, for errors.
+      place: the message's key in the body, such as messages.3, for errors.
     Raises:
       ApiError: 400, if the content has a part that is not text.
     """
@@ -287,8 +313,9 @@ def _turn(message: _Message, place: str) -> dict[str, object]:
 
 
 def _call(call: dict[str, object]) -> dict[str, object]:
-    """A tool call with its arguments as an object: OpenAI's API has them as JSON in a string, and templates write
-    objects as JSON themselves. A call whose arguments are not JSON is returned unchanged."""
+    """Returns a copy of a tool call, in OpenAI's form, with its arguments as an object: OpenAI's API has them as JSON
+    in a string, and templates write objects as JSON themselves. A call whose arguments are not JSON is returned
+    unchanged."""
     function = call.get("function")
     if isinstance(function, dict) and isinstance(function.get("arguments"), str):
         try:
@@ -308,17 +335,17 @@ def _asked(
     chat: bool,
     tools: bool,
 ) -> Asked:
-    """The request of a validated body, with the defaults filled in.
+    """Makes the Asked of a validated body, with the defaults filled in: temperature 1, a random seed, one answer.
 
     Args:
       body: the body.
-      served: the model that it asks.
-      prompts: token ids of each prompt; each gets `body.n` rows, one behind the other.
+      served: the model that answers.
+      prompts: token ids of each prompt; each gets `body.n` consecutive rows.
       most: the most new tokens of an answer; None: as many as the context has room for.
       logprobs: how many of the most likely tokens at the position of each sampled one are asked for, with their
         log-probabilities; None: no log-probabilities.
-      chat: whether the answer has the form of a chat.
-      tools: whether calls of tools are looked for in the answers.
+      chat: True: the answer has the JSON form of /v1/chat/completions; False: that of /v1/completions.
+      tools: True: calls of tools are looked for in the answers; False: all is text.
     """
     temperature = 1.0 if body.temperature is None else body.temperature
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []

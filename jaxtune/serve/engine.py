@@ -26,20 +26,19 @@ _MOST_ROWS = 1024  # that wait or decode; more are refused, as their clients wou
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One answer that is asked for: a prompt with the settings of its continuation, which a sampler decodes as one row
-    of its batch. A request with n=3 has three rows. The fields are arguments of Sampler.submit."""
+    of its batch. A request with n=3 has three rows."""
 
-    prompt: list[int]
-    max_new_tokens: int | None
-    temperature: float
-    seed: int
-    # Of the row among those of one request.
-    index: int
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    stop_strings: tuple[str, ...]
-    # Of how many of the most likely tokens at the position of each sampled one log-probabilities are given.
+    prompt: list[int]  # token ids
+    max_new_tokens: int | None  # the most tokens of the answer; None: as many as the row has room for
+    temperature: float  # 0: the most likely token is always taken
+    seed: int  # of the request; what a row draws depends on this and `index`
+    index: int  # the row's number among those of its request, from 0
+    top_k: int  # tokens are drawn from the k most likely ones; 0: from all
+    top_p: float  # tokens are drawn from the most likely ones that have this much probability in sum; 1: from all
+    min_p: float  # tokens less likely than this times the most likely one are not drawn; 0: all are
+    repetition_penalty: float  # above 1: tokens that occurred before become less likely; 1: it does nothing
+    stop_strings: tuple[str, ...]  # the answer ends with the token that completes one of them
+    # how many of the most likely tokens at the position of each sampled one are returned with log-probabilities
     top_logprobs: int = 0
 
 
@@ -55,7 +54,8 @@ class Answers:
     """The queue through which the engine's thread hands the tokens of one request's rows (answers that are being
     generated) to the request's handler.
 
-    All methods but `put` are called in the event loop's thread. `Engine.submit` makes it, and `close` must be called
+    `Engine.submit` makes it. The engine's thread calls `put` with new tokens of a row, or with an error that ends it.
+    The request's handler awaits `next` in the event loop's thread until no rows are left, and must call `close`
     whatever happens, so that no slot decodes for a client that is gone.
 
     Args:
@@ -92,13 +92,14 @@ class Answers:
         return index, made
 
     def put(self, index: int, made: Piece | _Failed) -> None:
-        """Called by the engine's thread: queues what was made of row `index`. It is dropped if the loop has ended."""
+        """Queues the new tokens of a row, or the error that ends it, for `next`; called by the engine's thread. If the
+        event loop has ended, nothing happens. index: the row's index in its request."""
         with contextlib.suppress(RuntimeError):  # the event loop has ended
             self._loop.call_soon_threadsafe(self._made.put_nowait, (index, made))
 
     def close(self) -> None:
-        """Cancels the rows that have not ended; their slots, that is their places in the batch, become free. It may be
-        called twice."""
+        """Cancels the rows that have not ended, so that their slots (places in the sampler's batch) become free. The
+        request's handler calls it when the answer was sent or the client left; a second call does nothing."""
         if not self._closed:
             self._closed = True
             self._engine.forget(self)
@@ -108,7 +109,8 @@ class Engine:
     """The samplers of several models, and the thread that drives them.
 
     Samplers are used in that thread alone. The event loop's thread sends it functions to call (`_commands`), and gets
-    the results through each request's `Answers`.
+    the results through each request's `Answers`. It calls `submit` to start a request's rows, `forget` to cancel them,
+    and, when the server stops, `end` to end all rows with an error. `close` ends the thread.
 
     Args:
       samplers: for each model's name, a function that makes its sampler. It is called at once, and again for the next
@@ -140,7 +142,8 @@ class Engine:
         from which their tokens are read.
 
         Raises:
-          ApiError: a prompt or a setting that the sampler refuses; too many rows are waiting; the server is stopping.
+          ApiError: 400 for a prompt or a setting that the sampler refuses; 429 if more than 1,024 rows would wait or be
+            decoded; 500 if making a sampler anew fails; the error given to `end`, if the server is stopping.
         """
         if self._rows + len(rows) > _MOST_ROWS:
             message = f"{self._rows} answers wait or are being made, and at most {_MOST_ROWS} may: ask again later"
@@ -168,8 +171,8 @@ class Engine:
         self._commands.put(lambda: self._end(why))
 
     def close(self, seconds: float) -> bool:
-        """Asks the thread to end and waits for that at most `seconds`; returns whether it has ended. It cannot end
-        while it compiles."""
+        """Asks the thread to end and waits for that, at most `seconds`. Returns True if it has ended, and False if not:
+        it cannot end while it compiles."""
         self._commands.put(None)
         self._thread.join(seconds)
         return not self._thread.is_alive()
@@ -184,8 +187,9 @@ class Engine:
                     self._step(name)
 
     def _obey(self) -> bool:
-        """Calls the functions that the event loop's thread has queued; while no answer is being generated it waits for
-        one. Returns False if `close` was called, so that the thread ends."""
+        """Calls the functions that the event loop's thread has queued (`_commands`), in order. If no sampler has rows
+        to decode, it waits for the first one. Returns False if `close` was called, so that the thread ends; else
+        True."""
         waits = not any(sampler.pending for sampler in self._samplers.values())
         while True:
             try:
@@ -198,8 +202,15 @@ class Engine:
             waits = False
 
     def _submit(self, answers: Answers, rows: Sequence[Row], done: asyncio.Future[None]) -> None:
-        """Submits a request's rows to its sampler, and completes `done` in the event loop: with None, or with the
-        ApiError that says why no row was taken."""
+        """Submits a request's rows to the sampler of its model, on behalf of `submit`. No error is raised in this
+        thread.
+
+        Args:
+          answers: the queue for the rows' tokens, which has the model's name.
+          rows: the rows.
+          done: the future that `submit` awaits. In the event loop it gets None as its result, or as its exception the
+            ApiError that says why no row was taken.
+        """
         error: ApiError | None = self._ended
         if error is None:
             try:
@@ -221,7 +232,8 @@ class Engine:
             done.get_loop().call_soon_threadsafe(report)
 
     def _place(self, answers: Answers, rows: Sequence[Row]) -> None:
-        """Submits rows to the sampler of their model, which is made anew if the last one failed.
+        """Submits rows to the sampler of their model, which is made anew if the last one failed. answers: the queue
+        for the rows' tokens; it gets the numbers of the rows in the sampler.
 
         Raises:
           ValueError: the sampler refuses a row; those submitted before it are cancelled.
@@ -261,9 +273,9 @@ class Engine:
         answers.numbers.clear()
 
     def _step(self, name: str) -> None:
-        """Makes one round of the sampler of the model of this name, a few tokens of every slot, and hands out its
-        pieces to the answers that wait for them. If it raises, the sampler is dropped and all its rows end with the
-        error, because its arrays may have been donated to the call that failed."""
+        """Runs one round of the sampler of the model of this name, which makes a few tokens in every slot, and puts
+        each row's new tokens (a Piece) into the Answers of its request. If it raises, the sampler is dropped and all
+        its rows end with the error, because its arrays may have been donated to the call that failed."""
         try:
             pieces = self._samplers[name].step()
         except Exception as failed:  # as in _submit; the sampler's arrays may be gone

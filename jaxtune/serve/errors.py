@@ -9,13 +9,14 @@ _INVALID, _SERVER = "invalid_request_error", "server_error"
 
 
 class ApiError(Exception):
-    """What a client gets in place of an answer; an exception that `app` turns into the response.
+    """An error that a client gets in place of an answer. Any code that handles a request raises it, and `app` turns it
+    into the response. The arguments are also its attributes.
 
     Args:
       status: HTTP status.
-      message: in words, with the key, its value and the fix.
+      message: what is wrong, in words for people: the key, its value and the fix.
       param: the key of the body that is wrong; None: no single one.
-      code: a word that programs can compare, such as model_not_found.
+      code: a word that programs can compare, such as model_not_found; None: there is none.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
@@ -23,7 +24,8 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
 
     def body(self) -> dict[str, object]:
-        """The JSON object of the error in OpenAI's form: {"error": {"message", "type", "param", "code"}}."""
+        """The JSON object of the error in OpenAI's form: {"error": {"message", "type", "param", "code"}}.
+        `type` is server_error for a status of 500 and above, and invalid_request_error below."""
         kind = _SERVER if self.status >= 500 else _INVALID
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 

@@ -16,11 +16,16 @@ _LEAST_LOGPROB = -9999.0  # OpenAI's for a token that has no probability: JSON h
 
 
 class _Choice:
-    """One row of the answer, which OpenAI's API calls a choice: its text, log-probabilities and number of tokens.
+    """One row of the answer, which OpenAI's API calls a choice. It collects the row's tokens and makes text, calls of
+    tools and log-probabilities of them.
 
     Args:
-      asked: the request.
+      asked: what the request asks for.
       index: the row's index in `asked.rows`.
+    Attributes:
+      index: the argument `index`.
+      tokens: the number of tokens so far.
+      reason: why the row ended, OpenAI's finish_reason ("stop", "length", "tool_calls"); None: it has not.
     """
 
     def __init__(self, asked: Asked, index: int):
@@ -35,10 +40,12 @@ class _Choice:
         self.reason: str | None = None
 
     def add(self, piece: Piece, stream: bool) -> str:
-        """Adds the tokens of a piece; returns the text that can be sent now.
+        """Adds the row's new tokens and returns the text that can be sent now.
 
-        In a stream that is the text which later tokens cannot change, and with the last piece all the rest. Otherwise
-        it is "" until the last piece, and then the whole text.
+        Args:
+          piece: the new tokens, and why the row ended if it has.
+          stream: True: the text is returned as soon as later tokens cannot change it, and after the last tokens all the
+            rest. False: "" is returned until the last tokens, and then the whole text.
         """
         self.tokens += len(piece.ids)
         if self._asked.logprobs:
@@ -53,7 +60,8 @@ class _Choice:
 
     @property
     def calls(self) -> list[dict[str, object]]:
-        """The calls of tools in OpenAI's form, once the row has ended; empty if there are none."""
+        """The calls of tools in the row's text, in OpenAI's form of `tool_calls`. It is empty until the row has ended,
+        and if there are none."""
         return self._text.calls
 
     def logprobs(self) -> dict[str, object] | None:
@@ -71,8 +79,15 @@ class _Choice:
         return found
 
     def _completion_logprobs(self, tokens: list[str], logprobs: list[float], ranked: _Ranked) -> dict[str, object]:
-        """`logprobs` of a completion: the tokens' texts, log-probabilities and first characters in the answer, and the
-        most likely tokens at the position of each with their log-probabilities."""
+        """Makes the `logprobs` object of /v1/completions, in which each key has a list with an entry for each token:
+        its text, its log-probability, the position of its first character in the answer, and the most likely tokens at
+        its position, as {text: log-probability} (None for all if the request asked for none).
+
+        Args:
+          tokens: the tokens' texts.
+          logprobs: their log-probabilities.
+          ranked: for each token the most likely ones at its position, as (text, log-probability).
+        """
         offsets = []
         for token in tokens:
             offsets.append(self._characters)
@@ -82,13 +97,19 @@ class _Choice:
 
 
 def _token(tokenizer: Tokenizer, number: int) -> str:
-    """The text of one token id, special tokens included."""
+    """The text of the token with the id `number`. A special token has its own text, such as <|im_end|>."""
     return tokenizer.decode([number], skip_special_tokens=False)
 
 
 def _chat_logprobs(tokens: list[str], logprobs: list[float], ranked: _Ranked) -> dict[str, object]:
-    """`logprobs` of a chat: for each token its text, its log-probability, and its UTF-8 bytes (None for a part of a
-    character), and the same of the most likely tokens in its place."""
+    """Makes the `logprobs` object of /v1/chat/completions: for each token its text, its log-probability, its UTF-8
+    bytes (None for a token that is a part of a character), and the same of the most likely tokens at its position.
+
+    Args:
+      tokens: the tokens' texts.
+      logprobs: their log-probabilities.
+      ranked: for each token the most likely ones at its position, as (text, log-probability).
+    """
 
     def entry(token: str, logprob: float) -> dict[str, object]:
         whole = "\ufffd" not in token  # a part of a character has no text of its own
@@ -103,11 +124,14 @@ def _chat_logprobs(tokens: list[str], logprobs: list[float], ranked: _Ranked) ->
 
 
 class Answer:
-    """The answer to one request as OpenAI's JSON, built from the pieces of its rows: either whole (`add`, then
-    `whole`), or as a stream (`first_chunks`, `chunks` for each piece, `last_chunks`).
+    """The answer to one request as OpenAI's JSON, built from the tokens of its rows as they arrive in Pieces (the new
+    tokens of one row).
+
+    An answer that is sent whole calls `add` for each Piece, and `whole` at the end for the JSON object. A stream sends
+    the JSON objects of `first_chunks`, then those of `chunks` for each Piece, and those of `last_chunks` at the end.
 
     Args:
-      asked: the request.
+      asked: what the request asks for.
     """
 
     def __init__(self, asked: Asked):
@@ -123,7 +147,7 @@ class Answer:
         }
 
     def add(self, index: int, piece: Piece) -> None:
-        """Adds a piece of row `index` to an answer that is sent whole."""
+        """Adds `piece`, the new tokens of the row with this index in the request, to an answer that is sent whole."""
         self._texts[index] += self._choices[index].add(piece, stream=False)
 
     def whole(self) -> dict[str, object]:
@@ -149,8 +173,9 @@ class Answer:
         return [self._chunk({"index": c.index, "delta": begin, "finish_reason": None}) for c in self._choices]
 
     def chunks(self, index: int, piece: Piece) -> list[dict[str, object]]:
-        """The JSON objects that a stream sends for a piece of row `index`: its certain text, its tool calls, and the
-        reason why it ended, each if there is any."""
+        """The JSON objects that a stream sends for `piece`, the new tokens of the row with this index in the request:
+        up to three chunks, one each for the text that later tokens cannot change, the tool calls, and the reason why
+        the row ended. The list is empty if there is none of these."""
         choice = self._choices[index]
         text, found = choice.add(piece, stream=True), []
 
@@ -168,14 +193,15 @@ class Answer:
         return found
 
     def last_chunks(self) -> list[dict[str, object]]:
-        """The JSON objects that a stream ends with: the numbers of tokens, if the request asks for them."""
+        """The JSON objects that a stream ends with: one with the numbers of tokens if the request asks for it
+        (include_usage), else none."""
         return [self._head | {"choices": [], "usage": self._usage()}] if self._asked.include_usage else []
 
     def _chunk(self, choice: dict[str, object]) -> dict[str, object]:
-        """The JSON object of a stream's chunk with this one choice."""
+        """The JSON object of a chunk of a stream. choice: OpenAI's JSON of what is new in one row."""
         return self._head | {"choices": [choice]} | ({"usage": None} if self._asked.include_usage else {})
 
     def _usage(self) -> dict[str, int]:
-        """OpenAI's `usage`: the numbers of tokens of all prompts, of all answers so far, and of both."""
+        """OpenAI's `usage` object: the number of tokens of all prompts, that of all answers so far, and their sum."""
         asked, made = self._asked.prompt_tokens, sum(choice.tokens for choice in self._choices)
         return {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}

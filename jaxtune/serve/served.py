@@ -11,16 +11,19 @@ from jaxtune.models.decoder import Decoder
 
 
 class Tokenizer(Protocol):
-    """The methods of a tokenizer of transformers that a server needs."""
+    """The interface of a tokenizer of transformers, as far as a server needs it. Called with a text it encodes it:
+    {"input_ids": token ids}. `decode` makes text of token ids, and `apply_chat_template` makes token ids of a
+    conversation."""
 
-    chat_template: object
+    chat_template: object  # the Jinja text of the chat template; None or empty: the tokenizer has none
 
     def __call__(self, text: str, /) -> Mapping[str, list[int]]:
         """{"input_ids": the token ids of a text}, with the special tokens that begin a text, such as BOS."""
         ...
 
     def decode(self, token_ids: Sequence[int], /, *, skip_special_tokens: bool = ...) -> str:
-        """The text of token ids, with or without special tokens."""
+        """The text of token ids. skip_special_tokens: True: special tokens, such as BOS, are left out of it; False:
+        they have their own text."""
         ...
 
     def apply_chat_template(self, conversation: list[dict[str, object]], /, **options: object) -> list[int]:
@@ -31,14 +34,13 @@ class Tokenizer(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """A model under the name by which clients ask for it."""
+    """A model that a server offers, under the name by which clients ask for it."""
 
-    name: str
-    model: Decoder
-    tokenizer: Tokenizer
-    # The name of the base, for an adapter.
-    base: str | None = None
-    # A copy of the tokenizer. One that encodes in one thread cannot decode in another at the same time.
+    name: str  # the `model` of a request's body
+    model: Decoder  # the base model, or the base model with an adapter
+    tokenizer: Tokenizer  # encodes prompts
+    base: str | None = None  # for a model with an adapter, the name of its base model; None: it is the base model
+    # a copy of the tokenizer that decodes answers: one object cannot encode in one thread and decode in another at once
     decoder: Tokenizer = dataclasses.field(init=False)
 
     def __post_init__(self):

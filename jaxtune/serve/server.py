@@ -51,10 +51,11 @@ class Server(uvicorn.Server):
       engine: the engine, which has a sampler for each of the models.
       listener: the socket of `listen`. It is closed at the end.
       key: the API key that requests must bring; None: no key is needed.
-      seconds: the time within which an answer must have been made and read.
-      grace: seconds that answers have after the first signal.
+      seconds: the time within which an answer must have been made and read, or the request fails with 504.
+      grace: seconds that answers have to end after the first signal.
     Attributes:
-      second: the second signal, which ended the grace; None if none came.
+      second: the second signal, after which the answers did not get the rest of their `grace` seconds; None if there
+        was none.
     """
 
     def __init__(
@@ -85,8 +86,9 @@ class Server(uvicorn.Server):
         super().__init__(config)
 
     def run_until_signal(self) -> None:
-        """Serves, and returns after the first signal, when all answers have ended. While the engine compiles, which
-        cannot be interrupted, it ends the process instead, with the same exit code.
+        """Serves until a signal, and returns when all answers have ended. If the engine is compiling then, which cannot
+        be interrupted, it does not return but ends the process, with the exit code that returning or raising would
+        give.
 
         Raises:
           KeyboardInterrupt: after a second signal, with its name.
@@ -101,7 +103,9 @@ class Server(uvicorn.Server):
             raise KeyboardInterrupt(self.second.name)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The signal handler, which uvicorn installs: the first signal starts the shutdown, the second forces it."""
+        """The signal handler, which uvicorn installs. The first signal starts the shutdown, in which answers may still
+        end; the second one ends them at once. sig: the signal's number. frame: where the signal interrupted the
+        program, which is not used."""
         if self.should_exit:
             self.second = signal.Signals(sig)
             self.force_exit = True
@@ -110,14 +114,14 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begins to accept connections and prints the server's address. uvicorn calls it after it has installed its
-        signal handlers."""
+        signal handlers. sockets: the open sockets to accept connections from."""
         await super().startup(sockets)
         host, port = self._listener.getsockname()[:2]
         say(f"http://{f'[{host}]' if ':' in host else host}:{port}/v1  (Ctrl-C ends it)", flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Waits for the answers and closes the connections; after `grace` seconds the answers that have not ended get
-        an error. uvicorn calls it after a signal."""
+        an error. uvicorn calls it after a signal. sockets: the open sockets, which it closes first."""
         say(f"jaxtune: stopping; answers have {self._grace:g} s to end", file=sys.stderr)
         ends = asyncio.ensure_future(self._end_of_grace())
         try:

@@ -16,9 +16,10 @@ _CALLS = re.compile(r"<tool_call>\s*(\{.*?\})\s*(?:</tool_call>|\Z)", re.DOTALL)
 
 
 class Text:
-    """The text of one answer, of which each piece is returned as soon as no later token can change it.
+    """Makes the text of one answer from its tokens. Of a streamed answer, text is returned as soon as no later token
+    can change it.
 
-    The returned pieces, joined, are the text that decoding all tokens at once gives, up to the first stop string. A
+    The returned texts, joined, are the text that decoding all tokens at once gives, up to the first stop string. A
     token alone cannot be decoded: it may be a part of a character, and the space before it depends on earlier tokens.
 
     If the answer is streamed, its tokens are given to `add`, which returns the text that is certain so far. If it is
@@ -28,7 +29,7 @@ class Text:
     Args:
       tokenizer: decodes the tokens; special tokens are left out of the text.
       stops: strings that end the text and are no part of it.
-      tools: whether calls of tools are looked for: the text then ends where the first call begins.
+      tools: True: calls of tools are looked for, and the text ends where the first call begins. False: all is text.
     Attributes:
       calls: the calls of tools, as entries of OpenAI's `tool_calls`, once `end` was called; empty before, and if there
         are none.
@@ -47,8 +48,8 @@ class Text:
         self.calls: list[dict[str, object]] = []
 
     def add(self, ids: Sequence[int]) -> str:
-        """Adds token ids; returns the text that is certain and was not returned yet, which may be empty. Text that a
-        stop string or a call may begin in is not certain."""
+        """Adds the next token ids of a streamed answer, and returns the text that is certain and was not returned yet,
+        which may be "". Text in which a stop string or a call of a tool may begin is not certain."""
         self._ids += ids
         before = self._decode(self._ids[self._begin : self._known])
         now = self._decode(self._ids[self._begin :])
@@ -80,7 +81,8 @@ class Text:
         return self._give(text)
 
     def _give(self, text: str) -> str:
-        """The part of `text`, the whole text so far, that was not returned yet; it counts as returned from now on."""
+        """Returns the end of `text` that was not returned yet, and counts it as returned. text: the text of the answer
+        from its start, as far as it can be returned."""
         piece, self._given = text[self._given :], max(self._given, len(text))
         return piece
 
