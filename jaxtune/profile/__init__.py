@@ -37,7 +37,9 @@ __all__ = ["capture", "show", "compare", "ceilings", "Report", "Comparison", "Ce
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, imported from its module at first use, so that importing the package costs nothing."""
+    """Returns the package's public name `name`, such as "capture", and imports the module that defines it. Python calls
+    this when a name is used for the first time, so that `import jaxtune.profile` loads none of its modules. Raises
+    AttributeError if the package has no such name."""
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f"{__name__}.{_WHERE[name]}")
@@ -47,5 +49,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names."""
+    """Returns the package's public names, sorted, for dir(jaxtune.profile): also those that have not been used yet,
+    which Python would not list, because __getattr__ loads them at their first use."""
     return sorted(__all__)

@@ -62,8 +62,8 @@ class _Call:
 
 
 def read_chrome(data: bytes, path: str) -> Trace:
-    """Reads the bytes of a Chrome trace file of PyTorch's profiler; `path` is used in messages. Returns the Trace of
-    the device with the most kernel time.
+    """Reads the bytes of a Chrome trace file of PyTorch's profiler and returns the Trace of the device with the most
+    kernel time. path: the file's path, for the Trace and for error messages.
 
     Raises:
       TraceError: the bytes are not JSON, not a trace, or a trace without work on a device.
@@ -85,8 +85,8 @@ def read_chrome(data: bytes, path: str) -> Trace:
 
 def _read(rows: list[dict], head: dict[str, Any], path: str) -> Trace:
     """Makes the Trace of a file from its events as JSON, `rows` (the entry `traceEvents`), and its other top-level
-    entries, `head`, such as the device's properties and versions. path: the file, for messages. Raises TraceError if
-    there are neither kernels nor operators."""
+    entries, `head`, such as the device's properties and versions. path: the file, for messages. Raises TraceError if it
+    has no GPU kernels; in a trace from a machine without a GPU, operators count as kernels."""
     device_rows, calls, launches = [], collections.defaultdict(list), {}
     for row in rows:
         if row.get("ph") != "X":
@@ -166,10 +166,10 @@ def _nest(thread: list[_Call]) -> None:
 
 
 def _operators_as_kernels(threads: dict[Any, list[_Call]]) -> tuple[list[dict], dict[Any, _Call]]:
-    """Stand-ins for kernels in a trace of a CPU program, in which operators compute and launch nothing: (rows like
-    kernels' trace events, {the correlation id in a row: the operator's call}). threads: {thread: its calls}, with
-    `parent` set. An operator counts as a kernel during the longest stretch in which no other operator runs inside
-    it."""
+    """Makes stand-ins for kernels in a trace of a CPU program, in which operators compute and launch nothing. Returns
+    (trace events as kernels would have, {the correlation id in an event: the operator's call}). threads: {thread: its
+    calls}, with `parent` set. An operator counts as a kernel during the longest stretch in which no other operator runs
+    inside it."""
     rows, calls = [], {}
     for thread, all_calls in threads.items():
         operators = [call for call in all_calls if call.category == "cpu_op" and "::" in call.name]
@@ -200,8 +200,8 @@ def _operators_as_kernels(threads: dict[Any, list[_Call]]) -> tuple[list[dict], 
 
 
 def _busiest_device(rows: list[dict]) -> tuple[list[dict], int]:
-    """(the rows of the device with the most kernel time, number of devices in the trace). `rows` are the trace's rows
-    of kernels, copies and memsets."""
+    """Chooses the device that the report shows. rows: the trace events of kernels, copies and memsets. Returns (the
+    rows of the device with the longest sum of durations, the number of devices in the trace)."""
     by_device: dict[Any, list[dict]] = collections.defaultdict(list)
     for row in rows:
         by_device[(row.get("args") or {}).get("device", row.get("pid"))].append(row)
@@ -256,12 +256,14 @@ class _Forward:
 
 
 def _bare(operator: str) -> str:
-    """An operator's name as autograd writes it: "aten::_softmax" becomes "softmax"."""
+    """An operator's name without "aten::" and underscores, in lower case, for comparison with the name of an autograd
+    node: "aten::_softmax" becomes "softmax", as SoftmaxBackward0 does."""
     return operator.removeprefix("aten::").replace("_", "").lower()
 
 
 def _backward_call(call: _Call) -> _Call | None:
-    """The innermost autograd node around a call; None for a call in the forward."""
+    """The innermost autograd node (a call of a backward operator by the autograd engine) around a call; None if there
+    is none, as for a call in the forward."""
     return next((around for around in call.up() if around.name.startswith(_NODE)), None)
 
 
@@ -311,13 +313,13 @@ def _steps(events: list[Event]) -> list[tuple[float, float]]:
 
 
 def _event(row: dict, call: _Call | None, forward: _Forward, origin: float) -> Event:
-    """The Event of a trace event on the device (`row`).
+    """Makes the Event of one kernel, memset or copy.
 
     Args:
-      row: the trace event, as JSON.
-      call: the CPU call that launched it; None if the trace does not have it.
+      row: its trace event, as JSON.
+      call: the CPU call that launched it; None if the trace does not have it, and then scope and phase stay "".
       forward: finds the forward operator of a launch in the backward.
-      origin: the trace's first time in microseconds, from which the Event counts.
+      origin: the start of the first kernel or copy in microseconds, from which the Event's times count.
     """
     args = row.get("args") or {}
     name = str(row["name"])
@@ -344,8 +346,9 @@ def _event(row: dict, call: _Call | None, forward: _Forward, origin: float) -> E
 
 
 def _kind(row: dict, name: str) -> str:
-    """The engine that ran a device row, as one of trace.py's kinds, by the row's category and its `name`: a kernel, a
-    collective, a memset, or a copy within the device, to it or to the host."""
+    """The kind of a kernel, memset or copy, one of the kinds in trace.py. row: its trace event, whose "cat" tells
+    kernels, memsets and copies apart; name: its name, which tells the direction of a copy and whether a kernel is a
+    collective."""
     if row["cat"] == "gpu_memset":
         return MEMSET
     if row["cat"] == "gpu_memcpy":
@@ -398,7 +401,8 @@ def _scope(call: _Call, forward: _Forward) -> tuple[str, str]:
 
 
 def _names_a_place(call: _Call) -> bool:
-    """Whether a call is a marked range or a module, and so part of a scope."""
+    """Whether a call gives its name to the scope of the kernels inside it: True for a range that the program marked
+    (torch.profiler.record_function) and for a module's call, False for operators and all others."""
     return call.category == "user_annotation" or _MODULE.match(call.name) is not None
 
 
@@ -477,8 +481,8 @@ def _add_work(event: Event, operators: list[_Call]) -> None:
 
 
 def _peak_memory(rows: list[dict]) -> int:
-    """Largest number of bytes allocated on the device, from the allocator's events of a profile taken with
-    profile_memory=True; 0 without them."""
+    """The largest number of bytes that were allocated on the device, from the allocator's events among all the trace's
+    events `rows`. They exist in a profile taken with profile_memory=True; without them the result is 0."""
     peak = 0
     for row in rows:
         if row.get("name") == "[memory]":

@@ -31,8 +31,9 @@ SHORT_DTYPES = {
 
 
 def operand_arrays(args: dict[str, Any]) -> list[tuple[list[int], str, int]]:
-    """(dimensions, dtype, bytes) of each array argument of an operator. An expanded dimension, whose stride is 0, takes
-    no bytes."""
+    """Reads the shapes of an operator's array arguments from `args`, the entry "args" of its trace event, and returns a
+    list of (dimensions, dtype as torch names it, bytes that a read takes). A dimension of stride 0 is expanded and
+    takes no bytes. The list is empty if shapes were not recorded."""
     given = (args.get(name, []) for name in ("Input Dims", "Input type", "Input Strides"))
     out = []
     for dims, kind, strides in itertools.zip_longest(*given):
@@ -43,7 +44,8 @@ def operand_arrays(args: dict[str, Any]) -> list[tuple[list[int], str, int]]:
 
 
 def in_words(dims: Sequence[int], kind: str) -> str:
-    """An array in a table's notation: "bf16[8,128]"."""
+    """Writes an array as reports do, such as "bf16[8,128]". dims: its dimensions. kind: its dtype as torch names it,
+    such as "c10::BFloat16"."""
     return f"{SHORT_DTYPES.get(kind, kind)}[{','.join(map(str, dims))}]"
 
 

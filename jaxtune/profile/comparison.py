@@ -38,11 +38,12 @@ class Comparison(ComparisonData):
     as an HTML page."""
 
     def to_text(self, width: int = 120) -> str:
-        """The tables for a terminal of `width` columns."""
+        """The comparison as plain text for a terminal: sentences on what changed, then the tables of categories, scopes
+        and kernels. width: columns of the terminal."""
         return comparison_text(self, width)
 
     def to_html(self) -> str:
-        """The comparison as one self-contained HTML page."""
+        """The comparison as the text of one HTML page, which needs no network or other file."""
         return comparison_page(self)
 
     def __str__(self) -> str:
@@ -50,9 +51,11 @@ class Comparison(ComparisonData):
 
 
 def compare(a: Report | str | Path, b: Report | str | Path) -> Comparison:
-    """Compares two reports, or the profiles in two folders or files; A is the base. If the steps of both have known,
-    but different numbers of tokens, B's times are scaled to A's number.
+    """Compares two profiles, of which A is the base: which parts of the step became faster or slower in B. If the steps
+    of both have known, but different numbers of tokens, B's times are multiplied by A's number over B's.
 
+    Args:
+      a, b: a report that `show` returned, or the folder or file of a profile.
     Raises:
       TraceError: one of them cannot be read.
     """
@@ -95,13 +98,14 @@ def region(scope: str) -> str:
 
 
 def _change(name: str, phase: str, a: Sequence[float], b: Sequence[float], step_ms: float, detail: str = "") -> Change:
-    """The row of a comparison for one category, scope or kernel, with a verdict: "same" if the times differ by no more
-    than the steps of one profile do among themselves, or by a negligible share of the step.
+    """Makes the row of a comparison for the step or for one category, scope or kernel. Its verdict is "same" if the
+    means differ by no more than the steps of one profile do among themselves, or by less than 0.05 % of the step, or if
+    the ranges of both profiles' times overlap.
 
     Args:
-      name, phase: of the category, scope or kernel.
+      name, phase: of the category, scope or kernel; phase is "" where there is none.
       a, b: its ms in each step of A and of B; empty: that profile does not have it.
-      step_ms: the ms of A's step.
+      step_ms: the mean ms of A's steps.
       detail: the scope and shape of a kernel, for display.
     """
     mean_a = sum(a) / len(a) if a else 0.0
@@ -119,8 +123,8 @@ def _change(name: str, phase: str, a: Sequence[float], b: Sequence[float], step_
 
 
 def _spread(values: Sequence[float], mean: float) -> float:
-    """How far the ms of one profile's steps, `values`, lie apart: the largest minus the smallest. With one step this is
-    unknown, and a share of `mean` is assumed; without steps it is 0."""
+    """The noise of one profile's times in ms: the largest minus the smallest of `values`, the ms of each step. With one
+    step it is unknown, and 1 % of `mean`, their mean, is assumed; without steps it is 0."""
     if not values:
         return 0.0
     return max(values) - min(values) if len(values) > 1 else _UNKNOWN_SPREAD * mean
@@ -133,16 +137,16 @@ def _scaled(row: Share | KernelRow | None, scale: float) -> list[float]:
 
 
 def _categories(a: ReportData, b: ReportData, scale: float) -> list[Change]:
-    """One row for each category that either profile has. `scale` is the factor on B's times, which is not 1 if its
-    steps have another number of tokens than A's."""
+    """Makes one row of the comparison for each category that either profile has, in the order of the tables. scale: the
+    factor on B's times, A's tokens per step over B's, or 1."""
     of_a, of_b = ({row.name: row for row in r.categories} for r in (a, b))
     names = [name for name in CATEGORIES if name in of_a or name in of_b]
     return [_change(n, "", _scaled(of_a.get(n), 1.0), _scaled(of_b.get(n), scale), a.step_ms) for n in names]
 
 
 def _named_alike(a: ReportData, b: ReportData) -> bool:
-    """Whether at least 70 % of each side's time is in scopes that the other side has too; otherwise the two are
-    compared by region, because they name their scopes differently."""
+    """Whether both programs use the same names of scopes: at least 70 % of the time of each profile, idle time aside,
+    is in scopes that the other has too. If True, `compare` compares scope by scope; if False, region by region."""
     names_a, names_b = ({row.name for row in r.scopes if row.name != "idle"} for r in (a, b))
     for report, others in ((a, names_b), (b, names_a)):
         rows = [row for row in report.scopes if row.name != "idle"]
@@ -170,8 +174,8 @@ def _scopes(a: ReportData, b: ReportData, scale: float, by_scope: bool) -> list[
 
 
 def _add(total: list[float] | None, values: list[float]) -> list[float]:
-    """The sums, step by step, of two lists of ms for each step of one profile; `total` is None for the first list to be
-    summed, and `values` is then returned."""
+    """Adds up, step by step, the times of rows of one profile that are compared as one. values: the ms of a row in each
+    step. total: the sums so far, or None before the first row, and then `values` is returned."""
     return values if total is None else [x + y for x, y in zip(total, values, strict=True)]
 
 
@@ -207,7 +211,8 @@ def _kernels(a: ReportData, b: ReportData, scale: float) -> list[Change]:
 
 
 def _without_number(name: str) -> str:
-    """A kernel's name without the compiler's number at its end: "fusion_12" becomes "fusion"."""
+    """A kernel's name without the numbers that the compiler appends, which change between compilations: "fusion_12"
+    becomes "fusion"."""
     return re.sub(r"([_.]\d+)+$", "", name)
 
 
@@ -222,8 +227,8 @@ def _identity(row: KernelRow) -> str:
 
 
 def _sentences(comparison: ComparisonData) -> list[str]:
-    """Sentences on the change of the step's time, then on a recompute that only one side has, then on each category
-    that changed beyond noise, the largest difference first."""
+    """Sums up a comparison in sentences: on the change of the step's time, then on a recompute that only one of the
+    profiles has, then on each category that changed beyond noise, the largest difference first."""
     a, b, step = comparison.a, comparison.b, comparison.step
     if step.verdict == "same":
         out = [f"No change of the step beyond noise: {step.a_ms:.2f} and {step.b_ms:.2f} ms (± {step.noise_ms:.2f})."]
@@ -248,7 +253,8 @@ def _sentences(comparison: ComparisonData) -> list[str]:
 
 
 def _one_sided(comparison: ComparisonData) -> list[str]:
-    """A sentence where one side recomputes the forward for the backward and the other does not; else none."""
+    """A list of one sentence if only one of the two profiles runs the forward again for the backward (recompute), with
+    the time of it; else an empty list."""
     a, b = (
         scale * sum(row.ms for row in report.scopes if row.phase == "recompute")
         for report, scale in ((comparison.a, 1.0), (comparison.b, comparison.scale))
@@ -259,8 +265,9 @@ def _one_sided(comparison: ComparisonData) -> list[str]:
 
 
 def _where(comparison: ComparisonData, change: Change) -> str:
-    """Words, to be appended to a sentence, on the scope or part of the model that accounts for most of a category's
-    change, and on the number of kernels if that changed; for idle time on the number of launch gaps."""
+    """Says where the change of a category, `change`, comes from: ", 3.20 ms of it in layer/mlp backward", and how many
+    kernels each profile has if the numbers differ by more than 10 %. For idle time it says the numbers of launch gaps.
+    The text is appended to the category's sentence; it is "" if nothing is known."""
     if change.name == "idle":
         before, after = comparison.a.idle, comparison.b.idle
         return f", {before.launch_gaps:.0f} and {after.launch_gaps:.0f} launch gaps a step"

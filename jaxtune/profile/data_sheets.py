@@ -17,22 +17,24 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True)
 class DataSheet:
-    """Rates of a device, without sparsity, and figures of the machine around it."""
+    """The figures that a vendor states for a device: its rates, without sparsity, the size of its memory, and the host
+    memory and links that it is usually sold with. Plans for a device that is not at hand use them, and `ceilings` are
+    compared with them."""
 
-    bf16_tflops: float  # products with fp32 sums
-    fp8_tflops: float | None  # products with fp32 sums; None: the chip has no FP8
-    copy_tbps: float  # bandwidth of the device's memory, reads plus writes
+    bf16_tflops: float  # TFLOP/s of products in bfloat16 with fp32 sums
+    fp8_tflops: float | None  # TFLOP/s of products in FP8 with fp32 sums; None: the chip has no FP8
+    copy_tbps: float  # TB/s of the device's memory, reads plus writes
     memory_gib: float  # size of the device's memory
-    link_gbps: float  # host link, each way; 0 where device and host share one memory
-    fp32_tflops: float  # products in fp32, without TF32
-    host_gb: float  # host memory for each such device, in machines as they are usually sold or rented
-    # each way to the other devices of the host; None: they communicate through the host
+    link_gbps: float  # GB/s of the host link, each way; 0 where device and host share one memory
+    fp32_tflops: float  # TFLOP/s of products in fp32, without TF32
+    host_gb: float  # GB of host memory for each such device, in machines as they are usually sold or rented
+    # GB/s of NVLink each way to the other devices of the host; None: they communicate through the host
     nvlink_gbps: float | None = None
 
 
 def _data_sheets() -> dict[str, DataSheet]:
-    """The rows of data_sheets.csv by device name: data-centre, workstation and GeForce cards. A link of 63 GB/s is PCIe
-    5, one of 31.5 PCIe 4."""
+    """Reads data_sheets.csv and returns {name of a device: its data sheet}, for data-centre, workstation and GeForce
+    cards. In it a link of 63 GB/s is PCIe 5, one of 31.5 PCIe 4."""
     text = Path(__file__).with_name("data_sheets.csv").read_text(encoding="utf-8")
     rows = csv.DictReader(text.splitlines())
     return {row.pop("device"): DataSheet(**{k: json.loads(v or "null") for k, v in row.items()}) for row in rows}
@@ -60,8 +62,8 @@ _TOO_OLD = (
 
 
 def data_sheet(device: str) -> DataSheet | None:
-    """The data sheet of a device, by its name (jax.Device.device_kind, or a card's name such as "RTX 4090"); None if
-    there is none for it.
+    """Looks up the data sheet of a device. device: its name, jax.Device.device_kind or a card's name such as "RTX
+    4090". Returns None if there is no sheet for it.
 
     A laptop's chip has the name of a larger one, and a slice of a GPU (MIG) has only a part of its rates, so both give
     None.
@@ -71,7 +73,8 @@ def data_sheet(device: str) -> DataSheet | None:
 
 
 def refusal(device: str) -> str | None:
-    """The reason why no run is planned on a device that is too old, recognised by its name; None for all others."""
+    """The reason, a sentence for users, why jaxtune does not run on a device of this name: its compute capability is
+    below 8.0, as that of V100, T4 or RTX 2080. None for every other name, unknown ones included."""
     if (name := _name_in(device, _TOO_OLD)) is not None:
         return (
             f"{name} is older than compute capability 8.0 (Ampere): it has no bfloat16 products, and none of the "
@@ -81,7 +84,8 @@ def refusal(device: str) -> str | None:
 
 
 def known_devices() -> tuple[str, ...]:
-    """The names for which there is a data sheet."""
+    """The names of all cards that have a data sheet, such as "H100", which error messages list when a name is
+    unknown."""
     return tuple(DATA_SHEETS)
 
 

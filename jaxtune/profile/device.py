@@ -19,16 +19,17 @@ from jaxtune.system.invocation import spelled
 
 @dataclasses.dataclass(frozen=True)
 class Ceilings:
-    """Highest rates of one device; 0 where a rate is unknown."""
+    """The highest rates that one device reaches, with which a profile's kernels are compared. They are measured by
+    `ceilings`, or taken from the vendor's data sheet. A rate is 0 where it is unknown."""
 
     device: str
-    gemm_bf16_tflops: float  # of one large matrix product
-    gemm_fp8_tflops: float  # of one large matrix product
-    copy_tbps: float  # bytes read plus bytes written
-    # from pinned host memory, while all devices of the machine copy, as in a step over a mesh
+    gemm_bf16_tflops: float  # TFLOP/s of one large matrix product in bfloat16
+    gemm_fp8_tflops: float  # TFLOP/s of one large matrix product in FP8
+    copy_tbps: float  # TB/s of a copy in the device's memory, bytes read plus bytes written
+    # GB/s from pinned host memory, while all devices of the machine copy, as in a step over a mesh
     to_device_gbps: float = 0.0
-    to_host_gbps: float = 0.0  # to pinned host memory, under the same condition
-    launch_us: float = 0.0  # between the starts of small programs that are launched back to back
+    to_host_gbps: float = 0.0  # GB/s to pinned host memory, under the same condition
+    launch_us: float = 0.0  # microseconds between the starts of small programs that are launched back to back
     # power, clocks and temperature under load, as nvidia-smi names them
     power: dict[str, str] = dataclasses.field(default_factory=dict)
     source: str = "data sheet"  # "measured" or "data sheet"
@@ -36,19 +37,22 @@ class Ceilings:
     measured_at: str = ""  # UTC time, where measured
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as plain JSON, which the cache file stores."""
+        """The fields as a dict of JSON values, which the cache file stores and from which `known_ceilings` makes a
+        Ceilings again."""
         return dataclasses.asdict(self)
 
 
 def cache_file(device: str) -> Path:
-    """The path of the file that caches the measured ceilings of this kind of device; it may not exist. The environment
-    variable JAXTUNE_CACHE moves its folder, ~/.cache/jaxtune."""
+    """The path of the JSON file that caches the measured ceilings of a kind of device; it may not exist yet. device:
+    jax.Device.device_kind. The file is in the folder ~/.cache/jaxtune/ceilings, or in $JAXTUNE_CACHE/ceilings if that
+    environment variable is set."""
     root = os.environ.get("JAXTUNE_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "jaxtune")
     return Path(root) / "ceilings" / f"{re.sub(r'[^A-Za-z0-9._-]+', '_', device)}.json"
 
 
 def known_ceilings(device: str) -> Ceilings | None:
-    """The ceilings of this kind of device from the cache, else from its data sheet, else None. Nothing is measured.
+    """The ceilings of a kind of device (jax.Device.device_kind): those measured earlier, from the cache file; else
+    those of its data sheet; else None. Nothing is measured, so a profile of another machine's device can be read.
 
     Raises:
       ValueError: the cache file is damaged.
@@ -68,7 +72,9 @@ def known_ceilings(device: str) -> Ceilings | None:
 
 
 def ceilings(*, remeasure: bool = False) -> Ceilings:
-    """The ceilings of this process's first device: measured at the first call (about 10 s on a GPU), cached after."""
+    """The measured ceilings of this process's first device, from the cache file if it has them. Otherwise they are
+    measured, which takes about 10 s on a GPU, and stored there. remeasure: True measures in any case and replaces the
+    file, False does so only without measured ceilings in it. Raises ValueError if the file is damaged."""
     import jax
 
     device = jax.local_devices()[0]
@@ -113,8 +119,8 @@ def _measure(device) -> Ceilings:
 
 
 def _seconds(run, *, repeats: int = 5) -> float:
-    """Median wall time in seconds of `repeats` calls of run(), which returns JAX arrays that are waited for; a first
-    call, which compiles, is not counted."""
+    """The median wall time in seconds of `repeats` calls of run(). run: a function without arguments that starts work
+    and returns JAX arrays, which are waited for. A first call, which compiles, is not counted."""
     import jax
 
     jax.block_until_ready(run())
@@ -127,11 +133,15 @@ def _seconds(run, *, repeats: int = 5) -> float:
 
 
 def _gemm_tflops(device, dtype, size: int, *, sample_power: bool = False) -> tuple[float, dict[str, str]]:
-    """Measures how fast a jax.Device multiplies two size x size matrices of this dtype, in products that are launched
-    one behind another.
+    """Measures how fast a device multiplies two matrices in products that are launched one behind another.
 
+    Args:
+      device: a jax.Device.
+      dtype: dtype of the matrices.
+      size: rows and columns of each matrix.
+      sample_power: True also asks nvidia-smi for power and clocks while such products run; False does not.
     Returns:
-      (TFLOP/s; nvidia-smi's readings of power and clocks while such products run, or {} without sample_power)
+      (TFLOP/s, {nvidia-smi's name of a field: value}, which is {} without sample_power)
     """
     import jax
     import jax.numpy as jnp
@@ -172,8 +182,9 @@ def _copy_tbps(device, num_bytes: int) -> float:
 
 
 def _host_link_gbps(devices, num_bytes: int) -> tuple[float, float]:
-    """Measures copies of `num_bytes` between pinned host memory and each of these jax.Devices, while all of them copy:
-    (GB/s to a device, GB/s to the host). (0, 0) if the backend has no pinned host memory."""
+    """Measures copies between pinned host memory and devices that all copy at once, because they may share the link.
+    devices: jax.Devices of one kind. num_bytes: the size of each device's copy. Returns (GB/s to each device, GB/s from
+    each device to the host); (0, 0) if the backend has no pinned host memory."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import SingleDeviceSharding
@@ -191,8 +202,8 @@ def _host_link_gbps(devices, num_bytes: int) -> tuple[float, float]:
 
 
 def _launch_us(device) -> float:
-    """How many microseconds pass from the start of one program to the start of the next if programs are so small that
-    only their launches take time, and each waits for the one before. It is measured on a jax.Device."""
+    """The microseconds from the start of one program to the start of the next on a jax.Device, measured with 500
+    programs that are so small that only their launches take time, each of which needs the result of the one before."""
     import jax
     import jax.numpy as jnp
 
@@ -211,15 +222,20 @@ def _launch_us(device) -> float:
 
 
 def _power_state() -> dict[str, str]:
-    """nvidia-smi's readings of power, clocks and temperature; empty where nvidia-smi is missing or fails."""
+    """nvidia-smi's readings of the first GPU, {field of its query: value with unit}: power, clocks, temperature and
+    performance state. {} where nvidia-smi is missing or fails. They are stored beside measured rates to explain slow
+    ones."""
     keys = ("power.draw", "power.limit", "clocks.sm", "clocks.max.sm", "clocks.mem", "temperature.gpu", "pstate")
     found = nvidia_smi(*keys)
     return {} if found is None or "error" in found else found
 
 
 def nvidia_smi(*fields: str, units: bool = True) -> dict[str, str] | None:
-    """Readings of the first GPU by nvidia-smi, by field name. Nothing is changed on the device.
+    """Asks nvidia-smi for readings of the first GPU. Nothing is changed on the device.
 
+    Args:
+      fields: names of nvidia-smi's query fields (--query-gpu), such as "power.draw".
+      units: True: values have their units, as in "312.50 W"; False: they are numbers alone.
     Returns:
       {field: value}; {"error": reason} where nvidia-smi fails; None where it is not installed.
     """

@@ -73,16 +73,16 @@ _LAST_COMPILED = 63  # fields of HloInstructionProto with a larger number do not
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The shape of an array, or of a tuple of shapes."""
+    """The shape and dtype of an array, or a tuple of shapes, as an instruction takes or gives them."""
 
     dtype: str
-    dims: tuple[int, ...] = ()
+    dims: tuple[int, ...] = ()  # empty for a scalar and for a tuple
     bits: int = 0  # of one element
     parts: tuple[Shape, ...] | None = None  # the shapes of a tuple; None for an array
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the array, or of all arrays of the tuple."""
+        """Bytes of the array, or of all arrays of the tuple together."""
         if self.parts is not None:
             return sum(part.num_bytes for part in self.parts)
         return math.ceil(math.prod(self.dims) * self.bits / 8)
@@ -104,15 +104,16 @@ class Instruction:
     scope: str = ""  # the op_name of its metadata: named scopes, transformations and the JAX primitive
     operands: tuple[int, ...] = ()  # ids of the instructions whose results it takes
     called: tuple[int, ...] = ()  # ids of the computations that it calls: a fusion's body, a loop's body and condition
-    target: str = ""  # custom_call_target; "" for other instructions
+    target: str = ""  # custom_call_target, the library function of a custom call; "" for other instructions
     config: bytes = b""  # backend_config, JSON in bytes
     contracting: tuple[int, ...] = ()  # contracting dimensions of a dot's left side
-    parameter: int = -1  # a parameter's number; -1 for other instructions
+    parameter: int = -1  # which argument of the computation a parameter is, from 0; -1 for other instructions
     computation: Computation | None = None  # the computation that it is part of
 
     @property
     def operand_shapes(self) -> list[Shape]:
-        """Shapes of the operands that are in the same computation."""
+        """The shapes of the operands, in their order; an operand whose instruction is not in the same computation is
+        left out."""
         assert self.computation is not None
         by_id = self.computation.by_id
         return [by_id[i].shape for i in self.operands if i in by_id]
@@ -124,7 +125,7 @@ class Instruction:
 
     @property
     def is_mosaic(self) -> bool:
-        """Whether it is a Pallas Mosaic kernel, about which only its name says what it does."""
+        """Whether it is a Pallas Mosaic kernel. Its work is not in the HLO, so only its name tells what it does."""
         return "mosaic_gpu" in self.target
 
 
@@ -173,7 +174,7 @@ class Module:
             self.entry_id = named[module.entry_computation_name]
 
     def computation(self, id: int) -> Computation:
-        """The computation with this id, converted once."""
+        """The computation with this id. It is converted from the proto at the first call and kept."""
         if id not in self._made:
             self._made[id] = _computation(self._protos[id], self._schedule.get(id), self)
         return self._made[id]
@@ -195,12 +196,13 @@ class Module:
         return self.computation(self.entry_id)
 
     def launches(self) -> list[Instruction]:
-        """Instructions that put work on the device, in the order of the schedule, with loop bodies repeated."""
+        """The instructions that start work on the device, in the order in which they run; those of a loop's body occur
+        as often as the loop runs. The kernels of a trace are matched with this list."""
         return list(self._launches(self.entry, 0))
 
     def _launches(self, computation: Computation, depth: int) -> Iterator[Instruction]:
-        """Yields the launches of one computation and of those that it calls, a loop's as often as it runs. depth: how
-        many calls deep the computation is; deeper than 16, nothing is yielded."""
+        """Yields the launches of one computation and of those that it calls, a loop's as often as it runs. depth: the
+        number of calls from the entry to this computation; deeper than 16, nothing is yielded."""
         for instruction in computation.instructions:
             opcode = instruction.opcode
             if opcode in SILENT or depth > 16:
@@ -218,7 +220,8 @@ class Module:
 
     @functools.cached_property
     def by_name(self) -> dict[str, Instruction]:
-        """Every instruction of the entry and of loop bodies that launches something, by name."""
+        """{name: instruction} of every instruction that starts work on the device, in the entry, loop bodies and called
+        computations, but not inside fusions."""
         out, seen = {}, set()
         queue = [self.entry_id]
         while queue:
@@ -234,15 +237,15 @@ class Module:
         return out
 
     def peak_buffers(self) -> list[tuple[int, Instruction | None, str]]:
-        """(bytes, instruction, kind) of each buffer that is live when the program needs the most device memory; kind is
-        "argument", "output", "temporary", "constant" or "fragmentation". The instruction is the one whose result is in
-        the buffer; None for the unused rest of a place ("fragmentation") and for smaller values that share a place with
-        a listed one."""
+        """The buffers that are live when the program needs the most device memory, the largest first, as (bytes,
+        instruction, kind). kind is "argument", "output", "temporary", "constant" or "fragmentation". The instruction is
+        the one whose result is in the buffer; None for unused bytes of an allocation ("fragmentation") and for smaller
+        values that share an allocation with a listed one."""
         return _peak_buffers(self._buffers, self)
 
     @functools.cached_property
     def _every_instruction(self) -> dict[int, Instruction]:
-        """All instructions of all computations, by id."""
+        """{id: instruction} of all instructions of all computations, for the buffers, which name instructions by id."""
         return {i.id: i for id in self._protos for i in self.computation(id).instructions}
 
 
@@ -255,8 +258,8 @@ def trip_count(loop: Instruction) -> int:
 
 
 def _compiled(proto: Any) -> tuple:
-    """The fields of an HloInstructionProto that the compiled kernel depends on, as hashable values: without names,
-    metadata, operands and called computations."""
+    """The values of an HloInstructionProto's fields that decide which kernel is compiled, hashable: without names,
+    metadata, operands and called computations. Equal instructions of two computations have equal values."""
     known = (proto.opcode, proto.parameter_number, proto.custom_call_target, proto.backend_config)
     parts = (proto.shape, proto.dot_dimension_numbers)
     others = [(field.field_number, field.data) for field in UnknownFieldSet(proto)]
@@ -264,7 +267,8 @@ def _compiled(proto: Any) -> tuple:
 
 
 def _computation(proto: Any, order: Any, module: Module) -> Computation:
-    """A Computation from its proto; `order` is its schedule, a list of instruction ids, or None."""
+    """Makes a Computation of `module` from its HloComputationProto, `proto`. order: ids of its instructions in the
+    order in which they run, or None if it has no schedule, and then the proto's order is kept."""
     instructions = [_instruction(one) for one in proto.instructions]
     if order:
         by_id = {i.id: i for i in instructions}
@@ -276,7 +280,7 @@ def _computation(proto: Any, order: Any, module: Module) -> Computation:
 
 
 def _instruction(proto: Any) -> Instruction:
-    """An Instruction from its proto, not yet part of a computation."""
+    """Makes an Instruction from its HloInstructionProto; its field `computation` is set later."""
     return Instruction(
         name=proto.name,
         opcode=proto.opcode,
@@ -293,7 +297,7 @@ def _instruction(proto: Any) -> Instruction:
 
 
 def _shape(proto: Any) -> Shape:
-    """A Shape from its proto."""
+    """Makes a Shape from its ShapeProto; an unknown element type gets the dtype "?" and no bits."""
     number = proto.element_type
     if number == 13:
         return Shape("tuple", parts=tuple(map(_shape, proto.tuple_shapes)))
@@ -307,9 +311,9 @@ def _shape(proto: Any) -> Shape:
 def flops(instruction: Instruction) -> int:
     """FLOPs of the products in an instruction, two for each multiply-add; 0 where shapes do not tell.
 
-    cuDNN attention counts as causal over whole rows: 2 products forward, 5 backward, each half of length x length. Of
-    Pallas kernels only `grouped_matmul` and `fp8_matmul` count: x [., K] is the first operand and [rows, N] the result,
-    rows that fill up tiles included. The work of packed attention cannot be read from shapes.
+    A cuDNN attention call counts 2 products of length x length in the forward, 5 in the backward, half of that if its
+    mask is causal. Of Pallas kernels only `grouped_matmul` and `fp8_matmul` count: x [., K] is the first operand and
+    [rows, N] the result, rows that fill up tiles included. The work of packed attention cannot be read from shapes.
     """
     operands = instruction.operand_shapes
     if instruction.is_mosaic:
@@ -337,7 +341,9 @@ def _first(shape: Shape) -> Shape:
 
 
 def _dot_flops(out: Shape, operands: list[Shape], contracting: tuple[int, ...]) -> int:
-    """FLOPs of a product with this result, these operands and these contracting dimensions of the left one."""
+    """FLOPs of a matrix product: 2 x elements of the result x elements that are summed for each. out: the result's
+    shape. operands: the operands' shapes. contracting: the dimensions of the left one that are summed over; if empty,
+    0."""
     if not operands:
         return 0
     lhs = operands[0].dims
@@ -375,10 +381,8 @@ def _attention_flops(instruction: Instruction, operands: list[Shape]) -> int:
 
 
 def moved_bytes(instruction: Instruction) -> int:
-    """Bytes read and written by an instruction, each operand and output counted once.
-
-    Of an operand that a fusion only slices, the slice counts; of one that the output updates in place, the update.
-    """
+    """Bytes that an instruction reads and writes in memory, each operand and result counted once. Of an operand that a
+    fusion only slices, the slice counts; of one that it updates in place, the update."""
     if instruction.opcode in ("all-gather-start", "collective-permute-start", "copy-start", "async-start"):
         return instruction.shape.num_bytes  # the result of these includes their operands
     workspace = 0
@@ -456,8 +460,8 @@ def _peak_buffers(assignment: Any, module: Module) -> list[tuple[int, Instructio
 
 
 def _fullest(events: list[tuple[int, int, int]], sizes: dict[int, int]) -> list[int]:
-    """Ids of the buffers that are live at the peak of a trace. `sizes` has the bytes of each buffer, and `events` are
-    (kind, buffer, the buffer it shares memory with); kind 0 allocates, 1 frees, 2 shares."""
+    """Ids of the buffers that are live when a simulated heap has the most bytes. sizes: {buffer: bytes}. events: (kind,
+    buffer, the buffer whose memory it shares), in order; kind 0 allocates, 1 frees, 2 shares."""
     live: dict[int, int] = {}
     canonical: dict[int, int] = {}
     total = best_total = 0

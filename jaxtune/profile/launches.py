@@ -35,9 +35,9 @@ _SATELLITES = (
 class Launch:
     """One kernel or copy of a trace, and the HLO instruction that launched it, which `join` finds."""
 
-    name: str  # of the kernel
+    name: str  # of the kernel or copy
     hlo_op: str  # the HLO instruction that the trace names, or a CUDA graph's name
-    is_copy: bool
+    is_copy: bool  # True: a copy (cudaMemcpy); False: a kernel
     instruction: Instruction | None = None  # set by the join: the instruction that launched it; None if not found
     execution: int = 0  # set by the join: the number of the program's execution in the trace
     main: bool = True  # False for a helper kernel; FLOPs of the instruction are booked on its main kernel
@@ -100,14 +100,16 @@ class _Classes:
         self._keys: dict[int, Hashable] = {}
 
     def of(self, instruction: Instruction) -> Hashable:
-        """The class of an instruction, computed once."""
+        """The class of an instruction: equal hashable keys mean that one kernel may come from either instruction. It is
+        computed at the first call and kept."""
         if id(instruction) not in self._keys:
             self._keys[id(instruction)] = self._key(instruction)
         return self._keys[id(instruction)]
 
     def _key(self, instruction: Instruction) -> Hashable:
-        """The class of an instruction: a fusion's fingerprint, "gemm", "attention forward", "copy" and the like, or
-        opcode and name."""
+        """Computes the class of an instruction. It is ("fusion", fingerprint of its body) for a fusion, a name such as
+        "gemm", "attention forward", "mosaic" or "copy" for kernels of a library and copies, and (opcode, name) for all
+        others."""
         if instruction.opcode in ("async-start", "fusion") and instruction.called:
             assert instruction.computation is not None and instruction.computation.module is not None
             called = instruction.computation.module.computation(instruction.called[0])
@@ -140,10 +142,11 @@ def _satellite(name: str) -> bool | None:
 
 
 def _class_of_launch(launch: Launch, known, kernel_owner, classes: _Classes) -> Hashable | None:
-    """The class (as _Classes gives it) of the instructions that may have launched a kernel, by the instruction that the
-    trace names or by the kernel's name; None if unknown.
+    """The class (a key of instructions that may launch the same kernel, see _Classes) of the instructions that may have
+    launched a kernel, by the instruction that the trace names or by the kernel's name; None if unknown.
 
     Args:
+      launch: the kernel or copy.
       known: {name: instruction} of the program.
       kernel_owner: {name of a kernel that XLA compiled: the instruction that it is named after}.
       classes: gives the class of an instruction.
@@ -194,9 +197,15 @@ def _guesses(wanted, seen, size: int) -> Iterator[tuple[int, dict[int, int]]]:
 
 
 def _first_place(lacks: dict[Hashable, int], order: list[Hashable], seen: dict[Hashable, list[int]]) -> int:
-    """The position among the launches of one execution at which the trace probably begins, by a vote of the classes
-    that occur once in the schedule; 0 if there is none. `lacks` and `order` are as for _cuts, `seen` as for
-    _guesses."""
+    """The position among the launches of one execution at which the trace probably begins. Each class that occurs once
+    in the schedule votes for the position that explains where its first launch is in the trace; without such classes it
+    is 0.
+
+    Args:
+      lacks: {class: how many of its launches the trace lacks}.
+      order: the class of each instruction, in the order of the schedule.
+      seen: {class: indices of its launches in the trace, ascending}.
+    """
     launched = {index: rank for rank, index in enumerate(sorted(index for key in lacks for index in seen[key]))}
     often = collections.Counter(order)
     votes = collections.Counter(
@@ -236,8 +245,8 @@ def _cuts(lacks: dict[Hashable, int], order: list[Hashable], first: int) -> Iter
 
 
 def _in_order(position: dict[int, int]) -> list[int]:
-    """The indices, ascending, of those launches that form a longest sequence in which positions increase too, as they
-    do if the launches ran in the order of the schedule. position: {index of a launch: its position in the schedule}."""
+    """Finds a longest sequence of launches whose positions in the schedule increase, as they do if the launches ran in
+    its order; returns their indices, ascending. position: {index of a launch: its position in the schedule}."""
     tails: list[int] = []
     tail_index: list[int] = []
     before: dict[int, int] = {}
@@ -258,9 +267,9 @@ def _in_order(position: dict[int, int]) -> list[int]:
 
 
 def _drop_disorder(position: list[int]) -> None:
-    """Sets those positions to -1, in place, that cannot be right, because launches run in the order of the schedule:
-    those far off a longest increasing subsequence. `position[i]` is the place of launch i in the schedule repeated for
-    each execution, or -1."""
+    """Sets those positions to -1, in place, that are wrong because launches run in the order of the schedule: those
+    that differ by more than 64 from their neighbours in a longest increasing subsequence. position: for each launch its
+    position in the schedule repeated for each execution, or -1 if it has none."""
     places = _in_order({index: place for index, place in enumerate(position) if place >= 0})
     keep = set(places)
     kept = [position[i] for i in places]

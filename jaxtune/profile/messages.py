@@ -76,7 +76,8 @@ _MESSAGES = {
 
 
 def _pool() -> descriptor_pool.DescriptorPool:
-    """A protobuf pool with the descriptors of all messages of _MESSAGES, built without generated code."""
+    """Makes the protobuf pool with the descriptors of all messages of _MESSAGES, from which message classes are made.
+    It takes the place of code that protoc would generate."""
     kinds = descriptor_pb2.FieldDescriptorProto
     file = descriptor_pb2.FileDescriptorProto(name="jaxtune/profile.proto", package="jaxtune")
     for message, fields in _MESSAGES.items():

@@ -16,7 +16,8 @@ _HERE = Path(__file__).parent
 
 
 def report_page(report: ReportData) -> str:
-    """The HTML page of one profile."""
+    """Makes the HTML page of one profile's report and returns its text: the largest losses, the step's time by category
+    and scope, its timeline, kernels, transfers and memory."""
     losses = [loss.text for loss in report.losses[:3]]
     kernels = {
         "sort": "ms",
@@ -61,7 +62,8 @@ def report_page(report: ReportData) -> str:
 
 
 def comparison_page(comparison: ComparisonData) -> str:
-    """The HTML page of two profiles side by side."""
+    """Makes the HTML page of a comparison and returns its text: what changed from A to B in words, and the times of
+    both by category, scope and kernel, with both timelines."""
     kernels = {
         "sort": "diff",
         "sums": ["a", "b", "diff"],
@@ -93,7 +95,7 @@ def comparison_page(comparison: ComparisonData) -> str:
 
 
 def _column(key: str, title: str, digits: int | None = None) -> dict[str, Any]:
-    """A column of the kernel table for page.js.
+    """Describes a column of the kernel table for page.js, as a dict of JSON values.
 
     Args:
       key: its identifier, by which the table is sorted and summed.
@@ -111,15 +113,16 @@ def _page(
     kernels: dict[str, Any],
     scales: dict[str, float] | None = None,
 ) -> str:
-    """The whole HTML document.
+    """Makes the whole HTML document and returns its text; styles, script and numbers are inside it.
 
     Args:
       title: its heading.
-      sides: (label, report) of the one or two profiles.
-      notes: remarks below the heading.
-      body: HTML of the sections.
-      kernels: the kernel table for page.js: columns, rows, and how it is sorted.
-      scales: factors on a side's times, by label; 1 where missing.
+      sides: (label, report) of the one or two profiles; a label is "A", "B" or "" for a single one.
+      notes: remarks below the heading, as plain text.
+      body: the sections, as HTML.
+      kernels: the kernel table for page.js: "columns", "rows", "sort" (the key it is sorted by first) and "sums" (keys
+        of columns that are summed).
+      scales: {label: factor on the times of that profile}, 1 where missing; None: 1 for all.
     """
     heads, data_sides = [], []
     for label, report in sides:
@@ -165,7 +168,8 @@ def _page(
 
 
 def _words(title: str, lines: Sequence[str], ordered: bool = False) -> str:
-    """A titled list of sentences; nothing without sentences."""
+    """The HTML of a list of sentences, `lines` (plain text), below the heading `title`; "" without sentences. ordered:
+    True numbers them, False puts a dot before each."""
     if not lines:
         return ""
     tag = "ol" if ordered else "ul"
@@ -186,7 +190,7 @@ def _timelines() -> str:
 
 
 def _kernel_table() -> str:
-    """The empty table that page.js fills with kernels."""
+    """The HTML of the section "Kernels": a field for a filter and an empty table, which page.js fills."""
     return (
         '<h2>Kernels</h2>\n<div class="tools"><input type="search" id="filter" aria-label="filter" '
         'placeholder="filter: words of name, scope, category, shape"><span class="soft" id="found"></span></div>\n'
@@ -195,7 +199,15 @@ def _kernel_table() -> str:
 
 
 def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], id: str) -> str:
-    """A titled HTML table; columns that are not words are aligned to the right."""
+    """The HTML of a table below a heading.
+
+    Args:
+      title: the heading.
+      head: the name of each column; columns of numbers are aligned to the right, those with one of a few known names,
+        such as "scope", to the left.
+      rows: the cells of each row, as plain text.
+      id: the id of the HTML element, for page.js and page.css.
+    """
     words = {"category", "scope", "phase", "", "what", "kind", "longest wait"}
     kinds = ["" if name in words else ' class="n"' for name in head]
     cells = "".join(f"<th{kind}>{html.escape(name)}</th>" for name, kind in zip(head, kinds))
@@ -210,14 +222,15 @@ def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], id: s
 
 
 def _shares(title: str, shares: Sequence[Share], id: str) -> str:
-    """The HTML table of the time of categories or of scopes. `id` is the HTML element's, "categories" or "scopes"."""
+    """The HTML table of the time of each category or scope. title: its heading. shares: its rows. id: the id of the
+    HTML element, "categories" or "scopes", which also names the first column."""
     rows = [(row.name, row.phase, f"{row.ms:.2f}", percent(row.share)) for row in shares]
     return _table(title, ("scope" if id == "scopes" else "category", "phase", "ms/step", "share"), rows, id)
 
 
 def _changes(title: str, rows: Sequence[Change], id: str) -> str:
-    """The HTML table of a comparison's categories or scopes, coloured by verdict: "faster", "slower" and the like. `id`
-    is the HTML element's."""
+    """The HTML table of a comparison's categories or scopes, coloured by verdict: "faster", "slower" or "same". title:
+    its heading. rows: the changes. id: the id of the HTML element."""
     head = ("", "", "A ms", "B ms", "B - A", "noise", "")
     table = _table(title, head, [], id)
     lines = []
@@ -260,7 +273,8 @@ def _transfers(report: ReportData) -> str:
 
 
 def _memory(report: ReportData) -> str:
-    """The table of the buffers that are live at the peak; nothing where they are unknown."""
+    """The HTML table of the largest buffers that are live at the peak of the program that needs the most memory; ""
+    where they are unknown."""
     if not report.buffers:
         return ""
     rows = [(r["what"], r["kind"], str(r["count"]), f"{r['bytes'] / 1e9:.3f}") for r in report.buffers]

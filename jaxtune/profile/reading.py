@@ -44,7 +44,8 @@ def read(path: str | Path) -> Trace:
 
 
 def _parse(file: Path, data: bytes) -> Trace:
-    """The Trace in a file's unpacked bytes, by the reader for its format."""
+    """Reads a trace from `data`, the unpacked bytes of `file`, as a Chrome trace or as an XPlane file; the file's name
+    and first byte tell which. Raises TraceError if it is neither."""
     name = file.name.removesuffix(".gz")
     if name.endswith(".json") or data[:1] in (b"{", b"["):
         from jaxtune.profile.chrome import read_chrome
@@ -58,9 +59,9 @@ def _parse(file: Path, data: bytes) -> Trace:
 
 
 def _find(path: Path) -> Path:
-    """The file to read: the path itself if it is a file, else a trace in this folder. A folder that `capture` wrote has
-    one; in others it is the newest file of the first kind that occurs, the kinds being tried from the one that says
-    most.
+    """Finds the file to read: `path` itself if it is a file, else a trace in this folder. A folder that `capture` wrote
+    has one. In others it is the newest file of one format; XPlane files are preferred to Chrome traces, because they
+    say more.
 
     Raises:
       TraceError: the path does not exist, or there is no trace in the folder.

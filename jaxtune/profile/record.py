@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 # Files of a profile's folder: the trace, which contains the optimised HLO of every program that ran; versions, device
-# and
-# meta as JSON; and the HLO of the given programs as text.
+# and meta as JSON; and the HLO of the given programs as text.
 TRACE_FILE = "trace.xplane.pb.gz"
 RECORD_FILE = "profile.json"
 HLO_FOLDER = "hlo"
@@ -25,18 +24,20 @@ _FORMAT = 1
 def capture(
     folder: str | Path, meta: Mapping[str, Any] | None = None, programs: Mapping[str, Any] | None = None
 ) -> Iterator[None]:
-    """Traces the block: `with capture("profiles/a"): run_three_steps()`.
+    """Traces a `with` block: `with capture("profiles/a"): run_three_steps()`. `show` then reads the folder.
 
     The devices are waited for before and after the block, so that the trace contains the block's work only. Python
     frames are not traced, because tracing them would slow the block. An earlier capture in the folder is replaced.
 
     Args:
       folder: where to write; created if missing.
-      meta: any JSON values, stored with the trace. "tokens_per_step" gives times per token.
-      programs: compiled programs (jax.stages.Compiled) by name; their HLO text and memory analysis are written too.
+      meta: any JSON values, stored with the trace, or None. Of these, "tokens_per_step" (a number) gives times per
+        token, and "what" (a text) is shown above the tables.
+      programs: {name: compiled program (jax.stages.Compiled)}, or None; their HLO text and memory analysis are written
+        too.
 
     Raises:
-      ValueError: the folder has other files, meta is not JSON, or another trace is running.
+      ValueError: the folder has other files, meta is not JSON, another trace is running, or the profiler wrote no file.
     """
     import jax
 
@@ -74,10 +75,10 @@ def capture(
 
 
 def _check_folder(folder: Path) -> None:
-    """Removes an earlier capture from the folder.
+    """Removes an earlier capture from the folder, which need not exist, so that a new one can be written.
 
     Raises:
-      ValueError: it is a file, or has files of other origin.
+      ValueError: it is a file, or has files that `capture` did not write.
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: give a folder for the profile")
@@ -102,7 +103,8 @@ def _settle() -> None:
 
 
 def _environment() -> dict[str, Any]:
-    """Versions, devices and peak memory of this process, as JSON values."""
+    """What profile.json records about this process, as JSON values: "device" (its kind), "num_devices", "backend",
+    "peak_memory_bytes" (the largest of the devices'; 0 where unknown) and "versions" of Python and packages."""
     import platform
     from importlib import metadata
 

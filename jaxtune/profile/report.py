@@ -27,14 +27,16 @@ _TOP_BUFFERS = 12
 
 @dataclasses.dataclass
 class Report(ReportData):
-    """The result of `show`, which can be read as text or as an HTML page."""
+    """The report on one profile, as `show` returns it: where the step's time went, by category, scope and kernel. It
+    adds to the tables in ReportData their form as text and as an HTML page."""
 
     def to_text(self, width: int = 120) -> str:
-        """The tables for a terminal of `width` columns."""
+        """The report as plain text for a terminal: the largest losses, then the tables. width: columns of the terminal;
+        a table shows the kernels' shapes from 110 columns on."""
         return report_text(self, width)
 
     def to_html(self) -> str:
-        """The report as one self-contained HTML page."""
+        """The report as the text of one HTML page, which needs no network or other file."""
         return report_page(self)
 
     def __str__(self) -> str:
@@ -42,7 +44,8 @@ class Report(ReportData):
 
 
 def show(path: str | Path) -> Report:
-    """Reads the profile in a folder or file: capture's, jax.profiler's, or a Chrome trace of PyTorch's profiler.
+    """Reads a profile and reports where the time of its step goes. path: the folder or file that `capture`,
+    jax.profiler or PyTorch's profiler (a Chrome trace) wrote.
 
     Raises:
       TraceError: there is none that can be read.
@@ -51,7 +54,8 @@ def show(path: str | Path) -> Report:
 
 
 def make_report(trace: Trace) -> Report:
-    """Makes the tables of a trace; sets the events' `self_ns`, the time that is booked on each (timeline.charge)."""
+    """Makes the Report of a trace: all tables, and the losses against the device's known ceilings. It sets each event's
+    `self_ns`, the time that is booked on it alone, so that no moment counts twice."""
     charge(trace.events)
     num_steps = len(trace.steps)
     inside = [event for event in trace.events if event.step >= 0]
@@ -90,7 +94,7 @@ def make_report(trace: Trace) -> Report:
 
 
 def _own_notes(trace: Trace, ceilings: Ceilings | None) -> list[str]:
-    """Remarks that the report adds to the trace's own: that a noticeable part of the kernel time was not found in the
+    """Remarks that the report adds to those of the trace: that more than 2 % of the kernel time was not found in the
     HLO, and that no ceilings are known for the device (`ceilings` is None)."""
     notes = []
     busy = sum(e.duration_ns for e in trace.events) or 1.0
@@ -102,13 +106,21 @@ def _own_notes(trace: Trace, ceilings: Ceilings | None) -> list[str]:
 
 
 def _share(name: str, per_step: list[float], step_ms: float, phase: str = "") -> Share:
-    """A row of the table of categories or scopes. `per_step` has its ms in each step, `step_ms` is the step's mean."""
+    """Makes a row of the table of categories or scopes.
+
+    Args:
+      name: the category's or scope's.
+      per_step: its ms in each step.
+      step_ms: the step's mean ms, of which the row's mean is a share.
+      phase: the scope's phase; "" for a category.
+    """
     ms = statistics.fmean(per_step)
     return Share(name, ms, ms / step_ms if step_ms else 0.0, per_step, phase)
 
 
 def _sums(events: Iterable[Event], num_steps: int, key) -> dict[Any, list[float]]:
-    """{key(event): [ms in each of the num_steps steps]}, the sums of the time booked on the events with this key."""
+    """Sums the time that is booked on events, by any key and by step: {key: [ms in each of the num_steps steps]}. key:
+    the function from an event to its key, such as its category."""
     out: dict[Any, list[float]] = collections.defaultdict(lambda: [0.0] * num_steps)
     for event in events:
         out[key(event)][event.step] += event.self_ns * _MS
@@ -116,16 +128,28 @@ def _sums(events: Iterable[Event], num_steps: int, key) -> dict[Any, list[float]
 
 
 def _categories(events, num_steps: int, step_ms: float, idle: list[float]) -> list[Share]:
-    """A row for each category that occurs among the events of all steps, idle time last. `idle` has the idle ms of each
-    step, `step_ms` is the step's mean."""
+    """Makes a row for each category that occurs, in the order of CATEGORIES, with idle time last.
+
+    Args:
+      events: the events of all steps.
+      num_steps: the number of steps.
+      step_ms: the step's mean ms.
+      idle: the idle ms of each step.
+    """
     sums = _sums(events, num_steps, lambda e: e.category)
     rows = [_share(name, sums[name], step_ms) for name in CATEGORIES if name in sums and name != "idle"]
     return [*rows, _share("idle", idle, step_ms)]
 
 
 def _scopes(events, num_steps: int, step_ms: float, idle: list[float]) -> list[Share]:
-    """A row for each (scope, phase) of the events of all steps, the largest first and idle time last. The arguments are
-    those of _categories."""
+    """Makes a row for each scope and phase that occurs, the largest first and idle time last.
+
+    Args:
+      events: the events of all steps.
+      num_steps: the number of steps.
+      step_ms: the step's mean ms.
+      idle: the idle ms of each step.
+    """
     sums = _sums(events, num_steps, lambda e: (e.scope, e.phase))
     rows = [_share(scope or "(no scope)", per_step, step_ms, phase) for (scope, phase), per_step in sums.items()]
     rows.sort(key=lambda row: -row.ms)
@@ -133,8 +157,9 @@ def _scopes(events, num_steps: int, step_ms: float, idle: list[float]) -> list[S
 
 
 def _kernels(events, num_steps: int, ceilings: Ceilings | None) -> list[KernelRow]:
-    """A row for each kernel with one scope, phase and shape among the events of all steps, the largest first. Without
-    ceilings the row does not say how near the kernel is to them."""
+    """Makes a row for the calls of each kernel with the same scope, phase and shape, the largest first. events: those
+    of all `num_steps` steps. ceilings: the device's rates, with which the kernels are compared; None: the rows' `bound`
+    and `of_ceiling` stay "" and 0."""
     groups: dict[tuple, list[Event]] = collections.defaultdict(list)
     for event in events:
         groups[readable(event.name), event.category, event.scope, event.phase, event.shape].append(event)
@@ -160,7 +185,8 @@ def _kernels(events, num_steps: int, ceilings: Ceilings | None) -> list[KernelRo
 
 
 def _transfers(events: Sequence[Event], num_steps: int) -> list[Transfer]:
-    """A row for copies to the device, copies to the host and collectives, of those that occur."""
+    """Makes a row for copies to the device, one for copies to the host and one for collectives, of those that occur:
+    their time, how much of it compute hid, and their bytes, per step. events: those of all `num_steps` steps."""
     rows = []
     busy = union([(e.start_ns, e.end_ns) for e in events if e.kind not in TRANSFERS])
     names = {"to_device": "copies to device", "to_host": "copies to host", "collective": "collectives"}
@@ -191,7 +217,8 @@ def _transfers(events: Sequence[Event], num_steps: int) -> list[Transfer]:
 
 
 def _idle(events: Sequence[Event], steps: Sequence[tuple[float, float]]) -> Idle:
-    """Launch gaps and waits between the events of all steps, as means per step."""
+    """Sums the time of the steps in which nothing ran on the device: launch gaps, shorter than 20 us, and longer waits,
+    as means per step. events: those of all steps. steps: (start_ns, end_ns) of each."""
     short = long = 0.0
     count = 0
     waits = []
@@ -228,8 +255,8 @@ def _wait_words(idle: Idle) -> str:
 
 
 def _buffers(trace: Trace) -> list[dict[str, Any]]:
-    """The largest buffers that are live at the peak, as dicts {"bytes", "count", "what", "kind"}; buffers that differ
-    only in the layer are one row."""
+    """The 12 largest rows of buffers that are live at the peak, as dicts {"bytes", "count", "what", "kind"}. Buffers
+    whose parameter paths differ in a layer's index only are one row: "count" is their number, "bytes" their sum."""
     groups: dict[tuple[str, str], list[int]] = collections.defaultdict(list)
     for buffer in trace.buffers:
         # An index in a parameter's path, "layers[3]['mlp']", and not one in a shape.
@@ -240,9 +267,11 @@ def _buffers(trace: Trace) -> list[dict[str, Any]]:
 
 
 def _timeline(events: Sequence[Event], steps: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """One step for the page, the one in the middle: {"step", "length_us", "streams": {stream: rows}}.
+    """What page.js draws of the middle step: {"step": its index, "length_us": its length, "streams": {stream: rows}}.
+    events: those of all steps. steps: (start_ns, end_ns) of each.
 
-    A row is [start us, length us, category, kernel, scope]. Neighbours of one category and scope that touch are merged.
+    A row is [start us, length us, category, kernel, scope]. Events of one category and scope less than 2 us apart are
+    merged, which keeps the page small.
     """
     step = len(steps) // 2
     origin, end = steps[step]

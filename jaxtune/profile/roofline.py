@@ -19,16 +19,17 @@ LAUNCH_GAP_NS = 20_000
 
 @dataclasses.dataclass
 class Loss:
-    """One reason why a step takes longer than it could, as `losses` finds them and the report lists them."""
+    """One reason why a step takes longer than it could on this device, with the time that would be saved without it.
+    The report lists the largest ones first."""
 
-    what: str  # the loss's short name
+    what: str  # the loss's short name, such as "GEMM" or "idle"
     won_ms: float  # milliseconds a step that would be saved without it
     text: str  # a sentence with its size and its remedy
 
 
 def product_ceiling(dtype: str, ceilings: Ceilings) -> tuple[str, float]:
-    """(name of a precision, TFLOP/s): what the device reaches at most in products of operands of this dtype; 0 where it
-    is not known.
+    """The highest rate that the device reaches in matrix products. dtype: the operands', as XLA or torch names it.
+    ceilings: the device's rates. Returns (the precision in words: "FP8", "TF32" or "bf16"; TFLOP/s, 0 where unknown).
 
     Products of float32 are compared with TF32, which XLA and cuBLAS use for them by default. Its rate is half of
     bfloat16's on every card of compute capability 8.0 and above, by NVIDIA's data sheets.
@@ -41,14 +42,16 @@ def product_ceiling(dtype: str, ceilings: Ceilings) -> tuple[str, float]:
 
 
 def floor_ns(flops: float, moved_bytes: float, dtype: str, ceilings: Ceilings) -> tuple[float, str]:
-    """The least time that an operator could take on this device, by the roofline model.
+    """The least time that an operator could take on this device, by the roofline model: that of its FLOPs or that of
+    its bytes at the device's ceilings, whichever is longer.
 
     Args:
-      flops, moved_bytes: its work.
+      flops: its floating-point operations.
+      moved_bytes: the bytes that it reads and writes in the device's memory.
       dtype: of its operands.
-      ceilings: the device's rates.
+      ceilings: the device's rates; one that is 0 limits nothing.
     Returns:
-      (the time in ns, "compute" or "memory": which ceiling sets it)
+      (the time in ns, "compute" if its FLOPs take longer, as is also said if both times are equal, else "memory")
     """
     _, peak = product_ceiling(dtype, ceilings)
     compute = flops / (peak * 1e3) if peak else 0.0
@@ -59,16 +62,16 @@ def floor_ns(flops: float, moved_bytes: float, dtype: str, ceilings: Ceilings) -
 def losses(
     events: Sequence[Event], num_steps: int, idle_ms: float, ceilings: Ceilings, *, wait: str = ""
 ) -> list[Loss]:
-    """Every loss, the largest first. A moment of the step counts in one loss only.
-
-    Without ceilings (rates of 0), what a product could save is unknown and left out.
+    """Finds every loss of a step, the largest first, for the report's list of what could be saved. A moment of the step
+    counts in one loss only. Where the device's rates are unknown (0), matrix products, attention and experts are no
+    losses.
 
     Args:
       events: those of the captured steps, with `self_ns` set.
       num_steps: how many steps they come from.
-      idle_ms: idle time per step.
+      idle_ms: idle ms per step.
       ceilings: the device's rates.
-      wait: words on the longest wait, appended to the sentence on idle time.
+      wait: words on the device's longest wait for a launch, put into the sentence on idle time; "" without one.
     """
     per_step = 1e-6 / num_steps
     kinds: dict[str, list[Event]] = collections.defaultdict(list)

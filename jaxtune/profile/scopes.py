@@ -41,11 +41,12 @@ _SILENT = frozenset((*_CONTROL, *_TRANSFORMS, *_PHASES))
 
 @functools.lru_cache(maxsize=65536)
 def scope_of(op_name: str) -> tuple[str, str]:
-    """(scope, phase) of an HLO op_name.
+    """Reads (scope, phase) from an HLO instruction's op_name; ("", "") from an empty one.
 
     JAX writes "jit(step)/transpose(jvp(layer))/mlp/dot_general": transformations wrap the scope around them, and the
-    last part is the primitive. The phase is "recompute" in the second run of jax.checkpoint or in a scope of that name;
-    "backward" under a transpose or in a scope of that name, unless it is a recompute; and "forward" elsewhere.
+    last part is the primitive; this has the scope "layer/mlp". The phase is "recompute" in the second run of
+    jax.checkpoint or in a scope of that name; "backward" under a transpose or in a scope of that name, unless it is a
+    recompute; and "forward" elsewhere.
     """
     if not op_name:
         return "", ""
@@ -68,7 +69,8 @@ def scope_of(op_name: str) -> tuple[str, str]:
 
 
 def _split(path: str) -> list[str]:
-    """The parts between the slashes of a path, ignoring slashes within parentheses and brackets."""
+    """The names between the slashes of a path, an op_name; slashes within parentheses and brackets do not separate
+    names."""
     parts, depth, current = [], 0, ""
     for char in path:
         depth += (char in "([") - (char in ")]")
@@ -129,22 +131,23 @@ _DEVICE_COPY = re.compile(
 
 
 def is_collective(name: str) -> bool:
-    """Whether a kernel's name is that of a collective."""
+    """Whether a kernel's or an instruction's name is that of a collective, such as NCCL's all-reduce."""
     return bool(_COLLECTIVE.search(name))
 
 
 def categorise(kind: str, kernel: str, scope: str, *, is_gemm: bool | None = None, target: str = "") -> str:
-    """The category of an event, one of CATEGORIES.
+    """The category of an event, one of CATEGORIES, such as "GEMM", "attention" or "loss".
 
     What a kernel computes comes first: a product is "GEMM" in the loss as in a layer, so that frameworks that divide
     their work differently can be compared. The scope decides the rest.
 
     Args:
-      kind: the event's kind (trace.py).
-      kernel: its name.
-      scope: its named scope.
-      is_gemm: whether the HLO says that it is a product; None where only the name is known.
-      target: the custom call's target, where there is one.
+      kind: the event's kind, one of those in trace.py, such as "kernel" or "to_host".
+      kernel: its kernel's name.
+      scope: its named scope; "" if it has none.
+      is_gemm: whether it is a matrix product, as its instruction or operator tells: True or False; None: the kernel's
+        name decides.
+      target: the custom call's target, where there is one; else "".
     """
     if kind == TO_HOST:
         return "copies to host"
@@ -170,17 +173,18 @@ def categorise(kind: str, kernel: str, scope: str, *, is_gemm: bool | None = Non
 
 
 def is_gemm_kernel(name: str) -> bool:
-    """Whether a kernel's name is that of a matrix product."""
+    """Whether a kernel's name is that of a matrix product of a library (cuBLAS, CUTLASS and the like) or of XLA."""
     return bool(_GEMM_KERNEL.search(name))
 
 
 def is_attention_kernel(name: str) -> bool:
-    """Whether a kernel's name is that of attention."""
+    """Whether a kernel's name is that of an attention kernel, such as one of cuDNN or FlashAttention."""
     return bool(_ATTENTION_KERNEL.search(name))
 
 
 def readable(kernel: str) -> str:
-    """A kernel's name for a table: C++ template arguments and the argument list cut."""
+    """Shortens a kernel's name for a table: C++ template arguments, the argument list and "void" are cut off. A name of
+    which at most 8 characters would be left keeps its first 100 characters instead."""
     if kernel.startswith("Mem"):  # "Memcpy HtoD (Pinned -> Device)"
         return kernel
     name = kernel.removeprefix("void ")

@@ -11,63 +11,67 @@ from jaxtune.profile.roofline import Loss
 
 @dataclasses.dataclass
 class Share:
-    """The time of one category or scope."""
+    """The time of one category or scope, a row of the report's tables "By category" and "By scope"."""
 
-    name: str
+    name: str  # the category's or scope's, or "idle"
     ms: float  # mean over the steps
-    share: float  # of the step
-    per_step_ms: list[float]  # one for each captured step
-    phase: str = ""  # "forward", "recompute", "backward" or ""
+    share: float  # `ms` divided by the step's ms
+    per_step_ms: list[float]  # its ms in each captured step
+    phase: str = ""  # "forward", "recompute" or "backward"; "" for a category and for idle time
 
 
 @dataclasses.dataclass
 class KernelRow:
-    """The calls of one kernel from one scope with one shape."""
+    """The calls of one kernel from one scope with one shape, a row of the report's table of kernels."""
 
     name: str
     category: str
     scope: str
     phase: str
-    shape: str  # operands and result in words
+    shape: str  # operands and result in words, such as "bf16[8,64], bf16[64,32] -> bf16[8,32]"
     count: float  # calls per step
-    ms: float  # per step
-    per_step_ms: list[float]
+    ms: float  # mean per step, of the time booked on these calls alone
+    per_step_ms: list[float]  # the same in each captured step
     tflops: float = 0.0  # achieved TFLOP/s; 0 where shapes do not tell
     tbps: float = 0.0  # achieved TB/s; 0 where shapes do not tell
-    bound: str = ""  # "compute" or "memory": which ceiling sets the least time
+    bound: str = ""  # "compute" or "memory": which ceiling sets the least time; "" where unknown
     of_ceiling: float = 0.0  # least time on this device over the time taken; 0 where unknown
 
 
 @dataclasses.dataclass
 class Transfer:
-    """Copies over the host link in one direction, or collectives; figures are per step."""
+    """All copies to the device, all copies to the host, or all collectives of a profile, a row of the report's table of
+    transfers. Figures are means per step. A transfer is exposed while it runs and no kernel does: the step waits for
+    it."""
 
-    name: str
-    count: float
+    name: str  # "copies to device", "copies to host" or "collectives"
+    count: float  # number of them
     ms: float  # time in which at least one of them ran
     hidden_ms: float  # part of it under compute
     exposed_ms: float  # part of it in which no kernel ran
-    gb: float
-    gb_per_s: float
-    waits: list[dict[str, Any]]  # the longest exposed ones: {"ms": exposed time, "op": what was copied}
+    gb: float  # GB moved; 0 where unknown
+    gb_per_s: float  # while at least one of them ran
+    # the longest exposed ones: {"ms": exposed time, "op": its instruction or kernel, "scope", "step"}
+    waits: list[dict[str, Any]]
 
     @property
     def hidden(self) -> float:
-        """The share of their time that ran under compute."""
+        """The share of `ms` in which kernels ran too, from 0 to 1."""
         return self.hidden_ms / self.ms if self.ms else 0.0
 
     @property
     def longest_wait(self) -> str:
-        """The longest exposed transfer in words; "" without one."""
+        """The longest exposed transfer in words, its ms and its operator: "1.20 ms, copy-start.3"; "" if none is
+        exposed."""
         return f"{self.waits[0]['ms']:.2f} ms, {self.waits[0]['op']}" if self.waits else ""
 
 
 @dataclasses.dataclass
 class Idle:
-    """Time in which nothing ran on the device, as means per step. It is either a launch gap, shorter than a fixed
-    limit, or a wait for the host."""
+    """Time within the steps in which nothing ran on the device, as means per step. It is either launch gaps, shorter
+    than 20 us, or longer waits for the host."""
 
-    ms: float
+    ms: float  # all idle time
     launch_gaps: float  # number of short gaps between launches
     launch_gap_ms: float  # sum of the short gaps
     wait_ms: float  # sum of the longer gaps, in which the device waited for the host
@@ -77,32 +81,33 @@ class Idle:
 
 @dataclasses.dataclass
 class ReportData:
-    """One profile as tables. Times are ms of device time per step, means over the captured steps."""
+    """The tables of the report on one profile, without functions that show them (Report adds these). Times are ms of
+    device time per step, means over the captured steps."""
 
     path: str  # the trace's file
     framework: str  # "jax" or "torch"
     device: str  # its kind, as the framework names it
     num_devices: int  # devices in the trace, of which the busiest is shown
-    versions: dict[str, str]
+    versions: dict[str, str]  # {package: version}, as recorded
     meta: dict[str, Any]  # what the program recorded about itself
     notes: list[str]  # remarks on the trace and how it was read
-    steps_ms: list[float]  # one for each captured step
-    step_ms: float
-    tokens_per_step: int | None  # from meta; None where unknown
+    steps_ms: list[float]  # ms of each captured step
+    step_ms: float  # their mean
+    tokens_per_step: int | None  # as the program recorded it in meta; None where unknown
     categories: list[Share]
     scopes: list[Share]
     kernels: list[KernelRow]
     transfers: list[Transfer]
     idle: Idle
-    peak_memory_bytes: int
+    peak_memory_bytes: int  # the allocator's; else the sum of the buffers at the peak
     buffers: list[dict[str, Any]]  # largest buffers at the peak: {"bytes", "count", "kind", "what"}
-    flops_per_step: float  # of all products
+    flops_per_step: float  # FLOPs of all products in a step whose shapes are known
     ceilings: Ceilings | None  # the device's rates; None where unknown
     losses: list[Loss]  # the largest first
     timeline: dict[str, Any] = dataclasses.field(repr=False, default_factory=dict)  # one step for the HTML page
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain JSON, without the timeline."""
+        """The report as a dict of JSON values, for programs; `timeline` is left out."""
         out = dataclasses.asdict(self)
         del out["timeline"]
         return out
@@ -110,12 +115,13 @@ class ReportData:
 
 @dataclasses.dataclass
 class Change:
-    """One row of a comparison."""
+    """One row of a comparison of two profiles, A (the base) and B: the times of the step or of one category, scope or
+    kernel in both. Times are means over the captured steps."""
 
-    name: str
-    phase: str
-    a_ms: float  # per step
-    b_ms: float  # per step, scaled to A's tokens where the two differ in them
+    name: str  # of the category, scope or kernel, or "step"
+    phase: str  # of the scope or kernel; "" for others
+    a_ms: float  # A's ms per step; 0 where A does not have it
+    b_ms: float  # B's ms per step, scaled to A's tokens where the two differ in them
     diff_ms: float  # B minus A
     noise_ms: float  # by how much the steps of the two runs differ among themselves
     verdict: str  # of B against A: "same", "faster", "slower", "only in A" or "only in B"
@@ -124,25 +130,27 @@ class Change:
 
 @dataclasses.dataclass
 class ComparisonData:
-    """Two profiles side by side."""
+    """The tables of a comparison of two profiles, A (the base) and B, without functions that show them (Comparison adds
+    these)."""
 
     a: ReportData  # the base
     b: ReportData
     scale: float  # factor on B's times: A's tokens per step over B's
-    step: Change
+    step: Change  # of the whole step
     categories: list[Change]
     scopes: list[Change]
     aligned_by: str  # "scope" where both programs use the same scope names, else "region"
     kernels: list[Change]
     sentences: list[str]  # what changed, in words
-    notes: list[str]
+    notes: list[str]  # remarks on both profiles and on how they were compared
 
     @property
     def slower_by(self) -> float:
-        """How much slower B's step is, as a fraction of A's; 0 where it is not slower beyond the noise."""
+        """How much slower B's step is, as a fraction of A's time: 0.03 for 3 %. It is 0 where B is faster, or not
+        slower beyond the noise. Programs that check for regressions read it."""
         return max(0.0, self.step.diff_ms / self.step.a_ms) if self.step.verdict == "slower" else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """The comparison as plain JSON."""
+        """The comparison as a dict of JSON values, for programs, with `slower_by` and without both timelines."""
         out = dataclasses.asdict(self) | {"slower_by": self.slower_by}
         return out | {"a": self.a.to_dict(), "b": self.b.to_dict()}

@@ -24,7 +24,8 @@ def _console(width: int) -> Console:
 
 
 def _table(title: str, *columns: str) -> Table:
-    """An empty table; a column whose name begins with "<" holds text and is aligned to the left."""
+    """Makes an empty rich Table. title: the line above it. columns: the headings; a column whose heading begins with
+    "<" (which is not shown) holds text, is aligned to the left and is wrapped, while others hold numbers."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, title_style="bold")
     for column in columns:
         name = column.lstrip("<")
@@ -38,7 +39,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _text(console: Console) -> str:
-    """What was printed to the console, without spaces at the ends of lines."""
+    """What was printed to a console that `_console` made, without spaces at the ends of lines."""
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
     return "\n".join(line.rstrip() for line in lines) + "\n"
@@ -85,7 +86,8 @@ def headline(report: ReportData) -> list[str]:
 
 
 def report_text(report: ReportData, width: int) -> str:
-    """The tables of one profile for a terminal of `width` columns."""
+    """The report on one profile as plain text for a terminal of `width` columns: headline, notes, largest losses and
+    tables."""
     console = _console(width)
     for line in headline(report):
         console.print(line)
@@ -167,7 +169,8 @@ def report_text(report: ReportData, width: int) -> str:
 
 
 def comparison_text(comparison: ComparisonData, width: int) -> str:
-    """The tables of two profiles for a terminal of `width` columns."""
+    """The comparison of two profiles as plain text for a terminal of `width` columns: both headlines, notes, sentences
+    on what changed, and tables."""
     console = _console(width)
     for name, report in (("A", comparison.a), ("B", comparison.b)):
         console.print(f"{name}: " + "\n   ".join(headline(report)))

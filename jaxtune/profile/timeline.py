@@ -12,11 +12,12 @@ TRANSFERS = (TO_HOST, TO_DEVICE, COLLECTIVE)
 
 
 def charge(events: Sequence[Event]) -> None:
-    """Sets every event's self_ns such that they sum to the busy time of the device: no moment counts twice.
+    """Sets every event's self_ns, in place: the ns that are booked on it alone. They sum to the busy time of the
+    device, because no moment counts twice.
 
     Kernels overlap when they are launched dependently or on several streams. A moment is booked on the kernel that
-    started first among those running, because a dependent launch waits for it. It is booked on a copy or a collective
-    only where no kernel ran.
+    started first among those running, because a dependent launch waits for it. It is booked on a copy over the host
+    link or a collective only where no kernel ran.
     """
     compute = sorted((e for e in events if e.kind not in TRANSFERS), key=lambda e: (e.start_ns, e.end_ns))
     reached = float("-inf")
@@ -45,7 +46,8 @@ def union(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def length(intervals: Sequence[tuple[float, float]]) -> float:
-    """The sum of the intervals' lengths."""
+    """The sum of the lengths of (start, end) intervals; moments in two of them count twice, so the callers pass
+    disjoint ones."""
     return sum(end - start for start, end in intervals)
 
 
@@ -76,8 +78,8 @@ def gaps(events: Sequence[Event], start: float, end: float) -> list[tuple[float,
 
 
 def find_period(names: Sequence[str]) -> int:
-    """The shortest period with which a sequence repeats throughout; its length if it never does. With the names of the
-    programs that ran, this is the number of programs in a step."""
+    """The smallest number after which a sequence repeats throughout; its length if it never does. names: the programs
+    that ran, in order; the result is then the number of programs in a step."""
     for period in range(1, len(names) // 2 + 1):
         if all(names[i] == names[i + period] for i in range(len(names) - period)):
             return period

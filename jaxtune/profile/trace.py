@@ -10,21 +10,22 @@ KERNEL, MEMSET, COPY, TO_HOST, TO_DEVICE, COLLECTIVE = "kernel", "memset", "copy
 
 
 class TraceError(ValueError):
-    """No trace can be read from a file; the message says why and what would help."""
+    """Raised if no trace can be read from a file or folder; the message says why and what would help."""
 
 
 @dataclasses.dataclass(slots=True)
 class Event:
-    """One piece of work on the device: a kernel, a memset, a copy or a collective."""
+    """One piece of work on the device: a kernel, a memset, a copy or a collective. Readers of both formats make events,
+    and all tables are sums over them."""
 
     start_ns: float  # device clock, counted from the trace's first event
-    end_ns: float
+    end_ns: float  # on the same clock
     name: str  # of the kernel or copy
-    stream: str  # its line in the trace
-    kind: str = KERNEL  # one of the kinds above
-    category: str = ""  # one of scopes.CATEGORIES
+    stream: str  # the stream that ran it, as the trace names it
+    kind: str = KERNEL  # "kernel", "memset", "copy", "to_host", "to_device" or "collective"
+    category: str = ""  # what it is for: one of scopes.CATEGORIES, such as "GEMM" or "loss"
     scope: str = ""  # the named scope, such as "layer/mix"
-    phase: str = ""  # "forward", "recompute", "backward" or ""
+    phase: str = ""  # "forward", "recompute" or "backward"; "" where unknown
     module: str = ""  # the program, by its number or name
     op: str = ""  # the HLO instruction or framework operator that launched it
     shape: str = ""  # operands and result in words
@@ -32,17 +33,17 @@ class Event:
     flops: float = 0.0  # of the whole operator, booked on its main kernel; 0 where shapes do not tell
     moved_bytes: float = 0.0  # bytes read and written by the whole operator, booked on its main kernel
     step: int = -1  # index of its step; -1 outside of all steps
-    self_ns: float = 0.0  # wall time booked on this event; see timeline.charge
+    self_ns: float = 0.0  # time booked on this event alone, so that no moment counts twice; set by timeline.charge
 
     @property
     def duration_ns(self) -> float:
-        """From start to end, overlaps included."""
+        """The ns from its start to its end, also those in which other events ran (`self_ns` leaves these out)."""
         return self.end_ns - self.start_ns
 
 
 @dataclasses.dataclass
 class Buffer:
-    """A buffer that is live at the peak of a program."""
+    """A part of the device's memory that is in use when a program needs the most memory, and what is in it."""
 
     num_bytes: int
     what: str  # the argument or the instruction that it holds the value of
@@ -51,7 +52,8 @@ class Buffer:
 
 @dataclasses.dataclass
 class Trace:
-    """The work of one device over some steps."""
+    """The work of one device over some steps, in the form into which every reader brings its file and from which the
+    report is made."""
 
     path: str  # the trace's file
     framework: str  # "jax" or "torch"
@@ -59,7 +61,7 @@ class Trace:
     events: list[Event]  # in order of their starts
     steps: list[tuple[float, float]]  # (start_ns, end_ns) of each step
     num_devices: int = 1  # devices in the trace, of which this is the busiest
-    versions: dict[str, str] = dataclasses.field(default_factory=dict)
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)  # {package: version}, as recorded
     meta: dict[str, Any] = dataclasses.field(default_factory=dict)  # what the program recorded about itself
     notes: list[str] = dataclasses.field(default_factory=list)  # remarks for the reader of the report
     peak_memory_bytes: int = 0  # the allocator's; 0 where not recorded

@@ -37,8 +37,9 @@ _DEPTH = 5
 
 
 def linear_of(product: Instruction) -> str:
-    """The linear whose weight a product multiplies by: "up_proj", or "q_proj+k_proj" for a product of several; "" where
-    no operand is a weight."""
+    """The name of the linear layer whose weight a matrix product multiplies by: "up_proj", or "q_proj+k_proj" for a
+    product with several; "" where no operand is known to be a weight. It is added to the scope of the product's
+    kernel."""
     computation = product.computation
     if computation is None:
         return ""
@@ -55,9 +56,9 @@ def linear_of(product: Instruction) -> str:
 
 
 def _names(instruction: Instruction, depth: int) -> list[str]:
-    """The names of the linears whose weights an instruction's result is computed from, such as ["up_proj"]; [] if
-    anything but weights goes into it, or if the way to them is too long or leads through an instruction that does more
-    than move or convert numbers. depth: how many instructions lie between it and the product."""
+    """The names of the linear layers whose weights an instruction's result is computed from, such as ["up_proj"]. It is
+    [] if anything but weights goes into it, or if the way to them is longer than 5 instructions or leads through one
+    that does more than move or convert numbers. depth: how many instructions lie between it and the product."""
     if instruction.opcode == "parameter":
         if len(instruction.shape.dims) < 2 or instruction.shape.dtype in _INDICES:
             return []

@@ -41,8 +41,8 @@ class _Raw:
 
 
 def read_xplane(data: bytes, path: str) -> Trace:
-    """Reads the bytes of an XPlane file; `path` is used in messages. Returns the Trace of the device with the most
-    kernel time.
+    """Reads the bytes of an XPlane file and returns the Trace of the device with the most kernel time. path: the file's
+    path, for the Trace and for error messages.
 
     Raises:
       TraceError: the bytes are not an XPlane, or nothing ran on a device in it.
@@ -101,8 +101,8 @@ def read_xplane(data: bytes, path: str) -> Trace:
 
 
 def _metadata(data: bytes, path: str) -> tuple[dict[str, Module], dict[str, str]]:
-    """({program id, or else name: the program's HLO}, {package: version}), as the file records them. `path` is used in
-    messages."""
+    """Reads from an XPlane file's bytes what it records about programs and versions: ({program id, or else name: the
+    program's HLO}, {package: version}). path: the file's, for messages. Raises TraceError if the bytes are damaged."""
     modules: dict[str, Module] = {}
     versions: dict[str, str] = {}
     try:
@@ -126,7 +126,8 @@ def _metadata(data: bytes, path: str) -> tuple[dict[str, Module], dict[str, str]
 
 
 def _device_events(plane) -> list[_Raw]:
-    """All events of a device's plane of the profile: of a GPU's streams, or of a TPU's operations."""
+    """All events of one device's plane, an XPlane of jax.profiler.ProfileData: those of a GPU's streams, or of a TPU's
+    operations."""
     lines = list(plane.lines)
     if any(line.name == "XLA Ops" for line in lines):  # a TPU, whose other lines repeat the same time
         lines = [line for line in lines if line.name == "XLA Ops"]
@@ -141,8 +142,9 @@ def _device_events(plane) -> list[_Raw]:
 
 
 def _cpu_events(plane) -> list[_Raw]:
-    """The operations of programs that ran on the CPU: events of the host's plane that name an HLO instruction and its
-    module. Those that contain others, such as loops, are left out, so that no time counts twice."""
+    """The operations of programs that ran on the CPU: events of the host's plane (an XPlane of ProfileData) that name
+    an HLO instruction and its module. Those that contain others, such as loops, are left out, so that no time counts
+    twice."""
     out = []
     for line in plane.lines:
         rows: list[_Raw] = []
@@ -157,7 +159,8 @@ def _cpu_events(plane) -> list[_Raw]:
 
 
 def _step_marks(plane) -> list[tuple[float, int]]:
-    """(start in ns, step_num) of each jax.profiler.StepTraceAnnotation on the host, by ascending start."""
+    """(start in ns, step_num) of each jax.profiler.StepTraceAnnotation in the host's plane, by ascending start; [] if
+    the program marked no steps."""
     out = []
     for line in plane.lines:
         for event in line.events:
@@ -170,7 +173,8 @@ def _step_marks(plane) -> list[tuple[float, int]]:
 
 
 def _peak_memory(plane) -> int:
-    """The GPU allocator's peak, in bytes; 0 where the plane has no allocations."""
+    """The largest number of bytes in use that the GPU's allocator reported in the host's plane; 0 if the plane has no
+    allocations."""
     peak = 0
     for line in plane.lines:
         for event in line.events:
@@ -185,8 +189,8 @@ def _peak_memory(plane) -> int:
 
 
 def _kind(raw: _Raw) -> str:
-    """The kind of an event: "kernel", "memset", "copy", "to_host", "to_device" or "collective", by its name and its
-    statistics."""
+    """The kind of an event, one of those in trace.py: "kernel", "memset", "copy" (within the device), "to_host",
+    "to_device" or "collective", by its name and its statistics."""
     details = str(raw.stats.get("memcpy_details", ""))
     if raw.name in _COPY_KINDS or details:
         if "kind_src:device kind_dst:device" in details:
@@ -284,7 +288,8 @@ def _is_copy(raw: _Raw) -> bool:
 
 
 class _WorkCache:
-    """Shapes, FLOPs and bytes of instructions, computed once per instruction."""
+    """Reads shapes, FLOPs, bytes, linear layers and scopes of instructions. Work and layers are computed once per
+    instruction and kept, because many events of a trace have the same one."""
 
     def __init__(self):
         self._work: dict[int, tuple[float, float, str, str]] = {}
@@ -312,8 +317,8 @@ class _WorkCache:
         return self._work[id(instruction)]
 
     def scope(self, instruction: Instruction) -> str:
-        """The instruction's op_name. A fusion or an asynchronous call without one has that of the instructions it
-        calls."""
+        """The instruction's op_name, the scope as JAX writes it. A fusion or an asynchronous call without one has the
+        op_name of the last instruction that it calls and that has one; "" if none has."""
         if instruction.scope or not instruction.called or instruction.computation is None:
             return instruction.scope
         module = instruction.computation.module
@@ -376,14 +381,15 @@ def _steps(events: list[Event], runs, marks, notes: list[str]) -> list[tuple[flo
 def _whole(
     steps: list[tuple[float, float]], events: list[Event], programs: set[str], notes: list[str]
 ) -> list[tuple[float, float]]:
-    """The steps without a first or last one that has clearly fewer kernels than any other, because the capture began or
-    ended within it; a remark on it is appended to `notes`, and the events' steps are renumbered.
+    """Leaves out the first or the last step, or both, if the capture began or ended within it: if it has fewer than 90
+    % of the kernels of any other. Returns the other steps; the events' `step` is renumbered, -1 for a step that is left
+    out.
 
     Args:
       steps: (start_ns, end_ns) of each step.
-      events: with their step set.
+      events: with their step set; changed in place.
       programs: the programs whose kernels are counted.
-      notes: gets the remarks.
+      notes: a list to which a remark on each step left out is appended.
     """
     counts = collections.Counter(event.step for event in events if event.module in programs)
     cut = []
@@ -414,8 +420,9 @@ def _buffers(modules: list[Module]) -> list[Buffer]:
 
 
 def _what(instruction: Instruction | None, kind: str) -> str:
-    """Words on what is in a buffer: an argument's path, or the scope and shape of the instruction whose result it is.
-    The instruction is None where the compiler's record does not name one; the words then depend on `kind`."""
+    """Describes what is in a buffer, for the report: an argument's path, or the scope and shape of the instruction
+    whose result it is. The instruction is None for bytes that belong to no single value: the text is then that the
+    bytes lie between buffers if `kind` is "fragmentation", else that smaller values share the memory."""
     if instruction is None:
         return "between buffers" if kind == "fragmentation" else "smaller values in the same place"
     if instruction.opcode == "parameter" and instruction.scope:
