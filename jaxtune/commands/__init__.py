@@ -1,1 +1,2 @@
-"""The commands of `jaxtune`, one file each. Their `run` takes the arguments and returns the exit code; None means 0."""
+"""The commands of `jaxtune`, one file each. The `run` of a command takes the words of the command line after the
+command's name and returns the exit code; None means 0. Except for `train`, --help prints its docstring."""

@@ -36,7 +36,8 @@ def answer_file(
     slots: int | None,
     settings: Row,
 ) -> None:
-    """Writes a line for each answer, in the order of the prompts: the prompt's row with `answer` and `finish_reason`.
+    """Answers a file of prompts: writes a line for each answer, in the order of the prompts, which is the prompt's row
+    with `answer` (its text) and `finish_reason`.
 
     Lines are written whole, as answers end. If the output has answers to these prompts already, because the command was
     stopped, only the others are made. They are the same as without the stop, because what a row draws depends on the
@@ -45,16 +46,18 @@ def answer_file(
     Args:
       model: the model.
       tokenizer: its tokenizer.
-      prompts: a JSONL file of objects with `messages` or `prompt`; see prompt_ids.
+      prompts: a JSONL file of objects, each with either `messages` (a conversation) or `prompt` (a text or a
+        conversation).
       output: the JSONL file to write or to continue.
-      raw: whether a prompt is used as it is, without the chat template.
+      raw: True: a prompt is a text that is used as it is; False: the chat template is applied to it, if the tokenizer
+        has one.
       max_new_tokens: the most tokens of an answer.
       num_answers: the number of answers to each prompt, which are written one below the other.
-      slots: the number of rows that decode at once; None: as many as there is memory for.
+      slots: the number of answers that decode at once; None: as many as there is memory for.
       settings: keyword arguments of Sampler.submit: `seed`, `temperature` and the like.
     Raises:
-      ValueError: a row that cannot be asked, with its line; an output that answers other prompts, or that another
-        process is writing.
+      ValueError: a row that cannot be asked, or whose prompt and answer are longer than the model's context, with its
+        line; an output that answers other prompts, or that another process is writing.
     """
     from jaxtune.models.generation.sampler import Sampler
 
@@ -102,10 +105,11 @@ def in_order(sampler: Sampler, numbers: Mapping[int, int], first: int):
 
     Args:
       sampler: the sampler that has the requests.
-      numbers: {number that Sampler.submit returned: index of the answer}; indices are consecutive.
+      numbers: {number of a request, as Sampler.submit returned it: index of its answer in the output}; indices are
+        consecutive.
       first: the smallest index.
     Yields:
-      (index, token ids of the answer, why it ended).
+      (index, token ids of the answer, why it ended, such as "stop" or "length").
     """
     ids: dict[int, list[int]] = {index: [] for index in numbers.values()}
     ended: dict[int, str] = {}
@@ -120,10 +124,11 @@ def in_order(sampler: Sampler, numbers: Mapping[int, int], first: int):
 
 
 def read_rows(file: Path) -> list[Row]:
-    """The rows of a JSONL file of prompts, as JSON objects; blank lines at its end are ignored.
+    """Reads a JSONL file of prompts and returns its rows, one dict for each line; blank lines at its end are ignored.
 
     Raises:
-      ValueError: a line that is not a JSON object, or has neither `messages` nor `prompt`, or has an answer; no rows.
+      ValueError: a line that is not a JSON object, or has both or neither of `messages` and `prompt`, or has a column
+        `answer` or `finish_reason`, which are added; or there are no rows.
     """
     rows = []
     text = file.read_text(encoding="utf-8").rstrip()
@@ -146,19 +151,20 @@ def read_rows(file: Path) -> list[Row]:
 
 
 def prompt_ids(row: Row, tokenizer: Tokenizer, raw: bool, place: str) -> list[int]:
-    """The token ids that a row asks the model with.
+    """Makes the token ids of the prompt that a row asks the model.
 
     `messages` are a conversation, of which a last message of the assistant is left out; `tools` beside it are given to
     the chat template. `prompt` is the message of a user, or such a list of messages; with `raw`, or without a chat
     template, it is the text itself.
 
     Args:
-      row: the row.
+      row: the row, which has either `messages` or `prompt`.
       tokenizer: the model's.
-      raw: whether `prompt` is used as it is; a row of messages is then an error.
-      place: the row's file and line, for errors.
+      raw: True: `prompt` is tokenised as it is, and a row of messages is an error; False: the chat template is applied.
+      place: the row's file and line, as "FILE:LINE", for errors.
     Raises:
-      ValueError: the row has none of these forms, is empty, or the chat template refuses it.
+      ValueError: the row has none of these forms, is empty, has messages without a chat template, or the chat template
+        refuses it.
     """
     asked = row.get("messages", row.get("prompt"))
     if isinstance(asked, str):
@@ -185,8 +191,8 @@ def prompt_ids(row: Row, tokenizer: Tokenizer, raw: bool, place: str) -> list[in
 
 
 def count_answers(file: FileIO, name: Path, rows: Sequence[Row], num_answers: int) -> int:
-    """The number of answers that an output has already, so that a stopped command continues after them. A part of a
-    line that a killed process or a full disk left at the end is cut off.
+    """Counts the answers that an output has already, so that a stopped command continues after them. An unfinished last
+    line, which a killed process or a full disk left, is cut off the file.
 
     Args:
       file: the output, opened for reading and appending.
@@ -224,8 +230,9 @@ def encoded(row: Row) -> bytes:
 
 
 def append(file: FileIO, row: Row) -> None:
-    """Appends a row to an unbuffered file as a line of JSON. If the line cannot be written whole, the file is cut back
-    to its old length and the error is raised, so that the file never ends in a part of a line.
+    """Appends a row to a file as a line of JSON. If the line cannot be written whole, the file is cut back to its old
+    length and the error is raised, so that the file never ends with an unfinished line. file: opened for appending,
+    unbuffered.
 
     Raises:
       OSError: the line cannot be written, for example because the disk is full.
@@ -242,13 +249,14 @@ def append(file: FileIO, row: Row) -> None:
 
 
 def show(model: Decoder, tokenizer: Tokenizer, prompts: Sequence[str], raw: bool, settings: Row) -> None:
-    """Prints the model's answers to the prompts of --prompt; below a line with the prompt if there are several.
+    """Prints the model's answers to the prompts of --prompt. If there are several, a line with the prompt is above each
+    answer.
 
     Args:
       model: the model.
       tokenizer: its tokenizer.
       prompts: the texts of the prompts.
-      raw: whether a prompt is used as it is, without the chat template.
+      raw: True: a prompt is used as it is; False: the chat template is applied, if the tokenizer has one.
       settings: keyword arguments of jaxtune.generate.
     """
     import jaxtune

@@ -1,4 +1,7 @@
-"""The command `jaxtune chat`: a conversation with a model in the terminal."""
+"""The command `jaxtune chat`: a conversation with a model in the terminal.
+
+`run` takes the words of the command line after `chat`; its docstring is the text that --help prints.
+"""
 
 from __future__ import annotations
 

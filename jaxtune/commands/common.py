@@ -22,8 +22,8 @@ def wide_console() -> Any:
 
 
 def print_columns(rows: Sequence[tuple[str, str]]) -> None:
-    """Prints rows of (name, meaning) in two columns. The first is as wide as the longest name; the second is wrapped at
-    the console's width. No line ends with spaces."""
+    """Prints (name, meaning) pairs in two columns, for help texts. The first column is as wide as the longest name; the
+    second is wrapped at the console's width. No line ends with spaces."""
     names, width = max(len(name) for name, _ in rows), wide_console().width
     for name, meaning in rows:
         begin = f"  {name:<{names}}  "
@@ -31,15 +31,21 @@ def print_columns(rows: Sequence[tuple[str, str]]) -> None:
 
 
 def parser(command: str, description: str | None) -> argparse.ArgumentParser:
-    """The argument parser of `jaxtune COMMAND`. `description` is the docstring of the command's `run`, which --help
-    prints. Abbreviated options are refused, so that a new option never changes what an old command line means."""
+    """Makes the argument parser of `jaxtune COMMAND`, to which the command adds its options. Abbreviated options are
+    refused, so that a new option never changes what an old command line means.
+
+    Args:
+      command: the command's name, such as "chat".
+      description: the docstring of the command's `run`, which --help prints; None: --help prints none.
+    """
     description = " ".join((description or "").split())
     return argparse.ArgumentParser(prog=f"jaxtune {command}", description=description, allow_abbrev=False)
 
 
 def add_processes(parser: argparse.ArgumentParser) -> None:
-    """Adds --coordinator, --processes and --process, which make a command one of several processes; they are the
-    arguments of processes.join, and None if they are not given."""
+    """Adds the options --coordinator, --processes and --process, which make a command one of several processes that
+    work together. They are the address of the first process (HOST:PORT), the number of processes and this one's index;
+    None if they are not given, as where SLURM or Open MPI started the processes."""
     several = "one of several processes that SLURM and Open MPI did not start: all three"
     parser.add_argument("--coordinator", metavar="HOST:PORT", help=several)
     parser.add_argument("--processes", type=int, metavar="N", help=argparse.SUPPRESS)
@@ -47,8 +53,9 @@ def add_processes(parser: argparse.ArgumentParser) -> None:
 
 
 def add_numbers(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the numbers that the weights are stored in, --dtype and --load-in: `load` takes from them the
-    dtype and the quantised format of the model's weights. Both are None if they are not given."""
+    """Adds --dtype and --load-in to a command that loads a model: the dtype of its weights, such as "bfloat16", and the
+    quantised format in which its layers' weights are loaded, such as "nf4". `load` reads both; each is None if it is
+    not given."""
     parser.add_argument(
         "--dtype", help="dtype of the weights: bfloat16, float16 or float32 (default: that of the run; else bfloat16)"
     )
@@ -56,7 +63,8 @@ def add_numbers(parser: argparse.ArgumentParser) -> None:
 
 
 def add_load_in(parser: argparse.ArgumentParser) -> None:
-    """Adds --load-in, the format in which the layers' weights are loaded, such as nf4; None if it is not given."""
+    """Adds --load-in, the format in which the layers' weights are loaded, such as "nf4" or "stored" (as the files have
+    them); None if it is not given."""
     parser.add_argument(
         "--load-in",
         choices=(*LOADED, "stored"),
@@ -66,12 +74,13 @@ def add_load_in(parser: argparse.ArgumentParser) -> None:
 
 
 def load(options: argparse.Namespace):
-    """Loads the model that `options.model` names (a model folder, a hub name, or an adapter folder, which is loaded
-    over its base), in the dtype and format that the options of add_numbers say.
+    """Loads the model that `options.model` names: a model folder, a hub name, or an adapter folder, which is loaded
+    over its base. options: parsed options, of which `dtype` and `load_in` (of add_numbers) say the dtype and format of
+    the weights.
 
     Returns:
       (model, tokenizer); the tokenizer is None if the folder has none. A model with an adapter also ends its answers at
-      the end tokens that it was trained with.
+        the end tokens that it was trained with.
     """
     import jaxtune
     from jaxtune.models.adapters import trained_over

@@ -1,4 +1,7 @@
-"""The command `jaxtune convert`: a recipe from a config of axolotl or LLaMA-Factory."""
+"""The command `jaxtune convert`: a recipe from a config of axolotl or LLaMA-Factory.
+
+`run` takes the words of the command line after `convert`; its docstring is the text that --help prints.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The command `jaxtune doctor`, which checks this machine and says how to fix what is wrong."""
+"""The command `jaxtune doctor`, which checks this machine and says how to fix what is wrong.
+
+`run` takes the words of the command line after `doctor`; its docstring is the text that --help prints.
+"""
 
 from __future__ import annotations
 

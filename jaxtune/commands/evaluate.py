@@ -1,4 +1,7 @@
-"""The command `jaxtune evaluate`, which prints a model's loss on held-out rows."""
+"""The command `jaxtune evaluate`, which prints a model's loss on held-out rows.
+
+`run` takes the words of the command line after `evaluate`; its docstring is the text that --help prints.
+"""
 
 from __future__ import annotations
 

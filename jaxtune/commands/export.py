@@ -1,4 +1,7 @@
-"""The command `jaxtune export`, which writes a model or an adapter in the format of another program."""
+"""The command `jaxtune export`, which writes a model or an adapter in the format of another program.
+
+`run` takes the words of the command line after `export`; its docstring is the text that --help prints.
+"""
 
 from __future__ import annotations
 

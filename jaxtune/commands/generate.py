@@ -1,4 +1,7 @@
-"""The command `jaxtune generate`, which answers prompts; answers.py does so for a file of them."""
+"""The command `jaxtune generate`, which answers prompts; answers.py does so for a file of them.
+
+`run` takes the words of the command line after `generate`; its docstring is the text that --help prints.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The command `jaxtune info`, which prints versions, devices and recipes, or the kernels that would run here."""
+"""The command `jaxtune info`, which prints versions, devices and recipes, or the kernels that would run here.
+
+`run` takes the words of the command line after `info`; its docstring is the text that --help prints.
+"""
 
 from __future__ import annotations
 

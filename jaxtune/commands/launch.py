@@ -1,4 +1,7 @@
-"""The command `jaxtune launch`, which runs `jaxtune train` in several processes on this machine."""
+"""The command `jaxtune launch`, which runs `jaxtune train` in several processes on this machine.
+
+`run` takes the words of the command line after `launch`; its docstring is the text that --help prints.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +43,12 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _gpus(count: int) -> list[str]:
-    """The values of CUDA_VISIBLE_DEVICES for `count` processes: one each of the GPUs that this process may use by its
-    own CUDA_VISIBLE_DEVICES, or the machine's first ones.
+    """Chooses one GPU for each of `count` processes and returns the values of CUDA_VISIBLE_DEVICES for them, such as
+    ["0", "1"]: the first ones in this process's own CUDA_VISIBLE_DEVICES, or if it is not set, the machine's first
+    ones.
 
     Raises:
-      ValueError: the variable names fewer GPUs.
+      ValueError: the variable names fewer GPUs than `count`.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -56,13 +60,13 @@ def _gpus(count: int) -> list[str]:
 
 
 class _Processes:
-    """The processes of one run on this machine. Each is `jaxtune train` with the address of the first process, which
-    listens on a free port of the loopback address.
+    """The processes of one run on this machine, which `run` starts and waits for. Each is `jaxtune train` with the
+    address of the first process, which listens on a free port of the loopback address.
 
     Args:
-      arguments: those of `jaxtune train`.
+      arguments: the command line of `jaxtune train`, a recipe and overrides.
       count: number of processes.
-      gpus: the GPU of each process; None: CPUs.
+      gpus: the value of CUDA_VISIBLE_DEVICES of each process; None: it is left as it is, for processes on CPUs.
     """
 
     def __init__(self, arguments: Sequence[str], count: int, gpus: Sequence[str] | None):
@@ -92,7 +96,8 @@ class _Processes:
         ]
 
     def run(self) -> int:
-        """Starts the processes and waits for them; returns the exit code of the first that failed, or 0."""
+        """Starts the processes and waits until all have ended; signals that this process gets are passed on to them.
+        Returns the exit code of the first that failed, as a shell reports it, or 0."""
         # Under nohup SIGHUP stays ignored; child processes inherit that.
         old = {number: signal.signal(number, self._note) for number in handled(StopSignal.signals)}
         running: dict[int, subprocess.Popen] = {}
@@ -110,7 +115,8 @@ class _Processes:
             self._port.close()
 
     def _note(self, number: int, frame: object) -> None:
-        """The signal handler: stores the signal's number for `_wait`, which passes it on to the processes."""
+        """The signal handler: stores the signal's number for `_wait`, which passes it on to the processes. number: the
+        signal's; frame: what Python gives every handler, not used."""
         self._signals.append(number)
 
     def _wait(self, running: dict[int, subprocess.Popen]) -> int:
@@ -145,12 +151,14 @@ class _Processes:
 
 
 def _exit_code(code: int) -> int:
-    """The exit code as a shell reports it: 128 plus the signal's number for a process that a signal ended."""
+    """Converts Popen.returncode to the exit code that a shell reports: 128 plus the signal's number for a process that
+    a signal ended (a negative `code`), else `code` itself."""
     return 128 - code if code < 0 else code
 
 
 def _how(code: int) -> str:
-    """Words on how a process failed, for a message. `code` is Popen.returncode: negative for a signal."""
+    """Words on how a process failed, for the message on it. code: its Popen.returncode, not 0; negative, minus the
+    signal's number, if a signal ended it."""
     if code > 0:
         return f"ended with exit code {code}; the others follow"
     return f"was ended by {signal.Signals(-code).name}; the others are ended too. The same command continues the run"

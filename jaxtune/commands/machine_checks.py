@@ -23,22 +23,24 @@ _LEAST_DISK_GB, _SLOW_SHARE = 20, 0.5
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """The result of one check."""
+    """The result of one check of `jaxtune doctor`: whether it is right, what was found, and what to do otherwise."""
 
     state: Literal["ok", "note", "wrong"]  # "note": slower or less than possible; "wrong": training will not work
     what: str  # what was found
     fix: str = ""  # what to do, if it is not ok
 
     def to_text(self) -> str:
-        """The finding as one line, with the advice on a second one."""
+        """The state and what was found as one line, and the advice, if there is any, on a second one."""
         return f"{self.state:<6}{self.what}" + (f"\n      {self.fix}" if self.fix else "")
 
 
 def findings(measure: bool = True) -> Iterator[Finding]:
-    """The results of all checks, in order: packages, driver, GPU, memory, disk, products, host link, a kernel.
+    """Runs all checks and yields each result as soon as it is known, in this order: packages, driver, GPU, memory,
+    disk, products, host link, a kernel.
 
     Args:
-      measure: also time products and copies (about ten seconds on a GPU, once; the result is cached).
+      measure: True: matrix products and copies are timed too, if there is a GPU (about ten seconds once; the result is
+        cached); False: no rate is checked.
     """
     yield _packages()
     card = _nvidia_smi()
@@ -51,14 +53,15 @@ def findings(measure: bool = True) -> Iterator[Finding]:
 
 
 def _on_gpu() -> bool:
-    """Whether JAX uses a GPU."""
+    """Whether JAX's first device is a GPU; False on a CPU or a TPU."""
     import jax
 
     return jax.devices()[0].platform == "gpu"
 
 
 def _packages() -> Finding:
-    """Lists the versions of the packages; "wrong" if jax and jaxlib differ, which then fail in unclear ways."""
+    """Lists the versions of jax, flax and other packages. The finding is "wrong" if jax and jaxlib have different
+    versions, which then fail in unclear ways; else "ok"."""
     names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers")
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in names)
     if metadata.version("jax") != metadata.version("jaxlib"):
@@ -69,16 +72,17 @@ def _packages() -> Finding:
 
 
 def _nvidia_smi() -> dict[str, str] | None:
-    """The name, driver version, total and used memory (MiB) of the first GPU, as nvidia-smi prints them, by the names
-    of its query; {"error": message} if it fails, None if there is no nvidia-smi."""
+    """Asks nvidia-smi for the first GPU: {"name", "driver_version", "memory.total", "memory.used": value as text},
+    memory in MiB without the unit. {"error": message} if it fails, None if there is no nvidia-smi."""
     from jaxtune.profile.device import nvidia_smi
 
     return nvidia_smi("name", "driver_version", "memory.total", "memory.used", units=False)
 
 
 def _driver(card: dict[str, str] | None) -> Finding:
-    """Checks whether NVIDIA's driver is new enough for one of the CUDA versions that JAX is built with. `card` is what
-    `_nvidia_smi` returned."""
+    """Checks whether NVIDIA's driver is new enough for one of the CUDA versions that JAX is built with. card: what
+    nvidia-smi says of the first GPU; {"error": message} if it fails, None if there is none, which is a "note", because
+    a CPU is enough for small runs."""
     if card is None:
         return Finding(
             "note",
@@ -98,8 +102,9 @@ def _driver(card: dict[str, str] | None) -> Finding:
 
 
 def _devices(card: dict[str, str] | None) -> Iterator[Finding]:
-    """Findings on the GPUs: whether JAX uses them, they are supported, their memory is free, and the package for the
-    kernels of older cards is installed. `card` is what `_nvidia_smi` returned."""
+    """Yields findings on the GPUs: whether JAX uses them, they are supported, their memory is free, and the package for
+    the kernels of older cards is installed. card: what nvidia-smi says of the first GPU; {"error": message} if it
+    fails, None if there is none."""
     import jax
 
     from jaxtune.profile.data_sheets import refusal
@@ -134,8 +139,8 @@ def _devices(card: dict[str, str] | None) -> Iterator[Finding]:
 
 
 def _room() -> Iterator[Finding]:
-    """Findings on the host's memory, and on the space on the disk of the hub's cache, where downloaded models are
-    stored."""
+    """Yields a finding on the size of the host's memory, and one on the free space for downloaded models (the hub's
+    cache), which is a "note" below 20 GB."""
     from huggingface_hub import constants
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
@@ -154,8 +159,9 @@ def _room() -> Iterator[Finding]:
 
 
 def _rates() -> Iterator[Finding]:
-    """Findings on the measured rates of matrix products, copies in device memory and copies over the host link. A rate
-    below half of what the GPU's data sheet states is a note, because the card is then throttled or in a slow slot."""
+    """Yields findings on the measured rates of matrix products, copies in device memory and copies over the host link.
+    A rate below half of what the GPU's data sheet states is a "note", because the card is then throttled or in a slow
+    slot."""
     import jax
 
     from jaxtune import profile
@@ -182,9 +188,9 @@ def _rates() -> Iterator[Finding]:
 
 
 def _attention() -> Finding:
-    """Compares the attention implementation that is chosen on this device with the reference in float32, forward and
-    backward, on small packed rows; "wrong" if a result is off by more than 2% in norm. It shows whether hand-written
-    kernels compile and compute correctly here."""
+    """Compares the attention kernel that is chosen on this device with plain attention in float32, forward and
+    backward, on small packed rows. The finding is "wrong" if a result is off by 2 % or more in norm, else "ok". It
+    shows whether hand-written kernels compile and compute correctly here."""
     import jax
     import jax.numpy as jnp
 

@@ -55,7 +55,8 @@ def run(arguments: Sequence[str]) -> int | None:
 
 
 def _fraction(option: str, text: str) -> float:
-    """Parses a percentage: 0.03 for "3%". A number without the percent sign is refused, because 3 is ambiguous.
+    """Reads a percentage from the command line as a fraction: "3%" gives 0.03. A number without the percent sign is
+    refused, because 3 could mean 3 % or three times.
 
     Args:
       option: the option's name, for messages.

@@ -1,4 +1,5 @@
-"""Options of commands that generate: the settings of jaxtune.generate, and the dtype of the model."""
+"""Options of the commands that generate (`generate` and `chat`): the settings of jaxtune.generate, such as
+--temperature and --seed, and the dtype of the model."""
 
 from __future__ import annotations
 
@@ -9,8 +10,9 @@ from jaxtune.commands.common import add_numbers
 
 
 def add_options(parser: argparse.ArgumentParser, temperature: float) -> None:
-    """Adds the options for the settings of jaxtune.generate, and those of common.add_numbers. `temperature` is the
-    command's default: 0 to answer prompts reproducibly, more to chat."""
+    """Adds the options --temperature, --top-k, --top-p, --min-p, --repetition-penalty, --seed and --stop, and --dtype
+    and --load-in of the model's weights. temperature: the default of --temperature: 0 takes the likeliest token, to
+    answer prompts reproducibly; `jaxtune chat` has more."""
     default = f"0 takes the likeliest token (default: {temperature:g})"
     parser.add_argument("--temperature", type=float, default=temperature, metavar="X", help=default)
     for flag, kind, value, words in (
@@ -36,6 +38,8 @@ def add_options(parser: argparse.ArgumentParser, temperature: float) -> None:
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
-    """The keyword arguments of jaxtune.generate, except for the number of tokens, from the options of add_options."""
+    """Makes keyword arguments of jaxtune.generate from parsed options: `temperature`, `top_k`, `top_p`, `min_p`,
+    `repetition_penalty`, `seed` and `stop_strings`. The number of tokens is not among them, because `generate` and
+    `chat` have different defaults for it."""
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
     return {name: getattr(options, name) for name in names} | {"stop_strings": options.stop}

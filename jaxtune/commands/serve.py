@@ -1,4 +1,7 @@
-"""The command `jaxtune serve`: its options, and the models that the server (jaxtune/serve) answers with."""
+"""The command `jaxtune serve`: its options, and the models that the server (jaxtune/serve) answers with.
+
+`run` takes the words of the command line after `serve`; its docstring is the text that --help prints.
+"""
 
 from __future__ import annotations
 
@@ -75,8 +78,9 @@ def run(arguments: Sequence[str]) -> None:
 
 def _serve(options: argparse.Namespace, key: str | None) -> None:
     """Opens the socket, loads the models, and serves them until a signal. Each of N models has a sampler. The samplers
-    are made one by one after all models are loaded, and the slots of each may take 1/N of the device memory that is
-    free then. `key` is the API key; None: none is needed."""
+    are made one by one after all models are loaded, and the rows that each decodes at once may take 1/N of the device
+    memory that is free then. options: the command's parsed options. key: the API key that clients must send; None: none
+    is needed."""
     from jaxtune.models.generation.sampler import Sampler
     from jaxtune.serve import server
     from jaxtune.serve.engine import Engine
@@ -96,11 +100,12 @@ def _serve(options: argparse.Namespace, key: str | None) -> None:
 
 
 def _models(options: argparse.Namespace) -> list[Served]:
-    """Loads the base model and each adapter; all of them refer to the same arrays of the base.
+    """Loads the model of the command line and each adapter of --adapter, for the server. All of them refer to the same
+    arrays of the base model. options: the command's parsed options.
 
     Returns:
-      the models with their names: first the base, then that of the argument `model` if it is an adapter folder, then
-      those of --adapter.
+      the models with their names: first the base, then the argument `model` itself if it is an adapter folder, then
+        those of --adapter.
     Raises:
       ValueError: the model has no tokenizer, or two models have the same name.
     """
@@ -131,7 +136,8 @@ def _models(options: argparse.Namespace) -> list[Served]:
 
 
 def _named(text: str) -> tuple[str, Path]:
-    """(name, folder) from a value of --adapter, "NAME=FOLDER"; raises ValueError for any other text."""
+    """Splits a value of --adapter, "NAME=FOLDER", into (name for clients, the adapter's folder). Raises ValueError for
+    any other text."""
     name, equals, folder = text.partition("=")
     if not (name and equals and folder):
         raise ValueError(f"--adapter {text}: must be NAME=FOLDER")
@@ -139,6 +145,7 @@ def _named(text: str) -> tuple[str, Path]:
 
 
 def _name(model: str) -> str:
-    """The name by which clients ask for a model: the last part of a folder's path, or the whole hub name."""
+    """The name by which clients ask for a model: the last name in the path of a local folder, or the whole hub name.
+    model: the folder or hub name, as on the command line."""
     path = Path(model).expanduser()
     return path.resolve().name if path.is_dir() else model

@@ -1,4 +1,5 @@
-"""The command `jaxtune train`, which is also `python -m jaxtune.train`: its options and its help."""
+"""The command `jaxtune train`, which is also `python -m jaxtune.train`: its options and its help. `run` takes the words
+of the command line after `train`."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ def run(arguments: Sequence[str]) -> int | None:
 
 
 def _print_help() -> None:
-    """Prints the usage, the packaged recipes and all config keys."""
+    """Prints what `jaxtune train --help` shows: the usage, the packaged recipes with a summary of each, and all config
+    keys with type, default and meaning."""
     from jaxtune.train.config.file import config_keys, packaged_recipes, recipe_summary
 
     console = common.wide_console()

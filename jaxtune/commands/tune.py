@@ -1,4 +1,7 @@
-"""The command `jaxtune tune`, which measures the block sizes of hand-written kernels on this GPU."""
+"""The command `jaxtune tune`, which measures the block sizes of hand-written kernels on this GPU.
+
+`run` takes the words of the command line after `tune`; its docstring is the text that --help prints.
+"""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ class TraceError(ValueError):
 
 @dataclasses.dataclass(slots=True)
 class Event:
-    """One piece of work on the device: a kernel, a memset, a copy or a collective. Readers of both formats make events,
-    and all tables are sums over them."""
+    """One piece of work on the device: a kernel, a memset, a copy or a collective. The readers of both formats of
+    traces make events, and the times in a report are sums over them."""
 
     start_ns: float  # device clock, counted from the trace's first event
     end_ns: float  # on the same clock
