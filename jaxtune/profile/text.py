@@ -86,8 +86,7 @@ def headline(report: ReportData) -> list[str]:
 
 
 def report_text(report: ReportData, width: int) -> str:
-    """The report on one profile as text for a terminal of `width` columns: headline, notes, largest losses and
-    tables."""
+    """The report on one profile as text for a terminal of `width` columns: headline, notes, losses, tables."""
     console = _console(width)
     for line in headline(report):
         console.print(line)
