@@ -191,8 +191,8 @@ def prompt_ids(row: Row, tokenizer: Tokenizer, raw: bool, place: str) -> list[in
 
 
 def count_answers(file: FileIO, name: Path, rows: Sequence[Row], num_answers: int) -> int:
-    """Counts the answers that an output has already, so that a stopped command continues after them. An unfinished last
-    line, which a killed process or a full disk left, is cut off the file.
+    """Counts the answers that an output has already, so that a stopped command continues after them. A last line that
+    is not whole, which a killed process or a full disk left, is cut off the file.
 
     Args:
       file: the output, opened for reading and appending.
@@ -231,8 +231,7 @@ def encoded(row: Row) -> bytes:
 
 def append(file: FileIO, row: Row) -> None:
     """Appends a row to a file as a line of JSON. If the line cannot be written whole, the file is cut back to its old
-    length and the error is raised, so that the file never ends with an unfinished line. file: opened for appending,
-    unbuffered.
+    length and the error is raised, so that the file has whole lines only. file: opened for appending, unbuffered.
 
     Raises:
       OSError: the line cannot be written, for example because the disk is full.

@@ -18,8 +18,8 @@ from pathlib import Path
 @dataclasses.dataclass(frozen=True)
 class DataSheet:
     """The figures that a vendor states for a device: its rates, without sparsity, the size of its memory, and the host
-    memory and links that it is usually sold with. Plans for a device that is not at hand use them, and `ceilings` are
-    compared with them."""
+    memory and links that it is usually sold with. Plans for a device that this machine does not have use them, and
+    measured rates are compared with them."""
 
     bf16_tflops: float  # TFLOP/s of products in bfloat16 with fp32 sums
     fp8_tflops: float | None  # TFLOP/s of products in FP8 with fp32 sums; None: the chip has no FP8

@@ -82,7 +82,7 @@ class Shape:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the array, or of all arrays of the tuple together."""
+        """Bytes of the array, or the sum over all arrays of the tuple."""
         if self.parts is not None:
             return sum(part.num_bytes for part in self.parts)
         return math.ceil(math.prod(self.dims) * self.bits / 8)
