@@ -131,15 +131,17 @@ def _packed(scales: jax.Array, least: jax.Array) -> jax.Array:
 
 
 def _best_with_least(parts: jax.Array, top: int) -> tuple[jax.Array, jax.Array]:
-    """The best scale and least value of each part, by weighted least squares.
+    """Finds the scale and the least value of each part, for codes from 0 to `top`; a number is scale * code + least. Of
+    21 candidates it takes the one with the smallest sum of squared errors, each weighted by the number's magnitude plus
+    the root mean square of the part.
 
     A candidate divides the part's range into between top - 1 and top + 1 steps, and counts them from the least value
     that was best so far. With the codes that this gives, scale and least value follow from two linear equations. The
     least value cannot be above 0.
 
     Args:
-      parts: float32[n, 32].
-      top: the largest code.
+      parts: float32[n, 32], a part a row.
+      top: the largest code, 15 for Q4_K and 31 for Q5_K.
     Returns:
       (scales float32[n], the negatives of the least values float32[n]), both at least 0.
     """

@@ -103,9 +103,8 @@ def of_model(weights: Weights, arch: Architecture) -> list[Source]:
     when it is written.
 
     Args:
-      weights: the model's weights, into which an adapter was merged.
+      weights: the model's weights. If it has an adapter, they must be the merged ones.
       arch: the model's architecture in llama.cpp.
-
     Raises:
       ValueError: llama.cpp has no name for a tensor.
     """
