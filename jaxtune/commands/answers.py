@@ -225,7 +225,8 @@ def count_answers(file: FileIO, name: Path, rows: Sequence[Row], num_answers: in
 
 
 def encoded(row: Row) -> bytes:
-    """A row as a line of JSON in UTF-8, without the newline; lone surrogates are written as escapes."""
+    """A row as JSON in UTF-8, one line without the newline. Lone surrogates, which UTF-8 cannot encode, are written as
+    escapes."""
     return json.dumps(row, ensure_ascii=False).encode("utf-8", "backslashreplace")
 
 

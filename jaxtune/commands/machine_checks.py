@@ -1,4 +1,4 @@
-"""Checks whether this machine is ready for training, with advice on what is not."""
+"""Checks whether this machine is ready for training, with advice on what is not; `jaxtune doctor` prints them."""
 
 from __future__ import annotations
 

@@ -15,7 +15,13 @@ from jaxtune.system.terminal import say
 
 
 def run(arguments: Sequence[str]) -> int | None:
-    """Fine-tune a model, or train one from scratch, as a recipe says."""
+    """Fine-tune a model, or train one from scratch, as a recipe says.
+
+    Args:
+      arguments: the words of the command line after `train`: a recipe, overrides (key=value) and options.
+    Returns:
+      the exit code; None means 0.
+    """
     parser = argparse.ArgumentParser(prog="jaxtune train", allow_abbrev=False, add_help=False)
     parser.add_argument("recipe", nargs="?")
     parser.add_argument("overrides", nargs="*")

@@ -209,7 +209,8 @@ def _busiest_device(rows: list[dict]) -> tuple[list[dict], int]:
 
 
 class _Forward:
-    """Lookup of the forward operator that belongs to an autograd node, by the sequence number that both have.
+    """Lookup of the forward operator that belongs to an autograd node (a call of a backward operator), by the sequence
+    number that both have. The kernels of the backward get the scope of this operator.
 
     Sequence numbers count per thread, and with gradient checkpointing the forward runs again on the autograd engine's
     thread. A node names the thread of its forward by a number of the profiler's own, so that number is matched to a

@@ -22,7 +22,7 @@ class Ceilings:
     """The highest rates that one device reaches, with which a profile's kernels are compared. They are measured by
     `ceilings`, or taken from the vendor's data sheet. A rate is 0 where it is unknown."""
 
-    device: str
+    device: str  # its kind, jax.Device.device_kind
     gemm_bf16_tflops: float  # TFLOP/s of one large matrix product in bfloat16
     gemm_fp8_tflops: float  # TFLOP/s of one large matrix product in FP8
     copy_tbps: float  # TB/s of a copy in the device's memory, bytes read plus bytes written
@@ -30,7 +30,7 @@ class Ceilings:
     to_device_gbps: float = 0.0
     to_host_gbps: float = 0.0  # GB/s to pinned host memory, under the same condition
     launch_us: float = 0.0  # microseconds between the starts of small programs that are launched back to back
-    # power, clocks and temperature under load, as nvidia-smi names them
+    # {nvidia-smi's name of a field: value with unit}: power, clocks and temperature under load
     power: dict[str, str] = dataclasses.field(default_factory=dict)
     source: str = "data sheet"  # "measured" or "data sheet"
     versions: dict[str, str] = dataclasses.field(default_factory=dict)  # of jax and jaxlib, where measured

@@ -75,7 +75,7 @@ _LAST_COMPILED = 63  # fields of HloInstructionProto with a larger number do not
 class Shape:
     """The shape and dtype of an array, or a tuple of shapes, as an instruction takes or gives them."""
 
-    dtype: str
+    dtype: str  # as HLO writes it, such as "bf16"; "tuple" for a tuple
     dims: tuple[int, ...] = ()  # empty for a scalar and for a tuple
     bits: int = 0  # of one element
     parts: tuple[Shape, ...] | None = None  # the shapes of a tuple; None for an array
@@ -250,7 +250,7 @@ class Module:
 
 
 def trip_count(loop: Instruction) -> int:
-    """How often a while loop runs, if the compiler has noted it in the instruction's config; else 1."""
+    """How often the while loop that this instruction is runs, if the compiler has noted it in its config; else 1."""
     try:
         return int(json.loads(loop.config)["known_trip_count"]["n"])
     except (ValueError, KeyError, TypeError):
@@ -336,7 +336,8 @@ def flops(instruction: Instruction) -> int:
 
 
 def _first(shape: Shape) -> Shape:
-    """The shape of a call's first result: the first part of a tuple's shape; an array's as it is."""
+    """The shape of a call's first result: the first shape of a tuple's, or an array's as it is. Library calls return
+    their result in a tuple with a workspace."""
     return shape.parts[0] if shape.parts else shape
 
 
@@ -417,7 +418,8 @@ def moved_bytes(instruction: Instruction) -> int:
 
 
 def _peak_buffers(assignment: Any, module: Module) -> list[tuple[int, Instruction | None, str]]:
-    """The buffers live at the peak, found by replaying the compiler's buffer assignment; see Module.peak_buffers.
+    """The buffers live when the program `module` needs the most device memory, found by replaying `assignment`, the
+    compiler's BufferAssignmentProto. Returns (bytes, instruction or None, kind) of each, the largest first.
 
     Values that share an allocation over time are replayed by the heap simulator's trace, and those live when the
     allocation is fullest are listed, followed by its unused rest. Without a trace the allocation's largest value stands

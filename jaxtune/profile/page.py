@@ -246,8 +246,8 @@ def _changes(title: str, rows: Sequence[Change], id: str) -> str:
 
 
 def _transfers(report: ReportData) -> str:
-    """The HTML section "Waits": a sentence on idle time, and the table of copies over the host link and collectives, if
-    there are any."""
+    """The HTML section on waits: a sentence on idle time, and if there are copies over the host link or collectives,
+    the table of these."""
     idle = report.idle
     text = (
         f"<p>Idle {idle.ms:.2f} ms a step: {idle.launch_gaps:.0f} launch gaps of {idle.launch_gap_ms:.2f} ms in all, "

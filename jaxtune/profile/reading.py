@@ -20,7 +20,8 @@ _SMALL_BYTES = 16 << 20
 
 
 def read(path: str | Path) -> Trace:
-    """Reads a folder that capture, jax.profiler or PyTorch's profiler wrote, or one file of it.
+    """Finds and reads the trace in a folder that `capture`, jax.profiler or PyTorch's profiler wrote, or in one file,
+    and adds what `capture` recorded beside it. Returns the Trace, from which a report is made.
 
     Raises:
       TraceError: no trace can be read; the message says why and what would help.

@@ -35,9 +35,9 @@ class _Raw:
 
     start_ns: float
     end_ns: float
-    name: str
-    stream: str
-    stats: dict[str, Any]  # the event's statistics by name
+    name: str  # of the kernel, copy or operation
+    stream: str  # the stream or thread that ran it
+    stats: dict[str, Any]  # {name: value} of what the profiler recorded with it, such as "hlo_op"
 
 
 def read_xplane(data: bytes, path: str) -> Trace:
@@ -215,8 +215,8 @@ def _events(raw: list[_Raw], modules: dict[str, Module], origin: float):
       modules: {program id, or else name: its HLO}, which gives scopes and work.
       origin: the time in ns from which the resulting events count.
     Returns:
-      (the Events with scope, category and work; the runs of programs, each (start_ns, program id or name, name of its
-        HLO module, which is the jitted function's); the ns of kernels that were not found in the HLO)
+      (the Events with scope, category and work (FLOPs and bytes); the runs of programs, each (start_ns, program id or
+        name, name of its HLO module, which is the jitted function's); the ns of kernels that were not found in the HLO)
     """
     # A function compiled for several shapes is several programs of one name, which differ in their numbers.
     programs = [
