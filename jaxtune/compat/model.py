@@ -37,7 +37,7 @@ _MERGED = {"merged_16bit": None, "merged_4bit": "nf4", "merged_4bit_forced": "nf
 
 
 def is_bfloat16_supported() -> bool:
-    """True: XLA computes in bfloat16 on every device."""
+    """Returns True: XLA computes in bfloat16 on every device. Unsloth's scripts ask before they choose a dtype."""
     return True
 
 
@@ -46,7 +46,7 @@ class ModelSettings(SimpleNamespace):
     training reads the module."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The values as a dict."""
+        """Returns the values as a dict, by their names in config.json."""
         return dict(vars(self))
 
 
@@ -59,9 +59,9 @@ class CompatModel(ModelMethods):
       max_seq_length: the most tokens of a row; None: the trainer's max_length.
       residuals: a fixed plan for all residuals of the backward pass: "keep" keeps them on the device, as scripts ask
         for with use_gradient_checkpointing=False; None: the planner chooses what is kept, recomputed or offloaded.
-      adapter: the AdapterConfig that made the adapter, or None.
-      full_finetuning: whether all weights train.
-      random_state: the seed.
+      adapter: the AdapterConfig that made the adapter, or None without one.
+      full_finetuning: True: all weights train; False: only an adapter trains.
+      random_state: the seed of sampling and of a new adapter.
       packing: the value of SFTConfig's packing if a script does not set it.
       config: the values of config.json, read-only.
     """
@@ -94,8 +94,8 @@ class CompatModel(ModelMethods):
 
     @property
     def module(self) -> Decoder:
-        """The current module, a jaxtune.Decoder. During a run, callbacks see the weights of the last step, which are
-        assembled when they access them."""
+        """The current module, a jaxtune.Decoder. During a run, callbacks get a module with the weights of the last
+        step, which is assembled when they access it."""
         if not isinstance(self._module, Decoder):
             self._module = self._module()
         return self._module
@@ -139,12 +139,14 @@ class CompatModel(ModelMethods):
         pad_token_id: int | None = None,
         **others: Any,
     ) -> np.ndarray:
-        """transformers' generate: int[B, T] padded on either side -> int32[B, T + new], padded on the right.
+        """transformers' generate: input_ids, int[B, T] padded on either side -> int32[B, T + new], padded on the right.
+        attention_mask has 0 at padding; None: there is none. At most max_new_tokens are sampled, up to one of
+        eos_token_id.
 
         Arguments that are not given come from the model's generation_config.json, else from transformers' defaults (a
         top_k of 50 when sampling). It also samples if only a temperature, top_k, top_p or min_p is given; a temperature
-        of 0 takes the likeliest token. The module's adapters are used as they are. A streamer gets each token of the
-        only row as it is generated.
+        of 0 takes the likeliest token. The module's adapters are used. A streamer gets each token of the only row as it
+        is generated.
         """
         settle("generate", others, GENERATE, CompatModel.generate)
         if isinstance(input_ids, Mapping):  # apply_chat_template returns a mapping since transformers 5
@@ -192,12 +194,12 @@ class CompatModel(ModelMethods):
         return np.concatenate([ids.astype(np.int32), tail], axis=1)
 
     def save_pretrained(self, save_directory: str | os.PathLike, **others: Any) -> None:
-        """Saves the adapter as a PEFT folder, or the whole model if it has no adapter."""
+        """Saves the adapter as a PEFT folder, or the whole model for transformers if it has no adapter."""
         settle("save_pretrained", others, SAVE)
         (jaxtune.save_adapter if self.has_adapter else jaxtune.save_pretrained)(self.module, save_directory)
 
     def save_lora(self, save_directory: str | os.PathLike) -> None:
-        """Saves the adapter as a PEFT folder."""
+        """Saves the adapter as a PEFT folder; without an adapter it saves the whole model."""
         self.save_pretrained(save_directory)
 
     def load_lora(self, *_: object, **__: object) -> None:
@@ -218,8 +220,9 @@ class CompatModel(ModelMethods):
     def save_pretrained_merged(
         self, save_directory: str | os.PathLike, tokenizer: Any = None, save_method: str = "merged_16bit", **others: Any
     ) -> None:
-        """Saves a whole model for transformers in 16 bits (save_method "merged_16bit") or in bitsandbytes' NF4
-        ("merged_4bit"), or what save_pretrained saves ("lora")."""
+        """Saves a whole model for transformers, with the adapter merged: in 16 bits (save_method "merged_16bit") or in
+        bitsandbytes' NF4 ("merged_4bit"). "lora" saves what save_pretrained saves. tokenizer: is saved with it, if
+        given."""
         where = "save_pretrained_merged"
         settle(where, others, SAVE)
         load_in = choose(where, "save_method", save_method, _MERGED)
@@ -256,8 +259,9 @@ class CompatModel(ModelMethods):
             export_model(self.module, folder, to="gguf", tokenizer=tokenizer or self.tokenizer, outtype=outtype)
 
     def push_to_hub(self, repository: str, token: str | None = None, private: bool | None = None, **others) -> None:
-        """As save_pretrained, into a repository (owner/name) of the hub, which is created if it does not exist. `token`
-        None uses this machine's login."""
+        """Saves what save_pretrained saves into a repository ("owner/name") of the hub, which is created if it does not
+        exist. token: of the hub; None: this machine's login. private: True makes a new repository private; None and
+        False: public."""
         settle("push_to_hub", others, SAVE)
         self._push(repository, token, private, lambda folder: self.save_pretrained(folder))
 
@@ -270,7 +274,7 @@ class CompatModel(ModelMethods):
         private: bool | None = None,
         **others: Any,
     ) -> None:
-        """As save_pretrained_merged, into a (private) repository owner/name of the hub, which is created if need be."""
+        """Saves what save_pretrained_merged saves into a repository of the hub; push_to_hub has token and private."""
         settle("push_to_hub_merged", others, SAVE)
         self._push(
             repository, token, private, lambda folder: self.save_pretrained_merged(folder, tokenizer, save_method)
@@ -285,7 +289,7 @@ class CompatModel(ModelMethods):
         private: bool | None = None,
         **others: Any,
     ) -> None:
-        """As save_pretrained_gguf, into a (private) repository owner/name of the hub, which is created if need be."""
+        """Saves what save_pretrained_gguf saves into a repository of the hub; push_to_hub has token and private."""
         settle("push_to_hub_gguf", others, SAVE)
         self._push(
             repository, token, private, lambda folder: self.save_pretrained_gguf(folder, tokenizer, quantization_method)
@@ -294,7 +298,7 @@ class CompatModel(ModelMethods):
     @staticmethod
     def _push(repository: str, token: str | None, private: bool | None, write: Callable[[str], None]) -> None:
         """Calls `write` with the name of a temporary folder, and uploads what it wrote there to a repository of the
-        hub."""
+        hub; the other arguments are those of push_to_hub."""
         from huggingface_hub import HfApi
 
         with TemporaryDirectory() as folder:
@@ -320,14 +324,16 @@ class FastLanguageModel:
         num_labels: int | None = None,
         **others: Any,
     ) -> tuple[CompatModel, Any]:
-        """(model, tokenizer) of a model folder, a hub name, or an adapter folder that names its base.
+        """Returns (model, tokenizer) of `model_name`: a model folder, a hub name, or an adapter folder that names its
+        base.
 
         dtype None is bfloat16; torch's dtypes are accepted by name. load_in_4bit, the default, is NF4 with double
-        quantisation; full_finetuning turns it off. load_in_fp8 stores the layers' weights in FP8, with a scale for each
-        row or as the files have them, and multiplies in FP8, forward and backward. An adapter's folder that records the
-        format and dtype of its base gets them by default. Loading draws no random numbers, so random_state is only used
-        for sampling. packing is the value of SFTConfig's packing if the config does not set it. num_labels=1 adds a
-        head that scores texts. max_seq_length is the most tokens of a row; a line names `others` without effect.
+        quantisation; full_finetuning=True (all weights train) or load_in_16bit turns it off. load_in_fp8 stores the
+        layers' weights in FP8, with a scale for each row or as the files have them, and multiplies in FP8, forward and
+        backward. An adapter's folder that records the format and dtype of its base gets them by default.
+        use_gradient_checkpointing=False keeps all residuals on the device. random_state is the seed of sampling.
+        packing is SFTConfig's packing if a script does not set it. num_labels=1 adds a head that scores texts.
+        max_seq_length is the most tokens of a row; a line names `others` without effect.
         """
         where = "FastLanguageModel.from_pretrained"
         flags = {"load_in_fp8": load_in_fp8}
@@ -439,29 +445,23 @@ class FastLanguageModel:
 
     @staticmethod
     def for_inference(model: CompatModel) -> CompatModel:
-        """The model itself: generation needs no switch here."""
+        """Returns the model unchanged: generation needs no switch here."""
         return model
 
     @staticmethod
     def for_training(model: CompatModel, use_gradient_checkpointing: bool | str = True) -> CompatModel:
-        """Returns the model after setting from use_gradient_checkpointing whether residuals may be recomputed or
-        offloaded; there is no mode to switch."""
+        """Returns the model, in which it sets from use_gradient_checkpointing whether residuals of the backward pass
+        may be recomputed or offloaded; there is no mode to switch."""
         where = "FastLanguageModel.for_training"
         model.residuals = choose(where, "use_gradient_checkpointing", use_gradient_checkpointing, RESIDUALS)
         return model
 
 
 def _format(where: str, in_4bit: bool | None, in_16bit: bool, flags: Mapping[str, Any], full_finetuning: bool) -> str:
-    """The value of jaxtune.from_pretrained's load_in for these arguments of Unsloth's from_pretrained: the name of a
-    format, or "stored".
-
-    Args:
-      where: the called function, for messages.
-      in_4bit, in_16bit, full_finetuning: load_in_4bit (None: not given), load_in_16bit and full_finetuning.
-      flags: {name of an argument such as load_in_fp8: its value}.
-    Raises:
-      ValueError: two of them contradict each other.
-    """
+    """Returns load_in of jaxtune.from_pretrained, the name of a format or "stored", for these arguments of Unsloth's
+    from_pretrained: load_in_4bit (None: not given), load_in_16bit, `flags` ({name of an argument such as load_in_fp8:
+    its value}) and full_finetuning. `where`, the called function, is for messages. Raises ValueError if two of them
+    contradict each other."""
     for flag, value in flags.items():
         if not value:
             continue

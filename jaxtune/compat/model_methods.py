@@ -1,4 +1,4 @@
-"""Methods of torch's, transformers' and PEFT's models that scripts call, beside those that do the work."""
+"""Methods of torch's, transformers' and PEFT's models that scripts call and that have little or nothing to do here."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from jaxtune.train.display.report import parameter_counts
 
 
 class ModelMethods:
-    """What a CompatModel answers to scripts that treat it as a torch module. Weights stay where they are, because XLA
-    places them; a model has no mode of training or evaluation, because dropout belongs to the train step."""
+    """The base class of CompatModel with the methods that scripts call because they treat a model as a torch module.
+    Moving a model and switching its mode have no effect: XLA places the weights, and dropout belongs to the train
+    step."""
 
-    residuals: str | None
+    residuals: str | None  # "keep": every residual stays on the device; None: the planner decides
 
     @property
     def module(self) -> Decoder:
-        """The current module, a jaxtune.Decoder; CompatModel defines it."""
+        """The current module, a jaxtune.Decoder. This class only declares it: CompatModel defines it."""
         raise NotImplementedError
 
     @property
     def device(self) -> object:
-        """The jax.Device of the weights, or the first of several. `tensor.to(model.device)` leaves arrays as they
-        are."""
+        """The jax.Device of the weights; of several, the one with the lowest id. Scripts use it in
+        `tensor.to(model.device)`, which leaves arrays unchanged."""
         leaf = jax.tree.leaves(nnx.state(self.module, nnx.Param))[0]
         return min(leaf.devices(), key=lambda device: device.id)
 
@@ -37,35 +38,38 @@ class ModelMethods:
         return jax.numpy.dtype(self.module.dtype)
 
     def eval(self) -> Self:
-        """The model itself: there is no mode to switch."""
+        """Returns the model unchanged: there is no mode to switch."""
         return self
 
     def train(self, mode: bool = True) -> Self:
-        """The model itself: there is no mode to switch. (SFTTrainer.train trains.)"""
+        """Returns the model unchanged, whatever `mode` is: there is no mode to switch. SFTTrainer.train trains the
+        model."""
         del mode
         return self
 
     def to(self, *_: object, **others: object) -> Self:
-        """The model itself: arguments such as a device or a dtype have no effect."""
+        """Returns the model unchanged: arguments such as a device or a dtype are ignored."""
         del others
         return self
 
     cuda = cpu = to
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: object = None) -> None:
-        """Lets the planner recompute or offload what does not fit, as it does by default."""
+        """Lets the planner recompute or offload residuals that do not fit in the device's memory, as it does by
+        default. The argument is ignored."""
         del gradient_checkpointing_kwargs
         self.residuals = None
 
     def gradient_checkpointing_disable(self) -> None:
-        """Keeps every residual on the device, if no argument of the trainer says otherwise."""
+        """Keeps every residual of the backward pass on the device, unless SFTConfig's gradient_checkpointing is set."""
         self.residuals = "keep"
 
     def enable_input_require_grads(self) -> None:
-        """Does nothing: gradients reach adapters without it."""
+        """Does nothing: gradients reach the adapters without this call, which PEFT needs."""
 
     def num_parameters(self, only_trainable: bool = False) -> int:
-        """The number of parameters, or only of those that train; a quantised parameter counts as one."""
+        """Returns the number of the model's parameters: all of them, or with only_trainable=True those that train. Each
+        element of a quantised matrix counts as one."""
         trainable, everything = parameter_counts(self.module)
         return trainable if only_trainable else everything
 
@@ -74,7 +78,7 @@ class ModelMethods:
         return parameter_counts(self.module)
 
     def print_trainable_parameters(self) -> None:
-        """Prints the number of trainable parameters as PEFT does."""
+        """Prints the number of trainable parameters, of all parameters, and the percentage, in PEFT's words."""
         trainable, everything = parameter_counts(self.module)
         say(
             f"trainable params: {trainable:,} || all params: {everything:,} || trainable%: "
@@ -82,10 +86,11 @@ class ModelMethods:
         )
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, **_: object) -> None:
-        """Checks that the model has an embedding for each token; it gets no new ones.
+        """Checks that the model has an embedding for each of `new_num_tokens` tokens (None: nothing is checked). It
+        never changes the embeddings.
 
         Raises:
-          ValueError: the tokenizer has more tokens than the model has embeddings.
+          ValueError: new_num_tokens is larger than the model's number of embeddings.
         """
         size = self.module.config.vocab_size
         if new_num_tokens is not None and new_num_tokens > size:

@@ -1,4 +1,4 @@
-"""PEFT's functions and classes that scripts import beside LoraConfig."""
+"""PEFT's functions and classes that scripts import beside LoraConfig, for a CompatModel in place of a torch model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxtune.train.config import AdapterConfig
 
 
 class TaskType(enum.StrEnum):
-    """PEFT's kinds of tasks. Every model here is a causal language model."""
+    """PEFT's kinds of tasks, for LoraConfig's task_type. Every model here is a causal language model, CAUSAL_LM."""
 
     SEQ_CLS = "SEQ_CLS"
     SEQ_2_SEQ_LM = "SEQ_2_SEQ_LM"
@@ -27,12 +27,12 @@ class TaskType(enum.StrEnum):
 
 
 def with_adapter(model: CompatModel, module: Decoder, adapter: AdapterConfig) -> CompatModel:
-    """A new model with another module; tokenizer and settings are those of `model`.
+    """Returns a new CompatModel of `module`, with the tokenizer and the settings of `model`.
 
     Args:
-      model: the script's model without the adapter.
-      module: the module with the adapter.
-      adapter: the section `adapter` of a config that describes it.
+      model: the script's model without the adapter; it is not changed.
+      module: its module with the adapter.
+      adapter: the section `adapter` of a run's config that describes the adapter.
     """
     return CompatModel(
         module,
@@ -48,9 +48,16 @@ def with_adapter(model: CompatModel, module: Decoder, adapter: AdapterConfig) ->
 def get_peft_model(
     model: CompatModel, peft_config: object, adapter_name: str = "default", **others: object
 ) -> CompatModel:
-    """PEFT's: a new model with the adapter that a LoraConfig describes, this package's or PEFT's. A printed line
-    reports `adapter_name` and each of `others` if it has no effect here; one that would change the result, or that is
-    unknown, raises ValueError."""
+    """PEFT's function: returns a new model, `model` with a new adapter.
+
+    Args:
+      model: the script's model; it is not changed.
+      peft_config: the LoraConfig, this package's or PEFT's, that describes the adapter.
+      adapter_name: must be "default", because an adapter has no name here.
+      others: PEFT's other arguments. A printed line reports each one that has no effect here.
+    Raises:
+      ValueError: another adapter_name, or one of `others` would change the result or is unknown.
+    """
     settle("get_peft_model", {"adapter_name": adapter_name, **others}, PEFT_MODEL, get_peft_model)
     settings = lora_settings(peft_config)
     return with_adapter(model, *adapted(model.module, "LoraConfig", model.random_state, experts_too=False, **settings))
@@ -59,8 +66,15 @@ def get_peft_model(
 def prepare_model_for_kbit_training(
     model: CompatModel, use_gradient_checkpointing: bool = True, gradient_checkpointing_kwargs: object = None
 ) -> CompatModel:
-    """The model itself: quantised weights are frozen, and norms and adapters are computed in float32 where it matters.
-    Without gradient checkpointing every residual is kept on the device, if the trainer does not say otherwise."""
+    """PEFT's function, which needs to do little here: returns the model itself, because quantised weights are frozen
+    anyway.
+
+    Args:
+      model: the script's model.
+      use_gradient_checkpointing: True changes nothing; False keeps every residual of the backward pass on the device,
+        unless SFTConfig's gradient_checkpointing is set.
+      gradient_checkpointing_kwargs: has no effect.
+    """
     del gradient_checkpointing_kwargs
     if not use_gradient_checkpointing:
         model.residuals = "keep"
@@ -68,7 +82,7 @@ def prepare_model_for_kbit_training(
 
 
 class PeftModel:
-    """PEFT's class of a function that puts a saved adapter on a model."""
+    """PEFT's class, of which scripts use one function: from_pretrained puts a saved adapter on a model."""
 
     @staticmethod
     def from_pretrained(
@@ -78,9 +92,17 @@ class PeftModel:
         is_trainable: bool = False,
         **others: object,
     ) -> CompatModel:
-        """A new model with the adapter of a folder. It can be trained further, whatever is_trainable says. `others` are
-        PEFT's other arguments: a printed line reports one that has no effect here; one that would change the result, or
-        that is unknown, raises ValueError."""
+        """Returns a new model, `model` with the adapter of a PEFT folder.
+
+        Args:
+          model: the script's model without an adapter; it is not changed.
+          model_id: the adapter's folder.
+          adapter_name: must be "default", because an adapter has no name here.
+          is_trainable: has no effect: the adapter can always be trained further.
+          others: PEFT's other arguments. A printed line reports each one that has no effect here.
+        Raises:
+          ValueError: another adapter_name, or one of `others` would change the result or is unknown.
+        """
         del is_trainable
         settle("PeftModel.from_pretrained", {"adapter_name": adapter_name, **others}, PEFT_MODEL)
         path = os.fspath(model_id)
@@ -88,7 +110,8 @@ class PeftModel:
 
 
 class AutoPeftModelForCausalLM:
-    """PEFT's class of a function that loads an adapter with the base that it names."""
+    """PEFT's class, of which scripts use one function: from_pretrained loads an adapter with the base model that it
+    names."""
 
     @staticmethod
     def from_pretrained(
@@ -97,9 +120,18 @@ class AutoPeftModelForCausalLM:
         is_trainable: bool = False,
         **others: object,
     ) -> CompatModel:
-        """The model of an adapter's folder, over its base in 16 bits or as quantization_config says. `others` are the
-        arguments of transformers' from_pretrained, such as quantization_config and dtype: a printed line reports one
-        that has no effect here; one that would change the result, or that is unknown, raises ValueError."""
+        """Returns the model of an adapter's folder: its base model, in 16 bits or as quantization_config says, with the
+        adapter on it.
+
+        Args:
+          pretrained_model_name_or_path: the adapter's folder.
+          adapter_name: must be "default", because an adapter has no name here.
+          is_trainable: has no effect: the adapter can always be trained further.
+          others: PEFT's and transformers' other arguments, such as quantization_config and dtype. A printed line
+            reports each one that has no effect here.
+        Raises:
+          ValueError: another adapter_name, or one of `others` would change the result or is unknown.
+        """
         del is_trainable
         where = "AutoPeftModelForCausalLM.from_pretrained"
         peft = {name: others.pop(name) for name in PEFT_MODEL if name in others and name not in AUTO}

@@ -15,8 +15,9 @@ IGNORE = -100  # the label of a token that is not trained on, as in PyTorch's cr
 
 
 class Tokenised(Sequence):
-    """Tokenised documents as a sequence of rows {"input_ids", "labels"}, with label -100 where a token is not trained
-    on."""
+    """A sequence of rows {"input_ids": token ids, "labels": the same, -100 where a token is not trained on}, as scripts
+    read them from trainer.train_dataset. documents: the tokenised documents, which are converted when a row is
+    accessed."""
 
     def __init__(self, documents):
         self._documents = documents
@@ -34,8 +35,8 @@ class Tokenised(Sequence):
 
 
 def columns_of(dataset: Any, trainer: str) -> list[str]:
-    """The columns of a data set, or of the first row of a list or of a stream that does not know them. `trainer` is the
-    class of the script's trainer, for the message.
+    """Returns the names of a data set's columns; for a list or a stream without such names, those of its first row.
+    trainer: the class of the script's trainer, for the message.
 
     Raises:
       ValueError: there are no rows.
@@ -79,8 +80,8 @@ def rows_and_format(dataset: Any, text_field: str, formatting_func) -> tuple[Any
 
 
 def _streamed(dataset: Any, text_field: str, formatting_func: Callable[..., Any] | None) -> tuple[Any, str]:
-    """(rows, their format) of an IterableDataset, by the rules and arguments of rows_and_format. At most the first row
-    is read here; the rows are converted while the run reads them."""
+    """Does what rows_and_format does, for an IterableDataset: returns (its rows, the name of their format), for the
+    same arguments. It reads at most the first row; the other rows are converted while the run reads them."""
     columns = columns_of(dataset, "SFTTrainer")
     if formatting_func is not None:
         function = formatting_func
@@ -92,8 +93,9 @@ def _streamed(dataset: Any, text_field: str, formatting_func: Callable[..., Any]
 
 
 def _known_form(columns: Sequence[str], text_field: str) -> str:
-    """The format of rows with these columns, if they have no column of texts; raises ValueError, which names
-    `text_field`, if it is none that TRL knows."""
+    """Returns the format that jaxtune has for rows with these columns and without a column of texts: "messages",
+    "prompt_completion" or "sharegpt". Raises ValueError for other columns; the message names `text_field`, the column
+    of texts that is missing."""
     for names, form in (
         (["messages"], "messages"),
         (["prompt", "completion"], "prompt_completion"),
@@ -108,9 +110,9 @@ def _known_form(columns: Sequence[str], text_field: str) -> str:
 
 
 def _formatted(formatting_func, dataset: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The texts that a script's formatting_func makes of the rows, one for each. The function takes one row, or (as
-    Unsloth's do) a batch of columns; which of them is found out by calling it with the first row. Raises ValueError if
-    it returns anything else."""
+    """Returns the texts that a script's formatting_func makes of the rows, one for each row. The function takes one row
+    and returns its text, or (as Unsloth's do) takes {column: values} and returns a list of texts; a call with the first
+    row shows which. Raises ValueError if the result is anything else."""
     if not dataset:
         return []
     try:

@@ -50,17 +50,18 @@ _FAMILIES = {
 
 
 class NumpyTensor(np.ndarray):
-    """A NumPy array with the methods of torch's tensors that scripts use: `to`, `cpu`, `detach` and `numpy` do nothing,
-    and `argmax` accepts `dim` for `axis`."""
+    """A NumPy array with the methods of torch's tensors that scripts use, so that scripts run without torch: `to`,
+    `cpu`, `detach` and `numpy` return the array itself, and `argmax` accepts `dim` for `axis`."""
 
     def to(self, *_: Any, **__: Any) -> NumpyTensor:
-        """The array itself."""
+        """Returns the array itself; arguments such as a device or a dtype are ignored."""
         return self
 
     cpu = detach = numpy = to
 
     def argmax(self, axis: Any = None, *arguments: Any, dim: Any = None, **options: Any) -> Any:
-        """The index of the largest value along `axis`, or along torch's `dim`."""
+        """Returns the indices of the largest values along `axis`, or along torch's name for it, `dim`, if that is
+        given. The other arguments are those of NumPy's argmax."""
         return np.asarray(self).argmax(axis if dim is None else dim, *arguments, **options)
 
 
@@ -178,7 +179,7 @@ def standardize_sharegpt(dataset: Any, **others: Any) -> Any:
 
     Args:
       dataset: a datasets.Dataset or a list of dicts, with a column conversations.
-      others: arguments without effect.
+      others: Unsloth's other arguments, which have no effect here.
     Raises:
       ValueError: an unknown argument or role.
     """
@@ -195,8 +196,8 @@ def standardize_sharegpt(dataset: Any, **others: Any) -> Any:
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, str]:
-    """A message of ShareGPT's form {"from", "value"}, or one that is right already, as {"role", "content"}; raises
-    ValueError for an unknown speaker."""
+    """Returns a message of a conversation as {"role", "content"}. It is given in ShareGPT's form {"from", "value"}, or
+    in the resulting form already. Raises ValueError for an unknown value of "from"."""
     if message.get("role") is not None:
         return {"role": message["role"], "content": message["content"]}
     speaker = message["from"]

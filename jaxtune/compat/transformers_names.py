@@ -1,4 +1,4 @@
-"""AutoModelForCausalLM, AutoTokenizer and BitsAndBytesConfig of transformers."""
+"""AutoModelForCausalLM, AutoTokenizer and BitsAndBytesConfig of transformers, for scripts that import them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,18 @@ from jaxtune.models.files.model_folder import load_tokenizer, resolve_folder
 
 
 class BitsAndBytesConfig:
-    """transformers' description of a model in four or eight bits. bitsandbytes is not needed, and transformers' own
-    class is accepted too. Four bits are always NF4 with double quantisation here.
+    """transformers' description of how a model's weights are quantised, to eight or four bits, which from_pretrained
+    takes as quantization_config. bitsandbytes is not needed, and transformers' own class is accepted too.
 
+    Args:
+      load_in_8bit, load_in_4bit: which of the two formats; both False: the weights stay in 16 bits. Four bits are
+        always NF4 with double quantisation here, which is printed if the arguments say otherwise.
+      bnb_4bit_compute_dtype: the dtype in which a model in four bits computes.
+      bnb_4bit_quant_type: "nf4" or None.
+      bnb_4bit_use_double_quant: has no effect.
+      others: transformers' other arguments. A printed line reports each one that has no effect here.
     Raises:
-      ValueError: an argument that is not followed and would change the result.
+      ValueError: both formats are asked for, or an argument is not supported.
     """
 
     def __init__(
@@ -53,11 +60,12 @@ class BitsAndBytesConfig:
 
 
 def quantised(config: object) -> dict[str, Any]:
-    """FastLanguageModel's arguments for a quantization_config: BitsAndBytesConfig, this module's or transformers' own,
-    a dict of its arguments, or None.
+    """Returns the arguments of FastLanguageModel.from_pretrained, such as {"load_in_4bit": True, "dtype": ...}, for a
+    quantization_config: a BitsAndBytesConfig, this module's or transformers', a dict of its arguments, or None, which
+    means 16 bits.
 
     Raises:
-      ValueError: another object, or a setting that is not followed.
+      ValueError: `config` is another object, or has a setting that is not supported.
     """
     if config is None:
         return {"load_in_4bit": False}
@@ -86,15 +94,17 @@ def load_plain(
     full: bool,
     given: Mapping[str, object],
 ) -> CompatModel:
-    """A model as transformers' from_pretrained loads it: in 16 bits, or in four if quantization_config asks for them.
+    """Loads a model as transformers' from_pretrained does: in 16 bits, or as quantization_config says.
 
     Args:
       where: the called function, for messages.
       name: a folder or a hub name.
       max_length: the most tokens of a row; None: the trainer's max_length decides.
-      random_state: the seed.
-      full: whether all weights train where there is no adapter.
-      given: the arguments of from_pretrained.
+      random_state: the seed of sampling and of a new adapter.
+      full: True: all weights train, unless they are quantised; False: only an adapter trains.
+      given: {name: value} of the script's arguments of from_pretrained, such as quantization_config and dtype.
+    Raises:
+      ValueError: an argument that would change the result, or that is unknown.
     """
     given = dict(given)
     asked = quantised(given.pop("quantization_config", None))
@@ -110,15 +120,21 @@ def load_plain(
 
 
 class AutoModelForCausalLM:
-    """transformers' class of a function that loads a model, as a CompatModel. Its rows are as long as the trainer's
-    max_length says. All weights train, unless they are quantised or the model gets an adapter."""
+    """transformers' class, of which scripts use one function: from_pretrained loads a model, here as a CompatModel. The
+    most tokens of its rows are the trainer's max_length. All weights train, unless they are quantised or it has an
+    adapter."""
 
     @staticmethod
     def from_pretrained(pretrained_model_name_or_path: str | os.PathLike, **arguments: object) -> CompatModel:
-        """The model of a folder or of the hub, in 16 bits or as quantization_config says. An adapter's folder loads its
-        base with the adapter. `arguments` are transformers' others, such as quantization_config and dtype: a printed
-        line reports one that has no effect here; one that would change the result, or that is unknown, raises
-        ValueError."""
+        """Returns the model of a folder or of a hub name, in 16 bits or as quantization_config says. For an adapter's
+        folder it loads the base model with the adapter.
+
+        Args:
+          arguments: transformers' other arguments, such as quantization_config and dtype. A printed line reports each
+            one that has no effect here.
+        Raises:
+          ValueError: one of `arguments` would change the result, or is unknown.
+        """
         where = "AutoModelForCausalLM.from_pretrained"
         path = os.fspath(pretrained_model_name_or_path)
         full = not (Path(path).expanduser() / "adapter_config.json").exists()
@@ -126,14 +142,16 @@ class AutoModelForCausalLM:
 
 
 class AutoTokenizer:
-    """transformers' class of a function that loads a tokenizer, which answers with NumPy arrays where torch is not
-    there."""
+    """transformers' class, of which scripts use one function: from_pretrained loads a tokenizer, which returns NumPy
+    arrays in place of torch's tensors."""
 
     @staticmethod
     def from_pretrained(pretrained_model_name_or_path: str | os.PathLike, **arguments: object) -> Any:
-        """The tokenizer of a folder or of the hub, which answers return_tensors="pt" with NumPy arrays. `arguments`:
-        padding_side and truncation_side are followed; a printed line reports one that has no effect here.
+        """Returns the tokenizer of a folder or of a hub name. It answers return_tensors="pt" with NumPy arrays.
 
+        Args:
+          arguments: padding_side and truncation_side are set on the tokenizer. A printed line reports each other
+            argument that has no effect here.
         Raises:
           ValueError: there are no tokenizer files; one of `arguments` would change the result, or is unknown.
         """

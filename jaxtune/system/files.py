@@ -62,12 +62,12 @@ def unfinished_name(path: str | os.PathLike) -> Path:
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike, count_bytes: int) -> Iterator[None]:
-    """A context for writing a file: an OSError that names no file, as those of writing do, is raised again with this
-    file and the number of bytes, so that the user learns which disk is full.
+    """A context for writing a file: an OSError within it that names no file, as those of writing do, is raised again
+    with this file and the number of bytes in its message, so that the user learns which disk is full.
 
     Args:
-      path: the file.
-      count_bytes: the bytes that are written in all.
+      path: the file that is written.
+      count_bytes: the number of bytes that are written in all.
     """
     try:
         yield
@@ -96,8 +96,8 @@ def hold(descriptor: int) -> bool:
 
 
 def remove_left(path: Path) -> None:
-    """Removes a temporary file or folder, unless a living process is writing it, which `hold` shows. Errors are
-    ignored, because the path may be gone already."""
+    """Removes a temporary file or folder that a killed process left, unless a living process is writing it: such a
+    process has locked it by `hold`. Errors are ignored, because the path may be gone already."""
     with contextlib.suppress(OSError):
         if path.is_symlink():
             path.unlink()
@@ -115,10 +115,11 @@ def remove_left(path: Path) -> None:
 
 
 def read_plain(path: str | os.PathLike) -> bytes:
-    """The bytes of a regular file in a folder that others may write to; it does not block on a named pipe or a device.
+    """Returns the content of a regular file. It is for folders that others may write to: in place of the file there may
+    be a named pipe or a device, on which an ordinary read could wait forever; here it raises an error.
 
     Raises:
-      OSError: it is not a regular file, or cannot be read.
+      OSError: the path is not a regular file, or cannot be read.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
@@ -139,7 +140,8 @@ def remove_unfinished(folder: str | os.PathLike) -> None:
 
 
 def sync(path: str | os.PathLike) -> None:
-    """Waits until the disk has what was written to a file, or the names in a folder."""
+    """Waits until the disk has what was written to the file `path`, or, if it is a folder, the names of its files.
+    Afterwards a power failure does not lose them."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -148,7 +150,8 @@ def sync(path: str | os.PathLike) -> None:
 
 
 def fingerprints(paths: Iterable[Path]) -> dict[Path, dict[str, Any]]:
-    """{"bytes": size, "crc32": eight hexadecimal digits} of each file. CRC-32 detects accidental changes, and runs at 4
+    """Returns {path: {"bytes": size, "crc32": eight hexadecimal digits}} for the files. The values are recorded when
+    files are written, so that a later change of them is noticed. CRC-32 detects accidental changes only, and runs at 4
     GB/s per core where SHA-256 runs at 1.7."""
     paths = list(paths)
     with ThreadPoolExecutor(8) as pool:
@@ -156,7 +159,7 @@ def fingerprints(paths: Iterable[Path]) -> dict[Path, dict[str, Any]]:
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:
-    """The entry of `fingerprints` for one file, which is read in blocks of 4 MiB."""
+    """Returns {"bytes": size, "crc32": eight hexadecimal digits} of one file, which is read in blocks of 4 MiB."""
     checksum, count = 0, 0
     buffer = bytearray(2**22)
     view = memoryview(buffer)

@@ -31,11 +31,11 @@ def spelled(command: str) -> str:
 
 
 def prefix_of(original: list[str]) -> str:
-    """The words with which the user starts jaxtune, before the name of a command: "jaxtune", the path of that script,
-    or "PYTHON -m jaxtune".
+    """Returns the words with which the user starts jaxtune, before the name of a command: "jaxtune", the path of that
+    script, or "PYTHON -m jaxtune", where PYTHON is the interpreter. Messages that propose a command begin with them.
 
     Args:
-      original: `sys.orig_argv`: the process' arguments, with those that the interpreter consumed.
+      original: `sys.orig_argv`: the process's arguments, with those that the interpreter consumed.
     """
     for flag, module in itertools.pairwise(original):
         if flag == "-m" and module in ("jaxtune", "jaxtune.train", "jaxtune.cli"):
@@ -50,5 +50,5 @@ def prefix_of(original: list[str]) -> str:
 
 
 def _short(path: str) -> str:
-    """A path relative to the current folder, if it is below that folder."""
+    """Returns a path relative to the current folder if it is below that folder; otherwise the path unchanged."""
     return os.path.relpath(path) if Path(path).is_relative_to(Path.cwd()) else path

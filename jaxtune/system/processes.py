@@ -194,8 +194,8 @@ def _by_surroundings(environment: Any) -> tuple[int, int, int, int] | None:
 
 
 def _client() -> Any:
-    """The client of JAX's coordination service, through which processes exchange values; None in a run of one process,
-    or before `join`. It does not import or start JAX."""
+    """Returns the client of JAX's coordination service, through which processes exchange values; None in a run of one
+    process, or before `join`. It does not import or start JAX."""
     if "jax" not in sys.modules:
         return None
     from jaxtune.system.private_jax import distributed
@@ -204,7 +204,7 @@ def _client() -> Any:
 
 
 def count() -> int:
-    """The number of processes of the run."""
+    """The number of processes of the run; 1 before `join` and in a run of one process."""
     if _client() is None:
         return 1
     from jaxtune.system.private_jax import distributed
@@ -213,7 +213,7 @@ def count() -> int:
 
 
 def index() -> int:
-    """The index of this process, from 0."""
+    """The index of this process among those of the run, from 0; 0 in a run of one process."""
     if _client() is None:
         return 0
     from jaxtune.system.private_jax import distributed
@@ -222,7 +222,8 @@ def index() -> int:
 
 
 def first() -> bool:
-    """Whether this is the process that writes files, metrics and console output."""
+    """Whether this is the process with index 0 (True), which writes files, metrics and console output for all; the
+    others (False) write nothing."""
     return index() == 0
 
 
@@ -233,8 +234,9 @@ _points = itertools.count()
 
 
 def all_of(value: Any) -> list[Any]:
-    """Returns the values of all processes, by index, after a round trip through JSON. A collective call: every process
-    must make it, in the same order as its other collective calls and in its main thread, or the others wait forever."""
+    """Returns a list of the values that all processes passed, by the index of the process. They are sent as JSON, so a
+    tuple comes back as a list. It is a collective call: every process must make it, in the same order as its other
+    collective calls and in its main thread, or the others wait forever."""
     client, number = _client(), next(_calls)
     if client is None:
         return [value]
@@ -243,8 +245,8 @@ def all_of(value: Any) -> list[Any]:
 
 
 def of_first(value: Callable[[], Any]) -> Any:
-    """Returns in all processes what `value()` returns in the first one, after a round trip through JSON; the others do
-    not call it. A collective call, as all_of."""
+    """Returns in all processes what `value()` returns in the first one, sent as JSON; the others do not call `value`.
+    Collective: every process must call it, in the same order as its other collective calls and in its main thread."""
     client, number = _client(), next(_calls)
     if client is None:
         return value()
@@ -284,19 +286,23 @@ def agree(signal_name: str | None, due: bool) -> tuple[str | None, bool]:
 
 
 def smallest(value: float | None) -> float | None:
-    """The smallest of all processes' numbers, for example of their free memory; None if none of them has one. A
-    collective call, as all_of."""
+    """Returns the smallest of all processes' numbers, for example of their free memory. A process without a number
+    passes None; the result is None if all do. Collective: every process must call it, in the same order as its other
+    collective calls and in its main thread."""
     found = [number for number in all_of(value) if number is not None]
     return min(found, default=None)
 
 
 def require_same(what: dict[str, Any], fix: str) -> None:
-    """Raises ValueError, in all processes, if one of them has another value than the first. Otherwise each would make
-    its own run unnoticed. A collective call, as all_of.
+    """Raises ValueError if the processes have different values, such as settings of the run. Without this check each
+    process would compute another run, and nobody would notice. Collective: every process must call it, in the same
+    order as its other collective calls and in its main thread.
 
     Args:
-      what: {name: JSON-able value}.
-      fix: what to do, printed after the names and the values.
+      what: {name: value that JSON can express} of this process.
+      fix: what the user should do, printed after the name and the two values.
+    Raises:
+      ValueError: a process has another value than the first one; it is raised in all processes.
     """
     if count() == 1:
         return
@@ -311,7 +317,8 @@ def require_same(what: dict[str, Any], fix: str) -> None:
 
 
 def hosts() -> int:
-    """The number of machines of the run, by their names. A collective call, as all_of."""
+    """Returns the number of different machines that the processes run on, by their host names. Collective: every
+    process must call it, in the same order as its other collective calls and in its main thread."""
     return len(set(all_of(socket.gethostname())))
 
 
@@ -319,7 +326,8 @@ def hosts() -> int:
 def one_a_host() -> Iterator[None]:
     """A context that processes enter in turns: first the first process, then the first one of each other host, then all
     others. It is for filling a cache on disk, such as that of tokenised rows: later processes read what earlier ones
-    wrote, and do not compute it again. A collective call, as all_of."""
+    wrote, and do not compute it again. Collective: every process must call it, in the same order as its other
+    collective calls and in its main thread."""
     if count() == 1:
         yield
         return
@@ -334,18 +342,20 @@ def one_a_host() -> Iterator[None]:
 
 @contextlib.contextmanager
 def written_by_first(path: Path) -> Iterator[Path]:
-    """A context for writing what all processes have to compute but only one may write: it gives `path` in the first
-    process, and in the others a temporary path that is removed. It ends in all processes when the first has written. A
-    collective call, as all_of."""
+    """A context for writing what all processes have to compute but only one may write: it yields `path` in the first
+    process, and in the others a temporary path that is removed at the end. It ends in all processes when the first has
+    written. Collective: every process must call it, in the same order as its other collective calls and in its main
+    thread."""
     with tempfile.TemporaryDirectory() as folder:
         yield path if first() else Path(folder) / path.name
     all_of(None)
 
 
 def require_shared(folder: Any) -> None:
-    """Raises ValueError, in all processes, if a folder of this name in another process is not the first process's
-    folder, as on hosts without a shared file system. The first process creates a file in it, and the others look for
-    it, for half a minute, because a network file system may show new names late. A collective call, as all_of."""
+    """Raises ValueError, in all processes, if the path `folder` is not the same folder for all of them, as on hosts
+    without a shared file system. The first process creates a file in it, and the others look for it, for half a minute,
+    because a network file system may show new names late. Collective: every process must call it, in the same order as
+    its other collective calls and in its main thread."""
     if count() == 1:
         return
     name = of_first(lambda: _marked(folder))
@@ -386,7 +396,8 @@ def _get(client: Any, key: str) -> str:
 
 
 def last_words(text: str) -> None:
-    """Sets the message that the other processes print if this one fails."""
+    """Sets the message that the other processes print if this one fails; `leave` reports it. Without a call they print
+    the exit code."""
     _Run.last_words = text
 
 
@@ -423,8 +434,8 @@ def leave(code: int) -> None:
 
 
 def _heard(client: Any) -> None:
-    """Tells the coordination service that this process has read the failing process's message; the first process, in
-    which the service runs, waits for that before it exits."""
+    """Tells the coordination service that this process has read the failing process's message. The first process, in
+    which the service runs, waits for that before it exits. client: the service's client, which `_client` returns."""
     client.key_value_set(f"{_HEARD}{index()}", "", allow_overwrite=True)
 
 

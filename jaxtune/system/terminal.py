@@ -138,16 +138,21 @@ def be_silent() -> None:
 
 
 def say(text: object = "", file: IO[str] | None = None, end: str = "\n", flush: bool = False) -> None:
-    """Prints text made safe for a terminal (`printable`). The arguments are those of print; `file` None is stdout, on
-    which a silent process (`be_silent`) prints nothing."""
+    """Prints text made safe for a terminal (`printable`). The arguments are those of Python's print; `file` None is
+    stdout, on which a silent process (`be_silent`) prints nothing."""
     if _silent and file is None:
         return
     print(printable(text), file=file or sys.stdout, end=end, flush=flush)
 
 
 def fitted(text: str, console: Console, hang: int = 2) -> str:
-    """Sentences as a console shows them. On a terminal lines are broken at spaces, continuation lines are indented by
-    `hang` columns, and no word (a path, a key) is cut; elsewhere the text is returned as it is."""
+    """Returns sentences with the line breaks that they need on a rich console, so that it does not cut words.
+
+    Args:
+      text: the sentences; its own line breaks stay.
+      console: where they will be printed. If it is no terminal, the text is returned unchanged.
+      hang: the number of columns by which continuation lines are indented beyond their first line.
+    """
     if not console.is_terminal:
         return text
     lines = []
@@ -161,15 +166,17 @@ def fitted(text: str, console: Console, hang: int = 2) -> str:
 
 
 def console(**options: Any) -> Console:
-    """A rich console on which all text is plain: strings are not searched for markup, emoji names or numbers to colour,
-    and everything drawn, such as tables' cells, is made printable."""
+    """Returns a rich Console for text from outside: strings are not searched for markup, emoji names or numbers to
+    colour, and everything drawn, such as tables' cells, is made printable. options: arguments of rich's Console, such
+    as stderr=True."""
     as_text: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False, "quiet": _silent}
     return _console_class()(**as_text | options)
 
 
 @functools.cache
 def _console_class() -> type[Console]:
-    """The class of consoles, created at first use because importing rich takes time."""
+    """Returns rich's Console as a subclass that makes everything printable that is drawn on it. The subclass is created
+    at first use, because importing rich takes time."""
     from rich.console import Console
     from rich.segment import Segment
 
@@ -190,9 +197,14 @@ def _console_class() -> type[Console]:
 
 @contextlib.contextmanager
 def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar for work on `total_bytes` bytes, on stderr if it is a terminal. It yields a function that is
-    called with the number of bytes done, by any thread. Nothing is shown without a terminal or if this process is
-    silent."""
+    """A context with a progress bar on stderr for work on bytes, such as a download. It yields a function that is
+    called with the number of bytes done since its last call, by any thread. Without a terminal, or if this process is
+    silent (`be_silent`), nothing is shown.
+
+    Args:
+      what: the work in words, printed before the bar.
+      total_bytes: the number of bytes of the whole work.
+    """
     if _silent or not sys.stderr.isatty():
         yield lambda _: None
         return
@@ -212,14 +224,14 @@ def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
 
 @contextlib.contextmanager
 def counted(what: str, total: int, done: int = 0) -> Iterator[Callable[[int], None]]:
-    """A progress bar for `total` pieces of work, of which `done` are done already, on stderr if it is a terminal. It
-    yields a function that is called with the number of pieces done since. Nothing is shown without a terminal or if
-    this process is silent.
+    """A context with a progress bar on stderr for work that is counted, such as prompts to answer. It yields a function
+    that is called with the number of items done since its last call. Without a terminal, or if this process is silent
+    (`be_silent`), nothing is shown.
 
     Args:
-      what: the pieces, in words.
-      total: their number.
-      done: how many are done before.
+      what: the items in words, printed before the bar.
+      total: the number of all items.
+      done: how many of them are done before the context begins.
     """
     if _silent or not sys.stderr.isatty():
         yield lambda _: None
@@ -240,15 +252,17 @@ def counted(what: str, total: int, done: int = 0) -> Iterator[Callable[[int], No
 
 
 def plain(text: object, style: str = "") -> Text:
-    """`text` for a rich console or table of another library: printable, with markup shown as text."""
+    """Returns `text` as a rich Text, for a console or a table that may be rich's own: its characters are made
+    printable, and rich's markup in it is shown as it is written. style: a style of rich, such as "bold"; "": none."""
     from rich.text import Text
 
     return Text(printable(text), style)
 
 
 class PrintableFormatter(logging.Formatter):
-    """A log formatter whose lines are printable."""
+    """A log formatter whose lines cannot act on the terminal, because `printable` escapes their characters. The
+    commands use it for log records that have no other handler, such as those of libraries."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as a printable line."""
+        """Returns the record as logging.Formatter formats it, made printable."""
         return printable(super().format(record))
