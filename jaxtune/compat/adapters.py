@@ -220,9 +220,13 @@ def _start_gaussian(module: Decoder, seed: int) -> None:
 
 
 def last_layers(where: str, count: int | None, layers: int | Sequence[int] | None, module: Decoder) -> Any:
-    """The value of layers_to_transform for Unsloth's finetune_last_n_layers: the indices of the last `count` layers, or
-    `layers`, the given layers_to_transform, if `count` is None. where: the called function, for messages.
+    """Returns the value of layers_to_transform, the layers that get adapters, for Unsloth's finetune_last_n_layers.
 
+    Args:
+      where: the called function, for messages.
+      count: finetune_last_n_layers: the indices of that number of last layers are returned; None: `layers` is returned.
+      layers: the given layers_to_transform.
+      module: the model.
     Raises:
       ValueError: both are given, or `count` is not from 1 to the number of layers.
     """

@@ -101,8 +101,9 @@ class Evaluations(Reports):
         return PredictionOutput(found.predictions, found.label_ids, _renamed(values, metric_key_prefix))
 
     def _on(self, dataset: object) -> Trainer:
-        """A jaxtune Trainer that evaluates the current model on the script's `dataset`, and trains nothing; raises
-        ValueError if its rows have another format than the trainer's."""
+        """Makes a jaxtune Trainer that evaluates the current model on the rows of `dataset`, a data set in any form
+        that SFTTrainer accepts, and trains nothing. Raises ValueError if its rows have another format than the trained
+        ones."""
         rows, form = self._read(dataset, self._formatting)
         if form != self._format:
             raise ValueError(f"SFTTrainer: train_dataset is {self._format}, these rows are {form}: make them alike")

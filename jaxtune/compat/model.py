@@ -203,14 +203,14 @@ class CompatModel(ModelMethods):
         self.save_pretrained(save_directory)
 
     def load_lora(self, *_: object, **__: object) -> None:
-        """Unsloth's request to vLLM: raises ValueError, because the adapter is part of the model here."""
+        """Raises ValueError, whatever the arguments: it is Unsloth's request to vLLM, which is not started."""
         raise ValueError(
             "load_lora is not supported: it is a request to vLLM, which is not started. Instead: model.generate, which "
             "uses the adapter; of a saved one, FastLanguageModel.from_pretrained(FOLDER)"
         )
 
     def fast_generate(self, *_: object, **__: object) -> None:
-        """Unsloth's generation by vLLM: raises ValueError, which names `generate`, because vLLM is not started."""
+        """Raises ValueError, which names `generate`: it is Unsloth's generation by vLLM, which is not started."""
         raise ValueError(
             "fast_generate is not supported: it is vLLM's, which is not started. Instead: model.generate("
             "**tokenizer(texts, return_tensors='pt', padding=True), max_new_tokens=..., temperature=...), or "
@@ -400,7 +400,8 @@ class FastLanguageModel:
         **others: Any,
     ) -> CompatModel:
         """Returns a new model with LoRA adapters on `model`, whose arrays are shared. embed_tokens and lm_head in
-        target_modules are trained whole. The other arguments are those of Unsloth and PEFT.
+        target_modules are trained whole. finetune_last_n_layers adapts that number of last layers only; random_state is
+        the seed of the initial values. Other arguments are those of PEFT's LoraConfig and of from_pretrained.
 
         Raises:
           ValueError: an argument that is not supported, or contradicts those of from_pretrained.

@@ -217,9 +217,9 @@ class RewardedTrainer(PreferenceTrainer):
 
     @property
     def _answers(self) -> int:
-        """The number of answers that an update trains on: per_device_train_batch_size times
-        gradient_accumulation_steps, or, where these are not whole groups of answers to one prompt, num_generations
-        times gradient_accumulation_steps, which is printed."""
+        """The number of answers that an update trains on: per_device_train_batch_size * gradient_accumulation_steps. If
+        that is not a multiple of num_generations, the number of answers to one prompt, it is num_generations *
+        gradient_accumulation_steps, and a line says so."""
         args, parts = self.args, self.args.gradient_accumulation_steps
         batch, group = args.per_device_train_batch_size, args.num_generations
         if batch * parts % group:
@@ -233,11 +233,12 @@ class RewardedTrainer(PreferenceTrainer):
         return batch * parts
 
     def _steps_per_generation(self) -> int:
-        """The number of updates that the answers of one generation are divided into; 1 by default. TRL's arguments
-        count micro-batches or answers.
+        """Returns the number of updates among which the answers that are sampled at once are divided; 1 by default. It
+        is computed from generation_batch_size, which counts answers, or steps_per_generation, which counts
+        micro-batches.
 
         Raises:
-          ValueError: a generation has no whole number of updates.
+          ValueError: the answers that are sampled at once are not enough for a whole number of updates.
         """
         args, answers = self.args, self._answers
         if args.generation_batch_size is not None:

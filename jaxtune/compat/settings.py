@@ -191,8 +191,9 @@ def row_length(args: SFTConfig, model: Any) -> int:
 
 
 def max_steps(args: SFTConfig, streamed: bool) -> int | None:
-    """The number of updates that max_steps asks for; None if it is not set, so that num_train_epochs decides. Raises
-    ValueError then if the rows are streamed, because their number is unknown."""
+    """Returns the number of updates that the argument max_steps asks for; None if it is not positive, so that
+    num_train_epochs decides. streamed: whether the rows are an IterableDataset, whose number is unknown. Raises
+    ValueError if it is and max_steps is not set."""
     if args.max_steps > 0:
         return args.max_steps
     if streamed:

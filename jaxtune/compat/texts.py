@@ -1,4 +1,5 @@
-"""Tokenizers and conversations of Unsloth scripts, without torch."""
+"""Tokenizers and conversations of Unsloth scripts: chat templates, data sets in ShareGPT's form, and arrays that
+tokenizers return in place of torch's tensors, so that torch is not needed."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def _compile_alone() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The place of a process within its run."""
+    """Where a process is in a run of several processes: what `join` passes to jax.distributed."""
 
     coordinator: str  # "host:port" where the first process listens
     count: int  # number of processes
@@ -130,8 +130,8 @@ def _is_loopback(coordinator: str) -> bool:
 
 
 def _place(coordinator: str | None, processes: int | None, process: int | None) -> Place | None:
-    """The place of this process, from the arguments of `join` or from the variables of SLURM or Open MPI; None in a run
-    of one process.
+    """Returns the Place of this process, from the arguments of `join` or from the environment variables of SLURM or
+    Open MPI; None in a run of one process. The arguments are those of `join`.
 
     Raises:
       ValueError: the arguments contradict each other, or the first process's address is unknown.
@@ -373,7 +373,8 @@ def require_shared(folder: Any) -> None:
 
 
 def _marked(folder: Any) -> str:
-    """Creates an empty file with a unique hidden name in a folder and returns its name."""
+    """Creates an empty file with a unique hidden name in `folder` and returns its name, which the other processes look
+    for."""
     name = f".shared_{os.getpid()}_{time.time_ns()}.tmp"
     with open(os.path.join(folder, name), "xb"):
         return name
@@ -469,7 +470,8 @@ def _watch() -> None:
 
 
 def _end(text: str, code: int) -> None:
-    """Prints on stderr that this process ends because of `text`, and exits at once with `code`."""
+    """Ends this process at once with the exit code `code`, without the orderly shutdown in which JAX would wait for the
+    other processes. It first prints on stderr that the process ends because of `text`."""
     with contextlib.suppress(OSError):
         os.write(2, f"jaxtune: process {index()} ends, because {printable(text)}\n".encode())
     os._exit(code)

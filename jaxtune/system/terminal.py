@@ -94,8 +94,9 @@ def outlive(told: bool = False) -> None:
     that was closed; what can no longer be written is dropped.
 
     Args:
-      told: whether losing stdout nevertheless raises an OSError, once (for a pipe, a BrokenPipeError): for commands
-        whose result is what they print, and that have nothing left to do then.
+      told: True: the first write to stdout that fails raises an OSError (for a pipe, a BrokenPipeError), for commands
+        whose result is what they print, and that have nothing left to do then. False: such a write is dropped, too, for
+        commands such as training whose result is on disk.
     """
     with contextlib.suppress(OSError):
         while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -131,8 +132,9 @@ _silent = False
 
 
 def be_silent() -> None:
-    """From now on `say` on stdout, consoles and progress bars of this process show nothing, because the first process
-    of the run prints for all; messages on stderr are still printed."""
+    """From now on `say` on stdout, consoles and progress bars of this process show nothing; messages on stderr are
+    still printed. In a run of several processes all but the first call it when they join, because the first prints for
+    all."""
     global _silent
     _silent = True
 
