@@ -114,19 +114,20 @@ def without_torch(tokenizer: Any) -> Any:
 
 
 def get_chat_template(tokenizer: Any, chat_template: str = "chatml", **others: Any) -> Any:
-    """Unsloth's: sets the tokenizer's chat template, in place, and returns the tokenizer.
+    """Unsloth's function: sets the tokenizer's chat template, in place, and returns the tokenizer.
 
-    If jaxtune has no template of Unsloth's name, or the tokenizer lacks the special tokens that the template writes,
-    the tokenizer keeps its own template, provided that this one is of the same family (it contains the family's mark).
+    With one of Unsloth's names the tokenizer keeps its present template, which is printed, if jaxtune has no template
+    of that name or the tokenizer lacks the special tokens that the template writes. The present template must then
+    contain a string that is typical of the named one, such as "<|channel|>" for gpt-oss.
 
     Args:
       tokenizer: a tokenizer of transformers.
-      chat_template: Unsloth's name or the name of a packaged template, a .jinja file, or Jinja text; of a pair, the
-        first item.
+      chat_template: Unsloth's name or the name of a packaged template, the path of a .jinja file, or Jinja text; or a
+        pair, whose first item is one of these and whose second is ignored.
       others: Unsloth's other arguments. A printed line reports each one that has no effect here.
     Raises:
-      ValueError: the tokenizer's own template is of another family; or one of `others` would change the result, or is
-        unknown.
+      ValueError: the tokenizer's present template would be kept and lacks that string; or one of `others` would change
+        the result, or is unknown.
     """
     settle("get_chat_template", others, TEMPLATE, get_chat_template)
     if isinstance(chat_template, Sequence) and not isinstance(chat_template, str):
@@ -148,9 +149,9 @@ def get_chat_template(tokenizer: Any, chat_template: str = "chatml", **others: A
 def setup_chat_format[Model](
     model: Model, tokenizer: Any, format: str = "chatml", resize_to_multiple_of: int | None = None
 ) -> tuple[Model, Any]:
-    """TRL's: (model, tokenizer), with ChatML as the tokenizer's template, and its marks as first, last and padding
-    token. The tokenizer is changed in place, and the model not at all: no embeddings are added, so that
-    `resize_to_multiple_of` has no effect.
+    """TRL's function: gives the tokenizer ChatML as its chat template, in place, with ChatML's marks as first, last and
+    padding token, and returns (model, tokenizer). The model is not changed: no embeddings are added, so
+    resize_to_multiple_of has no effect. format: must be "chatml".
 
     Raises:
       ValueError: another format, or the tokenizer has no tokens for ChatML's marks, whose embeddings would be new.
