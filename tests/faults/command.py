@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from jaxtune.models.hf import save_pretrained
 from tests.train.data.conftest import make_tokenizer
 
 STEPS = 6
+# XLA's flags of a process with one device that computes the same bits as this one.
+ONE_DEVICE = " ".join(flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag)
 
 
 def make_folder(folder: Path, **shape: Any) -> Path:

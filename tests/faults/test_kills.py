@@ -19,7 +19,7 @@ import jaxtune
 from jaxtune.train.display.metrics import read_metrics
 from jaxtune.train.folder.results import PROOF, read_result
 from jaxtune.train.signals import EXIT_SAVED
-from tests.faults.command import make_folder
+from tests.faults.command import ONE_DEVICE, make_folder
 
 LONG = os.environ.get("JAXTUNE_LONG_KILLS") == "1"
 STEPS, KILLS = (2000, 20) if LONG else (40, 3)
@@ -39,7 +39,7 @@ def run(
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(root), str(root / "tests" / "models")]),
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "",  # one device
+        "XLA_FLAGS": ONE_DEVICE,
     }
     command = [sys.executable, str(root / "tests" / "faults" / "kills.py"), str(folder / "recipe.yaml"), str(moment)]
     command += [number, *OVERRIDES, *rows, f"output={folder / name}"]

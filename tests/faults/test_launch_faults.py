@@ -19,7 +19,7 @@ from jaxtune.system import processes
 from jaxtune.train.display.metrics import read_metrics
 from jaxtune.train.folder.checkpoint import saved_steps
 from jaxtune.train.signals import EXIT_SAVED
-from tests.faults.command import make_folder
+from tests.faults.command import ONE_DEVICE, make_folder
 
 PATIENCE_SECONDS = 600
 LISTENING = "0A"  # of the system's table of sockets
@@ -58,7 +58,7 @@ def test_launch_listens_to_its_own_host_alone_and_saves_at_a_hang_up(tmp_path):
     environment = os.environ | {
         "PYTHONPATH": str(Path(jaxtune.__file__).parents[1]),
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "",
+        "XLA_FLAGS": ONE_DEVICE,
     }
     command = [sys.executable, "-m", "jaxtune", "launch", "--processes=2", str(make_folder(tmp_path))]
     command += [f"output={output}", "steps=200000", "optim.learning_rate=1e-5"]

@@ -27,7 +27,7 @@ from jaxtune.train.folder.checkpoint import saved_steps
 from jaxtune.train.folder.results import read_result
 from jaxtune.train.signals import EXIT_SAVED, Interrupted, StopSignal
 from jaxtune.train.trainer import Trainer
-from tests.faults.command import STEPS, make_folder
+from tests.faults.command import ONE_DEVICE, STEPS, make_folder
 from tests.train.tiny_runs import assert_same, dataset, documents, lora_model, make_config
 
 PATIENCE_SECONDS = 300
@@ -49,7 +49,7 @@ def start(*arguments: str, by: tuple[str, ...] = (), **options) -> subprocess.Po
     environment = os.environ | {
         "PYTHONPATH": str(Path(jaxtune.__file__).parents[1]),
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "",
+        "XLA_FLAGS": ONE_DEVICE,
     }
     return subprocess.Popen([*by, sys.executable, "-m", "jaxtune", *arguments], env=environment, **options)
 
