@@ -101,9 +101,9 @@ class RewardedConfig(PreferenceConfig):
 
 @dataclasses.dataclass(init=False)
 class GRPOConfig(RewardedConfig):
-    """The arguments of a GRPOTrainer: TRL's GRPOConfig, where the fields of SFTConfig have Unsloth's defaults. Fields
-    with vllm_ in the name are about the difference between the probabilities of the sampler, here jaxtune's own, and
-    those of the trainer."""
+    """The arguments of a GRPOTrainer, named as in TRL's GRPOConfig. Fields that SFTConfig has too have Unsloth's
+    defaults; the others have TRL's. Fields with vllm_ in their name correct for the difference between the sampler's
+    probabilities and the trainer's. The sampler is jaxtune's own: vLLM is not used."""
 
     table = GRPO  # the arguments that are not fields: without effect here, or refused
 

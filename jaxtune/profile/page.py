@@ -62,8 +62,9 @@ def report_page(report: ReportData) -> str:
 
 
 def comparison_page(comparison: ComparisonData) -> str:
-    """Makes the HTML page of a comparison and returns its text: what changed from A to B in words, and the times of
-    both by category, scope and kernel, with both timelines."""
+    """Returns the HTML text of a page that compares the profiles of two runs, A and B. The page says in words what
+    changed from A to B. Its tables have the times of both by category, scope and kernel, and it draws both
+    timelines."""
     kernels = {
         "sort": "diff",
         "sums": ["a", "b", "diff"],

@@ -39,7 +39,8 @@ class _Rotary(Rotary):
         return {"rotary": (rope,)}
 
     def write(self, config: DecoderConfig) -> Fields:
-        """rope_theta, and rope_scaling with the keys of the queries' factor, for the config.json of `config`."""
+        """Returns the two keys of config.json that describe the rotary embedding of `config`: {"rope_theta": its base,
+        "rope_scaling": its scaling, with the two numbers by which queries grow with their position}."""
         [rope] = config.rotary
         scaling = rope_to_hf(rope) or {"rope_type": "default"}
         return {"rope_theta": rope.theta, "rope_scaling": scaling | {key: getattr(rope, key) for key in _GROWTH}}

@@ -331,8 +331,9 @@ def _shortened(value: Turns) -> str:
 
 
 def text_of(completion: Turns) -> str:
-    """The text of an answer: `completion` itself if it is text; of a list of messages the content of the last one,
-    because those before it call tools. With it a reward function works for both."""
+    """Returns the text of an answer, so that a reward function can read answers of both kinds. If `completion` is text,
+    it is returned as it is. If it is a list of messages, the content of the last message is returned, because the
+    messages before it call tools. An empty list gives ""."""
     return completion if isinstance(completion, str) else str((completion or [{}])[-1].get("content") or "")
 
 
