@@ -123,7 +123,8 @@ def _gguf(model: Decoder, job: _Job) -> Exported:
     arch = architecture(model.config)
     outtype = job.outtype or _DEFAULT_OUTTYPE[model.dtype]
     keys, notes = hyperparameters(model.config, arch)
-    tokens, name = tokenizer_fields(job.tokenizer, model.config.vocab_size, arch.ends), job.name
+    tokens = tokenizer_fields(job.tokenizer, model.config.vocab_size, arch.ends, arch.shown)
+    name = job.name
     named, strips = re.search("phi-?3", name, re.IGNORECASE), strips_as_phi3(job.tokenizer)
     if bool(named) != strips:
         name = f"{name} (Phi-3)" if strips else re.sub("(phi)-?3", r"\1_3", name, flags=re.IGNORECASE)
