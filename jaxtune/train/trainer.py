@@ -59,6 +59,7 @@ from jaxtune.train.objectives import references, teachers
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.objective import Objective
 from jaxtune.train.objectives.prompts import end_tokens
+from jaxtune.train.objectives.rollouts import SampledAnswers
 from jaxtune.train.planning.devices import device_peak_flops, host_memory_bytes
 from jaxtune.train.planning.forward import ForwardPlanner
 from jaxtune.train.planning.phases import Sampled, phase, phase_lines, phases_of
@@ -139,7 +140,8 @@ class Trainer:
         ends = end_tokens(self.model.given, self.tokenizer) if samples(self.objective) else ()
         reader = Reader(self.objective, self.tokenizer, config, self.model.given.config, tuple(ends))
         asked = config.data.eval if eval_rows is None else eval_rows
-        self.answers = answer_metrics(config, asked, self.tokenizer, self.model.given)
+        rewards = train_rows.rewards if isinstance(train_rows, SampledAnswers) else None
+        self.answers = answer_metrics(config, asked, self.tokenizer, self.model.given, rewards)
         rows, held_out = run_rows(reader, train_rows, eval_rows, not trains)
         self.train_data = rows if isinstance(rows, TokenDataset) else None
         self.config = config = in_first_words(config)
@@ -235,6 +237,7 @@ class Trainer:
             del resumed
             trainable = state.trainable
             del state  # frees the optimizer's states, which are not needed any more
+            trainable = saver.best.weights(trainable, say)
             trained = with_end_tokens(self.model.finished(trainable), self.tokenizer)
             del trainable
             saved = checkpointer.latest() == self.steps_done
@@ -273,18 +276,9 @@ class Trainer:
         profile = Profile(self.profile_folder, traced, config.profile.start, facts)
         rows = rows_identity(self.eval_data and self.eval_data.documents, self.answers)
         due = is_evaluation_due(config.evaluation, start, self.total_steps, self.output, rows)
-        run = Run(
-            self.engine,
-            monitor,
-            saver,
-            self.total_steps,
-            config.evaluation,
-            due,
-            lambda: self.eval_batches,
-            profile,
-            self.model.finished,
-            self.answers,
-        )
+        saver.best.resume(self.output, start, rows)
+        of_run = (self.engine, monitor, saver, self.total_steps, config.evaluation, due)
+        run = Run(*of_run, lambda: self.eval_batches, profile, self.model.finished, self.answers)
         if resumed is not None and start >= self.total_steps:
             monitor.progress.print(f"this run is complete: {start} steps (output {self.output})")
             write_config(self.output, config)

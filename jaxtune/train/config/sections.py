@@ -12,14 +12,10 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict
 
-from jaxtune.train.config.checks import (
-    fraction,
-    not_negative,
-    positive,
-    require,
-)
+from jaxtune.train.config.checks import fraction, not_negative, positive, require
 
 _STRICT = ConfigDict(extra="forbid")
+REWARDS = "rewards"  # evaluation.generate: the functions that the run's objective learns from
 
 
 # The keys of `data` that decide how rows are tokenised and packed: arguments of `jaxtune.train.data.prepare`.
@@ -363,11 +359,37 @@ class CheckpointConfig:
     resume: Annotated[Literal["auto", "never"], "Continue from the last checkpoint in the output folder, if any."] = (
         "auto"
     )
+    best: Annotated[
+        str | None,
+        "Metric of evaluations, such as eval_loss or eval_answers/exact_number: the checkpoint in which it is best is "
+        "kept too, and its weights are the run's result.",
+    ] = None
+    best_is: Annotated[
+        Literal["greatest", "least"] | None,
+        "Which value of checkpoint.best is best; default: the least of a name that ends in loss, else the greatest.",
+    ] = None
 
     def __post_init__(self) -> None:
         positive("checkpoint.every_steps", self.every_steps)
         positive("checkpoint.every_minutes", self.every_minutes)
         positive("checkpoint.keep", self.keep)
+        require(
+            self.best is None or self.best.startswith("eval_"),
+            "checkpoint.best",
+            self.best,
+            "name a metric as metrics.jsonl does: eval_loss, or eval_answers/NAME of a function of evaluation.generate",
+        )
+        require(
+            self.best is not None or self.best_is is None,
+            "checkpoint.best_is",
+            self.best_is,
+            "it says which value of checkpoint.best is best; set checkpoint.best, or leave it out",
+        )
+
+    @property
+    def best_is_greatest(self) -> bool:
+        """Whether the greatest value of the metric `best` is the best one (True), or the least (False)."""
+        return not (self.best or "").endswith("loss") if self.best_is is None else self.best_is == "greatest"
 
 
 @dataclass(frozen=True)
@@ -386,7 +408,7 @@ class EvaluationConfig:
     generate: Annotated[
         tuple[str, ...],
         "Functions that measure answers to held-out rows at each evaluation: file.py:function, or exact_number, "
-        "exact_match, ...",
+        "exact_match, ...; [rewards] means objective.reward_funcs.",
     ] = ()
     generate_rows: Annotated[int, "Held-out rows that are answered for evaluation.generate."] = 64
     temperature: Annotated[float, "Of the answers of evaluation.generate; 0: the likeliest tokens."] = 0.0

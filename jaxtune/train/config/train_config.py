@@ -20,6 +20,7 @@ from jaxtune.train.config.checks import (
 from jaxtune.train.config.model import AdapterConfig, ModelConfig
 from jaxtune.train.config.objective import DEFAULT_OBJECTIVE, ObjectiveConfig
 from jaxtune.train.config.sections import (
+    REWARDS,
     CheckpointConfig,
     DataConfig,
     EvaluationConfig,
@@ -254,7 +255,8 @@ class TrainConfig:
             require(not value, f"adapter.{key}", value, "qat rounds the merged weight, which cannot have it; unset it")
 
     def _check_evaluation(self) -> None:
-        """Raises `ConfigError` if evaluations are asked for and there are no held-out rows."""
+        """Raises `ConfigError` if evaluations are asked for and there are no held-out rows, or checkpoint.best names a
+        metric that they will not have."""
         has_eval = self.data.eval is not None or self.data.eval_rows > 0
         for key in ("every_steps", "at_start"):
             value = getattr(self.evaluation, key)
@@ -263,3 +265,61 @@ class TrainConfig:
             require(
                 self.data.eval is not None, key, value, "needs held-out rows to ask: set data.eval to a file of them"
             )
+        self._check_rewards()
+        self._check_best(has_eval)
+
+    def _check_rewards(self) -> None:
+        """Raises `ConfigError` if evaluation.generate has "rewards", and the objective has no reward functions, other
+        functions stand beside it, or answers have several turns, which evaluations do not sample."""
+        asked, wanted = self.evaluation.generate, self.objective
+        if REWARDS not in asked:
+            return
+        require(
+            bool(wanted.reward_funcs),
+            "evaluation.generate",
+            list(asked),
+            "rewards are the functions of objective.reward_funcs, and there are none; name functions",
+        )
+        require(len(asked) == 1, "evaluation.generate", list(asked), "rewards stand alone; or name all functions")
+        several = next((key for key in ("tools", "environment_factory", "rollout_func") if getattr(wanted, key)), None)
+        require(
+            several is None,
+            "evaluation.generate",
+            list(asked),
+            f"an evaluation samples answers of one turn, and the rewards are for those of objective.{several}; name "
+            "functions for answers of one turn",
+        )
+
+    def _check_best(self, has_eval: bool) -> None:
+        """Raises `ConfigError` if checkpoint.best names a metric that evaluations will not have. has_eval: whether
+        there are held-out rows."""
+        best, asked = self.checkpoint.best, self.evaluation.generate
+        if best is None:
+            return
+        wanted = self.evaluation.every_steps is not None or self.evaluation.at_end
+        require(
+            has_eval and wanted, "checkpoint.best", best, "needs evaluations: set data.eval, evaluation.every_steps"
+        )
+        of_answers = best.startswith(("eval_answer", "eval_reward"))
+        require(
+            asked != () if of_answers else self.objective.name not in ("grpo", "rloo"),
+            "checkpoint.best",
+            best,
+            f"evaluations have {'no answers' if of_answers else f'no loss with {self.objective.name}'}; name functions "
+            "in evaluation.generate, and set eval_answers/NAME, of which NAME is one of them",
+        )
+        rewards = asked == (REWARDS,)
+        require(
+            best != "eval_reward" or rewards,
+            "checkpoint.best",
+            best,
+            "evaluations have it with evaluation.generate = [rewards]; set that, or eval_answers/NAME",
+        )
+        functions = (self.objective.reward_funcs or ()) if rewards else asked
+        names = [name.rpartition(":")[2] for name in functions]
+        require(
+            not best.startswith("eval_answers/") or best.removeprefix("eval_answers/") in names,
+            "checkpoint.best",
+            best,
+            f"evaluations have no such function; they have {', '.join(names)}",
+        )
