@@ -4,10 +4,9 @@ to."""
 from __future__ import annotations
 
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.fake_quant import FakeQuant
+from jaxtune.models.fake_quant import ROUNDINGS, FakeQuant
 from jaxtune.models.files.quant import qat_spec
 from jaxtune.models.lora import has_adapter
-from jaxtune.pallas.formats import exports
 
 _GGUF_DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # by outtype
 
@@ -30,15 +29,16 @@ def require_held(model: Decoder, to: str, outtype: str | None) -> None:
     grid = grid_of_export(model)
     if grid is None or to in ("adapter", "gguf-adapter"):
         return
-    what = f"{to} in {outtype}" if outtype else to
-    if to in exports() or (outtype and outtype not in _GGUF_DTYPES):
+    what, exact = f"{to} in {outtype}" if outtype else to, ROUNDINGS[grid.format].exports
+    if to not in exact and (to not in ("merged", "gguf") or (outtype and outtype not in _GGUF_DTYPES)):
+        takes = "".join(f"{name}, which stores that grid, or " for name in exact)
         raise ValueError(
             f"export: to = {what!r} rounds weights to a grid of its own, and quantisation-aware training rounded this "
-            f"model's to another ({grid}): take w4a16, which stores that grid, or merged, or gguf in bf16 or f32"
+            f"model's to another ({grid}): take {takes}merged, or gguf in bf16 or f32"
         )
     dtype = _GGUF_DTYPES[outtype] if outtype else model.dtype
-    exactly = to == "w4a16"  # its readers multiply codes and scales in the model's dtype
-    if dtype != grid.dtype and (exactly or not grid.represented_by(dtype)):
+    # Readers of quantised formats multiply codes and scales in the model's dtype.
+    if dtype != grid.dtype and (to in exact or not grid.represented_by(dtype)):
         raise ValueError(
             f"export: to = {what!r} in {dtype} cannot represent weights that quantisation-aware training rounded to "
             f"{grid}: take {grid.dtype} ({'outtype, --outtype' if outtype else 'dtype, --dtype'})"
@@ -53,5 +53,11 @@ def notes_on_adapter(model: Decoder) -> tuple[str, ...]:
         return ()
     return (
         f"it is the adapter before rounding: quantisation-aware training rounded merged weights to {grid}, as jaxtune "
-        "does when it loads the adapter and other programs do not: serve the merged model there (--to w4a16 or merged)",
+        "does when it loads the adapter and other programs do not: serve the merged model there (--to "
+        f"{_served(grid)})",
     )
+
+
+def _served(grid: FakeQuant) -> str:
+    """The values of --to that store the weights of a grid exactly, as text: "w4a16 or merged"."""
+    return " or ".join((*ROUNDINGS[grid.format].exports, "merged"))

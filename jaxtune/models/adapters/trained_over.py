@@ -44,7 +44,8 @@ class TrainedOver:
 
     def to_text(self) -> str:
         """The record as JSON, for the metadata of the adapter's safetensors file."""
-        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+        record = dataclasses.asdict(self) | {"qat": None if self.qat is None else self.qat.record()}
+        return json.dumps(record, sort_keys=True)
 
 
 def of_model(model: Decoder) -> TrainedOver:

@@ -244,15 +244,12 @@ class TrainConfig:
         )
 
     def _check_qat(self) -> None:
-        """Raises `ConfigError` if quantisation-aware training (the section qat) is on, and starts after the last step
-        or a key is set that it rules out: DoRA or dropout of the adapter."""
+        """Raises `ConfigError` if quantisation-aware training (the section qat) is on and starts after the last
+        step."""
         if self.qat is None:
             return
-        start, adapter = self.qat.start, self.adapter
+        start = self.qat.start
         require(self.steps is None or start < self.steps, "qat.start", start, f"must be below steps = {self.steps}")
-        for key in ("use_dora", "lora_dropout"):
-            value = getattr(adapter, key, None)
-            require(not value, f"adapter.{key}", value, "qat rounds the merged weight, which cannot have it; unset it")
 
     def _check_evaluation(self) -> None:
         """Raises `ConfigError` if evaluations are asked for and there are no held-out rows, or checkpoint.best names a

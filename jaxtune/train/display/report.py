@@ -206,7 +206,9 @@ def precision_notes(
         start = 0 if config.qat is None else config.qat.start
         skipped = not_quantized(model, qat)
         left = f"; not rounded, as groups do not divide their input: {_last_parts(skipped)}" if skipped else ""
-        notes.append(f"QAT: weights rounded to {qat.format}, groups of {qat.group_size}, from step {start}{left}")
+        what = "weights and activations" if qat.rounds_inputs else "weights"
+        groups = "" if qat.group_size is None else f", groups of {qat.group_size}"
+        notes.append(f"QAT: {what} rounded to {qat.format}{groups}, from step {start}{left}")
     before = qat_spec(model)
     if before is not None and before != qat:
         notes.append(
