@@ -192,7 +192,7 @@ class FakeQuant:
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> dict[str, str | int | None]:
         """What files record of the grid, of which `of_record` makes it again: format, group_size and dtype."""
         return {"format": self.format, "group_size": self.group_size, "dtype": self.dtype}
 

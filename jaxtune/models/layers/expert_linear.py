@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -179,16 +178,18 @@ class ExpertLinear(nnx.Module):
         If a quantised weight must be decoded, the decoded weight is kept for the derivative, which is expected to be
         computed right after (`derivative_follows` of grouped_matmul). routing: which token and expert each row belongs
         to, from `route`."""
-        options: dict[str, Any] = dict(transposed=self.transposed, derivative_follows=True, fp8=self.fp8)
+        lora = self.adapter()
         if self.fake_quant is None:
-            out = matmul_of_tokens(x, self.stored_weight, routing, self.adapter(), **options)
+            weight, added = self.stored_weight, lora
         else:
-            weight, x = self.rounded_weight(x), self.fake_quant.round_inputs(x)
-            out = matmul_of_tokens(x, weight, routing, **options)
-            if (lora := self.adapter()) is not None:
-                a, b = (lora.scale * lora.a).astype(x.dtype), lora.b.astype(x.dtype)
-                inner = matmul_of_tokens(jax.lax.stop_gradient(x), a, routing)
-                out = gradients_of(out, grouped_matmul(inner, b, routing.groups))
+            weight, added = self.rounded_weight(x), None
+            x = self.fake_quant.round_inputs(x)
+        fp8 = self.fp8 and self.fake_quant is None
+        out = matmul_of_tokens(x, weight, routing, added, transposed=self.transposed, derivative_follows=True, fp8=fp8)
+        if self.fake_quant is not None and lora is not None:
+            a, b = (lora.scale * lora.a).astype(x.dtype), lora.b.astype(x.dtype)
+            inner = matmul_of_tokens(jax.lax.stop_gradient(x), a, routing)
+            out = gradients_of(out, grouped_matmul(inner, b, routing.groups))
         if self.bias is None:
             return out
         return grouped_bias(out, self.bias[...], routing.groups)
