@@ -4,6 +4,7 @@
 from jaxtune.train.config.checks import ConfigError
 from jaxtune.train.config.model import AdapterConfig, ModelConfig
 from jaxtune.train.config.objective import ObjectiveConfig
+from jaxtune.train.config.qat import QatConfig
 from jaxtune.train.config.sections import (
     ROW_OPTIONS,
     CheckpointConfig,
@@ -16,7 +17,6 @@ from jaxtune.train.config.sections import (
     OptimConfig,
     PlanConfig,
     ProfileConfig,
-    QatConfig,
     ScheduleConfig,
 )
 from jaxtune.train.config.train_config import COMPUTE_DTYPES, DEFAULT_OUTPUT, SHORTHANDS, TrainConfig

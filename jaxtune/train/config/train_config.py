@@ -19,6 +19,7 @@ from jaxtune.train.config.checks import (
 )
 from jaxtune.train.config.model import AdapterConfig, ModelConfig
 from jaxtune.train.config.objective import DEFAULT_OBJECTIVE, ObjectiveConfig
+from jaxtune.train.config.qat import QatConfig
 from jaxtune.train.config.sections import (
     REWARDS,
     CheckpointConfig,
@@ -32,7 +33,6 @@ from jaxtune.train.config.sections import (
     OptimConfig,
     PlanConfig,
     ProfileConfig,
-    QatConfig,
     ScheduleConfig,
 )
 
