@@ -34,6 +34,7 @@ from jaxtune.train.planning.meshes import mesh_of
 from jaxtune.train.planning.phases import prefill_bytes
 from jaxtune.train.planning.plan import residuals_text
 from jaxtune.train.planning.planner import Planner
+from jaxtune.train.program.gradient_sync import gradient_sync_of
 from jaxtune.train.program.loss import aux_losses
 from jaxtune.train.program.step import StepProgram
 from jaxtune.train.program.trained_model import TrainedModel
@@ -109,6 +110,7 @@ def step_programs(
         by_tensor=rule.bound is not None and not has_adapter(model.given),
         offload=config.optim.offload,
         full=batches.full,
+        gradient_sync=gradient_sync_of(config.mesh),
     )
     if config.qat is None or config.qat.start == 0:
         return program, None

@@ -64,9 +64,11 @@ from jaxtune.train.planning.devices import device_peak_flops, host_memory_bytes
 from jaxtune.train.planning.forward import ForwardPlanner
 from jaxtune.train.planning.phases import Sampled, phase, phase_lines, phases_of
 from jaxtune.train.planning.planner import Planner
+from jaxtune.train.program import gradient_sync
 from jaxtune.train.program.flops import flop_counter
 from jaxtune.train.program.programs import Engine, Programs
-from jaxtune.train.program.step import StepProgram, Sums, TrainState, trainable_names
+from jaxtune.train.program.step import StepProgram, Sums, TrainState
+from jaxtune.train.program.tensors import trainable_names
 from jaxtune.train.program.trained_model import TrainedModel
 from jaxtune.train.run import Profile, Run, is_evaluation_due, rows_identity
 from jaxtune.train.signals import StopSignal
@@ -351,10 +353,8 @@ class Trainer:
 
     def notes(self) -> list[str]:
         """Lines for the screen about how weights are stored, gradients summed and, under QAT, weights rounded."""
-        losses = self.program.aux_losses
-        return report.precision_notes(
-            self.config, self.storage(), self.gradients, losses, self.model.given, self.model.qat
-        )
+        losses, model = self.program.aux_losses, self.model
+        return report.precision_notes(self.config, self.storage(), self.gradients, losses, model.given, model.qat)
 
     def storage(self) -> dict[str, str]:
         """How a checkpoint stores the weights and the optimizer's states: {"weights": dtype, "optimizer": in words}."""
@@ -364,8 +364,9 @@ class Trainer:
 
     @property
     def gradients(self) -> str:
-        """The dtype, such as "fp32", in which gradients are summed over micro-batches."""
-        return "fp32" if self.engine.planner.plan.micro_batches > 1 else self.program.weights
+        """The dtype in which gradients are summed over micro-batches, such as "fp32", and in what they are sent."""
+        summed = "fp32" if self.engine.planner.plan.micro_batches > 1 else self.program.weights
+        return summed if self.program.sync is None else f"{summed}, {self.program.sync}"
 
     @property
     def adapted(self) -> bool:
@@ -472,18 +473,17 @@ class Trainer:
         {"trainable": weights}, without the optimizer's states.
         """
         self.model.take_weights()  # the record has the base's fingerprint
-        like: Any = self.model.state_shapes(self.engine)
-        if weights_only:
-            like = {"trainable": like.trainable}
+        wanted: Any = self.model.state_shapes(self.engine)
+        wanted, like = {"trainable": wanted.trainable} if weights_only else wanted, {}
 
         def check(saved):
+            like["state"] = gradient_sync.as_saved(wanted, saved)
             if self.trains:
                 self.planner.adopt(saved["numerics"])
                 self.engine.follow_plan()
             note(require_same_run(saved, self.record(), self.output))
             self.model.free_given()
 
-        like = {"state": like}
         step, restored, meta = checkpointer.restore(from_step, like=like, check=check, partial=weights_only)
         if is_longer(meta, self.record()):
             note(report.new_rates(self.config.schedule, self.program.schedule, step, self.total_steps))
@@ -491,4 +491,4 @@ class Trainer:
             raise CheckpointError(f"steps = {steps}: the last checkpoint is of step {step}; give it as many or more")
         if self.trains:
             self.batches.resume(step, meta.get(POSITION))
-        return step, restored["state"]
+        return step, gradient_sync.fitted(restored["state"], wanted, note)

@@ -302,26 +302,44 @@ class MeshConfig:
 
     data: Annotated[int, "Groups of devices that share the rows of a step; -1: what fsdp leaves of all there are."] = 1
     fsdp: Annotated[int, "Devices of a group, which divide weights and optimizer states too; -1: what data leaves."] = 1
+    gradient_sync: Annotated[
+        Literal["fp32", "bf16", "int8", "int4"], "The numbers in which devices send each other gradients to add them."
+    ] = "fp32"
+    gradient_rounding: Annotated[
+        Literal["error_feedback", "stochastic"],
+        "How gradient_sync rounds: error_feedback adds to a step what the one before lost; stochastic keeps nothing.",
+    ] = "error_feedback"
 
     def __post_init__(self) -> None:
         rest = []
-        for key, value in vars(self).items():
+        for key, value in self.axes.items():
             require(value > 0 or value == -1, f"mesh.{key}", value, "must be greater than 0, or -1 for all devices")
             rest += [f"mesh.{key}"] if value == -1 else []
         if len(rest) > 1:
             require(False, rest[1], -1, f"{rest[0]} is -1 too: only one can take what is left")
+        key, value = "mesh.gradient_sync", self.gradient_sync
+        alone = "nothing is sent on a mesh of one device; set mesh.data (-1: all devices) or mesh.fsdp, or leave it out"
+        require(value == "fp32" or self.sizes != (1, 1), key, value, alone)
+        key, value = "mesh.gradient_rounding", self.gradient_rounding
+        unrounded = "mesh.gradient_sync = fp32 rounds nothing; set mesh.gradient_sync, to int8 for example, or unset it"
+        require(value == "error_feedback" or self.gradient_sync != "fp32", key, value, unrounded)
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """{name: number of devices} of the axes of the mesh, in the order of AXES in models/placement/partition.py; -1
+        means as many as the other axis leaves of all devices."""
+        return {"data": self.data, "fsdp": self.fsdp}
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """(data, fsdp): the number of devices along each axis of the mesh, in the order of AXES in
-        models/placement/partition.py. -1 means as many as the other axis leaves of all devices."""
-        return tuple(vars(self).values())
+        """(data, fsdp): the values of `axes`."""
+        return tuple(self.axes.values())
 
     @property
     def keys(self) -> str:
         """The config keys whose product is the number of devices, in words for messages: "mesh.data", or "mesh.data x
         mesh.fsdp" if fsdp is not 1."""
-        used = [f"mesh.{key}" for key, value in vars(self).items() if value != 1 or key == "data"]
+        used = [f"mesh.{key}" for key, value in self.axes.items() if value != 1 or key == "data"]
         return " x ".join(used)
 
     @property

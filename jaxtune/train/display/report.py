@@ -32,7 +32,7 @@ from jaxtune.train.planning.devices import Device
 from jaxtune.train.planning.forecasts import Forecast, product_time, state_seconds
 from jaxtune.train.planning.plan import residuals_text
 from jaxtune.train.program.loss import AuxLosses
-from jaxtune.train.program.step import trainable_names
+from jaxtune.train.program.tensors import trainable_names
 
 
 def parameter_counts(model: Decoder) -> tuple[int, int]:

@@ -22,6 +22,7 @@ from jaxtune.models.layers.segment import Residual, Segment
 from jaxtune.models.layers.tiles import tiled_residuals
 from jaxtune.models.lora import get_peft_model
 from jaxtune.models.placement import partition
+from jaxtune.models.placement.low_format import bytes_per_number
 from jaxtune.models.residual_plan import residuals_of
 from jaxtune.models.reward import with_head
 from jaxtune.pallas.linear_cross_entropy import fills_up
@@ -33,9 +34,12 @@ from jaxtune.train.optimizer.optim import make_optimizer, weight_storage
 from jaxtune.train.optimizer.schedule import learning_rate_schedule
 from jaxtune.train.planning.layer_costs import LayerKind, Work, kind_of
 from jaxtune.train.planning.sizes import nbytes, weight_bytes
+from jaxtune.train.program.gradient_sync import GradientSync, gradient_sync_of
 
 _ADAM8_STATES = 2 + 8 / 256  # bytes for an element
-TEACHER = "teacher's weights"  # the name of their bytes in StepCost.fixed
+# Names of bytes in StepCost.fixed.
+TEACHER = "teacher's weights"
+SYNC_ERRORS = "errors of the gradient sync"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +106,7 @@ class StepCost:
     tiled: tuple[str, ...] = ()
     hosted_bytes: float = 0.0  # optimizer states of this device in host memory
     update_bytes: float = 0.0  # taken by the update in addition to `fixed`
+    sync_bytes: float = 0.0  # taken by the update for a quantised sync of gradients
     less_sums: float = 0.0  # the part of `fixed` that a step of one micro-batch does not need
     reference_runs: int = 0  # forward passes of a frozen model in each micro-batch
     teacher: StepCost | None = None  # of the forward passes of the teacher, if the frozen model is one
@@ -157,19 +162,20 @@ def step_cost(
     masters = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), trainable)
     states = jax.eval_shape((optimizer or _configured_optimizer(config)).init, masters)
     storage = weight_storage(config.optim.weights, config.precision, sum(a.size for a in jax.tree.leaves(masters)))
-    kept = jax.tree.map(
-        lambda a: a.update(dtype=jnp.dtype(jnp.bfloat16)) if storage == "bf16" and a.ndim >= 2 else a, masters
-    )
+    kept = _stored(masters, storage)
     on_host = float(optimizer_offload.hosted_bytes(states)) if config.optim.offload else 0.0
     divided = partition.mesh_shape(*(config.mesh or MeshConfig()).sizes)
     parts, trained_bytes = divided.parts, nbytes(masters)
     share = partition.bytes_per_device(masters, parts) / max(trained_bytes, 1.0)  # of one device; a teacher trains none
+    sync = gradient_sync_of(config.mesh)
+    errors_bytes, sync_bytes = (0.0, 0.0) if sync is None else sync.bytes_on_device(masters, divided)
     fixed = {
         **_frozen_parts(frozen, parts),
         **({"the model as it was given": nbytes(trainable)} if keeps_model else {}),
         f"trainable parameters ({storage})": share * nbytes(kept),
         "optimizer states": share * nbytes(states) - on_host,
         "gradient sums": share * nbytes(masters if config.micro_batches != 1 else kept),
+        **({SYNC_ERRORS: errors_bytes} if errors_bytes else {}),
     }
     kinds = [kind_of(layer, spec, shape, length, dtype) for layer, spec in zip(model.layers, shape.layers, strict=True)]
     known = residuals_of(model.layers)
@@ -177,8 +183,7 @@ def step_cost(
     padding = {r.name: _mean([kind.padding.get(r.name, 0.0) for kind in kinds]) for r in known}
     frozen_layers = [partition.divided_sizes(layer, parts)[0] for layer in frozen.get("layers", {}).values()]
     around = partition.divided_sizes(frozen, parts)[0] - sum(frozen_layers)
-    # The divided weights stay in memory beside the gathered ones if the caller keeps them.
-    more = 1.0 if keeps_model else 1 - 1 / parts
+    more = 1.0 if keeps_model else 1 - 1 / parts  # the divided weights stay beside the gathered ones if they are kept
     head = model.head_variable
     head_bytes, head_gradient_bytes = _head_costs(head, shape.vocab_size, dtype, storage)
     return StepCost(
@@ -212,13 +217,21 @@ def step_cost(
         shared_bytes=sum(_adapter_bytes(layer, dtype) for layer in model.layers),
         given_bytes=_given_bytes(model, dtype),
         dropout_bytes=max(_masked_sizes(model), default=0) * (1.0 + dtype.itemsize),
-        exchange=_exchange(kept, frozen, divided),
+        sync_bytes=sync_bytes,
+        exchange=_exchange(kept, frozen, divided, sync),
         whole_layer_bytes=_whole_layer_bytes((kept, frozen), len(kinds), parts),
         whole_head_bytes=partition.divided_sizes(nnx.State({"head": head}), parts)[0],
         frozen_layer_bytes=max(frozen_layers, default=0.0),
         resident_layer_bytes=more * max(frozen_layers, default=0.0),
         resident_around_bytes=more * around,
         whole_gradient_bytes=0.0 if parts == 1 else _whole_gradient_bytes(model, storage),
+    )
+
+
+def _stored(masters, storage: str):
+    """The shapes of the trained weights, float32 in `masters`, in the dtypes of `storage`, "fp32" or "bf16"."""
+    return jax.tree.map(
+        lambda a: a.update(dtype=jnp.dtype(jnp.bfloat16)) if storage == "bf16" and a.ndim >= 2 else a, masters
     )
 
 
@@ -259,9 +272,10 @@ def _frozen_parts(frozen: nnx.State, parts: int) -> dict[str, float]:
     return {"frozen weights": every - of_teacher, **({TEACHER: of_teacher} if of_teacher else {})}
 
 
-def _exchange(trained, frozen, shape: partition.MeshShape) -> Exchange:
+def _exchange(trained, frozen, shape: partition.MeshShape, sync: GradientSync | None) -> Exchange:
     """The bytes that a device receives in a step from the other devices of a mesh of this shape. trained, frozen:
-    nnx.States of the weights that train, with the dtypes in which they are stored, and of those that do not."""
+    nnx.States of the weights that train, with the dtypes in which they are stored, and of those that do not. sync: how
+    gradients are exchanged; None: in float32."""
 
     parts = shape.parts
 
@@ -272,13 +286,14 @@ def _exchange(trained, frozen, shape: partition.MeshShape) -> Exchange:
     _, gradients = partition.divided_sizes(trained["layers"], parts) if "layers" in trained else (0.0, 0.0)
     every, (_, divided) = partition.divided_sizes((trained, frozen), parts)[0], partition.divided_sizes(trained, parts)
     whole = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trained)) - divided
-    # Bytes of a gradient as gathers.scatter sends it; sums of whole weights' gradients are in float32.
+    # Bytes of a gradient as gathers.scatter sends it, and in sums of whole weights' gradients.
     width = 4.0 if parts > 2 else partition.divided_sizes(trained, parts)[0] / max(divided, 1.0)
+    width, summed = (width, 4.0) if sync is None else [bytes_per_number(sync.format)] * 2
     return Exchange(
         weights=received * weights,
         gradients=received * width * gradients,
         around=received * (every - weights + width * (divided - gradients)),
-        sums=8.0 * (whole * (1 - 1 / shape.size) + divided / parts * (1 - 1 / shape.copies)),
+        sums=2 * summed * (whole * (1 - 1 / shape.size) + divided / parts * (1 - 1 / shape.copies)),
         frozen=received * of_layers(frozen),
         frozen_around=received * (partition.divided_sizes(frozen, parts)[0] - of_layers(frozen)),
     )
