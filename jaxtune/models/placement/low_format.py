@@ -40,8 +40,8 @@ def encode(x: jax.Array, format: SyncFormat, seed: jax.Array | None = None, stre
       seed: uint32[2], from which stochastic rounding draws; None: numbers are rounded to the nearest.
       stream: different for arrays that are rounded with the same seed.
     Returns:
-      {"codes": uint16[..., n], the bits of bfloat16; int8[..., n]; or uint8[..., n / 2], two numbers of int4 a byte}, and
-        for int8 and int4 "scales": float32[..., n / 64].
+      {"codes": uint16[..., n], the bits of bfloat16; int8[..., n]; or uint8[..., n / 2], two int4 a byte}, and for int8
+        and int4 "scales": float32[..., n / 64].
     """
     if format == "bf16":
         rounded = x.astype(jnp.bfloat16) if seed is None else stochastic_round(x, seed, stream)

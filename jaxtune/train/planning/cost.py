@@ -167,22 +167,20 @@ def step_cost(
     divided = partition.mesh_shape(*(config.mesh or MeshConfig()).sizes)
     parts, trained_bytes = divided.parts, nbytes(masters)
     share = partition.bytes_per_device(masters, parts) / max(trained_bytes, 1.0)  # of one device; a teacher trains none
-    sync = gradient_sync_of(config.mesh)
-    errors_bytes, sync_bytes = (0.0, 0.0) if sync is None else sync.bytes_on_device(masters, divided)
+    errors, sync_bytes = _sync_bytes(masters, config, divided)
     fixed = {
         **_frozen_parts(frozen, parts),
         **({"the model as it was given": nbytes(trainable)} if keeps_model else {}),
         f"trainable parameters ({storage})": share * nbytes(kept),
         "optimizer states": share * nbytes(states) - on_host,
         "gradient sums": share * nbytes(masters if config.micro_batches != 1 else kept),
-        **({SYNC_ERRORS: errors_bytes} if errors_bytes else {}),
+        **errors,
     }
     kinds = [kind_of(layer, spec, shape, length, dtype) for layer, spec in zip(model.layers, shape.layers, strict=True)]
     known = residuals_of(model.layers)
     residuals = {r.name: _mean([kind.residuals.get(r.name, 0.0) for kind in kinds]) for r in known}
     padding = {r.name: _mean([kind.padding.get(r.name, 0.0) for kind in kinds]) for r in known}
     frozen_layers = [partition.divided_sizes(layer, parts)[0] for layer in frozen.get("layers", {}).values()]
-    around = partition.divided_sizes(frozen, parts)[0] - sum(frozen_layers)
     more = 1.0 if keeps_model else 1 - 1 / parts  # the divided weights stay beside the gathered ones if they are kept
     head = model.head_variable
     head_bytes, head_gradient_bytes = _head_costs(head, shape.vocab_size, dtype, storage)
@@ -218,12 +216,12 @@ def step_cost(
         given_bytes=_given_bytes(model, dtype),
         dropout_bytes=max(_masked_sizes(model), default=0) * (1.0 + dtype.itemsize),
         sync_bytes=sync_bytes,
-        exchange=_exchange(kept, frozen, divided, sync),
+        exchange=_exchange(kept, frozen, divided, gradient_sync_of(config.mesh)),
         whole_layer_bytes=_whole_layer_bytes((kept, frozen), len(kinds), parts),
         whole_head_bytes=partition.divided_sizes(nnx.State({"head": head}), parts)[0],
         frozen_layer_bytes=max(frozen_layers, default=0.0),
         resident_layer_bytes=more * max(frozen_layers, default=0.0),
-        resident_around_bytes=more * around,
+        resident_around_bytes=more * (partition.divided_sizes(frozen, parts)[0] - sum(frozen_layers)),
         whole_gradient_bytes=0.0 if parts == 1 else _whole_gradient_bytes(model, storage),
     )
 
@@ -233,6 +231,14 @@ def _stored(masters, storage: str):
     return jax.tree.map(
         lambda a: a.update(dtype=jnp.dtype(jnp.bfloat16)) if storage == "bf16" and a.ndim >= 2 else a, masters
     )
+
+
+def _sync_bytes(masters, config: TrainConfig, shape: partition.MeshShape) -> tuple[dict[str, float], float]:
+    """({name: bytes of the errors that a quantised sync of gradients keeps on a device}, if it keeps any; bytes that
+    the sync takes in the update). masters: the trained weights' shapes. shape: of the mesh."""
+    sync = gradient_sync_of(config.mesh)
+    kept, taken = (0.0, 0.0) if sync is None else sync.bytes_on_device(masters, shape)
+    return {SYNC_ERRORS: kept} if kept else {}, taken
 
 
 def _configured_optimizer(config: TrainConfig) -> optax.GradientTransformation:
