@@ -51,7 +51,7 @@ def write(weights: Weights, folder: Path, tokenizer: Any, max_shard_bytes: int) 
     """
     weights = weights.dequantized()
     model = weights.model
-    exact, group = model.qat is not None, GROUP if model.qat is None else model.qat.group_size
+    exact, group = model.qat is not None, (model.qat.group_size if model.qat else None) or GROUP
     planned = hf.checkpoint_tensors(weights)
     dense = [
         name

@@ -147,10 +147,10 @@ ROUNDINGS = {
     "int4": Rounding(int4, exports=("w4a16",)),
     "int8-int4": Rounding(int4, activations=int8_by_token, exports=("w4a16",)),
     "int8-int4-asymmetric": Rounding(int4, activations=int8_by_token_asymmetric, exports=("w4a16",)),
-    "int8": Rounding(int8),
-    "fp8": Rounding(functools.partial(_as_declared, "fp8"), activations=fp8_by_token),
-    "nvfp4": Rounding(functools.partial(_as_declared, "nvfp4"), block=16),
-    "mxfp4": Rounding(functools.partial(_as_declared, "mxfp4"), block=32),
+    "int8": Rounding(int8, exports=("int8",)),
+    "fp8": Rounding(functools.partial(_as_declared, "fp8"), activations=fp8_by_token, exports=("fp8",)),
+    "nvfp4": Rounding(functools.partial(_as_declared, "nvfp4"), block=16, exports=("nvfp4",)),
+    "mxfp4": Rounding(functools.partial(_as_declared, "mxfp4"), block=32, exports=("mxfp4",)),
 }
 assert ROUNDINGS.keys() == QAT_GROUPS.keys()
 
@@ -204,6 +204,12 @@ class FakeQuant:
     def rounds_inputs(self) -> bool:
         """Whether activations are rounded before they are multiplied by rounded weights."""
         return self.inputs and ROUNDINGS[self.format].activations is not None
+
+    @property
+    def exports(self) -> tuple[str, ...]:
+        """The values of `jaxtune export --to` whose formats store the grid's numbers exactly, beside 16-bit ones."""
+        grouped = self.group_size is not None and self.format == "int8"  # in blocks of GGUF's q8_0 alone
+        return () if grouped else ROUNDINGS[self.format].exports
 
     def represented_by(self, dtype: str) -> bool:
         """Whether a dtype (its name) represents every value of the grid exactly, so that weights can be saved in it."""
