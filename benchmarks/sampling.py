@@ -15,7 +15,7 @@ itself. All processes share one cache of compiled programs, empty at the beginni
                     slots times that share.
     first_answer    seconds from the start of a process to one answer of 16 tokens, without the seconds in which random
                     weights were made, which stand for those of a load; with an empty cache of programs, and again.
-    adapter         full slots with an adapter of rank 16 on all linears and without it, in turns in one process: of each,
+    adapter         full slots with an adapter of rank 16 on all linears and without it, in turns in one process:
                     milliseconds of a decoding step in each turn, and `share`, the speed with the adapter as a share of
                     that without.
     mismatch        the packaged model with an adapter: log-probabilities of 16 x 96 sampled tokens against the forward

@@ -110,8 +110,7 @@ def _stages(tile: Tile, tokens: int, weights: int, rank: int) -> int:
 
 
 def _multiplied(x, weights: Sequence, loras: Sequence, tile: Tile, splits: int, activation: int, width: int, dtype):
-    """Runs the kernel of products (triton_kernels.product_kernel, or adapted_product_kernel if there are adapters).
-    Returns [splits, N, width] in `dtype`.
+    """Runs the kernel of products (triton_kernels.product_kernel). Returns [splits, N, width] in `dtype`.
 
     Args:
       x: [N, in].
@@ -127,18 +126,18 @@ def _multiplied(x, weights: Sequence, loras: Sequence, tile: Tile, splits: int, 
 
     (count, inner), padding = x.shape, 3 - len(weights)
     sizes = [*(weight.shape[0] for weight in weights), *(0,) * padding]
-    kernel, sides, stages, settings = triton_kernels.product_kernel, [], tile.stages, {}
     rank = padded_rank(loras)
-    if rank:
-        kernel = triton_kernels.adapted_product_kernel
-        stages = _stages(tile, padded(count), 2 if activation else 1, rank)
-        settings["RANK"] = rank
-        for name, lora in zip(("FIRST", "SECOND", "THIRD"), (*loras, *(None,) * padding), strict=True):
+    stages = _stages(tile, padded(count), 2 if activation else 1, rank) if rank else tile.stages
+    sides, settings = [], {}
+    for name, lora in zip(("first", "second", "third"), (*loras, None, None, None), strict=False):
+        settings[f"{name.upper()}_RANK"] = 0 if lora is None else lora.a.shape[0]
+        settings[f"{name.upper()}_SCALE"] = 1.0 if lora is None else float(lora.scale)
+        if not rank:
+            settings |= {f"{name}_a": None, f"{name}_b": None}
+        else:
             sides += [x, x] if lora is None else [lora.a.astype(x.dtype), lora.b.astype(x.dtype)]
-            settings[f"{name}_RANK"] = 0 if lora is None else lora.a.shape[0]
-            settings[f"{name}_SCALE"] = 1.0 if lora is None else float(lora.scale)
     (out,) = compat.triton_graph_call(
-        kernel,
+        triton_kernels.product_kernel,
         (x, *weights, *(weights[0],) * padding, *sides),
         (jax.ShapeDtypeStruct((splits, count, width), dtype),),
         (width // tile.rows, splits),
@@ -155,6 +154,7 @@ def _multiplied(x, weights: Sequence, loras: Sequence, tile: Tile, splits: int, 
         SPLITS=splits,
         ACTIVATION=activation,
         STAGES=stages,
+        RANK=rank,
         **settings,
     )
     return out

@@ -37,7 +37,7 @@ def _with_adapter(total, inner, b, rows, rank, scale, RANK: tl.constexpr, DTYPE:
 
 
 @triton.jit
-def _multiply(
+def product_kernel(
     x,
     first,
     second,
@@ -68,8 +68,30 @@ def _multiply(
     SECOND_SCALE: tl.constexpr,
     THIRD_SCALE: tl.constexpr,
 ):
-    """The body of product_kernel and adapted_product_kernel, which describe it. RANK is 0 if no weight has an adapter;
-    otherwise it is the largest rank, rounded up to a power of two of at least 16."""
+    """The kernel of products: out = x W^T. W consists of the weights first, second and third, [FIRST, INNER], [SECOND,
+    INNER] and [THIRD, INNER], one below the other; a weight that is not used has 0 rows. out has the partial sums
+    [SPLITS, COUNT, FIRST + SECOND + THIRD]. Grid: (rows of W / ROWS, SPLITS).
+
+    If ACTIVATION is not 0, first and second are the weights of gate and up, and out [1, COUNT, FIRST] is
+    activation(gate) * up, gate and up being x times the weights, rounded; SPLITS is 1 and the grid has FIRST / ROWS
+    programs.
+
+    If RANK is not 0, W + scale B A is multiplied in place of each weight W. Each program multiplies its columns of x by
+    those of A too, [TOKENS, RANK], and adds this times its rows of B to its sum. So every partial sum has its share of
+    the adapter's product, and A is read by each program that multiplies rows of its weight.
+
+    Args:
+      x: [COUNT, INNER], of which the tensor cores multiply TOKENS rows, the further ones being 0.
+      first_a, second_a, third_a: A of each weight's adapter, [its rank, INNER], in x's dtype; None if RANK is 0.
+      first_b, second_b, third_b: B of each, [rows of the weight, its rank], in x's dtype; None if RANK is 0.
+      ROWS: the rows of W of a program.
+      DEPTH: the columns that are read in one step.
+      SPLITS: the ranges of columns that different programs sum over.
+      STAGES: how many steps are read ahead.
+      RANK: the largest rank, rounded up to a power of two of at least 16; 0 if no weight has an adapter.
+      FIRST_RANK, SECOND_RANK, THIRD_RANK: the ranks; 0 for a weight without an adapter, whose A and B are not read.
+      FIRST_SCALE, SECOND_SCALE, THIRD_SCALE: the factors on x A^T, before it is rounded to x's dtype.
+    """
     DTYPE: tl.constexpr = x.dtype.element_ty
     WIDTH: tl.constexpr = FIRST if ACTIVATION else FIRST + SECOND + THIRD
     begin = tl.program_id(0) * ROWS
@@ -81,13 +103,15 @@ def _multiply(
         if SECOND > 0:
             if begin >= FIRST:
                 weight, own = second, begin - FIRST
-                a, b = second_a, second_b
-                rank, scale = tl.full([], SECOND_RANK, tl.int32), tl.full([], SECOND_SCALE, tl.float32)
+                if RANK > 0:
+                    a, b = second_a, second_b
+                    rank, scale = tl.full([], SECOND_RANK, tl.int32), tl.full([], SECOND_SCALE, tl.float32)
         if THIRD > 0:
             if begin >= FIRST + SECOND:
                 weight, own = third, begin - FIRST - SECOND
-                a, b = third_a, third_b
-                rank, scale = tl.full([], THIRD_RANK, tl.int32), tl.full([], THIRD_SCALE, tl.float32)
+                if RANK > 0:
+                    a, b = third_a, third_b
+                    rank, scale = tl.full([], THIRD_RANK, tl.int32), tl.full([], THIRD_SCALE, tl.float32)
     rows = own + tl.arange(0, ROWS)
     tokens = tl.arange(0, TOKENS)
     lines = rows.to(tl.int64)[:, None] * INNER
@@ -96,8 +120,6 @@ def _multiply(
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     up = tl.zeros([ROWS, TOKENS], tl.float32)
     if RANK > 0:
-        ranks = tl.arange(0, RANK)
-        thin_lines = ranks[:, None] * INNER
         inner = tl.zeros([TOKENS, RANK], tl.float32)
         up_inner = tl.zeros([TOKENS, RANK], tl.float32)
     for step in tl.range(split * steps, (split + 1) * steps, num_stages=STAGES):
@@ -107,6 +129,8 @@ def _multiply(
         if ACTIVATION:
             up = tl.dot(tl.load(second + lines + columns[None, :], eviction_policy="evict_first"), part, up)
         if RANK > 0:
+            ranks = tl.arange(0, RANK)
+            thin_lines = ranks[:, None] * INNER
             thin = tl.load(a + thin_lines + columns[None, :], mask=(ranks < rank)[:, None], other=0.0)
             inner = tl.dot(tl.trans(part), tl.trans(thin), inner)
             if ACTIVATION:
@@ -121,152 +145,6 @@ def _multiply(
         total = gate * up.to(DTYPE).to(tl.float32)
     places = (split * COUNT + tokens[:, None]) * WIDTH + begin + tl.arange(0, ROWS)[None, :]
     tl.store(out + places, tl.trans(total).to(out.dtype.element_ty), mask=(tokens < COUNT)[:, None])
-
-
-@triton.jit
-def product_kernel(
-    x,
-    first,
-    second,
-    third,
-    out,
-    COUNT: tl.constexpr,
-    INNER: tl.constexpr,
-    FIRST: tl.constexpr,
-    SECOND: tl.constexpr,
-    THIRD: tl.constexpr,
-    ROWS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    TOKENS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """The kernel of products: out = x W^T. W consists of the weights first, second and third, [FIRST, INNER], [SECOND,
-    INNER] and [THIRD, INNER], one below the other; a weight that is not used has 0 rows. out has the partial sums
-    [SPLITS, COUNT, FIRST + SECOND + THIRD]. Grid: (rows of W / ROWS, SPLITS).
-
-    If ACTIVATION is not 0, first and second are the weights of gate and up, and out [1, COUNT, FIRST] is
-    activation(gate) * up, gate and up being x times the weights, rounded; SPLITS is 1 and the grid has FIRST / ROWS
-    programs.
-
-    Args:
-      x: [COUNT, INNER], of which the tensor cores multiply TOKENS rows, the further ones being 0.
-      ROWS: the rows of W of a program.
-      DEPTH: the columns that are read in one step.
-      SPLITS: the ranges of columns that different programs sum over.
-      STAGES: how many steps are read ahead.
-    """
-    _multiply(
-        x,
-        first,
-        second,
-        third,
-        x,
-        x,
-        x,
-        x,
-        x,
-        x,
-        out,
-        COUNT,
-        INNER,
-        FIRST,
-        SECOND,
-        THIRD,
-        ROWS,
-        DEPTH,
-        TOKENS,
-        SPLITS,
-        ACTIVATION,
-        STAGES,
-        0,
-        0,
-        0,
-        0,
-        1.0,
-        1.0,
-        1.0,
-    )
-
-
-@triton.jit
-def adapted_product_kernel(
-    x,
-    first,
-    second,
-    third,
-    first_a,
-    first_b,
-    second_a,
-    second_b,
-    third_a,
-    third_b,
-    out,
-    COUNT: tl.constexpr,
-    INNER: tl.constexpr,
-    FIRST: tl.constexpr,
-    SECOND: tl.constexpr,
-    THIRD: tl.constexpr,
-    ROWS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    TOKENS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    STAGES: tl.constexpr,
-    RANK: tl.constexpr,
-    FIRST_RANK: tl.constexpr,
-    SECOND_RANK: tl.constexpr,
-    THIRD_RANK: tl.constexpr,
-    FIRST_SCALE: tl.constexpr,
-    SECOND_SCALE: tl.constexpr,
-    THIRD_SCALE: tl.constexpr,
-):
-    """The kernel of products whose weights have adapters: product_kernel with W + scale B A in place of each weight W.
-
-    Each program multiplies its columns of x by those of A too, [TOKENS, RANK], and adds this times its rows of B to its
-    sum. So every partial sum has its share of the adapter's product, no other kernel takes part in it, and A is read
-    by each program that multiplies rows of its weight.
-
-    Args:
-      x, first, second, third, out, COUNT to STAGES: as in product_kernel.
-      first_a, second_a, third_a: A of each weight, [its rank, INNER], in x's dtype.
-      first_b, second_b, third_b: B of each weight, [rows of the weight, its rank], in x's dtype.
-      RANK: the largest rank, rounded up to a power of two of at least 16, which the tensor cores multiply.
-      FIRST_RANK, SECOND_RANK, THIRD_RANK: the ranks; 0 for a weight without an adapter, whose A and B are not read.
-      FIRST_SCALE, SECOND_SCALE, THIRD_SCALE: the factors on x A^T, before it is rounded to x's dtype.
-    """
-    _multiply(
-        x,
-        first,
-        second,
-        third,
-        first_a,
-        first_b,
-        second_a,
-        second_b,
-        third_a,
-        third_b,
-        out,
-        COUNT,
-        INNER,
-        FIRST,
-        SECOND,
-        THIRD,
-        ROWS,
-        DEPTH,
-        TOKENS,
-        SPLITS,
-        ACTIVATION,
-        STAGES,
-        RANK,
-        FIRST_RANK,
-        SECOND_RANK,
-        THIRD_RANK,
-        FIRST_SCALE,
-        SECOND_SCALE,
-        THIRD_SCALE,
-    )
 
 
 @triton.jit

@@ -26,7 +26,7 @@ def test_products_fit_a_hopper_gpu(rows, tmp_path):
 @pytest.mark.parametrize(("rows", "rank"), [(2, 16), (64, 64), (128, 64)])
 def test_products_with_adapters_fit_a_hopper_gpu(rows, rank, tmp_path):
     calls = calls_of(rows, rank)
-    assert [kernel.__name__ for kernel, *_ in calls] == ["adapted_product_kernel"] * 3
+    assert [settings["RANK"] for *_, settings in calls] == [rank] * 3
     assert_fit(calls, tmp_path)
 
 

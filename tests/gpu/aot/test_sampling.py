@@ -113,5 +113,5 @@ def test_an_adapter_adds_no_kernel_to_a_step():
         _, programs = lowered("llama-3.1-8b", 1, adapter)
         text = programs["decode"].compile().as_text()
         kernels.append(collections.Counter(re.findall(r" (fusion|custom-call|copy|convert|reduce|slice)\(", text)))
-        assert ("adapted_product_kernel" in text) == adapter
+        assert text.count('name = "product_kernel"') == 4
     assert kernels[0] == kernels[1]
