@@ -222,6 +222,7 @@ FORMATS: dict[str, Callable[[Decoder, _Job], Exported]] = {
     "merged": _folder(lambda model, *rest: folders.write_merged(_whole(model), *rest)),
     **{name: _stored(to) for name, to in exports().items() if to.name in load_in()},
     "w4a16": _folder(lambda model, *rest: w4a16.write(_whole(model), *rest)),
+    "w4a8": _folder(lambda model, *rest: w4a16.write(_whole(model), *rest, activations=True)),
     "mxfp4": _folder(lambda model, *rest: folders.write_mxfp4(_whole(model), *rest)),
     "adapter": _folder(lambda model, folder, tokenizer, _: adapters.write(model, folder, tokenizer)),
     "gguf": _gguf,

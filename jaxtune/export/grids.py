@@ -7,6 +7,7 @@ import functools
 
 import jax
 import numpy as np
+from jax import core
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.fake_quant import FakeQuant
@@ -105,7 +106,7 @@ def _exactly(name: str, format: str, weight: jax.Array) -> Stored:
       ValueError: the weight is not on such a grid.
     """
     stored = FORMATS[format].encode(weight)
-    if isinstance(weight, jax.core.Tracer):
+    if isinstance(weight, core.Tracer):
         return stored
     wanted = partition.on_host(weight)
     if stored.scale_axes is not None:
@@ -132,5 +133,5 @@ def _between(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     codes = size.view(bits)
     below = np.where(codes > 0, codes - 1, 0).astype(bits).view(numbers.dtype)
     above = (codes + 1).astype(bits).view(numbers.dtype)
-    middle = np.float64(size)
-    return (middle + np.float64(below)) / 2, (middle + np.float64(above)) / 2
+    middle = size.astype(np.float64)
+    return (middle + below.astype(np.float64)) / 2, (middle + above.astype(np.float64)) / 2

@@ -145,7 +145,7 @@ class Rounding:
 
 ROUNDINGS = {
     "int4": Rounding(int4, exports=("w4a16",)),
-    "int8-int4": Rounding(int4, activations=int8_by_token, exports=("w4a16",)),
+    "int8-int4": Rounding(int4, activations=int8_by_token, exports=("w4a8", "w4a16")),
     "int8-int4-asymmetric": Rounding(int4, activations=int8_by_token_asymmetric, exports=("w4a16",)),
     "int8": Rounding(int8, exports=("int8",)),
     "fp8": Rounding(functools.partial(_as_declared, "fp8"), activations=fp8_by_token, exports=("fp8",)),

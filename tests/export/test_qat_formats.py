@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 from llama_cpp_models import made
@@ -10,6 +12,7 @@ from tiny_models import adapted_model
 import jaxtune
 from jaxtune.export import grids
 from jaxtune.models.files.quant import convert_qat, prepare_qat
+from jaxtune.models.files.shards import read_header, read_tensor
 from jaxtune.models.lora import linears
 from jaxtune.pallas.formats import dense
 
@@ -43,6 +46,22 @@ def test_a_merged_adapter_is_stored_as_training_saw_it(tmp_path, to="nvfp4"):
         np.testing.assert_array_equal(np.asarray(dense(theirs.stored_weight)), wanted, err_msg=name)
         changed += (np.asarray(grids.FORMATS[to].encode(ours.weight[...]).decode()) != wanted).sum()
     assert changed
+
+
+def test_w4a8_holds_the_codes_and_scales_that_training_saw(tmp_path):
+    model = convert_qat(prepare_qat(model_of(), "int8-int4", 32))
+    jaxtune.export_model(model, tmp_path / "out", "w4a8")
+    says = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    (group,) = says["config_groups"].values()
+    assert says["format"] == "int-quantized" and says["ignore"] == ["lm_head"]
+    assert group["input_activations"]["strategy"] == "token" and group["input_activations"]["dynamic"]
+    assert group["weights"]["num_bits"] == 4 and group["weights"]["group_size"] == 32
+    entries = read_header(tmp_path / "out/model.safetensors")
+    for name, linear in linears(model):
+        codes, scales = (read_tensor(entries[f"{name}.{part}"]) for part in ("weight", "weight_scale"))
+        assert codes.dtype == np.int8 and abs(codes.astype(int)).max() == 8
+        found = codes.astype(np.float32) * np.repeat(scales.astype(np.float32), 32, axis=1)
+        np.testing.assert_array_equal(found.astype(scales.dtype), linear.weight[...], err_msg=name)
 
 
 def test_weights_of_another_grid_are_refused(tmp_path):
