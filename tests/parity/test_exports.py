@@ -62,13 +62,12 @@ def test_w4a8_is_read_by_compressed_tensors(tmp_path):
     trained = prepare_qat(model, "int8-int4", 32)
     jaxtune.export_model(convert_qat(trained), tmp_path / "out", to="w4a8")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    seen = {name: np.asarray(linear.weight[...]) for name, linear in linears(convert_qat(trained))}
     tokens = np.arange(24).reshape(2, 12)
     with torch.no_grad():
         logits = theirs(torch.from_numpy(tokens)).logits.numpy()
     want = np.asarray(trained(jnp.asarray(tokens)))
     plain = np.asarray(convert_qat(trained)(jnp.asarray(tokens)))
-    assert seen and abs(logits - want).max() < 0.2 * abs(plain - want).max()  # near ties of sums may round apart
+    assert abs(logits - want).max() < 0.2 * abs(plain - want).max()  # near ties of sums may round apart
 
 
 @pytest.mark.parametrize("name", ["int8-int4", "fp8"])
