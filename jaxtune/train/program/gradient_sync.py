@@ -118,7 +118,7 @@ class GradientSync:
         sizes = self.error_sizes(trainable, shape)
         kept = sum(map(sum, sizes.values())) * float(jnp.dtype(ERRORS).itemsize)
         every = dataclasses.replace(self, feedback=True).error_sizes(trainable, shape).get("sent", [])
-        return kept, _UPDATE_BYTES * sum(every)
+        return kept, _UPDATE_BYTES * sum(every) + 4.0 * max(every, default=0)  # tensors are copied to be joined
 
     def added(self, gradients, errors, shape: MeshShape, unit: jax.Array, key: jax.Array):
         """Adds the gradients of all devices, within `partition.divided`: (their sums, the errors of this step).
