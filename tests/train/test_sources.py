@@ -13,7 +13,7 @@ from jaxtune import generate
 from jaxtune.models.config import LayerSpec
 from jaxtune.models.lora import get_peft_model
 from jaxtune.train.callbacks import Callback
-from jaxtune.train.config import CheckpointConfig, DataConfig
+from jaxtune.train.config import CheckpointConfig, DataConfig, OptimConfig
 from jaxtune.train.data.batches import Batch, BatchSource, Json
 from jaxtune.train.folder.checkpoint import CheckpointError, saved_steps
 from jaxtune.train.trainer import Trainer
@@ -22,13 +22,13 @@ from tests.train.tiny_runs import LENGTH, assert_same, lora_model, make_config
 
 
 class Sampled(BatchSource):
-    """A policy gradient in its smallest form: the model answers prompts, and answers that have more tokens of one kind
-    than answers had so far are trained on, each as much as it has more.
+    """Learning from rewards in its smallest form: the model answers prompts, and the wanted tokens are trained on in
+    those answers that have more of them than answers had so far, each answer as much as it has more.
 
     What answers had so far is a running mean, which a resumed run needs, as it needs the number of draws made.
     """
 
-    rows_per_step = 8
+    rows_per_step = 16
     sees_model = True
     length = LENGTH
     wanted = range(24)
@@ -44,11 +44,13 @@ class Sampled(BatchSource):
         self.draws += 1
         batch = Batch.empty(self.rows_per_step, self.length)
         for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-            text, reward = [*prompt, *answer], sum(token in self.wanted for token in answer) / len(answer)
+            wanted = [token in self.wanted for token in answer]
+            text, reward = [*prompt, *answer], sum(wanted) / len(answer)
             self.rewards.append(reward)
             batch.tokens[row, : len(text)], batch.segment_ids[row, : len(text)] = text, 1
             batch.targets[row, : len(text) - 1], batch.positions[row, : len(text)] = text[1:], np.arange(len(text))
-            batch.weights[row, len(prompt) - 1 : len(text) - 1] = max(0.0, reward - self.mean) + 1e-3
+            better = max(0.0, reward - self.mean)
+            batch.weights[row, len(prompt) - 1 : len(text) - 1] = better * np.float32(wanted) + 1e-3
         self.mean = 0.9 * self.mean + 0.1 * float(np.mean(self.rewards[-self.rows_per_step :]))
         self._positions[step + 1] = {"mean": self.mean, "draws": self.draws}
         return batch
@@ -81,15 +83,15 @@ def run(output, source, callbacks=(), **changes):
 
 def test_rows_that_are_sampled_from_the_model_are_resumed_to_the_same_bits(tmp_path):
     """Each step's rows are of the weights that the step before has led to."""
-    source = Sampled()
-    trained, trainer = run(tmp_path / "whole", source, steps=24)
-    rewards = np.reshape(source.rewards, (24, 8)).mean(1)
+    source, settings = Sampled(), dict(steps=24, optim=OptimConfig(learning_rate=3e-2))
+    trained, trainer = run(tmp_path / "whole", source, **settings)
+    rewards = np.reshape(source.rewards, (24, 16)).mean(1)
     assert rewards[-6:].mean() > rewards[:6].mean() + 0.1  # it has learnt what is rewarded
     assert "epoch" not in trainer.history[0] and trainer.data_summary().startswith("training rows: made during the run")
     half = Sampled()
-    run(tmp_path / "run", half, [StopAfter(5)], steps=24)
+    run(tmp_path / "run", half, [StopAfter(5)], **settings)
     rest = Sampled()
-    again, resumed = run(tmp_path / "run", rest, steps=24)
+    again, resumed = run(tmp_path / "run", rest, **settings)
     assert half.rewards + rest.rewards == source.rewards
     assert [line["loss"] for line in resumed.history] == [line["loss"] for line in trainer.history[5:]]
     assert_same(again, trained)
@@ -98,7 +100,7 @@ def test_rows_that_are_sampled_from_the_model_are_resumed_to_the_same_bits(tmp_p
     with pytest.raises(
         CheckpointError, match=r"data.sampled: saved 'tokens of range\(0, 24\)', now 'tokens of range\(0, 8\)'"
     ):
-        run(tmp_path / "run", other, steps=24)
+        run(tmp_path / "run", other, **settings)
 
 
 # ---- streams
