@@ -163,6 +163,8 @@ class Linear(nnx.Module):
     Attributes:
       lora: the adapter (Lora), or None.
       fp8: True: a weight that is stored in FP8 is multiplied as it is, without decoding; False: it is decoded first.
+      compute: the dtype's name in which the linear multiplies, where a precision map names one (models/precision.py): x
+        is cast to it, and the output back to x's dtype; None: in x's dtype.
       fake_quant: for quantisation-aware training: the grid to which the weight, with its adapter merged in, is rounded
         before it multiplies; None: it is not rounded.
       original: for a head that is trained beside adapters (modules_to_save), its weight before training; else None.
@@ -171,6 +173,7 @@ class Linear(nnx.Module):
     num_experts = 0  # as ExpertLinear has, for code that handles both
     quantizable = True  # whether `quantize` and loading in a format of few bits encode it; a router's is not
     original: nnx.Variable | None = None
+    compute: str | None = None
 
     def __init__(self, in_size: int, out_size: int, *, bias: bool, std: float, key: jax.Array, dtype):
         self.weight: nnx.Variable = nnx.Param(
@@ -222,10 +225,24 @@ def apply_fused(x: jax.Array, linears: tuple[Linear, ...], key: jax.Array | None
 
     key: draws the dropout mask, which the adapters of all these linears share; None: no dropout. Weights with a
     `fake_quant` are rounded with their adapters merged in, and x is rounded before it multiplies them if the format
-    rounds activations."""
+    rounds activations. Linears that multiply in another dtype than x's (`compute`) are an operation of their own."""
+    kinds = dict.fromkeys(linear.compute for linear in linears)
+    if any(kinds):
+        found: dict[int, jax.Array] = {}
+        for kind in kinds:
+            places = [i for i, linear in enumerate(linears) if linear.compute == kind]
+            part = x if kind is None else x.astype(kind)
+            outputs = _fused(part, tuple(linears[i] for i in places), key)
+            found |= {i: out.astype(x.dtype) for i, out in zip(places, outputs, strict=True)}
+        return tuple(found[i] for i in range(len(linears)))
+    return _fused(x, linears, key)
+
+
+def _fused(x: jax.Array, linears: tuple[Linear, ...], key: jax.Array | None) -> tuple[jax.Array, ...]:
+    """What `apply_fused` returns for linears that all multiply in x's dtype; its arguments are the same."""
     specs = {linear.fake_quant for linear in linears}
     if len(specs) > 1 and any(spec is not None and spec.rounds_inputs for spec in specs):
-        return tuple(apply_fused(x, (linear,), key)[0] for linear in linears)  # some multiply x as it is
+        return tuple(_fused(x, (linear,), key)[0] for linear in linears)  # some multiply x as it is
     rates = [linear.lora.rate for linear in linears if linear.lora is not None]
     rate = max(rates, default=0.0)
     seen = x

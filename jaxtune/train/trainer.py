@@ -29,7 +29,7 @@ from jaxtune.system.terminal import outliving, say
 from jaxtune.train import own_parts, setup
 from jaxtune.train.answer_metrics import answer_metrics
 from jaxtune.train.callbacks import Callback
-from jaxtune.train.config import COMPUTE_DTYPES, TrainConfig
+from jaxtune.train.config import TrainConfig
 from jaxtune.train.config.file import config_to_dict
 from jaxtune.train.data import Batches, TokenDataset
 from jaxtune.train.data.pairs import PairDataset
@@ -253,7 +253,7 @@ class Trainer:
 
     def _watched(self) -> Watched:
         """The facts about this run by which the Monitor logs, shows and checks the metrics of its steps."""
-        peak = device_peak_flops(self.mesh.devices.flat[0].device_kind, COMPUTE_DTYPES[self.config.precision])
+        peak = device_peak_flops(self.mesh.devices.flat[0].device_kind, self.config.dtype)
         return Watched(
             config=self.config,
             total_steps=self.total_steps,

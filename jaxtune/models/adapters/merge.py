@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxtune.models.components import set_compute
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.fake_quant import FakeQuant
 from jaxtune.models.files.quant import qat_spec, round_to_grid
@@ -186,8 +187,7 @@ def merged_weights(model: Decoder) -> Weights:
     if not has_adapter(model):
         raise ValueError("merge_adapter: this model has no adapter")
     merged = copy_structure(model)
-    # The norms are never trained whole beside an adapter, so they still have the dtype of the base.
-    dtype = model.norm.weight.get_value().dtype
+    dtype = model.weight_dtype
     makers: dict[int, Callable[[], jax.Array]] = {}  # by the identity of the merged model's variable
     views: dict[int, _Merged] = {}
     changed = 0
@@ -399,7 +399,7 @@ def _check_logits(model: Decoder, merged: Weights, views: dict[int, _Merged], ch
     expected, got = _logits(plain), _logits(walked)
     del walked
     widest = max(config.hidden_size, config.intermediate_size, config.query_size)
-    roundoff = _roundoff(model.norm.weight.get_value().dtype) + _FP32_ROUNDOFF * widest**0.5
+    roundoff = _roundoff(model.weight_dtype) + _FP32_ROUNDOFF * widest**0.5
     bound = _LOGITS_MARGIN * roundoff * changed**0.5
     middle = expected.mean(-1 if config.head.is_text else None, keepdims=True)  # of scores, over all tokens
     scale = np.sqrt(np.mean(np.square(expected - middle)))
@@ -425,9 +425,10 @@ def _logits(model: Decoder) -> np.ndarray:
     """float32[rows, tokens, vocab] in host memory: the logits of a random batch, which is the same for every model of
     this vocabulary, computed in float32 with some rows of the head at a time.
 
-    The model's dtype is set to float32, so the caller passes a copy.
+    The model's dtype is set to float32, and no module keeps one of its own, so the caller passes a copy.
     """
     model.dtype = "float32"
+    set_compute(model, {})
     tokens = jax.random.randint(jax.random.key(0), (_PROBE_ROWS, _PROBE_LENGTH), 0, model.config.vocab_size)
     hidden = model.hidden_states(tokens)
     rows = model.head_variable.shape[0]

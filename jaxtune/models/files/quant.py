@@ -290,14 +290,23 @@ def check_stored(folder: Path, hf: dict, stored: Set[str], load_in: str | None, 
 
 def quantization_config(model: Decoder) -> Config | None:
     """The entry "quantization_config" of config.json for a model, as transformers reads it: the format of its
-    quantised weights, and the names of the linears that are not quantised. None where no weight is quantised."""
+    quantised weights, and the names of the linears that are not quantised. None where no weight is quantised.
+
+    Raises:
+      ValueError: weights in several formats, which config.json cannot say.
+    """
     stored = _stored(model)
     if not stored:
         return None
     plain = [model.config.head.name, *(name for name, _ in matrices(model) if name not in stored)]
-    found = FORMATS[str(stored_in(model))]
-    weights = [weight for weight in stored.values() if format_of(weight) is found]
-    return found.layout(weights[0]).config(weights, plain, model.dtype)
+    names = sorted({format_of(weight).name for weight in stored.values()})
+    if len(names) > 1:
+        raise ValueError(
+            f"save_pretrained: the weights are stored in {' and '.join(names)}, and config.json can say one format: "
+            "merge the adapter, or use dequantize (jaxtune.models.files.quant), and save 16-bit weights"
+        )
+    weights = list(stored.values())
+    return FORMATS[names[0]].layout(weights[0]).config(weights, plain, model.dtype)
 
 
 def parameters(state: nnx.State) -> int:

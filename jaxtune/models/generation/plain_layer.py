@@ -57,7 +57,7 @@ def is_plain(block: Block, spec: LayerSpec) -> bool:
     plain &= not (config.attention_gate or config.values_are_keys or config.value_norm)
     rope = None if spec.rotary is None else config.rotary[spec.rotary]
     whole = rope is None or not (rope.llama_4_scaling_beta or rope.partial_rotary_factor != 1.0)
-    return plain and whole and all(type(norm) is RMSNorm for norm in norms)
+    return plain and whole and all(type(norm) is RMSNorm and norm.compute is None for norm in norms)
 
 
 def norm_before(block: Block, part: str) -> RMSNorm:
@@ -127,8 +127,8 @@ def _feed_forward(feed_forward, stream: Stream, context: Context) -> jax.Array:
 
 def _is_plain(linear: Linear, dtype) -> bool:
     """Whether a linear is a product with an array of this dtype, with or without a LoRA adapter, and nothing else (no
-    bias, rounding or DoRA), which few_rows' kernels can multiply."""
-    more = (linear.bias, linear.fake_quant, None if linear.lora is None else linear.lora.magnitude)
+    bias, rounding or DoRA, and no dtype of its own), which few_rows' kernels can multiply."""
+    more = (linear.bias, linear.fake_quant, linear.compute, None if linear.lora is None else linear.lora.magnitude)
     weight = linear.stored_weight
     return all(part is None for part in more) and isinstance(weight, jax.Array) and weight.dtype == dtype
 

@@ -348,7 +348,7 @@ def _decode(
     splits = _split(model)
     if len(live.token) > 1:  # XLA does not pad the head for a product with a single row
         head = model.head_variable
-        head.set_value(filled_up(head[...].astype(model.dtype)))
+        head.set_value(filled_up(head[...].astype(model.head_compute or model.dtype)))
 
     def one(before, _):
         states, live, seen = before
@@ -389,7 +389,8 @@ def _through_layers(model: Decoder, splits, tokens, states, at, tables, real) ->
     """
     x, after, shared = model.embed(tokens), [], {}
     layers = list(zip(model.layers, model.config.layers, strict=True))
-    if tokens.shape[1] == 1 and all(itertools.starmap(plain_layer.is_plain, layers)):
+    plain = all(itertools.starmap(plain_layer.is_plain, layers)) and model.norm.compute is None
+    if tokens.shape[1] == 1 and plain:
         norms = [*(plain_layer.norm_before(layer, "mixer") for layer in model.layers), model.norm]
         stream = plain_layer.Stream(x[:, 0], norms[0](x[:, 0]))
         for (graph, *state), (_, spec), kept, norm in zip(splits, layers, states, norms[1:], strict=True):

@@ -87,6 +87,8 @@ class ExpertLinear(nnx.Module):
       key: draws them.
       dtype: of weight and biases.
     Attributes:
+      compute: the dtype's name in which the experts multiply, where a precision map names one (models/precision.py):
+        what they multiply is cast to it, and the output back; None: in that dtype itself.
       fp8: whether a weight that is stored in FP8 is multiplied as it is, without decoding; False until the loader sets
         it.
       fake_quant: for quantisation-aware training: the grid to which the weights, with their adapters merged in, are
@@ -95,6 +97,7 @@ class ExpertLinear(nnx.Module):
     """
 
     quantizable = True  # as Linear has, for code that handles both
+    compute: str | None = None
 
     def __init__(
         self, experts: int, in_size: int, out_size: int, *, transposed: bool, bias: bool, std: float, key, dtype
@@ -178,7 +181,8 @@ class ExpertLinear(nnx.Module):
         If a quantised weight must be decoded, the decoded weight is kept for the derivative, which is expected to be
         computed right after (`derivative_follows` of grouped_matmul). routing: which token and expert each row belongs
         to, from `route`."""
-        lora = self.adapter()
+        lora, given = self.adapter(), x.dtype
+        x = x.astype(self.compute or given)
         if self.fake_quant is None:
             weight, added = self.stored_weight, lora
         else:
@@ -190,9 +194,9 @@ class ExpertLinear(nnx.Module):
             a, b = (lora.scale * lora.a).astype(x.dtype), lora.b.astype(x.dtype)
             inner = matmul_of_tokens(jax.lax.stop_gradient(x), a, routing)
             out = gradients_of(out, grouped_matmul(inner, b, routing.groups))
-        if self.bias is None:
-            return out
-        return grouped_bias(out, self.bias[...], routing.groups)
+        if self.bias is not None:
+            out = grouped_bias(out, self.bias[...], routing.groups)
+        return out.astype(given)
 
     def to_tokens(
         self, rows: jax.Array, lora: GroupedLora | None, routing: Routing, choice: jax.Array, weights: jax.Array
@@ -207,6 +211,8 @@ class ExpertLinear(nnx.Module):
           choice: int32[T, k], each token's experts.
           weights: [T, k], the router's weights, by which the biases are multiplied if there are any.
         """
+        given = rows.dtype
+        rows = rows.astype(self.compute or given)
         if self.fake_quant is None:
             out = matmul_to_tokens(rows, self.stored_weight, routing, lora, transposed=self.transposed, fp8=self.fp8)
         else:
@@ -216,4 +222,5 @@ class ExpertLinear(nnx.Module):
                 a, b = (lora.scale * lora.a).astype(rows.dtype), lora.b.astype(rows.dtype)
                 inner = grouped_matmul(jax.lax.stop_gradient(rows), a, routing.groups)
                 out = gradients_of(out, matmul_to_tokens(inner, b, routing))
-        return out if self.bias is None else token_bias(out, weights, self.bias[...], choice)
+        out = out if self.bias is None else token_bias(out, weights, self.bias[...], choice)
+        return out.astype(given)

@@ -19,10 +19,9 @@ from jaxtune.train.config.sections import (
     ProfileConfig,
     ScheduleConfig,
 )
-from jaxtune.train.config.train_config import COMPUTE_DTYPES, DEFAULT_OUTPUT, SHORTHANDS, TrainConfig
+from jaxtune.train.config.train_config import DEFAULT_OUTPUT, SHORTHANDS, TrainConfig
 
 __all__ = [
-    "COMPUTE_DTYPES",
     "DEFAULT_OUTPUT",
     "ROW_OPTIONS",
     "SHORTHANDS",

@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, ConfigDict
 
+from jaxtune.models.precision import DTYPES
+from jaxtune.pallas.format_names import LOADED
 from jaxtune.train.config.checks import (
     LARGEST_INTEGER,
     ConfigError,
@@ -37,8 +39,7 @@ from jaxtune.train.config.sections import (
 )
 
 DEFAULT_OUTPUT = "runs/{recipe}"
-# The dtype in which a model computes, by the config's key `precision`.
-COMPUTE_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
+_REST = "*"  # the pattern in `precision` that says in which dtype the model computes
 # Sections that can be given as a single string, and the key that it sets: `qat: int4` sets qat.format.
 SHORTHANDS = {"qat": "format", "objective": "name"}
 
@@ -77,7 +78,10 @@ class TrainConfig:
     micro_batches: Annotated[
         int | None, "Parts in which the rows of a step are computed in turn; null: the fastest number that fits."
     ] = None
-    precision: Annotated[Literal["bf16", "fp32", "fp16"], "Compute dtype; see optim.weights for storage."] = "bf16"
+    precision: Annotated[
+        Literal["bf16", "fp32", "fp16"] | dict[str, str],
+        "Compute dtype (optim.weights: storage), or a map of module patterns to dtypes and formats; '*': the rest.",
+    ] = "bf16"
     seed: Annotated[int, "Seed of the adapter's start, the order of the rows, dropout and noise."] = 0
     deterministic: Annotated[bool, "The same bits on every run; may cost speed."] = False
     max_grad_norm: Annotated[float | None, "Clip the global gradient norm to this; null: never."] = 1.0
@@ -107,6 +111,22 @@ class TrainConfig:
     profile: ProfileConfig = ProfileConfig()
     export: ExportConfig = ExportConfig()
     output: Annotated[str, "Folder for everything the run writes; {recipe} is the recipe's name."] = DEFAULT_OUTPUT
+
+    @property
+    def computes_in(self) -> str:
+        """The word of the dtype in which the model computes: `precision`, or what it gives "*" if it is a map."""
+        return self.precision if isinstance(self.precision, str) else self.precision[_REST]
+
+    @property
+    def dtype(self) -> str:
+        """The name of the dtype in which the model computes, such as "bfloat16"."""
+        return DTYPES[self.computes_in]
+
+    @property
+    def components(self) -> dict[str, str]:
+        """The precision map of single modules, {pattern: dtype or format} (models/precision.py); {} without one."""
+        given = {} if isinstance(self.precision, str) else self.precision
+        return {pattern: word for pattern, word in given.items() if pattern != _REST}
 
     def require_rows_for(self, devices: int) -> None:
         """Raises `ConfigError` unless the rows of a micro-batch (rows_per_step / micro_batches) can be divided evenly
@@ -149,6 +169,7 @@ class TrainConfig:
         require(self.output != "", "output", "", "must name a folder")
         self._check_division_of_steps()
         self._check_exact_match()
+        self._check_precision()
         self._check_adapter()
         self._check_qat()
         self._check_evaluation()
@@ -209,6 +230,30 @@ class TrainConfig:
             list(self.evaluation.generate),
             "a reward model writes no answers (objective = reward); leave it out",
         )
+
+    def _check_precision(self) -> None:
+        """Raises `ConfigError` if `precision` is a map with an unknown word, or with a format and no adapter. A map
+        without other patterns than "*" becomes its word, and one without "*" gets it."""
+        if isinstance(self.precision, str):
+            return
+        object.__setattr__(self, "precision", {**self.precision, _REST: self.precision.get(_REST, "bf16")})
+        require(
+            self.precision[_REST] in DTYPES,
+            f"precision.{_REST}",
+            self.precision[_REST],
+            f"must be {', '.join(DTYPES)}, in which the model computes; the layers' format is model.load_in",
+        )
+        for pattern, word in self.components.items():
+            key, known = f"precision.{pattern}", ", ".join((*DTYPES, *LOADED))
+            require(word in DTYPES or word in LOADED, key, word, f"is no dtype or format; there are {known}")
+            require(
+                word in DTYPES or self.adapter is not None,
+                key,
+                word,
+                "quantised weights are frozen and train through an adapter: set adapter: {}, or name a dtype",
+            )
+        if not self.components:
+            object.__setattr__(self, "precision", self.precision[_REST])
 
     def _check_adapter(self) -> None:
         """Raises `ConfigError` if a key is set that needs an adapter and there is none (model.load_in), or that an

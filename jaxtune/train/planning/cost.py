@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from jaxtune.models.components import stored_as
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.files.quant import compute_in_fp8, quantize
+from jaxtune.models.files.quant import compute_in_fp8
 from jaxtune.models.layers.block import LAYER_OUTPUT, Block
 from jaxtune.models.layers.segment import Residual, Segment
 from jaxtune.models.layers.tiles import tiled_residuals
@@ -26,7 +27,7 @@ from jaxtune.models.placement.low_format import bytes_per_number
 from jaxtune.models.residual_plan import residuals_of
 from jaxtune.models.reward import with_head
 from jaxtune.pallas.linear_cross_entropy import fills_up
-from jaxtune.train.config import COMPUTE_DTYPES, MeshConfig, TrainConfig
+from jaxtune.train.config import MeshConfig, TrainConfig
 from jaxtune.train.objectives.named import objective_of
 from jaxtune.train.objectives.teachers import teacher_shapes, with_teacher
 from jaxtune.train.optimizer import optimizer_offload
@@ -157,11 +158,11 @@ def step_cost(
     of config.data. keeps_model: whether the given model stays in memory beside the copies that train. optimizer: None
     is that of config.optim. reference_runs: number of forward passes of a frozen model in each micro-batch."""
     length, shape = length or config.data.length, model.config
-    dtype = jnp.dtype(COMPUTE_DTYPES[config.precision])
+    dtype = jnp.dtype(config.dtype)
     _, trainable, frozen = nnx.split(model, nnx.Param, ...)
     masters = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), trainable)
     states = jax.eval_shape((optimizer or _configured_optimizer(config)).init, masters)
-    storage = weight_storage(config.optim.weights, config.precision, sum(a.size for a in jax.tree.leaves(masters)))
+    storage = weight_storage(config.optim.weights, config.computes_in, sum(a.size for a in jax.tree.leaves(masters)))
     kept = _stored(masters, storage)
     on_host = float(optimizer_offload.hosted_bytes(states)) if config.optim.offload else 0.0
     divided = partition.mesh_shape(*(config.mesh or MeshConfig()).sizes)
@@ -183,7 +184,9 @@ def step_cost(
     frozen_layers = [partition.divided_sizes(layer, parts)[0] for layer in frozen.get("layers", {}).values()]
     more = 1.0 if keeps_model else 1 - 1 / parts  # the divided weights stay beside the gathered ones if they are kept
     head = model.head_variable
-    head_bytes, head_gradient_bytes = _head_costs(head, shape.vocab_size, dtype, storage)
+    head_bytes, head_gradient_bytes = _head_costs(
+        head, shape.vocab_size, jnp.dtype(model.head_compute or dtype), storage
+    )
     return StepCost(
         rows=config.rows_per_step,
         length=length,
@@ -392,11 +395,11 @@ def abstract_model(shape, config: TrainConfig) -> Decoder:
     that are not loaded. `shape` is its DecoderConfig."""
 
     def make():
-        model = Decoder(shape, jax.random.key(0), COMPUTE_DTYPES[config.precision])
-        if config.model.load_in is not None:
-            model = quantize(model, config.model.load_in)
-            if config.model.compute == "fp8":
-                model = compute_in_fp8(model)
+        model = Decoder(shape, jax.random.key(0), config.dtype)
+        if config.model.load_in is not None or config.components:
+            model = stored_as(model, config.components, config.model.load_in)
+        if config.model.compute == "fp8":
+            model = compute_in_fp8(model)
         model = with_head(model, objective_of(config).head)
         if config.adapter is not None:
             model = get_peft_model(model, **config.adapter.settings, seed=config.seed)
@@ -408,5 +411,6 @@ def abstract_model(shape, config: TrainConfig) -> Decoder:
 def _trained_matrix_bytes(layer: Block, dtype) -> float:
     """Bytes of the copies of a layer's trained matrices in the compute dtype `dtype`; 0 if that is float32, in which
     they are stored, so that no copy is made."""
-    trained = [matrix.weight for *_, matrix in layer.matrices() if isinstance(matrix.weight, nnx.Param)]
+    cast = (matrix.weight for *_, matrix in layer.matrices() if matrix.compute != "float32")
+    trained = [weight for weight in cast if isinstance(weight, nnx.Param)]
     return 0.0 if dtype.itemsize >= 4 else sum(math.prod(w.shape) for w in trained) * float(dtype.itemsize)
