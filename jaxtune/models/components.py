@@ -28,7 +28,7 @@ def components(model: Decoder) -> Iterator[tuple[Component, tuple, Named]]:
     `model` may be abstract."""
     norms, config = family(model.config.family).norms, model.config
     for path, module in nnx.iter_modules(model):
-        if path[0] == "teacher" or not isinstance(
+        if path[:1] == ("teacher",) or not isinstance(
             module, Linear | ExpertLinear | Router | RMSNorm | LayerNorm | Embedding
         ):
             continue
@@ -112,9 +112,9 @@ def stored_as(model: Decoder, words: Mapping[str, str], rest: str | None = None)
     for each, _, module in components(model):
         word = found.get(each.name)
         if word in FORMATS:
-            weight = module.weight.get_value()
+            name, weight = "weight", module.weight.get_value()
             if not isinstance(weight, Stored):
-                setattr(module, "weight", module.weight.replace(FORMATS[word].encode(weight)))
+                setattr(module, name, module.weight.replace(FORMATS[word].encode(weight)))
         elif word is not None:
             for name in ("weight", "bias"):
                 variable = getattr(module, name, None)

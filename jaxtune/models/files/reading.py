@@ -35,8 +35,8 @@ def _all_finite(tensor: jax.Array | Stored) -> jax.Array:
 
 
 def _require_finite(entries: Mapping[str, shards.TensorEntry], finite: Mapping[str, list], dtype: str) -> None:
-    """Raises ValueError if a tensor has values that are not finite. entries: {name: entry in files}. finite: {name: what
-    `_all_finite` returned for each of its parts}. dtype: that the error names."""
+    """Raises ValueError if a tensor has values that are not finite. entries: {name: entry in files}. finite: {name:
+    what `_all_finite` returned for each of its parts}. dtype: that the error names."""
     if broken := [name for name, whole in jax.device_get(finite).items() if not all(whole)]:
         files = sorted({entries[name].file.name for name in broken})
         raise ValueError(

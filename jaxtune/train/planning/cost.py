@@ -184,9 +184,7 @@ def step_cost(
     frozen_layers = [partition.divided_sizes(layer, parts)[0] for layer in frozen.get("layers", {}).values()]
     more = 1.0 if keeps_model else 1 - 1 / parts  # the divided weights stay beside the gathered ones if they are kept
     head = model.head_variable
-    head_bytes, head_gradient_bytes = _head_costs(
-        head, shape.vocab_size, jnp.dtype(model.head_compute or dtype), storage
-    )
+    head_bytes, head_gradient_bytes = _head_costs(model, dtype, storage)
     return StepCost(
         rows=config.rows_per_step,
         length=length,
@@ -250,18 +248,18 @@ def _configured_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     return make_optimizer(config.optim, schedule)
 
 
-def _head_costs(head: nnx.Variable, vocab_size: int, dtype, storage: str) -> tuple[float, float]:
+def _head_costs(model: Decoder, dtype, storage: str) -> tuple[float, float]:
     """(bytes in addition to the head's weight while the loss runs, bytes of the head's gradient after it).
 
     Args:
-      head: the variable of the head's weight; the head trains if it is an nnx.Param.
-      vocab_size: the number of its rows.
-      dtype: the compute dtype.
+      model: has the head, which trains if its variable is an nnx.Param, and may compute in a dtype of its own.
+      dtype: the compute dtype of the other modules.
       storage: the dtype in which trained weights are stored, "fp32" or "bf16".
     """
+    head, dtype = model.head_variable, jnp.dtype(model.head_compute or dtype)
     trains, size = isinstance(head, nnx.Param), math.prod(head.shape)
     loss = 8.0 if storage == "bf16" else 4.0 + (dtype.itemsize if dtype.itemsize < 4 else 0)
-    copy = 0.0 if trains and storage != "bf16" else 2.0 * fills_up(vocab_size, dtype)
+    copy = 0.0 if trains and storage != "bf16" else 2.0 * fills_up(model.config.vocab_size, dtype)
     return size * (loss * trains + copy), size * (2.0 if storage == "bf16" else loss) if trains else 0.0
 
 
