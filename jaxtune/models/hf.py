@@ -343,7 +343,7 @@ def hf_config_of(model: Decoder, tokenizer=None) -> dict[str, Any]:
     quantization = quant.quantization_config(model)
     if quantization is not None:
         files = family(model.config.family).expert_files
-        if files is not None:  # routers are linears in transformers 4 and in vLLM
+        if files is not None and files.module:  # routers are linears in transformers 4 and in vLLM
             modules = dict.fromkeys((files.module, "mlp"))
             gates = [f"model.layers.{i}.{m}.gate" for m in modules for i in range(model.config.num_layers)]
             for key in set(passthrough.SKIPPED) & set(quantization):
@@ -375,9 +375,9 @@ def _group(name: str, value: Any, make: Callable[[], Any], dtype: np.dtype, file
                 )
             pieces = expert_files.pieces_of(name, value.shape, files)
         return stored_weights.group(name, value, make, pieces)
-    if files is not None and ".experts." in name:
+    if files is not None and ".experts." in name and not files.quantised_only:
         return Group(make, expert_files.split_experts(name, value, dtype, files))
-    if files is not None:
+    if files is not None and files.module:
         name = name.replace(".mlp.", f".{files.module}.")
     return file_plan.one(name, value.shape, dtype, make, lambda tensor: tensor.astype(dtype))
 
