@@ -4,7 +4,6 @@ gradients of it, and leaves each device its part of the sum."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -13,7 +12,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.lax import optimization_barrier
 
-from jaxtune.models.placement import low_format
 from jaxtune.models.placement.partition import TENSORS, Shard, shards
 
 
@@ -55,8 +53,8 @@ def _rows_of(take, shard: Shard, index: jax.Array) -> jax.Array:
 def _rows_of_fwd(take, shard: Shard, index: jax.Array):
     """The forward rule of `_rows_of`, with its arguments: (the rows for this device's `index`, residuals).
 
-    The residuals are the pullback of `take` on this device's part of the table, `shard`, a bool array whose first axis
-    is the devices (which of every device's indices are rows of this part), and `shard` itself.
+    The residuals are the pullback of `take` on this device's part of the table, `shard`, and a bool array whose first
+    axis is the devices: which of every device's indices are rows of this part.
     """
     size = shard.array.shape[0]
     all_index = (
@@ -66,7 +64,7 @@ def _rows_of_fwd(take, shard: Shard, index: jax.Array):
     rows, back = jax.vjp(lambda table: take(table, jnp.clip(all_index, 0, size - 1)), shard.array)
     mine = mine.reshape(*mine.shape, *[1] * (rows.ndim - mine.ndim))
     rows = jax.lax.psum_scatter(jnp.where(mine, rows, 0), TENSORS)  # all but one term of each sum are zero
-    return rows, (back, mine, shard)
+    return rows, (back, mine)
 
 
 def _rows_of_bwd(take, residuals, gradient):
@@ -74,9 +72,9 @@ def _rows_of_bwd(take, residuals, gradient):
 
     take: that of the forward, which is not needed. residuals: from `_rows_of_fwd`. gradient: that of the rows which
     this device looked up."""
-    back, mine, shard = residuals
+    back, mine = residuals
     (gradients,) = back(jnp.where(mine, jax.lax.all_gather(gradient, TENSORS), 0))
-    return dataclasses.replace(shard, array=gradients), None
+    return Shard(gradients, 0, mine.shape[0]), None
 
 
 _rows_of.defvjp(_rows_of_fwd, _rows_of_bwd)
@@ -133,19 +131,15 @@ def scatter(shard: Shard, gradient: jax.Array) -> Shard:
     as a Shard. Call it inside `partition.divided`.
 
     The sum is computed in float32. With two devices the gradients are sent in their own dtype, which are half the
-    bytes, because a sum of two numbers is rounded only once in either case. If the Shard names a format (`sync`), they
-    are sent in that one (low_format.py).
+    bytes, because a sum of two numbers is rounded only once in either case.
 
     Args:
-      shard: this device's part of the tensor, of which only the axis, the number of parts and `sync` are read.
+      shard: this device's part of the tensor, of which only the axis and the number of parts are read.
       gradient: this device's gradient of the whole tensor.
     """
-    if shard.sync is not None:
-        total = low_format.part_of_sum(gradient, TENSORS, shard.axis, shard.count, shard.sync)
-    else:
-        wide = gradient if shard.count == 2 else gradient.astype(jnp.float32)
-        total = jax.lax.psum_scatter(wide, TENSORS, scatter_dimension=shard.axis, tiled=True)
-    return dataclasses.replace(shard, array=total.astype(gradient.dtype))
+    wide = gradient if shard.count == 2 else gradient.astype(jnp.float32)
+    total = jax.lax.psum_scatter(wide, TENSORS, scatter_dimension=shard.axis, tiled=True)
+    return Shard(total.astype(gradient.dtype), shard.axis, shard.count)
 
 
 def shards_of_layer(trainables, frozens, index: int) -> list[Shard]:
