@@ -255,8 +255,9 @@ MLP_BYTES = Fitted(
 class ExpertsBytes:
     """Memory of a mixture of experts in addition to the residuals, for the planner, in multiples of the bytes of an
     array. The sorted rows are each token's hidden state once for each of its experts; gate_up is the output of the
-    experts' gate and up products. The backward's peak is at one of two moments: one at which it has two arrays of
-    gate_up's size, and another at which it has one of these and the gradients of the rows."""
+    experts' gate and up products. The backward's peak is at one of two moments, of which the planner takes the larger.
+    At the first moment the backward has two arrays of gate_up's size. At the second moment it has one of these and
+    the gradients of the rows."""
 
     forward: float  # of the layer's input: temporary values at the end of the layer's forward
     own: float  # of the layer's input: further values of the backward, at both moments

@@ -122,7 +122,9 @@ class Place:
 
 
 def _is_loopback(coordinator: str) -> bool:
-    """Whether "host:port" is an address that only this host can reach."""
+    """Whether "host:port" is an address that only this host can reach, such as that of localhost. All processes are on
+    this host then, and the first one listens on that address only; otherwise it listens on all addresses of the host.
+    """
     host = coordinator.rpartition(":")[0].strip("[]")
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback

@@ -80,8 +80,9 @@ class Decoder:
 
     @property
     def share(self) -> int:
-        """The number of chunks of each expert's weight. Program p of n decodes the chunks p, p + n, p + 2 n, ... of the
-        whole weight."""
+        """The number of chunks of each expert's weight. A chunk is a run of numbers that is decoded at once. Chunks are
+        numbered through the whole weight, expert by expert, so chunk c belongs to expert c // share. Program p of n
+        decodes the chunks p, p + n, p + 2 n, ... of the whole weight."""
         return self.chunks.count // self.experts
 
     def semaphores(self):

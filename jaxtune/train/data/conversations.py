@@ -1,4 +1,7 @@
-"""Renders conversations with a chat template, and finds each response in the text and the parts that are not in it.
+"""Renders conversations with a chat template, and finds in the text where each response begins and ends.
+
+It also finds the parts of a conversation that the template does not write into the text, such as a thought, the content
+of a message, a tool call or the list of tools, so that a warning can name them.
 
 A template with `{% generation %}` marks says itself where responses are. For other templates, a response begins where
 the rendered turns before it (with the generation prompt) end, and ends where the rendered turns up to it end, provided
